@@ -27,8 +27,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from streamload.dtypes import DType, parse_dtype
-from streamload.units import format_bytes, parse_bytes
+from streamload.core.dtypes import DType, parse_dtype
+from streamload.core.units import format_bytes, parse_bytes
 
 SIGMA = 0.02
 DTYPES = ("bfloat16", "float16", "float32")

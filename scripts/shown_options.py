@@ -1,7 +1,7 @@
 """For the reference in docs/: show the options of each entrance, as `help` does.
 
 mkdocstrings reads source text, in which an entrance takes ``**options``. The function alone knows
-what `streamload.options.takes` makes of that.
+what `streamload.loading.options.takes` makes of that.
 """
 
 from __future__ import annotations

@@ -6,26 +6,27 @@ transformers, `streamload.diffusers` for pipelines, `streamload.distributed` acr
 imported when they are asked for.
 """
 
-from streamload.interrupt import end_by_interrupts, is_command
+from streamload.core.interrupt import end_by_interrupts, is_command
 
 if is_command():  # until `streamload.cli.main` runs
     end_by_interrupts()
 
+from streamload.core import system as _system  # noqa: F401  (first: it names unsupported systems)
+
+# isort: split
 import importlib
 from typing import Any
 
-from streamload import (
-    _system,  # noqa: F401  (first: where the system is not supported, it says so)
-    errors,
-)
-from streamload.cast.table import CastCounts
-from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from streamload.checkpoint.limits import Limits
-from streamload.compare import Comparison, diff
+from streamload import errors
+from streamload.checkpoint.open import Checkpoint, open_checkpoint
+from streamload.codecs.cast_table import CastCounts
 from streamload.conversion.convert import ConvertReport, convert
 from streamload.conversion.openable import Judge, register_judge
-from streamload.iterate import iterate
-from streamload.load import (
+from streamload.core.memory import Budget
+from streamload.core.tensors import RowRange
+from streamload.files.limits import Limits
+from streamload.loading.iterate import iterate
+from streamload.loading.load import (
     InfeasibleLoad,
     InfeasiblePlan,
     load_state_dict,
@@ -33,20 +34,19 @@ from streamload.load import (
     register_suggester,
     split,
 )
-from streamload.mapping import Source
-from streamload.planning.budget import Budget
+from streamload.loading.report import LoadReport
 from streamload.planning.partition import Node
-from streamload.planning.parts import RowRange
 from streamload.planning.plan import Plan
-from streamload.report import LoadReport
-from streamload.verify import Verification, verify_checkpoint
+from streamload.planning.sources import Source
+from streamload.verification.diff import Comparison, diff
+from streamload.verification.verify import Verification, verify_checkpoint
 
 __version__ = "0.1.0"
 
 
 def _suggest_offload(call: InfeasibleLoad | InfeasiblePlan) -> list[str]:
     """Suggest offloading if a load does not fit; its modules are imported only then."""
-    from streamload.offloading.instead import suggest_offload
+    from streamload.offloading.suggest import suggest_offload
 
     return suggest_offload(call)
 
@@ -58,12 +58,12 @@ register_suggester(_suggest_offload)
 _LATER = ("diffusers", "distributed", "nn", "transformers")
 #: Names of modules that are imported when they are asked for.
 _FROM_LATER = {
-    "LayerStream": "offloading.streaming",
-    "Offloaded": "offloading.entrance",
-    "offload": "offloading.entrance",
-    "plan_offload": "offloading.entrance",
-    "split_offload": "offloading.nodes",
-    "stream_layers": "offloading.streaming",
+    "LayerStream": "offloading.stream_layers",
+    "Offloaded": "offloading.offload",
+    "offload": "offloading.offload",
+    "plan_offload": "offloading.offload",
+    "split_offload": "distributed.offload_split",
+    "stream_layers": "offloading.stream_layers",
 }
 
 

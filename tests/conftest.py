@@ -17,7 +17,7 @@ import pytest
 from boxes import Boxes, NoBoxesError
 from make_checkpoint import make_checkpoint, shape_of_size
 
-from streamload.dtypes import parse_dtype
+from streamload.core.dtypes import parse_dtype
 
 ROOT = Path(__file__).parent.parent
 

@@ -14,13 +14,13 @@ import needs
 import numpy as np
 from make_checkpoint import make_checkpoint, shape_of_size
 
-from streamload.cast.reference import cast_array
-from streamload.checkpoint.checkpoint import open_checkpoint
+from streamload.checkpoint.open import open_checkpoint
+from streamload.codecs.cast_reference import cast_array
 from streamload.conversion.convert import ConvertReport, convert
-from streamload.dtypes import BF16, F32, DType
-from streamload.formats import gguf_bytes
-from streamload.formats.gguf_names import ARCHITECTURES, metadata_of
-from streamload.formats.gguf_types import ALIGNMENT, TENSOR_TYPE_OF
+from streamload.core.dtypes import BF16, F32, DType
+from streamload.formats.gguf import layout as gguf_bytes
+from streamload.formats.gguf.constants import ALIGNMENT, TENSOR_TYPE_OF
+from streamload.formats.gguf.names import ARCHITECTURES, metadata_of
 
 
 def quiet(source: Path, destination: Path, **arguments: Any) -> ConvertReport:

@@ -21,9 +21,9 @@ from typing import Any
 
 import needs
 
-from streamload.cast.reference import cast_bytes
-from streamload.devices.ptx import cast_ptx
-from streamload.dtypes import DType
+from streamload.codecs.cast_cuda import cast_ptx
+from streamload.codecs.cast_reference import cast_bytes
+from streamload.core.dtypes import DType
 
 SOURCE = r"""
 #define _GNU_SOURCE

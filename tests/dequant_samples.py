@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from safetensors_files import write_safetensors
 
-from streamload.quant.four_bit import VALUES
+from streamload.codecs.schemes.bitsandbytes import VALUES
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]

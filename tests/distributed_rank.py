@@ -29,13 +29,13 @@ import numpy as np
 
 import streamload
 from streamload import distributed
-from streamload._system import trim_heap
+from streamload.core.system import trim_heap
 from streamload.devices.names import framework, framework_of
+from streamload.distributed import session
+from streamload.distributed.launch import find_launch
 from streamload.errors import NodeError, StreamloadError
-from streamload.nodes import session
-from streamload.nodes.launch import find_launch
-from streamload.report import LoadReport
-from streamload.verify import verify
+from streamload.loading.report import LoadReport
+from streamload.verification.verify import verify
 
 FAILED = 9
 PLENTY = 10**9

@@ -12,8 +12,8 @@ from conversions import Gpt2Shape
 from safetensors_files import write_safetensors
 from vocabularies import SPECIAL, byte_level, sentencepiece_metadata
 
-from streamload.checkpoint.checkpoint import open_checkpoint
-from streamload.formats.gguf_vocabulary import from_gguf
+from streamload.checkpoint.open import open_checkpoint
+from streamload.formats.gguf.vocabulary import from_gguf
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

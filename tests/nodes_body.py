@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from streamload.distributed.group import Group
+from streamload.distributed.launch import open_group
 from streamload.errors import PeerFailedError
-from streamload.nodes.group import Group
-from streamload.nodes.launch import open_group
 
 WAIT_S = 60.0
 SHORT_S = 2.0

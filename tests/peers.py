@@ -154,7 +154,7 @@ def _stream_from_pretrained() -> None:
     """Let ``from_pretrained`` be streamload's, as its `streamed` does it, for all of the tests."""
     from transformers import PreTrainedModel
 
-    from streamload.checkpoint.checkpoint import open_checkpoint
+    from streamload.checkpoint.open import open_checkpoint
     from streamload.transformers import streamed
 
     def opened(cls: Any, path: Any, *given: Any, **named: Any) -> Any:

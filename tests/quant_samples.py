@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from streamload.dtypes import BF16, F16, F32, DType
+from streamload.core.dtypes import BF16, F16, F32, DType
 
 Array = np.ndarray[Any, np.dtype[Any]]
 COUNT = 500

@@ -15,10 +15,10 @@ from weakref import WeakValueDictionary
 
 from recording import Copy, Disk, RecordedTicket, RecordingDevice
 
+from streamload.core.dtypes import DType
 from streamload.devices.base import BulkFailure, DeviceInfo, Read, Staging
 from streamload.devices.bulk import Loop
-from streamload.devices.torch import CPUDevice
-from streamload.dtypes import DType
+from streamload.devices.torch.device import CPUDevice
 from streamload.errors import CheckpointError, DeviceError
 
 

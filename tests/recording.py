@@ -19,12 +19,12 @@ from typing import Any, Self
 import numpy as np
 import pytest
 
-from streamload import reading
-from streamload.checkpoint.readers import Reader
-from streamload.checkpoint.url import Location
+from streamload.checkpoint import shards as reading
+from streamload.core.dtypes import DType
+from streamload.core.location import Location
 from streamload.devices.base import DeviceInfo, Staging
-from streamload.dtypes import DType
 from streamload.errors import CheckpointError, DeviceError
+from streamload.files.local import Reader
 
 FILL = 0xA5  # what fresh memory holds
 _ONE_MORE = bytes(min(count + 1, 255) for count in range(256))

@@ -50,7 +50,9 @@ def check(model: nn.Module, path: Path, **options: Any) -> streamload.LoadReport
     mine = sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
     assert report.read_nbytes == mine, (report.read_nbytes, mine)
     assert read < mine + 500_000, (read, mine)  # of 5.5 MB; the rest is what is imported
-    assert streamload.verify.verify(report, streamload.open_checkpoint(path), model) == []
+    assert (
+        streamload.verification.verify.verify(report, streamload.open_checkpoint(path), model) == []
+    )
     same(dict(model.named_parameters()), path)
     return report
 

@@ -22,8 +22,8 @@ from streamload.bench.compare import Options, choose, compare, cuda_index, forge
 from streamload.bench.loaders import CHECKED_TENSORS, LOADERS, OURS, sample
 from streamload.bench.processes import Child, MeasurementError, call, measure, process_memory
 from streamload.bench.worker import _Load
-from streamload.chart import Bars, draw
-from streamload.checkpoint.page_cache import resident_fraction
+from streamload.core.chart import Bars, draw
+from streamload.files.page_cache import resident_fraction
 
 MIB = 2**20
 

@@ -22,8 +22,8 @@ from streamload.bench import limits
 from streamload.bench.compare import Options, compare
 from streamload.bench.loaders import OURS
 from streamload.bench.processes import DriverMeter
-from streamload.checkpoint.checkpoint import open_checkpoint
-from streamload.dtypes import parse_dtype
+from streamload.checkpoint.open import open_checkpoint
+from streamload.core.dtypes import parse_dtype
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench"
 QUICK = ("gpu-budget",)  # the script runs "gpu-cast" below

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 import streamload
-from streamload.dtypes import BY_NAME
-from streamload.mapping import Source
+from streamload.core.dtypes import BY_NAME
+from streamload.core.tensors import Block, Columns, RowRange, TensorInfo, byte_ranges, first_byte
 from streamload.planning.blocks import cut
-from streamload.planning.parts import Block, Columns, RowRange, TensorInfo, byte_ranges, first_byte
 from streamload.planning.plan import Plan
-from streamload.verify import verify
+from streamload.planning.sources import Source
+from streamload.verification.verify import verify
 
 
 @st.composite

@@ -19,9 +19,9 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload.bench.processes import call, command
-from streamload.compare import diff
+from streamload.core.dtypes import BF16
 from streamload.devices.probing import probe
-from streamload.dtypes import BF16
+from streamload.verification.diff import diff
 
 BOX_NBYTES = 400_000_000
 FITS_NBYTES = 280_000_000

@@ -14,7 +14,7 @@ from bench_parts.boxed_section import cells, failure, needed_nbytes, run
 from boxes import Boxes
 from make_checkpoint import make_checkpoint, shape_of_size
 
-from streamload.dtypes import BF16
+from streamload.core.dtypes import BF16
 
 NBYTES = 100_000_000
 

@@ -17,7 +17,7 @@ from make_checkpoint import ManyTensors, make_checkpoint, shape_of_size
 from parameters import product
 from safetensors_files import write_safetensors
 
-from streamload.dtypes import BF16
+from streamload.core.dtypes import BF16
 
 needs.module("torch")
 

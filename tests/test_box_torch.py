@@ -15,7 +15,7 @@ from make_checkpoint import make_checkpoint, shape_of_size
 from safetensors import safe_open
 
 from streamload.bench.processes import call, command, measure
-from streamload.dtypes import BF16
+from streamload.core.dtypes import BF16
 
 torch = needs.module("torch")
 needs.module("transformers")

@@ -13,7 +13,7 @@ from bench_parts.section import forget
 from boxes import Boxes
 
 from streamload.bench.processes import call, measure
-from streamload.compare import diff
+from streamload.verification.diff import diff
 
 torch = needs.module("torch")
 

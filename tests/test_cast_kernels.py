@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 from test_cast_reference import as_bits, by_reference, pair_id, samples
 
-from streamload.cast.floats import PAIRS, lossless, plain_range
-from streamload.cast.kernels import KERNEL_TYPE, Kernel, compile_kernel, kernel_ir
-from streamload.cast.llvm import (
+from streamload.codecs.cast import KERNEL_TYPE, Kernel, compile_kernel, kernel_ir
+from streamload.codecs.cast_reference import cast_bytes
+from streamload.codecs.floats import PAIRS, lossless, plain_range
+from streamload.codecs.llvm import (
     Target,
     compile_object,
     host_target,
     link_object,
     undefined_symbols,
 )
-from streamload.cast.reference import cast_bytes
-from streamload.dtypes import BF16, F16, F32, F64, DType
+from streamload.core.dtypes import BF16, F16, F32, F64, DType
 
 llvm.initialize_all_targets()
 llvm.initialize_all_asmprinters()

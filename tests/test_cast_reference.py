@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamload.cast.floats import PAIRS, lossless
-from streamload.cast.reference import cast_bytes
-from streamload.dtypes import BF16, BY_CODE, F16, F32, F64, DType
+from streamload.codecs.cast_reference import cast_bytes
+from streamload.codecs.floats import PAIRS, lossless
+from streamload.core.dtypes import BF16, BY_CODE, F16, F32, F64, DType
 
 Bits = np.ndarray[Any, np.dtype[Any]]
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from test_cast_reference import as_bits, by_reference, pair_id, samples
 
-from streamload.cast import kernels, llvm
-from streamload.cast.floats import PAIRS
-from streamload.cast.table import (
+from streamload.codecs import cast as kernels
+from streamload.codecs import llvm
+from streamload.codecs.cast_table import (
     ZERO,
     CastCounts,
     Engine,
@@ -25,7 +25,8 @@ from streamload.cast.table import (
     make_cast,
     supported,
 )
-from streamload.dtypes import BF16, BY_CODE, F16, F32, F64, DType
+from streamload.codecs.floats import PAIRS
+from streamload.core.dtypes import BF16, BY_CODE, F16, F32, F64, DType
 from streamload.errors import UnsupportedCastError
 
 ENGINES: tuple[Engine, ...] = ("llvm", "numpy")
@@ -242,7 +243,7 @@ def test_refuses_a_big_endian_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_importing_the_table_leaves_llvm_out() -> None:
     """LLVM takes tens of MB, so it comes with the first kernel and not with the import."""
     code = (
-        "import sys, streamload.cast.table as t, streamload.dtypes as d;"
+        "import sys, streamload.codecs.cast_table as t, streamload.core.dtypes as d;"
         "t.make_cast(d.BF16, d.BF16); t.make_cast(d.BF16, d.F16, engine='numpy');"
         "sys.exit('llvmlite' in sys.modules)"
     )

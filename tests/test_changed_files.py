@@ -23,14 +23,15 @@ from adversary import ACTS, Adversary, leases
 from safetensors_files import write_safetensors
 
 import streamload
-from streamload import RowRange, open_checkpoint, progress
-from streamload.checkpoint.readers import MmapReader, choose_reader, open_reader
-from streamload.compare import diff
+from streamload import RowRange, open_checkpoint
 from streamload.conversion import convert, writing
-from streamload.conversion.way import Way
+from streamload.conversion.memory import Way
+from streamload.core import progress
 from streamload.errors import CheckpointError, FileChangedError, TruncatedFileError
-from streamload.formats.base import read_header
-from streamload.verify import verify, verify_checkpoint
+from streamload.files.local import MmapReader, choose_reader, open_reader
+from streamload.formats.reader import read_header
+from streamload.verification.diff import diff
+from streamload.verification.verify import verify, verify_checkpoint
 
 READERS = ("mmap", "pread", "direct", "auto")
 COUNT, NBYTES = 32, 256 * 1024
@@ -407,7 +408,7 @@ def test_files_of_others_are_not_mapped(path: Path, reader: str) -> None:
         import os, sys
         from pathlib import Path
         import streamload
-        from streamload import progress
+        from streamload.core import progress
         from streamload.errors import CheckpointError
         path, reader = sys.argv[1:]
         report = streamload.load_state_dict(

@@ -14,7 +14,7 @@ from safetensors_files import write_safetensors
 import streamload
 from streamload import RowRange, Source
 from streamload.errors import PlanInfeasibleError, ResidenceError, UnsupportedCastError
-from streamload.verify import verify
+from streamload.verification.verify import verify
 
 Array = np.ndarray[Any, Any]
 SHAPES: dict[str, tuple[int, ...]] = {

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from safetensors_files import header_bytes, write_safetensors
 
-from streamload.checkpoint.checkpoint import Checkpoint, from_headers, open_checkpoint
-from streamload.compare import diff
+from streamload.checkpoint.open import Checkpoint, from_headers, open_checkpoint
+from streamload.codecs.stored import scale_of
 from streamload.errors import (
     CheckpointError,
     HeaderError,
     ShardNotFoundError,
     TruncatedFileError,
 )
-from streamload.formats.base import read_header
-from streamload.quant.stored import scale_of
+from streamload.formats.reader import read_header
+from streamload.verification.diff import diff
 
 BYTE = ("U8", (1,), b"x")
 INDEX = "model.safetensors.index.json"

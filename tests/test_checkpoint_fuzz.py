@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from parameters import few
 from safetensors_files import header_bytes
 
-from streamload.checkpoint.checkpoint import open_checkpoint
-from streamload.checkpoint.header import Header
-from streamload.dtypes import BY_CODE
+from streamload.checkpoint.open import open_checkpoint
+from streamload.core.dtypes import BY_CODE
 from streamload.errors import CheckpointError, HeaderError
+from streamload.files.header import Header
 from streamload.formats.safetensors import _plain, _strict, parse_header
 
 PATH = Path("model.safetensors")

@@ -16,18 +16,15 @@ import pytest
 from safetensors import SafetensorError, safe_open
 from safetensors_files import header_bytes, write_safetensors
 
-from streamload.checkpoint.header import (
-    MAX_HEADER_NBYTES,
-    Header,
-)
-from streamload.dtypes import BY_CODE
+from streamload.core.dtypes import BY_CODE
 from streamload.errors import (
     CheckpointError,
     HeaderError,
     ShardNotFoundError,
     TruncatedFileError,
 )
-from streamload.formats.base import read_header
+from streamload.files.header import MAX_HEADER_NBYTES, Header
+from streamload.formats.reader import read_header
 from streamload.formats.safetensors import parse_header
 
 U64 = "an integer from 0 to 2**64 - 1"

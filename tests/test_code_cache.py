@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 from safetensors_files import write_safetensors
 
-from streamload import _kept
-from streamload._kept import keep, read_kept
-from streamload._system import PLACES_CODE, place_code
-from streamload.cast.llvm import compile_object, host_target, movable_code
-from streamload.devices import bulk, ptx
-from streamload.dtypes import BF16, F16
+from streamload.codecs import cast_cuda as ptx
+from streamload.codecs.llvm import compile_object, host_target, movable_code
+from streamload.core import disk_cache as _kept
+from streamload.core.disk_cache import keep, read_kept
+from streamload.core.dtypes import BF16, F16
+from streamload.core.system import PLACES_CODE, place_code
+from streamload.devices import bulk
 
 keeps_loops = pytest.mark.skipif(not PLACES_CODE, reason="code is placed on x86-64 Linux only")
 
@@ -161,9 +162,9 @@ def test_nothing_can_be_kept(tmp_path: Path, data: Path) -> None:
 
 REFUSED = """
 import ctypes, json, sys
-from streamload.cast.table import cast_engine, make_cast
+from streamload.codecs.cast_table import cast_engine, make_cast
 from streamload.devices.bulk import Loop
-from streamload.dtypes import BF16, F16
+from streamload.core.dtypes import BF16, F16
 refused = ctypes.CDLL(None).prctl(65, 1, 0, 0, 0) == 0  # PR_SET_MDWE: nothing becomes executable
 try:
     why = str(Loop({}))
@@ -190,8 +191,8 @@ def test_a_system_that_refuses_executable_memory(cache: Path) -> None:
 PTX = """
 import json, sys
 sys.modules[sys.argv[1]] = None
-from streamload.devices.ptx import cast_ptx
-from streamload.dtypes import BF16, F16, F32
+from streamload.codecs.cast_cuda import cast_ptx
+from streamload.core.dtypes import BF16, F16, F32
 from streamload.errors import UnsupportedCastError
 def ptx(src, dst):
     try:
@@ -221,7 +222,7 @@ import numpy as np
 from cuda_stand_in import Kernels
 import streamload
 from streamload.devices import base, probing
-from streamload.dtypes import BF16, F16
+from streamload.core.dtypes import BF16, F16
 
 driver = ctypes.CDLL("libcuda.so.1")
 kernels = Kernels(driver, [(BF16, F16)])
@@ -375,7 +376,7 @@ def test_a_disk_that_is_full(cache: Path) -> None:
     """A file that cannot be written whole leaves nothing behind."""
     program = """
 import resource, signal
-from streamload._kept import keep, read_kept
+from streamload.core.disk_cache import keep, read_kept
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
 keep(b"c" * 100, "loop", "text")

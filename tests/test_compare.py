@@ -24,12 +24,11 @@ from test_cast_reference import pair_id, samples
 
 import streamload
 from streamload import diff, open_checkpoint, verify_checkpoint
-from streamload.cast.floats import PAIRS
-from streamload.cast.table import make_cast
+from streamload.checkpoint.digests import SIDECAR, Digest, Digests, hasher
 from streamload.cli import main
-from streamload.differences import TensorDifference, ValueDifference
-from streamload.digests import SIDECAR, Digest, Digests, hasher
-from streamload.dtypes import BF16, BY_CODE, F16, DType
+from streamload.codecs.cast_table import make_cast
+from streamload.codecs.floats import PAIRS
+from streamload.core.dtypes import BF16, BY_CODE, F16, DType
 from streamload.errors import (
     CheckpointError,
     FileChangedError,
@@ -39,7 +38,8 @@ from streamload.errors import (
     TruncatedFileError,
     UnsupportedCastError,
 )
-from streamload.verify import Changed
+from streamload.verification.reference import TensorDifference, ValueDifference
+from streamload.verification.verify import Changed
 
 Tensors = Mapping[str, tuple[str, Sequence[int], bytes]]
 

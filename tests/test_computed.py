@@ -11,7 +11,7 @@ import pytest
 from safetensors_files import write_safetensors
 
 import streamload
-from streamload.computed import is_computed
+from streamload.core.computed import is_computed
 from streamload.errors import StateDictMismatchError
 
 COMPUTED = {

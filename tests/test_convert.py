@@ -26,12 +26,12 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload.bench.processes import call, measure
-from streamload.checkpoint.checkpoint import open_checkpoint
+from streamload.checkpoint.digests import SIDECAR, Digests, hasher
+from streamload.checkpoint.open import open_checkpoint
 from streamload.conversion.convert import convert
 from streamload.conversion.disk import WORK
-from streamload.conversion.renaming import RenamePatterns
-from streamload.digests import SIDECAR, Digests, hasher
-from streamload.dtypes import BF16, BY_CODE, F16, parse_dtype
+from streamload.conversion.rename import RenamePatterns
+from streamload.core.dtypes import BF16, BY_CODE, F16, parse_dtype
 from streamload.errors import (
     CheckpointError,
     OutOfRangeError,

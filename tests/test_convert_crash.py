@@ -20,12 +20,12 @@ from conversions import files_of, quiet, tensors_of, visible
 from make_checkpoint import make_checkpoint, many_of_size, shape_of_size
 from recording import recorded
 
+from streamload.checkpoint.digests import SIDECAR
 from streamload.conversion import convert as conversion
 from streamload.conversion.disk import WORK
-from streamload.digests import SIDECAR
-from streamload.dtypes import BF16
+from streamload.core.dtypes import BF16
+from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError
-from streamload.planning.parts import TensorInfo
 
 OPTIONS = {"dtype": "float16", "max_shard_size": "5MB"}
 
@@ -33,9 +33,9 @@ OPTIONS = {"dtype": "float16", "max_shard_size": "5MB"}
 # ended: many processes, each of which is there at once.
 SERVER = """
 import json, os, sys, warnings
-from streamload.cast.table import make_cast
+from streamload.codecs.cast_table import make_cast
 from streamload.conversion.convert import convert
-from streamload.dtypes import BF16, F16
+from streamload.core.dtypes import BF16, F16
 
 make_cast(BF16, F16)
 warnings.simplefilter("ignore")

@@ -17,9 +17,9 @@ import pytest
 from conversions import files_of, quiet, tensors_of
 from safetensors_files import write_safetensors
 
+from streamload.checkpoint.digests import SIDECAR
 from streamload.conversion import convert as module
 from streamload.conversion.disk import WORK
-from streamload.digests import SIDECAR
 from streamload.errors import CheckpointError
 from streamload.formats.safetensors import INDEX, SINGLE
 from streamload.planning.partition import Node
@@ -255,7 +255,7 @@ _AS_NOBODY = """
 import os, sys
 from streamload.conversion.convert import convert  # from where others may not read
 from streamload.errors import CheckpointError
-from streamload.formats.base import import_all
+from streamload.formats.reader import import_all
 import_all()
 os.setgid(65534), os.setuid(65534)
 try:

@@ -16,10 +16,10 @@ from safetensors.numpy import load_file
 from safetensors_files import write_safetensors
 
 import streamload
-from streamload._system import sync as real_sync
 from streamload.conversion import convert as module
 from streamload.conversion import disk
-from streamload.conversion.renaming import RenamePatterns
+from streamload.conversion.rename import RenamePatterns
+from streamload.core.system import sync as real_sync
 from streamload.errors import CheckpointError
 
 

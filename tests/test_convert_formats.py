@@ -33,9 +33,11 @@ from test_convert_crash import (
 )
 
 from streamload.bench.processes import call, measure
+from streamload.codecs.scheme import FORMATS
 from streamload.conversion import convert as conversion
-from streamload.conversion.way import Way
-from streamload.dtypes import BF16, BY_CODE, F16, F32, DType
+from streamload.conversion.memory import Way
+from streamload.core.dtypes import BF16, BY_CODE, F16, F32, DType
+from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.formats import writer as writing
 from streamload.formats.writer import (
@@ -48,8 +50,6 @@ from streamload.formats.writer import (
     placed,
     register_writer,
 )
-from streamload.planning.parts import TensorInfo
-from streamload.quant.base import FORMATS
 
 __all__ = ["start"]  # a fixture
 

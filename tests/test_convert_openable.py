@@ -17,10 +17,11 @@ from test_transformers_quantising import error, make
 from test_transformers_saving import said_in
 
 import streamload
-from streamload.conversion import openable, planning
+from streamload.conversion import openable
+from streamload.conversion import plan as planning
 from streamload.conversion.openable import Verdict
 from streamload.errors import CheckpointError
-from streamload.quantise import QuantPolicy
+from streamload.planning.quant_policy import QuantPolicy
 
 torch = needs.module("torch")
 transformers = needs.module("transformers")

@@ -20,14 +20,15 @@ from test_quant_loads import LAYERS, NAMES, found_in, load, matrix, model, write
 
 import streamload
 import streamload.transformers
-from streamload import Node, compare, open_checkpoint
+from streamload import Node, open_checkpoint
 from streamload.cli import main
+from streamload.codecs.scheme import FORMATS, QuantCounts
 from streamload.conversion import convert as conversion
-from streamload.conversion.way import Way
-from streamload.dtypes import BF16
+from streamload.conversion.memory import Way
+from streamload.core.dtypes import BF16
 from streamload.errors import CheckpointError, OutOfRangeError, UnsupportedCastError
-from streamload.quant.base import FORMATS, QuantCounts
-from streamload.verify import verify
+from streamload.verification import diff as compare
+from streamload.verification.verify import verify
 
 CONFIG = {"model_type": "llama", "torch_dtype": "bfloat16"}
 

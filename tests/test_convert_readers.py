@@ -12,7 +12,7 @@ from conversions import quiet, reference, same_values, tensors_of
 from make_checkpoint import make_checkpoint, shape_of_size
 from safetensors import safe_open
 
-from streamload.dtypes import BF16, F16
+from streamload.core.dtypes import BF16, F16
 from streamload.formats.safetensors import INDEX, SINGLE
 
 

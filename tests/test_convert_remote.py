@@ -14,8 +14,8 @@ from conversions import files_of, quiet, tensors_of, visible
 from gguf_models import write_model
 from remote_server import Answer, Site, serve
 
-from streamload.checkpoint.checkpoint import open_checkpoint
-from streamload.conversion.beside import SINGLE
+from streamload.checkpoint.open import open_checkpoint
+from streamload.conversion.companions import SINGLE
 from streamload.conversion.convert import convert
 from streamload.conversion.disk import WORK
 from streamload.errors import CheckpointError

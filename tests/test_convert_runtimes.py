@@ -15,7 +15,7 @@ from conversions import quiet, tensors_of
 from make_checkpoint import make_checkpoint, shape_of_size
 
 from streamload.conversion.runtimes import RUNTIMES
-from streamload.dtypes import BF16
+from streamload.core.dtypes import BF16
 
 LLAMA3 = {
     "factor": 8.0,

@@ -18,20 +18,21 @@ from safetensors_files import write_safetensors
 from thread_group import World, run
 
 import streamload
-from streamload import RowRange, Source, compare
-from streamload.cast.table import CastCounts
-from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from streamload.dequantise import asked, dequantised
-from streamload.dtypes import BF16, F16, F32, PACKED, DType
+from streamload import RowRange, Source
+from streamload.checkpoint.open import Checkpoint, open_checkpoint
+from streamload.codecs.cast_table import CastCounts
+from streamload.codecs.decode import TARGETS, Decoder, decoder_of, layout_of
+from streamload.codecs.group import Packed, read_whole
+from streamload.core.dtypes import BF16, F16, F32, PACKED, DType
+from streamload.core.tensors import Columns
+from streamload.core.units import round_up
 from streamload.errors import CheckpointError, OutOfRangeError, UnsupportedCastError
-from streamload.planning.demand import DTypePolicy
+from streamload.planning.dequantise import asked, dequantised
 from streamload.planning.partition import Node
-from streamload.planning.parts import Columns
 from streamload.planning.plan import Plan
-from streamload.quant.dequant import TARGETS, Decoder, decoder_of, layout_of
-from streamload.quant.group import Packed, read_whole
-from streamload.units import round_up
-from streamload.verify import verify
+from streamload.planning.requests import DTypePolicy
+from streamload.verification import diff as compare
+from streamload.verification.verify import verify
 
 torch = pytest.importorskip("torch")
 
@@ -505,7 +506,7 @@ def test_convert(tmp_path: Path, dtype: str) -> None:
 def test_convert_cuts_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that begin within a column, within a byte and between matrices."""
     from streamload.conversion import convert
-    from streamload.conversion.way import Way
+    from streamload.conversion.memory import Way
 
     monkeypatch.setattr(convert, "choose_way", lambda *_, **__: Way(2, 4096))
     path = write(tmp_path / "in", SAMPLES)

@@ -18,15 +18,15 @@ from test_ptx_cuda import CONTEXT, Gpu
 
 import streamload
 from streamload import RowRange, Source
+from streamload.codecs.decode import TARGETS, Weight
+from streamload.codecs.decode_cuda import SYMBOL, blocks, dequant_ptx
+from streamload.codecs.decode_kernels import Values
+from streamload.core.dtypes import BF16, DType
+from streamload.core.tensors import Columns
 from streamload.devices import cuda
 from streamload.devices.cuda import load_function
-from streamload.dtypes import BF16, DType
 from streamload.errors import OutOfRangeError
-from streamload.planning.parts import Columns
-from streamload.quant.dequant import TARGETS, Weight
-from streamload.quant.dequant_kernels import Values
-from streamload.quant.dequant_ptx import SYMBOL, blocks, dequant_ptx
-from streamload.verify import verify
+from streamload.verification.verify import verify
 
 torch = needs.module("torch")
 if not torch.cuda.is_available():

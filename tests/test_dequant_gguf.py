@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from needs import module
 
-from streamload.cast.reference import cast_bytes
-from streamload.cast.table import ZERO, CastCounts
-from streamload.dtypes import BF16, F16, F32, PACKED, DType
-from streamload.planning.parts import TensorInfo
-from streamload.quant.base import Array, Engine
-from streamload.quant.dequant import Decoder, decoder_of, layout_of, scales_nbytes, there_nbytes
-from streamload.quant.dequant_blocks import Blocks
-from streamload.quant.group import Group, Packed
+from streamload.codecs.cast_reference import cast_bytes
+from streamload.codecs.cast_table import ZERO, CastCounts
+from streamload.codecs.decode import Decoder, decoder_of, layout_of, scales_nbytes, there_nbytes
+from streamload.codecs.decode_blocks import Blocks
+from streamload.codecs.group import Group, Packed
+from streamload.codecs.scheme import Array, Engine
+from streamload.core.dtypes import BF16, F16, F32, PACKED, DType
+from streamload.core.tensors import TensorInfo
 
 gguf = module("gguf")
 

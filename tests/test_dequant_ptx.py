@@ -16,11 +16,11 @@ from dequant_samples import Sample, entry, every, write
 from ptx_machine import Machine
 from test_dequant import decoders
 
-from streamload.devices.ptx import BLOCK_THREADS
-from streamload.dtypes import BF16, F16, F32, DType
-from streamload.quant.dequant import TARGETS, Weight
-from streamload.quant.dequant_ptx import blocks, dequant_ptx, weight_parts
-from streamload.quant.group import Packed, read_whole
+from streamload.codecs.cast_cuda import BLOCK_THREADS
+from streamload.codecs.decode import TARGETS, Weight
+from streamload.codecs.decode_cuda import blocks, dequant_ptx, weight_parts
+from streamload.codecs.group import Packed, read_whole
+from streamload.core.dtypes import BF16, F16, F32, DType
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Counts = tuple[int, ...]

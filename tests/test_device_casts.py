@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from streamload.device_casts import _Ring
+from streamload.streaming.device_casts import _Ring
 
 
 def test_what_is_taken_never_overlaps() -> None:

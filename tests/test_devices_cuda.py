@@ -15,7 +15,7 @@ import ctypes, os, struct, sys, tempfile
 import cuda_stand_in
 from streamload.devices import cuda
 from streamload.devices.base import Copy, Read
-from streamload.dtypes import BY_CODE
+from streamload.core.dtypes import BY_CODE
 from streamload.errors import AllocationError, DeviceError, UnsupportedCastError
 
 driver = ctypes.CDLL("libcuda.so.1")

@@ -19,9 +19,9 @@ import pytest
 from safetensors_files import write_safetensors
 
 import streamload
+from streamload.core.dtypes import BY_CODE, BY_NAME, F32
 from streamload.devices.host import FRAMEWORK, InvalidArray
 from streamload.devices.names import framework_of
-from streamload.dtypes import BY_CODE, BY_NAME, F32
 from streamload.errors import (
     AllocationError,
     BudgetExceededError,

@@ -19,11 +19,11 @@ import pytest
 from ptx_machine import Ahead, Machine
 from test_cast_reference import Bits, as_bits, pair_id, samples
 
-from streamload.cast.floats import PAIRS, flush_stop, lossless, overflow_start
-from streamload.cast.reference import cast_bytes
+from streamload.codecs.cast_cuda import BLOCK_THREADS, blocks, cast_ptx, compile_ptx
+from streamload.codecs.cast_reference import cast_bytes
+from streamload.codecs.floats import PAIRS, flush_stop, lossless, overflow_start
+from streamload.core.dtypes import BF16, BY_CODE, F16, F32, F64, DType
 from streamload.devices.cuda import load_function
-from streamload.devices.ptx import BLOCK_THREADS, blocks, cast_ptx, compile_ptx
-from streamload.dtypes import BF16, BY_CODE, F16, F32, F64, DType
 from streamload.errors import DeviceError, UnsupportedCastError
 
 BASE = 0x7F_0000_0000  # the address of the first byte of memory
@@ -229,8 +229,8 @@ def test_says_that_llvmlite_is_missing(tmp_path: Path) -> None:
     program = """
 import sys
 sys.modules["llvmlite"] = None  # as good as not installed
-from streamload.devices.ptx import cast_ptx
-from streamload.dtypes import BF16, F16
+from streamload.codecs.cast_cuda import cast_ptx
+from streamload.core.dtypes import BF16, F16
 from streamload.errors import UnsupportedCastError
 try:
     cast_ptx(BF16, F16, clamp=False)

@@ -25,11 +25,13 @@ from tinygrad.helpers import GlobalCounters
 from tinygrad.uop.ops import UOp
 
 import streamload
-from streamload._pages import reusable_nbytes
-from streamload.checkpoint.checkpoint import open_checkpoint
-from streamload.devices import tinygrad as ours
-from streamload.devices import tinygrad_tensors
-from streamload.dtypes import BF16, BY_CODE, BY_NAME, F16, F32
+from streamload.checkpoint.open import open_checkpoint
+from streamload.core.dtypes import BF16, BY_CODE, BY_NAME, F16, F32
+from streamload.core.memory import STAGING, Ledger
+from streamload.core.pagemap import reusable_nbytes
+from streamload.core.tensors import RowRange
+from streamload.devices.tinygrad import device as ours
+from streamload.devices.tinygrad import tensors as tinygrad_tensors
 from streamload.errors import (
     AllocationError,
     BudgetExceededError,
@@ -40,13 +42,11 @@ from streamload.errors import (
     StreamloadError,
     UnsupportedCastError,
 )
-from streamload.planning.budget import STAGING, Ledger
-from streamload.planning.demand import DeviceSpec, DTypePolicy, Want
-from streamload.planning.parts import RowRange
 from streamload.planning.planner import make_plan
-from streamload.stream import stream
-from streamload.target import ModelTarget
-from streamload.verify import verify
+from streamload.planning.requests import DeviceSpec, DTypePolicy, Want
+from streamload.streaming.loop import stream
+from streamload.streaming.sink import ModelTarget
+from streamload.verification.verify import verify
 
 ROOT = str(Path(streamload.__file__).parent.parent)
 DEVICES = ("CL", "CPU")
@@ -750,7 +750,7 @@ MEASURED = """
 import json, sys, threading
 import numpy as np
 import streamload
-from streamload.planning.budget import STAGING
+from streamload.core.memory import STAGING
 
 def now():
     total = 0

@@ -24,8 +24,8 @@ from tinygrad.helpers import GlobalCounters
 
 import streamload
 from streamload.devices import base, probing
-from streamload.devices import tinygrad as ours
-from streamload.dtypes import BY_NAME
+from streamload.devices.tinygrad import device as ours
+from streamload.core.dtypes import BY_NAME
 from streamload.errors import AllocationError, DeviceError
 
 path = sys.argv[1]
@@ -160,7 +160,7 @@ def test_casts_and_ways_to_the_device_come_with_the_driver(folder: Path, path: P
         f"""
 import warnings
 import cuda_stand_in
-from streamload.dtypes import BF16, F16, F32
+from streamload.core.dtypes import BF16, F16, F32
 
 kernels = cuda_stand_in.Kernels(driver, [(BF16, F16), (BF16, F32)])
 bits = expected()
@@ -196,7 +196,7 @@ def test_a_cast_that_the_driver_refuses_is_the_hosts(folder: Path, path: Path) -
         """
 import warnings
 import cuda_stand_in
-from streamload.dtypes import BF16, F32
+from streamload.core.dtypes import BF16, F32
 
 warnings.simplefilter("ignore")
 bits = expected()
@@ -226,7 +226,7 @@ check_clean()
 def test_a_device_that_nobody_looks_at_is_planned_as_cuda(path: Path) -> None:
     """By its name in tinygrad's spelling: staged, by the driver's blocks, and casting itself."""
     from streamload import plan
-    from streamload.lookup import unseen_spec
+    from streamload.loading.place import unseen_spec
 
     for name in ("CUDA", "CUDA:1", "tinygrad:cuda"):
         spec = unseen_spec(name, 10**9)

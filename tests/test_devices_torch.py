@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 
 import streamload
-from streamload.cast.reference import cast_bytes
+from streamload.codecs.cast_reference import cast_bytes
+from streamload.core.dtypes import BF16, BY_NAME, F16, F32
 from streamload.devices import names
-from streamload.dtypes import BF16, BY_NAME, F16, F32
 from streamload.errors import (
     AllocationError,
     DeviceError,
@@ -35,8 +35,8 @@ nn = torch.nn
 
 from safetensors.torch import save_file  # noqa: E402
 
-from streamload.devices.torch import FRAMEWORK, CPUDevice, TorchDevice  # noqa: E402
-from streamload.devices.torch_tensors import TorchParameter  # noqa: E402
+from streamload.devices.torch.device import FRAMEWORK, CPUDevice, TorchDevice  # noqa: E402
+from streamload.devices.torch.tensors import TorchParameter  # noqa: E402
 
 
 def save(folder: Path, tensors: Mapping[str, Any]) -> Path:

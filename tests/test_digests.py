@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from streamload.digests import ALGORITHM, SIDECAR, Digest, Digests, hasher
-from streamload.dtypes import BY_CODE, F16
+from streamload.checkpoint.digests import ALGORITHM, SIDECAR, Digest, Digests, hasher
+from streamload.core.dtypes import BY_CODE, F16
 from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError
 
 HEX = "99aa06d3014798d86001c324468d497f"  # of nothing, by the reference implementation

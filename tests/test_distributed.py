@@ -24,7 +24,9 @@ from safetensors_files import write_safetensors
 from thread_group import ThreadGroup, World, run
 
 import streamload
-from streamload import agreement, distributed
+from streamload import distributed
+from streamload.distributed import negotiate as agreement
+from streamload.distributed.gather import Gatherer
 from streamload.errors import (
     CheckpointError,
     NodeError,
@@ -34,9 +36,8 @@ from streamload.errors import (
     StateDictMismatchError,
     StreamloadError,
 )
-from streamload.nodes.gather import Gatherer
-from streamload.nodes.shares import Member
 from streamload.planning.partition import Node
+from streamload.planning.shares import Member
 
 ROOT = Path(__file__).parent.parent
 LAYERS, WIDTH = 5, 16
@@ -257,7 +258,7 @@ def test_ranks_of_a_host_have_gpus_of_their_own(
     device: str | None, gpus: int, own: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where they ask for one without its number, and there are as many."""
-    framework = needs.module("streamload.devices.torch").FRAMEWORK
+    framework = needs.module("streamload.devices.torch.device").FRAMEWORK
     names = [*(f"cuda:{number}" for number in range(gpus)), "cpu"]
     monkeypatch.setattr(type(framework), "candidates", lambda self: names)
     ranks = [Member(rank, f"n/{rank}", "n", rank, 2) for rank in range(2)]

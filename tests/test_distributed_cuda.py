@@ -21,7 +21,7 @@ RANK = """
 import json, sys
 import streamload
 from streamload import distributed
-from streamload.verify import verify
+from streamload.verification.verify import verify
 
 path, options = sys.argv[1], json.loads(sys.argv[2])
 report = distributed.load_state_dict(None, path, device="cuda", progress=False, **options)

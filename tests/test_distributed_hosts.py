@@ -23,8 +23,8 @@ from make_checkpoint import make_checkpoint, shape_of_size
 from nodes_scenarios import Act, Aftermath, cluster, cut_link, lose_host, play, sigkill
 
 import streamload
-from streamload.dtypes import parse_dtype
-from streamload.nodes.gather import BLOCK_NBYTES, UNDER_WAY
+from streamload.core.dtypes import parse_dtype
+from streamload.distributed.gather import BLOCK_NBYTES, UNDER_WAY
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent / "scripts" / "examples"

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from streamload.dtypes import BF16, BY_CODE, BY_NAME, F16, F32, F64, DType, parse_dtype
+from streamload.core.dtypes import BF16, BY_CODE, BY_NAME, F16, F32, F64, DType, parse_dtype
 
 BITS = {
     **dict.fromkeys(("F4",), 4),

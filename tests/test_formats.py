@@ -13,14 +13,14 @@ import pytest
 from remote_server import serve
 
 import streamload
-from streamload.checkpoint.header import Header, Stored, Turn
 from streamload.cli import main
-from streamload.dtypes import BY_CODE
+from streamload.core.dtypes import BY_CODE
+from streamload.core.tensors import TensorInfo
+from streamload.distributed.index import Index, _tuples, write_index
 from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError, TruncatedFileError
-from streamload.formats import base
-from streamload.formats.base import File, FormatReader, read_exactly
-from streamload.nodes.index import Index, _tuples, write_index
-from streamload.planning.parts import TensorInfo
+from streamload.files.header import Header, Stored, Turn
+from streamload.formats import reader as base
+from streamload.formats.reader import File, FormatReader, read_exactly
 
 MAGIC = b"TINY"
 

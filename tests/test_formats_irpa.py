@@ -23,7 +23,7 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload.cli import main
-from streamload.dtypes import BY_CODE
+from streamload.core.dtypes import BY_CODE
 from streamload.errors import CheckpointError, HeaderError, TruncatedFileError
 
 Array = np.ndarray[Any, Any]

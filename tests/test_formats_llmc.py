@@ -13,7 +13,7 @@ import pytest
 from conversions import Gpt2Shape, quiet, tensors_of
 from safetensors_files import write_safetensors
 
-from streamload.dtypes import F16
+from streamload.core.dtypes import F16
 from streamload.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]

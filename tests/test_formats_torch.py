@@ -25,16 +25,16 @@ from safetensors_files import write_safetensors
 from torch_files import write
 
 import streamload
-from streamload.checkpoint.checkpoint import open_checkpoint
-from streamload.checkpoint.header import View
-from streamload.checkpoint.readers import ReaderKind, open_reader
-from streamload.compare import diff
+from streamload.checkpoint.open import open_checkpoint
+from streamload.distributed.gather import shared_ranges
+from streamload.distributed.index import Index, write_index
 from streamload.errors import (
     ResidenceError,
     StateDictMismatchError,
 )
-from streamload.nodes.gather import shared_ranges
-from streamload.nodes.index import Index, write_index
+from streamload.files.header import View
+from streamload.files.local import ReaderKind, open_reader
+from streamload.verification.diff import diff
 
 torch = needs.module("torch")
 safetensors_torch = needs.module("safetensors.torch")

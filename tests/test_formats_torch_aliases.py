@@ -14,10 +14,10 @@ from parameters import few
 from torch_files import archive, integer, pickle_of, storage, tensor, text, tuple_of, write
 
 import streamload
-from streamload.checkpoint.checkpoint import open_checkpoint
+from streamload.checkpoint.open import open_checkpoint
 from streamload.errors import HeaderError
-from streamload.formats import torch_pickle
-from streamload.formats.torch_objects import Opaque, PickleError, Tensor
+from streamload.formats.torch import unpickler as torch_pickle
+from streamload.formats.torch.globals import Opaque, PickleError, Tensor
 
 torch = needs.module("torch")
 

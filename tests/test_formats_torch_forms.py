@@ -17,7 +17,7 @@ from safetensors_files import write_safetensors
 from torch_files import archive, pickle_of, state_dict, storage, tensor, write
 
 import streamload
-from streamload.checkpoint.checkpoint import open_checkpoint
+from streamload.checkpoint.open import open_checkpoint
 from streamload.cli import main
 from streamload.errors import HeaderError, PlanInfeasibleError
 

@@ -30,12 +30,12 @@ from torch_files import (
     write,
 )
 
-from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.checkpoint.open import Checkpoint, open_checkpoint
+from streamload.checkpoint.shards import open_shard
 from streamload.errors import CheckpointError, HeaderError, StreamloadError
-from streamload.formats import torch_pickle
-from streamload.formats.base import read_header
-from streamload.formats.torch_objects import PickleError
-from streamload.reading import open_shard
+from streamload.formats.reader import read_header
+from streamload.formats.torch import unpickler as torch_pickle
+from streamload.formats.torch.globals import PickleError
 
 # What opening takes, whatever is in a small file.
 _FEW_NBYTES = 4 * 2**20
@@ -293,8 +293,8 @@ def test_a_pickle_that_memory_has_no_room_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it would take is compared with what is free while it is read."""
+    from streamload.core import memory as budget
     from streamload.errors import PlanInfeasibleError
-    from streamload.planning import budget
 
     path = write(tmp_path / "model.pth", archive(pickle_of(b"}" * 2**19)))
     monkeypatch.setattr(budget, "available_host_nbytes", lambda: 2**24)

@@ -17,11 +17,11 @@ from remote_server import serve
 from thread_group import World, run
 
 import streamload
-from streamload.checkpoint.header import Turn
 from streamload.cli import main
-from streamload.dtypes import PACKED
+from streamload.core.dtypes import PACKED
 from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError
-from streamload.verify import verify
+from streamload.files.header import Turn
+from streamload.verification.verify import verify
 
 torch = module("torch")
 transformers = module("transformers")

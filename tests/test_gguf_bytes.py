@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamload.formats.gguf_bytes import (
+from streamload.formats.gguf.constants import ALIGNMENT, TENSOR_TYPE_OF
+from streamload.formats.gguf.layout import (
     Described,
     file_nbytes,
     header,
@@ -16,7 +17,6 @@ from streamload.formats.gguf_bytes import (
     split,
     split_metadata,
 )
-from streamload.formats.gguf_types import ALIGNMENT, TENSOR_TYPE_OF
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from streamload.errors import CheckpointError
-from streamload.formats.gguf_bytes import Described
-from streamload.formats.gguf_model import (
+from streamload.formats.gguf.constants import TENSOR_TYPE_OF
+from streamload.formats.gguf.layout import Described
+from streamload.formats.gguf.model import (
     Given,
     architecture_of,
     metadata,
@@ -16,7 +17,6 @@ from streamload.formats.gguf_model import (
     rope_freqs,
     type_of,
 )
-from streamload.formats.gguf_types import TENSOR_TYPE_OF
 
 F32, F16, BF16, Q8_0, Q4_0 = (TENSOR_TYPE_OF[n] for n in ("F32", "F16", "BF16", "Q8_0", "Q4_0"))
 LLAMA: dict[str, Any] = {

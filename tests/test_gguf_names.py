@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import transformers
 
-from streamload.formats.gguf_names import (
+from streamload.core.tensors import RowTranspose
+from streamload.formats.gguf.names import (
     ARCHITECTURES,
     OF_MODEL,
     config_of,
@@ -18,7 +19,6 @@ from streamload.formats.gguf_names import (
     llama3_scaling,
     metadata_of,
 )
-from streamload.planning.parts import RowTranspose
 
 _SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 96}
 _ROPE = {"rope_theta": 5e5, "factor": 8.0, "rope_type": "llama3", "low_freq_factor": 1.0}

@@ -25,11 +25,11 @@ from gguf_models import (
 from safetensors_files import write_safetensors
 
 from streamload.cli import main
-from streamload.dtypes import BF16
+from streamload.codecs.scheme import FORMATS
+from streamload.core.dtypes import BF16
 from streamload.errors import CheckpointError, StreamloadError, UnsupportedCastError
-from streamload.formats.base import readers
-from streamload.formats.gguf_vocabulary import from_gguf
-from streamload.quant.base import FORMATS
+from streamload.formats.gguf.vocabulary import from_gguf
+from streamload.formats.reader import readers
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
 pytest.importorskip("tokenizers", reason="tokenizers is not installed")

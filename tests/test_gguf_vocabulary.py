@@ -11,8 +11,8 @@ import pytest
 from vocabularies import SPECIAL, byte_level, sentencepiece_metadata, texts
 
 from streamload.errors import CheckpointError
-from streamload.formats.gguf_vocabulary import PRE_TOKENIZERS, TokenType, from_gguf
-from streamload.formats.gguf_vocabulary_out import no_vocabulary, parse_tokenizer, to_gguf
+from streamload.formats.gguf.vocabulary import PRE_TOKENIZERS, TokenType, from_gguf
+from streamload.formats.gguf.vocabulary_out import no_vocabulary, parse_tokenizer, to_gguf
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 

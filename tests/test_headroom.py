@@ -33,9 +33,10 @@ ROBBED = """
 import json, subprocess, sys, time
 import streamload
 from streamload.errors import MemoryTakenError
-from streamload.planning.budget import available_host_nbytes
+from streamload.core.memory import available_host_nbytes
 
-streamload.progress._TELL_EVERY_S = 0  # of each unit: ten a second are too few for a load this fast
+# of each unit: ten a second are too few for a load this fast
+streamload.core.progress._TELL_EVERY_S = 0
 path, tiny, device, speed = sys.argv[1:]
 THIEF = '''
 import mmap, sys, time
@@ -190,7 +191,7 @@ import os, sys
 import numpy as np
 import streamload
 from streamload.errors import MemoryTakenError, PlanInfeasibleError
-from streamload.planning.budget import available_host_nbytes
+from streamload.core.memory import available_host_nbytes
 
 path, dtype = sys.argv[1:]
 checkpoint = streamload.open_checkpoint(path)

@@ -455,7 +455,7 @@ def test_nothing_is_looked_for_where_all_matches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The detector costs nothing then."""
-    monkeypatch.setattr("streamload.hints.Wanted.suggestions", pytest.fail)
+    monkeypatch.setattr("streamload.planning.suggest.Wanted.suggestions", pytest.fail)
     load(classifier(), save(tmp_path, classifier().state_dict()))
 
 

@@ -14,15 +14,15 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload import Node
-from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from streamload.dtypes import BF16, F16, F32
+from streamload.checkpoint.open import Checkpoint, open_checkpoint
+from streamload.core.dtypes import BF16, F16, F32
+from streamload.core.tensors import RowRange
 from streamload.errors import CheckpointError, PlanInfeasibleError
 from streamload.planning import kv_cache
-from streamload.planning.demand import DeviceSpec, DTypePolicy, Want
 from streamload.planning.kv_cache import CacheRequest, KvCache
-from streamload.planning.parts import RowRange
 from streamload.planning.plan import Plan
 from streamload.planning.planner import make_plan
+from streamload.planning.requests import DeviceSpec, DTypePolicy, Want
 
 #: A config.json of each kind, with the keys that published ones have; small.
 GROUPED: dict[str, Any] = {

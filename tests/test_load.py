@@ -22,7 +22,7 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload import Budget, Node
-from streamload.dtypes import BY_CODE
+from streamload.core.dtypes import BY_CODE
 from streamload.errors import (
     CheckpointError,
     DeviceNotFoundError,
@@ -285,7 +285,7 @@ def test_what_is_no_model(small: Path, model: Any) -> None:
 def test_a_model_of_torch_without_torch(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A framework that cannot be imported is refused by name."""
     monkeypatch.setitem(sys.modules, "torch", None)  # Python's way to say: not to be imported
-    monkeypatch.delitem(sys.modules, "streamload.devices.torch", raising=False)
+    monkeypatch.delitem(sys.modules, "streamload.devices.torch.device", raising=False)
 
     class Parameter:
         """Looks like one of torch's."""

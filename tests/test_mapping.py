@@ -14,11 +14,11 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload import RowRange, Source
+from streamload.core.tensors import RowTranspose
 from streamload.errors import CheckpointError, StateDictMismatchError
-from streamload.mapping import MAPPINGS, sources
-from streamload.planning.parts import RowTranspose
 from streamload.planning.plan import Plan
-from streamload.verify import verify
+from streamload.planning.sources import MAPPINGS, sources
+from streamload.verification.verify import verify
 
 Array = np.ndarray[Any, Any]
 

@@ -11,14 +11,14 @@ import pytest
 from safetensors_files import write_safetensors
 
 import streamload
-from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.dtypes import BF16, F16, F32, DType
+from streamload.checkpoint.open import Checkpoint
+from streamload.core.dtypes import BF16, F16, F32, DType
+from streamload.core.tensors import Block, RowRange, RowTranspose
 from streamload.errors import ShapeMismatch, StateDictMismatchError
-from streamload.mapping import Source, sources
-from streamload.match import Match, incoherent, match
-from streamload.planning.demand import DeviceSpec, DTypePolicy
-from streamload.planning.parts import Block, RowRange, RowTranspose
+from streamload.planning.match import Match, incoherent, match
 from streamload.planning.planner import make_plan
+from streamload.planning.requests import DeviceSpec, DTypePolicy
+from streamload.planning.sources import Source, sources
 
 
 @dataclass

@@ -12,8 +12,8 @@ from make_checkpoint import make_checkpoint, shape_of_size
 from parameters import product
 
 from streamload.bench.processes import call, measure
+from streamload.core.dtypes import BF16
 from streamload.devices.probing import probe
-from streamload.dtypes import BF16
 
 NBYTES = 200_000_000
 MEDIUM_NBYTES = 20_000_000

@@ -23,7 +23,7 @@ from models_page import rows  # noqa: E402
 from small_families import FAMILIES, INPUTS, built  # noqa: E402
 from test_transformers import assert_same_bits, load, quiet  # noqa: E402
 
-from streamload.devices.torch_modules import CODED, Coded  # noqa: E402
+from streamload.devices.torch.quantized import CODED, Coded  # noqa: E402
 
 __all__ = ["quiet"]
 

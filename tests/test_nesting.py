@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from safetensors_files import header_bytes, write_safetensors
 
 import streamload
-from streamload import nesting
-from streamload.nesting import MOST_LEVELS, check_nesting, parse_json
+from streamload.core import bounded_json as nesting
+from streamload.core.bounded_json import MOST_LEVELS, check_nesting, parse_json
 
 TEXTS = st.text(st.sampled_from('[]{}"\\aé\ud83d'), max_size=6)
 VALUES: Any = st.recursive(
@@ -68,9 +68,9 @@ PROGRAM = """
 
     from streamload import open_checkpoint
     from streamload.conversion.journal import _whole_lines
-    from streamload.conversion.beside import _is_json
-    from streamload.digests import Digests
-    from streamload.nodes.index import Index
+    from streamload.conversion.companions import _is_json
+    from streamload.checkpoint.digests import Digests
+    from streamload.distributed.index import Index
     from streamload.planning.plan import Plan
 
     text = path.read_bytes()

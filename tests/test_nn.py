@@ -17,10 +17,10 @@ from tinygrad.helpers import GlobalCounters
 from tinygrad.nn.state import get_state_dict, load_state_dict
 
 import streamload
-from streamload.dtypes import F32
+from streamload.codecs.scheme import FORMATS
+from streamload.core.dtypes import F32
 from streamload.errors import PlanInfeasibleError
 from streamload.nn import QuantLinear, replace_linears
-from streamload.quant.base import FORMATS
 
 DEVICES = (pytest.param("CPU", marks=pytest.mark.slow), "CL")
 LAYERS = ("int8", "q8_0", "q4_0")

@@ -14,10 +14,9 @@ import pytest
 from safetensors_files import write_safetensors
 from thread_group import ThreadGroup, World, run
 
-from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from streamload.errors import CheckpointError, PeerFailedError
-from streamload.load import plan
-from streamload.nodes.gather import (
+from streamload.checkpoint.open import Checkpoint, open_checkpoint
+from streamload.core.tensors import RowRange
+from streamload.distributed.gather import (
     BLOCK_NBYTES,
     BLOCKS,
     Gatherer,
@@ -25,7 +24,8 @@ from streamload.nodes.gather import (
     held_nbytes,
     shared_ranges,
 )
-from streamload.planning.parts import RowRange
+from streamload.errors import CheckpointError, PeerFailedError
+from streamload.loading.load import plan
 
 BLOCK = 64
 

@@ -24,11 +24,11 @@ from pathlib import Path
 import needs
 import pytest
 
+from streamload.distributed import store as stores
+from streamload.distributed.group import Alone, Group
+from streamload.distributed.launch import find_launch, node_name, open_group
+from streamload.distributed.store import SharedStore, open_store
 from streamload.errors import NodeError, PeerFailedError
-from streamload.nodes import store as stores
-from streamload.nodes.group import Alone, Group
-from streamload.nodes.launch import find_launch, node_name, open_group
-from streamload.nodes.store import SharedStore, open_store
 
 HERE = Path(__file__).parent
 BODY = str(HERE / "nodes_body.py")
@@ -223,7 +223,7 @@ def test_a_launcher_that_makes_no_sense(environ: Mapping[str, str], problem: str
         find_launch(environ)
 
 
-OPENED = "from streamload.nodes.launch import open_group; print(open_group(timeout=5).engine)"
+OPENED = "from streamload.distributed.launch import open_group; print(open_group(timeout=5).engine)"
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_a_rank_that_raises_waits_for_nobody(tmp_path: Path) -> None:
     """A program that ends with an exception ends, while other ranks of MPI wait for it."""
     program = tmp_path / "program.py"
     program.write_text(
-        "from streamload.nodes.launch import open_group\n"
+        "from streamload.distributed.launch import open_group\n"
         "group = open_group(timeout=3)\n"
         "group.allgather(b'')\n"
         "if group.rank == 0: raise OSError('of the program')\n"
@@ -366,7 +366,7 @@ KEEPER = """
 import json, queue, resource, sys, threading
 sys.path.insert(0, sys.argv[1])
 from test_nodes_group import Rank
-from streamload.nodes.store import open_store
+from streamload.distributed.store import open_store
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
 wire = queue.SimpleQueue()
 keeper = open_store(Rank(0, wire), 10.0)
@@ -476,7 +476,7 @@ def test_the_store_listens_on_the_interface_of_the_group(monkeypatch: pytest.Mon
 
 MEET = """
 import json, os, sys
-from streamload.nodes import launch
+from streamload.distributed import launch
 launch._engine("torch")
 print("here", flush=True)
 sys.stdin.readline()
@@ -558,7 +558,7 @@ def test_a_rank_that_another_process_has(monkeypatch: pytest.MonkeyPatch) -> Non
     needs.module("torch")
     import torch.distributed as dist
 
-    from streamload.nodes import torch as engine
+    from streamload.distributed import torch as engine
 
     where = ("127.0.0.1", 0, None, True, timedelta(seconds=10))
     store = dist.TCPStore(*where, wait_for_workers=False)
@@ -581,7 +581,7 @@ def test_a_rank_that_another_process_has(monkeypatch: pytest.MonkeyPatch) -> Non
 
 TWICE = """
 import time
-from streamload.nodes import launch, torch
+from streamload.distributed import launch, torch
 group = torch.launched(launch.find_launch(), 30.0)
 print("met", group.rank, flush=True)
 time.sleep(1)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 RANK = """
 import json, subprocess, sys
 from streamload.errors import PeerFailedError
-from streamload.nodes.launch import open_group
+from streamload.distributed.launch import open_group
 
 group = open_group(timeout=20)
 said = [data.decode() for data in group.allgather(b"%d" % group.rank)]

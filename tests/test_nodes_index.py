@@ -14,12 +14,12 @@ from remote_server import serve
 from safetensors_files import write_safetensors
 
 import streamload
-from streamload.checkpoint.checkpoint import Checkpoint, from_headers, locate, open_checkpoint
-from streamload.checkpoint.url import Url
-from streamload.dtypes import BY_CODE
+from streamload.checkpoint.open import Checkpoint, from_headers, locate, open_checkpoint
+from streamload.core.dtypes import BY_CODE
+from streamload.core.location import Url
+from streamload.distributed.index import Index, check_present, write_index
 from streamload.errors import CheckpointError, ShardNotFoundError
 from streamload.formats.safetensors import parse_header
-from streamload.nodes.index import Index, check_present, write_index
 
 ODD = ("", " ", "a/b", "ü€😀", "\x00\x1f", '"quoted"\\', "__metadata", "x" * 3000)
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from thread_group import ThreadGroup, World, run
 
+from streamload.distributed.group import Alone
+from streamload.distributed.heartbeat import Heartbeat
+from streamload.distributed.session import PROTOCOL, Session
 from streamload.errors import CheckpointError, NodeError, PeerFailedError, StreamloadError
-from streamload.nodes.group import Alone
-from streamload.nodes.heartbeat import Heartbeat
-from streamload.nodes.session import PROTOCOL, Session
-from streamload.nodes.shares import Member
+from streamload.planning.shares import Member
 
 PATIENT_S = 20.0  # where nobody is to be found lost
 SHORT_S = 0.4  # where someone is

@@ -13,14 +13,14 @@ import pytest
 from safetensors_files import write_safetensors
 
 import streamload
-from streamload.checkpoint.checkpoint import Checkpoint, from_headers, open_checkpoint
-from streamload.checkpoint.header import Header
-from streamload.dtypes import BY_CODE
+from streamload.checkpoint.open import Checkpoint, from_headers, open_checkpoint
+from streamload.core.dtypes import BY_CODE
+from streamload.core.tensors import TensorInfo
 from streamload.errors import NodeError, PlanInfeasibleError
-from streamload.nodes.shares import ClusterPlan, Member, Split, make_shares
+from streamload.files.header import Header
 from streamload.planning.partition import Node
-from streamload.planning.parts import TensorInfo
 from streamload.planning.plan import Plan
+from streamload.planning.shares import ClusterPlan, Member, Split, make_shares
 
 WIDTH = 8
 

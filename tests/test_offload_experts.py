@@ -17,24 +17,24 @@ import pytest
 from make_checkpoint import make_header
 
 import streamload
-from streamload.dtypes import BF16
+from streamload.core.dtypes import BF16
+from streamload.core.tensors import RowRange
+from streamload.core.units import format_bytes
 from streamload.errors import CheckpointError, FileChangedError, OffloadError, PlanInfeasibleError
 from streamload.planning.blocks import split
-from streamload.planning.parts import RowRange
-from streamload.units import format_bytes
 
 torch = needs.module("torch")
 safetensors = needs.module("safetensors.torch")
 transformers = needs.module("transformers")
 
-from streamload.checkpoint.checkpoint import open_checkpoint  # noqa: E402
-from streamload.devices.torch import CPUDevice  # noqa: E402
-from streamload.devices.torch_experts import number_of_experts, sums_of  # noqa: E402
-from streamload.mapping import Source  # noqa: E402
-from streamload.offloading.entrance import plan_offload  # noqa: E402
+from streamload.checkpoint.open import open_checkpoint  # noqa: E402
+from streamload.devices.torch.device import CPUDevice  # noqa: E402
 from streamload.offloading.experts import ExpertCache  # noqa: E402
-from streamload.offloading.rounds import Rounds  # noqa: E402
+from streamload.offloading.offload import plan_offload  # noqa: E402
+from streamload.offloading.prefetch import Rounds  # noqa: E402
+from streamload.offloading.torch_experts import number_of_experts, sums_of  # noqa: E402
 from streamload.offloading.views import FileViews  # noqa: E402
+from streamload.planning.sources import Source  # noqa: E402
 from streamload.transformers.names import Names  # noqa: E402
 
 SMALL: dict[str, Any] = {
@@ -297,7 +297,7 @@ def test_a_file_that_changed_between_passes(
     data, times = path.read_bytes(), path.stat()
     with saved.offloaded((saved.least + saved.nbytes) // 2) as (model, offloaded):
         logits(model, [[7]])
-        monkeypatch.setattr("streamload.offloading.rounds._IDLE_S", 0.1)
+        monkeypatch.setattr("streamload.offloading.prefetch._IDLE_S", 0.1)
         while bringing():  # its files are let go of
             time.sleep(0.01)
         path.write_bytes(data[:-64] + bytes(64))
@@ -566,7 +566,7 @@ def test_experts_asked_for_while_the_threads_end(
         assert offloaded.plan.views
         monkeypatch.setattr(Rounds, "_leave_files", leaves)
         logits(model)
-        monkeypatch.setattr("streamload.offloading.rounds._IDLE_S", 0.1)
+        monkeypatch.setattr("streamload.offloading.prefetch._IDLE_S", 0.1)
         for _ in range(20):  # until a pass begins while they leave
             assert leaving.wait(20)
             leaving.clear()

@@ -19,14 +19,14 @@ from make_checkpoint import make_checkpoint, make_header, shape_of_size
 from torch import nn
 
 import streamload
-from streamload.dtypes import BF16, parse_dtype
+from streamload.core.dtypes import BF16, parse_dtype
 from streamload.errors import (
     CheckpointError,
     FileChangedError,
     OffloadError,
     PlanInfeasibleError,
 )
-from streamload.offloading import deciding
+from streamload.offloading import plan as deciding
 
 LAYERS, WIDTH = 8, 256
 LAYER_NBYTES = WIDTH * WIDTH * 4
@@ -322,7 +322,7 @@ def test_failed_offload_gives_host_memory_back(
     aligned: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever fails after it was filled."""
-    from streamload.offloading import entrance
+    from streamload.offloading import offload as entrance
 
     def fail(*_: Any) -> None:
         raise RuntimeError("no slots")
@@ -340,7 +340,7 @@ def test_what_does_not_fit_comes_from_the_disk(
     aligned: Path, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is dropped behind each layer; what fits is kept for the next pass."""
-    from streamload.checkpoint.page_cache import resident_fraction
+    from streamload.files.page_cache import resident_fraction
 
     for free_nbytes, place, cached in ((2**20, "disk", False), (2**40, "page cache", True)):
         with monkeypatch.context() as patch:

@@ -24,7 +24,7 @@ from thread_group import ThreadGroup, World, run
 
 import streamload
 from streamload import distributed
-from streamload.dtypes import BF16
+from streamload.core.dtypes import BF16
 from streamload.errors import (
     CheckpointError,
     NodeError,
@@ -34,7 +34,7 @@ from streamload.errors import (
     PlanMismatchError,
     ShardNotFoundError,
 )
-from streamload.offloading.entrance import Prepared
+from streamload.offloading.offload import Prepared
 from streamload.planning.partition import Node
 
 torch = needs.module("torch")

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import streamload
-from streamload.checkpoint.checkpoint import open_checkpoint
+from streamload.checkpoint.open import open_checkpoint
 from streamload.errors import (
     OffloadError,
     PlanInfeasibleError,
@@ -208,7 +208,7 @@ def test_a_model_that_is_decompressed_at_once_is_refused(
 ) -> None:
     """compressed-tensors would put the whole model in the place of what streams."""
     _make("int-quantized", tmp_path)
-    from streamload.transformers import packed_compressed
+    from streamload.transformers.quantizers import compressed_tensors as packed_compressed
 
     monkeypatch.setattr(packed_compressed, "_KINDS", (torch.nn.Embedding,))
     with pytest.raises(OffloadError, match=r"decompresses all of the model.*--dtype bfloat16"):

@@ -18,14 +18,14 @@ import pytest
 from recording import Faults, RecordingDevice, recorded
 from safetensors.numpy import save_file
 
-from streamload.checkpoint.checkpoint import open_checkpoint
+from streamload.checkpoint.open import open_checkpoint
 from streamload.errors import OffloadError, StreamloadError
-from streamload.mapping import sources
-from streamload.match import wants_of
-from streamload.offloading import rounds as rounds_module
-from streamload.offloading.rounds import Layer, Rounds
-from streamload.planning.demand import DeviceSpec, DTypePolicy
+from streamload.offloading import prefetch as rounds_module
+from streamload.offloading.prefetch import Layer, Rounds
+from streamload.planning.match import wants_of
 from streamload.planning.planner import make_plan
+from streamload.planning.requests import DeviceSpec, DTypePolicy
+from streamload.planning.sources import sources
 
 _ALIGNMENT = 512
 

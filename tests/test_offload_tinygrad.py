@@ -27,7 +27,7 @@ from tinygrad import Context, Tensor, TinyJit, Variable, dtypes, function, nn  #
 from tinygrad.helpers import GlobalCounters  # noqa: E402
 
 import streamload  # noqa: E402
-from streamload.dtypes import BF16  # noqa: E402
+from streamload.core.dtypes import BF16  # noqa: E402
 from streamload.errors import OffloadError, PlanInfeasibleError, StreamloadError  # noqa: E402
 from streamload.nn import replace_linears  # noqa: E402
 

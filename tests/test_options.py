@@ -13,7 +13,7 @@ import pytest
 from needs import module
 
 import streamload
-from streamload.options import DEFAULTS, LoadOptions, takes
+from streamload.loading.options import DEFAULTS, LoadOptions, takes
 
 CHANGES = {"transform", "adapters"}
 ENTRANCES = {

@@ -23,15 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parameters import few
 
-from streamload._system import filesystem_of
-from streamload.checkpoint import page_cache
-from streamload.checkpoint.page_cache import (
-    MARGIN_NBYTES,
-    PageCache,
-    PageCacheKind,
-    resident_fraction,
-)
-from streamload.checkpoint.readers import ResolvedKind, open_reader
+from streamload.core.system import filesystem_of
+from streamload.files import page_cache
+from streamload.files.local import ResolvedKind, open_reader
+from streamload.files.page_cache import MARGIN_NBYTES, PageCache, PageCacheKind, resident_fraction
 
 if sys.platform != "linux":
     pytest.skip("the page cache can be asked on Linux only", allow_module_level=True)
@@ -152,7 +147,7 @@ STRANGER = """
     import ctypes, os, sys
     from contextlib import closing
     from pathlib import Path
-    from streamload.checkpoint.page_cache import PageCache, _is_answered, resident_fraction
+    from streamload.files.page_cache import PageCache, _is_answered, resident_fraction
 
     path, fd = Path(sys.argv[1]), os.open(sys.argv[1], os.O_RDONLY)
     os.setgroups([])
@@ -465,9 +460,9 @@ IN_BOX = """
     import sys
     from contextlib import closing
     from pathlib import Path
-    from streamload.checkpoint.page_cache import PageCache, resident_fraction
-    from streamload.checkpoint.readers import open_reader
-    from streamload.planning.budget import available_host_nbytes
+    from streamload.files.page_cache import PageCache, resident_fraction
+    from streamload.files.local import open_reader
+    from streamload.core.memory import available_host_nbytes
 
     path = Path(sys.argv[1])
     nbytes = path.stat().st_size

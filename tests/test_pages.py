@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from streamload._pages import reusable_nbytes
+from streamload.core.pagemap import reusable_nbytes
 
 NBYTES = 40 * mmap.PAGESIZE
 if not Path("/proc/self/pagemap").exists():

@@ -19,16 +19,16 @@ from parameters import few
 from safetensors_files import header_bytes, write_safetensors
 
 import streamload
-from streamload.checkpoint.checkpoint import Checkpoint, from_headers
-from streamload.checkpoint.header import Header
-from streamload.dtypes import BF16, BY_CODE, BY_NAME, F16, F32, DType
+from streamload.checkpoint.open import Checkpoint, from_headers
+from streamload.core.dtypes import BF16, BY_CODE, BY_NAME, F16, F32, DType
+from streamload.core.tensors import RowRange, RowTranspose, TensorInfo
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
+from streamload.files.header import Header
 from streamload.planning.chunks import chunks
-from streamload.planning.demand import DeviceSpec, DTypePolicy, Want
 from streamload.planning.device_plan import DevicePlan
-from streamload.planning.parts import RowRange, RowTranspose, TensorInfo
 from streamload.planning.plan import Placement, Placements, Plan
 from streamload.planning.planner import make_plan
+from streamload.planning.requests import DeviceSpec, DTypePolicy, Want
 
 MIB = 2**20
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -17,10 +17,10 @@ from make_checkpoint import shape_of_size
 from parameters import few
 from test_plan import checkpoint_of, plan_of, wants_of
 
-from streamload.dtypes import BF16
+from streamload.core.dtypes import BF16
+from streamload.devices.allocators import AllocatorKind, ObjectCosts, round_up, taken
 from streamload.errors import PlanInfeasibleError
-from streamload.planning.allocators import AllocatorKind, ObjectCosts, round_up, taken
-from streamload.planning.demand import DeviceSpec, Want
+from streamload.planning.requests import DeviceSpec, Want
 
 KIB, MIB = 2**10, 2**20
 GIB = 2**30

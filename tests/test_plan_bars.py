@@ -18,7 +18,7 @@ import forked
 import pytest
 from safetensors_files import write_safetensors
 
-from streamload.chart import ASCII, BLOCKS, Stack, draw_stacks, draw_text
+from streamload.core.chart import ASCII, BLOCKS, Stack, draw_stacks, draw_text
 
 SERIES = ("weights", "cache", "free")
 

@@ -19,8 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import streamload
-from streamload.errors import BudgetExceededError, DeviceError
-from streamload.planning.budget import (
+from streamload.core.memory import (
     DEFAULT_HOST_NBYTES,
     STAGING,
     Budget,
@@ -31,6 +30,7 @@ from streamload.planning.budget import (
     canonical_device,
     reserve_nbytes,
 )
+from streamload.errors import BudgetExceededError, DeviceError
 
 MIB, GIB = 2**20, 2**30
 V1_UNLIMITED = 2**63 - 4096
@@ -437,7 +437,7 @@ from pathlib import Path
 from typing import Any
 procs, data, usage_file = sys.argv[1:]
 Path(procs).write_text(str(os.getpid()))
-from streamload.planning.budget import available_host_nbytes
+from streamload.core.memory import available_host_nbytes
 def usage(): return int(Path(usage_file).read_text())
 out = {"start": available_host_nbytes(), "start_usage": usage()}
 block = os.urandom(2**20)
@@ -593,7 +593,7 @@ IN_CPU_BOX = """
 import os, sys
 from pathlib import Path
 from typing import Any
-from streamload.planning.budget import available_cpus
+from streamload.core.memory import available_cpus
 Path(sys.argv[1]).write_text(str(os.getpid()))
 print(available_cpus())
 """

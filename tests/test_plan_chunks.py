@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamload.checkpoint.checkpoint import Checkpoint, from_headers
-from streamload.checkpoint.header import Header
-from streamload.dtypes import BY_CODE, F16, F32, F64, DType
+from streamload.checkpoint.open import Checkpoint, from_headers
+from streamload.core.dtypes import BY_CODE, F16, F32, F64, DType
+from streamload.core.tensors import RowRange, RowTranspose, TensorInfo
+from streamload.files.header import Header
 from streamload.planning.chunks import Chunk, Run, chunks
-from streamload.planning.parts import RowRange, RowTranspose, TensorInfo
 from streamload.planning.plan import Placement, Placements, Plan, slot_nbytes
 
 Array = np.ndarray[Any, Any]

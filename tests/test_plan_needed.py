@@ -15,7 +15,7 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload import Node
-from streamload.dtypes import BY_CODE, BY_NAME
+from streamload.core.dtypes import BY_CODE, BY_NAME
 from streamload.errors import PlanInfeasibleError
 
 needs.module("torch")

@@ -1,4 +1,4 @@
-"""What stays on a device, and what streams: `streamload.planning.residency`."""
+"""What stays on a device, and what streams: `streamload.offloading.residency`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamload.planning.residency import LayerSize, Residency, choose, least
+from streamload.offloading.residency import LayerSize, Residency, choose, least
 
 _KINDS = st.sampled_from(["layer", "layer", "layer", "rows", "fixed"])
 

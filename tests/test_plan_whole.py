@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from test_plan import checkpoint_of, plan_of
 
-from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.dtypes import BF16, F16, F32
+from streamload.checkpoint.open import Checkpoint
+from streamload.core.dtypes import BF16, F16, F32
+from streamload.core.tensors import RowRange
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.chunks import Chunk, Cut, Pack
-from streamload.planning.demand import DeviceSpec, DTypePolicy, Want, Wants
-from streamload.planning.parts import RowRange
 from streamload.planning.plan import Placement, Placements, Plan
+from streamload.planning.requests import DeviceSpec, DTypePolicy, Want, Wants
 
 MIB = 2**20
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from safetensors_files import write_safetensors
 
-from streamload import progress as module
-from streamload.progress import reporting
+from streamload.core import progress as module
+from streamload.core.progress import reporting
 
 
 class Stderr(io.StringIO):

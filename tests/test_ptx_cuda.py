@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from test_cast_reference import Bits, as_bits, pair_id, samples
 
-from streamload.cast.floats import PAIRS, lossless, overflow_start
-from streamload.cast.reference import cast_bytes
+from streamload.codecs.cast_cuda import BLOCK_THREADS, blocks, cast_ptx
+from streamload.codecs.cast_reference import cast_bytes
+from streamload.codecs.floats import PAIRS, lossless, overflow_start
+from streamload.core.dtypes import BF16, BY_CODE, F16, F32, DType
 from streamload.devices import cuda
 from streamload.devices.cuda import load_function
-from streamload.devices.ptx import BLOCK_THREADS, blocks, cast_ptx
-from streamload.dtypes import BF16, BY_CODE, F16, F32, DType
 from streamload.errors import DeviceError
 
 try:

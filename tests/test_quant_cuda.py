@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import streamload
-from streamload.quant.base import FORMATS
-from streamload.quantise import coded
-from streamload.verify import verify
+from streamload.codecs.scheme import FORMATS
+from streamload.planning.quant_policy import coded
+from streamload.verification.verify import verify
 
 torch = needs.module("torch")
 save_file = needs.module("safetensors.torch").save_file

@@ -16,13 +16,12 @@ import pytest
 from quant_samples import Sample, samples
 from test_cast_kernels import BASELINE, SCANNED, on_x86
 
-from streamload.cast import llvm
-from streamload.cast.llvm import Target
-from streamload.dtypes import BF16, BY_CODE, F16, F32, F64, DType
-from streamload.quant import kernels
-from streamload.quant.base import ALL_FORMATS, FORMATS, SOURCES, Engine, Part, QuantCounts
-from streamload.quant.four_bit import FourBit
-from streamload.quant.kernels import compile_kernel, kernel_ir
+from streamload.codecs import kernels, llvm
+from streamload.codecs.kernels import compile_kernel, kernel_ir
+from streamload.codecs.llvm import Target
+from streamload.codecs.scheme import ALL_FORMATS, FORMATS, SOURCES, Engine, Part, QuantCounts
+from streamload.codecs.schemes.bitsandbytes import FourBit
+from streamload.core.dtypes import BF16, BY_CODE, F16, F32, F64, DType
 
 Array = np.ndarray[Any, np.dtype[Any]]
 BLOCKED = ("q8_0", "q4_0")
@@ -342,9 +341,9 @@ def test_without_llvmlite() -> None:
     program = """
 import sys
 sys.modules["llvmlite"] = None  # as good as not installed
-from streamload.quant import kernels
-from streamload.quant.base import FORMATS
-from streamload.dtypes import F32
+from streamload.codecs import kernels
+from streamload.codecs.scheme import FORMATS
+from streamload.core.dtypes import F32
 from streamload.errors import UnsupportedCastError
 tensor = FORMATS["q8_0"].of((1, 32), F32)
 out = bytearray(34)

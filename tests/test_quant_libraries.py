@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from quant_samples import Sample, samples
 
-from streamload.dtypes import BF16, F16, F32
-from streamload.quant import dynamic
-from streamload.quant.base import FORMATS, Format
-from streamload.quant.four_bit import VALUES, FourBit
+from streamload.codecs.scheme import FORMATS, Format
+from streamload.codecs.schemes import bitsandbytes_nested as dynamic
+from streamload.codecs.schemes.bitsandbytes import VALUES, FourBit
+from streamload.core.dtypes import BF16, F16, F32
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -22,7 +22,9 @@ from thread_group import World, run
 import streamload
 from streamload import RowRange, Source
 from streamload.cli import main
-from streamload.dtypes import BY_CODE
+from streamload.codecs.scheme import FORMATS
+from streamload.core.dtypes import BY_CODE
+from streamload.core.tensors import RowTranspose
 from streamload.errors import (
     FileChangedError,
     OutOfRangeError,
@@ -30,12 +32,10 @@ from streamload.errors import (
     TruncatedFileError,
     UnsupportedCastError,
 )
-from streamload.planning.demand import Want, Wants
-from streamload.planning.parts import RowTranspose
 from streamload.planning.plan import Plan
-from streamload.quant.base import FORMATS
-from streamload.quantise import QuantPolicy, quantised
-from streamload.verify import verify
+from streamload.planning.quant_policy import QuantPolicy, quantised
+from streamload.planning.requests import Want, Wants
+from streamload.verification.verify import verify
 
 Array = np.ndarray[Any, Any]
 CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}

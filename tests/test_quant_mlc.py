@@ -15,12 +15,11 @@ from quant_samples import samples
 from test_cast_kernels import BASELINE, SCANNED, on_x86
 from test_quant_kernels import assert_same_counts, encoded
 
-from streamload.cast import llvm
-from streamload.dtypes import F16, F32, DType
-from streamload.quant import kernels
-from streamload.quant.base import ALL_FORMATS, FORMATS, SOURCES, QuantCounts
-from streamload.quant.kernels import kernel_ir
-from streamload.quantise import QuantPolicy
+from streamload.codecs import kernels, llvm
+from streamload.codecs.kernels import kernel_ir
+from streamload.codecs.scheme import ALL_FORMATS, FORMATS, SOURCES, QuantCounts
+from streamload.core.dtypes import F16, F32, DType
+from streamload.planning.quant_policy import QuantPolicy
 
 Array = np.ndarray[Any, np.dtype[Any]]
 GROUPS = {"q4f16_1": 32, "q4f16_0": 32, "q3f16_1": 40}

@@ -15,14 +15,14 @@ from ptx_machine import Ahead, Machine
 from quant_samples import samples
 from test_quant_kernels import BLOCKED, MATRICES, assert_same_counts, encoded
 
-from streamload.devices.ptx import BLOCK_THREADS
-from streamload.dtypes import BF16, F16, F32, DType
-from streamload.quant import dynamic
-from streamload.quant.base import FORMATS, SOURCES, QuantCounts
-from streamload.quant.four_bit import FourBit
-from streamload.quant.kernels import Tally
-from streamload.quant.nested_ptx import nested_blocks, nested_ptx
-from streamload.quant.ptx import TALLY_NBYTES, blocks, quant_ptx
+from streamload.codecs.cast_cuda import BLOCK_THREADS
+from streamload.codecs.encode_cuda import TALLY_NBYTES, blocks, quant_ptx
+from streamload.codecs.kernels import Tally
+from streamload.codecs.nested_ptx import nested_blocks, nested_ptx
+from streamload.codecs.scheme import FORMATS, SOURCES, QuantCounts
+from streamload.codecs.schemes import bitsandbytes_nested as dynamic
+from streamload.codecs.schemes.bitsandbytes import FourBit
+from streamload.core.dtypes import BF16, F16, F32, DType
 
 Array = np.ndarray[Any, np.dtype[Any]]
 BASE = 0x7F_0000_0000

@@ -18,15 +18,15 @@ from test_ptx_cuda import CONTEXT, FILL, Gpu
 from test_quant_kernels import BLOCKED, MATRICES, assert_same_counts
 from test_quant_ptx import KERNELS, NAMES, by_oracle, kernel_id, there
 
+from streamload.codecs.encode_cuda import SYMBOL, TALLY_NBYTES, blocks, quant_ptx
+from streamload.codecs.kernels import Tally
+from streamload.codecs.nested_ptx import SYMBOL as NEST
+from streamload.codecs.nested_ptx import nested_blocks, nested_ptx
+from streamload.codecs.scheme import QuantCounts
+from streamload.codecs.schemes import bitsandbytes_nested as dynamic
+from streamload.core.dtypes import BF16, DType
 from streamload.devices import cuda
 from streamload.devices.cuda import load_function
-from streamload.dtypes import BF16, DType
-from streamload.quant import dynamic
-from streamload.quant.base import QuantCounts
-from streamload.quant.kernels import Tally
-from streamload.quant.nested_ptx import SYMBOL as NEST
-from streamload.quant.nested_ptx import nested_blocks, nested_ptx
-from streamload.quant.ptx import SYMBOL, TALLY_NBYTES, blocks, quant_ptx
 
 Array = np.ndarray[Any, np.dtype[Any]]
 MEMORY_NBYTES = 640 * 2**20

@@ -14,15 +14,15 @@ import pytest
 from safetensors_files import write_safetensors
 
 import streamload
-from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.checkpoint.open import Checkpoint, open_checkpoint
 from streamload.cli import app
-from streamload.dtypes import BF16, F16, F32, parse_dtype
+from streamload.codecs import stored
+from streamload.codecs.stored import Group, kept_dtype
+from streamload.core.dtypes import BF16, F16, F32, parse_dtype
 from streamload.errors import CheckpointError
-from streamload.nodes.shares import Member, make_shares
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
-from streamload.quant import stored
-from streamload.quant.stored import Group, kept_dtype
+from streamload.planning.shares import Member, make_shares
 
 _Tensor = tuple[str, tuple[int, ...], bytes]
 Tensors = dict[str, _Tensor]

@@ -17,10 +17,17 @@ import numpy as np
 import pytest
 from parameters import few
 
-from streamload._system import filesystem_of, map_privately, populate_shared
 from streamload.bench.compare import forget
-from streamload.checkpoint import mapped, page_cache, readers
-from streamload.checkpoint.readers import (
+from streamload.core.system import filesystem_of, map_privately, populate_shared
+from streamload.errors import (
+    CheckpointError,
+    HeaderError,
+    ShardNotFoundError,
+    TruncatedFileError,
+)
+from streamload.files import local as readers
+from streamload.files import mapped, page_cache
+from streamload.files.local import (
     MAPPED_FILESYSTEMS,
     MmapReader,
     PreadReader,
@@ -28,12 +35,6 @@ from streamload.checkpoint.readers import (
     open_reader,
     reader_for,
     resolve_reader,
-)
-from streamload.errors import (
-    CheckpointError,
-    HeaderError,
-    ShardNotFoundError,
-    TruncatedFileError,
 )
 
 Kind = Literal["mmap", "pread", "direct"]
@@ -217,7 +218,7 @@ def test_file_beyond_the_address_space_cannot_be_mapped(tmp_path: Path) -> None:
     program = """
         import resource, sys
         from pathlib import Path
-        from streamload.checkpoint.readers import open_reader
+        from streamload.files.local import open_reader
         from streamload.errors import CheckpointError
 
         path, nbytes = Path(sys.argv[1]), int(sys.argv[2])
@@ -273,7 +274,7 @@ def test_no_signal_while_another_process_truncates(tmp_path: Path, kind: Kind) -
     program = """
         import os, sys, time
         from pathlib import Path
-        from streamload.checkpoint.readers import open_reader
+        from streamload.files.local import open_reader
         from streamload.errors import CheckpointError
 
         path, kind, nbytes, page, count = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
@@ -311,7 +312,7 @@ def test_population_past_the_end_is_an_error_and_no_signal(tmp_path: Path) -> No
     program = """
         import fcntl, os, sys
         from pathlib import Path
-        from streamload.checkpoint.readers import MmapReader
+        from streamload.files.local import MmapReader
         from streamload.errors import CheckpointError
 
         class LateTruncation(MmapReader):  # after the lease was looked at, before the map is
@@ -377,7 +378,7 @@ def large_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path,
 MEMORY = """
     import re, sys, threading
     from pathlib import Path
-    from streamload.checkpoint.readers import open_reader
+    from streamload.files.local import open_reader
 
     path, kind, nbytes, window, threads = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
 

@@ -23,10 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parameters import few
 
-from streamload._system import direct_memory, filesystem_of
-from streamload.checkpoint import readers
-from streamload.checkpoint.page_cache import resident_fraction
-from streamload.checkpoint.readers import (
+from streamload.core.system import direct_memory, filesystem_of
+from streamload.errors import CheckpointError, TruncatedFileError
+from streamload.files import local as readers
+from streamload.files.local import (
     BUFFERED_FILESYSTEMS,
     DIRECT_FILESYSTEMS,
     MAPPED_FILESYSTEMS,
@@ -37,7 +37,7 @@ from streamload.checkpoint.readers import (
     open_reader,
     resolve_reader,
 )
-from streamload.errors import CheckpointError, TruncatedFileError
+from streamload.files.page_cache import resident_fraction
 
 MIB = 2**20
 BLOCK = 4096
@@ -458,7 +458,7 @@ def test_the_file_that_was_opened_is_read(disk: Path) -> None:
 SECTORS = """
     import mmap, random, sys
     from pathlib import Path
-    from streamload.checkpoint.readers import DirectReader
+    from streamload.files.local import DirectReader
 
     path = Path(sys.argv[1])
     content = random.Random(0).randbytes(100_001)

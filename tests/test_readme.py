@@ -14,7 +14,7 @@ import forked
 import needs
 import pytest
 
-from streamload.options import DEFAULTS
+from streamload.loading.options import DEFAULTS
 
 _ROOT = Path(__file__).parent.parent
 _PAGES = {

@@ -31,17 +31,17 @@ from remote_server import (
 )
 from safetensors_files import write_safetensors
 
-from streamload.checkpoint.checkpoint import open_checkpoint
-from streamload.checkpoint.readers import choose_reader, open_reader, resolve_reader
-from streamload.checkpoint.remote import HttpReader, Patience, read_file
-from streamload.checkpoint.url import Url
+from streamload.checkpoint.open import open_checkpoint
+from streamload.core.location import Url
 from streamload.errors import (
     CheckpointError,
     HeaderError,
     ShardNotFoundError,
     TruncatedFileError,
 )
-from streamload.formats.base import read_header
+from streamload.files.local import choose_reader, open_reader, resolve_reader
+from streamload.files.remote import HttpReader, Patience, read_file
+from streamload.formats.reader import read_header
 
 needs.module("httpx2")
 

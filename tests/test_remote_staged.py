@@ -16,7 +16,7 @@ needs.module("torch")
 from recorded_torch import RecordedTorchDevice  # noqa: E402
 from test_torch_staged import Made, make, prepare, write  # noqa: E402
 
-from streamload.checkpoint.checkpoint import open_checkpoint  # noqa: E402
+from streamload.checkpoint.open import open_checkpoint  # noqa: E402
 from streamload.errors import CheckpointError  # noqa: E402
 
 

@@ -14,8 +14,8 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload import CastCounts, Plan
-from streamload.report import device_map
-from streamload.units import format_bytes
+from streamload.core.units import format_bytes
+from streamload.loading.report import device_map
 
 
 @pytest.fixture

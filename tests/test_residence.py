@@ -25,7 +25,7 @@ from streamload.errors import (
     ShardNotFoundError,
     TruncatedFileError,
 )
-from streamload.headroom import process_nbytes
+from streamload.streaming.memory_watch import process_nbytes
 
 LAYERS = 8
 

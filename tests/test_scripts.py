@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from streamload.dtypes import BF16, parse_dtype
+from streamload.core.dtypes import BF16, parse_dtype
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("setup", "demo", "test", "check")

@@ -25,29 +25,29 @@ from recording import Faults, RecordedBuffer, RecordingDevice, RecordingFramewor
 from safetensors_files import write_safetensors
 
 import streamload
-from streamload.changes import NO_CHANGES, Changes
-from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from streamload.checkpoint.header import Header
-from streamload.checkpoint.readers import PreadReader, Reader, ResolvedKind
-from streamload.checkpoint.url import Location
-from streamload.dtypes import BY_CODE
+from streamload.checkpoint.open import Checkpoint, open_checkpoint
+from streamload.checkpoint.shards import Opener, open_shard
+from streamload.core.dtypes import BY_CODE
+from streamload.core.interrupt import deferred_interrupt
+from streamload.core.location import Location
+from streamload.core.memory import STAGING, Ledger
+from streamload.core.tensors import RowRange, RowTranspose
 from streamload.errors import (
     BudgetExceededError,
     FileChangedError,
     OutOfRangeError,
     TruncatedFileError,
 )
-from streamload.interrupt import deferred_interrupt
-from streamload.job import StreamStats
-from streamload.planning.budget import STAGING, Ledger
+from streamload.files.header import Header
+from streamload.files.local import PreadReader, Reader, ResolvedKind
 from streamload.planning.chunks import chunks
-from streamload.planning.demand import DeviceSpec, DTypePolicy, Want
-from streamload.planning.parts import RowRange, RowTranspose
 from streamload.planning.plan import Plan
 from streamload.planning.planner import make_plan
-from streamload.reading import Opener, open_shard
-from streamload.stream import stream
-from streamload.target import ModelTarget
+from streamload.planning.requests import DeviceSpec, DTypePolicy, Want
+from streamload.planning.transforms import NO_CHANGES, Changes
+from streamload.streaming.loop import stream
+from streamload.streaming.sink import ModelTarget
+from streamload.streaming.state import StreamStats
 
 ROOT = str(Path(streamload.__file__).parent.parent)
 Tensors = Mapping[str, tuple[str, Sequence[int], bytes]]

@@ -22,7 +22,9 @@ from parameters import enough, few
 from recording import Disk, Faults, recorded
 
 import streamload
-from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.checkpoint.open import Checkpoint, open_checkpoint
+from streamload.core.memory import STAGING, Ledger
+from streamload.core.tensors import RowRange
 from streamload.errors import (
     CheckpointError,
     DeviceError,
@@ -30,13 +32,11 @@ from streamload.errors import (
     StreamloadError,
     TruncatedFileError,
 )
-from streamload.planning.budget import STAGING, Ledger
-from streamload.planning.demand import DeviceSpec, DTypePolicy, Want
-from streamload.planning.parts import RowRange
 from streamload.planning.plan import Plan
 from streamload.planning.planner import make_plan
-from streamload.stream import stream
-from streamload.target import ModelTarget
+from streamload.planning.requests import DeviceSpec, DTypePolicy, Want
+from streamload.streaming.loop import stream
+from streamload.streaming.sink import ModelTarget
 
 torch = needs.module("torch")
 
@@ -45,8 +45,8 @@ from recorded_torch import RecordedTorchDevice  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from test_torch_staged import Made, OddError, Staged, make, same_bits, write  # noqa: E402
 
-from streamload.devices import torch as devices_torch  # noqa: E402
-from streamload.devices.torch import FRAMEWORK  # noqa: E402
+from streamload.devices.torch import device as devices_torch  # noqa: E402
+from streamload.devices.torch.device import FRAMEWORK  # noqa: E402
 
 CUT = (TruncatedFileError, FileChangedError)  # the time changes before the length
 KINDS = staged.KINDS

@@ -17,7 +17,9 @@ import pytest
 from safetensors_files import write_safetensors
 
 import streamload
-from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.checkpoint.open import Checkpoint, open_checkpoint
+from streamload.core.dtypes import DType
+from streamload.core.memory import STAGING, Ledger
 from streamload.devices.base import (
     BulkFailure,
     CopyTable,
@@ -28,15 +30,13 @@ from streamload.devices.base import (
 )
 from streamload.devices.host import HostDevice, HostFramework
 from streamload.devices.staging import DONE, HostStaging
-from streamload.dtypes import DType
 from streamload.errors import AllocationError, TruncatedFileError
-from streamload.planning.budget import STAGING, Ledger
 from streamload.planning.chunks import Chunk, Cut, Pack, chunks
-from streamload.planning.demand import DeviceSpec, DTypePolicy, Want, Wants
 from streamload.planning.plan import Plan
 from streamload.planning.planner import make_plan
-from streamload.stream import stream
-from streamload.target import ModelTarget
+from streamload.planning.requests import DeviceSpec, DTypePolicy, Want, Wants
+from streamload.streaming.loop import stream
+from streamload.streaming.sink import ModelTarget
 
 MIB = 2**20
 

@@ -19,19 +19,19 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload import Budget
-from streamload._system import filesystem_and_length
-from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from streamload.checkpoint.page_cache import resident_fraction
-from streamload.checkpoint.readers import DIRECT_FILESYSTEMS
-from streamload.job import StreamStats, file_ranges
-from streamload.planning.budget import STAGING, Ledger
+from streamload.checkpoint.open import Checkpoint, open_checkpoint
+from streamload.core.memory import STAGING, Ledger
+from streamload.core.system import filesystem_and_length
+from streamload.core.tensors import RowRange, RowTranspose
+from streamload.files.local import DIRECT_FILESYSTEMS
+from streamload.files.page_cache import resident_fraction
 from streamload.planning.chunks import Chunk, Run
-from streamload.planning.demand import DeviceSpec, DTypePolicy, Want
-from streamload.planning.parts import RowRange, RowTranspose
 from streamload.planning.plan import Plan
 from streamload.planning.planner import make_plan
-from streamload.stream import stream
-from streamload.target import ModelTarget
+from streamload.planning.requests import DeviceSpec, DTypePolicy, Want
+from streamload.streaming.loop import stream
+from streamload.streaming.sink import ModelTarget
+from streamload.streaming.state import StreamStats, file_ranges
 
 MIB = 2**20
 KIB = 2**10

@@ -15,14 +15,14 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload import Budget
-from streamload._system import filesystem_and_length
-from streamload.checkpoint.checkpoint import open_checkpoint
-from streamload.checkpoint.page_cache import resident_fraction
-from streamload.checkpoint.readers import DIRECT_FILESYSTEMS
+from streamload.checkpoint.open import open_checkpoint
+from streamload.core.system import filesystem_and_length
 from streamload.errors import PlanInfeasibleError
+from streamload.files.local import DIRECT_FILESYSTEMS
+from streamload.files.page_cache import resident_fraction
+from streamload.loading.report import LoadReport
 from streamload.planning.plan import Plan
-from streamload.report import LoadReport
-from streamload.verify import verify
+from streamload.verification.verify import verify
 
 torch = needs.module("torch")
 if not torch.cuda.is_available():  # CI has none: what needs no GPU is in test_stream_readers.py

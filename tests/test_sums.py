@@ -1,4 +1,4 @@
-"""The sums of files that are written in parts (`streamload.conversion.sums`)."""
+"""The sums of files that are written in parts (`streamload.conversion.checksums`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from streamload.conversion.sums import FileSum
+from streamload.conversion.checksums import FileSum
 
 NBYTES = 1_000_000
 #: What is in the file before, or zeros: its end, too.

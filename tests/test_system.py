@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors_files import write_safetensors
 
-from streamload._system import address_of, bytes_at, read_at
+from streamload.core.system import address_of, bytes_at, read_at
 
 _VALUES = np.random.default_rng(1).standard_normal((3, 2**19 + 1))
 TENSORS = {"large": _VALUES.astype(ml_dtypes.bfloat16), "small": np.arange(7, dtype=np.int64)}
@@ -126,7 +126,7 @@ def test_the_commands_without_what_only_linux_has(checkpoint: Path) -> None:
 def test_what_psutil_says_is_free_is_free() -> None:
     """Without /proc, what is available is what the system says by other means."""
     code = """
-    from streamload.planning.budget import available_host_nbytes
+    from streamload.core.memory import available_host_nbytes
     print(available_host_nbytes(), psutil.virtual_memory().available)
     """
     done = child(MACOS + textwrap.dedent(code))

@@ -14,7 +14,7 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload.errors import LoadState, ShapeMismatch, StreamloadError, printable, printed
-from streamload.verify import Mismatch
+from streamload.verification.verify import Mismatch
 
 EVIL = "a\x1b]0;owned\x07\x1b[2J\nequal: all\r\x9b31m\u202e\udc80"
 _KEPT = EVIL.replace("\udc80", "")  # what JSON in UTF-8 can say

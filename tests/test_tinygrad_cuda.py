@@ -26,10 +26,10 @@ import pytest
 from safetensors_files import write_safetensors
 
 import streamload
-from streamload.dtypes import BY_NAME
+from streamload.core.dtypes import BY_NAME
+from streamload.devices.allocators import taken
 from streamload.errors import PlanInfeasibleError
-from streamload.planning.allocators import taken
-from streamload.verify import verify
+from streamload.verification.verify import verify
 
 MIB = 2**20
 
@@ -169,7 +169,7 @@ def empty_model(path: Path, dtype: str | None = None) -> dict[str, Any]:
     """Tensors on the device without values, as a checkpoint has them or in another dtype."""
     from tinygrad import Tensor
 
-    from streamload.devices.tinygrad_tensors import TO_TINYGRAD
+    from streamload.devices.tinygrad.tensors import TO_TINYGRAD
 
     model = {}
     for name, info in streamload.open_checkpoint(path).tensors.items():
@@ -182,7 +182,7 @@ def empty_model(path: Path, dtype: str | None = None) -> dict[str, Any]:
 
 def free_nbytes() -> int:
     """What the driver says is free."""
-    from streamload.devices.tinygrad import FRAMEWORK
+    from streamload.devices.tinygrad.device import FRAMEWORK
 
     device = FRAMEWORK.device("CUDA")
     device.trim()
@@ -255,8 +255,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_device_is_what_the_driver_says() -> None:
     """Its own way in; memory by the driver; a probe that computes on every dtype."""
-    from streamload.devices import tinygrad as ours
     from streamload.devices.probing import probe
+    from streamload.devices.tinygrad import device as ours
 
     device = ours.FRAMEWORK.device("cuda:0")
     info = device.info
@@ -275,7 +275,7 @@ def test_the_device_is_what_the_driver_says() -> None:
 
 def test_what_the_driver_takes_for_an_allocation() -> None:
     """No more than was planned; what is freed comes back. Printed: what it is."""
-    from streamload.devices.tinygrad import FRAMEWORK
+    from streamload.devices.tinygrad.device import FRAMEWORK
 
     device = FRAMEWORK.device("CUDA")
     before = free_nbytes()
@@ -324,7 +324,7 @@ def blocks_by(choice: Choice, sizes: list[int]) -> int:
 @pytest.mark.parametrize("mix", ["any size", "mostly tiny", "weights and biases"])
 def test_small_allocations_share_the_drivers_blocks_as_planned(mix: str) -> None:
     """Sizes up to 1 MiB in no order. Printed: the strategies of sharing with which it agrees."""
-    from streamload.devices.tinygrad import FRAMEWORK
+    from streamload.devices.tinygrad.device import FRAMEWORK
 
     rng = np.random.default_rng(7)
     draw: Callable[[], int] = {
@@ -402,7 +402,7 @@ def test_the_weights_compute(tmp_path: Path) -> None:
 
 def test_bf16_stays_or_becomes_what_was_asked(large: Path) -> None:
     """bfloat16 stays where tinygrad computes in it here; printed: whether it does."""
-    from streamload.devices.tinygrad import FRAMEWORK
+    from streamload.devices.tinygrad.device import FRAMEWORK
 
     native = FRAMEWORK.device("CUDA").info.native_bf16
     report = load(None, large)
@@ -455,7 +455,7 @@ def test_the_device_holds_what_was_planned_and_no_more(large: Path) -> None:
 
     Kernels have been compiled before.
     """
-    from streamload.devices.tinygrad import FRAMEWORK
+    from streamload.devices.tinygrad.device import FRAMEWORK
 
     for dtype in ("float16", "float32"):
         load(None, large, dtype=dtype)
@@ -595,7 +595,7 @@ def test_many_small_tensors(tmp_path: Path) -> None:
     from tinygrad import Tensor
     from tinygrad.uop.ops import UOp
 
-    from streamload.devices.tinygrad import FRAMEWORK
+    from streamload.devices.tinygrad.device import FRAMEWORK
 
     count, numel = 50_000, 4096
     block = np.random.default_rng(2).bytes(2 * numel)

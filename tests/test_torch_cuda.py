@@ -17,10 +17,10 @@ import needs
 import pytest
 
 import streamload
+from streamload.devices.allocators import taken
 from streamload.devices.probing import nvidia_parts
 from streamload.errors import AllocationError, PlanInfeasibleError
-from streamload.planning.allocators import taken
-from streamload.verify import verify
+from streamload.verification.verify import verify
 
 torch = needs.module("torch")
 save_file = needs.module("safetensors.torch").save_file
@@ -225,7 +225,7 @@ KEPT = """
 import sys
 import torch
 from streamload.devices import probing
-from streamload.devices.torch import FRAMEWORK
+from streamload.devices.torch.device import FRAMEWORK
 
 torch.empty(1, device="cuda:0")  # in this process, and not in a child
 if sys.argv[1] == "again":

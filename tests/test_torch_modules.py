@@ -27,7 +27,7 @@ from streamload.errors import (
     StateDictMismatchError,
     UnsupportedCastError,
 )
-from streamload.verify import Mismatch, verify
+from streamload.verification.verify import Mismatch, verify
 
 torch = needs.module("torch")
 nn = torch.nn
@@ -705,7 +705,7 @@ def test_a_device_that_fails_for_good_leaves_what_is_promised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As CUDA after an illegal access: every later call raises, giving memory back too."""
-    from streamload.devices import torch as ours
+    from streamload.devices.torch import device as ours
 
     class Failing(ours.CPUDevice):
         """Its second window fails, and from then on everything that is asked of it."""
@@ -784,10 +784,10 @@ def test_a_cuda_device_is_planned_as_one_without_being_there(tmp_path: Path) -> 
 
 def test_threads_are_as_many_as_help(tmp_path: Path) -> None:
     """What the host only reads takes more of them than its casts do; what is asked for is had."""
-    from streamload.decide import Options
-    from streamload.lookup import unseen_spec
-    from streamload.mapping import sources
-    from streamload.match import wants_of
+    from streamload.loading.place import unseen_spec
+    from streamload.loading.prepare import Options
+    from streamload.planning.match import wants_of
+    from streamload.planning.sources import sources
 
     checkpoint = open_checkpoint(save(nn.Linear(2000, 2000), tmp_path / "m"))
     wants = wants_of(checkpoint, sources(checkpoint, None, None)[0])

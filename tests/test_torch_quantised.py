@@ -13,16 +13,16 @@ import pytest
 
 import streamload
 from streamload import LoadReport
-from streamload.dtypes import F32
+from streamload.codecs.scheme import FORMATS
+from streamload.core.dtypes import F32
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
-from streamload.quant.base import FORMATS
 
 torch = needs.module("torch")
 import safetensors.torch as st  # noqa: E402
 from torch import nn  # noqa: E402
 
-from streamload.devices import torch_modules  # noqa: E402
-from streamload.devices.torch_modules import QuantLinear  # noqa: E402
+from streamload.devices.torch import quantized as torch_modules  # noqa: E402
+from streamload.devices.torch.quantized import QuantLinear  # noqa: E402
 
 NAMES = tuple(torch_modules._DECODERS)
 WIDE, NARROW = 160, 96
@@ -281,7 +281,7 @@ def test_a_load_that_does_not_begin_leaves_the_model(
     def fail(*_: Any) -> None:
         raise OSError("gone")
 
-    monkeypatch.setattr("streamload.load.stream", fail)
+    monkeypatch.setattr("streamload.loading.load.stream", fail)
     with pytest.raises(OSError, match="gone"):
         load(model, path, quant="nf4", device="cpu")
     assert same()

@@ -22,7 +22,8 @@ from parameters import enough, few
 from recording import Disk, Faults, recorded
 
 import streamload
-from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.checkpoint.open import Checkpoint, open_checkpoint
+from streamload.core.memory import STAGING, Ledger
 from streamload.errors import (
     AllocationError,
     CheckpointError,
@@ -33,14 +34,13 @@ from streamload.errors import (
     StreamloadError,
     TruncatedFileError,
 )
-from streamload.mapping import sources
-from streamload.match import Match, match
-from streamload.planning.budget import STAGING, Ledger
-from streamload.planning.demand import DeviceSpec, DTypePolicy
+from streamload.planning.match import Match, match
 from streamload.planning.plan import Plan
 from streamload.planning.planner import make_plan
-from streamload.stream import stream
-from streamload.target import ModelTarget
+from streamload.planning.requests import DeviceSpec, DTypePolicy
+from streamload.planning.sources import sources
+from streamload.streaming.loop import stream
+from streamload.streaming.sink import ModelTarget
 
 torch = needs.module("torch")
 nn = torch.nn
@@ -48,9 +48,9 @@ nn = torch.nn
 from recorded_torch import RecordedTorchDevice  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from streamload.devices import torch as devices_torch  # noqa: E402
-from streamload.devices.torch import FRAMEWORK  # noqa: E402
-from streamload.devices.torch_tensors import InvalidParameter, InvalidTensor  # noqa: E402
+from streamload.devices.torch import device as devices_torch  # noqa: E402
+from streamload.devices.torch.device import FRAMEWORK  # noqa: E402
+from streamload.devices.torch.tensors import InvalidParameter, InvalidTensor  # noqa: E402
 
 ROOT = str(Path(streamload.__file__).parent.parent)
 KINDS = ("meta", "real", "mixed", "replace")

@@ -15,10 +15,10 @@ import forked
 import needs
 import pytest
 
-from streamload.checkpoint.checkpoint import open_checkpoint
+from streamload.checkpoint.open import open_checkpoint
 from streamload.errors import CheckpointError, PlanInfeasibleError, StateDictMismatchError
-from streamload.report import device_map
-from streamload.verify import verify
+from streamload.loading.report import device_map
+from streamload.verification.verify import verify
 
 torch = needs.module("torch")
 transformers = needs.module("transformers")

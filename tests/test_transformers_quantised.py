@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 
 import streamload
-from streamload.checkpoint.checkpoint import open_checkpoint
+from streamload.checkpoint.open import open_checkpoint
+from streamload.core.units import format_bytes
 from streamload.errors import (
     CheckpointError,
     PlanInfeasibleError,
     StateDictMismatchError,
     UnsupportedCastError,
 )
-from streamload.units import format_bytes
-from streamload.verify import verify
+from streamload.verification.verify import verify
 
 torch = needs.module("torch")
 transformers = needs.module("transformers")
@@ -32,7 +32,7 @@ import safetensors.torch as st  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import streamload.transformers as ours  # noqa: E402
-from streamload.transformers import quantised  # noqa: E402
+from streamload.transformers.quantizers import stored as quantised  # noqa: E402
 
 SMALL: dict[str, Any] = {
     **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
@@ -240,7 +240,7 @@ def test_what_a_forward_takes_is_said(tmp_path: Path, name: str) -> None:
 
 def test_blocks_that_are_cut_are_dequantised(tmp_path: Path) -> None:
     """Each value by the scale of its block, rounded once, also where the last blocks are short."""
-    from streamload.transformers.packed import dequantised
+    from streamload.transformers.quantizers.fp8 import dequantised
 
     values, scales = in_fp8(torch.randn(70, 50), 32, 32)
     found = dequantised(values, scales, (32, 32), torch.bfloat16)
@@ -657,7 +657,7 @@ def test_what_is_decompressed_at_once_is_counted(
 ) -> None:
     """Where a module is of another class, compressed-tensors inflates the model: the plan says."""
     needs_library("compressed_tensors")
-    from streamload.transformers import packed_compressed
+    from streamload.transformers.quantizers import compressed_tensors as packed_compressed
 
     MADE["int-quantized"][1](tmp_path)
     kept = load(tmp_path)

@@ -30,13 +30,8 @@ from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 torch = needs.module("torch")
 transformers = needs.module("transformers")
 
-from streamload.devices.torch_modules import (  # noqa: E402
-    CODED,
-    Coded,
-    QuantLinear,
-    set_aside,
-)
-from streamload.transformers import quantising  # noqa: E402
+from streamload.devices.torch.quantized import CODED, Coded, QuantLinear, set_aside  # noqa: E402
+from streamload.transformers.quantizers import on_the_way as quantising  # noqa: E402
 
 __all__ = ["quiet"]
 

@@ -18,7 +18,7 @@ torch = needs.module("torch")
 transformers = needs.module("transformers")
 
 import streamload  # noqa: E402
-from streamload.devices.torch_modules import Coded  # noqa: E402
+from streamload.devices.torch.quantized import Coded  # noqa: E402
 
 __all__ = ["quiet"]
 

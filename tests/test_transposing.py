@@ -1,11 +1,11 @@
-"""The kernel that transposes matrices (`streamload.quant.transposing`), against numpy."""
+"""The kernel that transposes matrices (`streamload.codecs.transposing`), against numpy."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from streamload.quant.transposing import transpose
+from streamload.codecs.transposing import transpose
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamload.units import format_bytes, parse_bytes
+from streamload.core.units import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,12 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload import cli
-from streamload.checkpoint.url import Url, local, without_secrets
-from streamload.compare import diff
+from streamload.checkpoint.digests import Digests
 from streamload.conversion.convert import convert
-from streamload.digests import Digests
+from streamload.core.location import Url, local, without_secrets
 from streamload.errors import CheckpointError, StreamloadError
-from streamload.verify import verify_checkpoint
+from streamload.verification.diff import diff
+from streamload.verification.verify import verify_checkpoint
 
 needs.module("httpx2")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors_files import write_safetensors
 
-from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.checkpoint.open import Checkpoint, open_checkpoint
 from streamload.checkpoint.variants import is_of, plain, varied
 from streamload.errors import HeaderError, ShardNotFoundError
 

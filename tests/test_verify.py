@@ -18,9 +18,9 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload import RowRange, Source, open_checkpoint
-from streamload.planning.parts import RowTranspose
-from streamload.quantise import coded
-from streamload.verify import Mismatch, _codes, verify
+from streamload.core.tensors import RowTranspose
+from streamload.planning.quant_policy import coded
+from streamload.verification.verify import Mismatch, _codes, verify
 
 TENSORS = {
     "bf": ("BF16", (4, 8), np.arange(32, dtype=np.float32).astype(ml_dtypes.bfloat16).tobytes()),
@@ -172,7 +172,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     del values, tensors
     code = (
         "import resource, sys, streamload\n"
-        "from streamload.verify import verify\n"
+        "from streamload.verification.verify import verify\n"
         "c = streamload.open_checkpoint(sys.argv[1])\n"
         "r = streamload.load_state_dict(None, c.path, device='host', dtype='float16',"
         " progress=False)\n"

@@ -34,9 +34,9 @@ from remote_server import (
 )
 from safetensors_files import write_safetensors
 
-from streamload.checkpoint.remote import HttpReader, Patience
-from streamload.checkpoint.url import Url
+from streamload.core.location import Url
 from streamload.errors import CheckpointError
+from streamload.files.remote import HttpReader, Patience
 
 needs.module("httpx2")
 
@@ -246,7 +246,7 @@ def test_time_that_the_caller_takes_is_not_the_servers() -> None:
             sizes.append(len(data))
             time.sleep(0.3)
 
-    from streamload.checkpoint.remote import download
+    from streamload.files.remote import download
 
     sizes: list[int] = []
     with serve({"/f": os.urandom(NBYTES)}) as site:
@@ -290,7 +290,7 @@ def test_a_stop_leaves_the_connections_of_others(tmp_path: Path) -> None:
 PROGRAM = """
     import sys, time
     import streamload
-    from streamload.checkpoint.remote import connections
+    from streamload.files.remote import connections
     import httpx2, httpcore2
     try:
         checkpoint = streamload.open_checkpoint(sys.argv[1]) if sys.argv[2] == "load" else None

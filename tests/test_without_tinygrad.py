@@ -40,7 +40,7 @@ with torch.device("meta"):
 report = streamload.load_state_dict(model, folder, device="cpu", **quiet)
 assert all(torch.equal(t, there.state_dict()[n]) for n, t in model.state_dict().items())
 streamload.load_state_dict(model, folder, **quiet)
-from streamload.verify import verify
+from streamload.verification.verify import verify
 assert (verify(report, streamload.open_checkpoint(folder), model)) == []
 print(report)
 """,

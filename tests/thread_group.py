@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from streamload.distributed.group import MemoryStore, check_blocks, lost, sent
 from streamload.errors import PeerFailedError
-from streamload.nodes.group import MemoryStore, check_blocks, lost, sent
 
 #: Told the rank and the operation, before it is done: "set", "get", "allgather", ....
 Watch = Callable[[int, str], None]
@@ -99,7 +99,7 @@ class World:
 
 
 class ThreadGroup:
-    """One rank; see `streamload.nodes.group.Group`."""
+    """One rank; see `streamload.distributed.group.Group`."""
 
     engine = "threads"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from streamload.formats.gguf_vocabulary import PRE_TOKENIZERS, SPACE
+from streamload.formats.gguf.vocabulary import PRE_TOKENIZERS, SPACE
 
 SPECIAL = ("<|begin|>", "<|end|>", "<|im_start|>")
 _TEXT = """

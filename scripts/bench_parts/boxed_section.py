@@ -20,7 +20,7 @@ import boxes
 from bench_parts.section import FILES, Options, Section, boxes_here, checkpoint
 from bench_parts.torture_section import boxed
 from streamload.bench.processes import call
-from streamload.units import format_bytes
+from streamload.core.units import format_bytes
 
 ENTRANCES = ("stream_layers", "offload", "in place")
 #: By name, as they are given; the first is above all boxes.

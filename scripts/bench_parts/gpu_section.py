@@ -22,10 +22,10 @@ from streamload.bench.compare import compare, resolve
 from streamload.bench.loaders import LOADERS, OURS
 from streamload.bench.processes import MeasurementError, call, measure
 from streamload.bench.results import Comparison, Run
+from streamload.core.dtypes import parse_dtype
+from streamload.core.units import format_bytes
 from streamload.devices.probing import probe
-from streamload.dtypes import parse_dtype
 from streamload.errors import DeviceNotFoundError
-from streamload.units import format_bytes
 
 MIB = 2**20
 FEW_CORES = 2

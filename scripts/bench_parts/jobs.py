@@ -227,8 +227,8 @@ def cast(engine: str) -> Lap:
     import ml_dtypes
     import numpy as np
 
-    from streamload.cast.table import make_cast
-    from streamload.dtypes import BF16, F16
+    from streamload.codecs.cast_table import make_cast
+    from streamload.core.dtypes import BF16, F16
 
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     np.seterr(all="ignore")

@@ -29,8 +29,8 @@ from bench_parts.torch_section import torch_box
 from bench_parts.torture_section import torture
 from streamload.bench import machine
 from streamload.bench.loaders import LOADERS
+from streamload.core.units import parse_bytes
 from streamload.devices.probing import probe
-from streamload.units import parse_bytes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECTIONS = {**sections.SECTIONS, "nodes": nodes, "torch": torch_box}

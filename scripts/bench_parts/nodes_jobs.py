@@ -12,11 +12,11 @@ from typing import Any
 
 import streamload.distributed
 from streamload.bench.processes import process_memory
-from streamload.checkpoint.readers import open_reader
-from streamload.lookup import open_devices
-from streamload.nodes.gather import BLOCK_NBYTES, UNDER_WAY
-from streamload.nodes.group import Group
-from streamload.nodes.launch import open_group
+from streamload.distributed.gather import BLOCK_NBYTES, UNDER_WAY
+from streamload.distributed.group import Group
+from streamload.distributed.launch import open_group
+from streamload.files.local import open_reader
+from streamload.loading.place import open_devices
 
 
 def by_layers(group: Group, path: str, **asked: Any) -> int:

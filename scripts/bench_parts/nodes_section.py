@@ -17,8 +17,8 @@ from make_checkpoint import PRESETS
 
 from bench_parts.section import NotHereError, Options, Section, checkpoint
 from streamload.bench.processes import call, command
-from streamload.planning.budget import available_host_nbytes
-from streamload.units import format_bytes
+from streamload.core.memory import available_host_nbytes
+from streamload.core.units import format_bytes
 
 HOSTS = (4, 14)
 LINK_NBYTES = 1_000_000_000

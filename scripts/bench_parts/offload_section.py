@@ -14,7 +14,7 @@ from typing import Any
 from bench_parts.section import NotHereError, Options, Section, checkpoint, in_turns
 from streamload.bench.machine import installed_version
 from streamload.bench.processes import call, measure
-from streamload.units import format_bytes
+from streamload.core.units import format_bytes
 
 _JOB = "bench_parts.offload_section:"
 _TOKENS = 16

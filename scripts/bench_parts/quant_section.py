@@ -17,9 +17,9 @@ import numpy as np
 
 import streamload
 from bench_parts.section import NotHereError, Options, Section
-from streamload.dtypes import BF16
-from streamload.quant.base import FORMATS, QuantCounts
-from streamload.quantise import coded
+from streamload.codecs.scheme import FORMATS, QuantCounts
+from streamload.core.dtypes import BF16
+from streamload.planning.quant_policy import coded
 
 _SENTENCES = 1000
 _BATCH = 50

@@ -14,9 +14,9 @@ from make_checkpoint import Shape, make_checkpoint, shape_of_size
 
 from streamload.bench import compare
 from streamload.bench.processes import Measured, command
-from streamload.dtypes import BF16
-from streamload.planning.budget import available_host_nbytes
-from streamload.units import format_bytes
+from streamload.core.dtypes import BF16
+from streamload.core.memory import available_host_nbytes
+from streamload.core.units import format_bytes
 
 SMALL_NBYTES = 1_000_000
 

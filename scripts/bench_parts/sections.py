@@ -32,8 +32,8 @@ from bench_parts.section import (
     read_all,
 )
 from streamload.bench.processes import Measured, MeasurementError, call, command, measure
-from streamload.dtypes import BF16
-from streamload.units import format_bytes
+from streamload.core.dtypes import BF16
+from streamload.core.units import format_bytes
 
 JOBS = "bench_parts.jobs:"
 

@@ -22,8 +22,8 @@ from bench_parts.section import (
 from bench_parts.sections import SAMPLE_S
 from bench_parts.torch_jobs import WAYS, Way
 from streamload.bench.processes import Measured, MeasurementError, call, command, measure
+from streamload.core.units import format_bytes
 from streamload.devices.probing import probe
-from streamload.units import format_bytes
 
 #: What the box leaves beside the weights and a process that has loaded a tiny model.
 MARGIN_NBYTES = 64_000_000

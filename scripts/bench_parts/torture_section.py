@@ -42,9 +42,9 @@ from bench_parts.section import (
     read_all,
 )
 from streamload.bench.processes import Child, MeasurementError, call
-from streamload.dtypes import BF16, DType, parse_dtype
-from streamload.planning.budget import available_cpus
-from streamload.units import format_bytes
+from streamload.core.dtypes import BF16, DType, parse_dtype
+from streamload.core.memory import available_cpus
+from streamload.core.units import format_bytes
 
 Case = dict[str, Any]
 Run = Mapping[str, Any]

@@ -18,7 +18,7 @@ from boxes import NoBoxesError
 from cluster_parts.hosts import Cluster, NoClusterError
 from cluster_parts.launchers import LAUNCHERS
 from cluster_parts.running import Running
-from streamload.units import format_bytes, parse_bytes
+from streamload.core.units import format_bytes, parse_bytes
 
 _EPILOG = """
 The hosts are named node-0 and so on, and know each other by name; node-0 has rank 0. They share

@@ -19,11 +19,11 @@ from streamload.bench import machine
 from streamload.bench.loaders import LOADERS, OURS, Loader
 from streamload.bench.processes import Child, DriverMeter, MeasurementError, call
 from streamload.bench.results import Comparison, Limit, Of, Run
-from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from streamload.checkpoint.page_cache import resident_fraction
+from streamload.checkpoint.open import Checkpoint, open_checkpoint
 from streamload.devices.names import environment_device, installed, spelled_as, split_name
 from streamload.devices.probing import probe
 from streamload.errors import CheckpointError, DeviceError, DeviceNotFoundError
+from streamload.files.page_cache import resident_fraction
 
 _RESIDENT = 0.99  # of a file: as much as counts as all of it
 _READ_NBYTES = 2**23

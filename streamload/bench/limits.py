@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import Any
 
-from streamload._system import read_at
+from streamload.core.system import read_at
 from streamload.devices.cuda import Context, PinnedStaging
 from streamload.errors import DeviceError
 

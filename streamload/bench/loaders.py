@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from streamload.dtypes import parse_dtype
+from streamload.core.dtypes import parse_dtype
 
 _PAGE = 4096
 CHECKED_TENSORS = 32
@@ -159,7 +159,7 @@ def _to(dtype: str) -> Callable[[Any], Any]:
 
 
 def _streamload(task: Task) -> Loaded:
-    from streamload.load import load_state_dict
+    from streamload.loading.load import load_state_dict
 
     report = load_state_dict(
         None,
@@ -297,7 +297,7 @@ def _numpy(task: Task) -> Loaded:
     """What a program without any loader does: each tensor's bytes into an array of its own."""
     import numpy as np
 
-    from streamload.checkpoint.checkpoint import open_checkpoint
+    from streamload.checkpoint.open import open_checkpoint
 
     tensors: dict[str, Any] = {}
     for name, info in open_checkpoint(task.path).tensors.items():
@@ -348,7 +348,11 @@ class Loader:
 OURS = "streamload"
 LOADERS: dict[str, Loader] = {
     OURS: Loader(
-        _streamload, "streamload", "", ("torch", "tinygrad", "host"), modules=("streamload.load",)
+        _streamload,
+        "streamload",
+        "",
+        ("torch", "tinygrad", "host"),
+        modules=("streamload.loading.load",),
     ),
     "safetensors": Loader(
         _safetensors, "safetensors", "load_file", modules=("safetensors.torch",), maps=True

@@ -12,11 +12,11 @@ from statistics import median
 from typing import Any
 
 from streamload.bench.processes import Child, MeasurementError, call
-from streamload.chart import Bars, draw
+from streamload.core.chart import Bars, draw
+from streamload.core.units import format_bytes, format_table, parse_bytes
 from streamload.errors import PlanInfeasibleError
-from streamload.offloading.deciding import ENDLESS_NBYTES, OffloadPlan
-from streamload.offloading.entrance import plan_offload
-from streamload.units import format_bytes, format_table, parse_bytes
+from streamload.offloading.offload import plan_offload
+from streamload.offloading.plan import ENDLESS_NBYTES, OffloadPlan
 
 _POINTS = 8  # budgets, where none are named
 OURS = "streamload"

@@ -10,8 +10,8 @@ from typing import Any
 
 from streamload.bench.loaders import OURS
 from streamload.bench.processes import Memory
-from streamload.chart import Bars, draw
-from streamload.units import format_bytes, format_table
+from streamload.core.chart import Bars, draw
+from streamload.core.units import format_bytes, format_table
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from typing import Any
 
 from streamload.bench.loaders import CHECKED_NBYTES, LOADERS, RUNTIMES, Loaded, Task, sample
 from streamload.bench.machine import installed_version
-from streamload.checkpoint.checkpoint import open_checkpoint
+from streamload.checkpoint.open import open_checkpoint
 from streamload.errors import StreamloadError
 
 _MOST_SAID = 300  # characters of an error

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from streamload.checkpoint.header import Header
-from streamload.checkpoint.url import Location
+from streamload.core.location import Location
+from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError
-from streamload.formats.base import readers
-from streamload.planning.parts import TensorInfo
+from streamload.files.header import Header
+from streamload.formats.reader import readers
 
 _LISTED = 3  # names shown in a message
 

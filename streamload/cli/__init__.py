@@ -15,14 +15,14 @@ from typing import Annotated, cast
 import typer
 
 import streamload
-from streamload.checkpoint.url import without_secrets
 from streamload.cli.benching import bench
 from streamload.cli.files import convert, diff, verify
 from streamload.cli.flags import as_flags
 from streamload.cli.loads import devices, inspect, load, plan
 from streamload.cli.output import complain, print_lines, warn
+from streamload.core.interrupt import end_by_interrupts, raise_interrupts
+from streamload.core.location import without_secrets
 from streamload.errors import BudgetError, StreamloadError
-from streamload.interrupt import end_by_interrupts, raise_interrupts
 
 app = typer.Typer(
     add_completion=False,

@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from streamload import compare
 from streamload.cli import flags
 from streamload.cli.output import complain, print_lines
 from streamload.conversion.convert import convert as convert_checkpoint
-from streamload.progress import Progress
-from streamload.verify import Verification, verify_checkpoint
+from streamload.core.progress import Progress
+from streamload.verification import diff as compare
+from streamload.verification.verify import Verification, verify_checkpoint
 
 BecameOption = Annotated[
     list[str] | None,

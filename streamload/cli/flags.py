@@ -8,18 +8,18 @@ from typing import Annotated, Any, TypedDict
 
 import typer
 
-from streamload.cast.table import OutOfRange
-from streamload.checkpoint.checkpoint import CheckpointLike, open_checkpoint
-from streamload.checkpoint.page_cache import PageCacheKind
-from streamload.checkpoint.readers import ReaderKind
+from streamload.checkpoint.open import CheckpointLike, open_checkpoint
 from streamload.cli.output import be_quiet
-from streamload.conversion.renaming import RenamePatterns
+from streamload.codecs.cast_table import OutOfRange
+from streamload.conversion.rename import RenamePatterns
 from streamload.errors import BudgetError, PlanInfeasibleError
-from streamload.mapping import MAPPINGS, Rename
-from streamload.options import CastArgument
+from streamload.files.local import ReaderKind
+from streamload.files.page_cache import PageCacheKind
+from streamload.loading.options import CastArgument
 from streamload.planning.partition import Node
 from streamload.planning.planner import Residence
-from streamload.quantise import QuantArgument
+from streamload.planning.quant_policy import QuantArgument
+from streamload.planning.sources import MAPPINGS, Rename
 
 
 def option(metavar: str | None, text: str, *names: str) -> Any:

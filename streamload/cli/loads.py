@@ -13,22 +13,22 @@ from typing import Annotated, Any, Literal, Unpack
 
 import typer
 
-from streamload.chart import ASCII, BLOCKS, Stack, draw_stacks, draw_text
-from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, open_checkpoint, opened
-from streamload.checkpoint.url import Url
+from streamload.checkpoint.open import Checkpoint, CheckpointLike, open_checkpoint, opened
 from streamload.cli import flags
 from streamload.cli.output import complain, print_json, print_lines
+from streamload.codecs.stored import Group, read_states
+from streamload.core.chart import ASCII, BLOCKS, Stack, draw_stacks, draw_text
+from streamload.core.location import Url
+from streamload.core.memory import available_host_nbytes
+from streamload.core.units import format_bytes, format_table, parse_bytes
 from streamload.devices.names import framework, installed, spelled_as, split_name
 from streamload.devices.probing import probe
+from streamload.distributed.launch import find_launch
 from streamload.errors import DeviceNotFoundError, PlanInfeasibleError, printable
-from streamload.load import load_state_dict, split
-from streamload.load import plan as plan_load
-from streamload.nodes.launch import find_launch
-from streamload.options import takes
-from streamload.planning.budget import available_host_nbytes
+from streamload.loading.load import load_state_dict, split
+from streamload.loading.load import plan as plan_load
+from streamload.loading.options import takes
 from streamload.planning.plan import PARTS, Plan
-from streamload.quant.stored import Group, read_states
-from streamload.units import format_bytes, format_table, parse_bytes
 
 #: What a plan that does not fit says of one that streams: no command runs a model.
 _PLAN_OFFLOAD = "streamload.offload in Python, which plan shows with --offload"
@@ -173,7 +173,7 @@ def plan(
     """Show what a load would do, and whether it fits. Reads headers only."""
     asked = flags.read_flags(given)
     if offload and (several := flags.read_nodes(nodes, given["budget"], given["device"])):
-        from streamload.offloading.nodes import split_offload  # few need it
+        from streamload.distributed.offload_split import split_offload  # few need it
 
         if layers or host:
             raise typer.BadParameter("--layers and --host are for one device, without --nodes")
@@ -189,7 +189,7 @@ def plan(
         print_lines(*show(per_second).splitlines())
         return
     if offload:
-        from streamload.offloading.entrance import plan_offload  # few need it
+        from streamload.offloading.offload import plan_offload  # few need it
 
         found = plan_offload(
             flags.read_path(path, variant, key, like),
@@ -294,7 +294,9 @@ def load(
             )
         if like is not None:
             raise ValueError("over nodes, PATH says its shapes: convert it with --like first")
-        from streamload import distributed  # its engines are not always installed
+        from streamload.distributed import (
+            load as distributed,  # its engines are not always installed
+        )
 
         report = distributed.load_state_dict(
             None,
@@ -310,7 +312,7 @@ def load(
         report = load_state_dict(None, checkpoint, **asked)
     problems: list[str] = []
     if verify:
-        from streamload.verify import verify as compare
+        from streamload.verification.verify import verify as compare
 
         problems = [str(m) for m in compare(report, opened(checkpoint))]
     said = {"verified": not problems, "mismatches": problems} if verify else {}

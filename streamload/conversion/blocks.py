@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from xxhash import xxh3_128
 
-from streamload.cast.table import ZERO, CastCounts
+from streamload.checkpoint.shards import cut
+from streamload.codecs.cast_table import ZERO, CastCounts
+from streamload.codecs.scheme import Encoder, QuantCounts
+from streamload.conversion.checksums import FileSum
 from streamload.conversion.disk import Output
 from streamload.conversion.journal import Finished
-from streamload.conversion.sums import FileSum
+from streamload.core.tensors import Coding
 from streamload.formats.writer import OutFile, OutTensor
-from streamload.planning.parts import Coding
-from streamload.quant.base import Encoder, QuantCounts
-from streamload.reading import cut
 
 
 @dataclass(slots=True, eq=False)

@@ -15,42 +15,42 @@ from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from streamload._system import sync_folder
-from streamload.cast.table import CastCounts, OutOfRange
-from streamload.checkpoint import remote
-from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, expanded, opened
-from streamload.checkpoint.guard import FileState
-from streamload.checkpoint.header import SAFETENSORS, unreadable
-from streamload.checkpoint.url import Url, is_foreign, without_secrets
+from streamload.checkpoint.digests import SIDECAR, Digest, Digests
+from streamload.checkpoint.open import Checkpoint, CheckpointLike, expanded, opened
+from streamload.codecs.cast_table import CastCounts, OutOfRange
+from streamload.codecs.group import Packed
+from streamload.codecs.scheme import QuantCounts
 from streamload.conversion import disk
-from streamload.conversion.beside import LARGEST_COPIED_NBYTES
+from streamload.conversion.companions import LARGEST_COPIED_NBYTES
 from streamload.conversion.destination import OUT, Destination
 from streamload.conversion.disk import Folder
 from streamload.conversion.journal import FORMAT, Finished, Journal
+from streamload.conversion.memory import Way, choose_way
 from streamload.conversion.openable import Judging
-from streamload.conversion.planning import (
+from streamload.conversion.plan import (
     ConvertOptions,
     ConvertPlan,
     folder_of,
     in_folder,
     plan_conversion,
 )
-from streamload.conversion.quantising import coded_otherwise
-from streamload.conversion.way import Way, choose_way
+from streamload.conversion.quantize import coded_otherwise
 from streamload.conversion.writing import Writer, check_written, weight_of
-from streamload.dequantise import as_in_models, asked, dequantised
-from streamload.digests import SIDECAR, Digest, Digests
-from streamload.dtypes import DTypeArgument
+from streamload.core.dtypes import DTypeArgument
+from streamload.core.location import Url, is_foreign, without_secrets
+from streamload.core.patterns import Patterns, Selection
+from streamload.core.progress import Progress, reporting
+from streamload.core.system import sync_folder
+from streamload.core.units import format_bytes, format_table
 from streamload.errors import CheckpointError
-from streamload.mapping import Rename
+from streamload.files import remote
+from streamload.files.guard import FileState
+from streamload.files.header import SAFETENSORS, unreadable
+from streamload.loading.report import Clock, quantised_text, warn_of_overflow
+from streamload.planning.dequantise import as_in_models, asked, dequantised
 from streamload.planning.partition import Node
-from streamload.progress import Progress, reporting
-from streamload.quant.base import QuantCounts
-from streamload.quant.group import Packed
-from streamload.quantise import QuantArgument, coded
-from streamload.report import Clock, quantised_text, warn_of_overflow
-from streamload.selection import Patterns, Selection
-from streamload.units import format_bytes, format_table
+from streamload.planning.quant_policy import QuantArgument, coded
+from streamload.planning.sources import Rename
 
 _END_NBYTES = 2**20  # of a file on a server, looked at for the end of its JSON
 

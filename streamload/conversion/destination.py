@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from streamload._system import sync_folder
-from streamload.conversion.beside import CONFIG
+from streamload.checkpoint.digests import SIDECAR, Digests
+from streamload.conversion.companions import CONFIG
 from streamload.conversion.disk import WORK, Folder, exists, linked, writing_to
 from streamload.conversion.journal import JOURNAL
-from streamload.conversion.planning import ConvertPlan, folder_of, in_folder
-from streamload.digests import SIDECAR, Digests
+from streamload.conversion.plan import ConvertPlan, folder_of, in_folder
+from streamload.core.system import sync_folder
 from streamload.errors import CheckpointError, PlanInfeasibleError
 
 # The files of a checkpoint in a folder, by any writer.

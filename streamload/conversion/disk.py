@@ -20,10 +20,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
-from streamload._system import libc, read_at, sync, sync_folder
-from streamload.checkpoint.header import is_there, unreadable
-from streamload.digests import digest_of
+from streamload.checkpoint.digests import digest_of
+from streamload.core.system import libc, read_at, sync, sync_folder
 from streamload.errors import CheckpointError
+from streamload.files.header import is_there, unreadable
 
 #: In the destination: what is being written, until it is whole.
 WORK = ".streamload"

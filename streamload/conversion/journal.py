@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any, Self
 
-from streamload._system import sync
-from streamload.cast.table import CastCounts
+from streamload.checkpoint.digests import HEX
+from streamload.codecs.cast_table import CastCounts
+from streamload.codecs.scheme import QuantCounts
 from streamload.conversion.disk import WORK, Folder
-from streamload.digests import HEX
+from streamload.core.bounded_json import parse_json
+from streamload.core.system import sync
 from streamload.errors import CheckpointError
-from streamload.nesting import parse_json
-from streamload.quant.base import QuantCounts
 
 #: In each first line.
 FORMAT = 2  # 1 had no time of a file's last change, and nothing of what was published

@@ -22,15 +22,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol, Self
 
-from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from streamload.dequantise import dequantised
+from streamload.checkpoint.open import Checkpoint, open_checkpoint
+from streamload.codecs.group import Packed
+from streamload.core.memory import HostMemory
+from streamload.core.units import format_bytes
 from streamload.errors import DeviceError, StreamloadError
-from streamload.mapping import sources
-from streamload.match import wants_of
-from streamload.planning.budget import HostMemory
-from streamload.quant.group import Packed
-from streamload.quantise import QuantPolicy, kinds_of, no_holder
-from streamload.units import format_bytes
+from streamload.planning.dequantise import dequantised
+from streamload.planning.match import wants_of
+from streamload.planning.quant_policy import QuantPolicy, kinds_of, no_holder
+from streamload.planning.sources import sources
 
 _NEEDED = ("torch", "transformers")
 _CHILD_NBYTES = 2**30  # with transformers and torch imported: 0.6 GB on Linux

@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from streamload.dtypes import DTypeArgument
-from streamload.quantise import QuantArgument
-from streamload.selection import did_you_mean
+from streamload.core.dtypes import DTypeArgument
+from streamload.core.patterns import did_you_mean
+from streamload.planning.quant_policy import QuantArgument
 
 _TEXT = "text_config"  # of a model with several parts
 _HEADS = ("lm_head.weight", "output.weight")

@@ -16,30 +16,30 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from streamload._system import direct_memory
-from streamload.cast.table import ZERO, Cast, CastCounts, OutOfRange, make_cast
-from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import Header
-from streamload.checkpoint.url import Location
+from streamload.checkpoint.digests import digest_of, hasher
+from streamload.checkpoint.open import Checkpoint
+from streamload.checkpoint.shards import Room, Shards, cut, file_kind, page_cache
+from streamload.codecs.cast_table import ZERO, Cast, CastCounts, OutOfRange, make_cast
+from streamload.codecs.decode import Decoders
+from streamload.codecs.permute import Read
+from streamload.codecs.scheme import QuantCounts
+from streamload.conversion.assembler import Gatherer
 from streamload.conversion.blocks import Block, File, Part, Writing, least_nbytes, most_codes
+from streamload.conversion.checksums import FileSum
 from streamload.conversion.destination import OUT, Destination
 from streamload.conversion.disk import Output, writing_to
-from streamload.conversion.gathering import Gatherer
 from streamload.conversion.journal import Finished, Journal
-from streamload.conversion.planning import ConvertPlan, folder_of, in_folder
-from streamload.conversion.sums import FileSum
-from streamload.conversion.way import Way
-from streamload.digests import digest_of, hasher
-from streamload.dtypes import DType
+from streamload.conversion.memory import Way
+from streamload.conversion.plan import ConvertPlan, folder_of, in_folder
+from streamload.core.dtypes import DType
+from streamload.core.interrupt import deferred_interrupt
+from streamload.core.location import Location
+from streamload.core.system import direct_memory
+from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, OutOfRangeError
+from streamload.files.header import Header
 from streamload.formats.writer import Made, OutFile, OutTensor
-from streamload.interrupt import deferred_interrupt
-from streamload.planning.parts import TensorInfo
-from streamload.quant.base import QuantCounts
-from streamload.quant.dequant import Decoders
-from streamload.quant.elements import Read
-from streamload.quantise import encoder_of
-from streamload.reading import Room, Shards, cut, file_kind, page_cache
+from streamload.planning.quant_policy import encoder_of
 
 # Of the time that a conversion takes, the part that goes into making finished tensors last: the
 # next time comes after what the last one took, divided by this.

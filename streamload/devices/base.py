@@ -16,12 +16,12 @@ from typing import Any, Literal, NamedTuple, NoReturn, Protocol, overload, runti
 
 import numpy as np
 
-from streamload._system import bytes_at, trim_heap
-from streamload.dtypes import DType
+from streamload.codecs.scheme import CodedWeight
+from streamload.core.dtypes import DType
+from streamload.core.system import bytes_at, trim_heap
+from streamload.core.tensors import Block
+from streamload.devices.allocators import NO_COSTS, AllocatorKind, TensorCosts
 from streamload.errors import DeviceError
-from streamload.planning.allocators import NO_COSTS, AllocatorKind, TensorCosts
-from streamload.planning.parts import Block
-from streamload.quant.base import CodedWeight
 
 DTypeStatus = Literal["native", "emulated", "broken", "absent"]
 

@@ -17,11 +17,11 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from streamload._kept import keep, read_kept
-from streamload._system import PLACES_CODE, libc, place_code
-from streamload.cast import llvm
+from streamload.codecs import llvm
+from streamload.codecs.cast_cuda import BLOCK_THREADS
+from streamload.core.disk_cache import keep, read_kept
+from streamload.core.system import PLACES_CODE, libc, place_code
 from streamload.devices.base import BulkFailure, BulkStage, Copy, CopyTable, Read
-from streamload.devices.ptx import BLOCK_THREADS
 
 _STAGES: tuple[BulkStage, ...] = ("wait", "read", "end", "copy")
 

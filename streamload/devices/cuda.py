@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from streamload._system import address_of, direct_memory, populate
+from streamload.codecs.cast_cuda import BLOCK_THREADS, SYMBOL, cast_ptx
+from streamload.core.dtypes import DType
+from streamload.core.memory import available_cpus
+from streamload.core.system import address_of, direct_memory, populate
 from streamload.devices.base import BulkCopier, BulkFailure, Read, Staging, Ticket
 from streamload.devices.bulk import Loop, addresses_of, libc_calls
-from streamload.devices.ptx import BLOCK_THREADS, SYMBOL, cast_ptx
-from streamload.dtypes import DType
 from streamload.errors import AllocationError, DeviceError
-from streamload.planning.budget import available_cpus
 
 _STREAMS = 4
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered after the null stream

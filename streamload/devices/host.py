@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from streamload.core.dtypes import BY_NAME, DType
+from streamload.devices.allocators import ObjectCosts, TensorCosts
 from streamload.devices.base import DeviceInfo, DTypeStatus, Framework, HeapDevice, ProbeResult
-from streamload.devices.slots import SlotParameter, dict_slots, make_parameters
-from streamload.dtypes import BY_NAME, DType
+from streamload.devices.parameters import SlotParameter, dict_slots, make_parameters
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
-from streamload.planning.allocators import ObjectCosts, TensorCosts
 
 _COSTS = TensorCosts(ObjectCosts(300), ObjectCosts(700), left_nbytes=1024)
 _UNSUPPORTED = frozenset(name for name, dtype in BY_NAME.items() if dtype.bits < 8)

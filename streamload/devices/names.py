@@ -9,13 +9,13 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from streamload._kept import lend_caches
+from streamload.core.disk_cache import lend_caches
 from streamload.devices.base import Framework
 from streamload.errors import DeviceNotFoundError
 
 _FRAMEWORKS = {
-    "tinygrad": "streamload.devices.tinygrad",
-    "torch": "streamload.devices.torch",
+    "tinygrad": "streamload.devices.tinygrad.device",
+    "torch": "streamload.devices.torch.device",
     "host": "streamload.devices.host",
 }
 #: Why a device that no framework has by that name cannot be opened, and what users mean by it.

@@ -19,11 +19,11 @@ from typing import BinaryIO
 
 import numpy as np
 
-from streamload._kept import keep, read_kept
+from streamload.core.bounded_json import parse_json
+from streamload.core.disk_cache import keep, read_kept
+from streamload.core.dtypes import BY_NAME, DType
 from streamload.devices.base import Device, DTypeStatus, Framework, ProbeResult
 from streamload.devices.names import framework
-from streamload.dtypes import BY_NAME, DType
-from streamload.nesting import parse_json
 
 _PROBES: dict[tuple[str, str, bool], ProbeResult] = {}
 _PROBE_TIMEOUT_S = 120.0

@@ -1,1 +1,1 @@
-"""The files that checkpoints are in: one file a format, see `streamload.formats.base`."""
+"""The files that checkpoints are in: one file a format, see `streamload.formats.reader`."""

@@ -27,12 +27,15 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from streamload.checkpoint.header import Header, View, describe, parse_json_object
-from streamload.checkpoint.limits import check_nbytes, most_nbytes
-from streamload.checkpoint.url import Location
-from streamload.dtypes import BY_CODE, BY_NAME, DType
+from streamload.core.dtypes import BY_CODE, BY_NAME, DType
+from streamload.core.location import Location
+from streamload.core.memory import first_that_fits
+from streamload.core.tensors import TensorInfo
+from streamload.core.units import round_up
 from streamload.errors import HeaderError, TruncatedFileError
-from streamload.formats.base import File, FormatReader, read_exactly, register_reader
+from streamload.files.header import Header, View, describe, parse_json_object
+from streamload.files.limits import check_nbytes, most_nbytes
+from streamload.formats.reader import File, FormatReader, read_exactly, register_reader
 from streamload.formats.writer import (
     Entry,
     FormatWriter,
@@ -42,9 +45,6 @@ from streamload.formats.writer import (
     placed,
     register_writer,
 )
-from streamload.planning.budget import first_that_fits
-from streamload.planning.parts import TensorInfo
-from streamload.units import round_up
 
 _SINGLE = "model.irpa"
 _INDEX = "model.irpa.index.json"

@@ -17,7 +17,8 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from streamload.dtypes import BF16, F32, parse_dtype
+from streamload.core.dtypes import BF16, F32, parse_dtype
+from streamload.core.units import round_up
 from streamload.formats.writer import (
     Entry,
     FormatWriter,
@@ -27,7 +28,6 @@ from streamload.formats.writer import (
     placed,
     register_writer,
 )
-from streamload.units import round_up
 
 _MAGIC = 20240326
 _VERSIONS = {F32: 3, BF16: 5}

@@ -7,8 +7,8 @@ beside it. Names are those of Hugging Face, but for what is put together, rows o
 of the other: query, key and value are ``qkv_proj`` (``c_attn`` of Qwen), gate and up
 ``gate_up_proj``. ``--quant`` says what a tensor is: q0f16 and q0f32 have all of one dtype; with the
 others, weights of linear layers and embeddings are ``q_weight`` and ``q_scale``, see
-`streamload.quant.mlc`, and the rest is float16. MLC's own converter stores float32 as bfloat16;
-here it stays what it is.
+`streamload.codecs.schemes.mlc`, and the rest is float16. MLC's own converter stores float32 as
+bfloat16; here it stays as it is.
 
 Source: github.com/mlc-ai/mlc-llm, ``*_model.py`` and ``*_loader.py`` of python/mlc_llm/model
 (names, shapes, fields of the configuration), interface/gen_config.py, interface/convert_weight.py,
@@ -23,7 +23,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from streamload.dtypes import F16, F32
+from streamload.codecs.group import Packed
+from streamload.codecs.schemes.mlc import CODES
+from streamload.core.bounded_json import parse_json
+from streamload.core.dtypes import F16, F32
 from streamload.formats.writer import (
     Entry,
     FormatWriter,
@@ -35,9 +38,6 @@ from streamload.formats.writer import (
     placed,
     register_writer,
 )
-from streamload.nesting import parse_json
-from streamload.quant.group import Packed
-from streamload.quant.mlc import CODES
 
 CACHE, CHAT_CONFIG = "tensor-cache.json", "mlc-chat-config.json"
 _CHAT_CONFIG_VERSION = "0.1.0"

@@ -24,7 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from streamload.checkpoint.header import (
+from streamload.core.bounded_json import check_nesting
+from streamload.core.dtypes import BY_CODE, DType
+from streamload.core.location import Location
+from streamload.core.tensors import TensorInfo, records
+from streamload.errors import HeaderError, TruncatedFileError
+from streamload.files.header import (
     MAX_HEADER_NBYTES,
     SAFETENSORS,
     Header,
@@ -35,11 +40,8 @@ from streamload.checkpoint.header import (
     is_text,
     parse_json_object,
 )
-from streamload.checkpoint.limits import check_nbytes
-from streamload.checkpoint.url import Location
-from streamload.dtypes import BY_CODE, DType
-from streamload.errors import HeaderError, TruncatedFileError
-from streamload.formats.base import File, FormatReader, register_reader
+from streamload.files.limits import check_nbytes
+from streamload.formats.reader import File, FormatReader, register_reader
 from streamload.formats.writer import (
     Entry,
     FormatWriter,
@@ -49,8 +51,6 @@ from streamload.formats.writer import (
     Wanted,
     register_writer,
 )
-from streamload.nesting import check_nesting
-from streamload.planning.parts import TensorInfo, records
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

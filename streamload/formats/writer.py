@@ -27,14 +27,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
-from streamload.checkpoint.header import SAFETENSORS, Stored
-from streamload.checkpoint.url import Location
-from streamload.dtypes import F32, DType
+from streamload.codecs.group import Packed
+from streamload.core.dtypes import F32, DType
+from streamload.core.location import Location
+from streamload.core.tensors import Coding, RowTranspose, TensorInfo
+from streamload.core.units import round_up
 from streamload.errors import CheckpointError
-from streamload.formats.base import import_all
-from streamload.planning.parts import Coding, RowTranspose, TensorInfo
-from streamload.quant.group import Packed
-from streamload.units import round_up
+from streamload.files.header import SAFETENSORS, Stored
+from streamload.formats.reader import import_all
 
 _T = TypeVar("_T")
 
@@ -405,7 +405,7 @@ class FormatWriter(Protocol):
     Attributes:
         name: of the format, as users write it: ``convert --to NAME``.
         max_shard_size: most bytes of a file where users say nothing.
-        quants: names of formats that only its files have, see `streamload.quant.base.register`.
+        quants: names of formats that only its files have, see `streamload.codecs.scheme.register`.
         keeps_beside: whether the files beside the source (tokenizer, configuration) are copied.
         copied: without that, the names of those that are.
         wants_sums: whether `documents` needs the md5 sums of the files.

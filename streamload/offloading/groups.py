@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streamload.planning.activations import experts_chosen
+from streamload.core.patterns import matches
+from streamload.core.tensors import RowRange
+from streamload.offloading.residency import LayerKind
 from streamload.planning.blocks import split
-from streamload.planning.demand import Want, Wants
 from streamload.planning.partition import Item, units_of
-from streamload.planning.parts import RowRange
-from streamload.planning.residency import LayerKind
-from streamload.selection import matches
+from streamload.planning.requests import Want, Wants
+from streamload.planning.room import experts_chosen
 
 # A tensor of experts: the module, the number of the expert where it is of one, and what of it.
 _EXPERTS = re.compile(r"(.*\bexperts)\.(?:(\d+)\.)?([^.].*)")

@@ -13,13 +13,13 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from streamload.checkpoint.checkpoint import Checkpoint, from_headers
-from streamload.checkpoint.readers import ResolvedKind, choose_reader
-from streamload.checkpoint.url import Location
+from streamload.checkpoint.open import Checkpoint, from_headers
+from streamload.checkpoint.shards import BLOCK_NBYTES, Room, Shards, file_kind, page_cache
+from streamload.core.location import Location
+from streamload.core.tensors import TensorInfo
 from streamload.errors import OffloadError
-from streamload.formats.base import default_reader, read_header
-from streamload.planning.parts import TensorInfo
-from streamload.reading import BLOCK_NBYTES, Room, Shards, file_kind, page_cache
+from streamload.files.local import ResolvedKind, choose_reader
+from streamload.formats.reader import default_reader, read_header
 
 # The data begins at a page, so that a view or a direct copy has it as aligned as can be.
 _ALIGNMENT_NBYTES = 4096

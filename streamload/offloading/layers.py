@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from streamload.checkpoint.url import Location
+from streamload.core.location import Location
 from streamload.devices.base import Buffer
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 
-from streamload.decide import Options, Place
 from streamload.errors import OffloadError
-from streamload.match import Match
-from streamload.offloading.adapter import ModelAdapter
-from streamload.offloading.deciding import engine_of
-from streamload.planning.demand import DeviceSpec, Wants
+from streamload.loading.prepare import Options, Place
+from streamload.offloading.model import ModelAdapter
+from streamload.offloading.plan import engine_of
+from streamload.planning.match import Match
 from streamload.planning.planner import CastChoice
+from streamload.planning.requests import DeviceSpec, Wants
 
 #: By framework, the `ModelAdapter` that knows its models.
 _MODELS: Mapping[str, tuple[str, str]] = {
-    "torch": ("streamload.offloading.torch_model", "TorchModel"),
-    "tinygrad": ("streamload.offloading.tinygrad_model", "TinygradModel"),
+    "torch": ("streamload.offloading.torch", "TorchModel"),
+    "tinygrad": ("streamload.offloading.tinygrad", "TinygradModel"),
 }
 
 

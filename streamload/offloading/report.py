@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from streamload.core.units import format_bytes
 from streamload.errors import printable
-from streamload.offloading.adapter import Timed
-from streamload.offloading.deciding import OffloadPlan
-from streamload.offloading.rounds import Rounds
-from streamload.report import LoadReport
-from streamload.units import format_bytes
+from streamload.loading.report import LoadReport
+from streamload.offloading.model import Timed
+from streamload.offloading.plan import OffloadPlan
+from streamload.offloading.prefetch import Rounds
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from streamload.cast.table import OutOfRange, make_cast
-from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.dtypes import DType
+from streamload.checkpoint.open import Checkpoint
+from streamload.checkpoint.shards import file_kind, open_shard
+from streamload.codecs.cast_table import OutOfRange, make_cast
+from streamload.core.dtypes import DType
+from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError
-from streamload.planning.parts import TensorInfo
-from streamload.reading import file_kind, open_shard
 
 
 class RowReader:

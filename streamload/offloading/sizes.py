@@ -6,21 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.decide import Options
+from streamload.checkpoint.open import Checkpoint
+from streamload.core.units import round_up
 from streamload.errors import CheckpointError
+from streamload.loading.prepare import Options
 from streamload.offloading.groups import Group
-from streamload.planning.activations import (
-    CUDA_WORKSPACE_NBYTES,
-    HOST_WORKSPACE_NBYTES,
-    activation_nbytes,
-)
+from streamload.offloading.residency import LayerSize, Residency
 from streamload.planning.cache_room import CacheRoom
-from streamload.planning.demand import DeviceSpec, Wants
 from streamload.planning.kv_cache import CacheRequest, KvCache
 from streamload.planning.plan import SEGMENTS
-from streamload.planning.residency import LayerSize, Residency
-from streamload.units import round_up
+from streamload.planning.requests import DeviceSpec, Wants
+from streamload.planning.room import CUDA_WORKSPACE_NBYTES, HOST_WORKSPACE_NBYTES, activation_nbytes
 
 # Tensors in a slot begin at multiples of this: what torch's allocator for CUDA rounds to. What a
 # matrix product gives may depend on where its weights begin.

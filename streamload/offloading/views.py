@@ -17,18 +17,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from streamload._system import populate_shared, unmap_pages
-from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import unreadable
-from streamload.checkpoint.page_cache import drop_pages
-from streamload.checkpoint.readers import Reader
-from streamload.checkpoint.url import Location
+from streamload.checkpoint.open import Checkpoint
+from streamload.checkpoint.shards import map_shard, open_shard
+from streamload.core.dtypes import DType
+from streamload.core.location import Location
+from streamload.core.system import populate_shared, unmap_pages
+from streamload.core.tensors import first_byte
 from streamload.devices.base import Buffer, Device, OnFiles
-from streamload.dtypes import DType
 from streamload.errors import CheckpointError
-from streamload.planning.parts import first_byte
+from streamload.files.header import unreadable
+from streamload.files.local import Reader
+from streamload.files.page_cache import drop_pages
 from streamload.planning.plan import Plan
-from streamload.reading import map_shard, open_shard
 
 #: Views begin at multiples of this in their files, as tensors of torch's allocator do in memory:
 #: what a matrix product gives depends on where its weights begin.

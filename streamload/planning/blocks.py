@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from streamload.planning.parts import Block, Columns, RowRange
+from streamload.core.tensors import Block, Columns, RowRange
 
 
 def cut(rows: Sequence[RowRange], row_numel: int, block: Block) -> tuple[RowRange, ...] | None:

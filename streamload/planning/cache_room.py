@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import starmap
 
-from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.dtypes import DType
+from streamload.checkpoint.open import Checkpoint
+from streamload.core.dtypes import DType
+from streamload.devices.allocators import taken
 from streamload.errors import CheckpointError
-from streamload.planning.allocators import taken
-from streamload.planning.demand import DeviceSpec, DTypePolicy, Wants
 from streamload.planning.device_plan import DevicePlan
 from streamload.planning.kv_cache import COMPUTED_IN, CacheRequest, KvCache
 from streamload.planning.partition import Item, units_of
+from streamload.planning.requests import DeviceSpec, DTypePolicy, Wants
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 
-from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.url import Location
-from streamload.planning.parts import first_byte
+from streamload.checkpoint.open import Checkpoint
+from streamload.core.location import Location
+from streamload.core.tensors import first_byte
 from streamload.planning.plan import SLOT_ALIGNMENT, UNREAD, Placement, Placements, Plan
 
 # Parameters of up to this many bytes are packed. 50,000 of 2 kB, to torch's CPU, on 2 cores: the

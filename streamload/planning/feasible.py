@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import nsmallest
 
-from streamload.dtypes import DType
+from streamload.core.dtypes import DType
+from streamload.core.memory import STAGING
+from streamload.core.units import format_bytes
+from streamload.devices.allocators import taken
 from streamload.errors import PlanInfeasibleError
-from streamload.planning.allocators import taken
-from streamload.planning.budget import STAGING
 from streamload.planning.cache_room import CacheRoom
-from streamload.planning.demand import DeviceSpec
 from streamload.planning.device_plan import DevicePlan
 from streamload.planning.fit import Share, least_read_nbytes
 from streamload.planning.partition import Item, smallest_count
 from streamload.planning.plan import Placement, Plan
-from streamload.units import format_bytes
+from streamload.planning.requests import DeviceSpec
 
 
 def check(plan: Plan, shares: Sequence[Share], cache: CacheRoom | None, host_limit: str) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from streamload.checkpoint.readers import BOUNCE_NBYTES, EXACT_NBYTES
-from streamload.planning.allocators import (
+from streamload.codecs.schemes.bitsandbytes_nested import MAP_NBYTES
+from streamload.core.units import round_up
+from streamload.devices.allocators import (
     DRIVER_BLOCK_NBYTES,
     DRIVER_SHARED_NBYTES,
     TRIM_NBYTES,
     taken,
 )
+from streamload.files.local import BOUNCE_NBYTES, EXACT_NBYTES
 from streamload.planning.cache_room import CacheRoom
-from streamload.planning.demand import DeviceSpec
 from streamload.planning.device_plan import DevicePlan
 from streamload.planning.partition import Part
 from streamload.planning.plan import (
@@ -30,8 +31,7 @@ from streamload.planning.plan import (
     slot_nbytes,
     units_ahead,
 )
-from streamload.quant.dynamic import MAP_NBYTES
-from streamload.units import round_up
+from streamload.planning.requests import DeviceSpec
 
 MIN_CHUNK_NBYTES = 64 * 2**10
 _LEAST_READ_FROM_NBYTES = 16 * 2**20

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from streamload.dtypes import BF16, BY_NAME, F16, F32, F64, DType, DTypeLike, parse_dtype
+from streamload.core.dtypes import BF16, BY_NAME, F16, F32, F64, DType, DTypeLike, parse_dtype
 from streamload.errors import CheckpointError
 
 #: What models compute in, and so keep their cache in where nothing else is asked for.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise, takewhile
 from typing import Literal
 
-from streamload.planning.budget import Size
+from streamload.core.memory import Size
 from streamload.planning.cuts import Costs, Leasts, Need, stops_of
 
 Kind = Literal["embedding", "layer", "head", "inner", "tensor"]

@@ -17,19 +17,19 @@ from dataclasses import asdict, astuple, dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal, overload
 
-from streamload.cast.table import OutOfRange
-from streamload.chart import Stack, as_html
-from streamload.checkpoint.page_cache import PageCacheKind
-from streamload.checkpoint.readers import ResolvedKind
-from streamload.dtypes import BY_NAME, DType, named
+from streamload.codecs.cast_table import OutOfRange
+from streamload.codecs.kernels import Tally
+from streamload.core.bounded_json import parse_json
+from streamload.core.chart import Stack, as_html
+from streamload.core.dtypes import BY_NAME, DType, named
+from streamload.core.tensors import Coding, Columns, RowRange, RowTranspose, records
+from streamload.core.units import format_bytes, format_table, round_up
+from streamload.devices.allocators import AllocatorKind
 from streamload.errors import printed
-from streamload.nesting import parse_json
-from streamload.planning.allocators import AllocatorKind
+from streamload.files.local import ResolvedKind
+from streamload.files.page_cache import PageCacheKind
 from streamload.planning.device_plan import DevicePlan
 from streamload.planning.kv_cache import CacheRequest
-from streamload.planning.parts import Coding, Columns, RowRange, RowTranspose, records
-from streamload.quant.kernels import Tally
-from streamload.units import format_bytes, format_table, round_up
 
 Action = Literal["new", "in_place", "replace"]
 

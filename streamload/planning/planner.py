@@ -13,27 +13,27 @@ from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any, Literal, TypeVar
 
-from streamload.cast.table import OutOfRange, supported
-from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.page_cache import PageCacheKind
-from streamload.checkpoint.readers import ResolvedKind
-from streamload.dtypes import BF16, F16, DType
+from streamload.checkpoint.open import Checkpoint
+from streamload.codecs.cast_table import OutOfRange, supported
+from streamload.codecs.decode import MOST_NUMEL, check_target, scales_nbytes, there_nbytes
+from streamload.codecs.group import Packed
+from streamload.codecs.stored import check_cast, together
+from streamload.core.dtypes import BF16, F16, DType
+from streamload.core.memory import DEFAULT_HOST_NBYTES
+from streamload.core.tensors import first_byte
+from streamload.core.units import round_up
+from streamload.devices.allocators import DRIVER_BLOCK_NBYTES, DRIVER_SHARED_NBYTES, taken
 from streamload.errors import ResidenceError, UnsupportedCastError
-from streamload.planning.allocators import DRIVER_BLOCK_NBYTES, DRIVER_SHARED_NBYTES, taken
-from streamload.planning.budget import DEFAULT_HOST_NBYTES
+from streamload.files.local import ResolvedKind
+from streamload.files.page_cache import PageCacheKind
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.cuts import Need
-from streamload.planning.demand import DeviceSpec, DTypePolicy, Want, Wants
 from streamload.planning.feasible import check
 from streamload.planning.fit import Share, fit, timeline
 from streamload.planning.kv_cache import KvCache
 from streamload.planning.partition import Item, Node, Part, Unit, partition
-from streamload.planning.parts import first_byte
 from streamload.planning.plan import Action, Placement, Placements, Plan
-from streamload.quant.dequant import MOST_NUMEL, check_target, scales_nbytes, there_nbytes
-from streamload.quant.group import Packed
-from streamload.quant.stored import check_cast, together
-from streamload.units import round_up
+from streamload.planning.requests import DeviceSpec, DTypePolicy, Want, Wants
 
 CastChoice = Literal["llvm", "numpy", "device"]
 #: Where weights are: in memory of their own, in the mapped file, or whichever can be.

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from streamload.checkpoint.checkpoint import locate
-from streamload.checkpoint.url import Location, Url, is_url
+from streamload.checkpoint.open import locate
+from streamload.core.location import Location, Url, is_url
 from streamload.devices.names import framework
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -16,11 +16,11 @@ import transformers
 from transformers import initialization
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.url import Url
-from streamload.dtypes import DType
+from streamload.checkpoint.open import Checkpoint
+from streamload.core.dtypes import DType
+from streamload.core.location import Url
 from streamload.errors import CheckpointError
-from streamload.options import DEFAULTS
+from streamload.loading.options import DEFAULTS
 
 
 @dataclass(frozen=True, slots=True)

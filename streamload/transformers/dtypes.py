@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.open import Checkpoint
+from streamload.core.dtypes import BF16, F16, DType, DTypeArgument, parse_dtype
+from streamload.core.memory import Budget, BudgetLike
 from streamload.devices.names import environment_fp16_cast
-from streamload.dtypes import BF16, F16, DType, DTypeArgument, parse_dtype
 from streamload.errors import CheckpointError
-from streamload.lookup import Devices
-from streamload.options import CastArgument
-from streamload.planning.budget import Budget, BudgetLike
-from streamload.planning.demand import DTypePolicy
+from streamload.loading.options import CastArgument
+from streamload.loading.place import Devices
+from streamload.planning.requests import DTypePolicy
 from streamload.transformers.configuration import folder_of
 from streamload.transformers.internals import build_glob_alternation, plan_of_dtypes
 from streamload.transformers.names import Names

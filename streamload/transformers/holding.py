@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.checkpoint.open import Checkpoint, open_checkpoint
+from streamload.codecs.scheme import FORMATS, CodedWeight
+from streamload.core.dtypes import F32, parse_dtype
+from streamload.core.tensors import whole
 from streamload.devices.names import framework
-from streamload.dtypes import F32, parse_dtype
 from streamload.errors import StreamloadError
-from streamload.lookup import open_devices
-from streamload.options import Strictness
-from streamload.planning.parts import whole
-from streamload.quant.base import FORMATS, CodedWeight
+from streamload.loading.options import Strictness
+from streamload.loading.place import open_devices
 from streamload.transformers.configuration import Wanted, configuration_of, first_line, on_meta
 from streamload.transformers.dtypes import COMPUTED_IN
 from streamload.transformers.internals import should_convert_module
 from streamload.transformers.names import Names
 from streamload.transformers.prepared import Prepared
-from streamload.transformers.quantised import method_of, missing, stated_in
+from streamload.transformers.quantizers.stored import method_of, missing, stated_in
 from streamload.transformers.saving import METHOD, left_by_theirs, own_config, would_be_floats
 
 _STRICT = Strictness(strict=True, shapes="error")

@@ -10,15 +10,15 @@ from typing import Any, Unpack
 
 from transformers import PreTrainedModel
 
-from streamload.checkpoint.checkpoint import open_checkpoint
-from streamload.checkpoint.url import Url
+from streamload.checkpoint.open import open_checkpoint
+from streamload.core.location import Url
+from streamload.core.patterns import Patterns
 from streamload.devices.names import framework
 from streamload.errors import DeviceError, OffloadError
-from streamload.lookup import open_devices
+from streamload.loading.options import Strictness, takes
+from streamload.loading.place import open_devices
 from streamload.offloading.overrun import OnOverrun
-from streamload.options import Strictness, takes
-from streamload.selection import Patterns
-from streamload.transformers.adapter import Adapter
+from streamload.transformers.adapters import Adapter
 from streamload.transformers.arguments import found_at, takes_those_of_transformers
 from streamload.transformers.configuration import Wanted
 from streamload.transformers.prepared import (

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.open import Checkpoint
+from streamload.core.tensors import whole as all_of
 from streamload.errors import ShapeMismatch, StateDictMismatchError
-from streamload.mapping import Source, model_shape
-from streamload.match import skipping_shapes, warn_of_little
-from streamload.options import Strictness
-from streamload.planning.parts import whole as all_of
+from streamload.loading.options import Strictness
+from streamload.planning.match import skipping_shapes, warn_of_little
+from streamload.planning.sources import Source, model_shape
 from streamload.transformers.configuration import first_line
 from streamload.transformers.internals import (
     WeightConverter,

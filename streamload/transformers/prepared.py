@@ -6,20 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, TypeVar
 
-from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.decide import on_unstored
-from streamload.dequantise import asked, dequantised
+from streamload.checkpoint.open import Checkpoint
+from streamload.core.dtypes import DTypeArgument
+from streamload.core.memory import BudgetLike
+from streamload.core.patterns import Patterns
+from streamload.core.progress import Progress
+from streamload.core.units import parse_bytes
 from streamload.devices.names import framework
-from streamload.dtypes import DTypeArgument
 from streamload.errors import OffloadError, PlanInfeasibleError, StateDictMismatchError
-from streamload.load import load_state_dict
-from streamload.lookup import Devices
-from streamload.mapping import Source
-from streamload.match import Shapes
-from streamload.offloading.entrance import Offloaded, offload
-from streamload.offloading.instead import OFFLOAD
-from streamload.offloading.overrun import OnOverrun
-from streamload.options import (
+from streamload.loading.load import load_state_dict
+from streamload.loading.options import (
     CastArgument,
     ChangeOptions,
     LoadOptions,
@@ -27,18 +23,23 @@ from streamload.options import (
     Strictness,
     WeightOptions,
 )
-from streamload.planning.budget import BudgetLike
-from streamload.planning.demand import DTypePolicy
+from streamload.loading.place import Devices
+from streamload.loading.prepare import on_unstored
+from streamload.loading.report import LoadReport
+from streamload.offloading.offload import Offloaded, offload
+from streamload.offloading.overrun import OnOverrun
+from streamload.offloading.suggest import OFFLOAD
+from streamload.planning.dequantise import asked, dequantised
+from streamload.planning.match import Shapes
 from streamload.planning.planner import Residence
-from streamload.progress import Progress
-from streamload.report import LoadReport
-from streamload.selection import Patterns
-from streamload.transformers.coded import CodedCheckpoint
+from streamload.planning.requests import DTypePolicy
+from streamload.planning.sources import Source
 from streamload.transformers.configuration import Wanted, configuration_of, on_meta
 from streamload.transformers.dtypes import Dtypes
 from streamload.transformers.names import Names, Renames
-from streamload.transformers.quantised import Quantised
-from streamload.transformers.quantising import Quantising
+from streamload.transformers.quantizers.coded import CodedCheckpoint
+from streamload.transformers.quantizers.on_the_way import Quantising
+from streamload.transformers.quantizers.stored import Quantised
 from streamload.transformers.rest import (
     beside_nbytes,
     different_values,
@@ -48,13 +49,12 @@ from streamload.transformers.rest import (
     untie,
 )
 from streamload.transformers.saving import as_coded
-from streamload.units import parse_bytes
 
 _Loaded = TypeVar("_Loaded")
 
 
 class ModelOptions(WeightOptions, ChangeOptions, StreamOptions, total=False):
-    """The options of `from_pretrained`; see `streamload.options.LoadOptions`."""
+    """The options of `from_pretrained`; see `streamload.loading.options.LoadOptions`."""
 
     budget: BudgetLike
     device: str | Sequence[str] | None

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.devices.torch_modules import set_aside
-from streamload.devices.torch_streamed import stood_in
-from streamload.devices.torch_tensors import CODED, coded_of
+from streamload.checkpoint.open import Checkpoint
+from streamload.devices.allocators import taken
+from streamload.devices.torch.quantized import set_aside
+from streamload.devices.torch.tensors import CODED, coded_of
 from streamload.errors import StateDictMismatchError
-from streamload.lookup import Devices
-from streamload.mapping import Source
-from streamload.match import same_bytes
-from streamload.planning.allocators import taken
-from streamload.report import LoadReport
+from streamload.loading.place import Devices
+from streamload.loading.report import LoadReport
+from streamload.offloading.torch_modules import stood_in
+from streamload.planning.match import same_bytes
+from streamload.planning.sources import Source
 from streamload.transformers.configuration import Wanted, folder_of
 from streamload.transformers.names import Names
 

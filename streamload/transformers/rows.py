@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.mapping import Source
-from streamload.planning.parts import RowRange
+from streamload.checkpoint.open import Checkpoint
+from streamload.core.tensors import RowRange
+from streamload.planning.sources import Source
 
 # Columns that stand for a row of any length when transformers' operations are tried on row
 # numbers: the fewest with which halving and interleaving the columns cannot be overlooked.

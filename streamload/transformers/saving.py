@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from streamload.devices.torch_modules import Coded, make_dense
-from streamload.devices.torch_refused import allow_saving
-from streamload.devices.torch_tensors import CODED
-from streamload.quant.base import FORMATS, CodedWeight
+from streamload.codecs.scheme import FORMATS, CodedWeight
+from streamload.devices.torch.quantized import Coded, make_dense
+from streamload.devices.torch.refused import allow_saving
+from streamload.devices.torch.tensors import CODED
 from streamload.transformers.internals import (
     HfQuantizer,
     WeightConverter,

@@ -1,1 +1,0 @@
-"""Casting bytes of one dtype to another: one pass, rounded once, counted."""

@@ -1,0 +1,630 @@
+"""A file, a folder, an index or a name in the Hugging Face cache becomes one `Checkpoint`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from streamload.checkpoint import variants
+from streamload.checkpoint.hub import cached_snapshot
+from streamload.checkpoint.likeness import shaped_like
+from streamload.codecs import stored
+from streamload.codecs.group import Group, Layouts
+from streamload.core.bounded_json import parse_json
+from streamload.core.location import Location, Url, is_url, local
+from streamload.core.tensors import TensorInfo
+from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError
+from streamload.files import remote
+from streamload.files.header import (
+    Header,
+    RepeatedNames,
+    Stored,
+    Turn,
+    check_memory,
+    check_strings,
+    describe,
+    is_there,
+    open_regular,
+    parse_json_object,
+    read_up_to,
+    unreadable,
+)
+from streamload.files.limits import Limits, check_nbytes, limited, most_nbytes
+from streamload.formats.reader import (
+    UNREAD_SUFFIXES,
+    FormatReader,
+    default_reader,
+    keyed,
+    read_header,
+    readers,
+)
+
+_SUFFIX = ".safetensors"
+_INDEX_END = ".index.json"
+_PIPELINE = "model_index.json"
+_LISTED = 8  # names shown in a message
+
+_MEMBER = re.compile(r"(?P<set>.*)-(?P<number>\d+)-of-(?P<total>\d+)(?P<rest>.*)", re.ASCII)
+_ORIGINAL = re.compile(r"consolidated\b.*")  # the authors' own layout beside Hugging Face's
+
+
+@dataclass(frozen=True)
+class Checkpoint(Mapping[str, TensorInfo]):
+    """A checkpoint whose headers are all read and valid; no byte of its data is.
+
+    A mapping of names to what is known of each tensor, in the order of `tensors`; it is true also
+    without tensors. Pickled, URLs in it lose user, password and query: it compares and prints, and
+    reading it raises CheckpointError where there were any.
+
+    Attributes:
+        path: the file, folder or index that it was opened from; for a name in the Hugging Face
+            cache, the folder of the snapshot. A `Url` where it is read over HTTP.
+        shards: its files, in order of name.
+        tensors: all of its tensors by name, in order of shard and place in the file.
+        metadata: what the shards' ``__metadata__`` say, except for what they disagree on.
+        config: the ``config.json`` beside the tensors, or what a file says in its place; empty
+            where there is none.
+    """
+
+    path: Location
+    shards: tuple[Header, ...] = field(repr=False)
+    tensors: Mapping[str, TensorInfo] = field(repr=False)
+    metadata: Mapping[str, str]
+    config: Mapping[str, Any] = field(repr=False)
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def __bool__(self) -> bool:
+        return True
+
+    @cached_property
+    def headers(self) -> Mapping[Location, Header]:
+        """The shards, by their paths."""
+        return {header.path: header for header in self.shards}
+
+    @cached_property
+    def turns(self) -> Mapping[str, Turn]:
+        """By tensor, how its rows lie where models have them otherwise."""
+        return {name: turn for header in self.shards for name, turn in header.turns.items()}
+
+    @property
+    def says_config(self) -> bool:
+        """Whether its configuration is what its files say, and not that of a ``config.json``."""
+        said = (header.config for header in self.shards)
+        return any(one and dict(one) == self.config for one in said)
+
+    @cached_property
+    def stored(self) -> Mapping[str, Stored]:
+        """By tensor, how it holds blocks of a quantised weight, where its file says so."""
+        return {name: one for header in self.shards for name, one in header.stored.items()}
+
+    @cached_property
+    def layouts(self) -> Layouts:
+        """The headers as `streamload.codecs.stored` takes them."""
+        return Layouts(self.path, self.tensors, self.shards, self.config)
+
+    @cached_property
+    def groups(self) -> Mapping[str, Group]:
+        """The quantized weights by name, found in the headers alone.
+
+        Raises:
+            CheckpointError: a tensor of a weight is missing, or does not fit it.
+        """
+        return stored.groups(self.layouts)
+
+    @cached_property
+    def members(self) -> Mapping[str, Group]:
+        """Maps each tensor of a quantized weight to that weight; raises as `groups`."""
+        return {
+            info.name: group for group in self.groups.values() for info in group.members.values()
+        }
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of data, of all tensors together."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    def shard_numbers(self, infos: Sequence[TensorInfo]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Of tensors of this checkpoint, which of its shards they are in."""
+        number_of = {header.path: number for number, header in enumerate(self.shards)}
+        paths = [info.shard for info in infos]
+        # a path's own hash takes ten times as long, and all are one of a few objects
+        keys = list(map(id, paths))
+        numbers = {k: number_of[path] for k, path in dict(zip(keys, paths, strict=True)).items()}
+        return np.fromiter(map(numbers.__getitem__, keys), np.int64, len(keys))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return from_headers, (self.path, self.shards, dict(self.config))
+
+
+#: A checkpoint, or where it is: see `open_checkpoint`.
+CheckpointLike: TypeAlias = str | os.PathLike[str] | Checkpoint
+
+
+def opened(path: CheckpointLike) -> Checkpoint:
+    """The checkpoint at a path, or the one that was given.
+
+    Raises:
+        ValueError: it is neither a checkpoint nor a path.
+    """
+    if isinstance(path, Checkpoint):
+        return path
+    if not isinstance(path, (str, os.PathLike)):
+        raise ValueError(f"expected the path of a checkpoint, not {type(path).__name__}")
+    return open_checkpoint(path)
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    variant: str | None = None,
+    key: str | None = None,
+    like: CheckpointLike | None = None,
+    limits: Limits | None = None,
+) -> Checkpoint:
+    """Open a checkpoint: read and validate all of its headers.
+
+    Args:
+        path: a file; a folder; an index (``*.safetensors.index.json``); or, where
+            nothing of that name exists, ``org/name`` or ``org/name@revision`` in the local Hugging
+            Face cache (``HF_HUB_CACHE``, ``HF_HOME``, ``XDG_CACHE_HOME``). Or the URL
+            (``http://``, ``https://``) of a file, of an index (it ends with ``.json``) or of a
+            folder (it ends with ``/``); the extra ``remote`` reads those. ``~`` is the home folder.
+        variant: of a folder, the files that have this in their names: "fp16" for
+            ``model.fp16.safetensors``. None: those without, where it holds the same tensors twice.
+        key: of a file that torch.save wrote, the dict whose tensors are the checkpoint:
+            "state_dict", or "ema.state_dict" for one inside another, "." for the outermost. None:
+            the only one that holds tensors by name.
+        like: of IREE's parameter archives, which may hold bytes alone, a checkpoint whose tensors
+            of the same names say dtypes and shapes. None: what says neither is one-dimensional U8.
+        limits: the most bytes of headers, and tensors, for services that open what others upload.
+
+    Of a folder, these files are the checkpoint: those that ``model.safetensors.index.json`` names;
+    without an index, or beside one that does not name it, ``model.safetensors`` alone; else all
+    ``*.safetensors`` except hidden ones and, beside others, ``consolidated*``. A server does not
+    list its folders: of those at a URL only the first two are found. A folder without safetensors
+    files may hold ``pytorch_model.bin``, its index and its files, or ``*.pth`` and the like.
+
+    A ``.gguf`` file is a checkpoint, too, and any file of a set of them stands for all. Its tensors
+    have the names of Hugging Face, and its metadata take the place of ``config.json``.
+
+    A query of the URL, and user and password in it, go with each request, and are shown nowhere.
+    huggingface.co is sent ``HF_TOKEN``. Servers are waited for ``STREAMLOAD_HTTP_TIMEOUT`` seconds
+    (30) at a time, and asked ``STREAMLOAD_HTTP_TRIES`` times (6).
+
+    Raises:
+        ShardNotFoundError: nothing is there, or a shard is missing.
+        HeaderError: a header, the index or ``config.json`` is not valid, or they do not agree; or
+            they are more than ``limits`` allow.
+        TruncatedFileError: a file is shorter than its header says.
+        CheckpointError: something cannot be read, or a tensor is not as long as that of ``like``.
+        ValueError: ``key`` or ``like`` is given, and files of this format have no use for it.
+    """
+    with limited(limits):
+        checkpoint = _open(path, variant, key)
+    if like is None:
+        return checkpoint
+    shaped = shaped_like(checkpoint.path, checkpoint.shards, opened(like).tensors)
+    return from_headers(checkpoint.path, shaped, checkpoint.config)
+
+
+def _open(path: str | os.PathLike[str], variant: str | None, key: str | None) -> Checkpoint:
+    found, folder = locate(path)
+    with remote.connections():
+        if found == folder:
+            if isinstance(found, Url):
+                return _open_remote_folder(found, variant, key)
+            return _open_folder(found, variant, key)
+        if variant is not None and not variants.is_of(found.name, variant):
+            raise ShardNotFoundError(
+                found, f"is not of variant {variant!r}", "a folder, or a file of that", found.name
+            )
+        if found.name.endswith(".json"):
+            config = _read_config(folder)
+            reader = keyed(_reader_of_index(found.name), key)
+            weight_map = _read_weight_map(found, reader)
+            return from_headers(found, _indexed(found, weight_map, reader), config)
+        headers = _with_siblings(read_header(found, key=key), folder)
+        if not (config := dict(_own_config(headers))):
+            # it may belong to something else than a single file beside it
+            with suppress(CheckpointError):
+                config = _read_config(folder)
+        return from_headers(found, headers, config)
+
+
+def locate(path: str | os.PathLike[str]) -> tuple[Location, Location]:
+    """Where a checkpoint is, and the folder that its files are in; none is opened.
+
+    It raises ShardNotFoundError where nothing is there; see `open_checkpoint`.
+    """
+    name = os.fsdecode(path.href if isinstance(path, Url) else path)
+    if is_url(name):
+        url = path if isinstance(path, Url) and path.is_shown else Url.parse(name)
+        return url, url.parent if url.name else url
+    found = expanded(local(name))
+    if not name or not _exists(found):  # the path of no name is the current folder
+        found = cached_snapshot(name)
+    return found, found if found.is_dir() else found.parent
+
+
+def expanded(path: Path) -> Path:
+    """A path below ``~`` as one below the home folder, unless there is something of that name."""
+    if len(path.parts) < 2 or not path.parts[0].startswith("~") or os.path.lexists(path):
+        return path
+    return Path(os.path.expanduser(path))
+
+
+def _own_config(headers: Iterable[Header]) -> Mapping[str, Any]:
+    """What files themselves say of the model, in place of ``config.json``."""
+    return next((header.config for header in headers if header.config), {})
+
+
+def _with_siblings(header: Header, folder: Location) -> list[Header]:
+    """The headers of the set that a file belongs to, where it says so."""
+    if header.format == default_reader().name:
+        return [header]
+    reader = readers()[header.format]
+    names = reader.siblings(header)
+    if not names:
+        return [header]
+    others = [name for name in names if name != header.path.name]
+    return [header, *_headers(header.path, folder, others, reader)]
+
+
+def _open_remote_folder(folder: Url, variant: str | None, key: str | None) -> Checkpoint:
+    default = default_reader()
+    try:
+        headers = _remote_headers(folder, default, variant)
+        keyed(default, key)
+    except ShardNotFoundError as error:
+        for reader in readers().values():
+            if reader is not default and reader.single:
+                with suppress(ShardNotFoundError):
+                    headers = _remote_headers(folder, keyed(reader, key), variant)
+                    break
+        else:
+            raise error
+    return from_headers(folder, headers, _read_config(folder) or _own_config(headers))
+
+
+def _remote_headers(folder: Url, reader: FormatReader, variant: str | None) -> list[Header]:
+    """The headers of the files of a format that a server has under the usual names."""
+    index, single = (
+        folder / variants.varied(name, variant) for name in (reader.index, reader.single)
+    )
+    try:
+        weight_map = _read_weight_map(index, reader)
+    except ShardNotFoundError:
+        try:
+            return [read_header(single, reader=reader)]
+        except ShardNotFoundError as error:
+            raise ShardNotFoundError(
+                folder,
+                f"holds no {reader.name} file",
+                f"{index.name} or {single.name}",
+                error.found,
+            ) from error
+    # one that the index of a set does not name comes before it, as on this machine
+    if single.name in weight_map.values() or not remote.exists(single):
+        return _indexed(index, weight_map, reader)
+    return [read_header(single, reader=reader)]
+
+
+def from_headers(
+    path: Location, headers: Iterable[Header], config: Mapping[str, Any] = MappingProxyType({})
+) -> Checkpoint:
+    """Join the headers of a checkpoint's files; nothing is read.
+
+    Raises:
+        HeaderError: two files have a tensor of the same name.
+    """
+    shards = tuple(sorted(headers, key=lambda header: header.path.name))
+    tensors: dict[str, TensorInfo] = {}
+    for header in shards:
+        found = {info.name: info for info in header.tensors}
+        if tensors.keys().isdisjoint(found):  # one by one only to say which is in two
+            tensors |= found
+            continue
+        for info in header.tensors:
+            first = tensors.setdefault(info.name, info)
+            if first is not info:
+                raise HeaderError(
+                    path,
+                    "the tensor is in two files",
+                    "one file",
+                    f"{first.shard.name} and {info.shard.name}",
+                    tensor=info.name,
+                )
+    values: dict[str, set[str]] = {}
+    for header in shards:
+        for key, value in header.metadata.items():
+            values.setdefault(key, set()).add(value)
+    metadata = {key: found.pop() for key, found in values.items() if len(found) == 1}
+    return Checkpoint(
+        path,
+        shards,
+        MappingProxyType(tensors),
+        MappingProxyType(metadata),
+        MappingProxyType(dict(config)),
+    )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return is_there(path)
+    except OSError as error:  # a folder above it that may not be searched, a name too long
+        raise unreadable(path, error) from error
+
+
+def _open_folder(folder: Path, variant: str | None, key: str | None) -> Checkpoint:
+    try:
+        names = sorted(entry.name for entry in os.scandir(folder))
+    except OSError as error:
+        raise unreadable(folder, error) from error
+    config = _read_config(folder)
+    reader = keyed(_reader_of_folder(names, variant), key)
+    single, index = (variants.varied(name, variant) for name in (reader.single, reader.index))
+    if index and index in names:
+        weight_map = _read_weight_map(folder / index, reader)
+        # saving one file over a set of shards leaves the index of the set behind: as transformers
+        # does, take the file
+        if single not in names or single in weight_map.values():
+            headers = _indexed(folder / index, weight_map, reader)
+            return from_headers(folder, headers, config or _own_config(headers))
+    shards = [single] if single in names else _unindexed(folder, names, variant, reader)
+    headers = [read_header(folder / name, reader=reader) for name in shards]
+    if reader.name != default_reader().name:
+        _check_one_set(folder, headers)
+    found = headers if variant else _plain(folder, headers)
+    return from_headers(folder, found, config or _own_config(found))
+
+
+def _reader_of_folder(names: Sequence[str], variant: str | None) -> FormatReader:
+    """The format of a folder's files: another than safetensors where it holds no such file."""
+    default = default_reader()
+    index = variants.varied(default.index, variant)
+    if index in names or any(_is_weights(name, default) for name in names):
+        return default
+    for reader in readers().values():
+        known = [name for name in names if _is_weights(name, reader)]
+        if reader is not default and reader.weights(known):
+            return reader
+    return default
+
+
+def _is_weights(name: str, reader: FormatReader) -> bool:
+    ending = name if reader is default_reader() else name.lower()
+    return ending.endswith(reader.suffixes) and not name.startswith(".")
+
+
+def _reader_of_index(name: str) -> FormatReader:
+    """The format of the files that an index names, by its own name."""
+    default = default_reader()
+    stem = name.removesuffix(_INDEX_END)
+    if stem == name or stem.endswith(default.suffixes):
+        return default
+    return next((r for r in readers().values() if r.index and stem.endswith(r.suffixes)), default)
+
+
+def _check_one_set(folder: Path, headers: Sequence[Header]) -> None:
+    """Refuse a folder that holds a model more than once, in files of other formats.
+
+    Raises:
+        HeaderError: two files have a tensor of the same name.
+    """
+    counts = Counter(info.name for header in headers for info in header.tensors)
+    if max(counts.values(), default=0) > 1:
+        names = [header.path.name for header in headers]
+        raise HeaderError(folder, "holds several checkpoints", "the path of one file", _some(names))
+
+
+def _plain(folder: Path, headers: Sequence[Header]) -> Sequence[Header]:
+    """Files without those that hold the same tensors, by name, as a variant of others.
+
+    Raises:
+        HeaderError: there are several variants, and no file without one.
+    """
+    if len(headers) < 2:
+        return headers
+    names = [header.path.name for header in headers]
+    kept = set(variants.plain(names))
+    counts = Counter(info.name for header in headers for info in header.tensors)
+    if max(counts.values(), default=0) < 2:
+        return headers  # they are parts of one: that their names look like variants says nothing
+    if len(kept) == len(names) and len(found := variants.found(names)) > 1:
+        written = " or ".join(f'open_checkpoint(path, variant="{name}")' for name in found)
+        raise HeaderError(folder, "holds several variants", written, _some(names))
+    return [header for header in headers if header.path.name in kept]
+
+
+def _unindexed(
+    folder: Path, names: Sequence[str], variant: str | None, reader: FormatReader
+) -> list[str]:
+    """The files of a folder without an index; sets of numbered files are complete."""
+    shards = list(reader.weights([name for name in names if _is_weights(name, reader)]))
+    shards = [name for name in shards if not _ORIGINAL.fullmatch(name)] or shards
+    if variant is not None:
+        known = shards
+        shards = [name for name in shards if variants.is_of(name, variant)]
+        if known and not shards:
+            expected = variants.varied(f"*{_SUFFIX}", variant)
+            raise ShardNotFoundError(
+                folder, f"holds no file of variant {variant!r}", expected, _some(known)
+            )
+    if not shards and _PIPELINE in names:
+        raise ShardNotFoundError(
+            folder,
+            "is a pipeline of diffusers, with a folder for each of its models",
+            "one of these, or streamload.diffusers.from_pretrained for all of them",
+            _some([f"{folder / name}" for name in names if (folder / name).is_dir()]),
+        )
+    if not shards:
+        others = sorted(names, key=lambda name: not name.endswith(UNREAD_SUFFIXES))
+        known = [f"*{suffix}" for each in readers().values() for suffix in each.suffixes]
+        raise ShardNotFoundError(
+            folder,
+            "holds no file of weights",
+            f"{', '.join(known[:-1])} or {known[-1]}",
+            _some(others) if others else "an empty folder",
+        )
+    sets: dict[tuple[str, str, str], set[int]] = {}
+    for name in shards:
+        member = _MEMBER.fullmatch(name)
+        if member:
+            key = (member["set"], member["total"], member["rest"])
+            sets.setdefault(key, set()).add(int(member["number"]))
+    for (stem, width, rest), numbers in sets.items():
+        first = 0 if 0 in numbers else 1  # some writers count from 0
+        wanted = range(first, first + int(width))
+        count = int(width) - sum(n in wanted for n in numbers)
+        if count:
+            gaps = islice((n for n in wanted if n not in numbers), _LISTED)
+            missing = [f"{stem}-{n:0{len(width)}}-of-{width}{rest}" for n in gaps]
+            raise _missing(folder, missing, count, int(width))
+    return shards
+
+
+def _some(names: Sequence[str], count: int | None = None) -> str:
+    rest = (len(names) if count is None else count) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _missing(path: Location, names: Sequence[str], count: int, total: int) -> ShardNotFoundError:
+    return ShardNotFoundError(
+        path, "shards are missing", _some(names, count), f"{total - count} of {total} files"
+    )
+
+
+def read_json_file(path: Location) -> bytes:
+    """The bytes of a file of JSON, no more than a header may have.
+
+    Raises:
+        ShardNotFoundError: it is gone.
+        HeaderError: it is longer than that.
+        CheckpointError: it cannot be read.
+    """
+    if isinstance(path, Url):
+        raw = remote.read_file(path, most_nbytes(path))
+        check_nbytes(path, "the file is too long", len(raw))
+        return raw
+    with open_regular(path) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        check_nbytes(path, "the file is too long", nbytes)
+        check_memory(path, nbytes)
+        try:
+            return read_up_to(file, nbytes)
+        except OSError as error:
+            raise unreadable(path, error) from error
+
+
+def _read_config(folder: Location) -> dict[str, Any]:
+    """``config.json``, in the JSON that Python writes: models do have Infinity in theirs."""
+    path = folder / "config.json"
+    try:
+        raw = read_json_file(path)
+    except ShardNotFoundError:
+        return {}
+    check_memory(path, len(raw), raw)
+    try:
+        config = parse_json(raw)
+    except (ValueError, RecursionError) as error:
+        raise HeaderError(path, "the JSON is not valid", "JSON", str(error)) from error
+    if type(config) is not dict:
+        raise HeaderError(path, "is not a JSON object", "an object", describe(config))
+    return config
+
+
+def _read_weight_map(index: Location, reader: FormatReader) -> dict[str, str]:
+    """Tensor names to file names of an index, each of a file in the index's own folder."""
+    document = parse_json_object(read_json_file(index), index)
+    if isinstance(document, RepeatedNames):
+        raise HeaderError(
+            index,
+            "a key is not unique",
+            "each key once",
+            f"{describe(document.name)} more than once",
+        )
+    weight_map = check_strings(document.get("weight_map"), index, "weight_map")
+    if not weight_map:
+        raise HeaderError(index, "weight_map is not valid", "at least one tensor", "none")
+    for tensor, shard in weight_map.items():
+        if "/" in shard or "\\" in shard or "\0" in shard or not shard.endswith(reader.suffixes):
+            raise HeaderError(
+                index,
+                "weight_map names no file of its own folder",
+                f"the name of a {reader.suffixes[0]} file in the folder of the index",
+                describe(shard),
+                tensor=tensor,
+            )
+    return weight_map
+
+
+def _indexed(index: Location, weight_map: Mapping[str, str], reader: FormatReader) -> list[Header]:
+    """The headers of the shards that an index names, which hold exactly what it says."""
+    headers = _headers(index, index.parent, sorted(set(weight_map.values())), reader)
+    found: set[str] = set()
+    for header in headers:
+        file = header.path.name
+        for info in header.tensors:
+            shard = weight_map.get(info.name)
+            if shard != file:
+                raise HeaderError(
+                    index,
+                    "weight_map and the shards do not agree",
+                    f"{file}, which holds it",
+                    "no entry" if shard is None else shard,
+                    tensor=info.name,
+                )
+            found.add(info.name)
+    for tensor, shard in weight_map.items():
+        if tensor not in found:
+            raise HeaderError(
+                index,
+                "weight_map names a tensor that its shard does not hold",
+                f"it in {shard}",
+                "it in no shard",
+                tensor=tensor,
+            )
+    return headers
+
+
+def _headers(
+    of: Location, folder: Location, names: Sequence[str], reader: FormatReader
+) -> list[Header]:
+    """The headers of files of a folder, which ``of`` names; says at once which are missing."""
+    if isinstance(folder, Path):
+        missing = [name for name in names if not _exists(folder / name)]
+        if missing:
+            raise _missing(of, missing, len(missing), len(names))
+        return [read_header(folder / name, reader=reader) for name in names]
+    headers: list[Header] = []
+    missing = []
+    for name in names:  # to ask for a header is to ask whether the file is there
+        try:
+            headers.append(read_header(folder / name, reader=reader))
+        except ShardNotFoundError:
+            missing.append(name)
+    if missing:
+        raise _missing(of, missing, len(missing), len(names))
+    return headers

@@ -1,0 +1,303 @@
+"""Blocks of shards: each file is opened once, and threads share it.
+
+Loads, gathered loads, conversions and comparisons open their files here. A block is a window of a
+map, or it is read into a `Room` of the thread that asks for it: memory is bounded by the rooms.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+from streamload.core.location import Location
+from streamload.core.memory import available_host_nbytes
+from streamload.core.system import direct_memory, map_privately
+from streamload.core.tensors import TensorInfo
+from streamload.core.units import round_up
+from streamload.errors import CheckpointError, DeviceError
+from streamload.files.guard import FileState
+from streamload.files.header import Header, open_regular, unreadable
+from streamload.files.local import Reader, ReaderKind, ResolvedKind, open_reader, resolve_reader
+from streamload.files.page_cache import PageCache, PageCacheKind, ShardCache
+
+#: Most bytes that a thread reads, or writes, at once (docs/measurements.md).
+BLOCK_NBYTES = 2**22
+#: Pages that the kernel reads ahead of a thread: 8 MiB twice on virtual disks.
+AHEAD_NBYTES = 2**24
+
+_WINDOW_NBYTES = 2**16  # below, a read costs less than a window of a map
+_PAGE = 4096  # no reader's alignment is larger than a page
+
+#: Opens a shard in the way that was chosen for it.
+Opener = Callable[[Header, ResolvedKind], Reader]
+
+
+def open_shard(header: Header, kind: ReaderKind | ResolvedKind = "pread") -> Reader:
+    """Open a shard's file by itself; see `open_reader`."""
+    return open_reader(header.path, header.file_nbytes, kind, header.state, header.views)
+
+
+def map_shard(header: Header) -> mmap.mmap:
+    """Map a shard's file for views that stay: private, and writable page by page.
+
+    Raises:
+        FileChangedError: it is not what it was when its header was read.
+        CheckpointError: it cannot be opened or mapped.
+    """
+    assert isinstance(header.path, Path), header.path
+    with open_regular(header.path) as file:
+        try:
+            if header.state is not None:
+                header.state.check(FileState.of(file.fileno()), header.path)
+            return map_privately(file)
+        except (OSError, ValueError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise unreadable(header.path, error) from error
+
+
+def file_kind(shard: Location, kind: ReaderKind) -> ResolvedKind:
+    """How a shard is read where ``kind`` is asked for; a URL has one way only."""
+    return resolve_reader(shard, kind if isinstance(shard, Path) else "auto")
+
+
+def page_cache(
+    kind: PageCacheKind, *, to_read_nbytes: int, to_allocate_nbytes: int = 0
+) -> PageCache:
+    """What becomes of the page cache on this host; see `PageCache`."""
+    return PageCache(
+        kind,
+        to_read_nbytes=to_read_nbytes,
+        to_allocate_nbytes=to_allocate_nbytes,
+        available=free_host_nbytes,
+    )
+
+
+def free_host_nbytes() -> int | None:
+    """What the host has left, for page cache too; None where no file says."""
+    try:
+        return available_host_nbytes()
+    except DeviceError:
+        return None
+
+
+def cut(start: int, stop: int, step: int, base: int | None = None) -> Iterator[tuple[int, int]]:
+    """A range, cut at ``base`` (the start, where none is given) and every ``step`` after it."""
+    base = start if base is None else base
+    while start < stop:
+        end = min(stop, start + step - (start - base) % step)
+        yield start, end
+        start = end
+
+
+class Room:
+    """One thread's memory for blocks that no map shows; allocated by the first of them."""
+
+    def __init__(self, block_nbytes: int, *, ahead: bool = False) -> None:
+        """Allocate nothing yet, for blocks of at most ``block_nbytes``.
+
+        With ``ahead``, where blocks follow each other, fill the room and take the next ones from
+        it: a request over HTTP and a direct read cost the same for a few bytes as for many.
+        """
+        self.block_nbytes = block_nbytes
+        self._ahead = ahead
+        self._memory: memoryview | None = None
+        self._held: tuple[Location | None, int, int] = (None, 0, 0)  # a file, and bytes of it
+        self._last: tuple[Location | None, int] = (None, 0)  # where the last block ended
+
+    def read(self, reader: Reader, start: int, stop: int) -> memoryview:
+        """Bytes of a file, read-only; valid until the next call.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+        shard, first, last = self._held
+        if shard != reader.path or not first <= start <= stop <= last:
+            most = stop
+            if self._ahead and self._last == (reader.path, start):
+                most = min(max(start + self.block_nbytes, stop), reader.nbytes)
+            try:
+                self._fill(reader, start, most)
+            except CheckpointError:
+                if most == stop:
+                    raise
+                self._fill(reader, start, stop)  # the rest may be of another tensor
+        self._last = (reader.path, stop)
+        assert self._memory is not None, "after it was filled"
+        first = self._held[1]
+        return self._memory[start - first : stop - first].toreadonly()
+
+    def _fill(self, reader: Reader, start: int, stop: int) -> None:
+        if self._memory is None:
+            self._memory = direct_memory(self.block_nbytes + 2 * _PAGE)
+        first = start // reader.alignment * reader.alignment
+        last = round_up(stop, reader.alignment)
+        self._held = (None, 0, 0)  # until it is read whole
+        valid = reader.read_aligned(first, last, self._memory[: last - first])
+        self._held = (reader.path, first, first + valid)
+
+
+class Shards:
+    """The files of a checkpoint while they are read; safe for threads."""
+
+    def __init__(
+        self,
+        headers: Iterable[Header],
+        kind: Callable[[Location], ResolvedKind],
+        *,
+        opener: Opener = open_shard,
+        cache: PageCache | None = None,
+        most_open: int | None = None,
+        ahead: bool = True,
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            headers: of the files.
+            kind: how a file is read; asked once for each, before it is opened first.
+            opener: opens a file.
+            cache: the page cache that `done` tells; None where nothing is dropped.
+            most_open: files that are open at once: one more closes the one that was used longest
+                ago. None for any number.
+            ahead: the kernel may read ahead of what is read; see `Reader.stop_ahead`.
+        """
+        # why closed files were not read in the way that was asked for, and how many
+        self.fallbacks: Counter[str] = Counter()
+        self.page_cache = ""  # what becomes of it, and why; "" where none was used
+        self._headers = {header.path: header for header in headers}
+        self._kind = kind
+        self._kinds: dict[Location, ResolvedKind] = {}
+        self._opener = opener
+        self._cache = cache
+        self._most_open = most_open
+        self._ahead = ahead
+        self._open: dict[Location, Reader] = {}  # the one that was used last is the last
+        self._caches: dict[Location, ShardCache] = {}
+        self._stopped = False
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close_all()
+
+    def reader(self, shard: Location) -> Reader:
+        """The open file; opens it where it is not.
+
+        Raises:
+            CheckpointError: it cannot be opened, or has changed since its header was read.
+        """
+        with self._lock:
+            reader = self._open.pop(shard, None)
+            if reader is None:
+                if self._most_open is not None and len(self._open) >= self._most_open:
+                    self._close(next(iter(self._open)))
+                reader = self._opened(shard)
+            self._open[shard] = reader
+            return reader
+
+    def _opened(self, shard: Location) -> Reader:
+        if shard not in self._kinds:
+            self._kinds[shard] = self._kind(shard)
+        kind = self._kinds[shard]
+        reader = self._opener(self._headers[shard], kind)
+        if not self._ahead:
+            reader.stop_ahead()
+        if self._stopped:  # by a thread that did not know of this file
+            reader.stop()
+        # what is read past the page cache, or by others, leaves nothing in it
+        through_cache = reader.has_file and (kind != "direct" or reader.fallback)
+        if self._cache is not None and through_cache and isinstance(shard, Path):
+            self._caches[shard] = self._cache.open(shard)
+            self.page_cache = self._cache.reason
+        return reader
+
+    @contextmanager
+    def block(
+        self, shard: Location, start: int, stop: int, room: Room, tensor: str
+    ) -> Iterator[memoryview]:
+        """Bytes of a file, read-only, valid inside the with.
+
+        Args:
+            shard: the file.
+            start: first byte, counted from the start of the file.
+            stop: last byte, exclusive; at most a block after the first.
+            room: the calling thread's; holds one block at a time.
+            tensor: name of the tensor, for errors that name none.
+
+        Raises:
+            CheckpointError: they cannot be read, or the file has changed.
+        """
+        try:
+            reader = self.reader(shard)
+            if reader.mapped and stop - start >= _WINDOW_NBYTES:
+                with reader.view(start, stop) as view:
+                    yield view
+            else:
+                yield room.read(reader, start, stop)
+        except CheckpointError as error:
+            if error.tensor is not None:
+                raise
+            raise error.of_tensor(tensor) from error
+        self.done(shard, start, stop)
+
+    def blocks(self, info: TensorInfo, room: Room) -> Iterator[memoryview]:
+        """The bytes of a tensor, block by block; each is valid until the next one; see `block`."""
+        for start, stop in cut(info.start, info.stop, room.block_nbytes):
+            with self.block(info.shard, start, stop, room, info.name) as data:
+                yield data
+
+    def done(self, shard: Location, start: int, stop: int) -> None:
+        """Tell the page cache that bytes were read, and no window shows them any more."""
+        if cache := self._caches.get(shard):
+            cache.done(start, stop)
+
+    def drops(self, shard: Location) -> bool:
+        """Whether it matters to `done` which bytes of a shard were read, or only how many."""
+        cache = self._caches.get(shard)
+        return cache is not None and cache.drops
+
+    def check(self) -> None:
+        """Raise CheckpointError where an open file has changed, or a writer waits for it.
+
+        For times when nothing is read; any thread may call this.
+        """
+        with self._lock:
+            for reader in self._open.values():
+                with reader.unchanged():
+                    pass
+
+    def stop(self) -> None:
+        """End all calls that wait for a server soon, with an error; any thread may."""
+        with self._lock:
+            self._stopped = True
+            for reader in self._open.values():
+                reader.stop()
+
+    def close(self, shard: Location) -> None:
+        """Close a file that is read no more, if it is open, and drop the rest of its pages."""
+        with self._lock:
+            self._close(shard)
+
+    def close_all(self) -> None:
+        """Close every file, and drop the rest of what is to be dropped."""
+        with self._lock:
+            for shard in {**self._open, **self._caches}:
+                self._close(shard)
+
+    def _close(self, shard: Location) -> None:
+        reader = self._open.pop(shard, None)
+        if reader is not None:
+            reader.close()
+            if reader.fallback:
+                self.fallbacks[reader.fallback] += 1
+        if cache := self._caches.pop(shard, None):
+            if self._stopped:  # threads had read bytes that were never told
+                cache.done(0, self._headers[shard].file_nbytes)
+            cache.close()

@@ -1,0 +1,1 @@
+"""Bytes to values: casts, and the schemes of quantized weights."""

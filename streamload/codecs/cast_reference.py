@@ -1,0 +1,94 @@
+"""The casts in numpy: the oracle of tests and ``--verify``, and the fallback without LLVM.
+
+It shares no code with the kernels. Rounding is that of numpy and ml_dtypes, which convert once
+except from float64: that goes through float32 rounded to odd here, so that it is rounded once too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from streamload.core.dtypes import DType
+
+_CHUNK_NUMEL = 1 << 15  # temporaries stay below about 2 MB whatever the length of the input
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def cast_bytes(
+    src: DType, dst: DType, data: memoryview, out: memoryview, *, clamp: bool = False
+) -> tuple[int, int, int]:
+    """Cast the elements of one dtype to another, in chunks.
+
+    Args:
+        src: dtype of ``data``.
+        dst: dtype of ``out``.
+        data: C-contiguous little-endian elements; any alignment.
+        out: as many elements, written; must not overlap ``data``.
+        clamp: finite values that overflow become the largest finite value of their sign.
+
+    Returns:
+        How many finite values overflowed, how many that are not zero became zero, and how many
+        changed otherwise.
+    """
+    source = np.frombuffer(data, np.uint8)
+    target = np.frombuffer(out, np.uint8)
+    lossy = not np.can_cast(src.numpy, dst.numpy)
+    overflowed = flushed = rounded = 0
+    for start in range(0, data.nbytes // src.itemsize, _CHUNK_NUMEL):
+        stop = start + _CHUNK_NUMEL
+        # copy: numpy and ml_dtypes are only fast, or right, on aligned elements
+        x = source[start * src.itemsize : stop * src.itemsize].copy().view(src.numpy)
+        y = cast_array(x, dst)
+        if lossy:
+            overflows, counts = _compare(x, y)
+            overflowed, flushed, rounded = (
+                a + b for a, b in zip((overflowed, flushed, rounded), counts, strict=True)
+            )
+            if clamp:
+                largest = np.nextafter(dst.numpy.type(np.inf), dst.numpy.type(0))
+                y[overflows] = np.copysign(largest, y[overflows])
+        target[start * dst.itemsize : stop * dst.itemsize] = y.view(np.uint8)
+    return overflowed, flushed, rounded
+
+
+def cast_array(x: Array, dst: DType) -> Array:
+    """Round each element of a float array once, to nearest even, to ``dst``.
+
+    Args:
+        x: floats of numpy or ml_dtypes, one-dimensional.
+        dst: a float dtype of 16 bits or more.
+
+    Returns:
+        An array of ``dst.numpy`` of the same length.
+    """
+    with np.errstate(all="ignore"):
+        if x.dtype == np.float64 and dst.bits == 16:
+            x = _round_to_odd(x)
+        return x.astype(dst.numpy)
+
+
+def _compare(x: Array, y: Array) -> tuple[Array, tuple[int, int, int]]:
+    """Where finite elements became infinite, and how many overflowed, vanished or were rounded."""
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        before, after = x.astype(np.float64), y.astype(np.float64)  # holds every other format
+    finite = np.isfinite(before)
+    overflows = finite & np.isinf(after)
+    vanishes = (before != 0) & (after == 0)
+    rounds = finite & (before != after) & ~overflows & ~vanishes
+    overflowed, flushed, rounded = (
+        int(np.count_nonzero(mask)) for mask in (overflows, vanishes, rounds)
+    )
+    return overflows, (overflowed, flushed, rounded)
+
+
+def _round_to_odd(x: Array) -> Array:
+    """Float64 to float32: towards zero, and the last bit set where that was inexact."""
+    nearest = x.astype(np.float32)
+    away = np.abs(nearest.astype(np.float64)) > np.abs(x)
+    truncated = np.where(away, np.nextafter(nearest, np.float32(0)), nearest)
+    inexact = (truncated.astype(np.float64) != x) & ~np.isnan(x)
+    odd: Array = (truncated.view(np.uint32) | inexact).view(np.float32)
+    return odd

@@ -1,0 +1,194 @@
+"""From a pair of dtypes to the function that casts one to the other.
+
+Bool, integers and every other dtype pass unchanged; the floating-point dtypes of 16 bits and more
+widen and narrow among each other, and two 8-bit ones widen to those. Nothing narrows to 8 bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from streamload.codecs.cast import Kernel, compile_kernel
+from streamload.codecs.cast_reference import cast_bytes
+from streamload.codecs.floats import FORMATS, PAIRS
+from streamload.core.dtypes import DType
+from streamload.errors import UnsupportedCastError
+
+OutOfRange = Literal["inf", "clamp", "error"]
+Engine = Literal["auto", "llvm", "numpy"]
+
+_SUPPORTED = frozenset(PAIRS)
+_Tally = ctypes.c_uint64 * 3
+
+
+@dataclass(frozen=True, slots=True)
+class CastCounts:
+    """How many elements a cast did not keep as they were. NaN and infinities are never counted.
+
+    Attributes:
+        overflowed: finite values beyond the largest finite one of the target, clamped or not.
+        flushed: values that are not zero and became zero.
+        rounded: values that changed in any other way.
+    """
+
+    overflowed: int = 0
+    flushed: int = 0
+    rounded: int = 0
+
+    @property
+    def total(self) -> int:
+        """All elements whose value changed."""
+        return self.overflowed + self.flushed + self.rounded
+
+    def __add__(self, other: CastCounts) -> CastCounts:
+        """The counts of two casts together."""
+        return CastCounts(
+            self.overflowed + other.overflowed,
+            self.flushed + other.flushed,
+            self.rounded + other.rounded,
+        )
+
+
+#: the counts of a cast that kept every value.
+ZERO = CastCounts()
+
+#: ``(source bytes, out bytes)`` to counts. Both are C-contiguous and hold the same number of whole
+#: elements, at any address; they do not overlap, and the source may be read-only. Lengths that do
+#: not match raise ValueError before anything is written.
+Cast = Callable[[memoryview, memoryview], CastCounts]
+
+
+def supported(src: DType, dst: DType) -> bool:
+    """Whether `make_cast` has a cast from ``src`` to ``dst``; every dtype goes to itself."""
+    return src == dst or (src, dst) in _SUPPORTED
+
+
+def cast_engine(src: DType, dst: DType, engine: Engine = "auto") -> str:
+    """What `make_cast` uses for a pair: "copy", "llvm" or "numpy".
+
+    "auto" compiles the kernel to find out; it is kept for `make_cast`.
+
+    Raises:
+        UnsupportedCastError: as `make_cast`.
+        ValueError: as `make_cast`.
+    """
+    return _resolve(src, dst, engine, clamp=False)[0]
+
+
+def make_cast(
+    src: DType, dst: DType, *, engine: Engine = "auto", out_of_range: OutOfRange = "inf"
+) -> Cast:
+    """The cast from ``src`` to ``dst``: to nearest, ties to even, rounded once.
+
+    NaN stays NaN, infinities stay, and subnormals are right on both sides. Where the dtypes are
+    the same the bytes are copied.
+
+    Args:
+        src: dtype of the source bytes, little-endian.
+        dst: dtype of the target bytes, little-endian.
+        engine: "llvm" compiles a kernel for this CPU, "numpy" does without, "auto" is "llvm" where
+            that works and else "numpy". Both give the same bits, the payload of a NaN aside.
+        out_of_range: what becomes of finite values beyond the largest one of the target: infinity,
+            or with "clamp" that largest value with their sign. "error" computes what "inf" does:
+            the caller knows the tensor, looks at ``overflowed`` and raises.
+
+    Returns:
+        A function that may be called from any thread, and from several at once. Copies and
+        kernels drop the GIL and allocate nothing; "numpy" takes a few MB.
+
+    Raises:
+        UnsupportedCastError: there is no such cast, or this machine cannot do it.
+        ValueError: ``engine`` or ``out_of_range`` is not one of the names above.
+    """
+    if out_of_range not in get_args(OutOfRange):
+        raise ValueError(f"out_of_range is one of {get_args(OutOfRange)}, not {out_of_range!r}")
+    clamp = out_of_range == "clamp"
+    kind, kernel = _resolve(src, dst, engine, clamp=clamp)
+    if kernel is not None:
+        return _llvm_cast(src, dst, kernel)
+    return _copy if kind == "copy" else _numpy_cast(src, dst, clamp)
+
+
+def _resolve(
+    src: DType, dst: DType, engine: Engine, *, clamp: bool
+) -> tuple[Literal["copy", "llvm", "numpy"], Kernel | None]:
+    """What does a cast, and its kernel where that is "llvm"."""
+    if engine not in get_args(Engine):
+        raise ValueError(f"engine is one of {get_args(Engine)}, not {engine!r}")
+    if src == dst:
+        return "copy", None
+    if not supported(src, dst):
+        raise UnsupportedCastError(src.name, dst.name, reason=_why_not(src, dst))
+    if sys.byteorder != "little":
+        reason = "checkpoints are little-endian and this CPU is not"
+        raise UnsupportedCastError(src.name, dst.name, reason=reason)
+    if engine != "numpy":
+        try:
+            return "llvm", compile_kernel(src, dst, clamp=clamp)
+        except UnsupportedCastError:
+            if engine == "llvm":
+                raise
+    return "numpy", None
+
+
+def _why_not(src: DType, dst: DType) -> str:
+    if src.code not in FORMATS:
+        return f"{src.name} is only passed unchanged"
+    targets = sorted({target.name for source, target in PAIRS if source == src})
+    return f"{src.name} goes to {', '.join(targets)}"
+
+
+def _llvm_cast(src: DType, dst: DType, kernel: Kernel) -> Cast:
+    src_nbytes, dst_nbytes = src.itemsize, dst.itemsize
+
+    def cast(data: memoryview, out: memoryview) -> CastCounts:
+        numel = _checked_numel(data, src_nbytes, out, dst_nbytes)
+        if numel == 0:
+            return ZERO
+        # the exports keep both memories in place until the call is over
+        source, target = np.frombuffer(data, np.uint8), ctypes.c_char.from_buffer(out)
+        tally = _Tally()
+        address = source.__array_interface__["data"][0]
+        kernel(address, ctypes.addressof(target), numel, tally)
+        overflowed, flushed, changed = tally
+        if changed == 0:
+            return ZERO
+        return CastCounts(overflowed, flushed, changed - overflowed - flushed)
+
+    return cast
+
+
+def _numpy_cast(src: DType, dst: DType, clamp: bool) -> Cast:
+    def cast(data: memoryview, out: memoryview) -> CastCounts:
+        if _checked_numel(data, src.itemsize, out, dst.itemsize) == 0:
+            return ZERO
+        return CastCounts(*cast_bytes(src, dst, data, out, clamp=clamp))
+
+    return cast
+
+
+def _copy(data: memoryview, out: memoryview) -> CastCounts:
+    nbytes = _checked_numel(data, 1, out, 1)
+    if nbytes:
+        source, target = np.frombuffer(data, np.uint8), ctypes.c_char.from_buffer(out)
+        address = source.__array_interface__["data"][0]
+        ctypes.memmove(ctypes.addressof(target), address, nbytes)  # drops the GIL
+    return ZERO
+
+
+def _checked_numel(data: memoryview, src_nbytes: int, out: memoryview, dst_nbytes: int) -> int:
+    numel, rest = divmod(data.nbytes, src_nbytes)
+    if rest or out.nbytes != numel * dst_nbytes:
+        raise ValueError(
+            f"{data.nbytes} bytes of elements of {src_nbytes} bytes do not become "
+            f"{out.nbytes} bytes of elements of {dst_nbytes} bytes"
+        )
+    if out.readonly or not (out.c_contiguous and data.c_contiguous):
+        raise ValueError("a cast reads contiguous bytes and writes contiguous, writable ones")
+    return numel

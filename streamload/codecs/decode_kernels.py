@@ -1,0 +1,402 @@
+"""LLVM IR that dequantises on the host, of the instructions that a layout gives: see `Values`.
+
+A segment is what one scale is for within a row. Nearly all vectors take the short way: a product in
+float32, narrowed. It is right where the product is normal before and after, and is no midpoint of
+the target: float32 then rounds to the same side as one rounding of the exact product would. A
+product that is a midpoint, or a number of the target, may have been rounded to that, unless scale
+and value are short enough. Such vectors, and any with zeros by a scale of 0, NaN or what is out of
+range, take the product in float64, which is exact, and `cast.kernels.careful`.
+
+Like the kernels of `cast.kernels`, these call no function of another object.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from ctypes import CFUNCTYPE, c_void_p
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+
+from streamload.codecs.cast import ENVIRONMENT, LOOP, NARROW, TOLD, Vector, careful
+from streamload.codecs.floats import FORMATS, plain_range
+from streamload.codecs.kernels import kept_object, splat
+from streamload.codecs.llvm import link_kernel
+from streamload.codecs.scheme import Array
+from streamload.core.dtypes import F32, F64, DType
+from streamload.errors import UnsupportedCastError
+
+SYMBOL = "dequantise"
+_WIDTH = 32  # elements of a step
+
+
+class Values(Protocol):
+    """How the values of a layout are stored. Layouts that are equal share a kernel.
+
+    Attributes:
+        name: of the layout, for errors.
+        bits: of a value: 4 or 8.
+        high_first: of two values in a byte, the first is in the high bits.
+        significant_bits: of a value as a number.
+        exponents: scales are bytes, exponents of two and 127 more; they are float32 else.
+        has_zeros: something is subtracted from each value.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def bits(self) -> int: ...  # noqa: D102
+    @property
+    def high_first(self) -> bool: ...  # noqa: D102
+    @property
+    def significant_bits(self) -> int: ...  # noqa: D102
+    @property
+    def exponents(self) -> bool: ...  # noqa: D102
+    @property
+    def has_zeros(self) -> bool: ...  # noqa: D102
+
+    def __hash__(self) -> int: ...
+
+    def instructions(self, v: Vector, codes: str) -> str:
+        """Instructions for codes, an i8 each, to float32 values; ``%table`` is `Weight.table`."""
+
+    def decoded(self, codes: Array, table: Array) -> Array:
+        """The oracle: codes, a byte each, to float32 values."""
+
+    def unpacked(self, packed: Array) -> Array:
+        """The oracle: bytes to codes, a byte each."""
+
+
+class Bytes:
+    """What layouts share that have a value in a byte."""
+
+    bits = 8
+    high_first = False
+    exponents = False
+    has_zeros = False
+
+    def unpacked(self, packed: Array) -> Array:
+        """See `Values.unpacked`."""
+        return packed
+
+
+class Pairs:
+    """What layouts share that have two values in a byte."""
+
+    bits = 4
+    high_first = False
+    exponents = False
+    has_zeros = False
+
+    def unpacked(self, packed: Array) -> Array:
+        """See `Values.unpacked`."""
+        both = (packed >> 4, packed & 15) if self.high_first else (packed & 15, packed >> 4)
+        return np.stack(both, axis=1).reshape(-1)
+
+
+def load(v: Vector, values: Values, index: str = "%index") -> str:
+    """The codes from element ``index`` of ``%src`` on, an i8 each."""
+    if values.bits == 8:
+        place = v.emit(f"getelementptr i8, ptr %src, i64 {index}")
+        return v.emit(f"load {v.type('i8')}, ptr {place}, align 1")
+    place = v.emit("getelementptr i8, ptr %src, i64 " + v.emit(f"lshr i64 {index}, 1"))
+    if v.width == 1:
+        both = v.emit(f"load i8, ptr {place}, align 1")
+        is_second = v.emit(f"trunc i64 {index} to i1")
+        low, high = v.op("and", "i8", both, 15), v.op("lshr", "i8", both, 4)
+        first, second = (high, low) if values.high_first else (low, high)
+        return v.select(is_second, "i8", second, first)
+    half = v.width // 2
+    of = f"<{half} x i8>"
+    both = v.emit(f"load {of}, ptr {place}, align 1")
+    low, high = v.emit(f"and {of} {both}, splat (i8 15)"), v.emit(f"lshr {of} {both}, splat (i8 4)")
+    first, second = (high, low) if values.high_first else (low, high)
+    order = ", ".join(f"i32 {i}, i32 {i + half}" for i in range(half))
+    return v.emit(f"shufflevector {of} {first}, {of} {second}, <{v.width} x i32> <{order}>")
+
+
+def _count(v: Vector, total: str, mask: str) -> str:
+    if v.width == 1:
+        more = v.emit(f"zext i1 {mask} to i64")
+    else:
+        bits = v.emit(f"bitcast {v.type('i1')} {mask} to i{v.width}")
+        ones = v.emit(f"call i{v.width} @llvm.ctpop.i{v.width}(i{v.width} {bits})")
+        more = v.emit(f"zext i{v.width} {ones} to i64")
+    return v.emit(f"add i64 {total}, {more}")
+
+
+def _exact(
+    v: Vector, dst: DType, value: str, scale: str, sums: list[str], *, clamp: bool
+) -> tuple[str, list[str]]:
+    """Elements by the exact product, and the sums after them."""
+    wide = (v.convert("fpext", "float", each, "double") for each in (value, scale))
+    product = v.convert("bitcast", "double", v.op("fmul", "double", *wide), "i64")
+    y, (over, flushed, changed) = careful(v, F64, dst, product, clamp=clamp)
+    is_lost = v.op("fcmp oeq", "float", scale, 0.0)
+    is_lost = v.op("and", "i1", is_lost, v.op("fcmp one", "float", value, 0.0))
+    masks = (over, *(v.op("or", "i1", mask or is_lost, is_lost) for mask in (flushed, changed)))
+    return y, [
+        _count(v, total, mask) if mask else total for total, mask in zip(sums, masks, strict=True)
+    ]
+
+
+def product(
+    v: Vector,
+    values: Values,
+    dst: DType,
+    codes: str,
+    sums: list[str],
+    *,
+    clamp: bool,
+    key: str = "",
+) -> tuple[str, list[str]]:
+    """Elements from their codes, ``%scale``, ``%zero`` and ``%guard``, and the sums after them.
+
+    Args:
+        v: where the instructions go.
+        values: what the codes are.
+        dst: what the elements are.
+        codes: an i8 each.
+        sums: i64, what `_exact` counts.
+        clamp: elements that overflow become the largest finite value of their sign.
+        key: what the names of labels end with; the last label is ``join`` and this.
+    """
+    value = values.instructions(v, codes)
+    if values.has_zeros:
+        value = v.op("fsub", "float", value, splat(v, "float", "%zero"))
+    scale = splat(v, "float", "%scale")
+    of = v.type(f"i{dst.bits}")
+    if dst is F32:
+        y, ends = _exact(v, dst, value, scale, sums, clamp=clamp)
+        v.lines += [f"br label %join{key}", f"join{key}:"]
+        return y, ends
+    lost = FORMATS["F32"].mantissa_bits - FORMATS[dst.code].mantissa_bits
+    bits = v.convert("bitcast", "float", v.op("fmul", "float", value, scale), "i32")
+    start, stop = plain_range(F32, dst, direct=False)
+    magnitude = v.op("and", "i32", bits, FORMATS["F32"].magnitude)
+    is_special = v.op("icmp uge", "i32", v.op("sub", "i32", magnitude, start), stop - start)
+    low = v.op("and", "i32", bits, (1 << (lost - 1)) - 1)
+    is_doubtful = v.op("icmp eq", "i32", low, splat(v, "i32", "%guard"))
+    is_special = v.op("or", "i1", is_special, is_doubtful)
+    is_special = v.op("and", "i1", is_special, v.op("fcmp une", "float", value, 0.0))
+    any_special = v.emit(v.reduced("or", "i1", is_special))
+    v.lines += [f"br i1 {any_special}, label %careful{key}, label %plain{key}", f"careful{key}:"]
+    cared, cared_sums = _exact(v, dst, value, scale, sums, clamp=clamp)
+    v.lines += [f"br label %join{key}", f"plain{key}:"]
+    narrowed = NARROW[dst.code](v, bits)
+    is_rounded = v.op("icmp ne", "i32", v.op("and", "i32", bits, (1 << lost) - 1), 0)
+    plain_sums = [*sums[:2], _count(v, sums[2], is_rounded)]
+    v.lines += [f"br label %join{key}", f"join{key}:"]
+    y = v.emit(f"phi {of} [{cared}, %careful{key}], [{narrowed}, %plain{key}]")
+    ends = [
+        v.emit(f"phi i64 [{a}, %careful{key}], [{b}, %plain{key}]")
+        for a, b in zip(cared_sums, plain_sums, strict=True)
+    ]
+    return y, ends
+
+
+def _segment(
+    name: str, values: Values, dst: DType, *, clamp: bool, native_half: bool, width: int
+) -> str:
+    """IR of a function for elements of one scale; ``width`` divides how many."""
+    v = Vector(width, native_half)
+    sums = [f"%sum{slot}" for slot in range(3)]
+    of = v.type(f"i{dst.bits}")
+    y, ends = product(v, values, dst, load(v, values), sums, clamp=clamp)
+    carried = [
+        f"{total} = phi i64 [0, %entry], [{end}, %join]"
+        for total, end in zip(sums, ends, strict=True)
+    ]
+    return LOOP.format(
+        name=name,
+        arguments=_ARGUMENTS,
+        attributes="alwaysinline" if width > 1 else "noinline",
+        carried="\n  ".join(carried),
+        body="\n  ".join(["%index = add i64 %first, %at", *v.lines]),
+        target=f"i{dst.bits}",
+        index="%index",
+        stored=of,
+        y=y,
+        width=width,
+        ends="".join(TOLD.format(slot=slot, value=end) for slot, end in enumerate(ends)),
+    )
+
+
+_ARGUMENTS = """
+    ptr noalias %src, ptr noalias %out, i64 %first, i64 %numel, float %scale, float %zero,
+    i32 %guard, ptr noalias %table, ptr noalias %tally
+"""
+
+_PLACE = (
+    *("lines", "line.nbytes", "numel", "first", "pitch"),
+    *("rows", "width", "tall", "wide", "per.row", "per.matrix"),
+)
+
+_KERNEL = """
+define void @{symbol}(
+    ptr noalias %src, ptr noalias %out, ptr noalias %scales, ptr noalias %zeros,
+    ptr noalias %table, ptr noalias %place, ptr noalias %tally
+) nounwind {{
+entry:
+  {enter}
+  {place}
+  br label %line.head
+line.head:
+  %line = phi i64 [0, %entry], [%line.next, %line.end]
+  %line.more = icmp ult i64 %line, %lines
+  br i1 %line.more, label %line.body, label %exit
+line.body:
+  %src.offset = mul i64 %line, %line.nbytes
+  %src.line = getelementptr i8, ptr %src, i64 %src.offset
+  %out.offset = mul i64 %line, %numel
+  %out.line = getelementptr {target}, ptr %out, i64 %out.offset
+  %beyond = mul i64 %line, %pitch
+  %element = add i64 %first, %beyond
+  %row.number = udiv i64 %element, %width
+  %column.first = urem i64 %element, %width
+  %matrix.first = udiv i64 %row.number, %rows
+  %row.first = urem i64 %row.number, %rows
+  br label %head
+head:
+  %at = phi i64 [0, %line.body], [%at.next, %after]
+  %column = phi i64 [%column.first, %line.body], [%column.next, %after]
+  %row = phi i64 [%row.first, %line.body], [%row.next, %after]
+  %matrix = phi i64 [%matrix.first, %line.body], [%matrix.next, %after]
+  %more = icmp ult i64 %at, %numel
+  br i1 %more, label %segment, label %line.end
+line.end:
+  %line.next = add i64 %line, 1
+  br label %line.head
+segment:
+  %across = udiv i64 %column, %wide
+  %down = udiv i64 %row, %tall
+  %before = mul i64 %matrix, %per.matrix
+  %above = mul i64 %down, %per.row
+  %block.row = add i64 %before, %above
+  %index = add i64 %block.row, %across
+  {scale}
+  %block.next = add i64 %across, 1
+  %block.end = mul i64 %block.next, %wide
+  %stop = call i64 @llvm.umin.i64(i64 %block.end, i64 %width)
+  %here = sub i64 %stop, %column
+  %left = sub i64 %numel, %at
+  %take = call i64 @llvm.umin.i64(i64 %here, i64 %left)
+  %whole = and i64 %take, -{vector}
+  %few = sub i64 %take, %whole
+  %at.few = add i64 %at, %whole
+  call void @vectors(ptr %src.line, ptr %out.line, i64 %at, i64 %whole, float %scale, float %zero,
+                     i32 %guard, ptr %table, ptr %tally)
+  %is.whole = icmp eq i64 %few, 0
+  br i1 %is.whole, label %after, label %rest
+rest:
+  call void @scalars(ptr %src.line, ptr %out.line, i64 %at.few, i64 %few, float %scale, float %zero,
+                     i32 %guard, ptr %table, ptr %tally)
+  br label %after
+after:
+  %at.next = add i64 %at, %take
+  %column.end = add i64 %column, %take
+  %is.row.end = icmp eq i64 %column.end, %width
+  %column.next = select i1 %is.row.end, i64 0, i64 %column.end
+  %row.more = zext i1 %is.row.end to i64
+  %row.end = add i64 %row, %row.more
+  %is.matrix.end = icmp eq i64 %row.end, %rows
+  %row.next = select i1 %is.matrix.end, i64 0, i64 %row.end
+  %matrix.more = zext i1 %is.matrix.end to i64
+  %matrix.next = add i64 %matrix, %matrix.more
+  br label %head
+exit:
+  {leave}
+  ret void
+}}
+"""
+
+
+def scale_of(values: Values, one: Vector, index: str = "%index") -> None:
+    """Instructions for ``%scale`` and ``%zero``, and for ``%guard``: which products are doubtful.
+
+    They are number ``index`` of ``%scales`` and ``%zeros``.
+    """
+    if values.exponents:
+        place = one.emit(f"getelementptr i8, ptr %scales, i64 {index}")
+        wide = one.emit(f"zext i8 {one.emit(f'load i8, ptr {place}')} to i32")
+        shifted = one.op("shl", "i32", wide, 23)
+        is_least = one.op("icmp eq", "i32", wide, 0)
+        bits = one.select(is_least, "i32", 1 << 22, shifted)  # 2^-127 is subnormal
+        one.lines.append(f"%scale = bitcast i32 {bits} to float")
+    else:
+        place = one.emit(f"getelementptr float, ptr %scales, i64 {index}")
+        one.lines.append(f"%scale = load float, ptr {place}")
+        bits = one.emit("bitcast float %scale to i32")
+    if values.has_zeros:
+        place = one.emit(f"getelementptr float, ptr %zeros, i64 {index}")
+        one.lines.append(f"%zero = load float, ptr {place}")
+    else:
+        one.lines.append("%zero = fadd float 0.0, 0.0")
+    # a value and a scale of 24 bits together have an exact product
+    mask = (1 << min(values.significant_bits, 23)) - 1
+    is_short = one.op("icmp eq", "i32", one.op("and", "i32", bits, mask), 0)
+    one.lines.append(f"%guard = select i1 {is_short}, i32 -1, i32 0")
+
+
+def kernel_ir(
+    values: Values, dst: DType, *, clamp: bool, native_half: bool, architecture: str
+) -> str:
+    """LLVM IR of ``void dequantise(src, out, scales, zeros, table, place, tally)``.
+
+    ``place`` is lines, bytes of a line, elements of a line, and first and pitch as of
+    `Decoder.decode`; then rows, width, tall, wide, per_row and per_matrix of a `Weight`; 64 bits
+    each. It adds to ``tally`` as `cast.kernels.kernel_ir`.
+    """
+    enter, leave = ENVIRONMENT.get(architecture, ("", ""))
+    functions = (
+        _segment(name, values, dst, clamp=clamp, native_half=native_half, width=width)
+        for name, width in (("vectors", _WIDTH), ("scalars", 1))
+    )
+    place = []
+    one = Vector(1, native_half)
+    scale_of(values, one)
+    for slot, name in enumerate(_PLACE):
+        place.append(f"%at.{name} = getelementptr i64, ptr %place, i64 {slot}")
+        place.append(f"%{name} = load i64, ptr %at.{name}")
+    return "".join(functions) + _KERNEL.format(
+        symbol=SYMBOL,
+        enter=enter,
+        place="\n  ".join(place),
+        scale="\n  ".join(one.lines),
+        vector=_WIDTH,
+        target=f"i{dst.bits}",
+        leave=leave,
+    )
+
+
+#: Addresses of source, out, scales, zeros and table; place and tally: see `kernel_ir`. It drops the
+#: interpreter's lock, and any number of threads may be in it.
+Kernel = Callable[..., None]
+_KERNEL_TYPE = CFUNCTYPE(None, *[c_void_p] * 7)
+_compiling = threading.Lock()
+
+
+def compile_kernel(values: Values, dst: DType, *, clamp: bool) -> Kernel:
+    """The kernel of a layout for this CPU, compiled once per process; any thread may call it.
+
+    Raises:
+        UnsupportedCastError: llvmlite is missing or cannot compile for this machine.
+    """
+    with _compiling:
+        found = _compile(values, dst, clamp)
+    if isinstance(found, str):
+        raise UnsupportedCastError(values.name, dst.name, reason=found)
+    return found
+
+
+@cache
+def _compile(values: Values, dst: DType, clamp: bool) -> Kernel | str:
+    def ir(native_half: bool, architecture: str) -> str:
+        return kernel_ir(
+            values, dst, clamp=clamp, native_half=native_half, architecture=architecture
+        )
+
+    kernel: Kernel | str = link_kernel(ir, SYMBOL, _KERNEL_TYPE, kept_object)
+    return kernel

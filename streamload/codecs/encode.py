@@ -1,0 +1,298 @@
+"""What all formats share: units are checked, and shared out between kernel and oracle."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from streamload.codecs.kernels import Kernel, Recipe, Tally, compile_kernel
+from streamload.codecs.scheme import SOURCES, Array, Engine, Part, QuantCounts
+from streamload.core.dtypes import DType
+from streamload.errors import UnsupportedCastError
+
+_ORACLE_NUMEL = 1 << 16  # elements that the oracle takes at once: its temporaries stay small
+
+
+class Encoded(NamedTuple):
+    """What an oracle makes of units.
+
+    Attributes:
+        codes: bytes, one row a unit.
+        decoded: float32 elements, as the codes decode before any nesting of statistics.
+        statistics: float32, one a unit, or none.
+        overflowed: how many elements float16 did not reach.
+    """
+
+    codes: Array
+    decoded: Array
+    statistics: Array
+    overflowed: int = 0
+
+
+@dataclass(frozen=True)
+class Units(ABC):
+    """A tensor as units of one format: the base of every `Quantised`.
+
+    Args:
+        format: the format's name.
+        shape: of the tensor.
+        dtype: of the tensor.
+    """
+
+    format: str
+    shape: tuple[int, ...]
+    dtype: DType
+
+    #: whether a unit has a float32 statistic
+    has_statistics = False
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def units(self) -> int:
+        """Units of the tensor, a short one included."""
+        return -(-self.numel // self.unit_numel)
+
+    @property
+    def device_parts(self) -> tuple[str, ...] | None:
+        """See `Quantised.device_parts`."""
+        return None if self.has_statistics else ()
+
+    @property
+    def statistics_nbytes(self) -> int:
+        """Bytes of the statistics that an encoder holds."""
+        return 4 * self.units if self.has_statistics else 0
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[Part, ...]:
+        """Arrays of the tensor when it is quantised."""
+
+    @property
+    @abstractmethod
+    def unit_numel(self) -> int:
+        """Elements of a unit."""
+
+    @property
+    @abstractmethod
+    def unit_nbytes(self) -> int:
+        """Bytes of a unit's codes."""
+
+    @property
+    @abstractmethod
+    def recipe(self) -> Recipe:
+        """What the kernels do to a unit."""
+
+    @property
+    def device_recipe(self) -> Recipe:
+        """What CUDA's kernels do to a unit, where a library computes differently there."""
+        return self.recipe
+
+    @property
+    def on_cuda(self) -> tuple[Units, ...]:
+        """See `Quantised.on_cuda`."""
+        return (self,)
+
+    @abstractmethod
+    def encoded(self, x: Array) -> Encoded:
+        """The oracle: finite float32 units, one a row, to codes. A short last one comes alone."""
+
+    def constants(self, offset: float = 0.0) -> dict[str, Array]:
+        """See `Quantised.constants`."""
+        return {}
+
+    def finished(self, statistics: Array) -> dict[str, Array]:
+        """The parts beside the codes, by suffix."""
+        own = dict.fromkeys(self.device_parts or (), statistics)
+        return {**own, **self.constants()}
+
+    @abstractmethod
+    def decode(self, parts: Mapping[str, Any]) -> Array:
+        """See `Quantised.decode`."""
+
+    @abstractmethod
+    def bound(self, parts: Mapping[str, Any]) -> Array:
+        """See `Quantised.bound`."""
+
+    def codes_nbytes(self, numel: int) -> int:
+        """Bytes of the codes of some elements from a unit's first on."""
+        whole, rest = divmod(numel, self.unit_numel)
+        return whole * self.unit_nbytes + -(-rest * self.unit_nbytes // self.unit_numel)
+
+    def part(self, parts: Mapping[str, Any], suffix: str) -> Array:
+        """One of the parts as an array of its dtype and shape."""
+        part = next(part for part in self.parts if part.suffix == suffix)
+        given = parts[suffix]
+        flat = np.frombuffer(
+            given if isinstance(given, np.ndarray) else memoryview(given), np.uint8
+        )
+        array: Array = flat.view(part.dtype.numpy).reshape(part.shape)
+        return array
+
+    def encoder(self, src: DType, engine: Engine = "auto") -> UnitEncoder:
+        """See `Quantised.encoder`."""
+        if src not in SOURCES:
+            raise ValueError(
+                f"{self.format} is made from {', '.join(d.name for d in SOURCES)}, not {src.name}"
+            )
+        if sys.byteorder != "little":
+            reason = "checkpoints are little-endian and this CPU is not"
+            raise UnsupportedCastError(src.name, self.format, reason=reason)
+        kernel = None
+        if engine != "numpy":
+            try:
+                kernel = compile_kernel(self.recipe, src, self.format)
+            except UnsupportedCastError:
+                if engine == "llvm":
+                    raise
+        return UnitEncoder(self, src, kernel)
+
+
+class _CutInUnits(Protocol):
+    """What `checked_numel` has to know of a weight; see `quant.base.Quantised`."""
+
+    @property
+    def format(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def unit_numel(self) -> int: ...
+
+    def codes_nbytes(self, numel: int) -> int: ...
+
+
+def checked_numel(
+    tensor: _CutInUnits, src: DType, data: memoryview, out: memoryview, first: int
+) -> int:
+    """How many elements `Encoder.encode` is given: whole units, but for the tensor's last one.
+
+    Raises:
+        ValueError: they are no such units, or ``out`` has another length, or cannot be written.
+    """
+    unit, total = tensor.unit_numel, math.prod(tensor.shape)
+    numel, odd = divmod(data.nbytes, src.itemsize)
+    is_last = first + numel == total
+    if odd or first % unit or first + numel > total or (numel % unit and not is_last):
+        raise ValueError(
+            f"{tensor.format}: {data.nbytes} bytes of {src.name} from element {first} on are not "
+            f"whole units of {unit} of {total} elements"
+        )
+    if out.nbytes != tensor.codes_nbytes(numel):
+        raise ValueError(
+            f"{tensor.format}: the codes of {numel} elements take {tensor.codes_nbytes(numel)} "
+            f"bytes, not {out.nbytes}"
+        )
+    if out.readonly or not (out.c_contiguous and data.c_contiguous):
+        raise ValueError("quantising reads contiguous bytes and writes contiguous, writable ones")
+    return numel
+
+
+class UnitEncoder:
+    """An `Encoder`: a kernel for whole units, the oracle for a short one and without a kernel."""
+
+    def __init__(self, tensor: Units, src: DType, kernel: Kernel | None) -> None:
+        self._tensor, self._src, self._kernel = tensor, src, kernel
+        self.statistics: Array = np.zeros(tensor.statistics_nbytes // 4, np.float32)
+
+    def encode(self, data: memoryview, out: memoryview, first: int) -> QuantCounts:
+        """See `Encoder.encode`."""
+        tensor, unit = self._tensor, self._tensor.unit_numel
+        numel = checked_numel(tensor, self._src, data, out, first)
+        source, target = np.frombuffer(data, np.uint8), np.frombuffer(out, np.uint8)
+        at = first // unit if tensor.has_statistics else 0
+        statistics = self.statistics[at:]
+        whole = numel // unit if self._kernel is not None else 0
+        counts = QuantCounts()
+        if whole:
+            counts = self._by_kernel(source, target, statistics, whole)
+        done = whole * unit
+        by_oracle = target[whole * tensor.unit_nbytes :]
+        rest = source[done * self._src.itemsize :]
+        return counts + self._by_oracle(rest, by_oracle, statistics[whole:], numel - done)
+
+    def finish(self) -> dict[str, memoryview]:
+        """See `Encoder.finish`."""
+        found = self._tensor.finished(self.statistics)
+        return {name: _bytes(array) for name, array in found.items()}
+
+    def _by_kernel(self, source: Array, out: Array, statistics: Array, units: int) -> QuantCounts:
+        assert self._kernel is not None
+        unit = self._tensor.unit_numel
+        tally = Tally()
+        at, to, stats = (a.__array_interface__["data"][0] for a in (source, out, statistics))
+        self._kernel(at, to, stats, units, unit, ctypes.addressof(tally))
+        return tally.counts(units * unit)
+
+    def _by_oracle(self, source: Array, out: Array, statistics: Array, numel: int) -> QuantCounts:
+        tensor, unit = self._tensor, self._tensor.unit_numel
+        itemsize = self._src.itemsize
+        step = max(_ORACLE_NUMEL // unit, 1) * unit
+        counts = QuantCounts()
+        for start in range(0, numel, step):
+            # whole units at once, and a short one alone
+            some = min(step, numel - start)
+            some -= some % unit if some > unit else 0
+            for begin, count in ((start, some), (start + some, min(step, numel - start) - some)):
+                if not count:
+                    continue
+                # copy: numpy and ml_dtypes are only right, or fast, on aligned elements
+                raw = source[begin * itemsize : (begin + count) * itemsize].copy()
+                x = raw.view(self._src.numpy).astype(np.float32)
+                clean, nan, inf = cleaned(x.reshape(-1, min(unit, count)))
+                found = tensor.encoded(clean)
+                at = begin // unit
+                codes = found.codes.reshape(-1).view(np.uint8)
+                out[at * tensor.unit_nbytes :][: codes.size] = codes
+                if tensor.has_statistics:
+                    statistics[at : at + clean.shape[0]] = found.statistics
+                counts += _counted(clean, found, nan, inf)
+        return counts
+
+
+def _bytes(array: Any) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))
+
+
+def cleaned(x: Array) -> tuple[Array, int, int]:
+    """Units without NaN and infinity, by the rule of `quant.base`, and how many there were.
+
+    Args:
+        x: float32, one unit a row.
+    """
+    finite = np.isfinite(x)
+    if finite.all():
+        return x, 0, 0
+    nan, inf = np.isnan(x), np.isinf(x)
+    most = np.where(finite, np.abs(x), 0).max(axis=1, keepdims=True)
+    x = np.where(inf, np.copysign(most, x), np.where(nan, np.float32(0), x))
+    return x, int(np.count_nonzero(nan)), int(np.count_nonzero(inf))
+
+
+def _counted(x: Array, found: Encoded, nan: int, inf: int) -> QuantCounts:
+    with np.errstate(all="ignore"):
+        errors = np.abs(x - found.decoded.reshape(x.shape))
+        errors[np.isnan(errors)] = np.inf
+        wide = errors.astype(np.float64)
+        squares = x.astype(np.float64)
+        return QuantCounts(
+            largest_error=float(errors.max()),
+            squared_error=float((wide * wide).sum()),
+            squared=float((squares * squares).sum()),
+            largest=float(np.abs(x).max()),
+            numel=x.size,
+            nan=nan,
+            inf=inf,
+            overflowed=found.overflowed,
+        )

@@ -1,0 +1,116 @@
+"""Floating-point formats, and what casts from one to another do to their values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from streamload.core.dtypes import BY_CODE, DType
+
+
+@dataclass(frozen=True, slots=True)
+class FloatFormat:
+    """One binary floating-point format.
+
+    Sources: IEEE 754-2019 (F16, F32, F64); Intel, "BFLOAT16 - Hardware Numerics Definition", 2018;
+    P. Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433 (E4M3 has a NaN where
+    others have infinity).
+
+    Attributes:
+        bits: width of a value.
+        mantissa_bits: stored bits of the significand.
+        bias: of the exponent.
+        max_exponent: of the largest finite value.
+        special: the smallest magnitude, as an integer, that is not a finite number.
+    """
+
+    bits: int
+    mantissa_bits: int
+    bias: int
+    max_exponent: int
+    special: int
+
+    @property
+    def magnitude(self) -> int:
+        """Mask of every bit but the sign."""
+        return (1 << (self.bits - 1)) - 1
+
+
+def _ieee(bits: int, mantissa_bits: int) -> FloatFormat:
+    bias = (1 << (bits - mantissa_bits - 2)) - 1
+    return FloatFormat(bits, mantissa_bits, bias, bias, (2 * bias + 1) << mantissa_bits)
+
+
+#: safetensors code to format, for every dtype that is cast.
+FORMATS: Mapping[str, FloatFormat] = MappingProxyType(
+    {
+        "F8_E5M2": _ieee(8, 2),
+        "F8_E4M3": FloatFormat(8, 3, bias=7, max_exponent=8, special=0x7F),
+        "F16": _ieee(16, 10),
+        "BF16": _ieee(16, 7),
+        "F32": _ieee(32, 23),
+        "F64": _ieee(64, 52),
+    }
+)
+#: every pair of different dtypes that has a kernel, as (source, target).
+PAIRS: tuple[tuple[DType, DType], ...] = tuple(
+    (BY_CODE[src], BY_CODE[dst])
+    for src in FORMATS
+    for dst in ("F16", "BF16", "F32", "F64")
+    if src != dst
+)
+
+
+def lossless(src: DType, dst: DType) -> bool:
+    """Whether every value of ``src`` is also one of ``dst``; both are in `FORMATS`."""
+    source, target = FORMATS[src.code], FORMATS[dst.code]
+    return (
+        target.mantissa_bits >= source.mantissa_bits
+        and target.max_exponent >= source.max_exponent
+        and target.bias + target.mantissa_bits >= source.bias + source.mantissa_bits  # subnormals
+    )
+
+
+def overflow_start(src: DType, dst: DType) -> int | None:
+    """The smallest magnitude of ``src``, as an integer, that rounds to infinity in ``dst``.
+
+    The midpoint between the largest finite value and the power of two above it is a tie and goes
+    to the even one, infinity. None where every finite value stays finite.
+    """
+    source, target = FORMATS[src.code], FORMATS[dst.code]
+    one = 1 << source.mantissa_bits
+    midpoint = (target.max_exponent + source.bias + 1) * one - (one >> (target.mantissa_bits + 1))
+    return midpoint if midpoint < source.special else None
+
+
+def flush_stop(src: DType, dst: DType) -> int | None:
+    """The smallest magnitude of ``src``, as an integer, that does not round to zero in ``dst``.
+
+    It follows half of the smallest subnormal, which is a tie and goes to the even one, zero. None
+    where nothing but zero becomes zero.
+    """
+    source, target = FORMATS[src.code], FORMATS[dst.code]
+    exponent = source.bias - target.bias - target.mantissa_bits
+    if exponent > 0:
+        return (exponent << source.mantissa_bits) + 1
+    tie = 1 << source.mantissa_bits >> (1 - exponent)  # a subnormal of the source
+    return tie + 1 if tie else None
+
+
+def plain_range(src: DType, dst: DType, *, direct: bool) -> tuple[int, int]:
+    """The magnitudes of ``src``, as integers, that a kernel casts the short way, beside zero.
+
+    They are normal numbers before and after the cast, so that the same bits are lost in all. Where
+    the CPU does the cast and the target has the longer significand, the largest subnormals of the
+    target are among them: those have room for every bit of the source.
+
+    Returns:
+        The first one, and the one after the last.
+    """
+    source, target = FORMATS[src.code], FORMATS[dst.code]
+    exponent = source.bias - target.bias + 1
+    if direct:
+        exponent -= max(target.mantissa_bits - source.mantissa_bits, 0)
+    start = max(exponent, 1) << source.mantissa_bits
+    return start, overflow_start(src, dst) or source.special

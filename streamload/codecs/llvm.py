@@ -1,0 +1,203 @@
+"""LLVM: IR to an object file for a CPU, what that takes from elsewhere, and into this process.
+
+Sources: llvmlite's documentation; System V Application Binary Interface, "Object Files".
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from streamload.core.system import libc, place_code
+
+ELF = b"\x7fELF"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What to compile for.
+
+    Attributes:
+        triple: LLVM target triple.
+        cpu: LLVM's name of the CPU, or "" for the least one.
+        features: LLVM features, as in "+f16c,-avx512f".
+    """
+
+    triple: str
+    cpu: str = ""
+    features: str = ""
+
+    @property
+    def architecture(self) -> str:
+        """The first part of the triple, in LLVM's long spelling."""
+        name = self.triple.partition("-")[0]
+        return {"arm64": "aarch64", "amd64": "x86_64"}.get(name, name)
+
+    @property
+    def native_half(self) -> bool:
+        """Whether the CPU is known to convert between float16 and float32."""
+        return self.architecture == "aarch64" or "+f16c" in self.features.split(",")
+
+
+def host_target() -> Target:
+    """This CPU, with the features that the operating system lets it use.
+
+    Raises:
+        ImportError: llvmlite is not installed.
+        OSError: its library does not load.
+    """
+    import llvmlite.binding as llvm
+
+    triple = llvm.get_process_triple()
+    try:
+        return Target(triple, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
+    except RuntimeError:  # LLVM cannot tell on this architecture: the least CPU is safe
+        return Target(triple)
+
+
+def compile_object(ir: str, target: Target) -> bytes:
+    """Compile IR to an object file.
+
+    Raises:
+        RuntimeError: LLVM does not accept the IR, or does not know the target (those that are not
+            of this machine's architecture have to be initialised in llvmlite first).
+    """
+    import llvmlite.binding as llvm
+
+    module = llvm.parse_assembly(ir)
+    module.verify()
+    image: bytes = _machine(target).emit_object(module)
+    return image
+
+
+def _machine(target: Target) -> Any:
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    # jit: code and constants may end up further apart than 32-bit offsets reach
+    return llvm.Target.from_triple(target.triple).create_target_machine(
+        cpu=target.cpu, features=target.features, opt=3, jit=True
+    )
+
+
+#: An entry of the symbol table: System V Application Binary Interface, "Object Files".
+_SYMBOLS = np.dtype(
+    [("name", "<u4"), ("info", "<u2"), ("section", "<u2"), ("value", "<u8"), ("nbytes", "<u8")]
+)
+_CODE = (b".text", b".ltext")  # the second in the large code model
+_READ = (*_CODE, b".symtab", b".strtab")
+
+
+def _sections(image: bytes) -> dict[bytes, bytes]:
+    """The sections of an ELF object that are not empty, by name, with the bytes of `_READ`.
+
+    Raises:
+        ValueError: the bytes are not such an object.
+    """
+    if image[:6] != ELF + b"\x02\x01":
+        raise ValueError("not a 64-bit little-endian ELF object")
+    import llvmlite.binding as llvm
+
+    sections = llvm.ObjectFileRef.from_data(image).sections()
+    filled = ((section.name(), section) for section in sections if section.size())
+    return {name: section.data() if name in _READ else b"" for name, section in filled}
+
+
+def undefined_symbols(image: bytes) -> tuple[str, ...]:
+    """Names that an ELF object takes from elsewhere; a kernel must take none.
+
+    Raises:
+        ValueError: the bytes are not a 64-bit little-endian ELF object.
+    """
+    sections = _sections(image)
+    symbols = np.frombuffer(sections[b".symtab"], _SYMBOLS)[1:]  # the first is empty
+    names = sections[b".strtab"]
+    starts = symbols["name"][symbols["section"] == 0].tolist()
+    return tuple(names[start : names.index(0, start)].decode() for start in starts)
+
+
+def movable_code(image: bytes) -> bytes | None:
+    """The code of an ELF object of one function, which runs wherever it lies.
+
+    Returns:
+        None where the object has to be linked first: its code refers to other sections (constants,
+        a table of jumps) or to other objects, or is in several sections.
+
+    Raises:
+        ValueError: the bytes are not a 64-bit little-endian ELF object.
+    """
+    sections = _sections(image)
+    code = [name for name in sections if name in _CODE]
+    # the table for unwinding is relocated as well, and nothing unwinds this code
+    relocations = [name for name in sections if name.endswith(_CODE) and name not in _CODE]
+    return None if len(code) != 1 or relocations else sections[code[0]]
+
+
+def link_object(image: bytes, target: Target, symbol: str, prototype: Any) -> Any:
+    """Load an object of `compile_object` into this process.
+
+    Args:
+        image: an object without undefined symbols: calling one that has any kills the process.
+        target: what it was compiled for, which this CPU has to be able to run.
+        symbol: the name of a function.
+        prototype: its type, of ctypes.
+
+    Returns:
+        The function; its code lives as long.
+
+    Raises:
+        OSError: the system refuses executable memory.
+        RuntimeError: the object does not hold the function.
+    """
+    import llvmlite.binding as llvm
+
+    if sys.platform == "linux":  # LLVM does not look whether it got any: the first call would die
+        libc().munmap(place_code(bytes(1)), 1)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(target))
+    engine.add_object_file(llvm.ObjectFileRef.from_data(image))
+    engine.finalize_object()
+    address = engine.get_function_address(symbol)
+    if not address:
+        raise RuntimeError(f"the object holds no function {symbol!r}")
+    function = prototype(address)
+    function.engine = engine  # owns the code
+    return function
+
+
+def link_kernel(
+    ir: Callable[[bool, str], str],
+    symbol: str,
+    prototype: Any,
+    compiled: Callable[[str, Target], bytes] = compile_object,
+) -> Any:
+    """Compile a kernel for this CPU, and load it, if it takes nothing from elsewhere.
+
+    Args:
+        ir: makes its IR, from whether the CPU converts between float16 and float32, and the first
+            part of the target triple.
+        symbol: the function's name.
+        prototype: its type, of ctypes.
+        compiled: `compile_object`, or what keeps its results.
+
+    Returns:
+        The function, or a text that says why there is none.
+    """
+    try:
+        target = host_target()
+        for native_half in (True, False) if target.native_half else (False,):
+            text = ir(native_half, target.architecture)
+            image = compiled(text, target)
+            scanned = image
+            if not image.startswith(ELF):  # macOS: the same code in a format that can be read
+                scanned = compiled(text, replace(target, triple=f"{target.triple}-elf"))
+            needed = undefined_symbols(scanned)
+            if not needed:
+                return link_object(image, target, symbol, prototype)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        return f"no LLVM kernel for this machine: {error}"
+    return f"the compiled kernel would call {', '.join(needed)}"

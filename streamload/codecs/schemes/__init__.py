@@ -1,0 +1,1 @@
+"""One module a library's layouts: recognize, decode, encode."""

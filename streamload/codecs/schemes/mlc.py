@@ -1,0 +1,347 @@
+"""MLC-LLM's group quantisation: groups of 32 or 40 elements of a row, in words of 32 bits.
+
+A group has a float16 scale, and codes of b bits, 4 or 3. With M = 2^(b - 1) - 1 the scale is the
+largest magnitude divided by M; a code is an element divided by the scale, plus M, to nearest, ties
+to even, from 0 to 2 M; it decodes to (code - M) times the scale. A little-endian uint32 holds
+32 // b codes, the first in its low bits. A group has words of its own: where a row ends within its
+last group, the bits that are left are 0. Codes are M where the scale is 0 in float16, and where it
+is infinite: the group's elements count as overflowed then.
+
+``q4f16_1`` and ``q3f16_1`` keep the rows: words and scales are matrices with a row for each of the
+weight's. ``q4f16_0`` stores both transposed, for weights (not embeddings) alone: it is made of the
+tensor (groups of a row, rows, 32), which is a permutation of the weight that has runs of 32.
+
+Source: github.com/mlc-ai/mlc-llm, group_quantization.py (``_quantize``, ``_dequantize``), utils.py
+(``pack_weight``) and quantization.py (the names) of python/mlc_llm/quantization. MLC divides and
+adds in float16, here it is float32: where that rounds differently, the code here is the nearer one.
+
+Error: half a step, and what rounding the scale to float16 does to the largest code of M.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from streamload.codecs.cast import Vector
+from streamload.codecs.encode import Encoded, Units, checked_numel
+from streamload.codecs.kernels import Packing, Scalars, minimum
+from streamload.codecs.scheme import Array, Engine, Part, QuantCounts, check_source, register
+from streamload.codecs.schemes.ggml import half_scale, stored
+from streamload.core.dtypes import BY_CODE, F16, DType
+
+#: The names of words and of scales, in place of "weight".
+CODES, SCALES = "q_weight", "q_scale"
+_WORDS = 4  # of a group
+_GROUP = np.dtype([("scale", "<f2"), ("words", "<u4", _WORDS)])
+_AS_BYTES = np.dtype([("scale", "V2"), ("words", f"V{4 * _WORDS}")])  # numpy copies these faster
+#: Added to a float32, it rounds to a whole number, which is in the low bits then.
+_ROUNDS = 1.5 * 2**23
+_ROUNDS_BITS = int(np.float32(_ROUNDS).view(np.uint32))
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    bits: int
+    header_nbytes = 2
+    signed = False
+    goes_through_half = False
+
+    @property
+    def most(self) -> int:
+        """What a code of the largest magnitude is away from that of 0."""
+        return (1 << self.bits - 1) - 1
+
+    @property
+    def numel(self) -> int:
+        """Elements of a group."""
+        return _WORDS * (32 // self.bits)
+
+    @property
+    def packing(self) -> Packing:
+        """See `quant.kernels.Recipe`."""
+        return "low pairs" if self.bits == 4 else "tens"
+
+    def scalars(self, one: Vector, largest: str) -> Scalars:
+        d = one.op("fdiv", "float", largest, float(self.most))
+        half, kept, overflowed, _ = half_scale(one, d)
+        is_zero = one.op("fcmp oeq", "float", kept, 0.0)
+        divisor = one.select(is_zero, "float", math.inf, kept)
+        return Scalars((divisor, kept), header=half, overflowed=overflowed)
+
+    def encode(self, v: Vector, x: str, scalars: Sequence[str]) -> tuple[str, str]:
+        divisor, d = scalars
+        steps = v.op("fadd", "float", v.op("fdiv", "float", x, divisor), float(self.most))
+        rounded = v.convert("bitcast", "float", v.op("fadd", "float", steps, _ROUNDS), "i32")
+        code = v.op("sub", "i32", rounded, _ROUNDS_BITS)
+        code = v.select(v.op("icmp slt", "i32", code, 0), "i32", 0, code)
+        code = minimum(v, "i32", code, 2 * self.most)
+        value = v.convert("sitofp", "i32", v.op("sub", "i32", code, self.most), "float")
+        return code, v.op("fmul", "float", value, d)
+
+
+@dataclass(frozen=True)
+class _Groups(Units):
+    """Whole groups one after the other, each its scale and its words."""
+
+    bits: int
+
+    @property
+    def recipe(self) -> _Recipe:
+        """See `quant.kernels.Recipe`."""
+        return _Recipe(self.bits)
+
+    @property
+    def unit_numel(self) -> int:
+        """Elements of a group."""
+        return self.recipe.numel
+
+    @property
+    def unit_nbytes(self) -> int:
+        """Bytes of a group."""
+        return _GROUP.itemsize
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The groups, as bytes."""
+        return (Part("", BY_CODE["U8"], (self.units, self.unit_nbytes)),)
+
+    def encoded(self, x: Array) -> Encoded:
+        """See `Units.encoded`."""
+        most = np.float32(self.recipe.most)
+        header, kept = stored(np.abs(x).max(axis=1, keepdims=True) / most)
+        divisor = np.where(kept == 0, np.float32(np.inf), kept)
+        codes = np.clip(np.rint(x / divisor + most), 0, 2 * most)
+        with np.errstate(invalid="ignore"):
+            decoded = (codes - most) * kept
+        shifts = self.bits * np.arange(32 // self.bits, dtype=np.uint32)
+        by_word = codes.astype(np.uint32).reshape(len(x), _WORDS, -1) << shifts
+        words = np.bitwise_or.reduce(by_word, axis=2)
+        both = np.concatenate([header, words.view(np.uint8)], axis=1)
+        overflowed = self.unit_numel * int(np.count_nonzero(np.isinf(kept)))
+        return Encoded(both, decoded, np.empty(0, np.float32), overflowed)
+
+    def decode(self, parts: Mapping[str, Any]) -> Array:
+        """See `Quantised.decode`."""
+        groups = np.frombuffer(memoryview(parts[""]), _GROUP)
+        shifts = self.bits * np.arange(32 // self.bits, dtype=np.uint32)
+        codes = groups["words"][:, :, None] >> shifts & (2**self.bits - 1)
+        steps = codes.reshape(self.units, -1).astype(np.float32) - self.recipe.most
+        with np.errstate(invalid="ignore"):
+            found: Array = steps * groups["scale"][:, None].astype(np.float32)
+        return found.reshape(self.shape)
+
+    def bound(self, parts: Mapping[str, Any]) -> Array:
+        """Half a step, and M times the rounding of the scale to float16, subnormal or not."""
+        groups = np.frombuffer(memoryview(parts[""]), _GROUP)
+        d, most = groups["scale"][:, None].astype(np.float64), self.recipe.most
+        found = d * (0.5 + (most + 1) * 2.0**-11) + (most + 1) * 2.0**-25
+        return np.broadcast_to(found, (self.units, self.unit_numel)).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class MLCWeight:
+    """A tensor ``layer.q_weight`` as words and scales; see `quant.base.Quantised`.
+
+    Attributes:
+        shape: of the tensor: rows, or (groups of a row, rows, 32) where it is stored transposed.
+        dtype: its dtype.
+        bits: of a code.
+        is_turned: whether words and scales are stored transposed.
+    """
+
+    format: str
+    shape: tuple[int, ...]
+    dtype: DType
+    bits: int
+    is_turned: bool
+
+    statistics_nbytes = 0
+    device_parts = None
+    on_cuda = ()
+
+    @property
+    def group_numel(self) -> int:
+        """Elements of a group."""
+        return _Recipe(self.bits).numel
+
+    @property
+    def row_groups(self) -> int:
+        """Groups of a row, of which the last may be short."""
+        return -(-self.shape[-1] // self.group_numel)
+
+    @property
+    def group_count(self) -> int:
+        """Groups of the tensor."""
+        return math.prod(self.shape[:-1]) * self.row_groups
+
+    @property
+    def has_short_groups(self) -> bool:
+        """Whether a group is short."""
+        return self.shape[-1] % self.group_numel != 0
+
+    @property
+    def groups(self) -> _Groups:
+        """The groups as if all were whole."""
+        shape = self.group_count, self.group_numel
+        return _Groups(self.format, shape, self.dtype, self.bits)
+
+    @property
+    def unit_numel(self) -> int:
+        """Elements of a group; of a row where one is short, of all rows where they are turned."""
+        if self.is_turned:
+            return math.prod(self.shape[1:])
+        return self.shape[-1] if self.has_short_groups else self.group_numel
+
+    @property
+    def unit_groups(self) -> int:
+        """Groups of a unit."""
+        return -(-self.unit_numel // self.group_numel)
+
+    @property
+    def unit_nbytes(self) -> int:
+        """Bytes of a unit's words."""
+        return 4 * _WORDS * self.unit_groups
+
+    @property
+    def units(self) -> int:
+        """How many units there are."""
+        return self.group_count // self.unit_groups
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The words and the scales."""
+        *rows, groups = *self.shape[:-1], self.row_groups
+        scales = tuple(rows) if self.is_turned else (*rows, groups)
+        words = (_WORDS * rows[0], *rows[1:]) if self.is_turned else (*rows, _WORDS * groups)
+        return Part("", BY_CODE["U32"], words), Part(SCALES, F16, scales, beside=True)
+
+    def codes_nbytes(self, numel: int) -> int:
+        """Bytes of the words of some whole units."""
+        return numel // self.unit_numel * self.unit_nbytes
+
+    def constants(self, offset: float = 0.0) -> dict[str, Array]:
+        """See `Quantised.constants`."""
+        return {}
+
+    def encoder(self, src: DType, engine: Engine = "auto") -> MLCEncoder:
+        """See `Quantised.encoder`."""
+        return MLCEncoder(self, src, engine)
+
+    def decode(self, parts: Mapping[str, Any]) -> Array:
+        """See `Quantised.decode`."""
+        return self._cut(self.groups.decode({"": self._joined(parts)}))
+
+    def bound(self, parts: Mapping[str, Any]) -> Array:
+        """See `Quantised.bound`."""
+        return self._cut(self.groups.bound({"": self._joined(parts)}))
+
+    def _joined(self, parts: Mapping[str, Any]) -> Array:
+        """Scales and words by group, as bytes."""
+        words = np.frombuffer(memoryview(parts[""]), "<u4")
+        if self.is_turned:
+            strips, rows, _ = self.shape
+            words = words.reshape(strips, _WORDS, rows).transpose(0, 2, 1)
+        found = np.empty(self.group_count, _GROUP)
+        found["words"] = words.reshape(-1, _WORDS)
+        found["scale"] = np.frombuffer(memoryview(parts[SCALES]), "<f2")
+        return found.view(np.uint8)
+
+    def _cut(self, groups: Array) -> Array:
+        """Elements without those that fill short groups."""
+        rows = groups.reshape(-1, self.row_groups * self.group_numel)
+        return rows[:, : self.shape[-1]].reshape(self.shape)
+
+
+class MLCEncoder:
+    """An `Encoder`: of groups, whose words and scales go to different places."""
+
+    def __init__(self, tensor: MLCWeight, src: DType, engine: Engine) -> None:
+        self._tensor, self._src = tensor, src
+        self._groups = tensor.groups.encoder(src, engine)
+        self._scales = np.zeros(tensor.group_count, "<f2")
+        self.statistics: Array = np.empty(0, np.float32)
+
+    def encode(self, data: memoryview, out: memoryview, first: int) -> QuantCounts:
+        """See `Encoder.encode`."""
+        tensor, unit = self._tensor, self._tensor.unit_numel
+        numel = checked_numel(tensor, self._src, data, out, first)
+        at = first // unit * tensor.unit_groups
+        found = np.empty(numel // unit * tensor.unit_groups, _GROUP)
+        whole = self._filled(data) if tensor.has_short_groups else data
+        made = _bytes(found)
+        counts = self._groups.encode(whole, made, at * tensor.group_numel)
+        self._scales[at : at + len(found)] = found["scale"]
+        if tensor.has_short_groups:
+            counts = self._emptied(found, counts, numel)
+        words = np.frombuffer(out, "<u4")
+        if tensor.is_turned:
+            rows = tensor.shape[1]
+            by_strip = found["words"].reshape(-1, rows, _WORDS)
+            words.reshape(-1, _WORDS, rows)[...] = by_strip.transpose(0, 2, 1)
+        else:
+            words.view(f"V{4 * _WORDS}")[...] = found.view(_AS_BYTES)["words"]
+        return counts
+
+    def finish(self) -> dict[str, memoryview]:
+        """See `Encoder.finish`."""
+        return {SCALES: _bytes(self._scales)}
+
+    def _filled(self, data: memoryview) -> memoryview:
+        """Rows with zeros up to a multiple of a group."""
+        tensor = self._tensor
+        rows = np.frombuffer(data, f"V{self._src.itemsize}").reshape(-1, tensor.shape[-1])
+        filled = np.zeros((len(rows), tensor.row_groups * tensor.group_numel), rows.dtype)
+        filled[:, : tensor.shape[-1]] = rows
+        return _bytes(filled)
+
+    def _emptied(self, found: Array, counts: QuantCounts, numel: int) -> QuantCounts:
+        """Clear the bits of zeros that filled rows, and count without them."""
+        tensor = self._tensor
+        last = found.reshape(-1, tensor.row_groups)[:, -1]
+        per_word = 32 // tensor.bits
+        left = tensor.shape[-1] % tensor.group_numel
+        codes = np.clip(left - per_word * np.arange(_WORDS), 0, per_word)
+        kept = (1 << tensor.bits * codes.astype(np.int64)) - 1
+        last["words"] &= kept.astype("<u4")
+        filled = (tensor.group_numel - left) * int(np.count_nonzero(np.isinf(last["scale"])))
+        return replace(counts, numel=numel, overflowed=counts.overflowed - filled)
+
+
+def _bytes(array: Any) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))
+
+
+@dataclass(frozen=True)
+class MLCGroups:
+    """A format."""
+
+    name: str
+    bits: int
+    is_turned: bool = False
+
+    turns_conv1d = False
+
+    def of(self, shape: tuple[int, ...], src: DType) -> MLCWeight:
+        """See `Format.of`."""
+        check_source(self.name, shape, src)
+        group = _Recipe(self.bits).numel
+        if not shape or (self.is_turned and (len(shape) != 3 or shape[-1] != group)):
+            of = f"(groups, rows, {group})" if self.is_turned else "rows"
+            raise ValueError(f"{self.name} is made from a tensor of {of}, not of shape {shape}")
+        return MLCWeight(self.name, shape, src, self.bits, self.is_turned)
+
+    def config(self, left: Sequence[str], dtype: str) -> None:
+        """See `Format.config`."""
+
+
+register(
+    MLCGroups("q4f16_1", 4),
+    MLCGroups("q4f16_0", 4, is_turned=True),
+    MLCGroups("q3f16_1", 3),
+    in_models=False,
+)

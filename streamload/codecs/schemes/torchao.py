@@ -1,0 +1,92 @@
+"""Weights that torchao flattened: its tensor subclasses, in safetensors files with metadata.
+
+Source: ``flatten_tensor_state_dict`` in torchao/prototype/safetensors, version 0.18.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from streamload.codecs.group import Group, Layouts
+from streamload.core.bounded_json import parse_json
+from streamload.core.tensors import TensorInfo
+
+#: The end of the last components of names that mark a group.
+END = "_qdata"
+_DATA_NAMES = "_tensor_data_names"
+_PACKED_BITS = 4
+#: Classes whose values have the shape of the weight, and whose bytes have two values each; the
+#: layouts of others are their kernels'.
+_PLAIN = ("Int8Tensor", "Float8Tensor")
+_NIBBLES = ("Int4Tensor",)
+
+
+def group_of(layouts: Layouts, name: str) -> Group | None:
+    """The group of a tensor ``{module}._{parameter}_qdata``."""
+    module, dot, leaf = name.rpartition(".")
+    if not leaf.startswith("_"):
+        return None
+    parameter = leaf.removeprefix("_").removesuffix(END)
+    weight = f"{module}{dot}{parameter}"
+    said = next((h.metadata[weight] for h in layouts.shards if weight in h.metadata), "")
+    if not said and layouts.method != "torchao":
+        return None
+    form = _form(layouts, name, weight, said)
+    data, values = form["_data"], layouts.tensors[name]
+    members = {"weight": values}
+    for role in form[_DATA_NAMES]:
+        if role != "qdata":
+            members[role] = layouts.need(f"{module}{dot}_{parameter}_{role}", name, role)
+    block = data.get("block_size")
+    sizes = tuple(block) if isinstance(block, list) else ()
+    if not all(type(n) is int and n > 0 for n in sizes):
+        layouts.refuse(name, "its metadata have no valid block_size", "lengths", block)
+    bits = values.dtype.bits if form["_type"] in _PLAIN else _PACKED_BITS
+    shape: tuple[int, ...] | None = None
+    if form["_type"] in _PLAIN:
+        shape = values.shape
+        _check_scale(layouts, members, sizes)
+    elif form["_type"] in _NIBBLES and values.shape:
+        shape = (*values.shape[:-1], 2 * values.shape[-1])
+    kind = f"torchao-{form['_type']}"
+    return Group(kind, weight, members, shape, sizes, bits, facts=MappingProxyType(data))
+
+
+def _check_scale(
+    layouts: Layouts, members: Mapping[str, TensorInfo], sizes: tuple[int, ...]
+) -> None:
+    """Raise CheckpointError unless the scale has one value for each block."""
+    values, scale = members["weight"], members.get("scale")
+    if len(sizes) != len(values.shape):
+        problem, found = "its metadata have no valid block_size", list(sizes)
+        layouts.refuse(values.name, problem, f"{len(values.shape)} lengths", found)
+    if scale is not None:
+        grid = tuple(-(-n // size) for n, size in zip(values.shape, sizes, strict=True))
+        shapes = [grid, ()] if scale.numel == 1 else [grid]
+        layouts.check(scale, ("F32", "BF16", "F16", "F8_E8M0"), *shapes)
+
+
+def _form(layouts: Layouts, name: str, weight: str, said: str) -> Mapping[str, Any]:
+    """What the metadata say of a weight."""
+    try:
+        form = parse_json(said.encode()) if said else None
+    except (ValueError, RecursionError):
+        form = None
+    names = form.get(_DATA_NAMES) if isinstance(form, dict) else None
+    if (
+        not isinstance(form, dict)
+        or not isinstance(form.get("_type"), str)
+        or not isinstance(form.get("_data"), dict)
+        or not isinstance(names, list)
+        or not all(isinstance(role, str) for role in names)
+        or "qdata" not in names
+    ):
+        layouts.refuse(
+            name,
+            f"the file's metadata do not say what {weight} is",
+            f"_type, _data and {_DATA_NAMES} with qdata",
+            said[:80] or "nothing",
+        )
+    return form

@@ -1,0 +1,78 @@
+"""The md5 sum of a file that is written in parts, added up while these are in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterable
+
+from streamload.checkpoint.shards import cut
+
+_READ_NBYTES = 2**18  # at once: it stays in the CPU's cache
+
+
+class FileSum:
+    """The md5 sum of a file whose parts come in any order, each once, from several threads.
+
+    A part is added from memory where all that lies before it is in the sum already. Else it is read
+    back from the file by the thread that brings what was missing.
+    """
+
+    def __init__(self, nbytes: int, coming: Iterable[tuple[int, int]]) -> None:
+        """Begin with nothing.
+
+        Args:
+            nbytes: the file's length.
+            coming: the ranges that parts will bring, from a byte to another (exclusive), by first
+                byte. What lies between them is in the file, or zeros.
+        """
+        self._done = 0  # all before this byte is in the sum
+        self._waiting: dict[int, int] = {}  # first byte and last, exclusive, of what is in the file
+        self._md5 = hashlib.md5(usedforsecurity=False)
+        self._lock = threading.Lock()
+        self._is_busy = False
+        at = 0
+        for start, stop in (*coming, (nbytes, nbytes)):
+            if at < start:
+                self._waiting[at] = start
+            at = stop
+
+    def add(self, start: int, data: memoryview, read: Callable[[int, memoryview], None]) -> None:
+        """Add a part that has been written.
+
+        Args:
+            start: its first byte.
+            data: its bytes.
+            read: reads the file from a byte on; what is behind its end is zeros.
+        """
+        with self._lock:
+            self._waiting[start] = start + data.nbytes
+            if self._is_busy:  # the thread that is in the sum goes on with it
+                return
+            self._is_busy = True
+        while True:
+            with self._lock:
+                first, stop = self._done, self._waiting.pop(self._done, None)
+                if stop is None:
+                    self._is_busy = False
+                    return
+            if first == start:
+                self._md5.update(data)
+            else:
+                self._read_back(first, stop, read)
+            self._done = stop
+
+    def has(self, stop: int) -> bool:
+        """Whether all before a byte is in the sum."""
+        return self._done >= stop
+
+    def hexdigest(self) -> str:
+        """The sum in hexadecimal, when every part was added."""
+        assert not self._waiting, self._waiting
+        return self._md5.hexdigest()
+
+    def _read_back(self, start: int, stop: int, read: Callable[[int, memoryview], None]) -> None:
+        room = memoryview(bytearray(min(stop - start, _READ_NBYTES)))
+        for first, last in cut(start, stop, _READ_NBYTES):
+            read(first, room[: last - first])
+            self._md5.update(room[: last - first])

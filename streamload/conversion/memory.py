@@ -1,0 +1,135 @@
+"""How much memory a conversion takes, and how it moves bytes within what is free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from streamload.checkpoint.open import Checkpoint
+from streamload.checkpoint.shards import AHEAD_NBYTES, BLOCK_NBYTES
+from streamload.codecs.decode import scales_nbytes
+from streamload.codecs.group import Packed
+from streamload.codecs.scheme import Quantised
+from streamload.core.dtypes import DType
+from streamload.core.location import Url
+from streamload.core.memory import available_cpus, first_that_fits
+from streamload.core.units import round_up
+from streamload.files.local import BOUNCE_NBYTES
+from streamload.planning.quant_policy import held_nbytes
+
+_PAGE = 4096
+
+# What counts is all that a memory cgroup charges and the kernel cannot take back at once: memory of
+# the process, pages that are being read, and pages that are written and not yet on the disk.
+
+# More threads wait for the disk, or take memory; one would not read while it writes.
+_THREADS = range(2, 5)
+_REMOTE_THREADS = 8  # each waits for a server most of the time
+
+# Each is a little more than was measured in memory cgroups, by their own counters.
+_RUN_NBYTES = 2 * 2**20  # the journal, and what the kernel keeps for open files: 1.5 MB
+_CAST_NBYTES = 7 * 2**20  # LLVM compiles the first kernel in 6.3 MB; numpy casts in 2 MB a thread
+_THREAD_NBYTES = 2**18  # stack, heap and page tables of a thread: 0.1 MB; with a connection 0.2
+_TENSOR_NBYTES = 600  # plan, state, journal and report of a tensor: 310 to 540, most for JSON
+_NODE_TENSOR_NBYTES = 400  # its placement on a node, beside that: 150 to 350
+_QUANT_NBYTES = 4 * 2**20  # more kernels: 1 MB each; what numpy makes of statistics, 1 MB a thread
+_TURNED_BLOCKS = 12  # of all threads together
+_TEXTS = 4  # names are in headers, journal, sidecar and in the JSON of the report
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How the bytes are moved."""
+
+    threads: int
+    block_nbytes: int = BLOCK_NBYTES  # most bytes that a thread reads, and writes, at once
+    behind: int = 6  # blocks that the disk is busy with before one is waited for
+    direct: bool = False  # files are read past the page cache: nothing is read ahead
+
+    @property
+    def turned_nbytes(self) -> int:
+        """Most bytes of a tensor that a thread turns at once: for each, all lines are read."""
+        # a block that is longer, for the sake of a unit, is long enough
+        usual_nbytes = min(self.block_nbytes, BLOCK_NBYTES)
+        return max(_TURNED_BLOCKS // self.threads * usual_nbytes, self.block_nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Most memory that it takes."""
+        reading = BOUNCE_NBYTES if self.direct else AHEAD_NBYTES
+        mine = self.threads * (2 * self.block_nbytes + _THREAD_NBYTES + reading)
+        dirty = (self.threads + self.behind) * self.block_nbytes
+        return mine + dirty * 9 // 8  # what the kernel keeps for each dirty page: 2 to 10%
+
+
+def choose_way(
+    checkpoint: Checkpoint,
+    dtypes: Sequence[DType | None],
+    weights: Sequence[Quantised] = (),
+    *,
+    nodes: bool,
+    turned: bool = False,
+) -> Way:
+    """The fastest way that free memory is enough for, or PlanInfeasibleError.
+
+    Args:
+        checkpoint: the source.
+        dtypes: what floats become; None stands for what they are.
+        weights: what is quantised.
+        nodes: whether it is split over nodes.
+        turned: whether some are put together of others, or turned.
+    """
+    threads = min(max(available_cpus(), _THREADS.start), _THREADS.stop - 1)
+    remote = any(isinstance(header.path, Url) for header in checkpoint.shards)
+    packed = [info for info in checkpoint.tensors.values() if isinstance(info, Packed)]
+    # columns are gathered, and perhaps quantised
+    any_turned = turned or any(info.lies_turned for info in packed)
+    if remote:  # what is turned in several blocks is asked for as often
+        threads = _REMOTE_THREADS // 2 if any_turned else _REMOTE_THREADS
+    ways = [
+        Way(threads, direct=remote),
+        Way(2, direct=remote),
+        Way(threads, 2**20, 2, direct=True),
+        Way(2, 2**20, 2, direct=True),
+        Way(1, 2**20, 1, direct=True),
+        Way(1, 2**18, 1, direct=True),
+    ]
+    # a unit is read and quantised at once
+    unit_nbytes = max((w.unit_numel * w.dtype.itemsize for w in weights), default=0)
+    ways = [
+        replace(way, block_nbytes=max(way.block_nbytes, round_up(unit_nbytes, _PAGE)))
+        for way in ways
+    ]
+    under_way = sorted(map(held_nbytes, weights), reverse=True)  # each thread is in one weight
+    each_nbytes = _TENSOR_NBYTES + _NODE_TENSOR_NBYTES * nodes
+    beside = [len(part.suffix) for weight in weights for part in weight.parts[1:]]
+    tensors_nbytes = each_nbytes * (len(checkpoint.tensors) + len(beside))
+    texts_nbytes = sum(header.data_start for header in checkpoint.shards)
+    entry_nbytes = texts_nbytes // max(len(checkpoint.tensors), 1)  # of a part, with its suffix
+    tensors_nbytes += _TEXTS * (texts_nbytes + entry_nbytes * len(beside) + sum(beside))
+    floats = {info.dtype for info in checkpoint.tensors.values() if info.dtype.kind == "float"}
+    is_cast = any(d is not None and floats - {d} for d in dtypes)
+    casts_nbytes = _QUANT_NBYTES * bool(weights)
+    casts_nbytes += _CAST_NBYTES * (is_cast or bool(weights) or any_turned)
+    decoding_nbytes = 2 * max((scales_nbytes(info.group) for info in packed), default=0)
+    always_nbytes = _RUN_NBYTES + casts_nbytes + tensors_nbytes + decoding_nbytes
+    largest = [
+        ("names and places of tensors", tensors_nbytes),
+        ("casts", casts_nbytes),
+        ("scales of quantised weights", decoding_nbytes),
+        ("statistics of weights that are quantised", sum(under_way[: ways[-1].threads])),
+        ("threads and their blocks", _RUN_NBYTES + ways[-1].nbytes),
+    ]
+    return first_that_fits(
+        [
+            (
+                way,
+                always_nbytes
+                + way.nbytes
+                + sum(under_way[: way.threads])
+                + 2 * way.threads * way.turned_nbytes * any_turned,
+            )
+            for way in ways
+        ],
+        sorted((one for one in largest if one[1]), key=lambda one: -one[1]),
+    )

@@ -1,0 +1,597 @@
+"""What a conversion will write, from headers alone: every file, and every tensor's place in it.
+
+Pure but for looking at what lies beside the checkpoint. Which tensors, names and files there are,
+the format's writer says: see `streamload.formats.writer`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self, get_args
+
+from streamload.checkpoint.digests import SIDECAR, hasher
+from streamload.checkpoint.open import Checkpoint, from_headers
+from streamload.codecs.cast_table import OutOfRange, supported
+from streamload.codecs.decode import check_target
+from streamload.codecs.group import Packed
+from streamload.codecs.stored import check_cast, kept_dtype, together
+from streamload.conversion.companions import (
+    CONFIG,
+    NODE_PLAN,
+    SmallFile,
+    content_of,
+    document,
+    files_beside,
+    followed_config,
+    main_dtype,
+)
+from streamload.conversion.openable import Judging, Verdict, asked_of_models
+from streamload.conversion.quantize import all_entries, described, kept_back, wanted_of
+from streamload.conversion.rename import check_rename, rules_of
+from streamload.conversion.runtimes import Runtime, runtime_of
+from streamload.core.dtypes import DType, DTypeArgument
+from streamload.core.patterns import Selection, check_patterns, fits
+from streamload.core.units import format_bytes, format_table, parse_bytes, round_up
+from streamload.errors import CheckpointError, UnsupportedCastError, printed
+from streamload.files.header import SAFETENSORS, is_text
+from streamload.files.local import ResolvedKind
+from streamload.formats.safetensors import parse_header
+from streamload.formats.writer import (
+    Entry,
+    FormatWriter,
+    Model,
+    OutFile,
+    OutTensor,
+    Wanted,
+    writers,
+)
+from streamload.loading.load import split
+from streamload.planning.dequantise import all_names
+from streamload.planning.partition import Node
+from streamload.planning.quant_policy import NO_QUANT, QuantArgument, QuantPolicy, check_distinct
+from streamload.planning.requests import DTypePolicy
+from streamload.planning.sources import Rename, Source, sources
+
+_SUM_DIGITS = 32  # of md5, in hexadecimal
+_BLOCK_NBYTES = 4096  # what a file takes of a disk is a multiple of this
+_BOOK_NBYTES = 512  # of journal and sidecar, for each tensor
+
+
+def in_folder(folder: str, name: str) -> str:
+    """The path of a file in a folder below the destination."""
+    return f"{folder}/{name}" if folder else name
+
+
+def folder_of(path: str) -> str:
+    """The folder below the destination that a path is in."""
+    return path.rpartition("/")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """What was asked for, see `streamload.convert`."""
+
+    policy: DTypePolicy
+    out_of_range: OutOfRange
+    max_shard_nbytes: int  # of a file with more than one tensor
+    nodes: tuple[Node, ...] = ()
+    selection: Selection = field(default_factory=Selection)
+    rename: Rename | None = None
+    quant: QuantPolicy = NO_QUANT
+    writer: FormatWriter = field(default_factory=lambda: writers()[SAFETENSORS])
+    runtime: Runtime | None = None
+    notes: tuple[str, ...] = ()
+    verdict: Verdict | None = None  # of transformers, on what is quantised
+
+    @classmethod
+    def parse(
+        cls,
+        to: str,
+        runtime: str | None,
+        dtype: DTypeArgument,
+        quant: QuantArgument,
+        *,
+        out_of_range: OutOfRange,
+        max_shard_size: float | str | None,
+        nodes: Sequence[Node] | None,
+        selection: Selection,
+        rename: Rename | None,
+    ) -> Self:
+        """Read arguments of `convert`; raises ValueError."""
+        if out_of_range not in get_args(OutOfRange):
+            raise ValueError(f"out_of_range is one of {get_args(OutOfRange)}, not {out_of_range!r}")
+        writer = writers().get(to)
+        if writer is None:
+            raise ValueError(f"to is one of {', '.join(writers())}, not {to!r}")
+        for_runtime = runtime_of(runtime)
+        notes: list[str] = []
+        if for_runtime is not None:
+            if to != SAFETENSORS:
+                raise ValueError(f"{runtime} reads safetensors, not {to}")
+            notes = for_runtime.note(dtype)
+            dtype = for_runtime.asked(dtype, quant)
+        dtype, quant = writer.asked(dtype, quant)
+        max_nbytes = parse_bytes(
+            writer.max_shard_size if max_shard_size is None else max_shard_size
+        )
+        if not max_nbytes:
+            raise ValueError("max_shard_size is at least 1 byte")
+        if nodes is not None and not (nodes and all(isinstance(node, Node) for node in nodes)):
+            raise ValueError("nodes is a list of Node, and each has a budget of its own")
+        return cls(
+            DTypePolicy.parse(dtype),
+            out_of_range,
+            max_nbytes,
+            tuple(nodes or ()),
+            selection,
+            rename,
+            QuantPolicy.named(quant, writer.quants),
+            writer,
+            for_runtime,
+            tuple(notes),
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of a checkpoint is written, in one folder."""
+        return not (self.nodes or self.selection.select or self.selection.exclude)
+
+    def asked_of_models(self, checkpoint: Checkpoint, judging: Judging) -> Self:
+        """The same, without what no module of the checkpoint's model can hold quantised.
+
+        Raises:
+            ValueError: modules can hold none of what is to be quantised.
+        """
+        if not self.quant or self.writer.name != SAFETENSORS or self.rename is not None:
+            return self
+        verdict = asked_of_models(checkpoint, self.quant, judging)
+        if verdict is None:
+            return self
+        quant, notes = self.quant.leaving(verdict.kinds), (*self.notes, *verdict.notes)
+        return replace(self, quant=quant, notes=notes, verdict=verdict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values; of a callable ``rename``, that there is one."""
+        rules = rules_of(self.rename)
+        rename = "by a function" if self.rename is not None else None
+        # unfinished conversions of earlier versions go on: these have no such options
+        kinds = () if self.verdict is None else self.verdict.kinds
+        asked = [list(rule) for rule in self.quant.rules[len(kinds) :]]
+        quant = {"quant": asked} if self.quant else {}
+        left = {"left": list(kinds)} if kinds else {}
+        to = {"to": self.writer.name} if self.writer.name != SAFETENSORS else {}
+        runtime = {"for": self.runtime.name} if self.runtime is not None else {}
+        return {
+            **quant,
+            **left,
+            **to,
+            **runtime,
+            "dtype": [[p, "checkpoint" if d is None else d.name] for p, d in self.policy.rules],
+            "out_of_range": self.out_of_range,
+            "max_shard_nbytes": self.max_shard_nbytes,
+            "nodes": [[node.name, node.budget] for node in self.nodes],
+            "select": list(self.selection.select),
+            "exclude": list(self.selection.exclude),
+            "rename": rename if rules is None else [list(rule) for rule in rules],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertPlan:
+    """Everything that a conversion will write.
+
+    Attributes:
+        path: the source.
+        destination: the folder that it will be in.
+        files: the files of tensors, in the order in which they are written.
+        small: what goes with them: copies, config.json, and the plans of nodes.
+        indexes: one for each folder that has several files; they are published last.
+        options: what was asked for, as plain JSON values.
+        notes: what a user may want to know of, one sentence each.
+        wants_sums: whether some small files are made of the md5 sums of the files.
+    """
+
+    path: str
+    destination: Path
+    files: tuple[OutFile, ...]
+    small: tuple[SmallFile, ...]
+    indexes: tuple[SmallFile, ...]
+    options: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+    wants_sums: bool = False
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes of data that are read."""
+        return sum(t.read_nbytes for file in self.files for t in file.tensors)
+
+    @property
+    def written_nbytes(self) -> int:
+        """Bytes of the files of tensors."""
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def needed_nbytes(self) -> int:
+        """Bytes of disk that all of it takes."""
+        lengths = [file.nbytes for file in self.files]
+        lengths += [file.nbytes for file in (*self.small, *self.indexes)]
+        lengths.append(self.tensor_count * _BOOK_NBYTES)
+        return sum(round_up(nbytes, _BLOCK_NBYTES) for nbytes in lengths)
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders of the checkpoints, below the destination: "" for itself, or the nodes'."""
+        return tuple(dict.fromkeys(folder_of(file.path) for file in self.files))
+
+    @property
+    def subfolders(self) -> tuple[str, ...]:
+        """Folders below those of the checkpoints, for what goes with them, each after its own."""
+        own = {"", *self.folders}
+        found: dict[str, None] = {}
+        for file in self.small:
+            parts = file.path.split("/")[:-1]
+            found |= dict.fromkeys("/".join(parts[: i + 1]) for i in range(len(parts)))
+        return tuple(folder for folder in found if folder not in own)
+
+    @property
+    def tensor_count(self) -> int:
+        """How many tensors are written."""
+        return sum(len(file.tensors) for file in self.files)
+
+    def tensors(self) -> Iterator[tuple[str, OutFile, OutTensor]]:
+        """Every tensor with its key and its file, in the order in which the journal counts them.
+
+        The key is its name; with nodes, that below the name of its node.
+        """
+        for file in self.files:
+            for tensor in file.tensors:
+                yield in_folder(folder_of(file.path), tensor.name), file, tensor
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Every path that is published, in that order: all indexes last."""
+        lasts = {index.path for index in self.indexes}
+        folders = (*self.subfolders, *self.folders)
+        names = (path for folder in folders for path in self.names(folder))
+        return tuple(sorted(names, key=lasts.__contains__))
+
+    def names(self, folder: str) -> tuple[str, ...]:
+        """Every path that is published in a folder, in that order; the index is the last one."""
+        small = (file.path for file in self.small)
+        large = (file.path for file in self.files)
+        indexes = (file.path for file in self.indexes)
+        sidecar = [in_folder(folder, SIDECAR)] if folder in self.folders else []
+        whole = (*small, *sidecar, *large, *indexes)
+        return tuple(path for path in whole if folder_of(path) == folder)
+
+    def below(self, folder: str) -> tuple[str, ...]:
+        """Every path that is published in a folder or below it, from there, in that order."""
+        start = in_folder(folder, "")
+        return tuple(path.removeprefix(start) for path in self.paths if path.startswith(start))
+
+    @property
+    def digest(self) -> str:
+        """Of what is written where, from what: the same plan has the same."""
+        digest = hasher()
+        for file in self.files:
+            digest.update(memoryview(json.dumps(file.path).encode()))
+            digest.update(memoryview(file.header))
+            for t in file.tensors:
+                info = t.info
+                read = [t.name, info.name, info.dtype.code, info.shard.name, info.start, t.start]
+                if t.coding is not None:
+                    read += [t.coding.format, t.coding.part]
+                if t.made is not None:
+                    read += [t.dtype.code, str(t.made.turn)]
+                    read += [
+                        str((p.info and p.info.name, p.first, p.stop, p.turn, p.data))
+                        for p in t.made.pieces
+                    ]
+                digest.update(memoryview(json.dumps(read).encode()))
+        return digest.hexdigest()
+
+    def to_json(self) -> str:
+        """Write it as JSON."""
+        written = [f for f in self.small if isinstance(f.content, bytes)]
+        return json.dumps(
+            {
+                "path": self.path,
+                "destination": str(self.destination),
+                "options": dict(self.options),
+                "read_nbytes": self.read_nbytes,
+                "written_nbytes": self.written_nbytes,
+                "needed_nbytes": self.needed_nbytes,
+                "files": [
+                    {
+                        "path": file.path,
+                        "nbytes": file.nbytes,
+                        "data_start": len(file.header),
+                        "tensors": [
+                            {
+                                "name": t.name,
+                                "source": t.info.name,
+                                "src": t.info.dtype.name,
+                                "dtype": t.dtype.name,
+                                "shape": list(t.shape),
+                                **({"quant": t.became} if t.coding is not None else {}),
+                                "start": t.start,
+                                "stop": t.stop,
+                            }
+                            for t in file.tensors
+                        ],
+                    }
+                    for file in self.files
+                ],
+                "documents": [f.path for f in (*written, *self.indexes)],
+                "copied": [f.path for f in self.small if f not in written],
+                "notes": list(self.notes),
+            }
+        )
+
+    def __str__(self) -> str:
+        """A table of the files, and what is cast."""
+        rows = [
+            (file.path, str(len(file.tensors)), format_bytes(file.nbytes)) for file in self.files
+        ]
+        casts = Counter(
+            (t.info.dtype.name, t.became)
+            for file in self.files
+            for t in file.tensors
+            if t.became != t.info.dtype.name and not t.is_beside
+        )
+        others = [file.path for file in (*self.indexes, *self.small)]
+        return printed(
+            [
+                *format_table(("file", "tensors", "bytes"), rows, right=2),
+                *(f"{n} tensors from {src} to {dst}" for (src, dst), n in casts.items()),
+                f"{format_bytes(self.read_nbytes)} to be read, {format_bytes(self.needed_nbytes)} "
+                f"of disk taken in {self.destination}",
+                *([f"with {', '.join(others)}"] if others else []),
+                *(f"note: {note}" for note in self.notes),
+            ]
+        )
+
+    __repr__ = __str__
+
+
+def plan_conversion(
+    checkpoint: Checkpoint, destination: Path, options: ConvertOptions
+) -> ConvertPlan:
+    """Decide a conversion.
+
+    Raises:
+        CheckpointError: two tensors would get one name, a name cannot be written, or what lies
+            beside the checkpoint cannot be listed.
+        PlanInfeasibleError: a node cannot hold its part.
+        UnsupportedCastError: a dtype cannot be cast, or must not be.
+        ValueError: a pattern matches no tensor, none is left, or a node's name is no folder's.
+    """
+    writer = options.writer
+    if options.nodes and writer.name != SAFETENSORS:
+        raise ValueError(f"{writer.name} files are not split over nodes")
+    chosen, fill, dtypes = _chosen(checkpoint, options)
+    wanted = wanted_of(chosen, fill, dtypes, options.quant)
+    notes = kept_back(checkpoint, dtypes, options.policy)
+    beside, left = files_beside(checkpoint)
+    model = _model(checkpoint, wanted, beside, options)
+    lists = all_entries(writer.tensors(model), options.quant)
+    _check_names(checkpoint, [e.name for one in lists for each in one for e in each], wanted)
+    notes += writer.notes(model)
+    if writer.keeps_beside:
+        by_tensor = {each[0].info.name: each for listed in lists for each in listed}
+        notes += options.notes
+        notes += _follow(checkpoint, dtypes, by_tensor, beside, left, options)
+    else:
+        beside = {name: file for name, file in beside.items() if name in writer.copied}
+    parts, node_plans = _parts(chosen, options, lists)
+    files: list[OutFile] = []
+    small: list[SmallFile] = []
+    indexes: list[SmallFile] = []
+    for folder, tensors in parts.items():
+        if not tensors:
+            notes.append(f"{folder} holds nothing: there are fewer parts than nodes")
+            continue
+        # the parts of a quantised weight that is kept stay together
+        rows = ((entries[0].info.name, entries) for entries in tensors)
+        listed = [
+            [e for entries in one for e in entries] for one in together(checkpoint.members, rows)
+        ]
+        here = writer.files(model, listed, options.max_shard_nbytes)
+        files += (replace(file, path=in_folder(folder, file.path)) for file in here)
+        documents = [*_documents(writer, model, here, folder)]
+        small += documents[:-1]
+        indexes += documents[-1:]
+        small += [replace(f, path=in_folder(folder, name)) for name, f in beside.items()]
+        if folder in node_plans:
+            mine = [file for file in files if folder_of(file.path) == folder]
+            small.append(_node_plan(folder, mine, destination, options, node_plans[folder]))
+    return ConvertPlan(
+        path=str(checkpoint.path),
+        destination=destination,
+        files=tuple(files),
+        small=tuple(small),
+        indexes=tuple(indexes),
+        options=MappingProxyType(options.to_json()),
+        notes=tuple(notes),
+        wants_sums=writer.wants_sums,
+    )
+
+
+def _model(
+    checkpoint: Checkpoint,
+    wanted: Mapping[str, Wanted],
+    beside: Mapping[str, SmallFile],
+    options: ConvertOptions,
+) -> Model:
+    """What a writer decides by."""
+    return Model(
+        checkpoint.path,
+        checkpoint.config,
+        wanted,
+        checkpoint.metadata,
+        {name: partial(content_of, file) for name, file in beside.items()},
+        next((dtype for pattern, dtype in options.policy.rules if pattern == "*"), None),
+        next((format for pattern, format in options.quant.rules if pattern == "*"), None),
+    )
+
+
+def _check_names(
+    checkpoint: Checkpoint, names: Sequence[str], wanted: Mapping[str, Wanted]
+) -> None:
+    """Refuse two tensors of one name in the output."""
+    if any(each.quant is not None for each in wanted.values()):
+        check_distinct(names, wanted)
+    (twice, count), *_ = Counter(names).most_common(1) or [("", 0)]
+    if count > 1:
+        raise CheckpointError(checkpoint.path, f"{count} tensors would be called {twice!r}")
+
+
+def _documents(
+    writer: FormatWriter, model: Model, files: Sequence[OutFile], folder: str
+) -> Iterator[SmallFile]:
+    """The documents of a format, in order; some are made when all files are whole."""
+    start = in_folder(folder, "")
+    sums = {file.path: "0" * _SUM_DIGITS for file in files}
+    for name, data in writer.documents(model, files, sums).items():
+        path = in_folder(folder, name)
+        if not writer.wants_sums:
+            yield document(path, data)
+            continue
+
+        def late(found: Mapping[str, str], name: str = name) -> bytes:
+            mine = {path.removeprefix(start): digest for path, digest in found.items()}
+            return writer.documents(model, files, mine)[name]
+
+        yield SmallFile(path, late, len(data))
+
+
+def _follow(
+    checkpoint: Checkpoint,
+    dtypes: Mapping[str, DType],
+    made: Mapping[str, Sequence[Entry]],
+    beside: dict[str, SmallFile],
+    left: Sequence[str],
+    options: ConvertOptions,
+) -> list[str]:
+    """Bring config.json after the tensors; gives notes on that and on what is not copied."""
+    notes = []
+    if left:
+        more = f" and {len(left) - 8} more" * (len(left) > 8)
+        notes.append(f"not copied: {', '.join(left[:8])}{more}")
+    if checkpoint.groups and any(isinstance(i, Packed) for i in checkpoint.tensors.values()):
+        still = ", ".join(list(checkpoint.groups)[:8])
+        notes.append(f"config.json still says how weights are quantised, for some are: {still}")
+    said, quant_notes = described(
+        checkpoint, made, main_dtype(checkpoint, dtypes), options.quant, options.verdict
+    )
+    notes += quant_notes
+    runtime = options.runtime
+    if runtime is not None and checkpoint.config:
+        names = [entries[0].name for entries in made.values()]
+        wants, runtime_notes = runtime.config(checkpoint.config, names)
+        said |= wants
+        notes += runtime_notes
+    if (config := followed_config(checkpoint, dtypes, said)) is not None:
+        mode = beside[CONFIG].mode if CONFIG in beside else None
+        beside[CONFIG] = document(CONFIG, config, mode)
+    return notes
+
+
+# --- which tensors, as what -----------------------------------------------------------------------
+
+
+def _chosen(
+    checkpoint: Checkpoint, options: ConvertOptions
+) -> tuple[Checkpoint, Mapping[str, Source], dict[str, DType]]:
+    """The tensors that were asked for: by their names in the output, and their dtypes there."""
+    names = all_names(checkpoint)
+    options.selection.check(names)
+    tensors = {n: info for n, info in checkpoint.tensors.items() if n in options.selection}
+    chosen = replace(checkpoint, tensors=MappingProxyType(tensors))
+    check_patterns("dtype", (pattern for pattern, _ in options.policy.rules), names)
+    check_patterns("quant", (pattern for pattern, _ in options.quant.rules), names)
+    check_rename(options.rename, checkpoint.tensors)
+    fill, _, _ = sources(chosen, None, options.rename)
+    wanted = {name: source.rows[0].tensor for name, source in fill.items()}
+    if not wanted:
+        raise ValueError("no tensor is left to be converted")
+    for name, tensor in wanted.items():
+        if name == "__metadata__" or not is_text(name):
+            raise CheckpointError(
+                checkpoint.path, f"{name!r} cannot be a tensor's name", tensor=tensor
+            )
+    dtypes = {tensor: _dtype(checkpoint, tensor, options.policy) for tensor in wanted.values()}
+    return chosen, fill, dtypes
+
+
+def _dtype(checkpoint: Checkpoint, name: str, policy: DTypePolicy) -> DType:
+    info = checkpoint.tensors[name]
+    # what nothing is said of stays as it is
+    dst = policy.resolve(name, info.dtype, native_bf16=True)
+    if dst is info.dtype:
+        return dst
+    if isinstance(info, Packed):
+        check_target(info, dst)
+        return dst
+    if not supported(info.dtype, dst):
+        raise UnsupportedCastError(info.dtype.name, dst.name, tensor=name, path=info.shard)
+    if (kept := kept_dtype(checkpoint.members, info)) is not None:
+        return kept
+    check_cast(checkpoint.layouts, name, dst, 'keep them with the dtype "checkpoint"')
+    return dst
+
+
+def _parts(
+    chosen: Checkpoint, options: ConvertOptions, lists: Sequence[Sequence[Sequence[Entry]]]
+) -> tuple[dict[str, list[Sequence[Entry]]], dict[str, Any]]:
+    """By folder, what each list of tensors becomes there; and of nodes, what they hold."""
+    if not options.nodes:
+        return {"": [[e for entries in listed for e in entries] for listed in lists]}, {}
+    made = {entries[0].info.name: entries for listed in lists for entries in listed}
+    for node in options.nodes:
+        if not re.fullmatch(r"[^./\\\0][^/\\\0]*", node.name) or len(os.fsencode(node.name)) > 200:
+            raise ValueError(f"the node {node.name!r} cannot have a folder of that name")
+    # names were checked: a pattern may be of tensors that are not chosen
+    names = all_names(chosen)
+    rules = {p: dtype or "checkpoint" for p, dtype in options.policy.rules if fits(p, names)}
+    plan = split(
+        chosen,
+        nodes=options.nodes,
+        quant={p: name for p, name in options.quant.rules if fits(p, names)} or None,
+        dtype=rules | {"*": rules.get("*", "checkpoint")},
+        out_of_range=options.out_of_range,
+        rename=options.rename,
+    )
+    parts: dict[str, list[Sequence[Entry]]] = {node.name: [] for node in options.nodes}
+    for p in plan.placements:
+        as_made = made[p.source[0].tensor]
+        if p.coding is None:  # a head that shares the embedding's weight has a name of its own
+            parts[p.device].append([as_made[0]._replace(name=p.name)])
+        elif not p.coding.part:
+            parts[p.device].append(as_made)
+    held = {device.device: device for device in plan.devices}
+    return parts, held
+
+
+def _node_plan(
+    folder: str, files: Sequence[OutFile], destination: Path, options: ConvertOptions, held: Any
+) -> SmallFile:
+    """The plan of a load of a node's folder, with the layers that it has of the whole."""
+    headers = [parse_header(file.header, destination / file.path, file.nbytes) for file in files]
+    node = next(node for node in options.nodes if node.name == folder)
+    made = split(from_headers(destination / folder, headers), nodes=[node], dtype="checkpoint")
+    (device,) = made.devices
+    device = replace(device, layers=held.layers, embedding=held.embedding, head=held.head)
+    # of no machine: where it lies and how it is best read is seen where it is loaded
+    pread: ResolvedKind = "pread"
+    readers = tuple(pread for _ in files)
+    made = replace(made, path=".", devices=(device,), readers=readers, reader_reasons=())
+    return document(in_folder(folder, NODE_PLAN), made.to_json().encode() + b"\n")

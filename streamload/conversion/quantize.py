@@ -1,0 +1,259 @@
+"""What a conversion quantises: the parts of each weight, and what config.json says of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from streamload.checkpoint.open import Checkpoint
+from streamload.codecs.cast_table import supported
+from streamload.codecs.decode import check_target
+from streamload.codecs.group import Packed, config_key, shape_in_models
+from streamload.codecs.scheme import ALL_FORMATS, FORMATS
+from streamload.conversion.openable import Verdict
+from streamload.core.dtypes import DType
+from streamload.core.tensors import TensorInfo
+from streamload.errors import CheckpointError, UnsupportedCastError
+from streamload.formats.writer import Entry, Made, Wanted
+from streamload.planning.dequantise import all_dequantised
+from streamload.planning.families import is_conv1d
+from streamload.planning.match import wants_of
+from streamload.planning.quant_policy import QuantPolicy, codings_of, leaving
+from streamload.planning.requests import DTypePolicy
+from streamload.planning.sources import Source
+
+_WEIGHT = ".weight"
+#: Matrices that transformers has in no Linear: it holds the experts of a layer in one tensor.
+_NOT_LINEAR = re.compile(r"\.experts\.|embed|(^|\.)(wte|wpe)\.")
+#: A head that shares the embedding's weight has no tensor: transformers would quantise it.
+_HEAD = "lm_head"
+
+
+def coded_otherwise(checkpoint: Checkpoint, policy: QuantPolicy) -> list[str]:
+    """Weights that are blocks of GGUF, and are to be in another format: they are decoded before."""
+    asked = ((group, policy.rule(group.name)) for group in checkpoint.groups.values())
+    return [
+        group.name
+        for group, rule in asked
+        if group.name in checkpoint.stored
+        and rule is not None
+        and rule[1] not in (None, group.kind)
+    ]
+
+
+def wanted_of(
+    chosen: Checkpoint, fill: Mapping[str, Source], dtypes: Mapping[str, DType], policy: QuantPolicy
+) -> dict[str, Wanted]:
+    """What is written of a checkpoint as models have it, by the names of the output.
+
+    Args:
+        chosen: what is converted.
+        fill: by the name in the output, the tensor.
+        dtypes: by tensor, what it is cast to where it is not quantised.
+        policy: what is quantised.
+    """
+    formats: Sequence[str | None] = [None] * len(fill)
+    if policy:  # else it may be a part of a quantised weight, without the others
+        formats = policy.formats(chosen, wants_of(chosen, fill))
+    stored = {name: one for header in chosen.shards for name, one in header.stored.items()}
+    out: dict[str, Wanted] = {}
+    # one by one: there may be very many, and a want takes much more than what is kept of it
+    for (name, source), format in zip(fill.items(), formats, strict=True):
+        info = chosen.tensors[source.rows[0].tensor]
+        made, shape = None, shape_in_models(info)
+        if info.name in chosen.turns and source.transpose is not None:
+            made = Made.of(info, source.transpose)
+            shape = source.shape or shape
+        turns = format is not None and ALL_FORMATS[format].turns_conv1d and len(shape) == 2
+        if turns and is_conv1d(chosen.config, info.name):
+            made = (made or Made.of(info)).transposed(*shape)
+            shape = shape[::-1]
+        known = stored.get(info.name) if not isinstance(info, Packed) else None
+        out[name] = Wanted(name, info, dtypes[info.name], shape, format, made, known)
+    return out
+
+
+def all_entries(lists: Iterable[Sequence[Wanted]], policy: QuantPolicy) -> list[list[list[Entry]]]:
+    """What each tensor of each list is in the output; see `entries_of`.
+
+    Raises:
+        UnsupportedCastError: some cannot be in their formats, which names all of them; or one
+            cannot have its dtype.
+    """
+    refused: dict[str, UnsupportedCastError] = {}
+    taken: list[str] = []
+    out: list[list[list[Entry]]] = []
+    for listed in lists:
+        out.append([])
+        for wanted in listed:
+            try:
+                out[-1].append(entries_of(wanted))
+            except UnsupportedCastError as error:
+                if wanted.quant is None or error.dst != wanted.quant:
+                    raise
+                refused[wanted.info.name] = error
+                continue
+            if wanted.quant is not None:
+                taken.append(wanted.info.name)
+    if refused:
+        raise leaving(refused, taken, policy)
+    return out
+
+
+def entries_of(wanted: Wanted) -> list[Entry]:
+    """What a tensor is in the output: itself, or the parts of what it becomes.
+
+    Raises:
+        UnsupportedCastError: it cannot be in its format, or cannot have its dtype.
+    """
+    info, made = wanted.info, wanted.made
+    assert made is None or made.numel == wanted.numel, wanted.name
+    for each in made.infos if made is not None else ():
+        _check_dtypes(each, wanted)
+    if wanted.quant is None:
+        if not (info.dtype is wanted.dtype or isinstance(info, Packed)):
+            _check_dtypes(info, wanted)
+        return [Entry(wanted.name, info, wanted.dtype, wanted.shape, None, made)]
+    src = info.dtype if made is None else made.src
+    return [
+        Entry(part.name(wanted.name), info, part.dtype, part.shape, coding, made)
+        for part, coding in codings_of(info, wanted.shape, src, wanted.quant)
+    ]
+
+
+def _check_dtypes(info: TensorInfo, wanted: Wanted) -> None:
+    """Refuse what cannot be cast, and elements that are no whole bytes."""
+    dst = wanted.dtype if wanted.quant is None else wanted.source.src
+    if isinstance(info, Packed):
+        check_target(info, dst)
+        return
+    fits = supported(info.dtype, dst) and (info.dtype.itemsize or wanted.made is None)
+    if not fits:
+        reason = "its rows cannot be put in another order" if info.dtype is dst else ""
+        raise UnsupportedCastError(
+            info.dtype.name, dst.name, reason=reason, tensor=info.name, path=info.shard
+        )
+
+
+def kept_back(
+    checkpoint: Checkpoint, dtypes: Mapping[str, DType], policy: DTypePolicy
+) -> list[str]:
+    """Notes on metadata that is left out, and on dtypes that stay."""
+    notes = [
+        f"__metadata__ {key!r} is left out: the files do not agree on it"
+        for key in sorted({k for h in checkpoint.shards for k in h.metadata})
+        if key not in checkpoint.metadata
+    ]
+    kept = sum(
+        policy.resolve(t, checkpoint.tensors[t].dtype, native_bf16=True) is not dtype
+        for t, dtype in dtypes.items()
+    )
+    if kept:
+        notes.append(f"{kept} tensors of quantised weights keep their dtypes")
+    return notes
+
+
+def described(
+    checkpoint: Checkpoint,
+    made: Mapping[str, Sequence[Entry]],
+    main: str,
+    policy: QuantPolicy,
+    verdict: Verdict | None,
+) -> tuple[dict[str, Any], list[str]]:
+    """What is quantised, for config.json, and in sentences for users.
+
+    Args:
+        checkpoint: the source.
+        made: what each tensor becomes.
+        main: the dtype that most of the floats would have otherwise.
+        policy: what decided what is quantised.
+        verdict: of the model on it; None where no model was asked.
+
+    Raises:
+        CheckpointError: config.json says already how weights are quantised that stay so.
+        UnsupportedCastError: transformers would read a weight as another one.
+    """
+    codes = {p[0].name: p[0] for p in made.values() if p[0].coding is not None}
+    if not codes:
+        return {}, []
+    names = sorted({each.coding.format for each in codes.values() if each.coding is not None})
+    left = _left(parts[0] for parts in made.values())
+    if _HEAD not in left and _HEAD + _WEIGHT not in codes:
+        left.append(_HEAD)
+    if verdict is not None and verdict.modules is not None:
+        left = verdict.modules
+    elif verdict is not None and verdict.said is not None:
+        return {"quantization_config": dict(verdict.said)}, [
+            f"the weights are {' and '.join(names)}, for which transformers has no modules: "
+            "streamload.transformers.from_pretrained opens them, and load_state_dict of tinygrad's "
+            "models"
+        ]
+    found = [FORMATS[name].config(left, main) for name in names]
+    config = found[0]
+    if config is None or any(other != config for other in found):
+        why = "no quantization_config says both" if config else "transformers has no such weights"
+        return {}, [
+            f"the weights are {' and '.join(names)}, and {why}: only streamload reads them, for "
+            "tinygrad into the modules of streamload.nn"
+        ]
+    key = config_key(checkpoint.config)
+    if key is not None and not all_dequantised(checkpoint):
+        raise CheckpointError(
+            checkpoint.path, f"config.json says already how it is quantised ({key}), and can once"
+        )
+    _check_transposed(checkpoint, codes, policy)
+    if verdict is not None and verdict.known and verdict.modules is None:
+        raise ValueError(
+            f"quant: transformers opens no {names[0]} in this model, and read what is written as "
+            'floats: write quant="nf4", which bitsandbytes opens, or "q8_0" for streamload alone'
+        )
+    if not checkpoint.config:
+        return {}, ["there is no config.json to say how the weights are quantised"]
+    others = [
+        name
+        for name, each in codes.items()
+        if len(each.info.shape) != 2 or not name.endswith(_WEIGHT) or _NOT_LINEAR.search(name)
+    ]
+    notes = []
+    if others:
+        notes.append(
+            f"{len(others)} quantised tensors are no weights of Linear layers, such as "
+            f"{others[0]}: transformers cannot open them"
+        )
+    return {"quantization_config": config}, notes
+
+
+def _left(tensors: Iterable[Entry]) -> list[str]:
+    """The modules with matrices that are left as they are."""
+    return [
+        each.name.removesuffix(_WEIGHT)
+        for each in tensors
+        if each.coding is None
+        and len(each.shape) == 2
+        and each.dtype.kind == "float"
+        and each.name.endswith(_WEIGHT)
+    ]
+
+
+def _check_transposed(
+    checkpoint: Checkpoint, codes: Mapping[str, Entry], policy: QuantPolicy
+) -> None:
+    """Refuse weights of Conv1D in a format whose library has no module for them."""
+    refused: dict[str, UnsupportedCastError] = {}
+    taken: list[str] = []
+    for each in codes.values():
+        tensor = each.info.name
+        if each.coding is None or each.made or not is_conv1d(checkpoint.config, tensor):
+            taken.append(tensor)
+            continue
+        refused[tensor] = UnsupportedCastError(
+            each.info.dtype.name,
+            each.coding.format,
+            reason="its model stores it transposed (Conv1D), and transformers has no such module "
+            "in that format; bitsandbytes-int8 and nf4 have one",
+            tensor=tensor,
+            path=each.info.shard,
+        )
+    if refused:
+        raise leaving(refused, taken, policy)

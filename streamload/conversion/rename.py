@@ -1,0 +1,67 @@
+"""Renames by patterns, and what is known of any rename."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from streamload.core.patterns import check_names
+from streamload.planning.sources import Rename
+
+
+@dataclass(frozen=True, slots=True)
+class RenamePatterns:
+    """Renames by patterns: the first that matches a whole name decides; others keep theirs.
+
+    A ``*`` in a pattern stands for any text, and each ``*`` in what it becomes for the text of
+    the ``*`` at the same place: ``model.*`` to ``*`` takes a prefix away.
+    """
+
+    rules: tuple[tuple[str, str], ...]  # (pattern, what it becomes), in order
+
+    @classmethod
+    def parse(cls, texts: Iterable[str]) -> RenamePatterns:
+        """Read ``FROM=TO`` texts; raises ValueError for another, or one with more ``*`` behind."""
+        rules = []
+        for text in texts:
+            before, equals, after = text.partition("=")
+            if not equals or not before or not after:
+                raise ValueError(f"expected FROM=TO, found {text!r}")
+            if after.count("*") > before.count("*"):
+                raise ValueError(f"{text!r} has more * in what names become than in the pattern")
+            rules.append((before, after))
+        return cls(tuple(rules))
+
+    @staticmethod
+    def match(before: str, name: str) -> re.Match[str] | None:
+        """How a name matches what stands before a "="; a group for each ``*``."""
+        pattern = "(.*)".join(re.escape(part) for part in before.split("*"))
+        return re.fullmatch(pattern, name, re.DOTALL)
+
+    def __call__(self, name: str) -> str:
+        """What a name becomes."""
+        for before, after in self.rules:
+            match = self.match(before, name)
+            if match:
+                first, *rest = after.split("*")
+                texts = zip(match.groups(), rest, strict=False)
+                return first + "".join(text + part for text, part in texts)
+        return name
+
+
+def rules_of(rename: Rename | None) -> Iterable[tuple[str, str]] | None:
+    """The rules of renames, where they are known."""
+    if isinstance(rename, RenamePatterns):
+        return rename.rules
+    return rename.items() if isinstance(rename, Mapping) else None
+
+
+def check_rename(rename: Rename | None, names: Collection[str]) -> None:
+    """Raise ValueError for the first rule that renames nothing, as far as rules are known."""
+    if isinstance(rename, Mapping):
+        check_names("rename", rename, names)
+    if isinstance(rename, RenamePatterns):
+        for before, _ in rename.rules:
+            if not any(rename.match(before, name) for name in names):
+                raise ValueError(f"rename: no tensor's name matches {before!r}")

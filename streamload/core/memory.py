@@ -1,0 +1,597 @@
+"""Budgets: how many bytes streamload may hold, and the one ledger that counts them.
+
+A budget covers the bytes on a device that are resident when the load is done, plus scratch, plus
+staging where the device shares its memory with the host. The staging of devices with memory of
+their own is counted apart, under the name `STAGING`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+from threading import Lock
+from types import MappingProxyType
+from typing import Literal, TypeAlias, TypeVar
+
+from streamload.core.system import system_free_nbytes
+from streamload.core.units import as_number, parse_bytes
+from streamload.errors import BudgetExceededError, DeviceError, PlanInfeasibleError
+
+#: The ledger's name for the host staging of devices with memory of their own.
+STAGING = "staging"
+#: Host staging where nothing else was said, in bytes.
+DEFAULT_HOST_NBYTES = 64 * 2**20
+#: The least host staging that may be asked for, in bytes: two threads with slots of a megabyte, and
+#: what else they hold. With less, copies of some kilobytes take longer to begin than to make.
+MIN_HOST_NBYTES = 8 * 2**20
+
+_Hierarchy = Literal["cgroup", "cgroup2"]  # as their mounts are named: v1 and v2
+_FRAMEWORKS = ("tinygrad:", "torch:")
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", re.ASCII)
+
+_Way = TypeVar("_Way")
+
+
+@cache
+def canonical_device(name: str) -> str:
+    """The spelling under which device names are compared.
+
+    Case, a framework's prefix and the index 0 say nothing: ``CL``, ``cl:0`` and ``tinygrad:CL``
+    are all ``cl``; ``torch:cuda:1`` is ``cuda:1``.
+    """
+    name = name.strip().lower()
+    for framework in _FRAMEWORKS:
+        name = name.removeprefix(framework)
+    return name.removesuffix(":0")
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """One side of a budget: bytes, or a fraction of what is free. Exactly one is set.
+
+    Attributes:
+        nbytes: bytes, at least 1.
+        fraction: above 0, at most 1.
+
+    Raises:
+        ValueError: both, none, or out of range.
+    """
+
+    nbytes: int | None = None
+    fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.nbytes is None) == (self.fraction is None):
+            raise ValueError(f"a size is either bytes or a fraction: {self}")
+        if self.nbytes is not None and self.nbytes < 1:
+            raise ValueError(f"a budget must be more than 0 bytes, not {self.nbytes}")
+        if self.fraction is not None and not 0 < self.fraction <= 1:
+            raise ValueError(f"a budget must be above 0% and at most 100%, not {self.fraction:%}")
+
+    def __str__(self) -> str:
+        """As `parse` reads it, in Python's source text."""
+        if self.fraction is None:
+            return str(self.nbytes)
+        return f'"{float(Fraction(str(self.fraction)) * 100)!r}%"'
+
+    @classmethod
+    def parse(cls, value: float | str) -> Size:
+        """Read bytes (``3_000_000_000``, ``"3GB"``, ``"2.5GiB"``) or a percentage (``"80%"``).
+
+        A number may be a float or numpy's, as ``0.8 * free`` is: a fraction of a byte is dropped.
+
+        Raises:
+            ValueError: the value is neither, or is not above zero, or is above 100%.
+        """
+        percent = _PERCENT.fullmatch(value) if isinstance(value, str) and len(value) < 100 else None
+        if percent is not None:
+            exact = Fraction(percent[1].rstrip(".")) / 100
+            if exact > 1:  # before it is rounded to a float, which may be 1.0
+                raise ValueError(f"a budget must be above 0% and at most 100%, not {value!r}")
+            return cls(fraction=float(exact))
+        number = as_number(value)
+        if number is not None and 0 < number < 1:
+            raise ValueError(
+                f'a budget of {number} bytes (write "{number * 100:g}%" for that part)'
+            )
+        try:
+            if number is not None and 1 <= number < math.inf:
+                return cls(nbytes=math.floor(number))
+            return cls(nbytes=parse_bytes(value))
+        except ValueError as error:
+            raise ValueError(
+                f"not a budget: {value!r} (write 3GB, 2.5GiB, 80% or a number of bytes)"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Budget:
+    """How many bytes may be held, per device and for host staging.
+
+    ``Budget("3GB")`` holds for every device; ``Budget({"CL": "3GB", "CPU": "80%"})`` names them,
+    and a device that is not named, like ``None``, gets what is free there less a reserve (see
+    `reserve_nbytes`). Device names compare as `canonical_device` says.
+
+    Attributes:
+        default: for the devices that are not named; None: what is free, less a reserve.
+        named: (canonical device name, size or None), sorted by name.
+        host_nbytes: bytes of host staging for devices with memory of their own.
+        host_stated: whether they were asked for.
+    """
+
+    default: Size | None
+    named: tuple[tuple[str, Size | None], ...]
+    host_nbytes: int
+    host_stated: bool
+
+    def __init__(
+        self,
+        devices: float | str | Mapping[str, float | str | None] | None = None,
+        *,
+        host: float | str | None = None,
+    ) -> None:
+        """Read a budget.
+
+        Args:
+            devices: bytes, a size such as "3GB", a percentage of what is free such as "80%", a
+                mapping from device names to these, or None.
+            host: bytes of host staging, or a size such as "64MiB", at least `MIN_HOST_NBYTES`;
+                None: `DEFAULT_HOST_NBYTES`.
+
+        Raises:
+            ValueError: a value that is none of these, zero or negative; a percentage that is 0 or
+                above 100, or for the host; too little for the host; a device named twice; an
+                empty name.
+        """
+        named: dict[str, Size | None] = {}
+        for device, value in devices.items() if isinstance(devices, Mapping) else ():
+            key = canonical_device(device) if isinstance(device, str) else ""
+            if not key:
+                raise ValueError(f"not the name of a device: {device!r}")
+            if key == STAGING:
+                raise ValueError("host staging is not a device: write Budget(..., host=...)")
+            if key in named:
+                raise ValueError(f"a budget names device {device!r} twice")
+            named[key] = None if value is None else Size.parse(value)
+        default = None if devices is None or isinstance(devices, Mapping) else Size.parse(devices)
+        staging = Size(DEFAULT_HOST_NBYTES) if host is None else Size.parse(host)
+        if staging.nbytes is None:
+            raise ValueError(f"host staging is a size in bytes, not a percentage: {host!r}")
+        if staging.nbytes < MIN_HOST_NBYTES:
+            raise ValueError(f"host staging takes at least 8MiB, not {host!r}")
+        object.__setattr__(self, "default", default)
+        object.__setattr__(self, "named", tuple(sorted(named.items(), key=lambda pair: pair[0])))
+        object.__setattr__(self, "host_nbytes", staging.nbytes)
+        object.__setattr__(self, "host_stated", host is not None)
+
+    @classmethod
+    def parse(cls, value: BudgetLike) -> Budget:
+        """Make a budget of what a user may give: `Budget` or what its constructor takes.
+
+        Raises:
+            ValueError: see the constructor.
+        """
+        return value if isinstance(value, Budget) else cls(value)
+
+    @property
+    def devices(self) -> Mapping[str, Size | None]:
+        """The devices named, by canonical name."""
+        return dict(self.named)
+
+    def for_device(self, device: str) -> Size | None:
+        """The size for one device (or `STAGING`); None: what is free there, less a reserve."""
+        key = canonical_device(device)
+        return Size(self.host_nbytes) if key == STAGING else self.devices.get(key, self.default)
+
+    def with_host(self, nbytes: int) -> str:
+        """The argument of a load that gives host staging at least ``nbytes``, as source text."""
+        given = [str(self.default)] if self.default is not None else []
+        if self.named:
+            given = ["{" + ", ".join(f'"{name}": {size}' for name, size in self.named) + "}"]
+        mib = max(-(-nbytes // 2**20), MIN_HOST_NBYTES // 2**20)
+        given.append(f'host="{mib}MiB"')
+        return f"budget=streamload.Budget({', '.join(given)})"
+
+    def is_stated(self, device: str) -> bool:
+        """Whether the budget there is a number of bytes, so that nothing need be probed."""
+        size = self.for_device(device)
+        return size is not None and size.nbytes is not None
+
+    def resolve(self, device: str, free_nbytes: int | None, held_nbytes: int = 0) -> int:
+        """The budget of one device (or `STAGING`) in bytes.
+
+        Args:
+            device: its name.
+            free_nbytes: what is free there; used only where `is_stated` is false.
+            held_nbytes: what the model holds there already, on top of that.
+
+        Raises:
+            ValueError: what is free is needed, and unknown or negative.
+        """
+        size = self.for_device(device)
+        if size is not None and size.nbytes is not None:
+            return size.nbytes
+        if free_nbytes is None or free_nbytes < 0:
+            raise ValueError(
+                f"the budget of {device} depends on what is free there, and that is "
+                f"{'unknown' if free_nbytes is None else free_nbytes}: state it in bytes"
+            )
+        if size is None:
+            return held_nbytes + free_nbytes - reserve_nbytes(free_nbytes)
+        # str: the shortest decimal, which is what the user wrote; 0.8 as a double is a bit more
+        return held_nbytes + int(Fraction(str(size.fraction)) * free_nbytes)
+
+
+BudgetLike: TypeAlias = float | str | Mapping[str, float | str | None] | Budget | None
+
+#: The least that a load leaves alone of the host's memory, in bytes.
+OVERHEAD_NBYTES = 12 * 2**20
+
+
+def overhead_nbytes(free_nbytes: int) -> int:
+    """What a load leaves alone of the host's memory, of ``free_nbytes`` free now, in bytes.
+
+    A stated budget leaves it alone, too. 12 MiB are for what no plan counts: kernels that are
+    compiled take 6.4 MB, and in a memory cgroup of just what was predicted, loads by pread needed
+    2 MB more, and loads by a map 4 to 8 MB. 1/256 is for page tables, which are 1/512 of what is
+    mapped with 4 KiB pages.
+    """
+    return min(OVERHEAD_NBYTES + free_nbytes // 256, free_nbytes)
+
+
+def reserve_nbytes(free_nbytes: int) -> int:
+    """What a budget that was guessed leaves alone, of ``free_nbytes`` that are free now.
+
+    16 MiB and 2%, which leaves 94% of 1 GB and 97% of 3 GB. Beyond 4 GiB an eighth more, until that
+    is max(5%, 1 GiB), which others on a large device are left. Never more than half. Neither the
+    reserve nor what it leaves shrinks as more is free.
+    """
+    large = max(free_nbytes // 20, 2**30)
+    small = 2**24 + free_nbytes // 50 + max(free_nbytes - 2**32, 0) // 8
+    return min(large, small, free_nbytes // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Controller:
+    """The files of a memory controller, and the fields of its memory.stat, that matter here."""
+
+    limits: tuple[str, ...]
+    usage: str
+    stat_limits: tuple[str, ...]
+    reclaimable: tuple[str, ...]
+
+
+_NO_LIMIT_NBYTES = 2**60  # v1 writes no limit as 2**63 less a page
+
+_CONTROLLERS: Mapping[_Hierarchy, _Controller] = MappingProxyType(
+    {
+        "cgroup": _Controller(
+            limits=("memory.limit_in_bytes",),
+            usage="memory.usage_in_bytes",
+            stat_limits=("hierarchical_memory_limit",),
+            reclaimable=("total_inactive_file", "total_active_file"),
+        ),
+        "cgroup2": _Controller(
+            limits=("memory.max", "memory.high"),
+            usage="memory.current",
+            stat_limits=(),
+            reclaimable=("inactive_file", "active_file", "slab_reclaimable"),
+        ),
+    }
+)
+
+
+def available_host_nbytes(root: Path = Path("/")) -> int:
+    """Bytes of host memory that this process can still take without swapping or being killed.
+
+    The least of MemAvailable and, over every memory cgroup from this process's own up to the
+    topmost that is visible (v1 and v2; both in a hybrid system), its limit minus the usage that
+    cannot be reclaimed. That usage is the group's whole usage less the pages on its file lists:
+
+    - v1: ``memory.usage_in_bytes`` - ``total_inactive_file`` - ``total_active_file``; the limit is
+      the lesser of ``memory.limit_in_bytes`` and ``hierarchical_memory_limit``, which also knows
+      groups that are not visible from inside a container;
+    - v2: ``memory.current`` - ``inactive_file`` - ``active_file`` - ``slab_reclaimable``; the limit
+      is the lesser of ``memory.max`` (killed above it) and ``memory.high`` (throttled above it).
+
+    The lists, not the ``cache`` or ``file`` counters: tmpfs and shared memory count as cache but
+    live on the anon lists and cannot be reclaimed without swap; locked pages are on the
+    unevictable list. Mapped and dirty file pages are on the file lists and can be reclaimed. Swap
+    is never counted as memory. Systems other than Linux have neither: they say what is free.
+    Source: Linux, Documentation/admin-guide/cgroup-v1/memory.rst (5.2 stat file) and
+    cgroup-v2.rst (Memory Interface Files); proc_pid_mountinfo(5), cgroups(7).
+
+    Args:
+        root: where ``/proc`` and the mount points that it names are found.
+
+    Raises:
+        DeviceError: the system does not say (Linux without /proc/meminfo).
+    """
+    return HostMemory(root).available_nbytes()
+
+
+class HostMemory:
+    """`available_host_nbytes` for those who ask again and again.
+
+    Groups are looked up once, and those without a limit are asked once: 1,200 microseconds for the
+    first look, 150 for each more, with one limit on 2 cores.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        """Look up the groups.
+
+        Args:
+            root: as for `available_host_nbytes`.
+        """
+        self._meminfo = root / "proc/meminfo"
+        self._groups = list(_cgroups(root, "memory"))
+
+    def available_nbytes(self) -> int:
+        """What `available_host_nbytes` says, with its error."""
+        meminfo = _fields(self._meminfo)
+        # kernels before 3.14 have no MemAvailable; MemFree understates it
+        system_kib = meminfo.get("MemAvailable", meminfo.get("MemFree"))
+        if system_kib is None and sys.platform == "linux":
+            raise DeviceError(
+                "host", f"{self._meminfo} does not say what is free: state the budget in bytes"
+            )
+        system_nbytes = system_free_nbytes() if system_kib is None else system_kib * 1024
+        left = [_cgroup_available_nbytes(at, _CONTROLLERS[kind]) for at, kind in self._groups]
+        known = [nbytes for nbytes in left if nbytes is not None]
+        self._groups = [
+            group
+            for group, nbytes in zip(self._groups, left, strict=True)
+            if nbytes is not None and nbytes < _NO_LIMIT_NBYTES
+        ]
+        return min([system_nbytes, *known])
+
+
+def first_that_fits(
+    ways: Sequence[tuple[_Way, int]], largest: Sequence[tuple[str, int]] = ()
+) -> _Way:
+    """The first of several ways to do something that free host memory is enough for.
+
+    Args:
+        ways: each with the bytes that it needs, from the fastest to the one that needs least.
+        largest: what the last of them needs most for, for the error.
+
+    Returns:
+        The first of all where the system does not say what is free.
+
+    Raises:
+        PlanInfeasibleError: none fits.
+    """
+    try:
+        free_nbytes = available_host_nbytes()
+    except DeviceError:
+        return ways[0][0]
+    for way, needed_nbytes in ways:
+        if needed_nbytes <= free_nbytes:
+            return way
+    raise PlanInfeasibleError(
+        "host", ways[-1][1], free_nbytes, limit="free memory", largest=largest
+    )
+
+
+def _cgroup_available_nbytes(directory: Path, controller: _Controller) -> int | None:
+    """What one cgroup leaves, in bytes, or None where it has no limit."""
+    before = _number(directory / controller.usage) or 0
+    stat = _fields(directory / "memory.stat")
+    after = _number(directory / controller.usage) or 0
+    limits = [_number(directory / name) for name in controller.limits]
+    limits += [stat.get(name) for name in controller.stat_limits]
+    stated = [limit for limit in limits if limit is not None]
+    if not stated:
+        return None
+    # the files are read one after the other: page cache that comes or goes meanwhile is in one of
+    # the usages and not in the other
+    usage_nbytes = min(before, after)
+    reclaimable_nbytes = sum(stat.get(name, 0) for name in controller.reclaimable)
+    return max(0, min(stated) - max(0, usage_nbytes - reclaimable_nbytes))
+
+
+def available_cpus(root: Path = Path("/")) -> int:
+    """How many CPUs this process can keep busy: at least 1.
+
+    The lesser of those that its affinity allows and, over every cpu cgroup from its own up to the
+    topmost that is visible (v1 and v2), the CPU time that the group gets in a period, in CPUs,
+    rounded up: half a CPU more is worth a thread more.
+
+    - v1: ``cpu.cfs_quota_us`` / ``cpu.cfs_period_us``; a quota of -1 is no limit;
+    - v2: the two numbers of ``cpu.max``, of which the first may be "max".
+
+    Source: Linux, Documentation/scheduler/sched-bwc.rst and admin-guide/cgroup-v2.rst (CPU).
+
+    Args:
+        root: where ``/proc`` and the mount points that it names are found.
+    """
+    affinity = getattr(os, "sched_getaffinity", None)
+    count = len(affinity(0)) if affinity else os.cpu_count() or 1
+    limits = (_CPU_TIME[kind](directory) for directory, kind in _cgroups(root, "cpu"))
+    shares = [Fraction(quota, period) for quota, period in limits if quota and period]
+    return max(1, min([count, *map(math.ceil, shares)]))
+
+
+def _cpu_time_v1(directory: Path) -> tuple[int | None, int | None]:
+    return _number(directory / "cpu.cfs_quota_us"), _number(directory / "cpu.cfs_period_us")
+
+
+def _cpu_time_v2(directory: Path) -> tuple[int | None, int | None]:
+    quota, _, period = _text(directory / "cpu.max").strip().partition(" ")
+    found = (int(text) if text.isdecimal() else None for text in (quota, period))
+    return next(found), next(found)
+
+
+#: Microseconds of CPU time in a period, and those of the period; None where there is no limit.
+_CPU_TIME: Mapping[_Hierarchy, Callable[[Path], tuple[int | None, int | None]]] = MappingProxyType(
+    {"cgroup": _cpu_time_v1, "cgroup2": _cpu_time_v2}
+)
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[tuple[Path, _Hierarchy]]:
+    """This process's cgroups that may have a controller, innermost first, in each hierarchy."""
+    own_paths: dict[_Hierarchy, str] = {}
+    for line in _text(root / "proc/self/cgroup").split("\n"):
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            own_paths["cgroup2"] = path
+        elif controller in controllers.split(","):
+            own_paths["cgroup"] = path
+    mounts = list(_cgroup_mounts(root, controller))
+    for kind, path in own_paths.items():
+        tops = [(top, at) for found, top, at in mounts if found == kind]
+        inside = [(at, _below(path, top)) for top, at in tops]
+        visible = [(at, below) for at, below in inside if below is not None]
+        # where no mount shows this process's group (a namespace hides its path), the mount point
+        # itself is the container's group, and the best there is
+        for at, below in visible or [(at, ()) for at, _ in inside]:
+            for depth in range(len(below), -1, -1):
+                yield at.joinpath(*below[:depth]), kind
+
+
+def _cgroup_mounts(root: Path, controller: str) -> Iterator[tuple[str, str, Path]]:
+    """(filesystem type, path of the mounted cgroup, mount point) of a controller's hierarchies."""
+    for line in _text(root / "proc/self/mountinfo").split("\n"):
+        left, _, right = line.partition(" - ")
+        fields, source = left.split(" "), right.split(" ")
+        if len(fields) < 6 or len(source) < 3:
+            continue
+        top, at = (
+            re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
+            for field in fields[3:5]
+        )
+        if source[0] == "cgroup2" or (source[0] == "cgroup" and controller in source[2].split(",")):
+            yield source[0], top, root / at.lstrip("/")
+
+
+def _below(path: str, top: str) -> tuple[str, ...] | None:
+    """The components of cgroup ``path`` below ``top``, or None where it is not below."""
+    parts, tops = ([part for part in text.split("/") if part] for text in (path, top))
+    below = tuple(parts[len(tops) :])
+    return below if parts[: len(tops)] == tops and ".." not in below else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return os.fsdecode(path.read_bytes())
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    """The number in a one-line file; None for "max", and where there is no such file."""
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """The fields of a file with lines such as ``name 12`` or ``name: 12 kB``."""
+    lines = (line.split() for line in _text(path).split("\n"))
+    return {
+        line[0].rstrip(":"): int(line[1]) for line in lines if len(line) > 1 and line[1].isdecimal()
+    }
+
+
+class Ledger:
+    """The one place that counts bytes. Safe for threads.
+
+    Every byte is reserved here before it is allocated, at the size that the allocator really
+    takes, and released after it was given back. Device names compare as `canonical_device` says.
+    """
+
+    def __init__(self, budgets: Mapping[str, int]) -> None:
+        """Open an account for every device.
+
+        Args:
+            budgets: device name (or `STAGING`) to bytes.
+
+        Raises:
+            ValueError: a negative budget, or two names of one device.
+        """
+        self._budgets = dict(budgets)
+        self._limits = {canonical_device(name): nbytes for name, nbytes in budgets.items()}
+        if len(self._limits) < len(budgets):
+            raise ValueError(f"two budgets for one device: {', '.join(budgets)}")
+        for name, nbytes in budgets.items():
+            if nbytes < 0:
+                raise ValueError(f"the budget of {name} is negative: {nbytes}")
+        self._held = dict.fromkeys(self._limits, 0)
+        self._peak = dict.fromkeys(self._limits, 0)
+        self._lock = Lock()
+
+    @property
+    def budgets(self) -> Mapping[str, int]:
+        """Bytes that may be held, by device name as given."""
+        return MappingProxyType(self._budgets)
+
+    def held(self, device: str) -> int:
+        """Bytes that are reserved there now."""
+        return self._held[self._key(device)]
+
+    def peak(self, device: str) -> int:
+        """The most bytes that were ever reserved there at once."""
+        return self._peak[self._key(device)]
+
+    def reserve(self, device: str, nbytes: int, *, reason: str = "") -> None:
+        """Count bytes that are about to be allocated.
+
+        Args:
+            device: where.
+            nbytes: how many, at least 0.
+            reason: put into the error: why the plan did not foresee this.
+
+        Raises:
+            BudgetExceededError: they do not fit; nothing was counted.
+            LookupError: the ledger has no such device.
+            ValueError: ``nbytes`` is negative.
+        """
+        key = self._key(device)
+        if nbytes < 0:
+            raise ValueError(f"{device}: cannot reserve {nbytes} bytes")
+        with self._lock:
+            held = self._held[key]
+            if held + nbytes > self._limits[key]:
+                raise BudgetExceededError(device, nbytes, held, self._limits[key], reason=reason)
+            self._held[key] = held + nbytes
+            self._peak[key] = max(self._peak[key], held + nbytes)
+
+    def release(self, device: str, nbytes: int) -> None:
+        """Count bytes that were given back.
+
+        Raises:
+            LookupError: the ledger has no such device.
+            ValueError: ``nbytes`` is negative or more than is held; nothing was counted.
+        """
+        key = self._key(device)
+        with self._lock:
+            if not 0 <= nbytes <= self._held[key]:
+                raise ValueError(
+                    f"{device}: cannot release {nbytes} bytes, {self._held[key]} are held"
+                )
+            self._held[key] -= nbytes
+
+    @contextmanager
+    def lease(self, device: str, nbytes: int, *, reason: str = "") -> Iterator[None]:
+        """Hold bytes for the length of a ``with`` block; see `reserve` for the errors."""
+        self.reserve(device, nbytes, reason=reason)
+        try:
+            yield
+        finally:
+            self.release(device, nbytes)
+
+    def _key(self, device: str) -> str:
+        key = canonical_device(device)
+        if key not in self._limits:
+            raise LookupError(
+                f"the ledger has no budget for {device}; it has: {', '.join(self._budgets)}"
+            )
+        return key

@@ -1,0 +1,72 @@
+"""Buffers of tinygrad without memory: they stand for weights that are not there, and say why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tinygrad.device import Buffer
+from tinygrad.uop.ops import UOp, buffers
+
+from streamload.core.dtypes import DType
+from streamload.errors import DeviceError, OffloadError
+
+
+class InvalidBuffer(Buffer):  # type: ignore[misc]  # tinygrad has no types for this
+    """The memory of a parameter that a failed load left without values: using it raises.
+
+    Attributes:
+        parameter: its name.
+        kept: the graph over the memory that another load writes again; None where it is gone.
+        keeps: the parameter's `Parameter.keeps`.
+    """
+
+    def __init__(
+        self, name: str, device: str, size: int, dtype: Any, kept: UOp | None, keeps: DType | None
+    ) -> None:
+        self.parameter, self.kept, self.keeps = name, kept, keeps
+        super().__init__(device, size, dtype)
+
+    def allocate(self, opaque: Any = None, external_ptr: Any = None) -> Buffer:
+        """Refuse: there are no values."""
+        raise DeviceError(
+            self.device,
+            f"parameter {self.parameter!r} holds no values, since a load failed or its offload was "
+            "closed; load it again",
+        )
+
+
+class AbsentBuffer(Buffer):  # type: ignore[misc]  # tinygrad has no types for this
+    """The memory of a weight that is brought when its layer computes: using it raises.
+
+    Attributes:
+        parameter: its name.
+    """
+
+    def __init__(self, name: str, device: str, size: int, dtype: Any) -> None:
+        self.parameter = name
+        super().__init__(device, size, dtype)
+
+    def allocate(self, opaque: Any = None, external_ptr: Any = None) -> Buffer:
+        """Refuse: the values are in the file."""
+        raise OffloadError(
+            f"{self.parameter} streams from its file when its layer is called, and is not here "
+            "now: a model that is offloaded cannot be saved, moved or copied; read the checkpoint, "
+            f"or close() it first. Where the model computes with it outside of a layer's call, "
+            f'offload it with stay="{self.parameter}"'
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled or copied."""
+        return self.allocate()
+
+
+def invalid_buffer(uop: UOp) -> InvalidBuffer | None:
+    """The memory that raises, where a tensor stands on it."""
+    buffer = buffers.get(uop.base)
+    return buffer if isinstance(buffer, InvalidBuffer) else None
+
+
+def absent_buffer(uop: UOp) -> AbsentBuffer | None:
+    """The memory of a weight that streams, where a tensor stands on it."""
+    buffer = buffers.get(uop.base)
+    return buffer if isinstance(buffer, AbsentBuffer) else None

@@ -1,0 +1,587 @@
+"""tinygrad's devices. What touches tinygrad's internals is here and in `devices.tinygrad_tensors`.
+
+The internals used are those of tinygrad 0.13 and 0.14: ``Buffer``, ``UOp``, the allocators'
+``_as_buffer``, ``_offset``, ``_copyin``, ``_copyout`` and ``cache``, the context of its CUDA
+devices, and the bindings of OpenCL and CUDA. None is known by a version: what all devices need is
+looked for at import, and a backend that lacks what the faster ways need is written through the
+public ``Tensor`` API instead (`_TensorDevice`), slower and within the same bounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.metadata
+import math
+import mmap
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tinygrad
+from tinygrad import Device as _Devices
+from tinygrad import Tensor, dtypes
+from tinygrad.device import ALL_DEVICES, Buffer
+from tinygrad.helpers import EMULATED_DTYPES, GlobalCounters
+from tinygrad.uop.ops import UOp
+
+from streamload.core.dtypes import BF16, BY_NAME, F16, F32, DType
+from streamload.core.system import address_of, bytes_at
+from streamload.devices import cuda
+from streamload.devices.allocators import ObjectCosts, TensorCosts
+from streamload.devices.base import (
+    Device,
+    DeviceInfo,
+    DTypeStatus,
+    Framework,
+    ProbeResult,
+    Staging,
+    Ticket,
+)
+from streamload.devices.names import NO_DEVICE, environment
+from streamload.devices.probing import computed, doubles, nvidia_parts
+from streamload.devices.staging import DONE, HostStaging
+from streamload.devices.tinygrad.linear import coded, swapping
+from streamload.devices.tinygrad.tensors import (
+    ALLOCATORS,
+    SHARED,
+    TO_TINYGRAD,
+    backend_of,
+    context_of,
+    current,
+    empty_cache,
+    has,
+    map_opencl,
+    opened,
+    over,
+    parameters_of,
+)
+from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
+
+_UNSUPPORTED = frozenset(BY_NAME) - frozenset(TO_TINYGRAD)
+
+# Backends that compute in bfloat16 where their renderer lists it. The others keep it as ushort or
+# promote each operation (OpenCL, clang), which tinygrad reports as supported all the same.
+_BF16_NATIVE = frozenset({"AMD", "CUDA", "HIP", "METAL", "NV"})
+# Pairs worth a probe: narrow sources, so that every code can be tried.
+_DEVICE_CASTS = ((BF16, F16), (BF16, F32), (F16, F32), (F16, BF16))
+
+# What allocations are rounded up to, by backend: those on CUDA at the least.
+_GRANULARITY_NBYTES = {"CPU": mmap.PAGESIZE, "CUDA": 512}
+# tinygrad has one object for each number that is an extent or a size, and one for each shape; on
+# the CPU a class of ctypes for each size: docs/measurements.md, "What a tensor takes".
+_COSTS = TensorCosts(ObjectCosts(2500, 750, 300, 700, 450), ObjectCosts(1700, 0, 300))
+# On the CPU each buffer is a map of its own, of shared memory: 1,975 bytes of the kernel each.
+_MAPPED_COSTS = TensorCosts(
+    ObjectCosts(2600, 700, 300, 750, 3400), ObjectCosts(1800, 0, 300, 0, 2900), kernel_nbytes=2048
+)
+
+# Environment variables (beginnings of their names) that change what a device can do.
+_SETTINGS = (
+    *("DEV", "CC", "POCL_", "OCL_", "CUDA_", "NVRTC_", "NVIDIA_"),
+    *("EMULATED_DTYPES", "LD_LIBRARY_PATH"),
+)
+_NVIDIA = frozenset({"CUDA", "NV"})
+_AT_FAULT = re.compile(r"\berror:", re.IGNORECASE)  # as clang and nvrtc mark their messages
+
+
+def _max_buffers() -> int | None:
+    """How many more maps the kernel lets this process have, less some for everybody else."""
+    try:
+        most = int(Path("/proc/sys/vm/max_map_count").read_text())
+        with Path("/proc/self/maps").open("rb") as maps:
+            return max(most - sum(1 for _ in maps) - 1000, 0)
+    except (OSError, ValueError):
+        return None
+
+
+class TinygradDevice(Device):
+    """What all of tinygrad's devices share; the ways in are the subclasses."""
+
+    host_visible = False
+    threads = 0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._device = opened(name)
+
+    @property
+    def info(self) -> DeviceInfo:
+        """What it is and has."""
+        backend = backend_of(self.name)
+        return DeviceInfo(
+            name=self.name,
+            framework="tinygrad",
+            description=str(getattr(self._device, "device_name", "")),
+            host_visible=self.host_visible,
+            shared_memory=backend in SHARED,
+            granularity_nbytes=_GRANULARITY_NBYTES.get(backend, 1),
+            allocator="cuda_driver" if backend == "CUDA" else "exact",  # cuMemAlloc, once for each
+            costs=_MAPPED_COSTS if backend == "CPU" else _COSTS,
+            max_buffers=_max_buffers() if backend == "CPU" else None,  # each is a map
+            threads=self.threads,
+            native_bf16=backend in _BF16_NATIVE and self._computes_in(dtypes.bfloat16),
+            unsupported=_UNSUPPORTED,
+        )
+
+    def _computes_in(self, dtype: Any) -> bool:
+        """Whether its renderer lists a dtype, and tinygrad was not told to emulate it."""
+        supported = getattr(self._device.renderer, "supported_dtypes", None)
+        listed = supported is not None and dtype in supported()
+        return listed and dtype not in EMULATED_DTYPES.tolist(dtypes)
+
+    def allocate(self, dtype: DType, shape: tuple[int, ...]) -> Buffer:
+        """Allocate; the buffer of a tensor without elements stays without memory."""
+        buffer = Buffer(self.name, math.prod(shape), TO_TINYGRAD[dtype.name])
+        if buffer.size == 0:
+            return buffer
+        try:
+            with ALLOCATORS:
+                empty_cache(self._device.allocator, keep_nbytes=buffer.nbytes)
+                buffer.allocate()
+        except (MemoryError, RuntimeError, OSError, AssertionError) as error:
+            raise AllocationError(self.name, str(error), nbytes=buffer.nbytes) from error
+        return buffer
+
+    def staging(self, nbytes: int) -> Staging:
+        """Plain host memory."""
+        return HostStaging(nbytes)
+
+    def cast_copy(
+        self,
+        staging: Staging,
+        start: int,
+        nbytes: int,
+        src: DType,
+        buffer: Any,
+        offset: int,
+        dst: DType,
+    ) -> None:
+        """Bring raw ``src`` bits up, cast them with tinygrad's own kernel, write them at offset."""
+        raw = self._brought_up(staging, start, nbytes, src)
+        result = raw.cast(TO_TINYGRAD[dst.name])
+        self._store(result, buffer, offset, dst.nbytes(nbytes // src.itemsize))
+        self._device.synchronize()
+
+    def _brought_up(self, staging: Staging, start: int, nbytes: int, dtype: DType) -> Tensor:
+        """Elements of staging as a tensor on the device."""
+        raw = self.allocate(dtype, (nbytes // dtype.itemsize,))
+        self.copy(staging, start, nbytes, raw, 0).wait()
+        return Tensor(UOp.from_buffer(raw))
+
+    def _store(self, result: Tensor, buffer: Buffer, offset: int, nbytes: int) -> None:
+        view = buffer.view(nbytes // buffer.dtype.itemsize, buffer.dtype, offset)
+        Tensor(UOp.from_buffer(view.ensure_allocated())).assign(result).realize()
+
+    def read(self, buffer: Any, start: int, stop: int) -> bytes:
+        """Read raw bytes back."""
+        out = bytearray(stop - start)
+        if out:
+            self._read(buffer, start, out)
+        return bytes(out)
+
+    def _read(self, buffer: Any, start: int, out: bytearray) -> None:
+        view = self._device.allocator._offset(buffer._buf, len(out), start)
+        self._device.allocator._copyout(memoryview(out), view)
+
+    def release(self, buffer: Buffer) -> None:
+        """Give the memory back: the caller's was the last reference."""
+        if buffer.is_allocated():
+            buffer.deallocate()
+        self.trim()
+
+    def trim(self) -> None:
+        """Empty the allocator's cache of freed buffers."""
+        empty_cache(self._device.allocator)
+
+    def synchronize(self) -> None:
+        """Wait for the device; what tinygrad keeps until then goes to its cache."""
+        with ALLOCATORS, current(self._device):
+            self._device.synchronize()
+
+    def allocated_nbytes(self) -> int | None:
+        """tinygrad's own count for this device."""
+        return int(GlobalCounters.mem_used_per_device[self.name])
+
+
+class _HostVisibleDevice(TinygradDevice):
+    """CPU, Metal, QCOM and PYTHON: the allocator shows their memory to the CPU."""
+
+    host_visible = True
+    threads = 16
+
+    def _view(self, buffer: Buffer) -> memoryview:
+        view: memoryview = self._device.allocator._as_buffer(buffer._buf)
+        return view.cast("B") if view.format != "B" or view.ndim != 1 else view
+
+    @contextlib.contextmanager
+    def window(self, buffer: Buffer, start: int, stop: int) -> Iterator[memoryview]:
+        """The device's own memory."""
+        with self._view(buffer)[start:stop] as view:
+            yield view
+
+    def copy(
+        self, staging: Staging, start: int, nbytes: int, buffer: Buffer, offset: int
+    ) -> Ticket:
+        """A copy on the host."""
+        self._device.synchronize()
+        with self.window(buffer, offset, offset + nbytes) as view:
+            view[:] = staging.view[start : start + nbytes]
+        return DONE
+
+    def _read(self, buffer: Buffer, start: int, out: bytearray) -> None:
+        self._device.synchronize()
+        out[:] = self._view(buffer)[start : start + len(out)]
+
+
+class _OpenCLDevice(TinygradDevice):
+    """OpenCL: chunks are mapped where memory is unified, written at an offset elsewhere.
+
+    Mapping chunk by chunk costs tens of microseconds each, works from several threads, and costs a
+    driver that shadows maps one chunk at most.
+    """
+
+    threads = 16
+
+    def __init__(self, name: str, *, mapped: bool | None = None) -> None:
+        super().__init__(name)
+        from tinygrad.runtime.autogen import opencl
+        from tinygrad.runtime.ops_cl import cl_errors
+
+        self._cl, self._errors = opencl, cl_errors
+        # the queue tells: tinygrad has called it by several names
+        self._id = opencl.cl_device_id()
+        place = ctypes.sizeof(self._id), ctypes.byref(self._id), None
+        self._call("clGetCommandQueueInfo", self._device.queue, opencl.CL_QUEUE_DEVICE, *place)
+        unified = bool(self._query(opencl.CL_DEVICE_HOST_UNIFIED_MEMORY, ctypes.c_uint32))
+        self._unified = unified
+        self.host_visible = unified if mapped is None else mapped
+
+    def _query(self, what: int, kind: Any) -> int:
+        value = kind()
+        size, place = ctypes.sizeof(value), ctypes.byref(value)
+        self._call("clGetDeviceInfo", self._id, what, size, place, None)
+        return int(value.value)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        # the bindings return the status unchecked
+        self._check(getattr(self._cl, name)(*arguments), name)
+
+    def _check(self, status: int, call: str) -> None:
+        if status != 0:
+            raise DeviceError(self.name, f"{call}: {self._errors.get(status, status)}")
+
+    def _enqueue(self, name: str, *arguments: Any) -> None:
+        """Call a function of the queue, with no events to wait for or to make."""
+        self._call(name, self._device.queue, *arguments, 0, None, None)
+
+    @property
+    def info(self) -> DeviceInfo:
+        """What it is, from clGetDeviceInfo."""
+        cl, wide = self._cl, ctypes.c_uint64
+        total = self._query(cl.CL_DEVICE_GLOBAL_MEM_SIZE, wide)
+        align = self._query(cl.CL_DEVICE_MEM_BASE_ADDR_ALIGN, ctypes.c_uint32) // 8
+        return replace(
+            super().info,
+            shared_memory=self._unified,
+            free_nbytes=max(total - int(self.allocated_nbytes() or 0), 0),
+            total_nbytes=total,
+            largest_allocation_nbytes=self._query(cl.CL_DEVICE_MAX_MEM_ALLOC_SIZE, wide),
+            granularity_nbytes=max(align, 1),
+        )
+
+    @contextlib.contextmanager
+    def window(self, buffer: Buffer, start: int, stop: int) -> Iterator[memoryview]:
+        """Map the bytes for writing, unmap them at the end."""
+        flags = self._cl.CL_MAP_WRITE_INVALIDATE_REGION
+        status, address = map_opencl(self._device, buffer, flags, start, stop - start)
+        self._check(status, "clEnqueueMapBuffer")
+        try:
+            yield bytes_at(address, stop - start)
+        finally:
+            self._enqueue("clEnqueueUnmapMemObject", buffer._buf, ctypes.c_void_p(address))
+
+    def copy(
+        self, staging: Staging, start: int, nbytes: int, buffer: Buffer, offset: int
+    ) -> Ticket:
+        """A blocking write at the offset."""
+        source = ctypes.c_void_p(address_of(staging.view) + start)
+        self._enqueue("clEnqueueWriteBuffer", buffer._buf, True, offset, nbytes, source)
+        return DONE
+
+    def _store(self, result: Tensor, buffer: Buffer, offset: int, nbytes: int) -> None:
+        # no sub-buffers here: the cast goes to a buffer of its own, and is copied on the device
+        scratch = result.contiguous().realize().uop.base.buffer
+        self._enqueue("clEnqueueCopyBuffer", scratch._buf, buffer._buf, 0, offset, nbytes)
+        self._device.synchronize()
+
+    def _read(self, buffer: Buffer, start: int, out: bytearray) -> None:
+        target = ctypes.c_void_p(address_of(memoryview(out)))  # ctypes.cast would leave a cycle
+        self._enqueue("clEnqueueReadBuffer", buffer._buf, True, start, len(out), target)
+
+
+class _CUDADevice(cuda.Copies, TinygradDevice):
+    """CUDA: page-locked slots, copied by the driver's own calls in tinygrad's context.
+
+    tinygrad launches its kernels on the null stream, and copies come by streams that do not wait
+    for that one.
+    """
+
+    threads = 16
+
+    def __init__(self, name: str) -> None:
+        TinygradDevice.__init__(self, name)
+        context = context_of(self._device)
+        assert context is not None, "libcuda.so.1 cannot be loaded"
+        cuda.Copies.__init__(self, context, lambda buffer: int(buffer._buf.value))
+
+    @property
+    def info(self) -> DeviceInfo:
+        """What it is, from the driver, and does where the copies are made in bulk."""
+        free, total = ctypes.c_uint64(), ctypes.c_uint64()
+        text = ctypes.create_string_buffer(256)
+        with self.context.current():
+            self.context.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+            self.context.call("cuDeviceGetName", text, len(text), self._device.cu_device)
+        return replace(
+            super().info,
+            description=text.value.decode(errors="replace"),
+            free_nbytes=free.value,
+            total_nbytes=total.value,
+            casts=self.bulk is not None,
+        )
+
+    def allocate(self, dtype: DType, shape: tuple[int, ...]) -> Buffer:
+        """Allocate memory that no queued work uses any more.
+
+        What comes from tinygrad's cache may have been freed before the kernels that use it ran.
+        """
+        with self.context.current():
+            buffer = super().allocate(dtype, shape)
+        self.context.finish(0)  # the null stream, where tinygrad's kernels run
+        return buffer
+
+    def _read(self, buffer: Buffer, start: int, out: bytearray) -> None:
+        with ALLOCATORS, self.context.current():
+            super()._read(buffer, start, out)
+
+    def release(self, buffer: Buffer) -> None:
+        """Give the memory back: the caller's was the last reference."""
+        with self.context.current():  # without a cache (LRU=0), tinygrad frees it here
+            super().release(buffer)
+
+
+class _OffsetDevice(TinygradDevice):
+    """Backends whose allocator points into a buffer: HIP, NV, AMD."""
+
+    def copy(
+        self, staging: Staging, start: int, nbytes: int, buffer: Buffer, offset: int
+    ) -> Ticket:
+        """tinygrad's own copy, to an offset; it keeps the source until it has synchronised."""
+        allocator = self._device.allocator
+        source = staging.view[start : start + nbytes]
+        with ALLOCATORS:
+            allocator._copyin(allocator._offset(buffer._buf, nbytes, offset), source)
+            self.synchronize()
+        return DONE
+
+
+class _TensorDevice(TinygradDevice):
+    """Any other backend, through public ``Tensor`` calls alone.
+
+    A parameter is a tensor of bytes whose slices are assigned chunk by chunk, then seen as its
+    dtype; the bytes are never computed on in that dtype, which may be emulated.
+    """
+
+    def allocate(self, dtype: DType, shape: tuple[int, ...]) -> Any:
+        """A tensor of bytes."""
+        nbytes = dtype.nbytes(math.prod(shape))
+        self.trim()
+        try:
+            empty = Tensor.empty(nbytes, dtype=dtypes.uint8, device=self.name)
+            return (empty if nbytes == 0 else empty.zeros_like().contiguous()).realize()
+        except (MemoryError, RuntimeError, OSError, AssertionError) as error:
+            raise AllocationError(self.name, str(error), nbytes=nbytes) from error
+
+    def copy(self, staging: Staging, start: int, nbytes: int, buffer: Any, offset: int) -> Ticket:
+        """Assign a slice of bytes."""
+        self._assign(buffer, offset, self._bytes(staging, start, nbytes))
+        self._device.synchronize()
+        return DONE
+
+    def _bytes(self, staging: Staging, start: int, nbytes: int) -> Tensor:
+        data = bytes(staging.view[start : start + nbytes])
+        return Tensor(data, dtype=dtypes.uint8, device=self.name)
+
+    def _assign(self, buffer: Tensor, offset: int, chunk: Tensor) -> None:
+        # a variable offset: the kernel of one chunk size is compiled once
+        at = UOp.variable("offset", 0, max(buffer.shape[0] - chunk.shape[0], 1)).bind(offset)
+        buffer[at : at + chunk.shape[0]].assign(chunk).realize()
+
+    def _brought_up(self, staging: Staging, start: int, nbytes: int, dtype: DType) -> Tensor:
+        return self._bytes(staging, start, nbytes).bitcast(TO_TINYGRAD[dtype.name])
+
+    def _store(self, result: Tensor, buffer: Tensor, offset: int, nbytes: int) -> None:
+        self._assign(buffer, offset, result.contiguous().bitcast(dtypes.uint8).contiguous())
+
+    def _read(self, buffer: Any, start: int, out: bytearray) -> None:
+        out[:] = bytes(buffer[start : start + len(out)].contiguous().data())
+
+    def release(self, buffer: Any) -> None:
+        """The tensor goes with its last reference."""
+        self.trim()
+
+
+_WAYS: dict[str, type[TinygradDevice]] = {
+    "CL": _OpenCLDevice,
+    "CUDA": _CUDADevice,
+    **dict.fromkeys(("CPU", "METAL", "PYTHON", "QCOM"), _HostVisibleDevice),
+    **dict.fromkeys(("AMD", "HIP", "NV"), _OffsetDevice),
+}
+_NEEDED = {
+    _HostVisibleDevice: "_as_buffer",
+    _OffsetDevice: "_offset",
+    _CUDADevice: "_offset",
+    _OpenCLDevice: "_copyin",
+}
+
+
+class TinygradFramework(Framework):
+    """tinygrad, as `devices.base.Framework`."""
+
+    name = "tinygrad"
+
+    parameters = staticmethod(parameters_of)
+    coded = staticmethod(coded)
+    swap = staticmethod(swapping)
+
+    def canonical(self, name: str) -> str:
+        """tinygrad's own form: upper case, without ":0"."""
+        return str(_Devices.canonicalize(name)) if name else self.default_device()
+
+    def device(self, name: str) -> TinygradDevice:
+        """Open a device by the fastest way in that it has."""
+        name = self.canonical(name)
+        way = _WAYS.get(backend_of(name), _TensorDevice)
+        try:
+            if way is _CUDADevice and context_of(opened(name)) is None:
+                way = _OffsetDevice
+            needed = _NEEDED.get(way)
+            if needed is not None and not has(opened(name).allocator, needed):
+                way = _TensorDevice
+            with contextlib.suppress(AttributeError, ImportError):  # of internals that moved
+                return way(name)
+            return _TensorDevice(name)
+        except DeviceNotFoundError:
+            raise
+        except Exception as error:  # each backend raises what it likes
+            module = f"tinygrad.runtime.ops_{backend_of(name).lower()}"
+            lacking = isinstance(error, ImportError) and error.name == module
+            problem = NO_DEVICE if lacking else error
+            raise DeviceNotFoundError(name, f"tinygrad cannot open it: {problem}") from error
+
+    def default_device(self) -> str:
+        """tinygrad's default."""
+        try:
+            return str(_Devices.DEFAULT)
+        except Exception as error:
+            raise DeviceNotFoundError(
+                "tinygrad", f"it has no device: {error}", working=("host",)
+            ) from error
+
+    def candidates(self) -> Sequence[str]:
+        """tinygrad's order, without those for which this machine cannot have a device."""
+        return [name for name in ALL_DEVICES if name not in ("DSP", "WEBGPU")]
+
+    def fingerprint(self, name: str) -> str:
+        """Versions, compilers, drivers and settings that a device's working depends on."""
+        parts = [_version(), str(tinygrad.__file__), sys.platform]
+        settings = environment(_SETTINGS)
+        for program in (settings.get("CC", "clang"), "nvcc", "ptxas"):
+            found = shutil.which(program)
+            parts.append(f"{program}={found}{_stamp(found)}")
+        for folder in (settings.get("OCL_ICD_VENDORS", ""), "/etc/OpenCL/vendors"):
+            if folder and Path(folder).is_dir():
+                parts += [f"{p}{_stamp(str(p))}" for p in sorted(Path(folder).iterdir())]
+        if backend_of(self.canonical(name)) in _NVIDIA:
+            from tinygrad.runtime.autogen import nvrtc
+
+            found = getattr(nvrtc.dll, "_name", None)  # None where there is no such library
+            parts.append(f"nvrtc={found}{_stamp(found)}")
+            parts += nvidia_parts()
+        settings.pop("POCL_CACHE_DIR", None)
+        if re.fullmatch("[A-Z]*", settings.get("DEV", "")):
+            settings.pop("DEV", None)  # which device is the default, and tinygrad sets that itself
+        parts += [f"{key}={value}" for key, value in sorted(settings.items())]
+        return "\n".join(parts)
+
+    def tensor(self, device: Device, buffer: Any, dtype: DType, shape: tuple[int, ...]) -> Tensor:
+        """tinygrad's tensor over a buffer, without a copy."""
+        return Tensor(over(buffer, dtype, shape))
+
+    def probe(self, name: str, full: bool) -> ProbeResult:
+        """Compute there; see `Framework.probe`."""
+        name = self.canonical(name)
+        return computed(
+            self,
+            name,
+            full,
+            add_one=lambda numbers: (Tensor(numbers, device=name) + 1).tolist(),
+            problem=_problem,
+            held=TO_TINYGRAD,
+            casts=_DEVICE_CASTS,
+        )
+
+    def dtype_status(self, name: str, dtype: DType) -> DTypeStatus:
+        """Write ones to a real buffer, double them on the device, read the bytes back."""
+        if dtype.name in _UNSUPPORTED:
+            return "absent"
+        device, kind = self.device(name), TO_TINYGRAD[dtype.name]
+
+        def double(ones: bytes) -> bytes:
+            buffer = device.allocate(dtype, (len(ones) // dtype.itemsize,))
+            staging = device.staging(len(ones))
+            staging.view[:] = ones
+            device.copy(staging, 0, len(ones), buffer, 0).wait()
+            staging.close()
+            tensor = Tensor(over(buffer, dtype, (len(ones) // dtype.itemsize,)))
+            doubled = (tensor | tensor) if dtype.kind == "bool" else (tensor + tensor)
+            return bytes(doubled.contiguous().realize().bitcast(dtypes.uint8).data())
+
+        if not doubles(dtype, double):
+            return "broken"
+        native = kind is not dtypes.bfloat16 or backend_of(device.name) in _BF16_NATIVE
+        return "native" if native and device._computes_in(kind) else "emulated"
+
+
+def _version() -> str:
+    """The version of tinygrad, and the state of its file, which a clone of its repository has."""
+    stamp = _stamp(tinygrad.__file__)
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("tinygrad") + stamp
+    return stamp
+
+
+def _problem(error: Exception) -> str:
+    """The line of a message that says what is wrong; compilers end theirs with another."""
+    if isinstance(error, ExceptionGroup):  # of renderers: what each of them lacks
+        return "; ".join(dict.fromkeys(map(_problem, error.exceptions)))
+    problem = error.problem if isinstance(error, DeviceError) else str(error)
+    lines = problem.strip().splitlines() or [type(error).__name__]
+    return next((line.strip() for line in lines if _AT_FAULT.search(line)), lines[-1])
+
+
+def _stamp(path: str | None) -> str:
+    try:
+        status = os.stat(path or "")
+    except OSError:
+        return ""
+    return f":{status.st_size}:{status.st_mtime_ns}"
+
+
+FRAMEWORK = TinygradFramework()

@@ -1,0 +1,323 @@
+"""Linear layers of tinygrad whose weights stay quantised: the product decodes them as it goes.
+
+`replace_linears` puts a `QuantLinear` in place of each `tinygrad.nn.Linear` of a model that has not
+been loaded yet. Its arrays have the names, dtypes and shapes of the format's parts, so that loading
+fills them as all others::
+
+    model = Transformer(...)
+    replace_linears(model, lambda name: "q8_0" if ".layers." in name else None)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tinygrad import Tensor, dtypes, nn
+
+from streamload.codecs.scheme import FORMATS, CodedWeight
+from streamload.codecs.schemes.ggml import BLOCK
+from streamload.core.dtypes import F32
+from streamload.devices.base import Swap
+from streamload.devices.tinygrad.tensors import TO_TINYGRAD, tie_key
+
+_Module = TypeVar("_Module")
+_Decoded = tuple[list[Tensor], Tensor]
+
+
+class QuantLinear:
+    """A Linear over a quantised weight, which tinygrad decodes inside the kernel of the product.
+
+    Nothing as large as the weight is ever realised. Sums are of float32, whatever the dtype of the
+    activations; the result has their dtype.
+
+    Attributes:
+        format: "int8", "q8_0" or "q4_0".
+        shape: of the weight that is quantised: (out, in).
+        weight: the codes, without values until they are loaded. int8: (out, in) of int8. q8_0 and
+            q4_0: (out, bytes of a row's blocks) of uint8.
+        weight_scale: int8 only: (out, 1) of float32.
+        bias: (out,), or None.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+
+    def __init__(
+        self,
+        format: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: Tensor | None = None,
+        device: str | None = None,
+    ) -> None:
+        """Make the arrays, without values and without memory.
+
+        Raises:
+            ValueError: there is no layer for such a format, or it cannot hold such a weight.
+        """
+        if format not in _DECODED:
+            raise ValueError(f"tinygrad computes with {', '.join(_DECODED)} only")
+        self.format, self.shape, self.bias = format, (out_features, in_features), bias
+        for part in FORMATS[format].of(self.shape, F32).parts:
+            kind = TO_TINYGRAD[part.dtype.name]
+            setattr(self, part.name("weight"), Tensor.empty(*part.shape, dtype=kind, device=device))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x @ weight.T + bias``, of shape (..., in) to (..., out), in the dtype of ``x``."""
+        codes, scales = _DECODED[self.format](self)
+        blocks, width = codes[0].shape[1:]
+        # contiguous: else each row of the weight computes and converts the activations anew
+        wide = x.cast(dtypes.float32).contiguous()
+        parted = wide.reshape(*x.shape[:-1], 1, blocks, len(codes), width)
+        # the scale multiplies a block's sum, not its elements
+        products = [parted[..., i, :] * piece for i, piece in enumerate(codes)]
+        y = (sum(products[1:], products[0]).sum(-1) * scales).sum(-1)
+        if self.bias is not None:
+            y = y + self.bias
+        return y.cast(x.dtype)
+
+
+def _int8(layer: QuantLinear) -> _Decoded:
+    codes = layer.weight
+    rows, width = codes.shape
+    # a row needs no blocks, but kernels that sum 32 elements at a time are faster
+    if width % BLOCK:
+        return [codes.reshape(rows, 1, width).cast(dtypes.float32)], layer.weight_scale
+    return _halves(codes.reshape(rows, -1, BLOCK)), layer.weight_scale
+
+
+def _q8_0(layer: QuantLinear) -> _Decoded:
+    codes, scales = _blocks(layer.weight, BLOCK)
+    return _halves(codes.bitcast(dtypes.int8)), scales
+
+
+def _q4_0(layer: QuantLinear) -> _Decoded:
+    codes, scales = _blocks(layer.weight, BLOCK // 2)
+    halves = (codes.bitwise_and(15), codes.rshift(4))
+    return [half.cast(dtypes.float32) - 8 for half in halves], scales
+
+
+def _blocks(rows: Tensor, code_nbytes: int) -> tuple[Tensor, Tensor]:
+    """The bytes of codes of GGUF's blocks, (out, blocks, bytes), and the scales, (out, blocks)."""
+    blocks = rows.reshape(rows.shape[0], -1, 2 + code_nbytes)
+    return blocks[..., 2:], blocks[..., :2].bitcast(dtypes.float16).cast(dtypes.float32).squeeze(-1)
+
+
+def _halves(codes: Tensor) -> list[Tensor]:
+    middle = BLOCK // 2
+    return [half.cast(dtypes.float32) for half in (codes[..., :middle], codes[..., middle:])]
+
+
+#: A weight as float32: each block's codes in pieces of (out, blocks, width), which follow each
+#: other in the block, and scales that broadcast to (out, blocks).
+_DECODED: dict[str, Callable[[QuantLinear], _Decoded]] = {
+    "int8": _int8,
+    "q8_0": _q8_0,
+    "q4_0": _q4_0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """What `replace_linears` did to a model.
+
+    Attributes:
+        replaced: format of each weight that is held by a `QuantLinear` now, by the weight's name.
+        kept: names of matrices for which a format was asked and that are as they were: they are no
+            weight of a Linear inside the model, or something else holds the same tensor (a tied
+            embedding), or they stand on several devices.
+    """
+
+    replaced: Mapping[str, str]
+    kept: tuple[str, ...]
+
+
+def replace_linears(model: Any, formats: Callable[[str], str | None]) -> Replacement:
+    """Put a `QuantLinear` in place of Linears, before the model is loaded.
+
+    The new layers have no values and no memory yet, stand on the same device, and keep the biases.
+    Linears, and weights, that several names share stay shared.
+
+    Args:
+        model: walked as `tinygrad.nn.state.get_state_dict` does.
+        formats: gives the format for the name of a weight (``"layers.0.q.weight"``), or None to
+            leave it. It is asked for the names of all tensors of two axes or more.
+
+    Raises:
+        ValueError: a format does not exist or cannot hold the weight, or names that share a weight
+            have different formats. The model is as it was.
+    """
+    tensors = nn.state.get_state_dict(model)
+    matrices = {name: tensor for name, tensor in tensors.items() if len(tensor.shape) > 1}
+    wanted = {name: formats(name) for name in matrices}
+    replaced, pairs = _chosen(model, _tied(matrices), wanted)
+    put_into(model, {id(linear): layer for linear, layer in pairs})
+    kept = (name for name, format in wanted.items() if format is not None)
+    return Replacement(replaced, tuple(name for name in kept if name not in replaced))
+
+
+def swapping(model: Any, formats: Mapping[str, str]) -> Swap:
+    """What `Swap` says, of a model of tinygrad.
+
+    Raises:
+        ValueError: there is no layer for a format, or a Linear holds values already.
+    """
+    tensors = nn.state.get_state_dict(model)
+    shared = _tied(tensors)
+    wanted: dict[str, str | None] = {}
+    for tied in shared:  # a checkpoint may have one of the names
+        found = {name: formats[name] for name in tied if name in formats}
+        wanted |= {name: found.get(name, next(iter(found.values()), None)) for name in tied}
+    replaced, pairs = _chosen(model, shared, wanted)
+    for name in replaced:
+        if tensors[name].uop.is_realized:
+            raise ValueError(
+                f"quant: {name} holds values already: quantise a model when it is loaded first, "
+                "before anything has computed with it"
+            )
+    shapes = {name: tuple(map(int, tensors[name].shape)) for name in replaced}
+
+    def put() -> Callable[[], None]:
+        put_into(model, {id(linear): layer for linear, layer in pairs})
+        return lambda: put_into(model, {id(layer): linear for linear, layer in pairs})
+
+    coded = {name: CodedWeight(form, shapes[name]) for name, form in replaced.items()}
+    others = (name for name in formats if name in tensors and name not in coded)
+    refused = {name: type(_owner(model, name)).__name__ for name in others}
+    return Swap(coded, put, 0, "tinygrad's nn.Linear", refused)
+
+
+def _tied(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """The names of each tensor; those that are tied have several."""
+    key, names = tie_key(tensors.values()), dict[Any, list[str]]()
+    for name, tensor in tensors.items():
+        names.setdefault(key(tensor), []).append(name)
+    return list(names.values())
+
+
+def _chosen(
+    model: Any, shared: Iterable[Sequence[str]], wanted: Mapping[str, str | None]
+) -> tuple[dict[str, str], list[tuple[nn.Linear, QuantLinear]]]:
+    """Layers for Linears, as `replace_linears` puts them; the model is not touched.
+
+    Args:
+        model: the model.
+        shared: the names of each tensor.
+        wanted: the format asked for each.
+    """
+    found = _modules(model, nn.Linear)
+    linears = {f"{prefix}weight": linear for prefix, linear in found if linear is not model}
+    replaced: dict[str, str] = {}
+    pairs: list[tuple[nn.Linear, QuantLinear]] = []
+    for tied in shared:
+        held = [linears.get(name) for name in tied]
+        whole = {id(linear): linear for linear in held if linear is not None}
+        if None in held or isinstance(next(iter(whole.values())).weight.device, tuple):
+            continue
+        format = _agreed({name: wanted[name] for name in tied})
+        if format is not None:
+            layer = _quantised(tied[0], next(iter(whole.values())), format)
+            for linear in whole.values():
+                pairs.append((linear, copy.copy(layer)))
+                pairs[-1][1].bias = linear.bias
+            replaced |= dict.fromkeys(tied, format)
+    return replaced, pairs
+
+
+def _owner(model: Any, name: str) -> Any:
+    """What holds the tensor of a name."""
+    for key in name.split(".")[:-1]:
+        if isinstance(model, (list, tuple)):
+            model = model[int(key)]
+        else:
+            model = model[key] if isinstance(model, dict) else getattr(model, key)
+    return model
+
+
+def coded(model: Any) -> dict[str, CodedWeight]:
+    """The weights that layers of a model hold as codes; see `ModelTensors.coded`."""
+    found = _modules(model, QuantLinear)
+    return {f"{prefix}weight": CodedWeight(layer.format, layer.shape) for prefix, layer in found}
+
+
+def _agreed(formats: dict[str, str | None]) -> str | None:
+    """The format of a weight with several names.
+
+    Raises:
+        ValueError: they differ.
+    """
+    (first, format), *others = formats.items()
+    for name, other in others:
+        if other != format:
+            raise ValueError(
+                f"{first!r} and {name!r} are one weight, and their formats are {format!r} and "
+                f"{other!r}: write the same format for both"
+            )
+    return format
+
+
+def _quantised(name: str, linear: nn.Linear, format: str) -> QuantLinear:
+    """A layer without values in the shape of a Linear."""
+    out_features, in_features = linear.weight.shape
+    try:
+        return QuantLinear(format, in_features, out_features, device=linear.weight.device)
+    except ValueError as error:
+        raise ValueError(
+            f"{name!r} cannot be {format!r}: {error}; write {{{name!r}: 'int8'}}, which any Linear "
+            f"can be, or {{{name!r}: None}} to leave it as it is"
+        ) from error
+
+
+def _holder(obj: Any) -> Any:
+    """The dict, list or tuple in which `get_state_dict` finds what an object holds; else None."""
+    if isinstance(obj, Tensor):
+        return None
+    if not isinstance(obj, OrderedDict) and not hasattr(obj, "_asdict"):
+        obj = getattr(obj, "__dict__", obj)
+    return obj if isinstance(obj, (dict, list, tuple)) else None
+
+
+def _entries(holder: Any) -> Iterable[tuple[Any, Any]]:
+    """Keys, as they stand in names, and what they hold."""
+    if hasattr(holder, "_asdict"):
+        holder = holder._asdict()
+    return holder.items() if isinstance(holder, dict) else enumerate(holder or ())
+
+
+def walk(obj: Any, leaf: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """An object and all that it holds, by the prefixes of their tensors' names.
+
+    What objects of the class ``leaf`` hold is left out.
+    """
+    yield prefix, obj
+    for key, value in () if type(obj) is leaf else _entries(_holder(obj)):
+        yield from walk(value, leaf, f"{prefix}{key}.")
+
+
+def _modules(model: Any, kind: type[_Module]) -> list[tuple[str, _Module]]:
+    """Modules of a class, and not of one of its own, by the prefixes of their tensors' names."""
+    return [(prefix, obj) for prefix, obj in walk(model, kind) if type(obj) is kind]
+
+
+def put_into(obj: Any, others: Mapping[int, Any]) -> Any:
+    """Put others in place of what an object holds, by id; return what stands for it then."""
+    if id(obj) in others:
+        return others[id(obj)]
+    holder = _holder(obj)
+    changed = {
+        key: new for key, value in _entries(holder) if (new := put_into(value, others)) is not value
+    }
+    if not changed:
+        return obj
+    if hasattr(holder, "_replace"):
+        return holder._replace(**changed)
+    if isinstance(holder, tuple):
+        return type(holder)(changed.get(key, value) for key, value in _entries(holder))
+    for key, new in changed.items():
+        holder[key] = new
+    return obj

@@ -1,0 +1,580 @@
+"""tinygrad's tensors, and the memory that they stand on: what a parameter of a model is.
+
+Beside `devices.tinygrad`, where its devices are, and layers that stream, only this file knows of
+tinygrad's internals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import tinygrad
+from tinygrad import Device as _Devices
+from tinygrad import Tensor, dtypes
+from tinygrad.device import Allocator, Buffer
+from tinygrad.uop.ops import Ops, UOp
+
+from streamload.core.computed import is_computed, is_statistic
+from streamload.core.dtypes import BY_NAME, DType
+from streamload.core.system import address_of, trim_heap
+from streamload.core.tensors import Block
+from streamload.devices import cuda
+from streamload.devices.parameters import EntryParameter, make_parameters
+from streamload.devices.tinygrad.buffers import InvalidBuffer, absent_buffer, invalid_buffer
+from streamload.errors import OffloadError
+
+#: tinygrad's dtype for each of ours that it has.
+_UNLIKE = {"float8_e4m3fn": "fp8e4m3", "float8_e5m2": "fp8e5m2"}  # names of its own
+TO_TINYGRAD = {
+    name: getattr(dtypes, _UNLIKE.get(name, name))
+    for name in (
+        *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+        *(*_UNLIKE, "float16", "bfloat16", "float32", "float64"),
+    )
+}
+_FROM_TINYGRAD = {dtype: name for name, dtype in TO_TINYGRAD.items()}
+
+_VIEWS = ("contiguous_view", "contiguous_view_offset")  # since 0.14, and before
+
+
+def _check_internals() -> None:
+    """Raise ImportError where this tinygrad lacks internals that are used here, whatever it is."""
+    used: dict[type, Iterable[str]] = {
+        Buffer: ("allocate", "base", "deallocate", "ensure_allocated", "is_allocated", "view"),
+        UOp: (
+            *("base", "buffer", "from_buffer", "has_buffer_identity", "is_realized"),
+            *("reshape", "substitute", "toposort", "variable"),
+        ),
+        Allocator: ("alloc", "free"),
+    }
+    lacking = [
+        f"{cls.__name__}.{n}" for cls, names in used.items() for n in names if n not in dir(cls)
+    ]
+    if not any(hasattr(UOp, name) for name in _VIEWS):
+        lacking.append(f"UOp.{_VIEWS[0]}")
+    if lacking:
+        raise ImportError(
+            f"this tinygrad ({tinygrad.__file__}) has no {', '.join(lacking)}, which streamload "
+            "uses: install one that it is tested with (pip install 'tinygrad>=0.13,<0.15')"
+        )
+
+
+_check_internals()
+
+#: Backends whose memory is the host's.
+SHARED = frozenset({"CL", "CPU", "METAL", "PYTHON", "QCOM", "DSP"})
+
+ALLOCATORS = threading.RLock()  # tinygrad's have no locks, and loads may run side by side
+
+
+def backend_of(name: str) -> str:
+    """The part of a device's name that says what it is of: CUDA of CUDA:1."""
+    return name.partition(":")[0]
+
+
+def opened(name: str) -> Any:
+    """tinygrad's device; raises whatever its backend likes.
+
+    Opening one on CUDA makes its context the thread's. One that was there before (torch's) is
+    current again afterwards.
+    """
+    if backend_of(name) != "CUDA":
+        return _Devices[name]
+    from tinygrad.runtime.autogen import cuda as driver
+
+    before = driver.CUcontext()
+    with contextlib.suppress(AttributeError):  # there is no driver: opening says so
+        driver.cuCtxGetCurrent(ctypes.byref(before))
+    try:
+        return _Devices[name]
+    finally:
+        if before:
+            driver.cuCtxSetCurrent(before)
+
+
+@cache
+def context_of(device: Any) -> cuda.Context | None:
+    """The context of one of tinygrad's CUDA devices, which makes one of its own; else None.
+
+    None, too, where the driver's library has another name than `devices.cuda` knows (Windows).
+    """
+    if backend_of(device.device) != "CUDA":
+        return None
+    handle = ctypes.cast(device.context, ctypes.c_void_p).value or 0
+    try:
+        return cuda.Context(device.device, handle)
+    except OSError:
+        return None
+
+
+def current(device: Any) -> AbstractContextManager[None]:
+    """Make a CUDA device's context current for a while, and what was current again then.
+
+    tinygrad makes contexts current, leaves them so, and frees memory in the current one. A thread
+    that has not computed has none.
+    """
+    context = context_of(device)
+    return nullcontext() if context is None else context.current()
+
+
+def empty_cache(allocator: Any, keep_nbytes: int = 0) -> None:
+    """Free what an allocator keeps, but for one buffer of ``keep_nbytes``, soon to be taken."""
+    freed = getattr(allocator, "cache", {})
+    emptied = False
+    with ALLOCATORS:
+        for key in list(freed):
+            nbytes, options = key
+            kept = freed.get(key, [])
+            # one by one, out of the cache first: tinygrad's own free_cache would free them again
+            # where Ctrl-C has interrupted it
+            while len(kept) > (nbytes == keep_nbytes and options is None):
+                try:
+                    opaque = kept.pop()
+                except IndexError:  # a thread that computes has just taken it
+                    break
+                with current(allocator.dev):
+                    Allocator.free(allocator, opaque, nbytes, options)
+                emptied = True
+            if not kept:
+                freed.pop(key, None)  # else there is a list for every size there ever was
+    if emptied and backend_of(allocator.dev.device) in SHARED:
+        trim_heap()  # a driver's buffers may be heap memory (PoCL), which malloc keeps
+
+
+def has(allocator: Any, method: str) -> bool:
+    """Whether an allocator has a method of its own; the base class has some that only raise."""
+    own = getattr(type(allocator), method, None)
+    return own is not None and own is not getattr(Allocator, method, None)
+
+
+def over(buffer: Any, dtype: DType, shape: tuple[int, ...]) -> UOp:
+    """A tensor's graph over what `TinygradDevice.allocate` gave: no copy, no computation."""
+    kind = TO_TINYGRAD[dtype.name]
+    if isinstance(buffer, Tensor):  # of bytes: see _TensorDevice
+        return buffer.bitcast(kind).reshape(shape).uop
+    if buffer.size == 0:
+        return Tensor.empty(*shape, dtype=kind, device=buffer.device).uop
+    flat = UOp.from_buffer(buffer)
+    return flat if shape == (buffer.size,) else flat.reshape(shape)
+
+
+# what tensors stand on that is no home for a parameter: files, and arrays of numpy
+_NOT_DEVICES = ("DISK", "NPY", "TINYFS")
+_OWN = (Ops.BUFFER, getattr(Ops, "UNIQUE", Ops.BUFFER))  # new each time; UNIQUE is of 0.13
+_MIN_HELD_NBYTES = 4096  # smaller buffers under a lazy graph are seeds and counters
+
+
+class TinygradParameter(EntryParameter):
+    """Tensors of a model that stand on the same memory."""
+
+    def _look(self) -> None:
+        self._tensors = list({id(tensor): tensor for tensor in self._entries}.values())
+        first = self._tensors[0]
+        self.shape = tuple(int(n) if isinstance(n, int) else -1 for n in first.shape)
+        self.dtype = _FROM_TINYGRAD.get(first.dtype, str(first.dtype))
+        invalid = invalid_buffer(first.uop)
+        self.invalid = invalid is not None
+        self.keeps = invalid.keeps if invalid is not None else None
+        self._under: list[UOp] = []  # the memory that a lazy graph computes with
+        if any(not isinstance(n, int) for n in first.shape):
+            self.refused = "its shape is symbolic"
+        else:
+            self._look_at(_stands_on(first.uop))
+
+    def _look_at(self, uop: UOp) -> None:
+        memory = _memory(uop)
+        if memory is None:
+            return
+        base = memory.buffer
+        self.span = (id(base.base), base.offset, base.offset + base.nbytes)
+        self.keeps = BY_NAME.get(self.dtype)
+        if uop.has_buffer_identity():  # all of it, in order
+            self.device, self.nbytes = base.device, base.nbytes
+            return
+        if uop.base is not memory:
+            # a store that is still to be run, or bytes seen as another dtype: not to be written
+            # in place, and gone when it is replaced
+            self.device, self.nbytes = base.device, base.nbytes
+            self.dtype += " (of a graph)"
+            self.keeps = None
+            return
+        if 0 in self.shape:
+            return
+        what = f"a view of {base.nbytes} bytes on {base.device}"
+        if not has(_Devices[base.device].allocator, "_offset"):
+            self.refused = f"it is {what}, and that device has no views"
+            return
+        begins = _first_byte(uop)
+        if begins is None:
+            self.refused = f"it is {what} that is not contiguous"
+            return
+        self.fixed = f"it is {what}"
+        self.device = base.device
+        self.nbytes = math.prod(self.shape) * uop.dtype.itemsize
+        first = base.offset + begins
+        self.span = (id(base.base), first, first + self.nbytes)
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The model's tensors, each once."""
+        return self._tensors
+
+    def is_computed(self) -> bool:
+        """Whether it has values that the model computed: it is no parameter, or named so."""
+        if self.invalid or any(is_statistic(name) for name in self.names):
+            return False
+        is_parameter = any(getattr(tensor, "is_param", True) for tensor in self._tensors)
+        return not is_parameter or any(is_computed(name, self.shape) for name in self.names)
+
+    def hold(self, memory: Iterable[UOp]) -> None:
+        """Count memory that a lazy graph computes with, and that goes when the graph goes."""
+        by_device: dict[str, list[UOp]] = {}
+        for uop in memory:
+            by_device.setdefault(uop.buffer.device, []).append(uop)
+        if not by_device:
+            return
+        # a parameter has one device: that with most of them
+        sizes = {d: sum(u.buffer.nbytes for u in uops) for d, uops in by_device.items()}
+        self.device = max(sizes, key=lambda d: sizes[d])
+        self.nbytes, self._under = sizes[self.device], by_device[self.device]
+        self.dtype += " (of a graph)"
+
+    def memory(self) -> Sequence[tuple[int, int]]:
+        """The bytes that it holds, or those under its graph, on devices that show them."""
+        if self._under:
+            found = ((_address(uop.buffer), uop.buffer.nbytes) for uop in self._under)
+            return [(address, nbytes) for address, nbytes in found if address is not None]
+        held = None if self.span is None else _memory(_stands_on(self._tensors[0].uop))
+        address = None if held is None else _address(held.buffer.base)
+        if self.span is None or address is None:
+            return ()
+        _, first, stop = self.span
+        return ((address + first, stop - first),)
+
+    def buffer(self) -> Buffer:
+        """The memory that it holds."""
+        return _stands_on(self._tensors[0].uop).buffer.ensure_allocated()
+
+    def release(self) -> str:
+        """Let go of the memory, and see that it is gone."""
+        if self.fixed:
+            return self.fixed
+        # without a cache (LRU=0), tinygrad frees the memory as soon as it is let go of
+        with nullcontext() if self.device is None else current(_Devices[self.device]):
+            return self._release_graph() if self._under else self._release_memory()
+
+    def _release_memory(self) -> str:
+        """Let go of memory of its own, and see that it is gone."""
+        kept = invalid_buffer(self._tensors[0].uop) is not None
+        self.revive()
+        held = _memory(self._tensors[0].uop)
+        if held is None:
+            return ""
+        allocator = held.buffer.allocator
+        graphs = [weakref.ref(tensor.uop) for tensor in self._tensors]
+        graph, memory = weakref.ref(held), weakref.ref(held.buffer)
+        del held
+        self.invalidate(keep=False)
+        if memory() is not None:
+            self._collect()
+        buffer = memory()
+        if buffer is None:
+            empty_cache(allocator)  # its device may be none of the load's
+            return ""
+        # as it was; the graph may be gone where only the memory is held
+        base = graph()
+        if base is None:
+            base = UOp.from_buffer(buffer)
+        for tensor, before in zip(self._tensors, graphs, strict=True):
+            old = before()
+            tensor.uop = base.reshape(tensor.shape) if old is None else old
+        if kept:
+            self.invalidate(keep=True)
+        return _HELD
+
+    def _release_graph(self) -> str:
+        """Let go of a lazy graph, and see that the memory under it is gone."""
+        allocator = self._under[0].buffer.allocator
+        nodes = [weakref.ref(uop) for uop in self._under]
+        memories = [weakref.ref(uop.buffer) for uop in self._under]
+        # the graph itself is kept over buffers without memory, so that it can come back
+        empty = [UOp.from_buffer(Buffer(b.device, b.size, b.dtype)) for b in _alive(memories)]
+        stands_for = dict(zip(self._under, empty, strict=True))
+        graphs = [tensor.uop.substitute(stands_for) for tensor in self._tensors]
+        self._under = []
+        del stands_for
+        self.invalidate(keep=False)
+        if _alive(memories):
+            self._collect()
+        held = [memory() for memory in memories]
+        empty_cache(allocator)
+        if not any(held):
+            return ""
+        found = [node() for node in nodes]
+        back = {
+            hollow: UOp.from_buffer(buffer) if uop is None else uop
+            for hollow, uop, buffer in zip(empty, found, held, strict=True)
+            if buffer is not None
+        }
+        if len(back) == len(empty):  # else some are gone, and with them the values
+            self._under = list(back.values())
+            for tensor, graph in zip(self._tensors, graphs, strict=True):
+                tensor.uop = graph.substitute(back)
+        return _HELD
+
+    def attach(self, buffer: Any, dtype: DType) -> None:
+        """Make every tensor of it one over the buffer."""
+        self._put(over(buffer, dtype, self.shape))
+
+    def invalidate(self, keep: bool) -> None:
+        """Put memory in its place that raises when it is used."""
+        first = self._tensors[0]
+        numel = math.prod(self.shape)
+        if numel == 0:
+            return
+        kept = _stands_on(first.uop) if keep else None
+        where = first.device, numel, first.dtype
+        buffer = InvalidBuffer(self.names[0], *where, kept, self.keeps)
+        self._put(UOp.from_buffer(buffer).reshape(self.shape))
+
+    def revive(self) -> None:
+        """Put the kept memory back in its place."""
+        invalid = invalid_buffer(self._tensors[0].uop)
+        if invalid is not None and invalid.kept is not None:
+            self._put(invalid.kept)
+
+    def _put(self, uop: UOp) -> None:
+        for tensor in self._tensors:  # tied ones may have shapes of their own
+            tensor.uop = uop if tensor.shape == self.shape else uop.reshape(tensor.shape)
+
+
+class ShardParameter(EntryParameter):
+    """One device's shard of tensors that ``Tensor.shard`` has spread over several.
+
+    Memory is written in place. A lazy tensor stands on new memory when all of its shards are there.
+    """
+
+    def __init__(self, whole: TinygradParameter, at: int, others: list[ShardParameter]) -> None:
+        self._whole, self._at, self._others = whole, at, others
+        self._new: Buffer | None = None  # to be attached with the others
+        self._written = False
+        super().__init__(whole.names, whole._tensors, whole._collect)
+
+    def _look(self) -> None:
+        first = self._entries[0]
+        uop = _stands_on(first.uop)
+        self.invalid = invalid_buffer(first.uop) is not None
+        self.dtype = _FROM_TINYGRAD.get(first.dtype, str(first.dtype))
+        devices, axis, shape = uop.device, uop.axis, tuple(map(int, first.shape))
+        begins, part = [0] * len(shape), list(shape)
+        if axis is not None:
+            part[axis] //= len(devices)
+            begins[axis] = self._at * part[axis]
+        self.shape = tuple(part)
+        self.block = Block(shape, tuple(begins), self.shape)
+        self.device = devices[self._at]
+        self.shard = f"[{self.device}]"
+        memory = _spread(uop) if uop.has_buffer_identity() else None
+        if memory is None or not memory.bufs[self._at].is_allocated():
+            return
+        buffer = memory.bufs[self._at]
+        self.nbytes = buffer.nbytes
+        self.span = (id(buffer.base), buffer.offset, buffer.offset + buffer.nbytes)
+        self.keeps = BY_NAME.get(self.dtype)
+        self.fixed = f"it is one of {len(devices)} shards"
+
+    def memory(self) -> Sequence[tuple[int, int]]:
+        """The bytes of this shard, on devices that show them."""
+        address = None if self.span is None else _address(self.buffer().base)
+        if self.span is None or address is None:
+            return ()
+        return ((address + self.span[1], self.span[2] - self.span[1]),)
+
+    def buffer(self) -> Buffer:
+        """The memory of this shard."""
+        return _spread(_stands_on(self._entries[0].uop)).bufs[self._at]
+
+    def is_computed(self) -> bool:
+        """Whether the whole is."""
+        return self._whole.is_computed()
+
+    def release(self) -> str:
+        """A lazy tensor holds nothing of this device; memory is not let go of by one shard."""
+        return self.fixed
+
+    def attach(self, buffer: Buffer, dtype: DType) -> None:
+        """Keep the memory until there is that of all shards, and make the tensors stand on it."""
+        self._new = buffer
+        if any(other._new is None for other in self._others):
+            return
+        first = Tensor(_stands_on(self._entries[0].uop))
+        made = first.cast(TO_TINYGRAD[dtype.name]).empty_like()
+        memory = _spread(made.uop)
+        memory.bufs[:] = [other._new for other in self._others]
+        self._put(made.uop)
+        for other in self._others:
+            other._new = None
+
+    def invalidate(self, keep: bool) -> None:
+        """Put memory in place that raises when it is used, whatever the other shards are."""
+        first = self._entries[0]
+        self._written = False
+        if invalid_buffer(first.uop) is None and math.prod(first.shape):
+            where = str(self.device), math.prod(first.shape), first.dtype
+            buffer = InvalidBuffer(self.names[0], *where, first.uop, self.keeps)
+            self._put(UOp.from_buffer(buffer).reshape(first.shape))
+
+    def revive(self) -> None:
+        """Put the kept memory back in its place when all shards of it have been written."""
+        self._written = True
+        invalid = invalid_buffer(self._entries[0].uop)
+        if invalid is not None and all(other._written for other in self._others):
+            self._put(invalid.kept)
+
+    def _put(self, uop: UOp) -> None:
+        for tensor in self._entries:
+            tensor.uop = uop if tensor.shape == uop.shape else uop.reshape(tensor.shape)
+
+
+def _spread(uop: UOp) -> Any:
+    """The buffers of a tensor that stands on memory of several devices."""
+    while uop.op is not Ops.BUFFER:
+        uop = uop.src[0]
+    return uop.buffer
+
+
+def _shards_of(whole: TinygradParameter) -> list[Any]:
+    """The shards of a parameter that has some, or the parameter."""
+    devices = _stands_on(whole._tensors[0].uop).device
+    if not isinstance(devices, tuple) or whole.refused:
+        return [whole]
+    shards: list[ShardParameter] = []
+    shards += [ShardParameter(whole, at, shards) for at in range(len(devices))]
+    return shards
+
+
+def map_opencl(device: Any, buffer: Buffer, flags: int, start: int, nbytes: int) -> tuple[int, int]:
+    """Map bytes of a buffer for the CPU; returns OpenCL's status, and their address."""
+    from tinygrad.runtime.autogen import opencl as cl
+
+    status = ctypes.c_int32()
+    place = (flags, start, nbytes, 0, None, None, status)
+    pointer = cl.clEnqueueMapBuffer(device.queue, buffer._buf, True, *place)
+    return status.value, ctypes.cast(pointer, ctypes.c_void_p).value or 0
+
+
+def _address(buffer: Buffer) -> int | None:
+    """Where the CPU sees a buffer's memory; None where it does not, or the device does not tell."""
+    device = _Devices[buffer.device]
+    if backend_of(buffer.device) == "CL":
+        from tinygrad.runtime.autogen import opencl as cl
+
+        status, address = map_opencl(device, buffer, cl.CL_MAP_READ, 0, 1)
+        if status != 0:
+            return None
+        place = ctypes.c_void_p(address)
+        cl.clEnqueueUnmapMemObject(device.queue, buffer._buf, place, 0, None, None)
+        return address
+    if backend_of(buffer.device) not in SHARED or not has(device.allocator, "_as_buffer"):
+        return None
+    return address_of(device.allocator._as_buffer(buffer._buf))
+
+
+_HELD = "something else still holds its memory (a captured TinyJit or a lazy graph)"
+
+
+def _alive(buffers: Iterable[weakref.ref[Buffer]]) -> list[Buffer]:
+    return [buffer for memory in buffers if (buffer := memory()) is not None]
+
+
+def _stands_on(uop: UOp) -> UOp:
+    """A tensor's graph; for one that is invalid that over the memory which it keeps."""
+    invalid = invalid_buffer(uop)
+    return uop if invalid is None or invalid.kept is None else invalid.kept
+
+
+def _memory(uop: UOp) -> UOp | None:
+    """The allocated memory that a tensor stands on, directly or as a view; None for a graph."""
+    base = uop.base
+    while base.op in (Ops.AFTER, Ops.BITCAST):
+        base = base.src[0].base
+    return base if _is_allocated(base) else None
+
+
+def _is_allocated(uop: UOp) -> bool:
+    """Whether a node is the memory of one device."""
+    if uop.op is not Ops.BUFFER or isinstance(uop.device, tuple) or not uop.is_realized:
+        return False
+    return backend_of(uop.device) not in _NOT_DEVICES
+
+
+def _first_byte(uop: UOp) -> int | None:
+    """Where a view begins in the memory that it is of; None where it is not contiguous."""
+    if not hasattr(uop, "contiguous_view"):  # before 0.14
+        begins = uop.contiguous_view_offset()
+        return None if begins is None else int(begins) * int(uop.dtype.itemsize)
+    view = uop.contiguous_view()
+    return None if view is None else int(view[1]) * int(view[0].dtype.itemsize)
+
+
+def _share_out(parameters: Sequence[TinygradParameter]) -> None:
+    """Count the memory under lazy graphs (``w.half()`` that was not realised), each buffer once.
+
+    What is a parameter's own memory is counted there, and stays.
+    """
+    counted = {p.span[0] for p in parameters if p.span is not None}
+    # each node is looked at once: lazy initialisers hang together, by their random numbers
+    seen: dict[UOp, None] = {}
+
+    def is_new(node: UOp) -> bool:
+        return node not in seen
+
+    for parameter in parameters:
+        uop = parameter._tensors[0].uop
+        if parameter.refused or parameter.span is not None or uop.has_buffer_identity():
+            continue  # it is no graph
+        under = []
+        nodes = uop.toposort(gate=is_new)
+        seen |= nodes
+        for node in nodes:
+            if not _is_allocated(node) or node.buffer.nbytes < _MIN_HELD_NBYTES:
+                continue
+            memory = id(node.buffer.base)
+            if memory not in counted:
+                counted.add(memory)
+                under.append(node)
+        parameter.hold(under)
+
+
+def tie_key(tensors: Iterable[Tensor]) -> Callable[[Tensor], Any]:
+    """Give what tied tensors share: the memory and the view of it, or a graph over memory."""
+    found = Counter(uop for uop, _ in {(tensor.uop, id(tensor)) for tensor in tensors})
+    several = [uop for uop, count in found.items() if count > 1]
+    # one of constants alone (Tensor.arange(4).log()) is one node wherever it is written
+    apart = {u for u in several if not any(node.op in _OWN for node in u.toposort())}
+
+    def key(tensor: Tensor) -> Any:
+        uop = tensor.uop
+        return id(tensor) if uop in apart else uop.base if uop.has_buffer_identity() else uop
+
+    return key
+
+
+def parameters_of(model: Any) -> list[TinygradParameter | ShardParameter]:
+    """The parameters as ``nn.state.get_state_dict`` sees them, tied ones once."""
+    tensors = tinygrad.nn.state.get_state_dict(model)
+    for name, tensor in tensors.items():
+        if absent_buffer(tensor.uop) is not None:
+            raise OffloadError(f"{name} streams: the model is offloaded, close() it first")
+    found = make_parameters(tensors.items(), tie_key(tensors.values()), TinygradParameter)
+    _share_out(found)
+    return [shard for parameter in found for shard in _shards_of(parameter)]

@@ -1,0 +1,596 @@
+"""torch's devices. Its tensors and modules are in `devices.torch_tensors`.
+
+The CPU is written in place. Every other backend is staged: CUDA by `devices.cuda`, the others
+through plain memory and torch's own blocking copies.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import groupby, repeat
+from typing import Any
+
+import torch
+
+from streamload.core.dtypes import BF16, BY_NAME, DType
+from streamload.core.system import trim_heap
+from streamload.devices import cuda
+from streamload.devices.allocators import AllocatorKind, ObjectCosts, TensorCosts
+from streamload.devices.base import (
+    Device,
+    DeviceInfo,
+    DTypeStatus,
+    Framework,
+    HeapDevice,
+    ProbeResult,
+    Staging,
+    Swap,
+    Ticket,
+)
+from streamload.devices.names import NO_DEVICE, environment
+from streamload.devices.probing import computed, doubles, nvidia_parts
+from streamload.devices.staging import DONE, HostStaging
+from streamload.devices.torch.tensors import (
+    TO_TORCH,
+    coded_of,
+    name_of,
+    parameters_of,
+    places_of,
+    unstored_of,
+)
+from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
+
+_UNSUPPORTED = frozenset(BY_NAME) - frozenset(TO_TORCH)
+
+_CPU_ALIGNMENT_NBYTES = 64  # gAlignment of c10/core/impl/alloc_cpu.h
+_CUDA_BLOCK_NBYTES = 512  # kMinBlockSize of c10/cuda/CUDACachingAllocator
+_COSTS = TensorCosts(ObjectCosts(600), ObjectCosts(500))
+_LEFT_NBYTES = 4608  # of a tensor on the CPU: a page, and what aligning it leaves
+
+# Pairs worth a probe: narrow sources, so that every code can be tried.
+_DEVICE_CASTS = tuple(
+    (BY_NAME[src], BY_NAME[dst])
+    for src, targets in (
+        ("bfloat16", ("float16", "float32")),
+        ("float16", ("float32", "bfloat16")),
+        ("float8_e4m3fn", ("float16", "bfloat16")),
+        ("float8_e5m2", ("float16", "bfloat16")),
+    )
+    for dst in targets
+    if src in TO_TORCH
+)
+
+# Environment variables (beginnings of their names) that change what a device can do.
+_SETTINGS = ("CUDA_", "NVIDIA_", "HIP_", "HSA_", "ROCR_", "ZE_", "PYTORCH_", "LD_LIBRARY_PATH")
+
+
+@contextmanager
+def _unfilled() -> Iterator[None]:
+    """Keep torch from filling new memory in its deterministic mode: all of it is written."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    if not (before and torch.are_deterministic_algorithms_enabled()):
+        yield
+        return
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = before
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor: a flat uint8 tensor over the same memory."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    offset = tensor.storage_offset() * tensor.element_size()
+    return flat.set_(tensor.untyped_storage(), offset, (tensor.nbytes,), (1,))
+
+
+def _staged(staging: Staging, start: int, nbytes: int) -> torch.Tensor:
+    """Bytes of staging, as a tensor over the same memory."""
+    return torch.frombuffer(staging.view[start : start + nbytes], dtype=torch.uint8)
+
+
+class TorchDevice(Device):
+    """Any backend, by torch's generic calls from the calling thread."""
+
+    host_visible = False
+    threads = 0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.torch_device = torch.device(name)
+
+    @property
+    def info(self) -> DeviceInfo:
+        """What it is and has, where torch tells."""
+        free, total = self._memory()
+        return DeviceInfo(
+            name=self.name,
+            framework="torch",
+            description=self.torch_device.type,
+            host_visible=self.host_visible,
+            shared_memory=self.torch_device.type in ("cpu", "mps"),
+            free_nbytes=free,
+            total_nbytes=total,
+            costs=_COSTS,
+            threads=self.threads,
+            native_bf16=True,
+            unsupported=_UNSUPPORTED,
+            caveat=f"{self.name}: what its allocator takes beyond the tensors is not known"
+            if self.torch_device.type != "cpu"
+            else "",
+        )
+
+    def _memory(self) -> tuple[int | None, int | None]:
+        """Free bytes and all, where the backend tells."""
+        ask = self._call("mem_get_info")
+        if ask is not None:
+            with suppress(RuntimeError):
+                free, total = ask(self.torch_device)
+                return free, total
+        return None, None
+
+    def _call(self, name: str) -> Callable[..., Any] | None:
+        """A function of the backend's module (torch.xpu, torch.mps, ...), where it has it."""
+        module = getattr(torch, self.torch_device.type, None)
+        found: Callable[..., Any] | None = getattr(module, name, None)
+        return found
+
+    def allocate(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
+        """An uninitialised tensor."""
+        try:
+            kind = TO_TORCH[dtype.name]
+            modes = torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
+            if not any(modes):  # entering none takes longer than allocating
+                return torch.empty(shape, dtype=kind, device=self.torch_device)
+            # not an inference tensor: what is loaded there can be trained outside
+            with torch.inference_mode(False), _unfilled():
+                return torch.empty(shape, dtype=kind, device=self.torch_device)
+        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+            nbytes = dtype.nbytes(math.prod(shape))
+            raise AllocationError(self.name, _first_line(error), nbytes=nbytes) from error
+
+    def allocate_all(self, kinds: Sequence[tuple[DType, tuple[int, ...]]]) -> list[torch.Tensor]:
+        """Several of them; like one that is there already, a tensor takes half the time."""
+        made: list[torch.Tensor] = []
+        like: dict[Any, torch.Tensor] = {}
+        dtype, shape = kinds[0]
+        try:
+            with torch.inference_mode(False), _unfilled():  # as in `allocate`
+                for (dtype, shape), group in groupby(kinds):
+                    key, count = (dtype.name, shape), len(list(group))
+                    if key not in like:
+                        kind = TO_TORCH[dtype.name]
+                        like[key] = torch.empty(shape, dtype=kind, device=self.torch_device)
+                        made.append(like[key])
+                        count -= 1
+                    # 0.9 microseconds each; from a loop of Python's 1.3
+                    made.extend(map(torch.empty_like, repeat(like[key], count)))
+        except (RuntimeError, MemoryError) as error:
+            for tensor in made:  # the traceback of the error refers to them
+                tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            self.trim()
+            nbytes = dtype.nbytes(math.prod(shape))
+            raise AllocationError(self.name, _first_line(error), nbytes=nbytes) from error
+        return made
+
+    #: Where a buffer's memory begins.
+    address = staticmethod(torch.Tensor.data_ptr)
+
+    def staging(self, nbytes: int) -> Staging:
+        """Plain host memory."""
+        return HostStaging(nbytes)
+
+    def copy(
+        self, staging: Staging, start: int, nbytes: int, buffer: torch.Tensor, offset: int
+    ) -> Ticket:
+        """A blocking copy."""
+        target = _flat_bytes(buffer)[offset : offset + nbytes]
+        with self._translated("a copy"):
+            target.copy_(_staged(staging, start, nbytes))
+            self.synchronize()
+        return DONE
+
+    def cast_copy(
+        self,
+        staging: Staging,
+        start: int,
+        nbytes: int,
+        src: DType,
+        buffer: torch.Tensor,
+        offset: int,
+        dst: DType,
+    ) -> None:
+        """Bring raw bits up, and let torch cast them there."""
+        with self._translated("a cast"):
+            raw = self._brought_up(staging, start, nbytes)
+            size = dst.nbytes(nbytes // src.itemsize)
+            target = _flat_bytes(buffer)[offset : offset + size].view(TO_TORCH[dst.name])
+            target.copy_(raw.view(TO_TORCH[src.name]))
+            self.synchronize()
+
+    def _brought_up(self, staging: Staging, start: int, nbytes: int) -> torch.Tensor:
+        """Bytes of staging as a tensor of bytes on the device."""
+        return _staged(staging, start, nbytes).to(self.torch_device, copy=True)
+
+    @contextmanager
+    def _translated(self, what: str) -> Iterator[None]:
+        """Raise DeviceError for what torch raises."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, DeviceError):
+                raise
+            raise DeviceError(self.name, f"{what} failed: {_first_line(error)}") from error
+
+    def read(self, buffer: torch.Tensor, start: int, stop: int) -> bytes:
+        """Read raw bytes back."""
+        if start == stop:
+            return b""
+        with self._translated("reading"):
+            return bytes(_flat_bytes(buffer.detach())[start:stop].cpu().numpy())
+
+    def release(self, buffer: torch.Tensor) -> None:
+        """Let go of the memory, even where something still holds the tensor."""
+        buffer.data = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
+        self.trim()
+
+    def trim(self) -> None:
+        """Hand back what the backend's allocator keeps, where it has such a call."""
+        empty_cache = self._call("empty_cache")
+        if empty_cache is not None:
+            with self._translated("giving memory back"):
+                empty_cache()
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        synchronize = self._call("synchronize")
+        if synchronize is not None:
+            with self._translated("earlier work on the device"):
+                synchronize()
+
+
+class CPUDevice(TorchDevice, HeapDevice):
+    """Host memory, written in place."""
+
+    host_visible = True
+    threads = 16
+
+    @property
+    def info(self) -> DeviceInfo:
+        """What it is.
+
+        torch computes in bfloat16 on every CPU. Float16 is no better there, and has less range,
+        unless the CPU multiplies it and lacks bfloat16.
+        """
+        return replace(
+            super().info,
+            description=f"CPU ({torch.backends.cpu.get_cpu_capability()})",
+            granularity_nbytes=_CPU_ALIGNMENT_NBYTES,
+            costs=replace(_COSTS, left_nbytes=_LEFT_NBYTES),
+            native_bf16=_cpu_multiplies("bfloat16") or not _cpu_multiplies("float16"),
+            maps=True,
+        )
+
+    def view(
+        self, memory: mmap.mmap, start: int, dtype: DType, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        """A tensor over mapped bytes; torch keeps a reference to the map, and nobody closes it."""
+        with torch.inference_mode(False):  # as in `allocate`
+            flat = torch.frombuffer(
+                memory, dtype=TO_TORCH[dtype.name], count=math.prod(shape), offset=start
+            )
+            return flat.view(shape)
+
+    def trim(self) -> None:
+        """Hand freed heap memory back to the kernel, where the C library can."""
+        trim_heap()
+
+
+#: torch's own questions to the CPU, by dtype; which of them exist depends on its version.
+_CPU_FEATURES = {
+    "bfloat16": ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_arm_bf16_supported"),
+    "float16": ("_is_amx_fp16_supported", "_is_avx512_fp16_supported"),
+}
+
+
+def _cpu_multiplies(dtype: str) -> bool:
+    """Whether the CPU has instructions that multiply a 16-bit float, as torch found."""
+    for name in _CPU_FEATURES[dtype]:
+        found = getattr(torch.cpu, name, None) or getattr(torch._C._cpu, name, None)
+        if found is not None and found():
+            return True
+    if dtype == "float16":  # Armv8.2 and later list it as "asimdhp"
+        with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            return any("asimdhp" in line.split() for line in file)
+    return False
+
+
+class _Event:
+    """The ticket of what was queued on a stream."""
+
+    def __init__(self, device: ROCmDevice, event: torch.cuda.Event) -> None:
+        self._device, self._event = device, event
+
+    def wait(self) -> None:
+        """Return when it has ended."""
+        with self._device._translated("what a model computed"):
+            self._event.synchronize()
+
+
+class ROCmDevice(TorchDevice):
+    """What torch calls CUDA too: its caching allocator, and torch's own copies."""
+
+    @property
+    def info(self) -> DeviceInfo:
+        """What it is, from the driver and the caching allocator."""
+        with self._translated("asking what it is"), torch.cuda.device(self.torch_device):
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return replace(
+            super().info,
+            description=torch.cuda.get_device_name(self.torch_device),
+            granularity_nbytes=_CUDA_BLOCK_NBYTES,
+            allocator=_cuda_allocator(),
+            native_bf16=native,
+            caveat=_cuda_caveat(self.name),
+        )
+
+    def _memory(self) -> tuple[int | None, int | None]:
+        with self._translated("asking for its memory"), torch.cuda.device(self.torch_device):
+            free, total = torch.cuda.mem_get_info(self.torch_device)
+            # what the allocator keeps and does not use is free to us
+            free += torch.cuda.memory_reserved(self.torch_device)
+            free -= torch.cuda.memory_allocated(self.torch_device)
+        return free, total
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        with self._translated("earlier work on the device"):
+            torch.cuda.synchronize(self.torch_device)
+
+    def mark(self) -> Ticket | None:
+        """An event on the current stream; a wait for it sleeps."""
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return _Event(self, event)
+
+    def allocated_nbytes(self) -> int | None:
+        """What the caching allocator has handed out."""
+        return int(torch.cuda.memory_allocated(self.torch_device))
+
+    def counters(self) -> Mapping[str, int]:
+        """The caching allocator's own: they begin with the process, or where they were reset."""
+        return {
+            call.__name__: int(call(self.torch_device))
+            for call in (
+                torch.cuda.max_memory_allocated,
+                torch.cuda.max_memory_reserved,
+                torch.cuda.memory_reserved,
+            )
+        }
+
+
+class CUDADevice(cuda.Copies, ROCmDevice):
+    """CUDA: page-locked slots, copied by the driver's own calls."""
+
+    threads = 16
+
+    def __init__(self, name: str) -> None:
+        ROCmDevice.__init__(self, name)
+        self._index = self.torch_device.index
+        context = cuda.Context.primary(name, self._index)
+        cuda.Copies.__init__(self, context, torch.Tensor.data_ptr)
+
+    @property
+    def info(self) -> DeviceInfo:
+        """What it is, and does where the copies are made in bulk."""
+        return replace(super().info, casts=self.bulk is not None)
+
+    def allocate(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
+        """An uninitialised tensor that no queued work uses any more.
+
+        torch hands out memory that kernels on the same stream may still work on; copies come by
+        other streams.
+        """
+        tensor = super().allocate(dtype, shape)
+        self.context.finish(_raw_stream(self._index))
+        return tensor
+
+    def allocate_all(self, kinds: Sequence[tuple[DType, tuple[int, ...]]]) -> list[torch.Tensor]:
+        """Several of them; no queued work uses any."""
+        tensors = super().allocate_all(kinds)
+        self.context.finish(_raw_stream(self._index))
+        return tensors
+
+    def follow(self, ticket: Ticket) -> None:
+        """Let the current stream wait for the copy; the host does not."""
+        assert isinstance(ticket, cuda.PinnedStaging), ticket
+        self.context.order(_raw_stream(self._index), ticket)
+
+    def _brought_up(self, staging: Staging, start: int, nbytes: int) -> torch.Tensor:
+        raw = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        self.synchronize()  # its memory may be in use by what was queued before
+        self.copy(staging, start, nbytes, raw, 0).wait()
+        return raw
+
+
+def _current_stream(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+#: The handle of a device's current stream; torch's own short way to it takes a tenth of the time.
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
+
+
+def _cuda_allocator() -> AllocatorKind:
+    """How torch's allocator on CUDA takes memory from the driver, by its settings."""
+    if torch.cuda.get_allocator_backend() != "native":
+        return "exact"
+    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in environment(("PYTORCH_NO_CUDA_MEMORY_CACHING",)):
+        return "cuda_driver"  # each tensor is the driver's own
+    expandable = "expandable_segments:true" in _cuda_settings()
+    return "cuda_expandable" if expandable else "cuda_caching"
+
+
+def _cuda_settings() -> str:
+    settings = environment(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC"))
+    return ",".join(settings.values()).replace(" ", "").lower()
+
+
+def _cuda_caveat(name: str) -> str:
+    """Settings of the allocator that are not planned for."""
+    text = _cuda_settings()
+    keys = ("roundup_power2_divisions", "max_split_size_mb", "large_segment_size_mb")
+    found = [key for key in keys if key in text]
+    if not found:
+        return ""
+    return (
+        f"{name}: PYTORCH_ALLOC_CONF sets {' and '.join(found)}, with which torch's allocator may "
+        "take more from the device than was planned"
+    )
+
+
+class TorchFramework(Framework):
+    """torch, as `devices.base.Framework`."""
+
+    name = "torch"
+
+    parameters = staticmethod(parameters_of)
+    unstored = staticmethod(unstored_of)
+    coded = staticmethod(coded_of)
+
+    def swap(self, model: Any, formats: Mapping[str, str]) -> Swap:
+        """Of Linears, transformers' Conv1D and its fused experts."""
+        from streamload.devices.torch.quantized import swapping
+
+        return swapping(model, places_of(model), formats)
+
+    def canonical(self, name: str) -> str:
+        """torch's form, with an index: "cuda" is "cuda:0"; "cpu" has none."""
+        try:
+            return name_of(torch.device(name.lower() or self.default_device()))
+        except RuntimeError as error:
+            said = _first_line(error)
+            problem = NO_DEVICE if said.startswith("Expected one of") else said
+            raise DeviceNotFoundError(name, problem) from error
+
+    def device(self, name: str) -> TorchDevice:
+        """Open a device by the fastest way in that it has."""
+        name = self.canonical(name)
+        kind = name.partition(":")[0]
+        if kind == "meta":
+            raise DeviceNotFoundError(name, "it holds no values")
+        try:
+            torch.empty(0, device=name)  # opens it, and takes no memory of it
+        except (RuntimeError, AssertionError, ImportError) as error:
+            raise DeviceNotFoundError(name, _first_line(error)) from error
+        return _WAYS.get(kind, TorchDevice)(name)
+
+    def default_device(self) -> str:
+        """The default device that was set in torch; else the first accelerator; else the CPU."""
+        default = torch.get_default_device()
+        if default.type not in ("cpu", "meta"):
+            return name_of(default)
+        return super().default_device()
+
+    def candidates(self) -> Sequence[str]:
+        """All accelerators, then the CPU."""
+        names = []
+        for kind in ("cuda", "xpu", "mps"):
+            module = getattr(torch, kind, None)
+            if module is not None and module.is_available():
+                count = module.device_count()
+                names += [name_of(torch.device(kind, index)) for index in range(count)]
+        return [*names, "cpu"]
+
+    def trusted(self, name: str) -> bool:
+        """The CPU, and a backend that this process computes on already."""
+        kind = self.canonical(name).partition(":")[0]
+        initialized = getattr(getattr(torch, kind, None), "is_initialized", None)
+        return kind == "cpu" or (initialized is not None and bool(initialized()))
+
+    def lasting(self, name: str) -> bool:
+        """Those of NVIDIA: their driver says all that it depends on."""
+        return self.canonical(name).startswith("cuda") and bool(torch.version.cuda)
+
+    def fingerprint(self, name: str) -> str:
+        """Versions of torch and of the driver, the GPUs, and the settings that matter to them."""
+        parts = [str(torch.__version__), str(torch.version.cuda), str(torch.version.hip)]
+        parts += [str(torch.__file__), sys.platform, *nvidia_parts()]
+        parts += [f"{key}={value}" for key, value in sorted(environment(_SETTINGS).items())]
+        return "\n".join(parts)
+
+    def probe(self, name: str, full: bool) -> ProbeResult:
+        """Compute there; where that lasts, bfloat16 too, which a load asks for first."""
+        name = self.canonical(name)
+        result = computed(
+            self,
+            name,
+            full,
+            add_one=lambda numbers: (torch.tensor(numbers, device=name) + 1).tolist(),
+            problem=lambda error: getattr(error, "problem", "") or _first_line(error),
+            held=TO_TORCH,
+            casts=_DEVICE_CASTS,
+        )
+        if full or not result.works or not self.lasting(name):
+            return result
+        status = self.dtype_status(name, BF16)
+        # a device that was full would seem broken for good
+        return result if status == "broken" else replace(result, dtypes={"bfloat16": status})
+
+    def dtype_status(self, name: str, dtype: DType) -> DTypeStatus:
+        """Write ones to a real buffer, double them on the device, read the bytes back.
+
+        What has worked once is not tried again: the first kernel of each kind takes milliseconds.
+        """
+        if dtype.name in _UNSUPPORTED:
+            return "absent"
+        key = (self.canonical(name), dtype.name)
+        status = _WORKED.get(key) or _dtype_status(self.device(name), dtype)
+        if status != "broken":  # else the device may have been full
+            _WORKED[key] = status
+        return status
+
+
+_WAYS: dict[str, type[TorchDevice]] = {
+    "cpu": CPUDevice,
+    "cuda": CUDADevice if torch.version.cuda else ROCmDevice,
+}
+
+
+_WORKED: dict[tuple[str, str], DTypeStatus] = {}
+
+
+def _dtype_status(device: TorchDevice, dtype: DType) -> DTypeStatus:
+    """Write ones to a real buffer, double them on the device, read the bytes back."""
+    status: DTypeStatus = "native"
+
+    def double(ones: bytes) -> bytes:
+        nonlocal status
+        tensor = device.allocate(dtype, (len(ones) // dtype.itemsize,))
+        _flat_bytes(tensor).copy_(torch.frombuffer(bytearray(ones), dtype=torch.uint8))
+        try:
+            doubled = tensor.logical_or(tensor) if dtype.kind == "bool" else tensor + tensor
+        except RuntimeError:
+            # torch has few operations for 8-bit floats and wide unsigned integers: they are cast
+            wide = tensor.to(torch.float32 if dtype.kind == "float" else torch.int64)
+            doubled, status = (wide + wide).to(tensor.dtype), "emulated"
+        return device.read(doubled.contiguous(), 0, len(ones))
+
+    if not doubles(dtype, double):
+        return "broken"
+    if dtype.name in _CPU_FEATURES and device.name == "cpu":
+        return "native" if _cpu_multiplies(dtype.name) else "emulated"
+    return "emulated" if dtype is BF16 and not device.info.native_bf16 else status
+
+
+FRAMEWORK = TorchFramework()

@@ -1,0 +1,579 @@
+"""Modules of torch whose weights stay quantised; a forward dequantises what it needs.
+
+A module keeps its identity, its other parameters and its hooks: it gets another class, and the
+parts of a format as buffers in place of a parameter, under the names that the parts have in a
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from streamload.codecs.scheme import FORMATS, SOURCES, CodedWeight, QuantCounts, Quantised
+from streamload.codecs.schemes import bitsandbytes_nested as dynamic
+from streamload.codecs.schemes.ggml import BLOCK
+from streamload.codecs.schemes.int8 import BITSANDBYTES_STEP
+from streamload.core.dtypes import BY_NAME, F32, DType
+from streamload.devices.base import Swap
+from streamload.devices.torch.decoded import Origin, decoded, interpreted, origin_of
+from streamload.devices.torch.refused import allow_saving, refuse_moves, refuse_saving
+from streamload.devices.torch.tensors import CODED, tie_key
+
+_Parts = Mapping[str, torch.Tensor]
+
+_STEP_NUMEL = 2**20  # elements that are dequantised at once: 16 MB beside the weight, for 4 bits
+
+
+# --- decoding: elements `start` to `stop` of the flattened weight, whole units, in float32 --------
+
+
+def _int8(parts: _Parts, start: int, stop: int) -> torch.Tensor:
+    width = parts[""].shape[1]
+    rows = slice(start // width, stop // width)
+    return parts[""][rows].flatten(1) * parts["_scale"][rows]
+
+
+def _bitsandbytes_int8(parts: _Parts, start: int, stop: int) -> torch.Tensor:
+    width = parts[""].shape[1]
+    rows = slice(start // width, stop // width)
+    return parts[""][rows].flatten(1) * parts["SCB"][rows, None] * float(BITSANDBYTES_STEP)
+
+
+def _gguf_blocks(
+    parts: _Parts, start: int, stop: int, nbytes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales in a column, and the bytes of codes, a block a row."""
+    blocks = parts[""].view(-1, nbytes)[start // BLOCK : stop // BLOCK]
+    return blocks[:, :2].contiguous().view(torch.float16).float(), blocks[:, 2:]
+
+
+def _q8_0(parts: _Parts, start: int, stop: int) -> torch.Tensor:
+    scales, codes = _gguf_blocks(parts, start, stop, 2 + BLOCK)
+    return codes.view(torch.int8) * scales
+
+
+def _q4_0(parts: _Parts, start: int, stop: int) -> torch.Tensor:
+    scales, packed = _gguf_blocks(parts, start, stop, 2 + BLOCK // 2)
+    codes = torch.cat([packed & 15, packed >> 4], 1)
+    return (codes.float() - 8) * scales
+
+
+def _four_bit(parts: _Parts, start: int, stop: int) -> torch.Tensor:
+    packed = parts[""].view(-1)[start // 2 : -(-stop // 2)]
+    codes = torch.stack([packed >> 4, packed & 15], 1).view(-1)[: stop - start]
+    values = parts[".quant_map"][codes.int()]
+    first, end = start // 64, -(-stop // 64)
+    absmax = parts[".absmax"][first:end]
+    if ".nested_absmax" in parts:
+        blocks = torch.arange(first, end, device=absmax.device) // dynamic.BLOCK
+        absmax = parts[".nested_quant_map"][absmax.int()] * parts[".nested_absmax"][blocks]
+        (state,) = (part for suffix, part in parts.items() if suffix.startswith(".quant_state"))
+        absmax = absmax + _offset(state)
+    return values * absmax.repeat_interleave(64)[: stop - start]
+
+
+def _offset(state: torch.Tensor) -> float:
+    """The mean of the nested statistics; it is read again where the state was written again."""
+    version = None if state.is_inference() else state._version
+    known = getattr(state, "_streamload_offset", None)
+    if known is None or version is None or known[0] != version:
+        offset = json.loads(bytes(state.cpu().numpy()))["nested_offset"]
+        state._streamload_offset = known = (version, offset)
+    return float(known[1])
+
+
+_DECODERS: Mapping[str, Callable[[_Parts, int, int], torch.Tensor]] = {
+    "int8": _int8,
+    "bitsandbytes-int8": _bitsandbytes_int8,
+    "q8_0": _q8_0,
+    "q4_0": _q4_0,
+    **dict.fromkeys(("nf4", "nf4-nested", "fp4", "fp4-nested"), _four_bit),
+}
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+
+class Coded(nn.Module):
+    """What modules share that hold weights quantised.
+
+    Attributes:
+        requantized: what quantising did to weights that were written since they were loaded.
+    """
+
+    _streamload_dtype: torch.dtype  # of the weights before
+    _streamload_name = ""  # of the module in its model
+    requantized = QuantCounts()
+
+    def dense(
+        self,
+        leaf: str,
+        dtype: torch.dtype | None = None,
+        index: int | None = None,
+        device: torch.device | None = None,
+    ) -> torch.Tensor:
+        """A weight, dequantised in pieces: nothing else of its size is held meanwhile.
+
+        Args:
+            leaf: of the name of the weight.
+            dtype: of the result; each value is rounded once. None: what the weight had before.
+            index: along the first axis of the weight; None for all of it.
+            device: where it is computed, with the parts brought there; None: where they are.
+        """
+        coded: CodedWeight = getattr(self, CODED)[leaf]
+        made, shape = coded.made, coded.shape
+        device = device or self._buffers[leaf].device
+        parts = {part.suffix: self._buffers[part.name(leaf)].to(device) for part in made.parts}
+        shape, numel = (shape[1:] if index is not None else shape), math.prod(shape)
+        first, count = 0, math.prod(shape)
+        if index is not None:
+            first = range(numel // count)[index] * count
+        dtype = dtype or self._streamload_dtype
+        out = torch.empty(count, dtype=dtype, device=device)
+        step = max(_STEP_NUMEL // made.unit_numel, 1) * made.unit_numel
+        with torch.no_grad():
+            for at in range(0, count, step):
+                end = min(at + step, count)
+                piece = _DECODERS[coded.format](parts, first + at, first + end)
+                out[at:end] = piece.reshape(-1)
+        return out.view(shape)
+
+    @interpreted
+    def shown(self, leaf: str, index: int | None = None, **options: Any) -> torch.Tensor:
+        """A weight, or a part of it, as the module's own class has it; see `DecodedWeight`.
+
+        Args:
+            leaf: of the name of the weight.
+            index: as in `dense`.
+            **options: of `dense`.
+        """
+        refuse_moves(self.address(leaf))
+        coded: CodedWeight = getattr(self, CODED)[leaf]
+        with torch.inference_mode(False):  # else nobody counts what is written to it
+            values = self.dense(leaf, index=index, **options)
+        partial, turned = index is not None, coded.transposed
+        values = values.t() if turned else values
+        return decoded(values, Origin(values, self, leaf, transposed=turned, partial=partial))
+
+    def requantize(self, leaf: str, values: torch.Tensor) -> QuantCounts:
+        """Quantise other values in place of a weight, on the CPU, into the memory of its parts.
+
+        Args:
+            leaf: of the name of the weight.
+            values: of the shape in which it is quantised.
+
+        Returns:
+            What quantising did; `requantized` counts it, too.
+
+        Raises:
+            ValueError: they have another shape, or are no floats.
+        """
+        coded: CodedWeight = getattr(self, CODED)[leaf]
+        found = tuple(values.shape)
+        if found != coded.shape or not values.is_floating_point():
+            raise ValueError(
+                f"cannot quantise {self.address(leaf)} again: expected floats of the shape "
+                f"{list(coded.shape)}, found {values.dtype} of {list(found)}"
+            )
+        parts = {part.suffix: self._buffers[part.name(leaf)] for part in coded.made.parts}
+        made = FORMATS[coded.format].of(coded.matrix, _source(parts))
+        kept = values.dtype in _ENCODED
+        src = _ENCODED[values.dtype if kept else torch.float32]
+        encoder, numel = made.encoder(src), values.numel()
+        codes = torch.empty(made.parts[0].nbytes, dtype=torch.uint8, device="cpu")
+        counts, flat, done = QuantCounts(), values.detach().reshape(-1), 0
+        step = max(_STEP_NUMEL // made.unit_numel, 1) * made.unit_numel
+        for at in range(0, numel, step):
+            piece = flat[at : at + step].to("cpu", None if kept else torch.float32).contiguous()
+            out = codes[done:] if at + step >= numel else codes[done:][: _nbytes(made, step)]
+            counts += encoder.encode(_bytes(piece), _bytes(out), at)
+            done += out.numel()
+        written = {"": memoryview(codes.numpy()), **encoder.finish()}
+        with torch.no_grad():
+            for suffix, part in parts.items():
+                new = torch.frombuffer(bytearray(written[suffix]), dtype=torch.uint8)
+                part.copy_(new.view(part.dtype).view(part.shape))
+        self.requantized = self.requantized + counts
+        return counts
+
+    def stamp(self, leaf: str) -> tuple[int, ...]:
+        """What differs when the parts of a weight have been written."""
+        parts = [self._buffers[name] for name in getattr(self, CODED)[leaf].names(leaf)]
+        return tuple(0 if part.is_inference() else part._version for part in parts)
+
+    def address(self, leaf: str) -> str:
+        """The name of a weight in the model, as it was loaded."""
+        return f"{self._streamload_name}.{leaf}" if self._streamload_name else leaf
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Quantise a parameter that is put in place of a weight; share the codes of another's."""
+        coded: Mapping[str, CodedWeight] = self.__dict__.get(CODED, {})
+        if name not in coded:
+            super().__setattr__(name, value)
+            return
+        origin = origin_of(value)
+        if origin is not None and isinstance(origin.holder, Coded):
+            self._share(name, origin.holder, origin.leaf)
+        elif isinstance(value, nn.Parameter):
+            own = value.detach()
+            self.requantize(name, own.t() if coded[name].transposed else own)
+        else:
+            raise TypeError(
+                f"cannot assign a {type(value).__name__} to {self.address(name)}, which is held as "
+                f"{coded[name].format}: write module.{name} = torch.nn.Parameter(new), which "
+                "quantises it again"
+            )
+
+    def _share(self, leaf: str, other: Coded, its: str) -> None:
+        """Hold the parts that another module holds: the two weights are tied."""
+        mine, theirs = getattr(self, CODED)[leaf], getattr(other, CODED)[its]
+        if mine != theirs:
+            raise TypeError(
+                f"cannot tie {self.address(leaf)} to {other.address(its)}: one is {mine.format} of "
+                f"{list(mine.shape)}, the other {theirs.format} of {list(theirs.shape)}; give both "
+                "one format"
+            )
+        for name, named in zip(mine.names(leaf), theirs.names(its), strict=True):
+            self._buffers[name] = other._buffers[named]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and copy by the class that it had: the one that it has is made by a load."""
+        own = type(self).__bases__[1]
+        return _empty, (own, frozenset(getattr(self, CODED))), self.__dict__
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Move parts with the module, as they are: scales are never cast apart from codes.
+
+        Where moving fails, for want of memory, all parts are where they were.
+        """
+        names = _names(getattr(self, CODED))
+        held = {name: self._buffers.pop(name) for name in names}
+        try:
+            device = next(iter(held.values())).device
+            like = fn(torch.empty(0, dtype=self._streamload_dtype, device=device))
+            super()._apply(fn, recurse)
+            flat = {name: old.detach().reshape(-1).view(torch.uint8) for name, old in held.items()}
+            moved = {
+                name: fn(flat[name]).view(old.dtype).reshape(old.shape)
+                for name, old in held.items()
+            }
+            held = {name: _moved(old, moved[name]) for name, old in held.items()}
+            self._streamload_dtype = like.dtype
+        finally:
+            self._buffers.update(held)
+        return self
+
+    def _save_to_state_dict(self, *arguments: Any) -> None:
+        """Add the parts to a state; accelerate asks for one before it begins to move tensors."""
+        for leaf in self._buffers.keys() & getattr(self, CODED).keys():  # none: see `set_aside`
+            refuse_moves(self.address(leaf))
+        super()._save_to_state_dict(*arguments)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
+        """Take parts whose names have a dot, which torch takes for names of submodules."""
+        coded: Mapping[str, CodedWeight] = getattr(self, CODED)
+        own = {prefix + name for name in _names(coded)}
+        for leaf, each in coded.items():
+            codes = state.get(prefix + leaf)
+            if isinstance(codes, torch.Tensor) and codes.is_floating_point():
+                # codes of eight bits may have its shape, and would become its integers
+                state = {key: value for key, value in state.items() if key != prefix + leaf}
+                others[4].append(
+                    f"{prefix}{leaf} is held as {each.format}, and {codes.dtype} was given: write "
+                    f"module.{leaf} = torch.nn.Parameter(new), or streamload.load_state_dict"
+                )
+        super()._load_from_state_dict(state, prefix, *others)
+        unexpected = others[3]
+        unexpected[:] = [name for name in unexpected if name not in own]
+
+
+_ENCODED = {getattr(torch, src.name): src for src in SOURCES}
+
+
+def _source(parts: _Parts) -> DType:
+    """The dtype that the parts of a weight name as that of the weight before."""
+    for suffix, part in parts.items():
+        if suffix.startswith(".quant_state"):
+            return BY_NAME[json.loads(bytes(part.cpu().numpy()))["dtype"]]
+    return F32
+
+
+def _nbytes(made: Quantised, numel: int) -> int:
+    """Bytes of the codes of whole units."""
+    return numel // made.unit_numel * made.unit_nbytes
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).numpy())
+
+
+def _moved(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """A part elsewhere: the same object, where torch can, since modules may share it."""
+    if old.is_inference() or not torch._has_compatible_shallow_copy_type(old, new):
+        return new
+    old.data = new
+    return old
+
+
+def _names(coded: Mapping[str, CodedWeight]) -> list[str]:
+    """The names of all parts in a module."""
+    return [name for leaf, each in coded.items() for name in each.names(leaf)]
+
+
+class _Product(Coded):
+    """A product with a weight of (outputs, inputs)."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight, dequantised for each look at it; see `DecodedWeight`."""
+        return self.shown("weight")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The product with the weight, dequantised for the call."""
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        weight = self.dense("weight", input.dtype, device=input.device)
+        return functional.linear(input, weight, bias)
+
+
+class QuantLinear(_Product, nn.Linear):
+    """A Linear that holds its weight quantised."""
+
+
+class _Dense:
+    """The weights of all experts; one is dequantised when it is asked for."""
+
+    _is_hf_initialized = True  # transformers leaves it as it is
+
+    def __init__(self, leaf: str, module: Coded) -> None:
+        refuse_moves(module.address(leaf))
+        self._leaf, self._module = leaf, module
+
+    def __getitem__(self, expert: torch.Tensor | int) -> torch.Tensor:
+        """An expert's matrix, on the device of its number where that is a tensor."""
+        device = getattr(expert, "device", None)
+        return self._module.shown(self._leaf, int(expert), device=device)
+
+    def __setitem__(self, expert: Any, values: Any) -> None:
+        """Refuse: the codes of an expert are not written alone."""
+        Origin(torch.empty(0), self._module, self._leaf, partial=True).write("one expert")
+
+
+@cache
+def _product_class(own: type[Any]) -> type[Any]:
+    if own is nn.Linear:
+        return QuantLinear
+    return type(f"Quant{own.__name__}", (_Product, own), {})
+
+
+@cache
+def _experts_class(own: type[Any], leaves: frozenset[str]) -> type[Any]:
+    """A class that computes one expert after the other, as transformers' own does without kernels.
+
+    Its weights are `_Dense`: it takes only the experts that are used.
+    """
+    entries: dict[str, Any] = {leaf: property(partial(_Dense, leaf)) for leaf in leaves}
+    eager = inspect.unwrap(own.forward)
+
+    def forward(self: Any, hidden_states: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        self._streamload_dtype = hidden_states.dtype  # what its weights are multiplied with
+        found: torch.Tensor = eager(self, hidden_states, *rest, **named)
+        return found
+
+    entries["forward"] = forward
+    return type(f"Quant{own.__name__}", (Coded, own), entries)
+
+
+def _class_of(own: Any, leaves: frozenset[str]) -> type[Any]:
+    """The class for modules of a class whose parameters of these names are codes."""
+    return _product_class(own) if leaves == {"weight"} else _experts_class(own, leaves)
+
+
+def _empty(own: type[Any], leaves: frozenset[str]) -> Any:
+    """A module without a state, for pickle."""
+    return object.__new__(_class_of(own, leaves))
+
+
+def make_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Let modules be as they were before they held codes, with the values that these decode to.
+
+    Args:
+        model: the model.
+        dtype: of the weights; None: what they had before.
+    """
+    made: dict[int, nn.Parameter] = {}  # by the codes: modules may share them
+    for module in list(model.modules()):
+        if not isinstance(module, Coded):
+            continue
+        coded: dict[str, CodedWeight] = getattr(module, CODED)
+        for leaf, said in coded.items():
+            codes = module._buffers[leaf]
+            assert codes is not None
+            if id(codes) not in made:
+                dense = module.dense(leaf, dtype)
+                dense = dense.t().contiguous() if said.transposed else dense
+                made[id(codes)] = nn.Parameter(dense)
+            module._parameters[leaf] = made[id(codes)]
+            for name in said.names(leaf):
+                del module._buffers[name]
+        module.__class__ = type(module).__bases__[1]
+        for key in (CODED, "_streamload_dtype", "_streamload_name"):
+            module.__dict__.pop(key, None)
+
+
+@contextmanager
+def set_aside(model: nn.Module) -> Iterator[None]:
+    """Take all parts out of their modules, while others walk over tensors and move them."""
+    coded = [module for module in model.modules() if hasattr(module, CODED)]
+    held = [
+        (module, {name: module._buffers.pop(name) for name in _names(getattr(module, CODED))})
+        for module in coded
+    ]
+    try:
+        yield
+    finally:
+        for module, parts in held:
+            module._buffers.update(parts)
+
+
+# --- the place of modules in a model --------------------------------------------------------------
+
+_Place = tuple[nn.Module, str]
+#: The classes that `_said` takes.
+_HOLDERS = "torch's Linear, and transformers' Conv1D and fused experts"
+
+
+def _is_experts(module: nn.Module, parameter: torch.Tensor) -> bool:
+    """Whether it is one of transformers' classes of fused experts, with implementations to choose.
+
+    Each of these takes an expert's matrix by its index where it computes one after the other.
+    """
+    decorated = hasattr(type(module).forward, "__wrapped__")
+    return parameter.dim() == 3 and decorated and hasattr(module, "is_transposed")
+
+
+def _said(module: nn.Module, leaf: str, format: str) -> CodedWeight | None:
+    """The weight that a module would hold as codes; None where it cannot."""
+    parameter = module._parameters[leaf]
+    if type(parameter) is not nn.Parameter:  # sharded, packed by others, or not there
+        return None
+    shape = tuple(parameter.shape)
+    coded, own = CodedWeight(format, shape), type(module)
+    if leaf == "weight" and own is nn.Linear:
+        return coded
+    if leaf == "weight" and (own.__module__, own.__name__) == (
+        "transformers.pytorch_utils",
+        "Conv1D",
+    ):
+        return CodedWeight(format, shape[::-1], transposed=True)
+    if not _is_experts(module, parameter):
+        return None
+    with suppress(ValueError):  # of a format that cannot hold it: the load names the tensor
+        made = coded.made
+        if math.prod(shape[1:]) % made.unit_numel or any(part.beside for part in made.parts):
+            return None  # an expert begins within a unit, or two weights would share a part's name
+    return coded
+
+
+def _tied(module: nn.Module, leaf: str) -> Any:
+    """What parameters share that are one weight."""
+    parameter = module._parameters[leaf]
+    return None if parameter is None else tie_key(parameter)
+
+
+def swapping(
+    model: nn.Module, places: Iterable[tuple[str, _Place]], formats: Mapping[str, str]
+) -> Swap:
+    """What `Swap` says, of a module.
+
+    Args:
+        model: the module.
+        places: of all parameters, as (name, (module, leaf)); shared ones under each name.
+        formats: of what is to be quantised, by name.
+
+    Raises:
+        ValueError: there is no module here for a format.
+    """
+    unknown = next((format for format in formats.values() if format not in _DECODERS), None)
+    if unknown is not None:
+        raise ValueError(f"quant: torch computes with {', '.join(_DECODERS)}, not with {unknown}")
+    by_name: dict[str, _Place] = {}
+    shared: dict[Any, dict[tuple[int, str], tuple[str, _Place]]] = {}
+    for name, (module, leaf) in places:
+        if leaf in module._parameters:
+            by_name[name] = module, leaf
+            holders = shared.setdefault(_tied(module, leaf), {})
+            holders.setdefault((id(module), leaf), (name, (module, leaf)))
+    coded: dict[str, CodedWeight] = {}
+    groups: list[list[tuple[str, _Place, CodedWeight]]] = []
+    refused: dict[str, str] = {}
+    dense_nbytes = 0
+    for name, format in formats.items():
+        if name not in by_name:
+            continue
+        module, leaf = by_name[name]
+        holders = shared[_tied(module, leaf)]
+        said = [_said(*place, format) for _, place in holders.values()]
+        first = said[0]
+        if first is None or any(each != first for each in said):
+            # an embedding shares it: it needs the weight as it is
+            kinds = dict.fromkeys(type(holder).__name__ for _, (holder, _) in holders.values())
+            refused[name] = " and ".join(kinds) + ", which share it" * (len(kinds) > 1)
+            continue
+        coded |= {other: first for other, _ in holders.values()} | {name: first}
+        groups.append([(other, place, first) for other, place in holders.values()])
+        itemsize = module._parameters[leaf].itemsize
+        one_nbytes = math.prod(first.shape[-2:]) * itemsize  # of experts, one at a time
+        dense_nbytes = max(dense_nbytes, one_nbytes)
+    return Swap(coded, lambda: _put(model, groups), dense_nbytes, _HOLDERS, refused)
+
+
+def _put(
+    model: nn.Module, groups: Iterable[list[tuple[str, _Place, CodedWeight]]]
+) -> Callable[[], None]:
+    """Let modules hold codes, without values yet; returns what lets them be as they were."""
+    before: dict[int, tuple[nn.Module, type[nn.Module], dict[str, Any], dict[str, Any]]] = {}
+    for group in groups:
+        made = group[0][2].made
+        beside = {
+            part: torch.empty(part.shape, dtype=getattr(torch, part.dtype.name), device="meta")
+            for part in made.parts[1:]
+        }
+        _, (first, its), _ = group[0]
+        held = first._parameters[its]  # the objects may be several, over the same memory
+        assert held is not None
+        for name, (module, leaf), said in group:
+            kept = dict(module._parameters), dict(module._buffers)
+            before.setdefault(id(module), (module, type(module), *kept))
+            # it goes on holding the old weight until the load releases that
+            del module._parameters[leaf]
+            module._buffers[leaf] = held
+            module._buffers.update({part.name(leaf): empty for part, empty in beside.items()})
+            module.__dict__.setdefault(CODED, {})[leaf] = said
+            module.__dict__["_streamload_dtype"] = held.dtype
+            module.__dict__["_streamload_name"] = name.rpartition(".")[0]
+    for module, own, _, _ in before.values():
+        module.__class__ = _class_of(own, frozenset(getattr(module, CODED)))
+    silent = refuse_saving(model, Coded)
+
+    def undo() -> None:
+        for each in silent:
+            allow_saving(each)
+        for module, own, parameters, buffers in before.values():
+            module.__class__ = own
+            for entries, kept in ((module._parameters, parameters), (module._buffers, buffers)):
+                entries.clear()
+                entries.update(kept)
+            for key in (CODED, "_streamload_dtype", "_streamload_name"):
+                del module.__dict__[key]
+
+    return undo

@@ -1,0 +1,71 @@
+"""What other libraries would do to a model that holds codes without knowing of them: refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from streamload.devices.torch.decoded import caller, interpreted
+
+#: What of accelerate moves tensors of modules, or sets them aside.
+_MOVERS = ("accelerate.hooks", "accelerate.utils.modeling")
+#: What of it asks for states before it begins.
+_ASKS = "accelerate.big_modeling"
+#: Where the classes stand whose models are saved with a configuration.
+_SAVED = frozenset(("transformers.modeling_utils", "diffusers.models.modeling_utils"))
+_SAVE = "save_pretrained"
+
+
+@interpreted
+def refuse_moves(name: str) -> None:
+    """Raise where accelerate asks for a weight: it would put decoded values in place of codes.
+
+    Args:
+        name: of the weight.
+    """
+    # forwards that accelerate's hooks call, of torch's own modules, may read weights
+    if caller(("streamload.",)).startswith(_MOVERS) or caller().startswith(_ASKS):
+        raise RuntimeError(
+            f"cannot let accelerate move {name}: it is held as codes, which accelerate would "
+            "replace by decoded values; for a model that is larger than its device write "
+            "streamload.offload(model, OUT, budget=...) of what `streamload convert PATH OUT "
+            "--quant nf4` wrote; for several devices streamload.transformers.from_pretrained(path, "
+            'quant=..., device=["cuda:0", "cuda:1"])'
+        )
+
+
+def refuse_saving(model: nn.Module, coded: type[nn.Module]) -> list[nn.Module]:
+    """Let no model of transformers or diffusers be saved whose configuration names no codes.
+
+    Args:
+        model: may be such a model, or hold some.
+        coded: the class of modules that hold codes.
+
+    Returns:
+        Those that `allow_saving` takes.
+    """
+    found = []
+    for each in model.modules():
+        bases = {base.__module__ for base in type(each).__mro__}
+        said = getattr(type(each), "saves_codes", False) or _SAVE in each.__dict__
+        if _SAVED & bases and not said and any(isinstance(m, coded) for m in each.modules()):
+            each.__dict__[_SAVE] = partial(_refuse_saving, type(each).__name__)
+            found.append(each)
+    return found
+
+
+def allow_saving(model: nn.Module) -> None:
+    """Let a model be saved: its configuration says that it holds codes."""
+    if getattr(model.__dict__.get(_SAVE), "func", None) is _refuse_saving:
+        del model.__dict__[_SAVE]
+
+
+def _refuse_saving(kind: str, *_: Any, **__: Any) -> None:
+    """In place of ``save_pretrained``."""
+    raise ValueError(
+        f"cannot save {kind}: its weights are codes and its configuration does not say so, so that "
+        "they would be opened as floats; load it with "
+        "streamload.transformers.from_pretrained(path, quant=...), and save that"
+    )

@@ -1,0 +1,506 @@
+"""torch's tensors: what a parameter of a module or of a dict is.
+
+torch's devices are in `devices.torch`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import suppress
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from streamload.codecs.scheme import CodedWeight
+from streamload.core.computed import is_computed
+from streamload.core.dtypes import BY_NAME, DType
+from streamload.core.tensors import Block
+from streamload.devices.parameters import Slot, SlotParameter, dict_slots, make_parameters
+from streamload.errors import DeviceError
+
+# torch's floats below 8 bits are packed, and its shapes count the packs: tensors of the
+# checkpoint's shapes are those of whole bytes
+TO_TORCH: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name, dtype in BY_NAME.items()
+    if dtype.bits >= 8 and hasattr(torch, name)
+}
+_FROM_TORCH = {dtype: name for name, dtype in TO_TORCH.items()}
+_MIN_TRIMMED_NBYTES = 2**20  # below, a block of CUDA's allocator shares its segment with others
+
+_BEFORE = "_streamload_before"  # on an invalid entry: the object that stood there
+#: On a module: by the leaf of a parameter's name, the `CodedWeight` that it holds.
+CODED = "_streamload_coded"
+#: On a module: the keys of its buffers that are parts of weights.
+PARTS = "_streamload_parts"
+#: On what stands in a module for a weight that streams: its name.
+STREAMED = "_streamload_streamed"
+# on invalid entries, one for those that were tied: ``kept`` says whether they have their memory
+_INVALID = "_streamload_invalid"
+
+
+# What may be asked of an invalid tensor: what it is. All else would compute: torch's matrix
+# products on the CPU do not notice a tensor without values, and give what lies at address 0 or in
+# fresh memory.
+_ASKED = frozenset(
+    (
+        "__get__", "__set__", "__deepcopy__", "__reduce_ex__", "__repr__", "detach", "dim",
+        "element_size", "empty_like", "is_complex", "is_contiguous", "is_floating_point",
+        "numel", "requires_grad_", "clone",
+        "_has_compatible_shallow_copy_type", "size", "stride", "is_inference",
+        "register_hook", "register_post_accumulate_grad_hook",
+    )
+)  # fmt: skip
+
+
+class _Raises:
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer questions about the tensor; raise for what would compute with its values."""
+        if func.__name__ not in _ASKED:
+            raise DeviceError(
+                "torch",
+                "this tensor has no values: a load failed, or its offload was closed "
+                f"({func.__name__})",
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+            if type(out) is torch.Tensor and out.device.type == "meta":  # .data, .detach()
+                out = out.as_subclass(InvalidTensor)
+        return out
+
+
+class InvalidTensor(_Raises, torch.Tensor):
+    """A buffer that a failed load left without values."""
+
+
+class InvalidParameter(_Raises, nn.Parameter):
+    """A parameter that a failed load left without values."""
+
+
+class TorchParameter(SlotParameter):
+    """Entries of a module, or of a dict, that stand on the same memory.
+
+    The objects stay what they are wherever torch allows that, and with them what refers to them: an
+    optimizer, hooks, attributes.
+    """
+
+    of_module = False  # a dict's tensors are there to be filled, whatever their names
+    _lent: torch.Tensor | None = None
+
+    def _look(self) -> None:
+        entry = self._objects()[0]
+        self.invalid = hasattr(entry, _BEFORE)
+        kept = self.invalid and getattr(entry, _INVALID).kept
+        before, tensor = getattr(entry, _BEFORE, entry), self._tensors()[0]
+        self.refused = "" if self.invalid else _why_refused(tensor) or _why_no_block(before)
+        if self.refused:
+            return
+        self.block = _block(before)
+        self.shape = tuple(entry.shape) if self.block is None else self.block.shape
+        self.dtype = _FROM_TORCH.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+        if tensor.device.type == "meta":
+            return
+        self.keeps = BY_NAME.get(self.dtype)
+        if self.invalid and not kept:
+            self.device = name_of(tensor.device)  # it goes back to where it was
+        else:
+            self._look_at(tensor)
+
+    def _look_at(self, tensor: torch.Tensor) -> None:
+        storage_nbytes = tensor.untyped_storage().nbytes()
+        if tensor.numel() and storage_nbytes == 0:
+            return  # it was freed
+        self.device = name_of(tensor.device)
+        self.nbytes = min(tensor.nbytes, storage_nbytes)
+        if tensor.numel() == 0:
+            return
+        contiguous = tensor.is_contiguous()
+        reach_nbytes = tensor.nbytes
+        if not contiguous:
+            reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            reach_nbytes = (reach + 1) * tensor.element_size()
+        first = tensor.data_ptr()
+        self.span = (0, first, first + reach_nbytes)
+        if storage_nbytes > tensor.nbytes:
+            # a view can be written where it lies in one piece; replaced, it would part company
+            self.fixed = "it is a view of a larger tensor"
+            if not contiguous:
+                self.refused = "it is a view of a larger tensor, and not contiguous"
+        elif not contiguous:
+            self.dtype += " (not contiguous)"  # never equal: it is replaced
+
+    def is_computed(self) -> bool:
+        """Whether it is a module's buffer with values, and named as one that modules compute."""
+        if self.device is None or self.invalid or not self.of_module:
+            return False
+        if isinstance(self._objects()[0], nn.Parameter):
+            return False
+        return any(is_computed(name, self.shape) for name in self.names)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """The objects, with those that stood there before in place of invalid ones.
+
+        Of those that are sharded, what this process has.
+        """
+        return [_local(getattr(entry, _BEFORE, entry)) for entry in self._objects()]
+
+    def memory(self) -> Sequence[tuple[int, int]]:
+        """The tensor's own bytes, on the CPU."""
+        return super().memory() if self.device == "cpu" else ()
+
+    def buffer(self) -> torch.Tensor:
+        """The memory that it holds."""
+        self._lent = self._tensors()[0].detach()
+        return self._lent
+
+    def release(self) -> str:
+        """Take the memory out of the parameter, which stays the object that it is."""
+        tensors = self._tensors()
+        storage = tensors[0].untyped_storage()
+        if tensors[0].device.type == "meta" or storage.nbytes() == 0:
+            return ""
+        if self.fixed:
+            return self.fixed
+        memory = StorageWeakRef(storage)
+        del storage
+        seen = tensors[0].dtype, tensors[0].device
+        layout = tensors[0].storage_offset(), tensors[0].shape, tensors[0].stride()
+        grads = [tensor.grad if tensor.is_leaf else None for tensor in tensors]
+        for tensor in tensors:
+            with torch.inference_mode(tensor.is_inference()):  # it stays what it is
+                tensor.data = torch.empty(0, dtype=seen[0], device=seen[1])
+            tensor.grad = None  # of the old values
+        if not memory.expired():
+            self._collect()
+        if memory.expired():
+            if seen[1].type == "cuda" and self.nbytes >= _MIN_TRIMMED_NBYTES:
+                with suppress(RuntimeError):  # its next user is told
+                    torch.cuda.empty_cache()
+            return ""
+        storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
+        for tensor, grad in zip(tensors, grads, strict=True):
+            with torch.inference_mode(tensor.is_inference()):
+                back = torch.empty(0, dtype=seen[0], device=seen[1])
+                tensor.data = back.set_(storage, *layout)
+            tensor.grad = grad
+        return "something else still holds its memory (a graph, a view, another tensor)"
+
+    def attach(self, buffer: torch.Tensor, dtype: DType) -> None:
+        """Put the memory into the objects, or objects like them where torch cannot do that."""
+        self._swap(lambda old: _with_data(getattr(old, _BEFORE, old), buffer))
+
+    def invalidate(self, keep: bool) -> None:
+        """Put tensors of the meta device in place: they have a shape and no values."""
+
+        def meta(old: torch.Tensor) -> torch.Tensor:
+            before = getattr(old, _BEFORE, old)
+            with torch.inference_mode(False):
+                empty = torch.empty(self.shape, dtype=before.dtype, device="meta")
+                cls = InvalidParameter if isinstance(before, nn.Parameter) else InvalidTensor
+                entry = torch.Tensor._make_subclass(cls, empty, before.requires_grad)
+            setattr(entry, _BEFORE, before)
+            setattr(entry, _INVALID, mark)
+            return entry
+
+        if self._lent is not None:  # the traceback of what failed may refer to it for long
+            self._lent.data = torch.empty(0, dtype=self._lent.dtype, device=self._lent.device)
+        mark = SimpleNamespace(kept=keep)
+        self._swap(meta)
+        for tensor in self._tensors():
+            _changed(tensor)  # half-written, or gone
+        self.invalid = True
+
+    def revive(self) -> None:
+        """Put the objects whose memory was written back in place, and tell autograd."""
+        self._lent = None
+        self._swap(lambda old: getattr(old, _BEFORE, old))
+        for tensor in self._tensors():
+            _changed(tensor)
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor; its module is imported where there are any."""
+    found = sys.modules.get("torch.distributed.tensor")
+    return found is not None and isinstance(tensor, found.DTensor)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """The part of a DTensor that this process has; any other tensor itself."""
+    if not _is_sharded(tensor):
+        return tensor
+    with torch.no_grad():  # else it is a view for autograd
+        return tensor.to_local()
+
+
+def _why_no_block(tensor: Any) -> str:
+    """Why what this process has of a DTensor is not one block of it, or ""."""
+    if not _is_sharded(tensor):
+        return ""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if mesh.get_coordinate() is None:
+        return "this process is not in its mesh"
+    for at, placement in enumerate(placements):
+        if placement.is_partial():
+            return f"it is a DTensor of partial sums ({placement})"
+        # FSDP over tensor parallelism: it halves what the later axes of the mesh have cut
+        factor = getattr(placement, "split_factor", None)
+        later = (n for n, p in enumerate(placements) if n > at and p.is_shard(placement.dim))
+        if factor is not None and factor != math.prod(mesh.size(n) for n in later):
+            return f"its shards are not blocks ({placement})"
+    return ""
+
+
+def _block(tensor: Any) -> Block | None:
+    """What this process has of a DTensor; None of any other tensor."""
+    if not _is_sharded(tensor):
+        return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as computed
+
+    whole = tuple(tensor.shape)
+    shape, first = computed(whole, tensor.device_mesh, tensor.placements)
+    return Block(whole, tuple(map(int, first)), tuple(map(int, shape)))
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)  # a parameter over another kind of tensor is of that kind
+
+
+def _why_refused(tensor: torch.Tensor) -> str:
+    """Why a tensor cannot be written as a block of bytes, or ""."""
+    if isinstance(tensor, _Raises):
+        return ""
+    if hasattr(tensor, STREAMED):
+        return "it is offloaded: close() the model first"
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        return "it has no shape yet: run its lazy module once"
+    if type(tensor) not in _PLAIN and type(tensor.data) is not torch.Tensor:
+        return f"it is a {type(tensor.data).__name__}, not a plain tensor"
+    if tensor.is_nested or tensor._is_zerotensor():
+        return "it is nested, or has no memory by design"
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return f"it is quantized, or its layout is not strided ({tensor.layout})"
+    if tensor.is_conj() or tensor.is_neg():
+        return "it is a lazily conjugated or negated view"
+    return ""
+
+
+def _changed(tensor: torch.Tensor) -> None:
+    """Tell autograd that the values are others: graphs that saved them raise."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+def _with_data(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """The old object with new memory, or an object like it where torch cannot keep it."""
+    if _is_sharded(old):
+        return _with_local(old, new)
+    if old.dtype != new.dtype or old.device != new.device:
+        old.grad = None  # autograd takes none of another dtype or place
+    same_kind = old.is_inference() == new.is_inference()
+    # as torch's own Module.to decides
+    if same_kind and torch._has_compatible_shallow_copy_type(old, new):
+        if old.requires_grad and not _can_have_grad(new):
+            old.requires_grad_(False)
+        with torch.inference_mode(False):
+            old.data = new
+        _changed(old)
+        return old
+    with torch.inference_mode(False):
+        return _like(old, new)
+
+
+def _with_local(old: Any, new: torch.Tensor) -> torch.Tensor:
+    """The same for a DTensor, of which the new memory is this process's part."""
+    local = _local(old)
+    alike = (local.dtype, local.device) == (new.dtype, new.device)
+    if alike and old.is_inference() == new.is_inference():
+        local.data = new
+        _changed(local)
+        return old
+    like = {"run_check": False, "shape": old.shape, "stride": old.stride()}
+    made = type(old).from_local(new, old.device_mesh, old.placements, **like)
+    if isinstance(old, nn.Parameter):
+        made = nn.Parameter(made, old.requires_grad and _can_have_grad(new))
+    made.__dict__.update({k: v for k, v in old.__dict__.items() if k not in made.__dict__})
+    return made
+
+
+def _can_have_grad(tensor: torch.Tensor) -> bool:
+    return bool(tensor.is_floating_point() or tensor.is_complex())
+
+
+def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """An object over new memory with the class, requires_grad, hooks and attributes of the old."""
+    made: torch.Tensor = new
+    if isinstance(old, nn.Parameter):
+        made = torch.Tensor._make_subclass(
+            # a copy of an invalid one does not know of what class it was
+            nn.Parameter if isinstance(old, InvalidParameter) else type(old),
+            new,
+            old.requires_grad and _can_have_grad(new),
+        )
+    elif old.requires_grad and _can_have_grad(new):
+        made = new.detach().requires_grad_()
+    made.__dict__.update(
+        {key: value for key, value in old.__dict__.items() if key not in (_BEFORE, _INVALID)}
+    )
+    # the dicts themselves: the handles that remove hooks refer to them
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        registered = getattr(old, hooks, None)
+        if registered:
+            setattr(made, hooks, registered)
+    return made
+
+
+@cache
+def name_of(device: torch.device) -> str:
+    """The name of a device, with an index where there may be several."""
+    has_index = device.type not in ("cpu", "mps", "meta")
+    return f"{device.type}:{device.index or 0}" if has_index else str(device.type)
+
+
+def _module_slots(module: nn.Module, persistent: bool) -> Iterator[tuple[str, Slot]]:
+    """Parameters and persistent buffers, or else the other buffers, by their places in a module.
+
+    Those are their names in ``state_dict``, unless a hook of the module changes them there.
+    """
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for key, parameter in child._parameters.items() if persistent else ():
+            if parameter is not None:
+                yield dot + key, (child._parameters, key)
+        for key, buffer in child._buffers.items():
+            if buffer is not None and persistent == (key not in child._non_persistent_buffers_set):
+                yield dot + key, (child._buffers, key)
+
+
+def tie_key(tensor: torch.Tensor) -> Any:
+    """What tied tensors share: the object, or the memory and the view of it."""
+    if hasattr(tensor, _INVALID):
+        return id(getattr(tensor, _INVALID))
+    if tensor.device.type == "meta" or _why_refused(tensor) or tensor.numel() == 0:
+        return id(tensor)
+    if tensor.untyped_storage().nbytes() == 0:  # freed: its elements are nowhere
+        return id(tensor)
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def parameters_of(model: Any) -> list[TorchParameter]:
+    """Parameters and persistent buffers of a module, or a dict's tensors; tied ones once.
+
+    Raises:
+        ValueError: the model is something else that holds tensors.
+    """
+    if isinstance(model, nn.Module):
+        return _parameters_of_module(model)
+    if not isinstance(model, MutableMapping):
+        raise ValueError(
+            f"tensors of torch are loaded into a module or a dict, not a {type(model).__name__}"
+        )
+    return _make(dict_slots(model, (torch.Tensor,)))
+
+
+def _make(slots: Iterable[tuple[str, Slot]]) -> list[TorchParameter]:
+    return make_parameters(slots, lambda slot: tie_key(slot[0][slot[1]]), TorchParameter)
+
+
+def _parameters_of_module(model: nn.Module) -> list[TorchParameter]:
+    """Those of what is wrapped, by the names that they have there."""
+    slots = list(_module_slots(model, persistent=True))
+    wrappers = _wrappers(model)
+    wrapped = {_unwrapped(name, wrappers): name for name, _ in slots} if wrappers else {}
+    found = _make((_unwrapped(name, wrappers), slot) for name, slot in slots)
+    for parameter in found:
+        parameter.of_module = True
+        if wrappers:
+            parameter.wrapped = tuple(wrapped[n] for n in parameter.names if wrapped[n] != n)
+    return found
+
+
+def _wrappers(model: nn.Module) -> list[tuple[str, str]]:
+    """What names begin with inside a wrapper, and inside what it wraps; the innermost first."""
+    compiled = sys.modules.get("torch._dynamo.eval_frame")  # slow to import, and there if needed
+    inner: list[tuple[type, str]] = [
+        (nn.DataParallel, "module."),
+        (nn.parallel.DistributedDataParallel, "module."),
+        *([(compiled.OptimizedModule, "_orig_mod.")] if compiled is not None else []),
+    ]
+    found = []
+    for prefix, child in model.named_modules(remove_duplicate=False):
+        for kind, attribute in inner:
+            if isinstance(child, kind):
+                dot = f"{prefix}." if prefix else ""
+                found.append((dot + attribute, dot))
+    return sorted(found, key=lambda each: -len(each[0]))
+
+
+def _unwrapped(name: str, wrappers: Sequence[tuple[str, str]]) -> str:
+    for before, after in wrappers:
+        if name.startswith(before):
+            name = after + name.removeprefix(before)
+    return name
+
+
+def unwrapped_names(model: nn.Module) -> Callable[[str], str]:
+    """What gives a name inside a model without what its wrappers put into it."""
+    return partial(_unwrapped, wrappers=_wrappers(model))
+
+
+def places_of(model: Any) -> list[tuple[str, tuple[nn.Module, str]]]:
+    """The module of each parameter, and its name there; shared ones under each name."""
+    if not isinstance(model, nn.Module):
+        return []
+    wrappers = _wrappers(model)
+    return [
+        (_unwrapped(f"{prefix}.{leaf}" if prefix else leaf, wrappers), (child, leaf))
+        for prefix, child in model.named_modules(remove_duplicate=False)
+        for leaf in child._parameters
+    ]
+
+
+def coded_of(model: Any) -> dict[str, CodedWeight]:
+    """The weights that a module holds as codes, by their names."""
+    if not isinstance(model, nn.Module):
+        return {}
+    wrappers = _wrappers(model)
+    return {
+        _unwrapped(f"{prefix}.{leaf}" if prefix else leaf, wrappers): said
+        for prefix, child in model.named_modules(remove_duplicate=False)
+        for leaf, said in getattr(child, CODED, {}).items()
+    }
+
+
+def parts_of(module: nn.Module) -> set[str]:
+    """The keys of a module's buffers that are parts of weights."""
+    coded: dict[str, CodedWeight] = getattr(module, CODED, {})
+    names = (name for leaf, said in coded.items() for name in said.names(leaf))
+    return {*getattr(module, PARTS, ()), *names}
+
+
+def unstored_of(model: Any) -> dict[str, str]:
+    """A module's non-persistent buffers, with the devices that they are on."""
+    if not isinstance(model, nn.Module):
+        return {}
+    wrappers = _wrappers(model)
+    slots = _module_slots(model, persistent=False)
+    return {_unwrapped(name, wrappers): name_of(b[key].device) for name, (b, key) in slots}
+
+
+def changes_nothing(model: nn.Module, change: Callable[[Any], Any]) -> bool:
+    """Whether all tensors have the device and the dtype already that ``.to()`` asks for."""
+
+    def kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+        return tensor.device, tensor.dtype, tensor.is_shared()
+
+    tensors = (*model.parameters(), *model.buffers())
+    for device, dtype in {(each.device, each.dtype) for each in tensors}:
+        probe = torch.empty(0, dtype=dtype, device=device)
+        if kind(change(probe.clone())) != kind(probe):
+            return False
+    return True

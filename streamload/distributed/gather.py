@@ -1,0 +1,373 @@
+"""Reading once what every rank needs: each reads a part of each block, and all exchange them.
+
+Storage that is behind one wire sends the model once instead of once for each rank. Blocks follow
+each other in the order of the files, on every rank the same; the reading of the next one goes on
+while one is exchanged. A rank takes bytes out of a few blocks that are held, and a block makes
+room when this rank has taken all that it needs of it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
+from typing import Self
+
+from streamload.checkpoint.open import Checkpoint
+from streamload.checkpoint.shards import Shards, open_shard
+from streamload.core.location import Location
+from streamload.core.tensors import whole
+from streamload.distributed.group import Group
+from streamload.files.header import Header
+from streamload.files.local import ResolvedKind
+from streamload.files.reader import Reader
+from streamload.planning.plan import Placement
+
+BLOCK_NBYTES = 4 * 2**20
+LEAST_BLOCK_NBYTES = 2**20  # where the host's budget has no room for longer ones
+#: Blocks that are held at once: two each that are read and taken from, and four exchanged.
+BLOCKS = 8
+
+_JOIN_S = 0.5  # for what is under way; what waits for a lost rank ends by the group's timeout
+# One alone waits for each answer; more take the wire from exchanges (docs/measurements.md).
+_READERS = 2
+UNDER_WAY = 4
+
+Ranges = Sequence[tuple[int, int]]  # first byte and end, ascending, disjoint
+
+
+def held_nbytes(checkpoint: Checkpoint, ranks: int, block_nbytes: int = BLOCK_NBYTES) -> int:
+    """Host memory that a gathered load takes, beside what it takes otherwise."""
+    longest = max((h.reach_nbytes - h.data_start for h in checkpoint.shards), default=0)
+    return BLOCKS * min(_most(ranks, block_nbytes), -(-longest // ranks) * ranks)
+
+
+def _most(ranks: int, block_nbytes: int) -> int:
+    """Bytes of a block, of equal parts."""
+    return max(block_nbytes // ranks, 1) * ranks
+
+
+def shared_ranges(
+    checkpoint: Checkpoint, placements: Iterable[Placement]
+) -> dict[Location, list[tuple[int, int]]]:
+    """File ranges that are read from front to back, once, whoever loads these placements.
+
+    Those of whole tensors. Rows that are put in another order, or taken from several tensors, are
+    read where they lie, and so are tensors that share bytes.
+    """
+    uses: dict[str, int] = {}
+    plain: list[str] = []
+    for p in placements:
+        for r in p.source:
+            uses[r.tensor] = uses.get(r.tensor, 0) + 1
+        info = checkpoint.tensors[p.source[0].tensor]
+        if p.transpose is None and p.source == (whole(info),):
+            plain.append(info.name)
+    found: dict[Location, list[tuple[int, int]]] = {header.path: [] for header in checkpoint.shards}
+    for name in plain:
+        info = checkpoint.tensors[name]
+        if uses[name] == 1 and info.nbytes:
+            found[info.shard].append((info.start, info.stop))
+    return {shard: _joined(_apart(sorted(ranges))) for shard, ranges in found.items()}
+
+
+def _apart(ranges: Ranges) -> list[tuple[int, int]]:
+    """Those that share no byte with another one."""
+    ends = list(accumulate((stop for _, stop in ranges), max, initial=0))
+    nexts = [*(start for start, _ in ranges[1:]), sys.maxsize]
+    rows = zip(ranges, ends, nexts, strict=False)
+    return [(start, stop) for (start, stop), end, after in rows if end <= start and stop <= after]
+
+
+def _joined(ranges: Ranges) -> list[tuple[int, int]]:
+    out: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if out and out[-1][1] == start:
+            out[-1] = (out[-1][0], stop)
+        else:
+            out.append((start, stop))
+    return out
+
+
+@dataclass(slots=True)
+class _Block:
+    """A part of a file that is exchanged at once."""
+
+    shard: Location
+    start: int
+    stop: int
+    left_nbytes: int  # of what this rank has still to take
+    held: memoryview | None = field(default=None, repr=False)  # once it is there, and until taken
+
+
+class Gatherer:
+    """The blocks of one load, in their order."""
+
+    def __init__(
+        self,
+        group: Group,
+        checkpoint: Checkpoint,
+        shared: Mapping[Location, Ranges],
+        mine: Mapping[Location, Ranges],
+        kinds: Mapping[Location, ResolvedKind],
+        block_nbytes: int = BLOCK_NBYTES,
+    ) -> None:
+        """Begin to read.
+
+        Args:
+            group: the ranks; no one else uses its collectives until this is closed.
+            checkpoint: the headers.
+            shared: what is exchanged, the same on every rank; see `shared_ranges`.
+            mine: what this rank takes of it.
+            kinds: how each file is read here.
+            block_nbytes: most bytes of a block.
+        """
+        self._group = group
+        self._shards = Shards(checkpoint.shards, kinds.__getitem__)
+        most = _most(group.size, block_nbytes)
+        self._blocks: dict[Location, list[_Block]] = {}
+        for shard, ranges in shared.items():
+            self._blocks[shard] = [
+                _Block(shard, at, min(at + most, stop), 0)
+                for start, stop in ranges
+                for at in range(start, stop, most)
+            ]
+            for block in self._blocks[shard]:
+                block.left_nbytes = _overlap(mine.get(shard, ()), block.start, block.stop)
+        room = held_nbytes(checkpoint, group.size, block_nbytes) // BLOCKS
+        self._free = [memoryview(bytearray(room)) for _ in range(BLOCKS)]
+        order = list(chain.from_iterable(self._blocks.values()))
+        self._to_read = iter(enumerate(order))
+        self._left = Counter(block.shard for block in order)  # blocks to be read, of each file
+        self._read: dict[int, tuple[_Block, memoryview]] = {}  # by this rank, to be exchanged
+        self._changed = threading.Condition()
+        self.read_nbytes = 0  #: file bytes that this rank has read by itself
+        self._error: BaseException | None = None
+        self._stopped = False
+        self._done = False
+        self._threads = [
+            threading.Thread(target=self._run, args=(work,), name=f"streamload-{name}", daemon=True)
+            for name, work in (
+                *[("gather-read", self._read_all)] * _READERS,
+                ("gather", self._exchange_all),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def open(self, header: Header, kind: ResolvedKind) -> Reader:
+        """A reader of a file: from the blocks where they have it, else from the file."""
+        return GatheredReader(self, header, kind)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def stop(self) -> None:
+        """Wake all waiters, and end all waits for a server."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        self._shards.stop()
+
+    def close(self) -> None:
+        """End; an exchange that waits for a rank that is lost ends by the group's own timeout."""
+        self.stop()
+        until = time.monotonic() + _JOIN_S
+        for thread in self._threads:
+            thread.join(max(until - time.monotonic(), 0))
+        self._shards.close_all()  # files that were not read to their end
+        with self._changed:  # the traceback of an error may refer to this for long
+            self._free.clear()
+            self._read.clear()
+            self._error = None  # a thread that waits for a lost rank would keep what it refers to
+            for block in chain.from_iterable(self._blocks.values()):
+                block.held = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that are held."""
+        with self._changed:
+            held = (block.held for block in chain.from_iterable(self._blocks.values()))
+            read = (room for _, room in self._read.values())
+            rooms = [*self._free, *read, *filter(None, held)]
+            return sum(room.nbytes for room in rooms)
+
+    def wait(self, most_s: float) -> bool:
+        """Wait until all blocks are exchanged: others may still need this rank's part of them.
+
+        Args:
+            most_s: seconds to wait.
+
+        Returns:
+            Whether all are.
+
+        Raises:
+            PeerFailedError: a rank was lost.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._done or self._error is not None, most_s)
+            self._check()
+            return self._done
+
+    def take(self, shard: Location, start: int, out: memoryview, beside: Reader) -> None:
+        """Fill ``out`` with bytes of a file: from blocks, and from the file what none has.
+
+        Raises:
+            PeerFailedError: a rank was lost.
+            CheckpointError: this rank could not read.
+        """
+        blocks = self._blocks.get(shard, [])
+        at, stop = start, start + out.nbytes
+        which = max(bisect_right(blocks, at, key=lambda block: block.start) - 1, 0)
+        while at < stop:
+            while which < len(blocks) and blocks[which].stop <= at:
+                which += 1
+            block = blocks[which] if which < len(blocks) else None
+            if block is None or block.start > at:
+                until = min(stop, block.start) if block is not None else stop
+                beside.read_into(at, out[at - start : until - start])
+                with self._changed:
+                    self.read_nbytes += until - at
+            else:
+                until = min(stop, block.stop)
+                held = self._wait_for(block)
+                out[at - start : until - start] = held[at - block.start : until - block.start]
+                self._taken(block, until - at)
+            at = until
+
+    def _wait_for(self, block: _Block) -> memoryview:
+        with self._changed:
+            while block.held is None:
+                self._check()
+                if not block.left_nbytes:
+                    raise ValueError(f"{block.shard}: bytes of a block are taken more than once")
+                self._changed.wait(1.0)
+            return block.held
+
+    def _taken(self, block: _Block, nbytes: int) -> None:
+        with self._changed:
+            block.left_nbytes -= nbytes
+            if block.left_nbytes <= 0 and block.held is not None:
+                self._free.append(block.held)
+                block.held = None
+                self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._stopped:
+            raise InterruptedError("the load has ended")
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    def _read_all(self) -> None:
+        """Read this rank's part of one block after the other, as far ahead as there is room."""
+        size, rank = self._group.size, self._group.rank
+        while (found := self._next()) is not None:
+            index, block, room, reader = found
+            part = -(-(block.stop - block.start) // size)
+            first = min(block.start + rank * part, block.stop)
+            last = min(first + part, block.stop)
+            reader.read_into(first, room[rank * part : rank * part + last - first])
+            with self._changed:
+                self._left[block.shard] -= 1
+                if not self._left[block.shard]:
+                    self._shards.close(block.shard)
+                self.read_nbytes += last - first
+                if self._stopped:
+                    return
+                self._read[index] = block, room
+                self._changed.notify_all()
+
+    def _next(self) -> tuple[int, _Block, memoryview, Reader] | None:
+        """The next block to be read, and room for it; None where there is no more to be done."""
+        with self._changed:
+            while not self._free:
+                if self._stopped or self._error is not None:
+                    return None
+                self._changed.wait()
+            index, block = next(self._to_read, (0, None))
+            if block is None or self._stopped:
+                return None
+            return index, block, self._free.pop(), self._shards.reader(block.shard)
+
+    def _exchange_all(self) -> None:
+        """Exchange one block after the other, a few at once: a wire waits for none of them."""
+        size, rank = self._group.size, self._group.rank
+        under_way: deque[tuple[_Block, memoryview, Callable[[], None]]] = deque()
+        index, count = 0, sum(map(len, self._blocks.values()))
+        while index < count or under_way:
+            with self._changed:
+                while not under_way and index not in self._read:
+                    if self._stopped or self._error is not None:
+                        return
+                    self._changed.wait()
+                full = len(under_way) == UNDER_WAY
+                found = None if full else self._read.pop(index, None)
+            if found is None:
+                self._exchanged(*under_way.popleft())
+                continue
+            block, room = found
+            part = -(-(block.stop - block.start) // size)
+            mine, whole = room[rank * part : (rank + 1) * part], room[: size * part]
+            under_way.append((block, room, self._group.all_gather_begin(mine, whole)))
+            index += 1
+        with self._changed:
+            self._done = True
+            self._changed.notify_all()
+
+    def _exchanged(self, block: _Block, room: memoryview, wait: Callable[[], None]) -> None:
+        wait()
+        with self._changed:
+            if block.left_nbytes:
+                block.held = room
+            else:
+                self._free.append(room)  # nothing here needs it
+            self._changed.notify_all()
+
+
+def _overlap(ranges: Ranges, start: int, stop: int) -> int:
+    first = max(bisect_right(ranges, start, key=lambda pair: pair[0]) - 1, 0)
+    total = 0
+    for low, high in ranges[first:]:
+        if low >= stop:
+            break
+        total += max(min(high, stop) - max(low, start), 0)
+    return total
+
+
+class GatheredReader(Reader):
+    """A shard whose bytes come from the blocks of a `Gatherer`; see `Reader`."""
+
+    _how = "by several ranks together"
+
+    def __init__(self, gatherer: Gatherer, header: Header, kind: ResolvedKind) -> None:
+        super().__init__(header.path, header.reach_nbytes)
+        self._gatherer = gatherer
+        self._beside = open_shard(header, kind)
+
+    def stop(self) -> None:
+        """See `Reader.stop`."""
+        self._gatherer.stop()
+        self._beside.stop()
+
+    def close(self) -> None:
+        """See `Reader.close`."""
+        self._beside.close()
+
+    def _read(self, start: int, target: memoryview, nbytes: int) -> None:
+        self._gatherer.take(self.path, start, target, self._beside)

@@ -1,0 +1,325 @@
+"""Knowing that the other ranks are alive, while each of them is busy with itself.
+
+Every rank writes a beat into the group's store, twice a second, from a thread of its own. Rank 0
+looks at everyone's, and writes down who is lost; the others look at that, and at rank 0's beat. A
+second thread watches the first: where the store's host is gone, asking it may never return. Only
+the first asks the store, so that what a rank says comes in order, and nobody else waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from streamload.core.bounded_json import parse_json
+from streamload.distributed.group import Group
+from streamload.errors import PeerFailedError
+
+T = TypeVar("T")
+
+#: Seconds between beats; fewer where losses must be known within a few seconds.
+EVERY_S = 0.5
+
+_BEATS = 20  # at least, within the time in which a loss must be known
+_QUICK_S = 2.5e-4  # between looks while someone waits for the others, for each of the ranks
+_TOLD = ("beat", "node", "stage", "all_at", "left", "done_nbytes", "total_nbytes")  # of a `Peer`
+
+
+@dataclass(slots=True)
+class Peer:
+    """What is known of a rank."""
+
+    node: str  # its node, or "rank 3" until it has said
+    beat: int = -1  # the number of its last beat that was seen
+    silent_s: float = 0.0  # seconds since then in which this process looked for another one
+    done_nbytes: int = 0  # file bytes that it has loaded
+    total_nbytes: int = 0  # file bytes that it will load
+    stage: int = 0  # the last stage that it has come to; see `Heartbeat.arrive`
+    all_at: int = 0  # of rank 0: the last stage that all have come to
+    left: bool = False  # whether it has ended
+
+
+class Heartbeat:
+    """The beats of a group, seen from one rank."""
+
+    def __init__(self, group: Group, node: str, timeout_s: float, *, prefix: str = "") -> None:
+        """Begin to beat.
+
+        Args:
+            group: the ranks.
+            node: this rank's node.
+            timeout_s: within how many seconds the loss of a rank must be known everywhere.
+            prefix: of the keys; another one for each use of a group.
+        """
+        self.peers = [Peer(f"rank {rank}") for rank in range(group.size)]
+        self.peers[group.rank].node = node
+        #: called with the bytes that all ranks have done, on rank 0, by the thread that loads
+        self.on_progress: Callable[[int], None] = _ignore
+        self._group = group
+        self._prefix = prefix
+        self._mine = self.peers[group.rank]
+        # Half of the time for noticing that beats have stopped; the rest for telling and for ending
+        # what is under way.
+        self._stale_s = timeout_s / 2
+        self._every_s = min(EVERY_S, timeout_s / _BEATS)
+        self._most_s = self._stale_s / 4  # that count at once: more, and this process was stopped
+        self._quick_s = min(_QUICK_S * group.size, self._every_s / 2)
+        self._named = False  # whether all know each other's nodes
+        self._loss: PeerFailedError | None = None
+        self._listener: Callable[[PeerFailedError], None] = _ignore
+        self._to_tell: tuple[str, str] | None = None  # the loss that others have to hear of
+        self._news = threading.Condition()
+        self._wake = threading.Event()
+        self._ended = threading.Event()
+        self._closing_s: float | None = None  # when that began
+        self._answers = 0  # of the store
+        self._looked_s = self._spoke_s = time.monotonic()
+        self._said: Sequence[object] = ()
+        self._threads = [
+            threading.Thread(target=work, name=f"streamload-{what}", daemon=True)
+            for what, work in (("beat", self._beat), ("watchdog", self._watch))
+        ]
+        if group.size > 1:
+            for thread in self._threads:
+                thread.start()
+
+    def rename(self, nodes: Sequence[str]) -> None:
+        """Say what all have agreed to call each other, by rank."""
+        with self._news:
+            self._named = True
+            for peer, node in zip(self.peers, nodes, strict=True):
+                peer.node = node
+
+    def progress(self, done_nbytes: int, total_nbytes: int) -> None:
+        """Say how far this rank is, and on rank 0 report how far all are."""
+        self._mine.done_nbytes, self._mine.total_nbytes = done_nbytes, total_nbytes
+        self.report()
+
+    def report(self) -> None:
+        """On rank 0, call `on_progress` with what all have done."""
+        if self._group.rank == 0:
+            self.on_progress(sum(peer.done_nbytes for peer in self.peers))
+
+    def check(self) -> None:
+        """Raise PeerFailedError where a rank was lost."""
+        if self._loss is not None:
+            raise self._loss
+
+    @contextmanager
+    def listening(self, listener: Callable[[PeerFailedError], None]) -> Iterator[None]:
+        """Call a function with a loss, one from before or one that comes, from any thread."""
+        with self._news:
+            self._listener = listener
+            loss = self._loss
+        try:
+            if loss is not None:
+                listener(loss)
+            yield
+        finally:
+            with self._news:
+                self._listener = _ignore
+
+    def arrive(self) -> None:
+        """Wait until all ranks have come as often as this one, however long they take.
+
+        Raises:
+            PeerFailedError: one of them was lost meanwhile.
+        """
+        self._mine.stage += 1
+        if self._group.size == 1:
+            return
+        self._wake.set()
+        while True:
+            self.check()
+            self.report()
+            with self._news:
+                if self.peers[0].all_at >= self._mine.stage:
+                    return
+                if self._loss is None:
+                    self._news.wait(self._every_s)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all that this rank gives up, if nothing was lost before."""
+        said = ": ".join(filter(None, (type(error).__name__, str(error))))
+        self._lose(self._node(self._group.rank), f"gave up: {said}")
+
+    def identify(self, error: PeerFailedError) -> PeerFailedError:
+        """The loss behind an engine's error, once it is known; else the error.
+
+        An engine sees a connection break before anyone can say whose.
+        """
+        with self._news:
+            self._news.wait_for(lambda: self._loss is not None, self._stale_s + 2 * self._every_s)
+        return self._loss or error
+
+    def close(self) -> None:
+        """Stop beating, and say that this rank has ended.
+
+        Rank 0 may keep the store in its own process: it waits until the others have ended, after a
+        loss only for as long as they need to hear of it.
+        """
+        with self._news:
+            if self._closing_s is None:
+                self._closing_s = time.monotonic()
+            self._mine.left = True
+        self._wake.set()
+        if self._group.size == 1:
+            return
+        # one that waits for a host that is gone is left to itself
+        patient = self._loss is None or self._group.rank == 0
+        self._threads[0].join(self._stale_s if patient else 2 * self._every_s)
+        self._ended.set()
+        self._threads[1].join(self._every_s)
+        with self._news:
+            # What was raised refers to all that was under way, a load's memory too: it must not
+            # stay with a thread that asks a host which is gone.
+            if self._loss is not None:
+                self._loss = PeerFailedError(self._loss.node, self._loss.problem)
+
+    def _beat(self) -> None:
+        pause_s = 0.0
+        try:
+            while not self._ended.is_set():
+                if self._wake.wait(pause_s):
+                    self._wake.clear()
+                    pause_s = 0.0
+                self._speak()
+                self._look()
+                self._speak()  # that all have come
+                if self._is_over():
+                    break
+                waiting = self._mine.stage > self.peers[0].all_at or self._closing_s is not None
+                slower_s = max(min(pause_s * 1.5, self._every_s / 4), self._quick_s)
+                pause_s = slower_s if waiting else self._every_s
+        except PeerFailedError as error:
+            self._lost(error)
+        except Exception as error:  # whoever waits here would wait for ever
+            self._lost(PeerFailedError(self._node(self._group.rank), f"its beat failed: {error!r}"))
+        self._ended.set()
+
+    def _watch(self) -> None:
+        """See that the store answers the thread that asks it."""
+        answers, silent_s, before = -1, 0.0, time.monotonic()
+        while not self._ended.wait(self._every_s / 2):
+            now = time.monotonic()
+            silent_s = silent_s + min(now - before, self._most_s) if answers == self._answers else 0
+            answers, before = self._answers, now
+            if silent_s > self._stale_s:
+                said = f"has not answered for {silent_s:.0f} s"
+                self._lost(PeerFailedError(self._node(0), said))
+                return
+
+    def _speak(self) -> None:
+        """Write what the others have not heard of yet, and a beat when it is time."""
+        store = self._group.store
+        with self._news:
+            tell, self._to_tell = self._to_tell, None
+        # the first loss is the reason of the others
+        if tell is not None and self._ask(lambda: store.get(self._lost_key)) is None:
+            told = json.dumps(tell).encode()
+            self._ask(lambda: store.set(self._lost_key, told))
+        now = time.monotonic()
+        with self._news:
+            said = [getattr(self._mine, field) for field in _TOLD[1:5]]
+            if said == self._said and now - self._spoke_s < self._every_s:
+                return
+            self._said, self._spoke_s = said, now
+            self._mine.beat += 1
+            record = [getattr(self._mine, field) for field in _TOLD]
+        value = json.dumps(record).encode()
+        self._ask(lambda: store.set(self._key(self._group.rank), value))
+
+    def _look(self) -> None:
+        """Read the beats that this rank looks after, and find those that stopped."""
+        rank_0 = self._group.rank == 0
+        watched = range(self._group.size if rank_0 else 1)
+        keys = [*map(self._key, watched), self._lost_key]
+        found = self._ask(lambda: self._group.store.get_many(keys))
+        now = time.monotonic()
+        passed_s, self._looked_s = min(now - self._looked_s, self._most_s), now
+        silent = gone = None
+        with self._news:
+            for rank, value in zip(watched, found[:-1], strict=True):
+                peer = self.peers[rank]
+                if peer is self._mine:
+                    continue
+                last = peer.beat
+                for field, said in zip(_TOLD, parse_json(value) if value else (), strict=False):
+                    if field != "node" or not self._named:
+                        setattr(peer, field, said)
+                peer.silent_s = 0.0 if peer.beat != last else peer.silent_s + passed_s
+                if silent is None and not peer.left and peer.silent_s > self._stale_s:
+                    silent = rank
+                if gone is None and peer.left and peer.stage < self._mine.stage:
+                    gone = rank  # it did something else, and nobody will ever meet it
+            if rank_0:
+                self._mine.all_at = min(peer.stage for peer in self.peers)
+            self._news.notify_all()
+        if found[-1] is not None:
+            self._lost(PeerFailedError(*parse_json(found[-1])))
+        elif silent is not None:
+            said = f"has not been heard of for {self.peers[silent].silent_s:.0f} s"
+            self._lose(self._node(silent), said)
+        elif gone is not None:
+            self._lose(self._node(gone), "ended before the others: every rank makes the same calls")
+
+    def _is_over(self) -> bool:
+        """Whether there is nothing more to say to anyone."""
+        if self._closing_s is None or not self._said[3] or self._to_tell is not None:
+            return False
+        if self._group.rank != 0:
+            return True
+        most_s = self._stale_s if self._loss is None else 4 * self._every_s
+        return time.monotonic() - self._closing_s > most_s or all(
+            peer.left or peer.silent_s > self._stale_s for peer in self.peers
+        )
+
+    def _node(self, rank: int) -> str:
+        """What to call a rank in an error; before they are named several may have one name."""
+        node = self.peers[rank].node
+        return node if self._named or node == f"rank {rank}" else f"{node} (rank {rank})"
+
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}/beat/{rank}"
+
+    @property
+    def _lost_key(self) -> str:
+        """Under which the first loss is told to all."""
+        return f"{self._prefix}/lost"
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        """Ask the store, which rank 0 or its host keeps."""
+        try:
+            answer = call()
+        except PeerFailedError as error:
+            said = f"does not answer any more: {error.problem}"
+            raise PeerFailedError(self._node(0), said) from error
+        self._answers += 1
+        return answer
+
+    def _lose(self, node: str, problem: str) -> None:
+        """Note a loss that the others have to hear of."""
+        with self._news:
+            if self._loss is not None:
+                return
+            self._to_tell = node, problem
+        self._lost(PeerFailedError(node, problem))
+        self._wake.set()
+
+    def _lost(self, error: PeerFailedError) -> None:
+        with self._news:
+            if self._loss is not None:
+                return
+            self._loss = error
+            listener = self._listener
+            self._news.notify_all()
+        listener(error)
+
+
+def _ignore(_: object) -> None:
+    """Nobody asked."""

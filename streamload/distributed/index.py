@@ -1,0 +1,287 @@
+"""The headers of a checkpoint on their way from the rank that read them to all others.
+
+The tensors of a safetensors file follow each other without a gap, so that their order, dtypes and
+shapes say where each one lies: 60,000 tensors take some 0.4 MB. Other formats say where each one
+begins.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from streamload.checkpoint.digests import SIDECAR, Digests, hasher
+from streamload.checkpoint.open import Checkpoint, from_headers
+from streamload.core.bounded_json import parse_json
+from streamload.core.dtypes import BY_CODE
+from streamload.core.location import Location, Url
+from streamload.core.tensors import TensorInfo
+from streamload.errors import CheckpointError, ShardNotFoundError
+from streamload.files.guard import FileState
+from streamload.files.header import (
+    SAFETENSORS,
+    Header,
+    Stored,
+    Turn,
+    View,
+    open_regular,
+    unreadable,
+)
+
+_SAMPLES = 16
+_SAMPLE_NBYTES = 4096
+_DIGITS = 16  # of each digest that are compared
+
+#: What is said of files that were compared in parts alone.
+SAMPLED = (
+    f"files were compared with rank 0's by their lengths and {_SAMPLES} blocks of 4 KiB of each: "
+    f"where both have a {SIDECAR} (which `streamload convert` writes) the digests of all tensors "
+    "are compared"
+)
+
+
+def write_index(checkpoint: Checkpoint, host: str = "") -> bytes:
+    """Everything that the headers and config.json say, compressed.
+
+    Args:
+        checkpoint: the headers.
+        host: what tells this host from others; see `Index.is_sampled`.
+    """
+    shards = []
+    for header in checkpoint.shards:
+        codes: dict[str, int] = {}
+        shards.append(
+            {
+                "name": header.path.name,
+                "nbytes": header.file_nbytes,
+                "data_start": header.data_start,
+                "metadata": dict(header.metadata),
+                "names": [info.name for info in header.tensors],
+                "dtypes": [codes.setdefault(i.dtype.code, len(codes)) for i in header.tensors],
+                "codes": list(codes),
+                "shapes": [info.shape for info in header.tensors],
+                "sample": sample(header),
+                "place": _place(header, host),
+                "version": header.path.version if isinstance(header.path, Url) else "",
+                **_other_than_safetensors(header),
+            }
+        )
+    config, digests = dict(checkpoint.config), _digests(checkpoint)
+    document = {"shards": shards, "config": config, "digests": digests}
+    return zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 6)
+
+
+def _other_than_safetensors(header: Header) -> dict[str, Any]:
+    """What a header of another format says besides; its config is the checkpoint's."""
+    if header.format == SAFETENSORS:
+        return {}
+    return {
+        "format": header.format,
+        "starts": [info.start for info in header.tensors],
+        "stored": {name: astuple(one) for name, one in header.stored.items()},
+        "turns": dict(header.turns),
+        "views": [astuple(view) for view in header.views],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """A checkpoint as another rank has it."""
+
+    checkpoint: Checkpoint  # its headers, with its files in a folder of this rank
+    samples: Mapping[str, str]  # digests of blocks of each file, by its name; see `sample`
+    digests: str = ""  # the first digits of those of all tensors, if rank 0 has them
+    places: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # where rank 0's files are
+
+    @classmethod
+    def read(cls, data: bytes, path: Location, folder: Location) -> Index:
+        """Read what `write_index` made; nothing is opened.
+
+        Args:
+            data: the index.
+            path: the checkpoint here, for messages.
+            folder: where its files are here.
+        """
+        document = parse_json(zlib.decompress(data))
+        shards = document["shards"]
+        is_file = path != folder and not path.name.endswith(".json")  # it may have another name
+        headers = [
+            _header(shard, path if is_file and len(shards) == 1 else folder / shard["name"])
+            for shard in shards
+        ]
+        named = [(h.path.name, shard) for h, shard in zip(headers, shards, strict=True)]
+        samples = {name: shard["sample"] for name, shard in named}
+        places = {name: shard["place"] for name, shard in named}
+        made = from_headers(path, headers, document["config"])
+        return cls(made, samples, document["digests"], places)
+
+    def check(self) -> list[str]:
+        """Compare the files here with those that were indexed.
+
+        The digests of all tensors are compared where both have a sidecar with them. Lengths are
+        compared, and some blocks of 4 KiB all over each file: a checkpoint of the same shapes that
+        was trained on has other values everywhere. Of a URL nothing is looked at.
+
+        Returns:
+            The names of files that are not here.
+
+        Raises:
+            CheckpointError: a file is not the one that was indexed.
+        """
+        missing = []
+        for header in self.checkpoint.shards:
+            if isinstance(header.path, Url):
+                continue
+            try:
+                found_nbytes = os.stat(header.path).st_size
+            except (FileNotFoundError, NotADirectoryError):
+                missing.append(header.path.name)
+                continue
+            except OSError as error:
+                raise unreadable(header.path, error) from error
+            if found_nbytes != header.file_nbytes:
+                raise CheckpointError(
+                    header.path,
+                    "is not the file that rank 0 has",
+                    expected=f"{header.file_nbytes} bytes",
+                    found=found_nbytes,
+                )
+            expected = self.samples[header.path.name]
+            if expected and (found := sample(header)) != expected:
+                raise CheckpointError(
+                    header.path,
+                    "is not the file that rank 0 has, though it is as long",
+                    expected=f"blocks of 4 KiB with the digest {expected}",
+                    found=found,
+                )
+        self._check_digests()
+        return missing
+
+    def _check_digests(self) -> None:
+        found = _digests(self.checkpoint) if self.digests else ""
+        if not found or found == self.digests:
+            return
+        pairs = (range(0, len(found), _DIGITS), self.checkpoint.tensors)
+        name = next(
+            n for at, n in zip(*pairs, strict=True) if _at(found, at) != _at(self.digests, at)
+        )
+        raise CheckpointError(
+            _folder(self.checkpoint) / SIDECAR,
+            "says other bytes than that of rank 0: the checkpoints differ",
+            tensor=name,
+        )
+
+    def is_sampled(self, host: str) -> bool:
+        """Whether files here are others than rank 0's, and only blocks of them were compared.
+
+        Args:
+            host: what tells this host from others, as `write_index` was given it.
+        """
+        local = [h for h in self.checkpoint.shards if not isinstance(h.path, Url) and h.state]
+        alike = all(_place(h, host) == list(self.places.get(h.path.name, ())) for h in local)
+        return not alike and not (self.digests and _digests(self.checkpoint))
+
+
+def _header(shard: Mapping[str, Any], path: Location) -> Header:
+    state = None
+    if isinstance(path, Url):  # every answer is compared with it
+        path = path.of_version(shard["version"])
+    else:
+        with suppress(OSError):  # `Index.check` says what is missing, and compares what is there
+            state = FileState.of(path)
+    dtypes = [BY_CODE[code] for code in shard["codes"]]
+    at = shard["data_start"]
+    columns = shard["names"], shard["dtypes"], shard["shapes"]
+    starts = shard.get("starts", [None] * len(shard["names"]))
+    tensors = []
+    for name, which, shape, said in zip(*columns, starts, strict=True):
+        start = at if said is None else said
+        at = start + dtypes[which].nbytes(math.prod(shape))
+        tensors.append(TensorInfo(name, dtypes[which], tuple(shape), path, start, at))
+    return Header(
+        path,
+        shard["nbytes"],
+        shard["data_start"],
+        tuple(tensors),
+        MappingProxyType(shard["metadata"]),
+        state,
+        shard.get("format", SAFETENSORS),
+        stored={name: Stored(*_tuples(one)) for name, one in shard.get("stored", {}).items()},
+        turns={name: Turn(*_tuples(one)) for name, one in shard.get("turns", {}).items()},
+        views=tuple(View(*_tuples(one)) for one in shard.get("views", [])),
+    )
+
+
+def _place(header: Header, host: str) -> list[Any]:
+    """Where a file is: on the same host, filesystem and inode it is the same one."""
+    return [host, header.state.device, header.state.inode] if header.state is not None else []
+
+
+def _folder(checkpoint: Checkpoint) -> Location:
+    return checkpoint.shards[0].path.parent
+
+
+def _digests(checkpoint: Checkpoint) -> str:
+    """The first digits of the digests that a sidecar has of all tensors; "" where there is none.
+
+    The tensors of other formats than safetensors have other names there, and their own digests.
+    """
+    folder = _folder(checkpoint) if checkpoint.shards else None
+    if not isinstance(folder, Path) or not (folder / SIDECAR).is_file():
+        return ""
+    try:
+        known = Digests.read(folder / SIDECAR).tensors
+    except CheckpointError:  # of a newer version, or not to be read: it says nothing here
+        return ""
+    infos = checkpoint.tensors.values()
+    found = [known.get(info.name) for info in infos]
+    alike = (
+        d and (d.dtype, d.shape) == (i.dtype, i.shape) for d, i in zip(found, infos, strict=True)
+    )
+    return "".join(d.hex[:_DIGITS] for d in found if d) if all(alike) else ""
+
+
+def _at(digests: str, at: int) -> str:
+    return digests[at : at + _DIGITS]
+
+
+def _tuples(values: Sequence[Any]) -> Iterator[Any]:
+    """Values of a record, with the tuples that JSON made lists of."""
+    return (tuple(value) if isinstance(value, list) else value for value in values)
+
+
+def check_present(checkpoint: Checkpoint, missing: Sequence[str]) -> None:
+    """Refuse to load from files that are not there.
+
+    Raises:
+        ShardNotFoundError: tensors are in files that `Index.check` missed.
+    """
+    wanted = {info.shard.name for info in checkpoint.tensors.values()}
+    gone = [name for name in missing if name in wanted]
+    if gone:
+        raise ShardNotFoundError(
+            checkpoint.path, "shards that this node needs are missing", expected=", ".join(gone)
+        )
+
+
+def sample(header: Header) -> str:
+    """A digest of blocks from all over a file; "" of a URL."""
+    if not isinstance(header.path, Path):
+        return ""
+    digest = hasher()
+    last = max(header.file_nbytes - _SAMPLE_NBYTES, 0)
+    with open_regular(header.path) as file:
+        for at in dict.fromkeys(last * k // (_SAMPLES - 1) for k in range(_SAMPLES)):
+            try:
+                digest.update(memoryview(os.pread(file.fileno(), _SAMPLE_NBYTES, at)))
+            except OSError as error:
+                raise unreadable(header.path, error) from error
+    return digest.hexdigest()

@@ -1,0 +1,210 @@
+"""How this process was launched, and the group that goes with it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streamload.distributed.group import Alone, Group, Launch
+from streamload.errors import NodeError, PeerFailedError
+
+_TORCH_LOG = "TORCH_CPP_LOG_LEVEL"
+_PORTS = range(20_000, 32_000)  # free of services, and below what systems hand out
+
+
+@dataclass(frozen=True, slots=True)
+class _Launcher:
+    """The environment variables of a launcher, in the order in which they count."""
+
+    name: str
+    engine: str
+    rank: str
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...] = ()
+    local_size: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+
+_STEP = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS")  # set by srun, and not in a batch script
+
+#: The one asked for most directly first: a program under torchrun under srun sees both.
+_LAUNCHERS = (
+    _Launcher(
+        "RANK and WORLD_SIZE",
+        "torch",
+        "RANK",
+        ("WORLD_SIZE",),
+        ("LOCAL_RANK",),
+        ("LOCAL_WORLD_SIZE",),
+        needs=("WORLD_SIZE",),
+    ),
+    _Launcher(
+        "Open MPI",
+        "mpi",
+        "OMPI_COMM_WORLD_RANK",
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    _Launcher("PMIx", "mpi", "PMIX_RANK", ("SLURM_STEP_NUM_TASKS",), ("SLURM_LOCALID",)),
+    _Launcher(
+        "PMI",
+        "mpi",
+        "PMI_RANK",
+        ("PMI_SIZE",),
+        ("MPI_LOCALRANKID", "SLURM_LOCALID"),
+        ("MPI_LOCALNRANKS",),
+        needs=("PMI_SIZE",),
+    ),
+    _Launcher(
+        "Slurm", "torch", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS",), ("SLURM_LOCALID",), needs=_STEP
+    ),
+)
+
+#: Engines by launcher's hint, in the order in which they are tried.
+_ENGINES = {"torch": ("torch",), "mpi": ("mpi", "torch")}
+
+#: What to install for each.
+_PACKAGES = {"torch": "torch", "mpi": "mpi4py and an MPI library (streamload[mpi])"}
+
+
+def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
+    """What the launcher of this process told it, or None where there is none.
+
+    Args:
+        environ: environment variables; those of the process where left out.
+
+    Raises:
+        NodeError: variables that are no numbers, or a rank outside of the group.
+    """
+    env = os.environ if environ is None else environ
+    for launcher in _LAUNCHERS:
+        if launcher.rank in env and all(name in env for name in launcher.needs):
+            break
+    else:
+        return None
+    rank = _number(env, (launcher.rank,)) or 0
+    size = _number(env, launcher.size)
+    host = socket.gethostname()
+    if size is not None and not 0 <= rank < size:
+        raise NodeError(host, f"{launcher.name} say rank {rank} of {size}")
+    return Launch(
+        launcher.name,
+        launcher.engine,
+        rank,
+        size,
+        _number(env, launcher.local_rank),
+        _number(env, launcher.local_size),
+        host,
+        _meeting(env),
+        env.get("TORCHELASTIC_RESTART_COUNT", "0"),
+    )
+
+
+def node_name() -> str:
+    """What to call this host in plans: ``STREAMLOAD_NODE_ID``, else the host's name."""
+    return os.environ.get("STREAMLOAD_NODE_ID") or socket.gethostname()
+
+
+def host_id() -> str:
+    """What tells this host from others: boards made from one image have the same name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
+
+
+def open_group(group: object = None, timeout: float = 60.0) -> Group:
+    """The group that this process loads with.
+
+    Args:
+        group: a Group, a ``torch.distributed.ProcessGroup``, an mpi4py communicator, or None for
+            what the program has set up (``init_process_group``) or else the launcher has told.
+        timeout: seconds that the meeting and each collective may take.
+
+    Returns:
+        A group, to be closed by the caller; one that was given as a Group is returned as it is.
+
+    Raises:
+        NodeError: there is a launcher, and no engine to go with it is installed or works.
+        PeerFailedError: not all ranks came.
+        TypeError: ``group`` is none of these.
+    """
+    if group is None:
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is None or not getattr(distributed, "is_initialized", bool)():
+            launch = find_launch()
+            return Alone() if launch is None or launch.size == 1 else _launched(launch, timeout)
+        group = distributed.group.WORLD
+    if isinstance(group, Group):
+        return group
+    for engine, module in (("torch", "torch"), ("mpi", "mpi4py.MPI")):
+        if module in sys.modules and _engine(engine).is_group(group):
+            wrapped: Group = _engine(engine).wrap(group, timeout)
+            return wrapped
+    raise TypeError(
+        f"{type(group).__name__} is not a group: give a streamload Group, a "
+        "torch.distributed.ProcessGroup or an mpi4py communicator"
+    )
+
+
+def _launched(launch: Launch, timeout: float) -> Group:
+    problems = []
+    for engine in _ENGINES[launch.engine_hint]:
+        try:
+            opened: Group = _engine(engine).launched(launch, timeout)
+        except PeerFailedError:
+            raise
+        except NodeError as error:
+            problems.append(f"{engine}: {error.problem}")
+        except (ImportError, OSError, RuntimeError) as error:  # not there, or its library is not
+            problems.append(f"{engine}: {error}: install {_PACKAGES[engine]}")
+        else:
+            return opened
+    raise NodeError(
+        launch.host, f"launched by {launch.launcher}, but no engine works: " + "; ".join(problems)
+    )
+
+
+def _number(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    """The first of the variables that is set."""
+    for name in names:
+        if name in env:
+            if not env[name].isdecimal():
+                raise NodeError(socket.gethostname(), f"{name} is not a number: {env[name]!r}")
+            return int(env[name])
+    return None
+
+
+def _meeting(env: Mapping[str, str]) -> str:
+    """Where torch's ranks meet, as a URL; "" where nothing says so."""
+    if env.get("MASTER_ADDR") and env.get("MASTER_PORT"):
+        return "env://"
+    if not all(name in env for name in (*_STEP, "SLURM_JOB_ID", "SLURM_STEP_NODELIST")):
+        return ""
+    # rank 0 runs on the first of the step's nodes; "rack[2-4,7]-a,x" begins with "rack2-a"
+    nodes = re.match(r"(?:[^,\[]|\[[^\]]*\])*", env["SLURM_STEP_NODELIST"])
+    first = re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes[0] if nodes else "")
+    job, step = (_number(env, (name,)) or 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return f"tcp://{first}:{_PORTS[(16 * job + step) % len(_PORTS)]}"
+
+
+def _engine(name: str) -> Any:
+    # Read once, when torch is loaded. Where the program has not done that, c10d alone would say
+    # anything, and what it warns of is raised in one line.
+    quiet = _TORCH_LOG not in os.environ and "torch" not in sys.modules
+    if quiet:
+        os.environ[_TORCH_LOG] = "ERROR"
+    try:
+        return importlib.import_module(f"streamload.distributed.{name}")
+    finally:
+        if quiet:
+            del os.environ[_TORCH_LOG]

@@ -1,0 +1,493 @@
+"""`load_state_dict`, `offload` and `plan` of a group of ranks, stage by stage."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, NoReturn, Unpack
+
+from streamload.checkpoint.shards import open_shard
+from streamload.core.interrupt import deferred_interrupt
+from streamload.core.memory import BudgetLike
+from streamload.core.patterns import Patterns
+from streamload.core.progress import Progress, reporting
+from streamload.distributed.gather import Gatherer, shared_ranges
+from streamload.distributed.launch import host_id, node_name, open_group
+from streamload.distributed.negotiate import Agreement, Asked, own_device
+from streamload.distributed.session import Session
+from streamload.errors import LoadState, NodeError, PeerFailedError, StreamloadError
+from streamload.files.local import resolve_reader
+from streamload.loading.load import run, uncollected
+from streamload.loading.options import (
+    DEFAULTS,
+    NameOptions,
+    SplitOptions,
+    Strictness,
+    WeightOptions,
+    takes,
+)
+from streamload.loading.prepare import Decision, Options
+from streamload.loading.report import Clock, LoadReport, NodeReport
+from streamload.offloading.offload import OffloadAsked, Offloaded
+from streamload.offloading.overrun import OnOverrun
+from streamload.planning.match import Shapes
+from streamload.planning.shares import ClusterPlan, LayerNumbers, Member, Split
+from streamload.verification.verify import checksums
+
+Verify = Literal["crc32", "none"]
+
+_LOOK_S = 0.1  # between looks for Ctrl-C and losses, while others need what this rank reads
+_LISTED = 8  # names shown in a message
+_REPORTED = ("tensors", "read", "resident", "seconds", "pass")  # of a rank, when all have loaded
+_PARTS = 256  # that are compared at once, where a tensor is looked for
+
+
+class ClusterPlanOptions(WeightOptions, NameOptions, total=False):
+    """The options of `plan`; see `streamload.loading.options.LoadOptions`."""
+
+    budget: BudgetLike
+
+
+class ClusterLoadOptions(SplitOptions, total=False):
+    """The options of `load_state_dict`; see `streamload.loading.options.LoadOptions`."""
+
+    budget: BudgetLike
+    strict: bool
+    shapes: Shapes
+    progress: Progress
+
+
+@takes()
+def plan(
+    path: str | os.PathLike[str],
+    *,
+    device: str | None = None,
+    group: object = None,
+    split: Split = "layers",
+    timeout: float = 60.0,
+    offload: bool = False,
+    tokens: int | None = None,
+    stay: Patterns = (),
+    **options: Unpack[ClusterPlanOptions],
+) -> ClusterPlan:
+    """Plan a load across nodes; all ranks call it, and get the same plan.
+
+    ``plan(...).mine`` tells a rank what it will load, so that it builds only that part of a model:
+    ``mine.layers``, ``mine.has_embedding``, ``mine.has_head``.
+
+    Args:
+        path: as in `load_state_dict`.
+        device: as in `load_state_dict`.
+        group: as in `load_state_dict`.
+        split: as in `load_state_dict`.
+        timeout: as in `load_state_dict`.
+        offload: plan for `offload`, with the same ``tokens`` and ``stay``: a share may be larger
+            than its budget.
+        tokens: see ``offload``.
+        stay: see ``offload``.
+        budget: as in `load_state_dict`; with bytes, no device is looked at.
+        **options: see `ClusterPlanOptions`.
+
+    Raises:
+        PlanInfeasibleError: it does not fit.
+        NodeError: another rank could not plan; see `load_state_dict`.
+        CheckpointError: the checkpoint is invalid.
+        ValueError: an argument is invalid.
+    """
+
+    def read(me: Member) -> Asked:
+        own, streams = own_device(device, me), None
+        if offload:
+            streams = OffloadAsked.read(tokens, stay, (), 0, {**DEFAULTS, **options})
+        elif tokens is not None or stay:
+            raise ValueError("tokens= and stay= need offload=True: a load leaves them out")
+        if offload and split != "layers":
+            raise ValueError('offload=True needs split="layers": what streams are layers')
+        return Asked(path, Options.read(**options), split, options, own, offload=streams)
+
+    with _meeting(group, timeout) as session:
+        asked = session.step("its arguments", lambda: read(session.me))
+        return Agreement(session, asked, None).plan
+
+
+@takes()
+def load_state_dict(
+    model: Any,
+    path: str | os.PathLike[str],
+    *,
+    device: str | None = None,
+    group: object = None,
+    split: Split = "layers",
+    verify: Verify = "crc32",
+    timeout: float = 60.0,
+    layers: LayerNumbers | None = None,
+    **options: Unpack[ClusterLoadOptions],
+) -> LoadReport:
+    """Stream a checkpoint into a model that is spread over several nodes; all ranks call it.
+
+    Outside a launcher it is `streamload.load_state_dict`, checked likewise.
+
+    Args:
+        model: as in `streamload.load_state_dict`: the whole model, where this rank leaves the
+            parts of others as they are (on the meta device, never allocated), or the part that
+            `plan` said; None for a ``state_dict`` of the part.
+        path: the checkpoint, where this rank finds it; it may lie elsewhere on each, and needs
+            only the files that a rank reads. Rank 0 reads the headers.
+        device: one device; see `streamload.load_state_dict`. With several ranks on a host, "cuda"
+            is for each the GPU of its number there, if there are as many. Ranks that share a GPU
+            each need a budget in bytes.
+        group: all ranks. None: what the launcher says (torchrun, mpirun, srun, or the
+            environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT). Or a
+            torch.distributed ProcessGroup, an mpi4py communicator, or a `nodes.group.Group`.
+        split: "layers": contiguous whole layers, the fullest share as small as can be, embedding
+            and head where they are used. "replicate": everything on every rank. "balanced": whole
+            tensors, in no order. Or a function of the nodes and of the bytes by parameter name,
+            that gives the names of each node.
+        layers: the numbers that this rank's model has for its layers, where they are not those of
+            the whole: a function of the rank's `Share`, for ``split="layers"``. With
+            ``layers=lambda part: range(len(part.layers))`` each rank's model numbers its own layers
+            from 0. Names of layers and reports are then the rank's own.
+        verify: "crc32" reads what several ranks hold back from their devices and compares
+            checksums (of ranks with the same dtype); "none" compares names and bytes alone.
+        timeout: seconds within which the loss of a rank is known to all. What all do together must
+            not take longer either: under "replicate", to read a block of 4 MiB.
+        budget: most bytes on this rank's device; each rank may have another. Host staging is
+            divided by the ranks that share a host (8 MiB at least), and so is free memory that no
+            one stated. What "replicate" exchanges takes 8 to 32 MiB more of the host for each
+            rank, or is part of the staging where ``Budget(..., host=...)`` stated it.
+        dtype: as in `streamload.load_state_dict`; it must decide what devices that differ would do
+            differently.
+        strict: every parameter of the part must be in the model, and every parameter of the model
+            in the checkpoint.
+        progress: as in `streamload.load_state_dict`, on rank 0, for all ranks together; the others
+            show nothing.
+        context: as in `streamload.load_state_dict`, of the layers that each rank has.
+        threads: as in `streamload.load_state_dict`; None: the CPUs are divided by the ranks that
+            share a host.
+        **options: see `ClusterLoadOptions`.
+
+    Returns:
+        What this rank did; ``report.nodes`` says what each did.
+
+    Raises:
+        PeerFailedError: a rank died, hung or gave up; names its node.
+        PlanMismatchError: ranks computed different plans, or their devices differ in what the
+            dtype leaves open.
+        NodeError: a rank could not take its part; names it.
+        StreamloadError: as `streamload.load_state_dict` does, for what this rank itself met.
+
+    After an error, parameters are as `streamload.load_state_dict` says; the error's notes say how.
+    """
+    clock = Clock()
+
+    def read(me: Member) -> Asked:
+        if verify not in ("crc32", "none"):
+            raise ValueError(f"verify is crc32 or none, not {verify!r}")
+        own, strictness = own_device(device, me), Strictness.read(options)
+        read = Options.read(**options)
+        return Asked(path, read, split, options, own, verify, strictness, layers)
+
+    with _meeting(group, timeout) as session:
+        asked = session.step("its arguments", lambda: read(session.me))
+        agreed = Agreement(session, asked, model)
+        load = agreed.prepare()
+        total = sum(share.source_nbytes for share in agreed.plan.shares)
+        with _gathered(session, agreed, load) as gatherer:
+            opener = gatherer.open if gatherer is not None else open_shard
+
+            def begin(progress: Progress) -> LoadReport:
+                return run(load, progress, clock, opener)
+
+            report = _loaded(session, load, begin, total, gatherer, options["progress"])
+            read_nbytes = gatherer.read_nbytes if gatherer is not None else report.read_nbytes
+        dtypes = {p.name: p.dst.name for p in load.plan.placements}
+        with _stated(load):
+            nodes = _verified(session, asked, agreed, dtypes, report, read_nbytes, 0, model)
+        notes = (*report.notes, *agreed.notes)
+        return replace(report, nodes=nodes, seconds=clock.seconds, notes=notes)
+
+
+@takes()
+def offload(
+    model: Any,
+    path: str | os.PathLike[str],
+    *,
+    device: str | None = None,
+    group: object = None,
+    timeout: float = 60.0,
+    layers: LayerNumbers | None = None,
+    tokens: int | None = None,
+    stay: Patterns = (),
+    host: float | str = 0,
+    on_overrun: OnOverrun = "warn",
+    **options: Unpack[ClusterLoadOptions],
+) -> Offloaded:
+    """Let a model run that is spread over several nodes and larger than all of them.
+
+    Layers are split in proportion to the budgets. A rank whose share fits loads it; one whose share
+    does not fit offloads it, as `streamload.offload` does: what fits stays on its device, the rest
+    streams through it at every pass. All ranks call it, and each runs its own part:
+
+        with streamload.distributed.offload(part, path, budget="3GB") as offloaded:
+            hidden = part(hidden)
+
+    Args:
+        model: as in `load_state_dict`, and never None: its layers are brought when they compute.
+        path: as in `load_state_dict`. Each rank reads it at every pass.
+        device: as in `load_state_dict`.
+        group: as in `load_state_dict`; passes do not use it.
+        timeout: as in `load_state_dict`.
+        layers: as in `load_state_dict`.
+        tokens: as in `streamload.offload`; so are ``stay`` and ``host``, which is each rank's own.
+        stay: see ``tokens``.
+        host: see ``tokens``.
+        on_overrun: as in `streamload.offload`, of this rank's part.
+        budget: as in `load_state_dict`; it holds while passes run.
+        **options: see `ClusterLoadOptions`.
+
+    Returns:
+        What streams this rank's part. Its ``load.nodes`` says what each rank holds and reads.
+
+    Raises:
+        PlanInfeasibleError: a node has too little for the least of its share, a slot for its
+            largest layer and what must stay; before any data is read.
+        OffloadError: the model cannot be offloaded.
+        PeerFailedError: as `load_state_dict` does; so do PlanMismatchError, NodeError and others.
+
+    A pass of a rank raises what its own layers meet. The program tells the other ranks, for passes
+    have no group.
+    """
+    clock = Clock()
+
+    def read(me: Member) -> Asked:
+        own, strictness = own_device(device, me), Strictness.read(options)
+        every = {**DEFAULTS, **options}
+        asked = OffloadAsked.read(tokens, stay, (), host, every, on_overrun)
+        known = Options.read(**options)
+        return Asked(path, known, "layers", options, own, "none", strictness, layers, asked)
+
+    begun: list[Offloaded] = []
+    try:
+        with _meeting(group, timeout) as session:
+            asked = session.step("its arguments", lambda: read(session.me))
+            agreed = Agreement(session, asked, model)
+            prepared, total = agreed.prepare_offload()
+
+            def begin(progress: Progress) -> LoadReport:
+                begun.append(prepared.run(progress, clock))
+                return begun[0].load
+
+            report = _loaded(session, prepared.load, begin, total, None, options["progress"])
+            dtypes = dict(zip(prepared.wants.names, (d.name for d in prepared.dsts), strict=True))
+            each_nbytes = report.read_nbytes, prepared.plan.read_nbytes
+            with _stated(prepared.load):
+                nodes = _verified(session, asked, agreed, dtypes, report, *each_nbytes, model)
+    except BaseException:
+        for offloaded in begun:
+            offloaded.close()
+        raise
+    notes = (*report.notes, *agreed.notes)
+    begun[0].load = replace(report, nodes=nodes, seconds=clock.seconds, notes=notes)
+    return begun[0]
+
+
+@contextmanager
+def _meeting(group: object, timeout: float) -> Iterator[Session]:
+    """Meet the others; what this rank raises ends it for all."""
+    if not (isinstance(timeout, (int, float)) and timeout > 0 and math.isfinite(timeout)):
+        raise ValueError(f"timeout is a number of seconds above zero, not {timeout!r}")
+    opened = open_group(group, timeout)
+    torn = True  # whether ranks may wait for each other in a collective
+    try:
+        with Session(opened, node_name(), host_id(), timeout_s=timeout) as session:
+            try:
+                yield session
+            except Exception as error:  # that of a stage is raised by all
+                torn = session.loading or isinstance(error, PeerFailedError)
+                raise
+        torn = False
+    finally:
+        if opened is not group:
+            opened.close(torn)
+
+
+@contextmanager
+def _gathered(session: Session, agreed: Agreement, load: Decision) -> Iterator[Gatherer | None]:
+    """What is read by all ranks together, where all load the same."""
+    if agreed.plan.split != "replicate" or session.group.size == 1:
+        yield None
+        return
+    whole = agreed.index.checkpoint
+    shared = shared_ranges(whole, agreed.plan.placements.values())
+    mine = shared_ranges(load.checkpoint, load.plan.placements)
+    reader = agreed.options.knobs.reader
+    kinds = {header.path: resolve_reader(header.path, reader) for header in whole.shards}
+    with Gatherer(session.group, whole, shared, mine, kinds, agreed.block_nbytes) as gatherer:
+        yield gatherer
+
+
+def _loaded(
+    session: Session,
+    load: Decision,
+    begin: Callable[[Progress], LoadReport],
+    total: int,
+    gatherer: Gatherer | None,
+    progress: Progress,
+) -> LoadReport:
+    """Stream this rank's part, and wait until all have.
+
+    Args:
+        session: the ranks.
+        load: what this rank loads.
+        begin: loads it.
+        total: the bytes that all read.
+        gatherer: what is read by all together.
+        progress: what is told of it.
+    """
+    heartbeat = session.heartbeat
+    session.loading = True
+    with reporting(progress if session.me.rank == 0 else False, total) as tell:
+        heartbeat.on_progress = tell
+        try:
+            with ExitStack() as after:
+                with (
+                    uncollected(),
+                    deferred_interrupt() as interrupt,
+                    heartbeat.listening(interrupt.cancel),
+                ):
+                    report = begin(heartbeat.progress)
+                    after.enter_context(_stated(load))
+                    while gatherer is not None and not gatherer.wait(_LOOK_S):
+                        interrupt.check()
+                        heartbeat.report()
+                heartbeat.progress(load.read_nbytes, load.read_nbytes)
+                heartbeat.arrive()
+                tell(total)
+        except PeerFailedError as error:
+            found = heartbeat.identify(error)
+            if found is error:
+                raise
+            found.state = error.state
+            for note in error.__notes__:
+                found.add_note(note)
+            raise found from error
+        finally:
+            heartbeat.on_progress = lambda _: None
+    session.loading = False
+    return report
+
+
+@contextmanager
+def _stated(load: Decision) -> Iterator[None]:
+    """Say of an error that it came when this rank's own part was done."""
+    try:
+        yield
+    except BaseException as error:
+        state = LoadState(tuple(p.name for p in load.plan.placements), (), ())
+        if isinstance(error, StreamloadError):
+            error.state = state
+        error.add_note(f"parameters: {state}")
+        raise
+
+
+def _verified(
+    session: Session,
+    asked: Asked,
+    agreed: Agreement,
+    dtypes: Mapping[str, str],
+    report: LoadReport,
+    read_nbytes: int,
+    pass_nbytes: int,
+    model: Any,
+) -> tuple[NodeReport, ...]:
+    """See that each parameter is where it was planned, and that replicas agree.
+
+    Args:
+        session: the ranks.
+        asked: what was asked for.
+        agreed: what was planned.
+        dtypes: of each parameter of this rank's model that is there now, or streams.
+        report: what loading did.
+        read_nbytes: file bytes that this rank read.
+        pass_nbytes: file bytes that a pass reads.
+        model: the model.
+
+    Digests are compared, of names and of checksums: what differs is looked for only where they do.
+    """
+    complete = asked.strictness == Strictness()
+    plan, name_of = agreed.plan, agreed.names
+    replicas = plan.replicas()
+    sums: dict[str, int | None] = {}
+    dtypes = {name_of.get(name, name): dtype for name, dtype in dtypes.items()}
+
+    def loaded() -> dict[str, Any]:
+        mine = plan.mine.parameters
+        wrong = sorted(dtypes.keys() - set(mine))
+        wrong += [name for name in mine if complete and name not in dtypes]
+        if wrong:
+            said = f"did not load what was planned: {', '.join(wrong[:_LISTED])}"
+            raise NodeError(session.me.node, said)
+        sums.update(dict.fromkeys(dtypes))
+        if asked.verify == "crc32":
+            here = {n for owners, names in replicas if session.me.rank in owners for n in names}
+            here = {new for new, name in name_of.items() if name in here & dtypes.keys()}
+            found = checksums(report, here, model)
+            sums.update({name_of[new]: crc for new, crc in found.items()})
+        return {
+            "tensors": len(dtypes),
+            "names": _digest([name for name in mine if name in dtypes]),
+            "dtypes": [_digest([dtypes.get(n) for n in names]) for _, names in replicas],
+            "sums": [_digest([sums.get(n) for n in names]) for _, names in replicas],
+            "read": read_nbytes,
+            "resident": report.resident_nbytes,
+            "seconds": report.seconds,
+            "pass": pass_nbytes,
+        }
+
+    answers = session.exchange("what it loaded", loaded)
+    planned: dict[int, str] = {}  # replicas have one list
+    for share in plan.shares:
+        digest = planned.setdefault(id(share.parameters), _digest(share.parameters))
+        if complete and answers[share.rank]["names"] != digest:
+            raise NodeError(share.node, "did not load what was planned")
+    for which, (owners, names) in enumerate(replicas):
+        first = answers[owners[0]]
+        alike = [r for r in owners if answers[r]["dtypes"][which] == first["dtypes"][which]]
+        if any(answers[r]["sums"][which] != first["sums"][which] for r in alike):
+            _raise_odd(session, alike, names, sums)
+    return tuple(
+        NodeReport(m.node, m.rank, *(said[key] for key in _REPORTED))
+        for m, said in zip(session.members, answers, strict=True)
+    )
+
+
+def _digest(values: Sequence[object]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def _raise_odd(
+    session: Session, ranks: Sequence[int], names: Sequence[str], sums: Mapping[str, int | None]
+) -> NoReturn:
+    """Raise NodeError for the replica that is not as most are; all ranks call this."""
+    while len(names) > 1:
+        step = -(-len(names) // _PARTS)
+        parts = [names[at : at + step] for at in range(0, len(names), step)]
+        digests = [_digest([sums.get(name) for name in part]) for part in parts]
+        said = session.exchange("its checksums", partial(list, digests))
+        names = next(p for at, p in enumerate(parts) if len({said[r][at] for r in ranks}) > 1)
+    (name,) = names
+    found = session.exchange("its checksum", partial(sums.get, name))
+    ((most, _),) = Counter(found[rank] for rank in ranks).most_common(1)
+    rank, like = (next(r for r in ranks if (found[r] == most) is same) for same in (False, True))
+    raise NodeError(
+        session.members[rank].node,
+        f"its replica of {name} is not that of {session.members[like].node}: CRC-32 "
+        f"{found[rank]}, there {most}",
+    )

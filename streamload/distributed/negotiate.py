@@ -1,0 +1,480 @@
+"""What the ranks of a load agree on before any of them loads: who loads what, and how.
+
+These are the stages INDEX, OFFER and PLAN of `streamload.distributed`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from streamload.checkpoint.open import Checkpoint, locate, open_checkpoint
+from streamload.core.memory import MIN_HOST_NBYTES, STAGING, Budget, available_cpus
+from streamload.core.units import format_bytes
+from streamload.devices.base import Parameter
+from streamload.devices.names import framework, spelled_as, split_name
+from streamload.distributed.gather import BLOCK_NBYTES, BLOCKS, LEAST_BLOCK_NBYTES, held_nbytes
+from streamload.distributed.index import SAMPLED, Index, check_present, write_index
+from streamload.distributed.offload_split import OffloadSplit, split_offload
+from streamload.distributed.session import Session
+from streamload.errors import (
+    NodeError,
+    PlanInfeasibleError,
+    PlanMismatchError,
+    StreamloadError,
+    Suggestion,
+)
+from streamload.loading.load import split
+from streamload.loading.options import DEFAULTS, NameOptions, Strictness, WeightOptions
+from streamload.loading.prepare import Decision, Options, Place
+from streamload.offloading.offload import OffloadAsked, Prepared
+from streamload.planning.dequantise import asked as weights_asked
+from streamload.planning.dequantise import dequantised
+from streamload.planning.partition import Node, ordered
+from streamload.planning.plan import Plan
+from streamload.planning.quant_policy import QuantPolicy
+from streamload.planning.requests import Wants
+from streamload.planning.shares import (
+    LOCAL_LAYERS,
+    ClusterPlan,
+    LayerNumbers,
+    Member,
+    Split,
+    make_shares,
+)
+from streamload.planning.sources import Source
+from streamload.planning.suggest import Wanted
+
+#: The options that decide what a plan is, whatever a rank's budget is.
+_PLANNED = (WeightOptions.__annotations__ | NameOptions.__annotations__).keys() - {"reserve"}
+_Suggest = Callable[[], Sequence[Suggestion]]
+_REPLANS = 3  # how often nodes may find that a plan does not fit with their staging
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a call asks for, the same on every rank but for the path, the budget and the device."""
+
+    path: str | os.PathLike[str]
+    options: Options
+    split: Split
+    given: Mapping[str, Any]  # the options as they were given
+    device: str | None
+    verify: str = "crc32"
+    strictness: Strictness = field(default_factory=Strictness)
+    layers: LayerNumbers | None = None
+    offload: OffloadAsked | None = None  # None: each rank loads its share
+
+    def __post_init__(self) -> None:
+        """Validate the arguments."""
+        if self.layers is not None and not callable(self.layers):
+            raise ValueError(f"layers is a function of the part, such as {LOCAL_LAYERS}")
+        if self.layers is not None and self.split != "layers":
+            raise ValueError('layers= needs split="layers": only then a part is of whole layers')
+        if self.options.room.cache is not None and self.split not in ("layers", "replicate"):
+            raise ValueError('context= needs split="layers" or "replicate": caches are of layers')
+        if not isinstance(self.path, (str, os.PathLike)):
+            raise ValueError(
+                f"expected the path of a checkpoint, not {type(self.path).__name__}: each rank "
+                "finds its files by it"
+            )
+        if self.device is not None and not isinstance(self.device, str):
+            raise ValueError(
+                f"a rank loads to one device, not {self.device!r}: start a rank for each"
+            )
+
+    @property
+    def terms(self) -> dict[str, str]:
+        """What must be the same on every rank, as text, beside what a plan's digest is of."""
+        rules = {p: dtype.name if dtype else "checkpoint" for p, dtype in self.options.policy.rules}
+        dtype: object = rules or None
+        if rules.keys() == {"*"}:
+            dtype = rules["*"]
+        said = {
+            "dtype": dtype,
+            "out_of_range": self.options.knobs.out_of_range,
+            "context": self.options.room.cache,
+            "split": self.split if isinstance(self.split, str) else "a function",
+            "verify": self.verify,
+            "strict": self.strictness.strict,
+            "shapes": self.strictness.shapes,
+            "offload": self.offload is not None,
+            "tokens": self.offload and self.offload.tokens,
+            "stay": self.offload and self.offload.stay,
+        }
+        return {name: repr(value) for name, value in said.items()}
+
+
+class Agreement:
+    """What all ranks know before anyone loads.
+
+    Attributes:
+        index: the checkpoint.
+        place: the model and the device of this rank; None where no device was looked at.
+        options: with this rank's part of the host.
+        block_nbytes: most that is exchanged at once, under "replicate".
+        plan: who loads what.
+        notes: what a user may want to know, one sentence each.
+        names: by the names of this rank's model, what the plan calls its parameters.
+    """
+
+    def __init__(self, session: Session, asked: Asked, model: Any) -> None:
+        """Go through the stages up to the plan; without a model, of a part without one."""
+        self._session, self._asked = session, asked
+        self.place: Place | None = None
+
+        def write() -> bytes:
+            found = open_checkpoint(asked.path)
+            # decided once for all; that all ask alike is seen when they have planned
+            blocks = model is not None  # which has floats, unless a dtype is asked for
+            weights = weights_asked(found, asked.options.policy, blocks=blocks)
+            return json.dumps(weights).encode() + b"\n" + write_index(found, session.me.host)
+
+        weights, _, data = session.share("the checkpoint", write).partition(b"\n")
+
+        checked: list[tuple[Index, list[str]]] = []
+
+        def check() -> bool:
+            index = Index.read(data, *locate(asked.path))
+            missing = index.check()
+            made = dequantised(index.checkpoint, json.loads(weights))
+            checked.append((replace(index, checkpoint=made), missing))
+            return index.is_sampled(session.me.host)
+
+        sampled = session.exchange("its files", check)
+        ((self.index, self._missing),) = checked
+        nodes = [member.node for member in session.members if sampled[member.rank]]
+        self.notes = (f"{', '.join(nodes)}: {SAMPLED}",) if nodes else ()
+        offers = session.exchange("its device", lambda: self._offer(model) | {"terms": asked.terms})
+        self._check_terms(offers)
+        self._check_alike(offers)
+        # of each rank, in bytes
+        self._budgets: tuple[int, ...] = tuple(offered["budget"] for offered in offers)
+        self._offered = self._budgets
+        room = min(offered["room"] for offered in offers)
+        self.block_nbytes = min(max(room // BLOCKS, LEAST_BLOCK_NBYTES), BLOCK_NBYTES)
+        self.plan = self._planned(self._budgets)
+        self.names: Mapping[str, str] = {}
+        self.options = session.step("its options", self._mine)
+
+    def _offer(self, model: Any) -> dict[str, Any]:
+        """What this rank's device may hold, and how it would decide about bfloat16."""
+        options, name = self._asked.options, self._asked.device or "device"
+        checkpoint, sharing = self.index.checkpoint, self._session.me.local_size
+        # what is exchanged is a part of what was stated for the host; else it comes beside what is
+        # staged, 32 MiB of a host for all ranks there or a little more
+        room = BLOCKS * BLOCK_NBYTES // sharing
+        if options.budget.host_stated:
+            room = options.budget.host_nbytes // sharing - MIN_HOST_NBYTES
+        undecided = Wants.every(checkpoint).needs_native_bf16(options.policy)
+        if model is None and not undecided and options.budget.is_stated(name):
+            nbytes = options.budget.resolve(name, None) - options.room.reserve_nbytes
+            return {"room": room, "budget": max(nbytes, 0), "bf16": None}
+        self.place = self._look(model, options)
+        (spec,) = self.place.specs(options, undecided)
+        nbytes, reserved = spec.budget_nbytes, options.room.reserve_nbytes
+        if not options.budget.is_stated(spec.name) and spec.shared_memory:
+            # all ranks of this host found the same memory free, and each keeps some of it so
+            nbytes = max((nbytes + reserved) // sharing - reserved, 0)
+        return {"room": room, "budget": nbytes, "bf16": spec.native_bf16 if undecided else None}
+
+    def _look(self, model: Any, options: Options) -> Place:
+        """The model, and the one device that this rank loads to."""
+        place = Place.look(model, self.index.checkpoint, options, self._asked.device)
+        if len(place.devices.opened) != 1:
+            raise ValueError(
+                f"a rank loads to one device, not {len(place.devices.opened)}: start a rank for "
+                "each"
+            )
+        return place
+
+    def _check_terms(self, offers: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse ranks that were asked for different things."""
+        here, wanted = self._session.members[0].node, offers[0]["terms"]
+        for member in self._session.members:
+            terms = offers[member.rank]["terms"]
+            for name in (name for name in terms if terms[name] != wanted[name]):
+                raise PlanMismatchError(
+                    member.node,
+                    f"was asked for {name}={terms[name]}, and {here} for {name}={wanted[name]}: "
+                    "ask for the same on every rank",
+                )
+
+    def _check_alike(self, offers: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse devices that would not hold the same dtypes, where no dtype was asked for."""
+        members = self._session.members
+        runs = {True: "computes in bfloat16", False: "has no bfloat16", None: "was not asked"}
+        for member in members:
+            here, first = offers[member.rank]["bf16"], offers[0]["bf16"]
+            if here != first:
+                raise PlanMismatchError(
+                    member.node,
+                    f"{runs[here]}, and {members[0].node} {runs[first]}: "
+                    "pass the dtype that all should have",
+                )
+
+    def _mine(self) -> Options:
+        """The options with this rank's part of its host."""
+        options, session = self._asked.options, self._session
+        sharing = session.me.local_size
+        opened = self.place.devices.opened if self.place is not None else {}
+        infos = [device.info for device in opened.values()]
+        stated = options.budget.host_stated
+        staging, held = options.budget.host_nbytes // sharing, 0
+        nbytes = max(self._budgets[session.me.rank] + options.room.reserve_nbytes, 1)
+        reader, reserve_nbytes = options.knobs.reader, options.room.reserve_nbytes
+        if self._asked.split == "replicate" and session.group.size > 1:
+            if reader in ("mmap", "direct"):
+                raise ValueError(
+                    'split="replicate" reads files by pread, for all ranks together, and not with '
+                    f'reader="{reader}"'
+                )
+            if options.knobs.page_cache == "drop":
+                raise ValueError(
+                    'split="replicate" leaves the page cache: page_cache="drop" is not'
+                )
+            reader = "pread"  # what is exchanged is read into memory
+            held = held_nbytes(self.index.checkpoint, session.group.size, self.block_nbytes)
+            if any(info.shared_memory for info in infos):
+                reserve_nbytes += held
+        needed = MIN_HOST_NBYTES + held
+        if stated and staging < needed and not all(info.host_visible for info in infos):
+            raise PlanInfeasibleError(
+                STAGING,
+                needed,
+                staging,
+                limit=f"host budget of each of {sharing} ranks" if sharing > 1 else "host budget",
+                would_fit=[options.budget.with_host(needed * sharing)],
+            )
+        staging = max(staging - held if stated else staging, MIN_HOST_NBYTES)
+        return replace(
+            options,
+            budget=Budget(dict.fromkeys(opened, nbytes) or nbytes, host=staging),
+            knobs=replace(options.knobs, reader=reader),
+            room=replace(options.room, reserve_nbytes=reserve_nbytes),
+            cpus=max(available_cpus() // sharing, 1),
+            host_held_nbytes=held,
+            is_part=True,
+        )
+
+    def _planned(self, budgets: Sequence[int]) -> ClusterPlan:
+        """Plan, and see that all planned the same."""
+        session, asked, checkpoint = self._session, self._asked, self.index.checkpoint
+        passes: dict[str, int] = {}
+
+        def planned(nodes: Sequence[Node]) -> Plan:
+            if asked.offload is None:
+                return split(checkpoint, nodes=nodes, **self._given)
+            found = self._split_offload(nodes, asked.offload)
+            passes.update(found.pass_nbytes)
+            return found.plan
+
+        made: list[ClusterPlan] = []
+        problems: list[StreamloadError] = []
+
+        def plan() -> str:
+            rank, path = session.me.rank, str(checkpoint.path)
+            try:
+                weight_of = {name: group.name for name, group in checkpoint.members.items()}
+                asked_for = (budgets, asked.split, planned, weight_of)
+                fits = asked.offload is None
+                found = make_shares(path, rank, session.members, *asked_for, fits=fits)
+                made.append(found.with_passes(passes))
+            except (PlanInfeasibleError, NodeError) as error:  # found by all, if all asked alike
+                problems.append(error)
+            return made[0].digest if made else str(problems[0])
+
+        plans = session.exchange("its plan", plan)
+        here, first = session.members[0].node, plans[0]
+        for member in session.members:
+            if plans[member.rank] != first:
+                raise PlanMismatchError(
+                    member.node,
+                    f"planned another split than {here}: rename, mapping, and the function of a "
+                    "split must give the same on every rank; where each rank's model numbers its "
+                    f"own layers, write {LOCAL_LAYERS}",
+                )
+        if problems:
+            raise self._or_offload(problems[0])
+        return made[0]
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        """The options of a plan of all nodes."""
+        asked = self._asked
+        given = {name: value for name, value in asked.given.items() if name in _PLANNED}
+        return given | {"out_of_range": asked.options.knobs.out_of_range}
+
+    def _split_offload(self, nodes: Sequence[Node], asked: OffloadAsked) -> OffloadSplit:
+        tokens, stay = asked.tokens, asked.stay
+        checkpoint = self.index.checkpoint
+        return split_offload(checkpoint, nodes=nodes, tokens=tokens, stay=stay, **self._given)
+
+    def _or_offload(self, error: StreamloadError) -> StreamloadError:
+        """The error of what does not fit, which names what would let it run."""
+        asked, members = self._asked, self._session.members
+        layers = asked.split == "layers" and asked.offload is None and not asked.options.quant
+        if not isinstance(error, PlanInfeasibleError) or not layers:
+            return error
+        try:
+            nodes = ordered(Node(m.node, self._offered[m.rank]) for m in members)
+            found = self._split_offload(nodes, OffloadAsked.read(None, (), (), 0, DEFAULTS))
+        except (StreamloadError, ValueError):  # nor is that a way
+            return error
+        read = format_bytes(max(found.pass_nbytes.values()))
+        return error.suggesting(
+            [f"streamload.distributed.offload (a pass reads at most {read} on a node)"]
+        )
+
+    def prepare(self) -> Decision:
+        """Plan this rank's own load, and see that all can.
+
+        What a load takes beside weights (scratch, the allocator's rounding) is known to the rank
+        alone. Where it does not fit, all plan again with that node's budget made smaller by as
+        much.
+        """
+        made: list[Decision] = []
+
+        def prepare(last: bool) -> int:
+            place = self.place or self._look(None, self.options)
+            try:
+                made.append(self._own_load(place))
+            except PlanInfeasibleError as error:
+                if last or error.device not in place.devices.opened:
+                    raise self._or_offload(error) from None
+                return error.needed_nbytes - error.budget_nbytes
+            return 0
+
+        again = _REPLANS if self._asked.split in ("layers", "balanced") else 0
+        for left in range(again, -1, -1):
+            made.clear()
+            short = self._session.exchange("its part", partial(prepare, not left))
+            if not any(short):
+                break
+            share = {s.rank: s.nbytes for s in self.plan.shares}
+            self._budgets = tuple(
+                max(min(budget, share[rank]) - by, 1) if by else budget
+                for rank, (budget, by) in enumerate(zip(self._budgets, short, strict=True))
+            )
+            try:
+                self.plan = self._planned(self._budgets)
+            except PlanInfeasibleError as error:
+                members = self._session.members
+                rank = next((m.rank for m in members if m.node == error.device), None)
+                if rank is None:
+                    raise
+                raise PlanInfeasibleError(  # of what was stated, with what else the load takes
+                    error.device,
+                    error.needed_nbytes + self._offered[rank] - self._budgets[rank],
+                    self._offered[rank],
+                    largest=error.largest,
+                    would_fit=error.would_fit,
+                ) from None
+        return made[0]
+
+    def prepare_offload(self) -> tuple[Prepared, int]:
+        """Decide what of this rank's share stays, and see that all can; beside it, what all read.
+
+        Raises:
+            PlanInfeasibleError: this rank's budget is too small for the least of its share.
+            NodeError: that of another is.
+        """
+        made: list[Prepared] = []
+
+        def prepare() -> int:
+            place = self.place or self._look(None, self.options)
+            own, part, options, fill, suggest = self._own(place)
+            assert self._asked.offload is not None
+            found = Prepared.make(
+                *(own, part, options, (fill, [], {}), self._asked.strictness),
+                self._asked.offload,
+                suggest=suggest,
+                part=self.plan.mine,
+            )
+            made.append(found)
+            return found.load.read_nbytes
+
+        nbytes = self._session.exchange("its part", prepare)
+        return made[0], sum(nbytes)
+
+    def _own_load(self, place: Place) -> Decision:
+        """Plan the load of this rank's share."""
+        own, part, options, fill, suggest = self._own(place)
+        strictness = self._asked.strictness
+        return Decision.make(own, part, options, (fill, [], {}), strictness, suggest, ())
+
+    def _own(
+        self, place: Place
+    ) -> tuple[Place, Checkpoint, Options, Mapping[str, Source], _Suggest]:
+        """The model, the checkpoint, the options and the sources of this rank's share."""
+        plan, whole, options = self.plan, self.index.checkpoint, self.options
+        mine, of_model = plan.mine, self._asked.layers
+        self.names = {name: name for name in mine.parameters}
+        if of_model is not None:
+            self.names = plan.renumbered(mine, list(of_model(mine)))
+        planned = plan.sources(mine)
+        fill = {new: planned[name] for new, name in self.names.items() if name in planned}
+        wanted = {r.tensor for source in fill.values() for r in source.rows}
+        tensors = {name: info for name, info in whole.tensors.items() if name in wanted}
+        shards = {info.shard for info in tensors.values()}
+        part = replace(
+            whole,
+            shards=tuple(header for header in whole.shards if header.path in shards),
+            tensors=MappingProxyType(tensors),
+        )
+        check_present(part, self._missing)
+        options = replace(options, quant=QuantPolicy.of_plan(plan.placements.values()))
+        others = plan.placements.keys() - self.names.keys()
+        if of_model is not None:  # a layer that the model has is one of its own
+            others -= {item.name for unit in plan.layers() for item in unit.items}
+        parameters = [
+            p
+            for p in place.parameters
+            for names in [(*p.names, *p.wrapped)]
+            if others.isdisjoint(names) or not self.names.keys().isdisjoint(names)
+        ]
+        if plan.split == "layers" and not plan.mine.layers:
+            # of no layers: the names here tell of none
+            options = replace(options, room=replace(options.room, cache=None))
+        given = self._asked.given
+        asked = Wanted(whole, place.parameters, given["mapping"], given["rename"], is_part=True)
+        own = replace(place, parameters=parameters)
+
+        def suggest() -> tuple[Suggestion, ...]:
+            return (*self._local_layers(place.parameters), *asked.suggestions())
+
+        return own, part, options, fill, suggest
+
+    def _local_layers(self, parameters: Sequence[Parameter]) -> Iterator[Suggestion]:
+        """What to write where a model numbers its own layers from 0, and is filled better so."""
+        plan, mine = self.plan, self.plan.mine
+        if self._asked.layers is not None or not mine.layers:
+            return
+        needed = [{*p.names, *p.wrapped} for p in parameters if not p.is_computed()]
+        local = plan.renumbered(mine, range(len(mine.layers)))
+        now, then = (
+            sum(not names.isdisjoint(there) for names in needed)
+            for there in (set(mine.parameters), local.keys())
+        )
+        if then > now:
+            yield Suggestion(LOCAL_LAYERS, then, len(needed))
+
+
+def own_device(device: str | None, me: Member) -> str | None:
+    """A device by its number, where several ranks of a host ask for one without: each has its own.
+
+    tinygrad does not tell how many it has, and where there are fewer than ranks they may share.
+    """
+    if not isinstance(device, str) or me.local_size == 1:
+        return device
+    named, name = split_name(device)
+    if not name or ":" in name or (named or spelled_as(name)) != "torch":
+        return device
+    known = framework("torch").candidates()
+    alike = [other for other in known if other.partition(":")[0] == name.lower()]
+    return alike[me.local_rank] if len(alike) >= me.local_size else device

@@ -1,0 +1,271 @@
+"""`split_offload`: a model over nodes, each of which offloads its share where that does not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Unpack
+
+from streamload.checkpoint.open import Checkpoint, CheckpointLike
+from streamload.core.patterns import Patterns, check_patterns
+from streamload.core.units import format_bytes, format_table
+from streamload.loading.load import check_nodes, node_specs, read_call, uncollected
+from streamload.loading.options import DEFAULTS, SplitOptions, takes
+from streamload.loading.prepare import Options
+from streamload.offloading.groups import Group, groups_of_checkpoint
+from streamload.offloading.offload import check_asked
+from streamload.offloading.plan import (
+    ENDLESS_NBYTES,
+    LEAST_CHUNK_NBYTES,
+    OffloadPlan,
+    decide,
+    engine_of,
+    least_scratch_nbytes,
+)
+from streamload.offloading.residency import LayerSize
+from streamload.offloading.sizes import cache_of, computed_nbytes, layer_sizes
+from streamload.planning.cache_room import CacheRoom
+from streamload.planning.cuts import Need
+from streamload.planning.device_plan import DevicePlan
+from streamload.planning.match import wants_of
+from streamload.planning.partition import Node, Part, Unit
+from streamload.planning.plan import Plan
+from streamload.planning.planner import assign
+from streamload.planning.requests import DeviceSpec, Wants
+from streamload.planning.shares import holds
+
+_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadSplit:
+    """Which node has what of a model, and what streams there. Prints as a table.
+
+    Attributes:
+        plan: what each node has; its devices are the nodes, with budgets that hold nothing back.
+        offloads: what stays on each node and what streams, in the order of the layers.
+    """
+
+    plan: Plan
+    offloads: tuple[OffloadPlan, ...]
+
+    @property
+    def pass_nbytes(self) -> dict[str, int]:
+        """What a pass reads on each node, in bytes, with the experts of one token."""
+        return {made.device: made.read_nbytes for made in self.offloads}
+
+    def to_json(self, rate: float | None = None) -> str:
+        """Write it as JSON, keyed by node; with a rate, the seconds of a pass on each."""
+        nodes = {}
+        for mine, made in zip(self.plan.devices, self.offloads, strict=True):
+            has = {"layers": mine.layers, "embedding": mine.embedding, "head": mine.head}
+            said = json.loads(made.to_json())
+            for what in ("device", "host", "places", "views"):  # of a machine that was looked at
+                del said[what]
+            seconds = {} if rate is None else {"seconds": made.seconds(rate)}
+            nodes[made.device] = has | said | seconds
+        return json.dumps({"path": self.plan.path, "nodes": nodes}, separators=(",", ":"))
+
+    def table(self, rate: float | None = None) -> str:
+        """A line for each node; with a rate in bytes a second, how long its transfers take."""
+        rows = []
+        for mine, made in zip(self.plan.devices, self.offloads, strict=True):
+            found, read = made.residency, self.pass_nbytes[made.device]
+            slots = f"{found.slots} x {format_bytes(found.slot_nbytes)}" if found.slots else "-"
+            has = holds(range(*mine.layers or (0, 0)), mine.embedding, mine.head)
+            row = [
+                *(made.device, has or ("all" if len(self.offloads) == 1 else "-"), _streams(made)),
+                *(format_bytes(mine.resident_nbytes), format_bytes(found.resident_nbytes)),
+                *(slots, format_bytes(read) if read else "-"),
+                *(format_bytes(made.needed_nbytes), format_bytes(made.budget_nbytes)),
+            ]
+            rows.append(row if rate is None else [*row, f"{made.seconds(rate):.3g} s"])
+        titles = ["node", "holds", "streams", "weights", "stay", "slots", "a pass reads", "needs"]
+        titles += ["budget"] if rate is None else ["budget", "a pass takes"]
+        reads = [nbytes for nbytes in self.pass_nbytes.values() if nbytes]
+        fits = not any(made.residency.absent for made in self.offloads)
+        said = "all shares fit: nothing streams" if fits else "a pass reads rows alone"
+        if reads:
+            said = (
+                f"{len(reads)} of {len(self.offloads)} nodes stream; a pass reads "
+                f"{format_bytes(sum(reads))}, at most {format_bytes(max(reads))} on a node"
+            )
+        return "\n".join([*format_table(titles, rows, right=len(titles) - 3), said])
+
+    def __str__(self) -> str:
+        return self.table()
+
+    __repr__ = __str__
+
+
+def _streams(made: OffloadPlan) -> str:
+    """What of a node does not stay, in words."""
+    found = made.residency
+    said = [f"{len(found.streams)} of {len(made.bounded) + len(found.streams)} layers"]
+    said = said if found.streams else []
+    said += [f"experts of {len(found.experts)} layers"] if found.experts else []
+    return ", ".join([*said, *["rows"] * bool(found.gathers)]) or "-"
+
+
+@takes()
+@uncollected()
+def split_offload(
+    path: CheckpointLike,
+    *,
+    nodes: Sequence[Node],
+    tokens: int | None = None,
+    stay: Patterns = (),
+    **options: Unpack[SplitOptions],
+) -> OffloadSplit:
+    """Plan to split a model over nodes that are too small for it, without reading any data.
+
+    Layers are split in proportion to the budgets, so that each node has what it needs at least: a
+    slot for its largest layer, and room for what cannot stream. A node whose share does not fit
+    offloads it; see `streamload.offload`. Where all shares fit, the plan is that of
+    `streamload.split`. The same input gives the same plan on any machine.
+
+    Args:
+        path: as in `streamload.load_state_dict`, or an open checkpoint.
+        nodes: the nodes in the order of the layers, each with its own budget.
+        tokens: as in `streamload.offload`; so is ``stay``.
+        stay: see ``tokens``.
+        **options: see `SplitOptions`.
+
+    Raises:
+        PlanInfeasibleError: a node has too little for the least of its share; names it.
+        CheckpointError: the checkpoint is invalid, or does not tell how much ``tokens`` take.
+        UnsupportedCastError: a dtype cannot be cast or held.
+        ValueError: an argument is invalid.
+    """
+    kept = check_asked(tokens, stay, {**DEFAULTS, **options})
+    check_nodes(nodes)
+    checkpoint, read, (fill, _, tied) = read_call(path, **options)
+    # how this machine reads, and its CPUs, are nothing to nodes: of what reading takes, the least
+    knobs = replace(read.knobs, reader="pread", page_cache="keep", threads=_THREADS)
+    knobs = replace(knobs, chunk_nbytes=knobs.chunk_nbytes or LEAST_CHUNK_NBYTES)
+    read = replace(read, knobs=knobs)
+    wants = wants_of(checkpoint, fill)
+    check_patterns("stay", kept, wants.names)
+    specs = read.casting(node_specs(read, nodes))
+    computed = [0, 0]  # without logits, and with them
+    if tokens is not None:
+        each = (checkpoint, wants, specs[0], tokens)
+        computed = [computed_nbytes(read, *each, has_head=has_head) for has_head in (False, True)]
+    parts, placed, where = _assigned(checkpoint, read, wants, specs, tied, kept, tokens, computed)
+    numbers: dict[str, list[int]] = {spec.name: [] for spec in specs}
+    for at, name in enumerate(where):
+        numbers[name].append(at)
+    offloads = []
+    for spec in specs:
+        part = parts.get(spec.name)
+        mine = Wants.of(checkpoint, [placed[at] for at in numbers[spec.name]])
+        here, pairs = {*mine.names}, tied.items() if part is None else part.tied
+        shared = {name: source for name, source in pairs if source in here and name not in here}
+        sizes = mine.nbytes(read.policy, spec.native_bf16)
+        made = decide(
+            *(read, checkpoint, mine, spec),
+            groups_of_checkpoint(mine, sizes, shared, kept, checkpoint.config),
+            engine_of(read),
+            tokens=tokens,
+            has_layers=part is None or bool(part.layers),
+            has_head=part is None or part.has_head,
+        )
+        offloads.append(made)
+    return OffloadSplit(_whole(checkpoint, read, placed, where, specs, parts), tuple(offloads))
+
+
+def _assigned(
+    checkpoint: Checkpoint,
+    read: Options,
+    wants: Wants,
+    specs: Sequence[DeviceSpec],
+    tied: Mapping[str, str],
+    stay: Sequence[str],
+    tokens: int | None,
+    computed: Sequence[int],
+) -> tuple[dict[str, Part], Wants, list[str]]:
+    """Who has what: as a load splits it where all shares fit, else so that all least fit.
+
+    Args:
+        checkpoint: the headers.
+        read: the options.
+        wants: all parameters.
+        specs: the nodes.
+        tied: names that share another name's tensor.
+        stay: patterns of names of parameters that stay.
+        tokens: leave room for what a pass of so many computes.
+        computed: what that is, without logits and with them, in bytes.
+    """
+    spec, policy = specs[0], read.policy
+    cache, caches = cache_of(read, checkpoint, tokens), []
+    if cache is not None:
+        caches = CacheRoom.of(checkpoint, wants, policy, cache, spec.native_bf16).layers
+    less = computed[0]
+
+    def assigned(needs: Callable[[Unit], Need] | None) -> tuple[dict[str, Part], Wants, list[str]]:
+        rooms = [replace(each, budget_nbytes=max(each.budget_nbytes - less, 1)) for each in specs]
+        return assign(checkpoint, wants, rooms, policy, tied, caches, needs)
+
+    found = assigned(None)
+    if all(part.fits for part in found[0].values()):
+        return found
+    nbytes = wants.nbytes(policy, spec.native_bf16)
+    groups = groups_of_checkpoint(wants, nbytes, {}, stay, checkpoint.config)
+    sizes = layer_sizes(read, wants, spec, groups)
+    less += least_scratch_nbytes(read, checkpoint, wants, spec, groups, sizes, engine_of(read))
+    return assigned(_needs(wants, groups, sizes, computed[1] - computed[0]))
+
+
+def _needs(
+    wants: Wants, groups: Sequence[Group], sizes: Sequence[LayerSize], logits_nbytes: int
+) -> Callable[[Unit], Need]:
+    """What each unit of a split needs of a node at least."""
+    group_of = {wants.names[at]: n for n, group in enumerate(groups) for at in group.wants}
+
+    def needs(unit: Unit) -> Need:
+        mine = [sizes[n] for n in dict.fromkeys(group_of[item.name] for item in unit.items)]
+        copies = [sizes[group_of[source]] for _, source in unit.tied]
+        streams = [size.nbytes for size in mine if size.kind == "layer"]
+        streams += [size.nbytes for size in copies]
+        fixed = sum(size.resident_nbytes for size in mine if size.kind == "fixed")
+        logits = logits_nbytes if unit.kind == "head" else 0
+        return Need(
+            fixed + unit.cache_nbytes + logits,
+            max(streams, default=0),
+            max((s.chosen * s.expert_nbytes for s in mine if s.kind == "experts"), default=0),
+            sum(size.resident_nbytes for size in mine if size.kind == "rows"),
+        )
+
+    return needs
+
+
+def _whole(
+    checkpoint: Checkpoint,
+    read: Options,
+    wants: Wants,
+    where: Sequence[str],
+    specs: Sequence[DeviceSpec],
+    parts: Mapping[str, Part],
+) -> Plan:
+    """All parameters on their nodes, under budgets that hold nothing back."""
+    here = [replace(want, device=name) for want, name in zip(wants, where, strict=True)]
+    endless = [
+        replace(spec, budget_nbytes=ENDLESS_NBYTES, free_nbytes=None, reserve_nbytes=0)
+        for spec in specs
+    ]
+    free = replace(read, room=replace(read.room, cache=None, reserve_nbytes=0))
+    made = free.plan(checkpoint, here, endless, {}, engine_of(read))
+
+    def with_part(mine: DevicePlan) -> DevicePlan:
+        part = parts.get(mine.device)
+        if part is None:
+            return mine
+        return replace(
+            mine,
+            layers=(part.layers.start, part.layers.stop),
+            embedding=part.has_embedding,
+            head=part.has_head,
+        )
+
+    return replace(made, devices=tuple(map(with_part, made.devices)))

@@ -1,0 +1,158 @@
+"""One load of a group: every stage is waited for together, and an error of one ends it for all."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
+
+from streamload.core.bounded_json import parse_json
+from streamload.distributed.group import Group
+from streamload.distributed.heartbeat import Heartbeat
+from streamload.errors import NodeError, PeerFailedError, StreamloadError
+from streamload.planning.shares import Member
+
+#: What ranks must share to understand each other; counted up when a message changes.
+PROTOCOL = 6
+
+T = TypeVar("T")
+_LISTED = 3
+
+
+class Session:
+    """A group that does one thing together, stage by stage."""
+
+    def __init__(self, group: Group, node: str, host: str, *, timeout_s: float) -> None:
+        """Meet the others.
+
+        Args:
+            group: the ranks; the session does not close it.
+            node: this rank's node id; ranks of the same one get "/0", "/1" appended.
+            host: this rank's host.
+            timeout_s: within how many seconds the loss of a rank is known everywhere.
+
+        Raises:
+            PeerFailedError: a rank was lost.
+            NodeError: a rank runs another version.
+        """
+        self.group = group
+        #: whether each rank is busy with its own, where an error is not one of all
+        self.loading = False
+        # what this group's ranks wrote in another session is not taken for what they write in this
+        token = group.broadcast(secrets.token_bytes(8) if group.rank == 0 else None)
+        self.heartbeat = Heartbeat(group, node, timeout_s, prefix=token.hex())
+        try:
+            self.members = self._meet(node, host)
+        except BaseException as error:
+            self._end(error)
+            raise
+        self.me = self.members[group.rank]
+        self.heartbeat.rename([member.node for member in self.members])
+
+    def _meet(self, node: str, host: str) -> tuple[Member, ...]:
+        said = self.exchange("the greeting", lambda: [PROTOCOL, node, host])
+        for other, (protocol, name, *_) in enumerate(said):  # another version may say more
+            if protocol != said[0][0]:
+                raise NodeError(
+                    f"{name} (rank {other})",
+                    f"speaks version {protocol} of streamload's protocol, and {said[0][1]} "
+                    f"(rank 0) version {said[0][0]}: install the same streamload everywhere",
+                )
+        spelled: dict[str, tuple[int, str]] = {}
+        for rank, (_, name, _) in enumerate(said):
+            first, spelling = spelled.setdefault(name.casefold(), (rank, name))
+            if name != spelling:
+                raise NodeError(
+                    f"{name} (rank {rank})",
+                    f"differs in case alone from {spelling} (rank {first}), and host names that do "
+                    "are one: give each node an id of its own by STREAMLOAD_NODE_ID",
+                )
+        names, hosts = Counter(name for _, name, _ in said), Counter(h for _, _, h in said)
+        seen: Counter[str] = Counter()
+        there: Counter[str] = Counter()
+        members = []
+        for rank, (_, name, where) in enumerate(said):
+            unique = name if names[name] == 1 else f"{name}/{seen[name]}"
+            members.append(Member(rank, unique, where, there[where], hosts[where]))
+            seen[name] += 1
+            there[where] += 1
+        taken = Counter(member.node for member in members)
+        for member in members:
+            if taken[member.node] > 1:
+                raise NodeError(member.node, f"is the id of {taken[member.node]} ranks")
+        return tuple(members)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        if error is not None:
+            self.heartbeat.fail(error)
+        self.heartbeat.close()
+
+    def exchange(self, what: str, make: Callable[[], Any]) -> list[Any]:
+        """Tell each other what each of us found; what one rank raises, all raise.
+
+        Args:
+            what: the stage, for messages.
+            make: this rank's part, as JSON has it.
+
+        Returns:
+            Everyone's, by rank.
+
+        Raises:
+            NodeError: ``make`` of another rank raised.
+            PeerFailedError: a rank was lost.
+        """
+        own: Exception | None = None
+        try:
+            said = json.dumps({"value": make()})
+        except PeerFailedError:
+            raise
+        except Exception as error:
+            own = error
+            told = str(error) if isinstance(error, StreamloadError) else repr(error)
+            said = json.dumps({"error": told})
+        message = zlib.compress(said.encode(), 1)
+        self.heartbeat.arrive()
+        found = [
+            parse_json(zlib.decompress(data))
+            for data in self.together(lambda: self.group.allgather(message))
+        ]
+        if own is not None:
+            raise own
+        failed = [(r, answer["error"]) for r, answer in enumerate(found) if "error" in answer]
+        if failed:
+            names = [peer.node for peer in self.heartbeat.peers]
+            more = [f"{names[rank]}: {told}" for rank, told in failed[1:_LISTED]]
+            more += [f"and {len(failed) - _LISTED} more"] if len(failed) > _LISTED else []
+            rank, first = failed[0]
+            raise NodeError(names[rank], f"{what}: {'; '.join([first, *more])}")
+        return [answer["value"] for answer in found]
+
+    def step(self, what: str, make: Callable[[], T]) -> T:
+        """What this rank makes, when all have made theirs; what one rank raises, all raise."""
+        made: list[T] = []
+        self.exchange(what, lambda: made.append(make()))
+        return made[0]
+
+    def share(self, what: str, make: Callable[[], bytes]) -> bytes:
+        """What rank 0 makes; what it raises, all raise."""
+        mine = self.step(what, lambda: make() if self.group.rank == 0 else None)
+        return self.together(lambda: self.group.broadcast(mine))
+
+    def together(self, call: Callable[[], T]) -> T:
+        """Run a collective; where it fails, raise the loss behind it."""
+        try:
+            return call()
+        except PeerFailedError as error:
+            found = self.heartbeat.identify(error)
+            if found is error:
+                raise
+            raise found from error

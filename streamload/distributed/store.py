@@ -1,0 +1,339 @@
+"""The key-value store of a group: kept by rank 0, asked by the others over one connection each.
+
+Engines bring collectives only. MPI has no store, and that of torch waits without end for a host
+that has gone silent; here every wait of a client ends at its timeout, by the kernel's clock. The
+messages are those of ``multiprocessing.connection``, with its mutual proof of a shared key. They
+carry JSON and no pickles: ``{"set": key, "value": text}`` is answered by ``null``, ``{"get":
+[key, ...]}`` by a list of texts and nulls. A text holds bytes as Latin-1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import ipaddress
+import json
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import answer_challenge, deliver_challenge
+from typing import Any, Protocol
+
+from streamload.core.bounded_json import parse_json
+from streamload.distributed.group import Group, MemoryStore, Store, lost
+from streamload.errors import NodeError
+
+_LARGEST_NBYTES = 1 << 30  # of one message
+_PART_NBYTES = 1 << 20  # of a message that are read at once: a length alone takes no memory
+_PROOF_S = 10.0  # for a connection to prove that it knows the key
+_STRANGERS = 64  # connections beside those of the ranks that may be about to prove it
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_PAUSE_S = 0.05  # for what was given back then
+_CONNECT_S = 3.0  # for one of several addresses to answer
+_LAST_PORT = 65535
+_FAREWELL_S = 5.0  # at most, for the others to leave before the keeper does
+_FAREWELL_SHARE = 0.1  # of the group's timeout, which is a promise
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface, netdevice(7)
+
+#: What a broken, silent or foreign connection raises.
+# (AssertionError: Python 3.11 asserts how a challenge begins)
+_BROKEN = (OSError, EOFError, ValueError, AuthenticationError, AssertionError)
+
+
+class SharedStore(Store, Protocol):
+    """A store, and the way to leave it."""
+
+    def close(self) -> None:
+        """Leave; takes seconds at most, and may be called twice."""
+
+
+class _Channel:
+    """Messages over a socket, each behind its length, within a deadline."""
+
+    def __init__(self, connected: socket.socket, seconds: float) -> None:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._socket = connected
+        self.allow(seconds)
+
+    def allow(self, seconds: float | None) -> None:
+        """Let all that follows take so long together; None for any time."""
+        self._end = None if seconds is None else time.monotonic() + seconds
+
+    def send_bytes(self, data: bytes) -> None:
+        """Send one message."""
+        self._limit()
+        self._socket.sendall(struct.pack("!i", len(data)) + data)
+
+    def recv_bytes(self, most_nbytes: int) -> bytes:
+        """Receive one message."""
+        (nbytes,) = struct.unpack("!i", self._exactly(4))
+        if not 0 <= nbytes <= most_nbytes:
+            raise ValueError(f"a message of {nbytes} bytes, expected at most {most_nbytes}")
+        return self._exactly(nbytes)
+
+    def _exactly(self, nbytes: int) -> bytes:
+        data = bytearray()
+        while len(data) < nbytes:
+            self._limit()
+            part = self._socket.recv(min(nbytes - len(data), _PART_NBYTES))
+            if not part:
+                raise EOFError("the connection was closed")
+            data += part
+        return bytes(data)
+
+    def _limit(self) -> None:
+        left = None if self._end is None else self._end - time.monotonic()
+        if left is not None and left <= 0:
+            raise TimeoutError("no answer")
+        self._socket.settimeout(left)
+
+
+class _Keeper(MemoryStore):
+    """The store of rank 0, and the threads that answer for it."""
+
+    def __init__(self, key: bytes, size: int, timeout: float, address: str, port: int = 0) -> None:
+        super().__init__()
+        self._key = key
+        self._most_unproven = size + _STRANGERS
+        self._farewell_s = min(_FAREWELL_S, timeout * _FAREWELL_SHARE)
+        both = not address and socket.has_dualstack_ipv6()
+        self._listener = socket.create_server(
+            (address, port),
+            family=socket.AF_INET6 if both or ":" in address else socket.AF_INET,
+            dualstack_ipv6=both,
+            backlog=1024,
+        )
+        self._listener.settimeout(None)  # also where the program has a default for sockets
+        self._unproven: dict[socket.socket, None] = {}  # the oldest first
+        self._clients: set[socket.socket] = set()
+        self._changed = threading.Condition()
+        self._closed = False
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, name="streamload-store", daemon=True).start()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                client, _ = self._listener.accept()
+            except OSError as error:  # closed, or the client is gone again
+                if error.errno in _EXHAUSTED:
+                    self._drop_strangers(len(self._unproven) // 2)
+                    time.sleep(_PAUSE_S)
+                continue
+            self._drop_strangers(self._most_unproven - 1)
+            with self._changed:
+                self._unproven[client] = None
+            try:
+                threading.Thread(
+                    target=self._serve, args=(client,), name="streamload-store", daemon=True
+                ).start()
+            except RuntimeError:  # there can be no more threads now
+                self._forget(client)
+
+    def _drop_strangers(self, most: int) -> None:
+        """Hang up on all but the newest of those that have not proved to know the key.
+
+        One of ours does so within milliseconds: the oldest are strangers.
+        """
+        with self._changed:
+            for client in list(self._unproven)[: max(len(self._unproven) - most, 0)]:
+                _hang_up(client)
+
+    def _forget(self, client: socket.socket) -> None:
+        with self._changed:
+            self._unproven.pop(client, None)
+            self._clients.discard(client)
+            client.close()
+            self._changed.notify_all()
+
+    def _serve(self, client: socket.socket) -> None:
+        try:
+            # what is broken here: the client left, or never was one of ours
+            with contextlib.suppress(*_BROKEN):
+                channel = _Channel(client, _PROOF_S)
+                _prove(channel, self._key, first=True)
+                channel.allow(None)
+                with self._changed:
+                    self._unproven.pop(client)
+                    if self._closed:
+                        return
+                    self._clients.add(client)
+                while True:
+                    request = parse_json(channel.recv_bytes(_LARGEST_NBYTES))
+                    channel.send_bytes(json.dumps(self._answer(request)).encode())
+        finally:
+            self._forget(client)
+
+    def _answer(self, request: dict[str, object]) -> list[str | None] | None:
+        match request:
+            case {"set": str(key), "value": str(text)}:
+                self.set(key, text.encode("latin-1"))
+                return None
+            case {"get": list(keys)}:
+                values = self.get_many([str(key) for key in keys])
+                return [None if value is None else value.decode("latin-1") for value in values]
+        raise ValueError(f"not a request: {request}")
+
+    def close(self) -> None:
+        """Stop answering, when the others have left or after a few seconds."""
+        with self._changed:
+            if not self._closed:
+                # also after a failure: the others may not have read here yet which rank was lost
+                self._changed.wait_for(lambda: not self._clients, self._farewell_s)
+            self._closed = True
+            for client in (*self._clients, *self._unproven):
+                _hang_up(client)
+        _hang_up(self._listener)
+        self._listener.close()
+
+
+class _Client(Store):
+    """The store as the other ranks see it."""
+
+    def __init__(self, addresses: Sequence[str], port: int, key: bytes, timeout: float) -> None:
+        self._lock = threading.Lock()
+        self._timeout = timeout
+        problems = []
+        for address in addresses:
+            try:
+                self._socket, self._channel = _connect(address, port, key, min(timeout, _CONNECT_S))
+            except _BROKEN as error:
+                problems.append(f"{address}: {error}")
+            else:
+                self._ask({"get": []})  # answered when the keeper counts this client as one
+                return
+        tried = "; ".join(problems)
+        raise lost(f"its store on port {port} cannot be reached ({tried})", rank=0)
+
+    def _ask(self, request: dict[str, object]) -> list[str | None] | None:
+        try:
+            with self._lock:
+                self._channel.allow(self._timeout)
+                self._channel.send_bytes(json.dumps(request).encode())
+                answer: list[str | None] | None = parse_json(
+                    self._channel.recv_bytes(_LARGEST_NBYTES)
+                )
+        except _BROKEN as error:
+            # a late answer must not be taken for that to another question
+            _hang_up(self._socket)
+            raise lost("its store does not answer", rank=0) from error
+        return answer
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write a value; it is there when this returns."""
+        self._ask({"set": key, "value": value.decode("latin-1")})
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Values of several keys, as they were at one moment, in one message."""
+        texts = self._ask({"get": list(keys)}) or []
+        return [None if text is None else text.encode("latin-1") for text in texts]
+
+    def close(self) -> None:
+        """Leave; a thread that waits for an answer ends at once."""
+        _hang_up(self._socket)
+        with self._lock:
+            self._socket.close()
+
+
+def open_store(group: Group, timeout: float, address: str = "") -> SharedStore:
+    """Make the store of a group with a broadcast of its own: every rank calls this.
+
+    Args:
+        group: the group, whose collectives work already.
+        timeout: seconds that an answer of rank 0 may take.
+        address: where rank 0 listens, and nowhere else; "" for the interface that
+            ``GLOO_SOCKET_IFNAME`` names, or all of them.
+
+    Raises:
+        PeerFailedError: rank 0 is gone, or cannot be reached from here.
+        NodeError: rank 0 cannot listen on the port of STREAMLOAD_STORE_PORT.
+    """
+    if group.rank == 0:
+        key = secrets.token_bytes(32)
+        address = address or next(filter(None, map(interface_address, gloo_interfaces())), "")
+        try:
+            keeper = _Keeper(key, group.size, timeout, address, _chosen_port())
+        except (OSError, ValueError) as error:
+            port = os.environ.get("STREAMLOAD_STORE_PORT", "")
+            chosen = f" with STREAMLOAD_STORE_PORT={port}" if port else ""
+            problem = f"its store cannot listen{chosen}: {error}"
+            group.broadcast(json.dumps({"problem": problem}).encode())
+            raise NodeError("rank 0", problem) from error
+        addresses = [address] if address else _addresses()
+        where = {"addresses": addresses, "port": keeper.port, "key": key.hex()}
+        try:
+            group.broadcast(json.dumps(where).encode())
+        except BaseException:
+            keeper.close()
+            raise
+        return keeper
+    found = parse_json(group.broadcast(None))
+    if "problem" in found:
+        raise NodeError("rank 0", found["problem"])
+    return _Client(found["addresses"], found["port"], bytes.fromhex(found["key"]), timeout)
+
+
+def _chosen_port() -> int:
+    """The port that ``STREAMLOAD_STORE_PORT`` names; 0 for one of the system's choice."""
+    text = os.environ.get("STREAMLOAD_STORE_PORT", "") or "0"
+    if not text.isascii() or not text.isdecimal() or int(text) > _LAST_PORT:
+        raise ValueError(f"{text!r} is no port: expected a number up to {_LAST_PORT}")
+    return int(text)
+
+
+def _connect(address: str, port: int, key: bytes, seconds: float) -> tuple[socket.socket, _Channel]:
+    client = socket.create_connection((address, port), seconds)
+    try:
+        channel = _Channel(client, seconds)
+        _prove(channel, key, first=False)
+    except BaseException:
+        client.close()
+        raise
+    return client, channel
+
+
+def _prove(channel: Any, key: bytes, *, first: bool) -> None:
+    """Show each other that both know the key; the keeper asks first."""
+    for step in (deliver_challenge, answer_challenge)[:: 1 if first else -1]:
+        step(channel, key)  # which need a channel's two methods
+
+
+def _hang_up(connected: socket.socket) -> None:
+    # close alone does not wake a thread that waits in accept or read
+    with contextlib.suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
+
+
+def gloo_interfaces() -> list[str]:
+    """The network interfaces that ``GLOO_SOCKET_IFNAME`` names, separated by commas."""
+    return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+
+
+def interface_address(name: str) -> str:
+    """The IPv4 address of a network interface, or ""."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            request = struct.pack("256s", name.encode()[:15])
+            answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
+        except OSError:  # no such interface, or one without an IPv4 address
+            return ""
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _addresses() -> list[str]:
+    """Where this host may be reached, loopback last."""
+    found = [address for _, name in socket.if_nameindex() if (address := interface_address(name))]
+    with contextlib.suppress(OSError):  # a host whose name does not resolve
+        own = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        found += [str(sockaddr[0]) for *_, sockaddr in own]
+    found += ["127.0.0.1", "::1"]
+    return sorted(
+        dict.fromkeys(found), key=lambda a: ipaddress.ip_address(a.partition("%")[0]).is_loopback
+    )

@@ -1,0 +1,1 @@
+"""Bytes of files: mapped, read, past the page cache, over HTTP; guarded against change."""

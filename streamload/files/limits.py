@@ -1,0 +1,91 @@
+"""How much of headers is read: what formats allow, or less for services that open others' files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields
+
+from streamload.core.location import Location
+from streamload.errors import HeaderError
+from streamload.files.header import MAX_HEADER_NBYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The most that opening a checkpoint reads and makes: of its headers, for no data is read.
+
+    To parse headers takes time and memory in proportion to their bytes, whatever they say. Without
+    limits, each may have 100 MB.
+
+    Attributes:
+        header_nbytes: bytes of all headers together, and of the JSON beside them (config.json, an
+            index); None for 100 MB of each.
+        tensors: how many tensors, of all files together; None for any number.
+    """
+
+    header_nbytes: int | None = None
+    tensors: int | None = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None and (type(value) is not int or value < 0):
+                raise ValueError(f"Limits: {each.name} is an integer of 0 or more, not {value!r}")
+
+
+@dataclass(slots=True)
+class _Count:
+    """What was read so far; files of a set are read again for each other, and count once."""
+
+    limits: Limits
+    nbytes: dict[tuple[str, str], int] = field(default_factory=dict)
+    tensors: dict[str, int] = field(default_factory=dict)
+
+
+_count: ContextVar[_Count | None] = ContextVar("limits", default=None)
+
+
+@contextmanager
+def limited(limits: Limits | None) -> Iterator[None]:
+    """Hold all headers that are read in the block to limits; None for what formats allow."""
+    before = _count.set(None if limits is None else _Count(limits))
+    try:
+        yield
+    finally:
+        _count.reset(before)
+
+
+def most_nbytes(path: Location, what: str = "") -> int:
+    """Bytes that this part of a file's header may have."""
+    count = _count.get()
+    if count is None or count.limits.header_nbytes is None:
+        return MAX_HEADER_NBYTES
+    others = sum(n for key, n in count.nbytes.items() if key != (str(path), what))
+    return max(min(MAX_HEADER_NBYTES, count.limits.header_nbytes - others), 0)
+
+
+def check_nbytes(path: Location, problem: str, nbytes: int, what: str = "") -> None:
+    """Count bytes of a header, or of one of its parts, before they are parsed.
+
+    Raises:
+        HeaderError: they are more than may be read, with ``problem``.
+    """
+    most = most_nbytes(path, what)
+    if nbytes > most:
+        limit = "" if most == MAX_HEADER_NBYTES else ", by limits="
+        raise HeaderError(path, problem, f"at most {most} bytes{limit}", nbytes)
+    if (count := _count.get()) is not None:
+        count.nbytes[str(path), what] = nbytes
+
+
+def check_tensors(path: Location, tensors: int) -> None:
+    """Count the tensors of a file; raises HeaderError if all files have more than they may."""
+    count = _count.get()
+    if count is None or count.limits.tensors is None:
+        return
+    count.tensors[str(path)] = tensors
+    if (found := sum(count.tensors.values())) > count.limits.tensors:
+        expected = f"at most {count.limits.tensors}, by limits="
+        raise HeaderError(path, "there are too many tensors", expected, found)

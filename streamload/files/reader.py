@@ -1,0 +1,196 @@
+"""An open shard, and what all ways to read one have in common."""
+
+from __future__ import annotations
+
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+
+from streamload.core.location import Location
+from streamload.core.units import round_up
+
+Addresses: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Reader(ABC):
+    """One open shard. Any number of threads may use it at once; it outlives their calls.
+
+    As it stands it has no open file on this machine, and reads any range by `_read`.
+
+    Attributes:
+        path: the file.
+        nbytes: the file's length in bytes, as its header has it.
+        mapped: whether `view` is a window of a memory map, which takes no memory of the process.
+        alignment: what `read_aligned` wants multiples of: a power of two up to the page, 1 for any.
+            It stays the same while the reader is open, also when it falls back.
+        has_file: whether there is an open file on this machine: `fileno` is for those that have
+            one.
+        fallback: why the file is not read in the way that was asked for: a sentence, "" while it
+            is.
+    """
+
+    mapped = False
+    alignment = 1
+    has_file = False
+    fallback = ""
+    _how = "otherwise"  # than from a file of this machine, for messages
+
+    def __init__(self, path: Location, file_nbytes: int) -> None:
+        self.path = path
+        self.nbytes = file_nbytes
+
+    def view(self, start: int, stop: int) -> AbstractContextManager[memoryview]:
+        """Bytes ``start`` to ``stop`` (exclusive) of the file, read-only, valid inside the with.
+
+        Raises:
+            TruncatedFileError: the file has become shorter; on leaving the with, too.
+            FileChangedError: it has changed otherwise, or a writer waits for it; likewise.
+            CheckpointError: the bytes cannot be read.
+            ValueError: the range is not within the file, or the reader is closed.
+        """
+        self._check_range(start, stop)
+        return self._filled(start, stop)
+
+    @contextmanager
+    def _filled(self, start: int, stop: int) -> Iterator[memoryview]:
+        """A view of bytes that are read into memory of its own."""
+        window = memoryview(bytearray(stop - start))
+        try:
+            self.read_into(start, window)
+            yield window.toreadonly()
+        finally:
+            with suppress(BufferError):  # something of the caller's still refers to it
+                window.release()
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """Fill ``out`` with the file's bytes from ``start`` on; allocates nothing.
+
+        Args:
+            start: first byte, counted from the start of the file.
+            out: where to; writable, C-contiguous.
+
+        Raises:
+            TruncatedFileError: the file has become shorter; what ``out`` holds is undefined.
+            FileChangedError: it has changed otherwise, or a writer waits for it; likewise.
+            CheckpointError: the bytes cannot be read.
+            ValueError: the range is not within the file, or the reader is closed.
+        """
+        self._check_range(start, start + out.nbytes)
+        if out.nbytes:  # a memoryview of nothing cannot be cast
+            with self.unchanged(), out.cast("B") as target:
+                self._read(start, target, target.nbytes)
+
+    def read_aligned(self, start: int, stop: int, out: memoryview) -> int:
+        """Read bytes ``start`` to ``stop`` to the beginning of ``out``, the quickest way there is.
+
+        For callers that own their memory and can over-read: round ``start`` down and ``stop`` up to
+        `alignment`, perhaps past the end of the file, and skip the bytes that you do not want. Then
+        nothing is copied or allocated. A reader of alignment 1 takes any range.
+
+        Args:
+            start: a multiple of `alignment`.
+            stop: a multiple of `alignment`, or the file's length; exclusive.
+            out: where to; writable, C-contiguous, at least ``stop - start`` bytes, its address a
+                multiple of `alignment` (any page is). What comes after the valid bytes may be
+                overwritten.
+
+        Returns:
+            How many bytes at the beginning of ``out`` are valid: ``stop - start``, less where the
+            file ends before ``stop``.
+
+        Raises:
+            TruncatedFileError: the file has become shorter; what ``out`` holds is undefined.
+            CheckpointError: the bytes cannot be read.
+            ValueError: the range begins after the file's end or leads further past it than its
+                last block, ``out`` is too small, or the reader is closed.
+        """
+        valid = min(stop, self.nbytes) - start
+        self._check_range(start, start + valid)
+        if out.nbytes < stop - start or stop - start - valid >= self.alignment:
+            raise ValueError(
+                f"{self.path}: bytes {start} to {stop} of its {self.nbytes} "
+                f"cannot be read into {out.nbytes}"
+            )
+        if valid:
+            with (
+                self.unchanged(),
+                out.cast("B") as target,
+                target[: round_up(stop, self.alignment) - start] as part,
+            ):
+                self._read(start, part, valid)
+        return valid
+
+    def fileno(self) -> int:
+        """The open file, for callers that pread(2) from it themselves.
+
+        Starts, lengths and addresses must be multiples of `alignment`. The number changes at a
+        `fallback`: after an EINVAL, read those bytes through the reader, which falls back if it has
+        to, and ask again.
+
+        Raises:
+            io.UnsupportedOperation: there is none.
+            ValueError: the reader is closed.
+        """
+        raise io.UnsupportedOperation(f"{self.path} is read {self._how}")
+
+    def scatter(self, start: int, addresses: Addresses, sizes: Addresses) -> bool:
+        """Read consecutive bytes to many places, in few calls of the system.
+
+        Args:
+            start: first file byte.
+            addresses: where to; at most 1024.
+            sizes: how many bytes to each.
+
+        Returns:
+            Whether all of it was read. Otherwise what those places hold is undefined.
+
+        Raises:
+            CheckpointError: see `unchanged`.
+        """
+        return False
+
+    def stop_ahead(self) -> None:  # noqa: B027
+        """From now on, bring no more than what is read into the page cache, little at a time.
+
+        For hosts with little memory: pages that are being read cannot be reclaimed. What is mapped
+        is read, too. Call this before anything is read.
+        """
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """Enter this around reads from `fileno`, or from a map of it.
+
+        `view`, `read_into` and `read_aligned` do so themselves.
+
+        Raises:
+            CheckpointError: on entering and on leaving, the file is not what it was when its header
+                was read, or a writer waits for it.
+        """
+        return nullcontext()
+
+    def stop(self) -> None:  # noqa: B027
+        """End calls that wait for a server soon, with an error; any thread may call this.
+
+        Reads of files go on to their end. The reader must still be closed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the file; may be called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def _read(self, start: int, target: memoryview, nbytes: int) -> None:
+        """Read ``nbytes`` from ``start`` on, not none; all of ``target`` may be overwritten."""
+
+    def _check_range(self, start: int, stop: int) -> None:
+        if not 0 <= start <= stop <= self.nbytes:
+            raise ValueError(f"{self.path}: no bytes {start} to {stop} in its {self.nbytes}")

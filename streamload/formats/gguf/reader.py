@@ -1,0 +1,539 @@
+"""GGUF files, versions 2 and 3: metadata, and tensors of plain elements or of blocks.
+
+A file is "GGUF", the version (32 bits), how many tensors and how many pairs of metadata there are
+(64 bits each), the pairs (key, type, value), what is said of each tensor (name, dimensions, the
+innermost first, type, offset), and the data from the next multiple of the alignment on. A set of
+files is numbered, ``name-00001-of-00003.gguf``; the first has the metadata of all.
+
+Tensors have the names of Hugging Face where the architecture is known: see `gguf_names`.
+
+Source: docs/gguf.md in github.com/ggml-org/ggml. Stricter than it: names of tensors are unique, and
+tensors share no bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import repeat
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypeAlias
+
+import numpy as np
+
+from streamload.core.dtypes import BY_CODE, PACKED, DType
+from streamload.core.location import Location, Url
+from streamload.core.tensors import TensorInfo, records
+from streamload.core.units import round_up
+from streamload.errors import CheckpointError, HeaderError, TruncatedFileError
+from streamload.files import remote
+from streamload.files.header import MAX_HEADER_NBYTES, Header, Stored, Turn, describe, is_text
+from streamload.files.limits import check_nbytes, check_tensors, most_nbytes
+from streamload.formats.gguf import vocabulary as gguf_vocabulary
+from streamload.formats.gguf.constants import (
+    ALIGNMENT,
+    ARRAY,
+    BOOL,
+    MAGIC,
+    SCALARS,
+    STRING,
+    TENSOR_TYPES,
+    VERSIONS,
+    TensorType,
+)
+from streamload.formats.gguf.names import (
+    ARCHITECTURE,
+    ARCHITECTURES,
+    ROPE_FREQS,
+    Architecture,
+    config_of,
+    unsaid_of,
+)
+from streamload.formats.reader import File, FormatReader, open_file, register_reader
+
+_FIRST_NBYTES = 2**18  # what a server is asked for at first
+_MOST_NBYTES = 2**22  # that are read at once
+_MOST_AXES = 4
+_MOST_NESTED = 4
+_MOST_LAYERS = 2**12  # whose settings are read, where a file has an array of them
+_LEAST_PAIR_NBYTES, _LEAST_TENSOR_NBYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
+_MOST_U64 = 2**64 - 1
+_MEMBER = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf", re.ASCII)
+
+_READ = {n: each for n, each in TENSOR_TYPES.items() if each.code or each.kind in PACKED}
+#: What follows the number of axes in what is said of a tensor: the axes, its type, its offset.
+_AFTER_AXES = [struct.Struct(f"<{axes}QIQ") for axes in range(_MOST_AXES + 1)]
+#: What is said of a tensor: its name, its shape, the number of its type, its offset.
+_Said: TypeAlias = "tuple[str, tuple[int, ...], int, int]"
+
+
+class _Tensor(NamedTuple):
+    """What a file says of a tensor, by its own name; it has bytes ``start`` to ``stop``."""
+
+    name: str
+    type: TensorType
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class GGUF(FormatReader):
+    """Reads GGUF files; see `FormatReader`."""
+
+    name = "gguf"
+    suffixes = (".gguf",)
+    single = "model.gguf"
+
+    def looks(self, head: bytes) -> bool:
+        """By its magic."""
+        return head.startswith(MAGIC)
+
+    def read_header(self, file: File) -> Header:
+        """See `FormatReader.read_header`."""
+        metadata, tensors, data_start = _read(file)
+        number, count = (metadata.get(f"split.{key}", 0) for key in ("no", "count"))
+        of_model, shapes = metadata, {each.name: each.shape for each in tensors}
+        if type(number) is not int or type(count) is not int:
+            found = describe([number, count])
+            raise HeaderError(file.path, "split.no and split.count are invalid", "numbers", found)
+        others = _others(file.path, number, count)
+        if number:
+            of_model = _read_other(others[0])[0]
+        elif others:  # what is said of all depends on which tensors there are
+            counts = [len(tensors)]
+            for other in others[1:]:
+                more = _shapes_of(other)
+                if more is None:
+                    break  # the file is not there, or invalid: that is found out later
+                shapes |= more
+                counts.append(len(more))
+            if len(counts) == count:
+                _check_count(file, metadata.get("split.tensors.count"), counts)
+        known = ARCHITECTURES.get(str(of_model.get(ARCHITECTURE)))
+        freqs = () if known is None else _freqs(file, tensors)
+        try:
+            settings = config_of(of_model, shapes, freqs)
+        except ValueError as error:
+            problem = "its layers have different settings"
+            raise HeaderError(file.path, problem, "one number for all", str(error)) from error
+        config = {} if number else settings
+        if config and (unsaid := unsaid_of(of_model, config, freqs)):
+            warnings.warn(
+                f"{file.path}: {unsaid}, which no config.json says: its tensors are read, and the "
+                "model opens with a config.json beside it alone, or with config=",
+                UserWarning,
+                stacklevel=2,
+            )
+            config = {}
+        return _header(file, known, settings, config, metadata, tensors, data_start)
+
+    def siblings(self, header: Header) -> Sequence[str]:
+        """See `FormatReader.siblings`."""
+        match = _MEMBER.fullmatch(header.path.name)
+        return () if match is None else _set_of(match["stem"], int(match["total"]))
+
+    def documents(self, headers: Sequence[Header]) -> Mapping[str, bytes]:
+        """The tokenizer; see `FormatReader.documents`."""
+        for header in headers:
+            with _opened(header.path) as file:
+                metadata = _Cursor(file).metadata(arrays=True)[0]
+            if "tokenizer.ggml.model" in metadata:
+                found = gguf_vocabulary.from_gguf(header.path, metadata)
+                return {
+                    name: json.dumps(document, ensure_ascii=False).encode()
+                    for name, document in found.items()
+                }
+        return {}
+
+
+def _header(
+    file: File,
+    known: Architecture | None,
+    heads: Mapping[str, Any],
+    config: Mapping[str, Any],
+    metadata: Mapping[str, Any],
+    tensors: Sequence[_Tensor],
+    data_start: int,
+) -> Header:
+    """A header, with the names of Hugging Face."""
+    names: list[str] = []
+    dtypes: list[DType] = []
+    shapes: list[tuple[int, ...]] = []
+    starts: list[int] = []
+    stops: list[int] = []
+    stored: dict[str, Stored] = {}
+    turns: dict[str, Turn] = {}
+    for each in tensors:  # there may be millions
+        if known is not None and each.name == ROPE_FREQS:
+            continue
+        name = (known and known.to_hugging_face(each.name)) or each.name
+        dtype, shape = BY_CODE.get(each.type.code), each.shape
+        if dtype is None:
+            stored[name] = Stored(each.type.kind, shape, (each.type.numel,), 8)
+            dtype = BY_CODE["U8"]
+            shape = (*shape[:-1], shape[-1] // each.type.numel * each.type.nbytes)
+        names.append(name)
+        dtypes.append(dtype)
+        shapes.append(shape)
+        starts.append(each.start)
+        stops.append(each.stop)
+        turn = None if known is None else _turn(file, known, each, heads)
+        if turn is not None:
+            turns[name] = turn
+    path = file.path
+    made = records(TensorInfo, names, dtypes, shapes, repeat(path), starts, stops)
+    infos = sorted(made, key=attrgetter("start", "stop", "name"))
+    _check_distinct(file, names)
+    said = {k: v for k, v in metadata.items() if k.startswith("general.") and isinstance(v, str)}
+    return Header(
+        *(path, file.nbytes, data_start, tuple(infos), said),
+        format=GGUF.name,
+        config=config,
+        stored=stored,
+        turns=turns,
+    )
+
+
+def _turn(
+    file: File, known: Architecture, tensor: _Tensor, config: Mapping[str, Any]
+) -> Turn | None:
+    """How a tensor's rows lie, where models have them otherwise."""
+    shape = tensor.shape
+    if known.is_transposed(tensor.name) and len(shape) == 2 and min(shape) > 1:
+        return Turn(1, *shape, shape[::-1])
+    try:
+        order = known.half_split(tensor.name, shape[0] if shape else 1, config)
+    except ValueError as error:
+        raise HeaderError(
+            file.path, "its rows cannot be split into heads", str(error), shape, tensor=tensor.name
+        ) from error
+    if order is None or 1 in (order.outer, order.inner):
+        return None
+    return Turn(order.groups, order.outer, order.inner)
+
+
+def _freqs(file: File, tensors: Sequence[_Tensor]) -> Sequence[float]:
+    """The values of `ROPE_FREQS`, or none."""
+    found = next((each for each in tensors if each.name == ROPE_FREQS), None)
+    if found is None or found.type.code != "F32" or found.stop - found.start > _FIRST_NBYTES:
+        return ()
+    raw = file.read(found.start, found.stop)
+    return tuple(np.frombuffer(raw, "<f4").tolist())
+
+
+# --- sets of files --------------------------------------------------------------------------------
+
+
+def _set_of(stem: str, count: int) -> list[str]:
+    return [f"{stem}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+
+
+def _others(path: Location, number: int, count: int) -> list[Location]:
+    """The files of a set, this one among them; none where it is alone.
+
+    Raises:
+        HeaderError: the file has not the name that its number calls for.
+    """
+    match = _MEMBER.fullmatch(path.name)
+    if count <= 1:
+        if match is not None and int(match["total"]) > 1:
+            problem = "is a whole checkpoint, and has the name of one file of a set: rename it"
+            expected = f"split.count {int(match['total'])}"
+            raise HeaderError(path, problem, expected, f"split.count {count}" if count else "none")
+        return []
+    if match is None or (int(match["number"]) - 1, int(match["total"])) != (number, count):
+        expected = f"a name that ends with -{number + 1:05}-of-{count:05}.gguf"
+        raise HeaderError(path, "is one file of a set, and has another name", expected, path.name)
+    return [path.parent / name for name in _set_of(match["stem"], count)]
+
+
+def _read_other(path: Location) -> tuple[dict[str, Any], list[_Tensor], int]:
+    with _opened(path) as file:
+        return _read(file)
+
+
+def _shapes_of(path: Location) -> dict[str, tuple[int, ...]] | None:
+    """The tensors of another file of the set; None where it cannot be read: found out later."""
+    with suppress(CheckpointError):
+        return {each.name: each.shape for each in _read_other(path)[1]}
+    return None
+
+
+def _check_count(file: File, stated: object, counts: Sequence[int]) -> None:
+    """Refuse a set whose first file says another number of tensors than the files hold."""
+    if stated not in (None, sum(counts)):
+        problem = "the files of its set do not belong together"
+        expected = f"split.tensors.count, {describe(stated)}"
+        raise HeaderError(file.path, problem, expected, f"{sum(counts)} tensors")
+
+
+@contextmanager
+def _opened(path: Location) -> Iterator[File]:
+    if isinstance(path, Url):
+        with remote.connections():
+            yield remote.RemoteFile(path)
+    else:
+        with open_file(Path(path)) as file:
+            yield file
+
+
+# --- the grammar ----------------------------------------------------------------------------------
+
+
+def _read(file: File) -> tuple[dict[str, Any], list[_Tensor], int]:
+    """The metadata without its long arrays, the tensors, and where the data begins.
+
+    Raises:
+        HeaderError: the file breaks a rule of the format.
+        TruncatedFileError: it is shorter than it says.
+        CheckpointError: it cannot be read.
+    """
+    cursor = _Cursor(file)
+    metadata, count = cursor.metadata(arrays=False)
+    alignment = metadata.get("general.alignment", ALIGNMENT)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        cursor.refuse("general.alignment is not valid", "a power of two", alignment)
+    if count * _LEAST_TENSOR_NBYTES > cursor.left_nbytes:
+        cursor.refuse("says that it has more tensors than fit into it", "fewer", count)
+    check_tensors(file.path, count)
+    said = cursor.tensors(count)
+    check_nbytes(file.path, "the header is too long", cursor.at)
+    data_start = round_up(cursor.at, alignment)
+    tensors = _placed(file, said, alignment, data_start)
+    end = data_start
+    for each in sorted(tensors, key=attrgetter("start", "stop")):
+        if each.start < end and each.stop > each.start:
+            raise HeaderError(
+                *(file.path, "begins inside another tensor", end, each.start), tensor=each.name
+            )
+        end = max(end, each.stop)
+    _check_distinct(file, [each.name for each in tensors])
+    return metadata, tensors, data_start
+
+
+def _check_distinct(file: File, names: Sequence[str]) -> None:
+    if len(set(names)) < len(names):
+        ((twice, count),) = Counter(names).most_common(1)
+        found = f"{count} times"
+        raise HeaderError(file.path, "a name is not unique", "each name once", found, tensor=twice)
+
+
+def _placed(file: File, said: Sequence[_Said], alignment: int, data_start: int) -> list[_Tensor]:
+    """Tensors whose bytes are in the file: millions of them, in one loop."""
+    name, most = "", file.nbytes
+    out: list[_Tensor] = []
+
+    def refuse(problem: str, expected: object, found: object) -> NoReturn:
+        raise HeaderError(file.path, problem, expected, found, tensor=name)
+
+    for name, shape, number, offset in said:
+        kind = _READ.get(number)
+        if kind is None:
+            given = TENSOR_TYPES.get(number)
+            known = ", ".join(each.name for each in _READ.values())
+            refuse("its type is not read", known, number if given is None else given.name)
+        numel = math.prod(shape)
+        if kind.numel > 1 and (width := shape[-1] if shape else 1) % kind.numel:
+            refuse(f"its rows are not blocks of {kind.name}", f"a multiple of {kind.numel}", width)
+        if numel > _MOST_U64:
+            refuse("the shape is too large", "at most 2**64 - 1 elements", list(shape))
+        if offset % alignment:
+            refuse("its offset is not aligned", f"a multiple of {alignment}", offset)
+        start = data_start + offset
+        stop = start + numel // kind.numel * kind.nbytes
+        if stop > most:
+            raise TruncatedFileError(
+                file.path, "is shorter than its header says", stop, most, tensor=name
+            )
+        out.append(_Tensor(name, kind, shape, start, stop))
+    return out
+
+
+class _Cursor:
+    """Reads the grammar from a file's first byte on, in pieces; every number is checked.
+
+    Attributes:
+        at: the next byte.
+    """
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+        self._raw, self._start, self._next_nbytes = b"", 0, _FIRST_NBYTES
+        self._most_nbytes = most_nbytes(file.path)
+        self.at = 0
+
+    @property
+    def left_nbytes(self) -> int:
+        """The most that there can be of the header from here on."""
+        return min(self._file.nbytes, MAX_HEADER_NBYTES) - self.at
+
+    def refuse(self, problem: str, expected: object, found: object) -> NoReturn:
+        """Raise HeaderError."""
+        found = found if isinstance(found, str) else describe(found)
+        raise HeaderError(self._file.path, problem, expected, found)
+
+    def metadata(self, *, arrays: bool) -> tuple[dict[str, Any], int]:
+        """What comes before the tensors: the pairs, and how many tensors there are.
+
+        Args:
+            arrays: whether all arrays are among the pairs; else those of a few numbers are, which
+                may be a setting of each layer.
+        """
+        magic = self._take(4)
+        if magic != MAGIC:
+            self.refuse("is not a GGUF file", MAGIC.decode(), repr(magic))
+        version = self._number("I")
+        if version not in VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+            big = swapped in (1, *VERSIONS)
+            found = f"a big-endian file of version {swapped}" if big else f"version {version}"
+            self.refuse("is not read", "version 2 or 3, little-endian", found)
+        tensors, pairs = self._number("Q"), self._number("Q")
+        if pairs * _LEAST_PAIR_NBYTES > self.left_nbytes:
+            self.refuse("says that it has more metadata than fits into it", "less", pairs)
+        out: dict[str, Any] = {}
+        seen: set[str] = set()
+        for _ in range(pairs):
+            key = self._name("a key")
+            if key in seen:
+                self.refuse("a key is not unique", "each key once", f"{describe(key)} twice")
+            seen.add(key)
+            kind = self._number("I")
+            value = self._value(kind, key, keeps=arrays or kind != ARRAY)
+            if value is not None:
+                out[key] = value
+        return out, tensors
+
+    def tensors(self, count: int) -> list[_Said]:
+        """What is said of the next tensors."""
+        out: list[_Said] = []
+        while len(out) < count:
+            out.append(self._tensor())  # it reads on, and refuses what is not valid
+            self._take_tensors(out, count)
+        return out
+
+    def _take_tensors(self, out: list[_Said], count: int) -> None:
+        """Add the tensors that lie in what is read already, up to one that `_tensor` has to see."""
+        raw, at, end = self._raw, self.at - self._start, len(self._raw)
+        length, number = struct.Struct("<Q").unpack_from, struct.Struct("<I").unpack_from
+        for _ in range(count - len(out)):
+            if at + 8 > end or (stop := at + 8 + length(raw, at)[0]) + 4 > end:
+                break
+            axes = number(raw, stop)[0]
+            if axes > _MOST_AXES or stop + 4 + _AFTER_AXES[axes].size > end:
+                break
+            try:
+                name = raw[at + 8 : stop].decode()
+            except UnicodeDecodeError:
+                break
+            if not name:
+                break
+            *shape, kind, offset = _AFTER_AXES[axes].unpack_from(raw, stop + 4)
+            out.append((name, tuple(shape[::-1]), kind, offset))
+            at = stop + 4 + _AFTER_AXES[axes].size
+        self.at = self._start + at
+
+    def _tensor(self) -> _Said:
+        """What is said of the next tensor."""
+        name = self._name("a tensor's name")
+        axes = self._number("I")
+        if axes > _MOST_AXES:
+            raise HeaderError(
+                *(self._file.path, "it has too many axes", f"at most {_MOST_AXES}", axes),
+                tensor=name,
+            )
+        shape = tuple(self._number("Q") for _ in range(axes))[::-1]
+        return name, shape, self._number("I"), self._number("Q")
+
+    def _name(self, what: str) -> str:
+        try:
+            found = self._string().decode()
+        except UnicodeDecodeError as error:
+            self.refuse(f"{what} is not valid", "UTF-8", str(error))
+        if not found or not is_text(found):
+            self.refuse(f"{what} is not valid", "text", found)
+        return found
+
+    def _value(self, kind: int, key: str, *, keeps: bool, nested: int = 0) -> Any:
+        """A value, or None where it is passed over."""
+        if kind == STRING:
+            text = self._string()
+            return text.decode(errors="replace") if keeps else None
+        if kind in SCALARS:
+            return self._scalar(kind, key)
+        if kind != ARRAY or nested == _MOST_NESTED:
+            expected = f"0 to 12, arrays in arrays up to {_MOST_NESTED}"
+            self.refuse(f"the type of {describe(key)} is not valid", expected, kind)
+        inner, count = self._number("I"), self._number("Q")
+        if inner in SCALARS:
+            keeps = keeps or (count <= _MOST_LAYERS and not nested)
+            raw = self._take(count * struct.calcsize(f"<{SCALARS[inner]}"), keeps=keeps)
+            return np.frombuffer(raw, f"<{SCALARS[inner]}") if keeps else None
+        least_nbytes = 8 if inner == STRING else 12
+        if count * least_nbytes > self.left_nbytes:
+            problem = f"{describe(key)} is longer than what is left of the header"
+            self.refuse(problem, "fewer elements", count)
+        if inner == STRING and not keeps:
+            return self._pass_strings(count)
+        found = [self._value(inner, key, keeps=keeps, nested=nested + 1) for _ in range(count)]
+        return found if keeps else None
+
+    def _pass_strings(self, count: int) -> None:
+        """Pass over strings: a vocabulary has hundreds of thousands, at 0.1 microseconds each."""
+        length = struct.Struct("<Q").unpack_from
+        while count:
+            nbytes = self._take(8, keeps=True)
+            self._take(int.from_bytes(nbytes, "little"), keeps=False)
+            count -= 1
+            raw, at = self._raw, self.at - self._start
+            last = len(raw) - 8
+            while count and at <= last:
+                after = at + 8 + length(raw, at)[0]
+                if after > len(raw):
+                    break
+                at, count = after, count - 1
+            self.at = self._start + at
+
+    def _scalar(self, kind: int, key: str) -> Any:
+        if kind == BOOL:
+            found = self._take(1)[0]
+            if found > 1:
+                self.refuse(f"{describe(key)} is not valid", "a bool of 0 or 1", found)
+            return bool(found)
+        return self._number(SCALARS[kind])
+
+    def _string(self) -> bytes:
+        return self._take(self._number("Q"))
+
+    def _number(self, code: str) -> Any:
+        return struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))[0]
+
+    def _take(self, nbytes: int, *, keeps: bool = True) -> bytes:
+        """The next bytes; b"" where they are passed over."""
+        begin = self.at - self._start
+        end = self.at + nbytes
+        if end > self._start + len(self._raw):
+            if end > self._file.nbytes:
+                problem = "the header is cut off"
+                raise TruncatedFileError(self._file.path, problem, end, self._file.nbytes)
+            if end > self._most_nbytes:
+                check_nbytes(self._file.path, "the header is too long", end)
+            begin = 0
+            self._start = self.at if keeps else end
+            self._raw = self._file.read(self._start, max(end, self._start + self._next_nbytes))
+            self._next_nbytes = min(2 * self._next_nbytes, _MOST_NBYTES)
+            if self._start + len(self._raw) < end:  # the file shrank since its length was taken
+                got = self._start + len(self._raw)
+                raise TruncatedFileError(self._file.path, "the header is cut off", end, got)
+        self.at = end
+        return self._raw[begin : begin + nbytes] if keeps else b""
+
+
+register_reader(GGUF())

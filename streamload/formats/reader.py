@@ -1,0 +1,285 @@
+"""What every file format offers: how a file is known, and how its header is read.
+
+A format is a file of this package. To add one that is read: write a class that derives from
+`FormatReader`, with its name, the suffixes of its files, `FormatReader.looks` (from the first bytes
+alone) and `FormatReader.read_header`, and call `register_reader` with one of it at the end of the
+file. Nothing else has to know of it: `open_checkpoint` finds its files, and whatever works on a
+`Checkpoint` (inspect, plan, loads, nodes, offload, convert) works on them. A header says names as
+Hugging Face has them, safetensors dtypes, shapes and file ranges, and besides:
+
+- blocks of a quantised weight are one tensor of U8, and `Header.stored` says what they are; what
+  dequantises them is a layout of `streamload.codecs.decode`;
+- rows that lie in another order than models have them, or a matrix that lies as its transpose,
+  are in `Header.turns`;
+- tensors whose elements do not lie one after the other are in `Header.views`;
+- what takes the place of ``config.json`` is in `Header.config`, and other files that safetensors
+  would have beside it (``tokenizer.json``) are made by `FormatReader.documents` where `convert`
+  asks for them.
+
+A reader never trusts a number in a file: it reads ranges through `File.read`, which gives no more
+bytes than the file has, and raises HeaderError or TruncatedFileError for what breaks a rule.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from io import FileIO
+from pathlib import Path
+from typing import Protocol
+
+from streamload.core.location import Location, Url
+from streamload.errors import TruncatedFileError
+from streamload.files import remote
+from streamload.files.guard import FileState
+from streamload.files.header import SAFETENSORS, Header, open_regular, unreadable
+from streamload.files.limits import check_tensors
+
+# fmt: off
+#: Of files with weights in formats that are not read.
+UNREAD_SUFFIXES = (
+    ".dduf", ".ggml", ".h5", ".keras", ".mlmodel", ".msgpack", ".npz", ".onnx", ".onnx_data", ".ot",
+    ".pb", ".tflite",
+)
+# fmt: on
+#: Of a file whose name does not say its format, so many bytes are looked at.
+HEAD_NBYTES = 512
+
+
+class File(Protocol):
+    """A file whose header is read: of this machine, or of a server."""
+
+    @property
+    def path(self) -> Location:
+        """The file; of a server, with the version that is read."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its length in bytes."""
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes ``start`` to ``stop``, exclusive; fewer where the file ends before.
+
+        Of a server each call is a request, but for the first 256 KiB: read in long pieces.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+
+
+def read_exactly(file: File, start: int, stop: int, what: str) -> bytes:
+    """Read a range of a file, all of it; raises TruncatedFileError where it says "``what``"."""
+    raw = file.read(start, stop)
+    if len(raw) < stop - start:
+        raise TruncatedFileError(file.path, f"{what} is cut off", stop, file.nbytes)
+    return raw
+
+
+class FormatReader(Protocol):
+    """Reads the headers of a format; its file says where the format's description is.
+
+    Attributes:
+        name: of the format, as users write it.
+        suffixes: of its files, in lower case, with the dot.
+        single: the name of the file that is the checkpoint of a folder alone; "" for none.
+        index: the name of the JSON that names the files of a set, as safetensors has; "" for none.
+        untyped: whether files may hold bytes without a dtype and a shape: `open_checkpoint` gives
+            them those of another checkpoint.
+    """
+
+    name: str
+    suffixes: tuple[str, ...]
+    single: str = ""
+    index: str = ""
+    untyped: bool = False
+
+    def looks(self, head: bytes) -> bool:
+        """Whether a file that begins with these bytes, `HEAD_NBYTES` or all, is of this format."""
+        return False
+
+    @abstractmethod
+    def read_header(self, file: File) -> Header:
+        """Read the header of a file. No byte of the data is read.
+
+        Raises:
+            HeaderError: the header breaks a rule of the format.
+            TruncatedFileError: the file is shorter than its header says.
+            CheckpointError: it cannot be read.
+        """
+
+    def keyed(self, key: str) -> FormatReader:
+        """The reader of one of several dicts of tensors in a file; see `open_checkpoint`.
+
+        Raises:
+            ValueError: files of this format have no such keys.
+        """
+        raise ValueError(f"key={key!r} is for files that torch.save writes, not for {self.name}")
+
+    def weights(self, names: Sequence[str]) -> Sequence[str]:
+        """Of the names of a folder's files of this format, those that hold weights."""
+        return names
+
+    def siblings(self, header: Header) -> Sequence[str]:
+        """Names of all files of the set that a file belongs to, in its folder; () if it is alone.
+
+        It is asked where a user names one file.
+        """
+        return ()
+
+    def documents(self, headers: Sequence[Header]) -> Mapping[str, bytes]:
+        """What safetensors has in files beside the tensors, by their names, but config.json.
+
+        Raises:
+            CheckpointError: the files cannot be read.
+        """
+        return {}
+
+
+#: Modules that register readers and writers when they are imported. A new one is added here.
+_MODULES = (
+    "streamload.formats.safetensors",
+    "streamload.formats.gguf.reader",
+    "streamload.formats.gguf.writer",
+    "streamload.formats.irpa",
+    "streamload.formats.llmc",
+    "streamload.formats.mlc",
+    "streamload.formats.torch.archive",
+)
+_readers: dict[str, FormatReader] = {}
+
+
+def register_reader(reader: FormatReader) -> None:
+    """Make a format known by its name: its file calls this when it is imported."""
+    assert _readers.setdefault(reader.name, reader) is reader, reader.name
+
+
+def default_reader() -> FormatReader:
+    """The reader of safetensors; imports no other."""
+    importlib.import_module("streamload.formats.safetensors")
+    return _readers[SAFETENSORS]
+
+
+def readers() -> Mapping[str, FormatReader]:
+    """All readers by their names, safetensors first; imports the files of this package."""
+    default_reader()
+    import_all()
+    return _readers
+
+
+@cache
+def import_all() -> None:
+    """Import the modules of all formats."""
+    for module in _MODULES:
+        importlib.import_module(module)
+
+
+def reader_of(file: File) -> FormatReader:
+    """The reader of a file: by its name where that says enough, else by its first bytes.
+
+    What looks like no format is left to the format of its name, which says what is wrong with it.
+    """
+    default = default_reader()
+    if file.path.name.endswith(default.suffixes):
+        return default
+    head = file.read(0, HEAD_NBYTES)
+    named = [r for r in readers().values() if file.path.name.lower().endswith(r.suffixes)]
+    for reader in (*named, *readers().values()):
+        if reader.looks(head):
+            return reader
+    return (*named, default)[0]
+
+
+def read_header(
+    path: str | os.PathLike[str],
+    patience: remote.Patience | None = None,
+    *,
+    reader: FormatReader | None = None,
+    key: str | None = None,
+) -> Header:
+    """Read the header of a file of any format. No byte of the data is read.
+
+    Args:
+        path: the file, or its URL.
+        patience: how long a server is waited for.
+        reader: of its format; None where the file is to be looked at.
+        key: as in `open_checkpoint`.
+
+    Returns:
+        The header; its path is the URL with the file's version, as readers want it.
+
+    Raises:
+        HeaderError: the header breaks a rule of the format.
+        TruncatedFileError: the file is shorter than its header says.
+        ShardNotFoundError: there is no such file, or a server does not say whether there is.
+        FileChangedError: it was changed meanwhile.
+        CheckpointError: it is not a regular file, cannot be read, or only as a whole.
+        ValueError: a key is given, and files of its format have none.
+    """
+    if isinstance(path, Url):
+        with remote.connections():
+            asked = remote.RemoteFile(path, patience)
+            header = keyed(reader or reader_of(asked), key).read_header(asked)
+    else:
+        with open_file(Path(path)) as file:
+            header = keyed(reader or reader_of(file), key).read_header(file)
+        header = replace(header, state=file.state)
+    check_tensors(header.path, len(header.tensors))
+    return header
+
+
+def keyed(reader: FormatReader, key: str | None) -> FormatReader:
+    """A reader, or the one that takes the dict of that key; raises as `FormatReader.keyed`."""
+    return reader if key is None else reader.keyed(key)
+
+
+class LocalFile:
+    """A `File` of this machine."""
+
+    def __init__(self, path: Path, file: FileIO) -> None:
+        self.path = path
+        self._file = file
+        self.state = self._now()
+        self.nbytes = self.state.nbytes
+
+    def read(self, start: int, stop: int) -> bytes:
+        """See `File.read`."""
+        raw = b""
+        stop = min(stop, self.nbytes)
+        try:
+            while start < stop and (more := os.pread(self._file.fileno(), stop - start, start)):
+                raw, start = raw + more if raw else more, start + len(more)
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        return raw
+
+    def check(self) -> None:
+        """Raise FileChangedError, or TruncatedFileError, where it is not what it was."""
+        self.state.check(self._now(), self.path)
+
+    def _now(self) -> FileState:
+        try:
+            return FileState.of(self._file.fileno())
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[LocalFile]:
+    """Open a file of this machine; what changes meanwhile is the error, whatever else is wrong.
+
+    Raises:
+        ShardNotFoundError: there is no such file.
+        FileChangedError: on leaving, it is not what it was.
+        CheckpointError: it is not a regular file, or cannot be opened.
+    """
+    with open_regular(path) as opened:
+        file = LocalFile(path, opened)
+        try:
+            yield file
+        finally:
+            file.check()

@@ -1,0 +1,407 @@
+"""Checkpoints that torch.save writes: a zip archive with a pickle and the memory of tensors.
+
+``data.pkl`` describes the tensors (see `streamload.formats.torch.unpickler`); each storage is an
+entry of its own, ``data/0`` and so on. A tensor is a view of a storage. If its elements follow each
+other, it is a range of the file, which may overlap with others; if not, it is a
+`streamload.files.header.View`.
+
+Source: ``torch/serialization.py`` of torch 2.13 and ``caffe2/serialize/inline_container.h`` of the
+same, for the names and the alignment of entries.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from streamload.core.dtypes import BY_NAME, DType
+from streamload.core.memory import first_that_fits
+from streamload.core.tensors import TensorInfo
+from streamload.core.units import round_up
+from streamload.errors import HeaderError
+from streamload.files.header import Header, View, describe, is_text
+from streamload.files.limits import check_nbytes
+from streamload.formats.reader import File, FormatReader, read_exactly, register_reader
+from streamload.formats.torch import zip_entries
+from streamload.formats.torch.globals import PickleError, Tensor
+from streamload.formats.torch.unpickler import load
+
+_SAVE = 'torch.save(model.state_dict(), "model.pth")'
+_AGAIN = 'torch.save(torch.load("{name}", weights_only=True), "model.pth")'
+
+# The beginnings of what torch.save wrote before version 1.6, and of what is often named like this.
+_LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_TAR_AT, _TAR = 257, b"ustar"
+_HEAD_NBYTES = 512
+_LOOKALIKES = {
+    b"version ": "a Git LFS pointer, not the file that it stands for",
+    b"<!DOCTYP": "a web page",
+    b"<!doctyp": "a web page",
+    b"\x93NUMPY": "an array of numpy",
+    b"\x89HDF": "an HDF5 file",
+}
+
+#: Files that Trainers write beside the weights, by the beginnings of their names.
+_NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "random_states")
+
+_LONG_NBYTES = 2**20  # of a pickle: memory is looked at before it is read
+_DEEPEST = 8  # dicts inside dicts that are looked at
+_LISTED = 8
+_SHOWN = 80  # letters of a key
+#: What stands for the outermost dict where a key is asked for.
+ROOT = "."
+# Where views are placed: at so many bytes after each other, below what an int64 can say.
+_ALIGNMENT = 64
+_PAGE = 4096
+_MOST_NBYTES = 2**62
+
+
+@dataclass(frozen=True)
+class TorchZip(FormatReader):
+    """Reads what torch.save writes.
+
+    Attributes:
+        key: the dict whose tensors are the checkpoint; None for the only one that holds any.
+    """
+
+    key: str | None = None
+
+    name = "torch"
+    suffixes = (".pth", ".bin", ".pt", ".ckpt")
+    single = "pytorch_model.bin"
+    index = "pytorch_model.bin.index.json"
+
+    def looks(self, head: bytes) -> bool:
+        """See `FormatReader.looks`."""
+        stop = 30 + int.from_bytes(head[26:28], "little")
+        is_zip = head.startswith(zip_entries.MAGIC) and head[30:stop].endswith(b"/data.pkl")
+        return is_zip or head[2:].startswith(_LEGACY)
+
+    def weights(self, names: Sequence[str]) -> Sequence[str]:
+        """See `FormatReader.weights`."""
+        found = [name for name in names if not name.startswith(_NO_WEIGHTS)]
+        return [name for name in found if not name.endswith(".bin") or "model" in name]
+
+    def keyed(self, key: str) -> FormatReader:
+        """See `FormatReader.keyed`."""
+        return TorchZip(key)
+
+    def read_header(self, file: File) -> Header:
+        """See `FormatReader.read_header`."""
+        archive = _Archive.of(file)
+        found = archive.unpickled()
+        chosen = _chosen(file, found, self.key)
+        infos: list[TensorInfo] = []
+        views: list[View] = []
+        after = round_up(file.nbytes, _PAGE) + _PAGE  # nothing is read together with the file's end
+        for name, tensor in chosen.items():
+            info, view = archive.place(name, tensor, after)
+            infos.append(info)
+            if view is not None:
+                views.append(view)
+                after = round_up(view.stop, _ALIGNMENT)
+        if after > _MOST_NBYTES:
+            raise HeaderError(
+                file.path, "its tensors are too large", f"at most {_MOST_NBYTES} bytes", after
+            )
+        infos.sort(key=lambda info: (info.start, info.stop, info.name))
+        return Header(
+            file.path,
+            file.nbytes,
+            archive.data_start,
+            tuple(infos),
+            {"format": "pt"},
+            format=self.name,
+            views=tuple(views),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Archive:
+    """The entries of a file of torch's.
+
+    Attributes:
+        file: the file.
+        prefix: of the names of all entries.
+        entries: by their names, without that.
+    """
+
+    file: File
+    prefix: str
+    entries: Mapping[str, zip_entries.Entry]
+
+    @classmethod
+    def of(cls, file: File) -> _Archive:
+        """Look at a file; raises HeaderError where torch did not write it, or long ago."""
+        head = file.read(0, _HEAD_NBYTES)
+        if not head.startswith(zip_entries.MAGIC):
+            _refuse_other(file, head)
+        found = zip_entries.entries(file)
+        names = [n for n in found if n.count("/") == 1 and n.endswith("/data.pkl")]
+        if len(names) != 1:
+            raise HeaderError(
+                file.path,
+                "is a zip archive, but not of torch.save",
+                "one entry data.pkl in one folder",
+                f"{len(names)} of them, among {_some(list(found))}",
+            )
+        prefix = names[0].removesuffix("data.pkl")
+        entries = {n.removeprefix(prefix): e for n, e in found.items() if n.startswith(prefix)}
+        if "constants.pkl" in entries:
+            raise HeaderError(
+                file.path,
+                "is a TorchScript archive: code and tensors",
+                f'torch.save(torch.jit.load("{file.path.name}").state_dict(), "model.pth")',
+                "constants.pkl",
+            )
+        return cls(file, prefix, entries)
+
+    def find(self, name: str) -> zip_entries.Entry | None:
+        """An entry, if it is there; raises HeaderError where it is compressed."""
+        entry = self.entries.get(name)
+        if entry is not None and entry.method:
+            raise HeaderError(
+                self.file.path,
+                f"its entry {name} is compressed",
+                "entries as torch.save stores them, or zip -0",
+                f"method {entry.method}",
+            )
+        return entry
+
+    @property
+    def data_start(self) -> int:
+        """The first byte of a storage, whether tensors are chosen that lie there or not."""
+        starts = (e.start for name, e in self.entries.items() if name.startswith("data/"))
+        return min(starts, default=0)
+
+    def unpickled(self) -> Any:
+        """What ``data.pkl`` describes, read without running it."""
+        self._check_byteorder()
+        path, entry = self.file.path, self.find("data.pkl")
+        assert entry is not None, "its name gave the prefix"
+        check_nbytes(path, "data.pkl is too long", entry.nbytes)
+        if entry.nbytes > _LONG_NBYTES:
+            first_that_fits([(None, entry.nbytes)], [(f"data.pkl of {path}", entry.nbytes)])
+        raw = read_exactly(self.file, entry.start, entry.stop, "data.pkl")
+        try:
+            return load(raw)
+        except PickleError as error:
+            if b"_parameters" in raw and b"_modules" in raw and error.named:
+                problem = f"is a pickled module, of {error.found}: no code is run to open a file"
+                raise HeaderError(path, problem, _SAVE, error.found) from error
+            expected = f"{error.expected} ({_SAVE} writes them)" if error.named else error.expected
+            raise HeaderError(path, f"data.pkl {error}", expected, error.found) from error
+
+    def _check_byteorder(self) -> None:
+        entry = self.find("byteorder")
+        if entry is None:
+            return  # before torch 2.1
+        stop = min(entry.stop, entry.start + _LISTED)
+        found = read_exactly(self.file, entry.start, stop, "byteorder")
+        if found != b"little":
+            again = _AGAIN.format(name=self.file.path.name)
+            raise HeaderError(
+                self.file.path,
+                "is of a machine with another byte order",
+                f"little: {again}",
+                describe(found.decode("ascii", "replace")),
+            )
+
+    def place(self, name: str, tensor: Tensor, after: int) -> tuple[TensorInfo, View | None]:
+        """Where a tensor lies: in the file, or as a view at ``after``.
+
+        Raises:
+            HeaderError: it is of a kind that is not read, or not within its storage.
+        """
+
+        def fail(problem: str, expected: object = None, found: object = None) -> HeaderError:
+            return HeaderError(self.file.path, problem, expected, found, tensor=name)
+
+        if not is_text(name):
+            raise fail("the name is not valid", "Unicode text", "half a surrogate pair")
+        if tensor.problem or tensor.storage is None:
+            raise fail(f"cannot be read: {tensor.problem}", "a dense tensor with values")
+        dtype = BY_NAME.get(tensor.dtype)
+        if dtype is None or not dtype.itemsize:
+            raise fail("unknown dtype", f"one of {', '.join(BY_NAME)}", tensor.dtype)
+        storage = tensor.storage
+        entry = self.find(f"data/{storage.key}")
+        if entry is None:
+            expected = f"the entry {self.prefix}data/{storage.key[:80]}"
+            raise fail("its storage is missing", expected, "no such entry")
+        of_storage = BY_NAME.get(storage.dtype)
+        stated_nbytes = storage.numel * (of_storage.itemsize if of_storage else 1)
+        if stated_nbytes != entry.nbytes:
+            raise fail(
+                "its storage has another length than data.pkl says", stated_nbytes, entry.nbytes
+            )
+        shape, strides = _checked(fail, tensor)
+        numel = math.prod(shape)
+        at = entry.start + tensor.offset * dtype.itemsize
+        if not numel:
+            return TensorInfo(name, dtype, shape, self.file.path, entry.start, entry.start), None
+        follow = _follow(shape, strides)
+        last = numel - 1
+        if not follow:
+            last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        stop = at + (last + 1) * dtype.itemsize
+        if stop > entry.stop:
+            expected = f"{entry.nbytes} bytes of data/{storage.key}"
+            raise fail("leads out of its storage", expected, f"its end at {stop - entry.start}")
+        if follow:
+            return TensorInfo(name, dtype, shape, self.file.path, at, stop), None
+        view = _view(dtype, after, at, shape, strides)
+        return TensorInfo(name, dtype, shape, self.file.path, view.start, view.stop), view
+
+
+def _refuse_other(file: File, head: bytes) -> None:
+    """Raise HeaderError for a file that is no zip archive, by what it is."""
+    path, again = file.path, _AGAIN.format(name=file.path.name)
+    if head[2:].startswith(_LEGACY):
+        raise HeaderError(path, "is of torch.save before version 1.6, no zip archive", again)
+    if head[_TAR_AT:].startswith(_TAR):
+        raise HeaderError(path, "is a tar archive, of torch.save before version 0.1.10", again)
+    if head[:1] == b"\x80":
+        raise HeaderError(path, "is a pickle, which could run anything", _SAVE, "a pickle alone")
+    found = next((what for magic, what in _LOOKALIKES.items() if head.startswith(magic)), None)
+    expected = "a zip archive, as torch.save writes"
+    raise HeaderError(path, "is not of torch.save", expected, found or describe(head[:16]))
+
+
+def _checked(fail: Any, tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape and the strides of a tensor, held to the rules of torch's."""
+    shape, strides = tensor.shape, tensor.strides
+    if len(shape) != len(strides):
+        given = f"{len(shape)} lengths and {len(strides)} strides"
+        raise fail("the shape and the strides do not agree", "a stride for each axis", given)
+    numbers = (tensor.offset, *shape, *strides)
+    if min(numbers) < 0 or max(numbers) > _MOST_NBYTES:
+        found = next(number for number in numbers if not 0 <= number <= _MOST_NBYTES)
+        raise fail("an offset, length or stride is not valid", f"0 to {_MOST_NBYTES}", found)
+    if math.prod(shape) > _MOST_NBYTES // 8:
+        raise fail("the shape is too large", f"at most {_MOST_NBYTES // 8} elements", list(shape))
+    return shape, strides
+
+
+def _follow(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements lie one after the other, in their order."""
+    expected = 1
+    for n, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if n != 1 and stride != expected:
+            return False
+        expected *= n
+    return True
+
+
+def _view(
+    dtype: DType, start: int, at: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> View:
+    """A view with as few axes as say the same."""
+    axes: list[tuple[int, int]] = []
+    for n, stride in zip(shape, strides, strict=True):
+        if n == 1:
+            continue
+        if axes and axes[-1][1] == n * stride:
+            axes[-1] = axes[-1][0] * n, stride
+        else:
+            axes.append((n, stride))
+    lengths, steps = zip(*axes, strict=True)
+    return View(start, at, dtype.itemsize, lengths, tuple(s * dtype.itemsize for s in steps))
+
+
+# --- which tensors --------------------------------------------------------------------------------
+
+
+#: The keys on the way to a dict, from the last one: (its own, those before); None at the outermost.
+_Way: TypeAlias = "tuple[str, _Way] | None"
+
+
+def _chosen(file: File, root: Any, key: str | None) -> Mapping[str, Tensor]:
+    """The dict that holds the tensors.
+
+    Raises:
+        HeaderError: there is none, or there are several and no key says which.
+    """
+    if key is not None and (tensors := _tensors_at(root, key)):
+        return tensors
+    found = sorted(_holders(root), key=lambda one: -len(one[1]))
+    listed = ", ".join(
+        f"{describe(_key(way))} ({len(tensors)} tensor{'s' * (len(tensors) != 1)})"
+        for way, tensors in found[:_LISTED]
+    ) + (f" and {len(found) - _LISTED} more" if len(found) > _LISTED else "")
+    if key is not None:
+        problem = f"key {describe(key)} holds no tensors by name"
+        raise HeaderError(file.path, problem, listed or "a dict of tensors", "no such dict")
+    if not found:
+        what = "one tensor without a name" if isinstance(root, Tensor) else type(root).__name__
+        raise HeaderError(file.path, "holds no tensors by name", _SAVE, what)
+    if len(found) > 1:
+        most = _key(found[0][0])[:_SHOWN]
+        expected = f"open_checkpoint(path, key={most!r}), or --key {most}"
+        raise HeaderError(file.path, "holds several dicts of tensors", expected, listed)
+    return found[0][1]
+
+
+def _holders(root: Any) -> Iterator[tuple[_Way, dict[str, Tensor]]]:
+    """The dicts that hold tensors by name, each once, and the way to them.
+
+    Only names lead on: an optimizer's tensors are below the numbers of its parameters.
+    """
+    seen: set[int] = set()
+    level: list[tuple[_Way, Any]] = [(None, root)] if type(root) is dict else []
+    for _ in range(_DEEPEST):
+        below: list[tuple[_Way, Any]] = []
+        for way, each in level:
+            if id(each) in seen:
+                continue
+            seen.add(id(each))
+            if tensors := _tensors_in(each):
+                yield way, tensors
+            below += [((k, way), v) for k, v in each.items() if type(k) is str and type(v) is dict]
+        level = below
+
+
+def _tensors_at(root: Any, key: str) -> dict[str, Tensor]:
+    """The tensors of the dict that a key leads to; none if there is no such dict.
+
+    Several keys may lead to one dict, and a name may have dots: each way to cut the key is tried.
+    """
+    ends = [at for at, letter in enumerate(key) if letter == "."] + [len(key)]
+    level = {(id(root), 0): root} if type(root) is dict else {}
+    if key == ROOT:
+        return _tensors_in(root) if level else {}
+    for _ in range(_DEEPEST):
+        below: dict[tuple[int, int], Any] = {}
+        for (_, start), each in level.items():
+            for end in ends[bisect_left(ends, start) :]:
+                found = each.get(key[start:end])
+                if type(found) is dict:
+                    if end == len(key) and (tensors := _tensors_in(found)):
+                        return tensors
+                    below[id(found), end + 1] = found
+        level = below
+    return {}
+
+
+def _tensors_in(found: Mapping[Any, Any]) -> dict[str, Tensor]:
+    return {k: v for k, v in found.items() if type(k) is str and type(v) is Tensor}
+
+
+def _key(way: _Way) -> str:
+    """What a user writes for a dict: made for one at a time, since keys may be long and shared."""
+    keys: list[str] = []
+    while way is not None:
+        key, way = way
+        keys.append(key)
+    return ".".join(reversed(keys)) or ROOT
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(map(describe, names[:_LISTED]))
+    return shown + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+
+
+register_reader(TorchZip())

@@ -1,0 +1,264 @@
+"""What the pickle of a torch checkpoint may name, and what becomes of it: descriptions.
+
+Strings, numbers, tuples, lists and dicts are what they are; `Tensor` describes a tensor, and
+`Opaque` stands for plain values that nobody reads (bytes, sets, floats in text). Any name beyond
+the table is an error.
+
+Sources, of torch 2.13: ``torch/_utils.py`` (the ``_rebuild_`` functions and their arguments),
+``torch/serialization.py`` (persistent ids) and ``torch/_weights_only_unpickler.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from streamload.core.dtypes import BY_NAME
+
+_MOST_AXES = 64  # as torch has
+_LONGEST_KEY = 64  # of a storage: torch counts them
+_SCALARS = frozenset((str, int, float, bool, type(None)))
+
+
+class PickleError(ValueError):
+    """A pickle that is not what a torch checkpoint has.
+
+    Attributes:
+        expected: what it should have there.
+        found: what it has.
+        named: it says the name of something that could be called, ``found``.
+    """
+
+    def __init__(self, problem: str, expected: str, found: str, *, named: bool = False) -> None:
+        super().__init__(problem)
+        self.expected = expected
+        self.found = found
+        self.named = named
+
+
+class ArgumentsError(ValueError):
+    """Arguments that none of torch's functions has; facts as of `PickleError`."""
+
+    def __init__(self, expected: str, found: str) -> None:
+        super().__init__(f"expected {expected}, found {found}")
+        self.expected = expected
+        self.found = found
+
+
+class Opaque:
+    """A plain value that nobody reads; each is equal to itself alone."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A name that the pickle may say; never what it stands for in Python.
+
+    Attributes:
+        name: with its module.
+        role: what it is for; see `called`.
+        value: what is known of it: the dtype of a storage, why a tensor cannot be read.
+    """
+
+    name: str
+    role: str
+    value: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """The memory of tensors, one entry of the archive.
+
+    Attributes:
+        key: its name below ``data/``.
+        dtype: name of its elements' dtype, as torch spells it.
+        numel: number of elements.
+    """
+
+    key: str
+    dtype: str
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor as the pickle describes it; nothing of it is checked but the kinds of values.
+
+    Attributes:
+        storage: its memory; None where ``problem`` says why there is none.
+        dtype: name of its dtype, as torch spells it.
+        offset: its first element, counted in elements of its dtype.
+        shape: its shape.
+        strides: elements from one index to the next one, along each axis.
+        problem: why it cannot be read, "" where it can.
+    """
+
+    storage: Storage | None
+    dtype: str
+    offset: int = 0
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    problem: str = ""
+
+
+#: By name of a storage's class, its dtype as torch spells it.
+_STORAGES = {
+    "Double": "float64",
+    "Float": "float32",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "ComplexDouble": "complex128",
+    "ComplexFloat": "complex64",
+    "QUInt8": "quint8",
+    "QInt8": "qint8",
+    "QInt32": "qint32",
+    "QUInt4x2": "quint4x2",
+    "QUInt2x4": "quint2x4",
+}
+_DTYPES = (
+    *BY_NAME,
+    *("complex32", "complex128", "quint8", "qint8", "qint32", "quint4x2", "quint2x4", "bits8"),
+    *("float4_e2m1fn_x2", "bits16", "bits1x8", "bits2x4", "bits4x2"),
+)
+_UNREADABLE = {
+    "_rebuild_sparse_tensor": "it is sparse",
+    "_rebuild_nested_tensor": "it is nested: a list of tensors",
+    "_rebuild_qtensor": "torch quantised it",
+    "_rebuild_meta_tensor_no_storage": "it is on the meta device, and has no values",
+    "_rebuild_wrapper_subclass": "it is a subclass of Tensor without memory of its own",
+    "_rebuild_device_tensor_from_numpy": "it is stored as an array of numpy",
+    "_rebuild_device_tensor_from_cpu_tensor": "it is of a device that wraps other tensors",
+}
+_TENSOR_ROLES = ("tensor", "parameter", "unreadable")
+_QSCHEMES = ("per_tensor_affine", "per_channel_affine", "per_tensor_symmetric")
+
+#: Every name that a pickle may say, by its module and itself.
+_GLOBALS: Mapping[tuple[str, str], tuple[str, str]] = {
+    ("collections", "OrderedDict"): ("dict", ""),
+    ("collections", "Counter"): ("dict", ""),
+    ("torch", "Size"): ("size", ""),
+    ("torch", "device"): ("plain", ""),
+    ("torch", "Tensor"): ("class", ""),
+    ("torch.nn.parameter", "Parameter"): ("class", ""),
+    ("torch.nn.parameter", "Buffer"): ("class", ""),
+    ("torch.serialization", "_get_layout"): ("plain", ""),
+    ("_codecs", "encode"): ("plain", ""),
+    ("torch._utils", "_rebuild_tensor"): ("tensor", "_rebuild_tensor"),
+    ("torch._utils", "_rebuild_tensor_v2"): ("tensor", "_rebuild_tensor_v2"),
+    ("torch._utils", "_rebuild_tensor_v3"): ("tensor", "_rebuild_tensor_v3"),
+    ("torch._utils", "_rebuild_parameter"): ("parameter", ""),
+    ("torch._utils", "_rebuild_parameter_with_state"): ("parameter", ""),
+    ("torch._tensor", "_rebuild_from_type_v2"): ("from_type", ""),
+    ("torch.storage", "UntypedStorage"): ("storage", "uint8"),  # torch has bytes there
+    **{("torch", f"{kind}Storage"): ("storage", dtype) for kind, dtype in _STORAGES.items()},
+    **{("torch", name): ("dtype", name) for name in _DTYPES},
+    **{("torch._utils", name): ("unreadable", why) for name, why in _UNREADABLE.items()},
+    **{("torch", name): ("plain", "") for name in _QSCHEMES},
+    **{
+        (module, name): ("plain", "")
+        for module in ("builtins", "__builtin__")
+        for name in ("set", "frozenset", "bytearray", "complex", "bytes")
+    },
+}
+
+
+def named(module: str, name: str) -> Global:
+    """What a name stands for; raises PickleError where the table lacks it."""
+    found = _GLOBALS.get((module, name))
+    if found is None:
+        said = f"{module[:100]}.{name[:100]}"
+        raise PickleError(
+            f"names {said}, which is never called",
+            "tensors, dicts and plain values",
+            said,
+            named=True,
+        )
+    return Global(f"{module}.{name}", *found)
+
+
+def kind_of(value: object) -> str:
+    """What an object is, in one word; its content may be endless."""
+    return value.name if isinstance(value, Global) else type(value).__name__
+
+
+def key_of(key: Any) -> Any:
+    """A key as it is, or one that nobody can look up: to hash a tuple is to go into its depths."""
+    return key if type(key) in _SCALARS else Opaque()
+
+
+def storage_of(found: Any) -> Storage:
+    """A storage, by its persistent id: a tuple of five."""
+    match found:
+        case ("storage", Global(role="storage", value=dtype), str(key), str(), int(numel)):
+            if numel < 0 or len(key) > _LONGEST_KEY:
+                raise ArgumentsError(
+                    f"a length of 0 or more, of a key of {_LONGEST_KEY} letters or fewer",
+                    f"{numel} of {key[:_LONGEST_KEY]!r}",
+                )
+            return Storage(key, dtype, numel)
+    raise ArgumentsError("a storage: its class, key, device and length", kind_of(found))
+
+
+def called(function: Any, arguments: Any) -> Any:
+    """What a function of torch's would make of its arguments, described; it is not called.
+
+    Raises:
+        ArgumentsError: it is none of the table, or has other arguments.
+    """
+    if type(arguments) is not tuple or not isinstance(function, Global):
+        found = f"{kind_of(function)} and {kind_of(arguments)}"
+        raise ArgumentsError("one of torch's functions, and a tuple", found)
+    match function.role, arguments:
+        case "dict", ():
+            return {}
+        case "dict", (dict(given),):
+            return dict(given)  # of its own, as torch makes it: either may change afterwards
+        case "size", (tuple(shape),):
+            return shape
+        case "size", ():
+            return ()
+        case "plain", _:
+            return Opaque()
+        case "unreadable", _:
+            return Tensor(None, "", problem=function.value)
+        case "tensor", (Storage(), *_):
+            return _tensor(function, arguments)
+        case "parameter", (Tensor() as data, *_):
+            return data
+        case "from_type", (Global() as inner, Global(role="class"), tuple(given), *_):
+            if inner.role in _TENSOR_ROLES:  # of its own kind, depth would be the file's to say
+                return called(inner, given)
+    raise ArgumentsError(f"arguments of {function.name}", f"{len(arguments)} others")
+
+
+def _tensor(function: Global, arguments: tuple[Any, ...]) -> Tensor:
+    """A tensor that is a view of a storage, by the arguments of ``_rebuild_tensor*``."""
+    storage, offset, shape, strides = (*arguments, None, None, None)[:4]
+    rest = arguments[4:]
+    dtype = storage.dtype
+    if function.value == "_rebuild_tensor_v3":
+        given = rest[2] if len(rest) > 2 else None
+        dtype = given.value if isinstance(given, Global) and given.role == "dtype" else ""
+    metadata = rest[-1] if len(rest) > 2 and type(rest[-1]) is dict else {}
+    if type(offset) is not int or not all(
+        type(each) is tuple
+        and len(each) <= _MOST_AXES  # first: one long tuple may be given to many tensors
+        and all(type(number) is int for number in each)
+        for each in (shape, strides)
+    ):
+        expected = f"an offset, a shape and strides of integers, for {_MOST_AXES} axes or fewer"
+        raise ArgumentsError(expected, "others")
+    if not dtype:
+        raise ArgumentsError("the dtype of a tensor", "none")
+    made = Tensor(storage, dtype, offset, shape, strides)
+    if metadata.get("conj") or metadata.get("neg"):
+        return replace(made, problem="it is a view that is conjugated or negated")
+    return made

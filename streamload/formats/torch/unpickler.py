@@ -1,0 +1,483 @@
+"""The pickle of a torch checkpoint, read without running any of it.
+
+A pickle is a program: opcodes that push, build and call. Python's own unpickler calls what it is
+told to call, and even with a closed `find_class` it hashes keys of any depth, allocates memo
+slots and buffers by numbers in the file, and sets attributes. This one interprets the opcodes
+itself, with the table of `pickletools` to cut them: each opcode makes at most one object of a few
+words, in a time that its own bytes justify; nothing is looked up by a name of the file but in the
+table of `streamload.formats.torch.globals`, and nothing is called.
+
+Source: the documentation of Python's `pickletools`.
+"""
+
+from __future__ import annotations
+
+import codecs
+import pickletools
+import struct
+from collections.abc import Callable, Mapping
+from itertools import repeat
+from typing import Any, NoReturn, TypeAlias
+
+from streamload.core.memory import first_that_fits
+from streamload.formats.torch.globals import (
+    ArgumentsError,
+    Global,
+    Opaque,
+    PickleError,
+    Storage,
+    called,
+    key_of,
+    kind_of,
+    named,
+    storage_of,
+)
+
+
+def load(data: bytes) -> Any:
+    """What a pickle describes: tuples, lists, dicts, strings, numbers, `Tensor` and `Opaque`.
+
+    Its objects may refer to themselves, and to the same object many times.
+
+    Raises:
+        PickleError: it says a name or an opcode that a torch checkpoint has no use for, or is not
+            a pickle.
+        PlanInfeasibleError: memory has no room for its objects.
+    """
+    return _Machine(data).run()
+
+
+# --- the machine ----------------------------------------------------------------------------------
+
+_Raw: TypeAlias = "bytes | memoryview"  # an opcode's argument, without its length
+_Action = Callable[["_Machine", _Raw], None]
+_LENGTHS = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
+_LINES = {"GLOBAL": 2, "INST": 2}  # arguments of so many lines, of opcodes that have lines
+# An opcode makes one object, and one place for it, of at most so many bytes. After so many opcodes
+# free memory is looked at.
+_OPCODE_NBYTES = 128
+_CHECKED_OPCODES = 2**18
+_SHORT_NBYTES = 2**10
+_MAX_INT = 2**63
+_MOST_DIGITS = 20
+
+
+class _Machine:
+    """A stack, a memo, and what each opcode does to them."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.at = 0  # the next byte
+        self._byte = 0  # the opcode that is done
+        self.stack: list[Any] = []
+        self.below: list[list[Any]] = []  # one for each mark
+        self.memo: dict[int, Any] = {}
+        self._storages: dict[str, Storage] = {}  # by their keys
+        self._copied = 0  # entries of dicts
+
+    def run(self) -> Any:
+        """Do what the opcodes say, up to the one that ends them."""
+        data, end, opcodes = self._data, len(self._data), _OPCODES
+        while True:
+            for _ in repeat(None, _CHECKED_OPCODES):
+                at = self.at
+                if at >= end:
+                    raise PickleError("is cut off", "an opcode", f"the end at byte {at}")
+                self._byte = byte = data[at]
+                self.at = at + 1
+                kind, action = opcodes[byte]
+                if kind is None:
+                    action(self, b"")
+                    if action is _stop:
+                        return self.stack[0]
+                elif kind > 0 and at + kind < end:  # as `_argument` does
+                    self.at = at = at + 1 + kind
+                    action(self, data[at - kind : at])
+                else:
+                    action(self, self._argument(kind))
+            self._check_memory(_CHECKED_OPCODES)
+
+    @property
+    def name(self) -> str:
+        """The opcode that is done."""
+        return _NAMES[self._byte]
+
+    def _check_memory(self, count: int) -> None:
+        """Raise PlanInfeasibleError where memory has no room for so many objects more."""
+        needed_nbytes = count * _OPCODE_NBYTES
+        first_that_fits([(None, needed_nbytes)], [("objects of a pickle", needed_nbytes)])
+
+    def count_copied(self, count: int) -> None:
+        """Count entries of a dict that is copied; refuse more of them than the file has bytes.
+
+        Each dict that torch.save writes is copied once at most: time stays linear.
+        """
+        self._copied += count
+        if self._copied > len(self._data):
+            self.refuse("dicts of its own", f"copies of copies, {self._copied} entries")
+        if count >= _CHECKED_OPCODES:
+            self._check_memory(count)
+
+    def storage(self, found: Storage) -> Storage:
+        """The storage of that key: torch keeps the first, whatever else is said of it later."""
+        if not found.numel and found.key not in self._storages:
+            return found  # there is nothing to keep
+        first = self._storages.setdefault(found.key, found)
+        if first != found:
+            said = (f"{each.numel} of {each.dtype}" for each in (first, found))
+            self.refuse(f"one dtype and length of storage {found.key!r}", " and ".join(said))
+        return first
+
+    def _argument(self, kind: int) -> _Raw:
+        """The bytes of an opcode's argument, without its length."""
+        data, at = self._data, self.at
+        if kind >= 0:
+            stop = at + kind
+        elif kind == pickletools.UP_TO_NEWLINE:
+            stop = at
+            for _ in range(_LINES.get(self.name, 1)):
+                stop = data.find(b"\n", stop) + 1
+                if not stop:
+                    raise PickleError("is cut off", "the end of a line", f"{self.name} at {at - 1}")
+        else:
+            at += _LENGTHS[kind]
+            stop = at + int.from_bytes(data[self.at : at], "little")
+        if stop > len(data):
+            raise PickleError(
+                "is cut off", f"{stop} bytes for {self.name} at {self.at - 1}", str(len(data))
+            )
+        self.at = stop
+        # a view of what is long: it is copied once, by what is made of it
+        return data[at:stop] if stop - at < _SHORT_NBYTES else memoryview(data)[at:stop]
+
+    def pop(self) -> Any:
+        """Take the object on top."""
+        try:
+            return self.stack.pop()
+        except IndexError:
+            self.refuse("an object on the stack", "none")
+
+    def top(self, kind: type[Any]) -> Any:
+        """The object on top, which stays, and is of a kind."""
+        found = self.stack[-1] if self.stack else None
+        if type(found) is not kind:
+            self.refuse(f"a {kind.__name__} on the stack", kind_of(found))
+        return found
+
+    def mark(self) -> None:
+        """Begin to collect objects."""
+        self.below.append(self.stack)
+        self.stack = []
+
+    def since_mark(self) -> list[Any]:
+        """Take all objects from the last mark on."""
+        if not self.below:
+            self.refuse("a mark on the stack", "none")
+        found, self.stack = self.stack, self.below.pop()
+        return found
+
+    def refuse(self, expected: str, found: str) -> NoReturn:
+        """Raise PickleError for the opcode that is done."""
+        raise PickleError(f"{self.name} at byte {self.at} is not valid", expected, found) from None
+
+
+# --- opcodes --------------------------------------------------------------------------------------
+
+
+def _nothing(machine: _Machine, raw: _Raw) -> None:
+    pass
+
+
+def _stop(machine: _Machine, raw: _Raw) -> None:
+    if len(machine.stack) != 1 or machine.below:
+        raise PickleError("does not end with one object", "one", str(len(machine.stack)))
+
+
+def _unknown(machine: _Machine, raw: _Raw) -> None:
+    raise PickleError("is not a pickle", "an opcode", f"{machine.name} at {machine.at - 1}")
+
+
+def _proto(machine: _Machine, raw: _Raw) -> None:
+    if raw[0] > 5:
+        machine.refuse("a protocol up to 5", str(raw[0]))
+
+
+def _pushes(make: Callable[[_Raw], Any]) -> _Action:
+    def action(machine: _Machine, raw: _Raw) -> None:
+        try:
+            machine.stack.append(make(raw))
+        except (ValueError, OverflowError) as error:
+            machine.refuse("a value", str(error)[:80])
+
+    return action
+
+
+def _integer(raw: _Raw) -> Any:
+    """Little-endian, with a sign; opaque beyond 64 bits."""
+    return int.from_bytes(raw, "little", signed=True) if len(raw) <= 8 else Opaque()
+
+
+def _digits(raw: _Raw) -> Any:
+    """In text; ``00`` and ``01`` are False and True."""
+    text = bytes(raw[: _MOST_DIGITS + 2]).strip().removesuffix(b"L")
+    if text in (b"00", b"01"):
+        return text == b"01"
+    found = int(text) if len(raw) <= _MOST_DIGITS + 2 else _MAX_INT
+    return found if -_MAX_INT <= found < _MAX_INT else Opaque()
+
+
+def _text(raw: _Raw) -> str:
+    return str(raw, "utf-8", "surrogatepass")
+
+
+def _line(raw: _Raw) -> str:
+    return str(raw[:-1], "raw-unicode-escape")
+
+
+def _quoted(raw: _Raw) -> str:
+    text = bytes(raw[:-1]).strip()
+    if len(text) < 2 or text[:1] != text[-1:] or text[:1] not in (b"'", b'"'):
+        raise ValueError("a string without quotes")
+    return codecs.escape_decode(text[1:-1])[0].decode()
+
+
+def _tuple_1(machine: _Machine, raw: _Raw) -> None:
+    machine.stack.append((machine.pop(),))
+
+
+def _tuple_2(machine: _Machine, raw: _Raw) -> None:
+    second, first = machine.pop(), machine.pop()
+    machine.stack.append((first, second))
+
+
+def _tuple_3(machine: _Machine, raw: _Raw) -> None:
+    third, second, first = machine.pop(), machine.pop(), machine.pop()
+    machine.stack.append((first, second, third))
+
+
+def _collected(make: Callable[[list[Any]], Any]) -> _Action:
+    def action(machine: _Machine, raw: _Raw) -> None:
+        found = machine.since_mark()
+        machine.stack.append(make(found))
+
+    return action
+
+
+def _frozenset(found: list[Any]) -> Opaque:
+    return Opaque()
+
+
+def _pop(machine: _Machine, raw: _Raw) -> None:
+    if machine.stack:
+        machine.stack.pop()
+    else:
+        machine.since_mark()
+
+
+def _dup(machine: _Machine, raw: _Raw) -> None:
+    machine.stack.append(machine.pop())
+    machine.stack.append(machine.stack[-1])
+
+
+def _append(machine: _Machine, raw: _Raw) -> None:
+    value = machine.pop()
+    machine.top(list).append(value)
+
+
+def _appends(machine: _Machine, raw: _Raw) -> None:
+    values = machine.since_mark()
+    machine.top(list).extend(values)
+
+
+def _add_items(machine: _Machine, raw: _Raw) -> None:
+    machine.since_mark()
+    machine.top(Opaque)
+
+
+def _set_item(machine: _Machine, raw: _Raw) -> None:
+    value, key = machine.pop(), machine.pop()
+    machine.top(dict)[key_of(key)] = value
+
+
+def _set_items(machine: _Machine, raw: _Raw) -> None:
+    pairs = machine.since_mark()
+    _fill(machine, machine.top(dict), pairs)
+
+
+def _dict(machine: _Machine, raw: _Raw) -> None:
+    pairs = machine.since_mark()
+    machine.stack.append({})
+    _fill(machine, machine.stack[-1], pairs)
+
+
+def _fill(machine: _Machine, target: dict[Any, Any], pairs: list[Any]) -> None:
+    if len(pairs) % 2:
+        machine.refuse("pairs of keys and values", f"{len(pairs)} objects")
+    target.update(zip(map(key_of, pairs[::2]), pairs[1::2], strict=True))
+
+
+def _get(machine: _Machine, raw: _Raw) -> None:
+    _push_kept(machine, int.from_bytes(raw, "little"))
+
+
+def _get_line(machine: _Machine, raw: _Raw) -> None:
+    _push_kept(machine, _index(machine, raw))
+
+
+def _push_kept(machine: _Machine, index: int) -> None:
+    if index not in machine.memo:
+        machine.refuse("an object that was kept", f"number {index}")
+    machine.stack.append(machine.memo[index])
+
+
+def _put(machine: _Machine, raw: _Raw) -> None:
+    _keep(machine, int.from_bytes(raw, "little"))
+
+
+def _put_line(machine: _Machine, raw: _Raw) -> None:
+    _keep(machine, _index(machine, raw))
+
+
+def _keep(machine: _Machine, index: int) -> None:
+    machine.stack.append(machine.pop())
+    machine.memo[index] = machine.stack[-1]
+
+
+def _memoize(machine: _Machine, raw: _Raw) -> None:
+    _keep(machine, len(machine.memo))
+
+
+def _index(machine: _Machine, raw: _Raw) -> int:
+    digits = bytes(raw[: _MOST_DIGITS + 1]).strip()
+    if not digits.isdigit():
+        machine.refuse("a number", repr(digits)[1:])
+    return int(digits)
+
+
+def _refused(machine: _Machine, raw: _Raw) -> None:
+    """Opcodes that build instances, or take objects from elsewhere."""
+    said = f" of {kind_of(machine.stack[-1])}" if machine.stack else ""
+    if machine.name == "INST":
+        said = f" of {'.'.join(str(raw[:-1], 'utf-8', 'replace').split(chr(10)))}"
+    elif machine.name in ("NEWOBJ", "NEWOBJ_EX", "OBJ"):
+        classes = [each for each in machine.stack if isinstance(each, Global)]
+        said = f" of {classes[-1].name}" if classes else ""
+    machine.refuse("tensors, dicts and plain values", f"{machine.name}{said[:200]}")
+
+
+def _global(machine: _Machine, raw: _Raw) -> None:
+    module, _, name = str(raw[:-1], "utf-8", "replace").partition("\n")
+    machine.stack.append(named(module, name))
+
+
+def _stack_global(machine: _Machine, raw: _Raw) -> None:
+    name, module = machine.pop(), machine.pop()
+    if type(name) is not str or type(module) is not str:
+        machine.refuse(
+            "the names of a module and a class", f"{kind_of(module)} and {kind_of(name)}"
+        )
+    machine.stack.append(named(module, name))
+
+
+def _build(machine: _Machine, raw: _Raw) -> None:
+    """Attributes of a dict, which state_dict() has (``_metadata``), are left out."""
+    machine.pop()
+    machine.top(dict)
+
+
+def _persistent(machine: _Machine, raw: _Raw) -> None:
+    machine.stack.append(machine.storage(_made(machine, storage_of, machine.pop())))
+
+
+def _reduce(machine: _Machine, raw: _Raw) -> None:
+    arguments, function = machine.pop(), machine.pop()
+    if type(arguments) is tuple and len(arguments) == 1 and type(arguments[0]) is dict:
+        machine.count_copied(len(arguments[0]))
+    machine.stack.append(_made(machine, called, function, arguments))
+
+
+def _made(machine: _Machine, make: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return make(*arguments)
+    except ArgumentsError as error:
+        return machine.refuse(error.expected, error.found)
+
+
+_NUMBER = _pushes(_integer)
+_UNSIGNED = _pushes(lambda raw: int.from_bytes(raw, "little"))
+_STRING = _pushes(_text)
+_OPAQUE = _pushes(lambda raw: Opaque())
+
+_ACTIONS: Mapping[str, _Action] = {
+    "PROTO": _proto,
+    "FRAME": _nothing,
+    "STOP": _stop,
+    "NONE": _pushes(lambda raw: None),
+    "NEWTRUE": _pushes(lambda raw: True),
+    "NEWFALSE": _pushes(lambda raw: False),
+    "INT": _pushes(_digits),
+    "LONG": _pushes(_digits),
+    "BININT": _NUMBER,
+    "BININT1": _UNSIGNED,
+    "BININT2": _UNSIGNED,
+    "LONG1": _NUMBER,
+    "LONG4": _NUMBER,
+    "FLOAT": _OPAQUE,
+    "BINFLOAT": _pushes(lambda raw: struct.unpack(">d", raw)[0]),
+    "STRING": _pushes(_quoted),
+    "BINSTRING": _STRING,
+    "SHORT_BINSTRING": _STRING,
+    "UNICODE": _pushes(_line),
+    "SHORT_BINUNICODE": _STRING,
+    "BINUNICODE": _STRING,
+    "BINUNICODE8": _STRING,
+    "BINBYTES": _OPAQUE,
+    "SHORT_BINBYTES": _OPAQUE,
+    "BINBYTES8": _OPAQUE,
+    "BYTEARRAY8": _OPAQUE,
+    "EMPTY_LIST": _pushes(lambda raw: []),
+    "EMPTY_TUPLE": _pushes(lambda raw: ()),
+    "EMPTY_DICT": _pushes(lambda raw: {}),
+    "EMPTY_SET": _OPAQUE,
+    "APPEND": _append,
+    "APPENDS": _appends,
+    "LIST": _collected(list),
+    "TUPLE": _collected(tuple),
+    "TUPLE1": _tuple_1,
+    "TUPLE2": _tuple_2,
+    "TUPLE3": _tuple_3,
+    "DICT": _dict,
+    "SETITEM": _set_item,
+    "SETITEMS": _set_items,
+    "ADDITEMS": _add_items,
+    "FROZENSET": _collected(_frozenset),
+    "MARK": lambda machine, raw: machine.mark(),
+    "POP": _pop,
+    "POP_MARK": lambda machine, raw: machine.since_mark().clear(),
+    "DUP": _dup,
+    "GET": _get_line,
+    "BINGET": _get,
+    "LONG_BINGET": _get,
+    "PUT": _put_line,
+    "BINPUT": _put,
+    "LONG_BINPUT": _put,
+    "MEMOIZE": _memoize,
+    "GLOBAL": _global,
+    "STACK_GLOBAL": _stack_global,
+    "REDUCE": _reduce,
+    "BUILD": _build,
+    "BINPERSID": _persistent,
+}
+
+_NAMES = [f"byte 0x{byte:02x}" for byte in range(256)]
+#: By byte, the kind of an opcode's argument, and what it does.
+_OPCODES: list[tuple[int | None, _Action]] = [(None, _unknown)] * 256
+for _op in pickletools.opcodes:
+    _NAMES[ord(_op.code)] = _op.name
+    _kind = None if _op.arg is None else _op.arg.n
+    _OPCODES[ord(_op.code)] = (_kind, _ACTIONS.get(_op.name, _refused))

@@ -1,0 +1,1 @@
+"""Loads: options, preparation, `load_state_dict`, `plan`, `iterate`, reports."""

@@ -1,0 +1,59 @@
+"""What a load casts with on the host: kernels are compiled before memory is looked at.
+
+What compiling takes of the process is no part of a load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from streamload.codecs.cast_table import cast_engine, supported
+from streamload.loading.options import CastArgument
+from streamload.planning.dequantise import compile_decoders
+from streamload.planning.planner import CastChoice
+from streamload.planning.quant_policy import compile_encoders
+from streamload.planning.requests import DeviceSpec, DTypePolicy, Wants
+
+
+def host_engine(
+    wants: Wants,
+    policy: DTypePolicy,
+    specs: Sequence[DeviceSpec],
+    asked: CastArgument,
+    *,
+    clamp: bool,
+) -> tuple[CastChoice, list[str]]:
+    """Choose LLVM, or numpy where no kernel can be compiled, and compile what will be needed.
+
+    Args:
+        wants: what is loaded.
+        policy: the dtypes asked for.
+        specs: the devices.
+        asked: ``cast=``.
+        clamp: whether elements that overflow are clamped.
+
+    Returns:
+        The engine, and notes that say why it is not LLVM.
+    """
+    engine, notes = _engine(wants, policy, specs, asked)
+    compile_encoders(wants)
+    if engine != "numpy":
+        for native_bf16 in {spec.native_bf16 for spec in specs}:
+            compile_decoders(wants, wants.dsts(policy, native_bf16), clamp=clamp)
+    return engine, notes
+
+
+def _engine(
+    wants: Wants, policy: DTypePolicy, specs: Sequence[DeviceSpec], asked: CastArgument
+) -> tuple[CastChoice, list[str]]:
+    if asked in ("numpy", "device"):
+        return asked, []
+    on_host = policy.fp16_cast == "llvm"  # some of it, whatever casts
+    # kernels that no device needs are not compiled
+    for native in sorted({spec.native_bf16 for spec in specs if on_host or not spec.casts}):
+        for src, dst in wants.casts(policy, native):
+            if not supported(src, dst):
+                continue  # the planner names the tensor
+            if cast_engine(src, dst, "llvm" if asked == "llvm" else "auto") == "numpy":
+                return "numpy", ["LLVM kernels do not work here: casts run in numpy"]
+    return "llvm", []

@@ -1,0 +1,537 @@
+"""`load_state_dict`: match a model to a checkpoint, plan, stream, report."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Unpack
+
+from streamload.checkpoint.open import Checkpoint, CheckpointLike, opened
+from streamload.checkpoint.shards import Opener, open_shard
+from streamload.codecs.group import Packed
+from streamload.codecs.scheme import CodedWeight
+from streamload.core.interrupt import deferred_interrupt
+from streamload.core.memory import STAGING, Ledger, canonical_device
+from streamload.core.patterns import check_patterns
+from streamload.core.progress import Progress, reporting
+from streamload.core.units import format_bytes
+from streamload.devices.names import default_framework, framework, framework_of
+from streamload.errors import (
+    LoadState,
+    PlanInfeasibleError,
+    StateDictMismatchError,
+    StreamloadError,
+)
+from streamload.loading.lora import changes_of
+from streamload.loading.options import (
+    DEFAULTS,
+    NO_TRANSFER,
+    LoadOptions,
+    PlanOptions,
+    SplitOptions,
+    Strictness,
+    takes,
+)
+from streamload.loading.place import UNSEEN_GRANULARITY_NBYTES, open_devices, unseen_spec
+from streamload.loading.prepare import Decision, Options, Place
+from streamload.loading.report import Clock, LoadReport, Meter, device_map, warn_of_overflow
+from streamload.planning.dequantise import (
+    all_names,
+    as_in_models,
+    asked,
+    asked_by_model,
+    dequantised,
+    holds_transposes,
+    with_blocks,
+)
+from streamload.planning.match import Match, wants_of
+from streamload.planning.partition import Node
+from streamload.planning.plan import Plan
+from streamload.planning.planner import CastChoice
+from streamload.planning.quant_policy import QuantPolicy
+from streamload.planning.requests import DeviceSpec, Wants
+from streamload.planning.sources import Found, sources
+from streamload.planning.suggest import Wanted, call_of_library
+from streamload.streaming.loop import stream
+from streamload.streaming.memory_watch import Headroom
+from streamload.streaming.sink import ModelTarget
+from streamload.streaming.state import StreamStats
+
+
+@dataclass(frozen=True, slots=True)
+class InfeasibleLoad:
+    """A load that does not fit, for functions that suggest other calls.
+
+    Attributes:
+        error: why it does not fit.
+        place: the model and its devices.
+        checkpoint: the headers.
+        options: options of the load.
+        match: the model's parameters.
+        wants: what fills them.
+        given: the arguments of the call, with the checkpoint as "path".
+    """
+
+    error: PlanInfeasibleError
+    place: Place
+    checkpoint: Checkpoint
+    options: Options
+    match: Match
+    wants: Wants
+    given: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class InfeasiblePlan:
+    """A plan without a model that does not fit, for functions that suggest other calls.
+
+    Attributes:
+        error: why it does not fit.
+        checkpoint: the headers.
+        options: options of the plan.
+        found: the sources of the tensors.
+        spec: the device.
+        given: the arguments of the call, with the checkpoint as "path".
+    """
+
+    error: PlanInfeasibleError
+    checkpoint: Checkpoint
+    options: Options
+    found: Found
+    spec: DeviceSpec
+    given: Mapping[str, Any]
+
+
+#: Returns calls that would work instead, as source text.
+Suggester = Callable[[InfeasibleLoad | InfeasiblePlan], list[str]]
+_SUGGESTERS: list[Suggester] = []
+
+
+def register_suggester(suggest: Suggester) -> None:
+    """Add a function that is asked for other calls if a load or a plan does not fit."""
+    _SUGGESTERS.append(suggest)
+
+
+@takes(transfer=NO_TRANSFER)
+def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOptions]) -> LoadReport:
+    """Stream a safetensors checkpoint into a model, under a budget in bytes.
+
+    Nothing is read or allocated before it is known that everything fits. Weights that the model
+    holds already are overwritten in place where size, dtype and device stay the same; otherwise
+    they are released, one parameter at a time, before the new ones are allocated.
+
+    Args:
+        model: a torch module (on the meta device, the CPU or others), a tinygrad object as
+            ``nn.state.get_state_dict`` sees it, a dict of tensors or arrays, or None; then the
+            report's ``state_dict`` holds the tensors by name. Of a parameter that is sharded (a
+            DTensor, or by tinygrad's ``shard_``) each process or device reads its own shard alone.
+        path: a ``.safetensors`` or ``.gguf`` file, a folder, an index, the URL of one of these (see
+            `open_checkpoint`), ``org/name`` in the local Hugging Face cache, or an open
+            `Checkpoint`.
+        **options: see `LoadOptions`.
+
+    Returns:
+        What was done; ``print(report)`` shows it.
+
+    Raises:
+        CheckpointError: the checkpoint is invalid; names file and tensor.
+        FileChangedError: one of its files is not what it was when its header was read, or another
+            process wants to write it; it is a CheckpointError.
+        StateDictMismatchError: model and checkpoint do not match; before any data is read.
+        PlanInfeasibleError: it does not fit; before any data is read or memory allocated.
+        BudgetExceededError: something still holds memory that had to be released first.
+        MemoryTakenError: others took memory meanwhile, and the load does not fit any more.
+        UnsupportedCastError: a dtype cannot be cast or held; before any data is read.
+        OutOfRangeError: under ``out_of_range="error"``.
+        DeviceError: the device is not there, does not work, or failed.
+        ValueError: an argument is invalid.
+
+    After an error or Ctrl-C each parameter is loaded, untouched or invalid (it holds nothing
+    readable and raises when used); the exception's notes, and the ``state`` of streamload's own
+    errors, say which. Calling again completes the load.
+    """
+    clock = Clock()
+    strictness = Strictness.read(options)
+    with uncollected():
+        checkpoint, read, found = read_call(path, model, **options)
+        kept = _blocks_kept(model, checkpoint, read, found)
+        if kept:
+            tensors = {found[0][name].rows[0].tensor for name in kept}
+            checkpoint = with_blocks(checkpoint, tensors)
+            found = sources(checkpoint, options["mapping"], options["rename"], all_match=True)
+            read = replace(read, blocks=kept)
+        place = Place.look(model, checkpoint, read, options["device"])
+        wanted = Wanted(
+            *(checkpoint, place.parameters, options["mapping"], options["rename"]),
+            strict=strictness.strict,
+        )
+
+        def instead(error: PlanInfeasibleError, match: Match, wants: Wants) -> list[str]:
+            given = {**options, "path": path}
+            call = InfeasibleLoad(error, place, checkpoint, read, match, wants, given)
+            return [line for suggest in _SUGGESTERS for line in suggest(call)]
+
+        try:
+            decided = Decision.make(
+                *(place, checkpoint, read, found, strictness, wanted.suggestions),
+                instead=instead,
+            )
+        except StateDictMismatchError as error:
+            raise error.or_by(call_of_library(model, checkpoint.path)) from None
+        try:
+            with deferred_interrupt():  # one that comes while we clean up waits until that is done
+                return run(decided, options["progress"], clock)
+        except (KeyboardInterrupt, Warning) as error:
+            if not hasattr(error, "__notes__"):  # it came when all was done
+                names = tuple(decided.plan.placements.names)
+                error.add_note(f"parameters: {LoadState(names, (), ())}")
+            raise
+
+
+def _blocks_kept(
+    model: Any, checkpoint: Checkpoint, read: Options, found: Found
+) -> dict[str, CodedWeight]:
+    """Weights that are stored in the format that ``quant=`` asks for, and that a module can hold.
+
+    They are not dequantised: by parameter, what the module holds.
+    """
+    if model is None or not read.quant or not checkpoint.stored:
+        return {}
+    fill = found[0]
+    formats: dict[str, str] = {}
+    asked = read.quant.formats(checkpoint, wants_of(checkpoint, fill))
+    for (name, source), format in zip(fill.items(), asked, strict=True):
+        info = checkpoint.tensors[source.rows[0].tensor]
+        changes = info.name in read.changes.by_tensor
+        if isinstance(info, Packed) and info.group.kind == format and not changes:
+            formats[name] = format
+    swap = framework(framework_of(model) or default_framework()).swap(model, formats)
+    out = {}
+    for name in formats.keys() & swap.coded.keys():
+        info = checkpoint.tensors[fill[name].rows[0].tensor]
+        one = swap.coded[name]
+        assert isinstance(info, Packed), info.name
+        if len(fill[name].rows) == 1 and one.made.parts[0].shape == info.group.values.shape:
+            out[name] = one
+    return out
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep Python from looking for garbage cycles, where it does: a load makes none.
+
+    It makes a dozen objects for each tensor, which stay until it ends. Looking through them again
+    and again, and through all that frameworks have made before, took 25 of the 80 microseconds of
+    CPU time that 20,000 tensors of 8 kB took each, and more than half of the planning.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@takes(
+    devices='device=["cuda:0", "cpu"]',
+    nodes="streamload.split(path, nodes=[...]), without a budget or a device",
+    transfer=NO_TRANSFER,
+)
+@uncollected()
+def plan(path: CheckpointLike, **options: Unpack[PlanOptions]) -> Plan:
+    """Plan a load of all of a checkpoint, without a model and without reading any data.
+
+    With a budget in bytes and a dtype, no device is looked at.
+
+    Args:
+        path: as in `load_state_dict`, or an open checkpoint.
+        budget: as in `load_state_dict`; for several devices one for each, or a dict.
+        device: as in `load_state_dict`; None is "device" where none is looked at.
+        **options: see `PlanOptions`.
+
+    Raises:
+        PlanInfeasibleError: it does not fit.
+        CheckpointError: the checkpoint is invalid.
+        UnsupportedCastError: a dtype cannot be cast or held.
+        DeviceNotFoundError: a device had to be looked at and does not work.
+        ValueError: an argument is invalid.
+    """
+    checkpoint, read, found = read_call(path, **options)
+    specs = partial(described, read, options["device"])
+    try:
+        return _planned(checkpoint, read, found, specs)
+    except PlanInfeasibleError as error:
+        looked = read.casting(specs(wants_of(checkpoint, found[0]).needs_native_bf16(read.policy)))
+        if len(looked) > 1:
+            raise
+        given = {**options, "path": path}
+        call = InfeasiblePlan(error, checkpoint, read, found, looked[0], given)
+        rest = [line for suggest in _SUGGESTERS for line in suggest(call)]
+        raise error.suggesting(rest) from None
+
+
+def described(
+    read: Options, device: str | Sequence[str] | None, bf16_undecided: bool
+) -> Sequence[DeviceSpec]:
+    """Describe the devices of a plan without a model; looked at where that is needed.
+
+    Args:
+        read: the options.
+        device: as in `plan`.
+        bf16_undecided: whether some dtype depends on what a device computes in natively.
+    """
+    names = [device or "device"] if isinstance(device, str) or device is None else list(device)
+    read.check_names(names, device)
+    _check_distinct(names)
+    cast, reserved = read.knobs.cast, read.room.reserve_nbytes
+    if all(map(read.budget.is_stated, names)) and cast != "device" and not bf16_undecided:
+        unseen = [unseen_spec(name, read.budget.resolve(name, None)) for name in names]
+        return _less_reserve(unseen, reserved)
+    return open_devices(device, None, {}).specs(
+        *(read.budget, read.policy, cast, {}),
+        bf16_undecided=bf16_undecided,
+        reserve_nbytes=reserved,
+    )
+
+
+@takes()
+@uncollected()
+def split(
+    path: CheckpointLike,
+    *,
+    nodes: Sequence[Node],
+    **options: Unpack[SplitOptions],
+) -> Plan:
+    """Plan to split all of a checkpoint over nodes, by layers, without reading any data.
+
+    No device is looked at: without a dtype, bfloat16 is planned as float16, which takes as many
+    bytes.
+
+    Args:
+        path: as in `load_state_dict`, or an open checkpoint.
+        nodes: the nodes in the order of the layers, each with its own budget.
+        **options: see `SplitOptions`.
+
+    Raises:
+        PlanInfeasibleError: it does not fit.
+        CheckpointError: the checkpoint is invalid.
+        UnsupportedCastError: a dtype cannot be cast or held.
+        ValueError: an argument is invalid.
+    """
+    check_nodes(nodes)
+    checkpoint, read, found = read_call(path, **options)
+    specs = node_specs(read, nodes)
+    return _planned(checkpoint, read, found, lambda _: specs)
+
+
+def check_nodes(nodes: Sequence[Node]) -> None:
+    """Raise ValueError where these are no nodes, or two have one name."""
+    if not all(isinstance(node, Node) for node in nodes):
+        raise ValueError("nodes is a list of Node, and each has a budget of its own")
+    _check_distinct([node.name for node in nodes])
+
+
+def node_specs(read: Options, nodes: Sequence[Node]) -> list[DeviceSpec]:
+    """Describe nodes to the planner; nobody looks at them."""
+    granularity = UNSEEN_GRANULARITY_NBYTES
+    specs = [
+        DeviceSpec(node.name, node.budget, own_host=True, granularity_nbytes=granularity)
+        for node in nodes
+    ]
+    return _less_reserve(specs, read.room.reserve_nbytes)
+
+
+def _check_distinct(names: Sequence[str]) -> None:
+    if not names or len({canonical_device(name) for name in names}) < len(names):
+        raise ValueError(f"expected devices or nodes of different names, found {names}")
+
+
+def _less_reserve(specs: list[DeviceSpec], reserve_nbytes: int) -> list[DeviceSpec]:
+    """Devices that nobody looks at, with what stays free taken off their budgets."""
+    if not reserve_nbytes:
+        return specs
+    limit = f"budget less {format_bytes(reserve_nbytes)} kept free"
+    return [
+        replace(spec, budget_nbytes=max(spec.budget_nbytes - reserve_nbytes, 0), limit=limit)
+        for spec in specs
+    ]
+
+
+def _planned(
+    checkpoint: Checkpoint,
+    read: Options,
+    found: Found,
+    specs: Callable[[bool], Sequence[DeviceSpec]],
+) -> Plan:
+    """Plan a load of everything onto devices, which may depend on whether they compute in bf16."""
+    fill, _, tied = found
+    engine: CastChoice = "llvm" if read.knobs.cast == "auto" else read.knobs.cast
+
+    def planned(quant: QuantPolicy) -> Plan:
+        wants = replace(read, quant=quant).quantised(checkpoint, fill)
+        casting = read.casting(specs(wants.needs_native_bf16(read.policy)))
+        return read.plan(checkpoint, wants, casting, tied, engine)
+
+    try:
+        made, notes = read.quant.least_loss(planned)
+    except PlanInfeasibleError as error:
+        raise error.suggesting([] if read.quant else QuantPolicy.that_fits(planned)) from None
+    return replace(made, notes=(*made.notes, *notes))
+
+
+def read_call(
+    path: CheckpointLike, model: Any = None, **options: Unpack[LoadOptions]
+) -> tuple[Checkpoint, Options, Found]:
+    """The checkpoint of a call, its options as they are read, and what fills each parameter.
+
+    Of the checkpoint, what a dtype is asked for is dequantised; where there is a model, what that
+    does not hold as it is stored.
+
+    Raises:
+        CheckpointError: the checkpoint or an adapter is invalid.
+        ValueError: an argument is invalid, or a name or a pattern in one matches nothing.
+    """
+    given: LoadOptions = {**DEFAULTS, **options}
+    read = Options.read(**given)
+    checkpoint = opened(path)
+    if read.policy.rules or read.quant.rules:
+        names = all_names(checkpoint)
+        check_patterns("dtype", (pattern for pattern, _ in read.policy.rules), names)
+        check_patterns("quant", (pattern for pattern, _ in read.quant.rules), names)
+    if model is None:
+        checkpoint = dequantised(checkpoint, asked(checkpoint, read.policy))
+    found = sources(checkpoint, given["mapping"], given["rename"], all_match=True)
+    if model is not None and checkpoint.groups:
+        parameters = framework(framework_of(model) or default_framework()).parameters(model)
+        wanted = asked_by_model(checkpoint, read.policy, parameters, found[0])
+        if wanted:
+            checkpoint = dequantised(checkpoint, wanted)
+            if holds_transposes(checkpoint, parameters, found[0]):
+                checkpoint = as_in_models(checkpoint)
+            found = sources(checkpoint, given["mapping"], given["rename"], all_match=True)
+    changes = changes_of(checkpoint, given["transform"], given["adapters"])
+    return checkpoint, replace(read, changes=changes), found
+
+
+def run(
+    decided: Decision, progress: Progress, clock: Clock, opener: Opener = open_shard
+) -> LoadReport:
+    """Stream what was decided."""
+    made, devices = decided.plan, decided.devices.opened
+    ledger = Ledger(
+        # a model may hold more than the budget already; it only becomes less then
+        {d.device: max(d.budget_nbytes, d.held_nbytes) for d in made.devices}
+        | {STAGING: made.host_budget_nbytes}
+    )
+    meter = Meter(devices, decided.process_nbytes)
+    shared = {name for name, device in devices.items() if device.info.shared_memory}
+    headroom = Headroom(made, shared)
+    decided, undo = decided.swapped()
+    parameters = decided.match.parameters if decided.match else None
+    target = ModelTarget(made, decided.devices.framework, devices, parameters, ledger)
+    try:
+        with reporting(progress, decided.read_nbytes) as tell:
+
+            def told(done: int) -> None:
+                meter.sample()
+                tell(done)
+
+            for device in devices.values():
+                device.synchronize()  # nothing may be computing on what is written in place
+            target.begin_all()
+            target.map_all(decided.checkpoint)
+            stats = stream(
+                *(made, decided.checkpoint, target, devices, ledger, told, opener, headroom),
+                decided.changes,
+            )
+    except BaseException as error:
+        state = target.fail()
+        target.state_dict.clear()  # whoever keeps the error does not keep the memory
+        if not state.loaded and not state.invalid:
+            undo()
+        if isinstance(error, StreamloadError):
+            error.state = state
+        error.add_note(f"parameters: {state}")
+        raise
+    finally:
+        for device in devices.values():
+            with suppress(Exception):  # the first error is the one to be told
+                device.synchronize()
+                device.trim()
+    meter.sample(at_once=True)
+    return _report(decided, stats, target, ledger, meter, clock)
+
+
+def _report(
+    decided: Decision,
+    stats: StreamStats,
+    target: ModelTarget,
+    ledger: Ledger,
+    meter: Meter,
+    clock: Clock,
+) -> LoadReport:
+    """What was decided, and what came of it."""
+    made, devices = decided.plan, decided.devices.opened
+    fallbacks = [
+        f"{n} of {len(made.readers)} files: {why}" for why, n in stats.reader_fallbacks.items()
+    ]
+    names_of = made.placements.names
+    counts = {names_of[i]: count for i, count in sorted(stats.counts.items()) if count.total}
+    errors = {names_of[i]: count for i, count in sorted(stats.errors.items())}
+    warn_of_overflow(decided.checkpoint.path, counts, made.out_of_range)
+    names = [*(d.device for d in made.devices), STAGING]
+    tensors = target.state_dict
+    return LoadReport(
+        path=str(decided.checkpoint.path),
+        plan=made,
+        read_nbytes=stats.read_nbytes,
+        resident_nbytes=made.resident_nbytes,
+        seconds=clock.seconds,
+        stream_seconds=stats.seconds,
+        transfer_seconds=stats.transfer_seconds if stats.read_nbytes else 0.0,
+        predicted_nbytes={d.device: d.peak_nbytes for d in made.devices}
+        | {STAGING: made.host_nbytes, "process": made.process_nbytes},
+        held_nbytes={name: ledger.peak(name) for name in names},
+        measured_nbytes=meter.peaks,
+        counts=counts,
+        errors=errors,
+        skipped=decided.skipped,
+        missing=tuple(decided.match.left_out) if decided.match else (),
+        tied=tuple(decided.match.tied) if decided.match else (),
+        device_map=_device_map(decided),
+        allocators={
+            name: counters for name, device in devices.items() if (counters := device.counters())
+        },
+        notes=(*made.notes, *fallbacks),
+        page_cache=stats.page_cache,
+        dropped_nbytes=stats.dropped_nbytes,
+        state_dict={name: tensors[name] for name in made.placements.names} if tensors else {},
+        files={
+            str(header.path): header.state
+            for header in decided.checkpoint.shards
+            if header.state is not None
+        },
+    )
+
+
+def _device_map(decided: Decision) -> dict[str, str | int]:
+    """Where everything is, by module."""
+    placements = decided.plan.placements
+    where = {p.device for p, _ in placements.counted}
+    if decided.match is None and len(where) == 1:
+        return device_map({"": where.pop()})
+    devices = (kind.device for kind in placements.kinds)
+    by_name = dict(zip(placements.names, devices, strict=True))
+    if decided.match is None:
+        return device_map(by_name)
+    names = {
+        name: by_name[first]
+        for first, parameter in decided.match.parameters.items()
+        for name in parameter.names
+    }
+    return device_map(names, (*decided.match.unfilled, *decided.unstored))

@@ -1,0 +1,342 @@
+"""The options of a load: the type, the default and the description of each, said once.
+
+An entrance takes them as ``**options: Unpack[LoadOptions]``, or those of a narrower dictionary, and
+`takes` shows each by name in `help`, `inspect.signature`, completion and typer.
+"""
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, TypeVar, cast, get_args, get_type_hints
+
+from streamload.codecs.cast_table import OutOfRange
+from streamload.core.dtypes import DTypeArgument, DTypeLike
+from streamload.core.memory import BudgetLike
+from streamload.core.progress import Progress
+from streamload.core.units import parse_bytes
+from streamload.files.local import ReaderKind
+from streamload.files.page_cache import PageCacheKind
+from streamload.planning.kv_cache import CacheRequest
+from streamload.planning.match import Shapes
+from streamload.planning.planner import Residence
+from streamload.planning.quant_policy import QuantArgument
+from streamload.planning.sources import MappingArgument, Rename
+from streamload.planning.transforms import Transform
+
+#: What stands in place of an option that is gone.
+NO_TRANSFER = "nothing in its place: all bytes reach a GPU through staging"
+CastArgument = Literal["auto", "llvm", "numpy", "device"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class WeightOptions(TypedDict, total=False):
+    """The dtype of the weights, and the room beside them; see `LoadOptions`."""
+
+    dtype: DTypeArgument
+    quant: QuantArgument
+    reserve: float | str
+    context: int | None
+    batch: int
+    cache_dtype: DTypeLike | None
+
+
+class NameOptions(TypedDict, total=False):
+    """The names of the weights; see `LoadOptions`."""
+
+    rename: Rename | None
+    mapping: MappingArgument | None
+
+
+class ChangeOptions(TypedDict, total=False):
+    """What changes the weights on the way; see `LoadOptions`."""
+
+    transform: Transform | None
+    adapters: Sequence[str | os.PathLike[str]] | None
+
+
+class StreamOptions(TypedDict, total=False):
+    """How bytes are read, cast and moved; see `LoadOptions`."""
+
+    out_of_range: OutOfRange
+    cast: CastArgument
+    reader: ReaderKind
+    page_cache: PageCacheKind
+    chunk_nbytes: int | None
+    threads: int | None
+
+
+class IterateOptions(NameOptions, ChangeOptions, StreamOptions, total=False):
+    """The options of `streamload.iterate`; see `LoadOptions`."""
+
+    budget: BudgetLike
+    device: str | None
+    dtype: DTypeArgument
+    quant: QuantArgument
+    reserve: float | str
+
+
+class SplitOptions(WeightOptions, NameOptions, StreamOptions, total=False):
+    """The options of `streamload.split`; see `LoadOptions`."""
+
+
+class PlanOptions(SplitOptions, ChangeOptions, total=False):
+    """The options of `streamload.plan`; see `LoadOptions`."""
+
+    budget: BudgetLike
+    device: str | Sequence[str] | None
+    residence: Residence
+
+
+class LoadOptions(PlanOptions, total=False):
+    """The options of `streamload.load_state_dict`.
+
+    Attributes:
+        budget: most bytes on the device, when the load is done and meanwhile: a number, "3GB",
+            "2.5GiB", "80%" (of what is free), a dict by device, or a `Budget`. None is what is
+            free, less a reserve. Staging and scratch count too where the device shares the host's
+            memory; elsewhere staging counts against ``Budget(host=...)``.
+        device: "cuda:0", "cpu", "torch:xpu:0" (torch's), "CL", "CPU", "CPU:1", "tinygrad:CUDA"
+            (tinygrad's), "host" (numpy's), a list of devices to split the layers over, or "auto"
+            for the first that works. None: where the model's parameters are, else
+            ``STREAMLOAD_DEVICE``, else the default of the model's framework; without a model
+            tinygrad's, or torch's where tinygrad is not installed.
+        residence: where the CPU computes (torch's CPU, the host), "mapped" makes the weights
+            private views on the mapped files, which take no memory until they are written, and
+            refuses those that a cast, a device of its own or their alignment in the file keeps
+            from it; "auto" maps the others, of files on a local disk that nobody can truncate, and
+            loads these. "memory" loads all. Whatever rewrites a mapped file changes the weights,
+            and whatever truncates it ends the process: see `LoadReport.check_files`.
+        dtype: a dtype or its name, "checkpoint", or patterns by name, the first that matches
+            deciding: ``{"*norm*": "float32", "*": "float16"}``. Floats only; all else passes
+            unchanged, but for weights that are stored quantised (FP8 and int8 with scales, MXFP4,
+            bitsandbytes' nf4, fp4 and int8): these are dequantised on the way to bfloat16, float16
+            or float32, unless the model has modules for what is stored. None: arrays, and tensors
+            of torch and tinygrad that hold memory, keep their dtype; otherwise bfloat16 stays where
+            the device computes in it natively and becomes float16 elsewhere, and everything else
+            stays as it is in the checkpoint.
+        quant: quantise the weights of layers on the way: a format, or patterns by name as for
+            ``dtype``, where None leaves a tensor as it is: ``{"*.mlp.*": "nf4", "*": "q8_0"}``.
+            Formats: "nf4" and "fp4" (bitsandbytes' 4 bits), "int8" (by rows), "q8_0" and "q4_0"
+            (GGUF's). Norms, routers, the embedding and the head stay as they are unless a pattern
+            other than "*" names them, and so does what has one axis. Each weight becomes several
+            tensors; see `streamload.codecs`. The report has the error of each. In a model of torch,
+            Linears (and transformers' Conv1D and fused experts) hold them, and dequantise a weight
+            when it is computed with; what no module can hold stays as it is, and a note names it.
+        out_of_range: finite values beyond the target dtype become infinite ("inf", with a
+            warning), the largest finite value ("clamp"), or an error ("error").
+        cast: "auto", "llvm", "numpy", or "device" for the device's own where that is exact.
+        reader: "auto", "mmap", "pread", or "direct" to read past the page cache. "auto" decides for
+            each file: "direct" for a file on a local disk, not in the page cache, and staged; else
+            "mmap", or "pread" on network filesystems. A file that others may truncate is read by
+            pread instead of mapped: another user's file, or one that is open for writing.
+        page_cache: what becomes of the page cache that the load fills: "keep" leaves it, for the
+            next load; "drop" gives it back behind what is read; "auto" does that where memory is
+            short. What was in it before stays.
+        rename: checkpoint names to parameter names: a dict, or a callable that returns a name, or
+            None to skip the tensor.
+        mapping: "hf-llama" (Hugging Face names and rows to Meta's), "meta-llama" (the other way),
+            "hf-gpt2" (Conv1D to Linear), "hf-mixtral", "hf-olmoe" and "hf-whisper" (to tinygrad's
+            examples), "hf-qwen" (to tinygrad.llm; experts are stacked), or a dict from parameter
+            names to the tensors or `RowRange` s that they consist of, or to a `Source` (transposed,
+            stacked). A family and a dict for the rest: ``("hf-llama", {...})``.
+        transform: by pattern of the checkpoint's names, a function that gets some whole rows as a
+            numpy array, in the dtype of the checkpoint and read-only, and returns as many, which
+            are cast once: ``{"*norm.weight": lambda rows: rows + 1}``. The first pattern that
+            matches decides. Threads call it, with at most 1 MiB at a time (or one row); the plan
+            counts three such arrays for each thread, in float32 or what is wider.
+        adapters: folders of LoRA adapters as peft saves them, merged into the weights on the way,
+            in float64, and rounded once. What is not plain LoRA (DoRA, biases, whole modules) is
+            refused. ``transform`` comes after them, and gets float64.
+        strict: every parameter must be in the checkpoint and the other way round, but for what
+            models compute (positions, masks, rotary frequencies). With False, what matches is
+            loaded and the report names the rest; a warning says if that is little.
+        shapes: "error" for a parameter whose shape is not that of its tensor, or "skip" to leave
+            it as it is and name it in the report.
+        progress: "auto", True, False, or a callable that gets (bytes done, bytes in all).
+        reserve: bytes, or a size, that stay free on each device or node beside what is loaded: for
+            activations, other parameters. Taken off its budget and of what is free.
+        context: leave room for the KV cache of so many tokens, so that what is loaded can run: on
+            each device for the layers that it holds, as ``config.json`` tells. Nothing is allocated
+            for it, and until the load is done its bytes may be the load's own.
+        batch: how many sequences of ``context`` tokens the cache is for.
+        cache_dtype: the dtype of the cache; None is that of the weights as they are loaded.
+        chunk_nbytes: most bytes read and cast at once; None: 8 MiB, or 16 MiB past the
+            page cache to CUDA.
+        threads: most streaming threads; None: the CPUs that this process may use (affinity, and
+            the limit of its cgroup), at most 8, and past the page cache to CUDA 2.
+    """
+
+    strict: bool
+    shapes: Shapes
+    progress: Progress
+
+
+#: The default of each option, in the order in which they are shown.
+DEFAULTS: LoadOptions = {
+    "budget": None,
+    "device": None,
+    "residence": "memory",
+    "dtype": None,
+    "quant": None,
+    "out_of_range": "inf",
+    "cast": "auto",
+    "reader": "auto",
+    "page_cache": "auto",
+    "rename": None,
+    "mapping": None,
+    "transform": None,
+    "adapters": None,
+    "strict": True,
+    "shapes": "error",
+    "progress": "auto",
+    "reserve": 0,
+    "context": None,
+    "batch": 1,
+    "cache_dtype": None,
+    "chunk_nbytes": None,
+    "threads": None,
+}
+
+
+def takes(**former: str) -> Callable[[_Function], _Function]:
+    """Let a function take the options that its ``**options: Unpack[...]`` names.
+
+    The function gets all of them: those that a caller leaves out have their defaults. Its signature
+    and type hints list each by name. So does the section Args of its docstring: an option that is
+    described there keeps that description, and others have that of `LoadOptions`.
+
+    Args:
+        **former: arguments that the function had once, with what to write instead.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        hints = get_type_hints(function, include_extras=True)
+        *own, last = signature.parameters.values()
+        (dictionary,) = get_args(hints.pop(last.name))
+        types = get_type_hints(dictionary, include_extras=True)
+        defaults = {name: default for name, default in DEFAULTS.items() if name in types}
+        own = [each.replace(annotation=hints[each.name]) for each in own]
+        required = [each for each in own if each.default is each.empty]
+        options = [
+            inspect.Parameter(name, last.KEYWORD_ONLY, default=value, annotation=types[name])
+            for name, value in defaults.items()
+        ]
+        shown = [*required, *options, *(each for each in own if each not in required)]
+        known = {each.name for each in shown}
+
+        @functools.wraps(function)
+        def entrance(*args: Any, **given: Any) -> Any:
+            unknown = [name for name in given if name not in known]
+            if unknown:
+                said = f"got an unexpected keyword argument {unknown[0]!r}"
+                instead = f": write {former[unknown[0]]}" if unknown[0] in former else ""
+                raise TypeError(f"{function.__name__}() {said}{instead}")
+            return function(*args, **(defaults | given))
+
+        entrance.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=shown, return_annotation=hints["return"]
+        )
+        entrance.__annotations__ = {each.name: each.annotation for each in shown}
+        entrance.__annotations__["return"] = hints["return"]
+        entrance.__doc__ = _described(function.__doc__, [each.name for each in shown])
+        return cast(_Function, entrance)
+
+    return decorate
+
+
+def _described(doc: str | None, names: Sequence[str]) -> str | None:
+    """A docstring whose section Args describes all of these arguments."""
+    before, own, after = _sections(doc, "Args")
+    if not own:
+        return doc
+    known = _option_entries()
+    entries = [own.get(name) or known[name] for name in names]
+    return "\n".join([*before, *(line for entry in entries for line in entry), *after])
+
+
+@functools.cache
+def _option_entries() -> Mapping[str, list[str]]:
+    return _sections(LoadOptions.__doc__, "Attributes")[1]
+
+
+def _sections(
+    doc: str | None, heading: str
+) -> tuple[list[str], Mapping[str, list[str]], list[str]]:
+    """The lines of a docstring up to a section's heading, its entries by name, and what follows."""
+    lines = inspect.cleandoc(doc or "").splitlines()  # python -OO leaves none
+    start = lines.index(f"{heading}:") + 1 if f"{heading}:" in lines else len(lines)
+    entries: dict[str, list[str]] = {}
+    name = ""
+    for stop, line in enumerate(lines[start:], start):
+        if not line.startswith("    "):
+            return lines[:start], entries, lines[stop:]
+        if line[4] != " ":
+            name = line[4:].partition(":")[0]
+        entries.setdefault(name, []).append(line)
+    return lines[:start], entries, []
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What stays free beside the weights.
+
+    Attributes:
+        reserve_nbytes: on each device or node, of its budget and of what is free.
+        cache: the KV cache to leave room for; None for none.
+    """
+
+    reserve_nbytes: int
+    cache: CacheRequest | None = None
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any]) -> "Room":
+        """Read those of all options; raises ValueError for one that is invalid."""
+        cache = CacheRequest.read(options["context"], options["batch"], options["cache_dtype"])
+        return cls(parse_bytes(options["reserve"]), cache)
+
+
+@dataclass(frozen=True, slots=True)
+class Strictness:
+    """What of a mismatch between a model and a checkpoint is an error."""
+
+    strict: bool = True
+    shapes: Shapes = "error"
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any]) -> "Strictness":
+        """Read those of all options; raises ValueError for one that is invalid."""
+        strict, shapes = options["strict"], options["shapes"]
+        if not isinstance(strict, bool):
+            raise ValueError(f"strict is True or False, not {strict!r}")
+        if shapes not in get_args(Shapes):
+            raise ValueError(f"shapes is one of {', '.join(get_args(Shapes))}, not {shapes!r}")
+        return cls(strict, shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """How bytes are read, cast and moved: the `StreamOptions`, checked."""
+
+    out_of_range: OutOfRange
+    cast: CastArgument
+    reader: ReaderKind
+    page_cache: PageCacheKind
+    chunk_nbytes: int | None
+    threads: int | None
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any]) -> "Knobs":
+        """Read those of all options; raises ValueError for one that is invalid."""
+        given = {name: options[name] for name in StreamOptions.__annotations__}
+        for name, value in given.items():
+            choices = get_args(StreamOptions.__annotations__[name])
+            if int in choices:
+                if value is not None and (type(value) is not int or value < 1):
+                    raise ValueError(f"{name} is a whole number of at least 1, not {value!r}")
+            elif value not in choices:
+                raise ValueError(f"{name} is one of {', '.join(choices)}, not {value!r}")
+        return cls(**given)

@@ -1,0 +1,383 @@
+"""Finding the devices of a load, and describing them to the planner."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from streamload.codecs.cast_table import supported
+from streamload.codecs.decode import TARGETS, there_nbytes
+from streamload.codecs.decode_cuda import SYMBOL, packed_ptx
+from streamload.codecs.group import Packed
+from streamload.core.dtypes import BF16, F16, DType
+from streamload.core.memory import OVERHEAD_NBYTES, Budget, available_host_nbytes, overhead_nbytes
+from streamload.core.memory import reserve_nbytes as guessed_reserve_nbytes
+from streamload.core.units import format_bytes
+from streamload.devices.allocators import AllocatorKind
+from streamload.devices.base import BulkCopier, Device, Framework
+from streamload.devices.names import (
+    default_framework,
+    environment_device,
+    framework,
+    installed,
+    spelled_as,
+    split_name,
+)
+from streamload.devices.probing import probe
+from streamload.errors import (
+    DeviceError,
+    DeviceNotFoundError,
+    PlanInfeasibleError,
+    UnsupportedCastError,
+)
+from streamload.loading.options import CastArgument
+from streamload.planning.plan import Plan
+from streamload.planning.requests import DeviceSpec, DTypePolicy, Wants
+
+# By framework: how a device of CUDA that nobody looks at has its memory.
+_CUDA_ALLOCATORS: Mapping[str, AllocatorKind] = {
+    "torch": "cuda_caching",
+    "tinygrad": "cuda_driver",
+}
+
+# What the allocators of devices that nobody looks at round up to, by name. Others, and nodes, count
+# like torch's CPU: what a plan needs of these is enough for most devices that load it.
+_GRANULARITY_NBYTES = {"host": 16, "CPU": mmap.PAGESIZE, "CL": 512, "CUDA": 512}
+#: The same of those that their names say nothing of, in bytes.
+UNSEEN_GRANULARITY_NBYTES = 64
+
+#: What the process takes for each parameter of a model to match and plan it, in bytes: of 20,000
+#: and 60,000 in all four frameworks it was 1,000 to 1,170.
+PLANNING_NBYTES = 1100
+
+#: Why a device by its spelling is not there, where its framework is not installed.
+_LACKING = {
+    "torch": "the name is torch's, which is not installed (pip install streamload[torch]); "
+    "tinygrad's devices are in upper case",
+    "tinygrad": "the name is tinygrad's, which is not installed (pip install tinygrad); torch's "
+    "devices are in lower case",
+}
+
+_log = logging.getLogger("streamload")
+
+
+@dataclass(slots=True)
+class Devices:
+    """The devices of a load: opened, probed, by canonical name."""
+
+    framework: Framework
+    opened: dict[str, Device]
+    notes: list[str] = field(default_factory=list)
+
+    def _native_bf16(self, name: str) -> bool:
+        """Whether bf16 stays on a device: claimed, and seen on a real buffer."""
+        if not self.opened[name].info.native_bf16:
+            return False
+        seen = probe(self.framework.name, name).dtypes.get("bfloat16")
+        if seen is None and self.framework.trusted(name):
+            seen = self.framework.dtype_status(name, BF16)
+        elif seen is None:
+            seen = probe(self.framework.name, name, full=True).dtypes.get("bfloat16")
+        return seen in ("native", "emulated")
+
+    def specs(
+        self,
+        budget: Budget,
+        policy: DTypePolicy,
+        cast: CastArgument,
+        held: Mapping[str, int],
+        *,
+        bf16_undecided: bool,
+        reserve_nbytes: int = 0,
+        of_model: bool = False,
+    ) -> list[DeviceSpec]:
+        """Describe the devices to the planner.
+
+        Args:
+            budget: the bytes that the load may take on each.
+            policy: the dtypes asked for.
+            cast: what casts.
+            held: bytes that the model holds on each now, in memory that the load takes over.
+            bf16_undecided: whether some dtype depends on what a device computes in natively.
+            reserve_nbytes: bytes that stay free on each, of the budget and of what is free.
+            of_model: whether parameters of a model are loaded.
+        """
+        for device in self.opened.values():
+            device.trim()  # what the allocator keeps of freed memory is free
+        infos = {name: device.info for name, device in self.opened.items()}
+        self.notes += [
+            info.caveat for info in infos.values() if info.caveat and info.caveat not in self.notes
+        ]
+        # devices that share the host's memory draw on one pool: what others were promised is gone,
+        # and those without a stated budget get equal parts
+        sharing = [name for name, info in infos.items() if info.shared_memory]
+        promised = {name: budget.resolve(name, None) for name in sharing if budget.is_stated(name)}
+        host = _host_free_nbytes(needed=len(promised) < len(sharing)) if sharing else None
+        rest = max((host or 0) - sum(promised.values()), 0)
+        rest //= max(len(sharing) - len(promised), 1)
+        pool_nbytes = None if host is None else max(host - reserve_nbytes * len(sharing), 0)
+        out = []
+        for name, info in infos.items():
+            free = info.free_nbytes
+            if info.shared_memory:
+                pool = host if name in promised else rest
+                free = min((n for n in (pool, free) if n is not None), default=None)
+            casts: frozenset[tuple[str, str]] = frozenset()
+            if (cast == "device" or policy.fp16_cast == "device") and not info.casts:
+                casts = frozenset(probe(self.framework.name, name, full=True).device_casts)
+            own = held.get(name, 0)
+            limit = "budget"
+            if budget.for_device(name) is None:
+                left_alone = format_bytes(guessed_reserve_nbytes(free or 0))
+                limit = f"free memory less a reserve of {left_alone}"
+            kept = None if free is None else max(free - reserve_nbytes, 0)
+            out.append(
+                DeviceSpec(
+                    name=name,
+                    budget_nbytes=max(budget.resolve(name, free, own) - reserve_nbytes, 0),
+                    limit=limit
+                    + (f" less {format_bytes(reserve_nbytes)} kept free" if reserve_nbytes else ""),
+                    free_nbytes=kept,
+                    host_free_nbytes=pool_nbytes if info.shared_memory else None,
+                    host_visible=info.host_visible,
+                    shared_memory=info.shared_memory,
+                    granularity_nbytes=info.granularity_nbytes,
+                    allocator=info.allocator,
+                    largest_allocation_nbytes=info.largest_allocation_nbytes,
+                    max_transfer_nbytes=info.max_transfer_nbytes,
+                    threads=info.threads,
+                    native_bf16=bf16_undecided and self._native_bf16(name),
+                    unsupported=info.unsupported,
+                    device_casts=casts,
+                    maps=info.maps,
+                    casts=info.casts,
+                    objects=info.costs.parameters if of_model else info.costs.objects,
+                    kernel_nbytes=info.costs.kernel_nbytes,
+                    left_nbytes=info.costs.left_nbytes,
+                )
+            )
+        return out
+
+    def compile_casts(
+        self,
+        specs: Sequence[DeviceSpec],
+        wants: Wants,
+        policy: DTypePolicy,
+        *,
+        clamp: bool,
+        required: bool,
+    ) -> tuple[list[DeviceSpec], list[str]]:
+        """Compile the kernels of casts on devices, and load them there, before anything moves.
+
+        Only those that the load needs. A device for which one cannot be had casts nothing: the host
+        does, as it does for other devices.
+
+        Args:
+            specs: the devices, described.
+            wants: what is loaded.
+            policy: the dtypes asked for.
+            clamp: what overflows becomes the largest finite value.
+            required: the devices are to cast: a kernel that cannot be had is an error.
+
+        Returns:
+            The devices as they are to be planned for, and a note for each that does not cast.
+
+        Raises:
+            UnsupportedCastError: a kernel cannot be made, and is required.
+            DeviceError: the driver does not take one, and it is required.
+        """
+        out, notes = [], []
+        for spec in specs:
+            bulk = self.opened[spec.name].bulk if spec.casts else None
+            pairs = wants.casts(policy, spec.native_bf16, spec.name) if bulk else []
+            try:
+                for src, dst in pairs:
+                    by_host = policy.fp16_cast == "llvm" and (src, dst) == (BF16, F16)
+                    if bulk is not None and not by_host and supported(src, dst):
+                        bulk.kernel(src, dst, clamp)  # what is not supported, the planner refuses
+                if bulk is not None and wants.any_packed:
+                    _load_decoders(bulk, wants, wants.dsts(policy, spec.native_bf16), clamp)
+            except (UnsupportedCastError, DeviceError) as error:
+                if required:
+                    raise
+                notes.append(f"{spec.name} casts nothing, the host does: {error}")
+                spec = replace(spec, casts=False)
+            out.append(spec)
+        return out, notes
+
+    def widened(self) -> Iterator[Devices]:
+        """The same with one more of the machine's devices each time, while there are any.
+
+        Only those on which computing is known to be harmless: a probe here would cost seconds.
+        """
+        opened = dict(self.opened)
+        for name in self.framework.candidates():
+            if name not in opened and self.framework.trusted(name):
+                with suppress(DeviceError):
+                    opened[name] = self.framework.device(name)
+                    yield Devices(self.framework, dict(opened))
+
+    def check_buffers(self, plan: Plan) -> None:
+        """Raise DeviceError where a device cannot hold as many buffers as a plan allocates."""
+        for name, device in self.opened.items():
+            most = device.info.max_buffers
+            count = sum(
+                n for p, n in plan.placements.counted if p.device == name and p.action != "in_place"
+            )
+            if most is not None and count > most:
+                raise DeviceError(
+                    name,
+                    f"the load needs {count} buffers there, and the system allows {most} more "
+                    "(each is a memory map: see vm.max_map_count in proc(5))",
+                )
+
+
+def _load_decoders(bulk: BulkCopier, wants: Wants, dsts: Sequence[DType], clamp: bool) -> None:
+    """Load the kernels that dequantise, as those of casts."""
+    for info, dst, t in zip(wants.infos, dsts, wants.transposes, strict=True):
+        if isinstance(info, Packed) and dst in TARGETS and there_nbytes(info.group):
+            bulk.function(packed_ptx(info, dst, clamp=clamp, turned=t is not None), SYMBOL)
+
+
+def unseen_spec(name: str, budget_nbytes: int) -> DeviceSpec:
+    """Describe a device that nobody looks at, by what its name says.
+
+    Args:
+        name: of a device, or of a node.
+        budget_nbytes: the bytes that it may take.
+    """
+    owner, rest = split_name(name)
+    allocator = _CUDA_ALLOCATORS.get(owner or spelled_as(rest))
+    if allocator is not None and rest.lower().partition(":")[0] == "cuda":
+        return DeviceSpec(
+            name,
+            budget_nbytes,
+            host_visible=False,
+            shared_memory=False,
+            granularity_nbytes=512,
+            allocator=allocator,
+            threads=16,
+            casts=True,
+        )
+    return DeviceSpec(
+        name,
+        budget_nbytes,
+        granularity_nbytes=_GRANULARITY_NBYTES.get(
+            rest.partition(":")[0], UNSEEN_GRANULARITY_NBYTES
+        ),
+        maps=rest in ("cpu", "host"),
+    )
+
+
+def host_room_nbytes(parameters: int = 0) -> int | None:
+    """What is free on the host for a load; None where no file says.
+
+    Args:
+        parameters: how many of a model are still to be matched and planned.
+
+    Raises:
+        PlanInfeasibleError: they cannot be; or not even a load that needs nothing could run.
+    """
+    free = _host_free_nbytes(needed=False)
+    needed = parameters * PLANNING_NBYTES
+    if free is not None and free <= needed:
+        raise PlanInfeasibleError(
+            "host",
+            OVERHEAD_NBYTES + needed,
+            available_host_nbytes(),
+            limit="free memory",
+            largest=[(f"planning {parameters} parameters", needed)] if needed else (),
+        )
+    return free
+
+
+def _host_free_nbytes(*, needed: bool) -> int | None:
+    """What is free on the host for a load; None where no file says, if that need not be known."""
+    try:
+        free = available_host_nbytes()
+    except DeviceError:  # no /proc: macOS, some sandboxes
+        if needed:
+            raise
+        return None
+    return free - overhead_nbytes(free)
+
+
+def open_devices(
+    device: str | Sequence[str] | None,
+    owner: Framework | None,
+    held: Iterable[str],
+) -> Devices:
+    """Find, probe and open the devices of a load."""
+    if type(device).__module__ == "torch":  # a torch.device, which is not imported for this
+        device = str(device)
+    if isinstance(device, str) or device is None:
+        wanted = [device] if device else sorted(held) or [environment_device() or ""]
+    else:
+        wanted = list(device) if isinstance(device, Sequence) else [device]
+        if not wanted or not all(isinstance(name, str) and name for name in wanted):
+            raise ValueError(f"device is a name or a list of names, not {device!r}")
+    if "auto" in wanted:
+        if len(wanted) > 1:
+            raise ValueError('device="auto" is one device')
+        return _first_that_works(owner)
+    split = [split_name(name) for name in wanted]
+    named = {part for part, _ in split if part is not None}
+    if owner is not None:
+        named.add(owner.name)
+    if not named:  # a model decides; without one, the names do
+        named.update(spelled_as(name) if name else default_framework() for name in wanted)
+        for lacking in (name for name in named if not installed(name)):
+            raise DeviceNotFoundError(", ".join(wanted), _LACKING[lacking])
+    if len(named) > 1:
+        raise DeviceNotFoundError(
+            ", ".join(wanted), f"a load has one framework, not {' and '.join(sorted(named))}"
+        )
+    chosen, owner = owner, framework(named.pop())
+    names: dict[str, None] = {}
+    for _, name in split:
+        try:
+            names[owner.canonical(name or owner.default_device())] = None
+        except DeviceNotFoundError as error:
+            working = error.working or _working(owner, chosen)
+            raise DeviceNotFoundError(error.device, error.problem, working=working) from error
+    if len(names) < len(wanted):
+        raise ValueError(f"a device is named twice: {', '.join(wanted)}")
+    found = Devices(owner, {})
+    for name in names:
+        result = probe(owner.name, name)
+        if not result.works:
+            raise DeviceNotFoundError(name, result.problem, working=_working(owner, chosen))
+        found.opened[name] = owner.device(name)
+    return found
+
+
+def _working(owner: Framework, chosen: Framework | None) -> list[str]:
+    """Names of all devices that work here; asked for only when one does not.
+
+    Args:
+        owner: whose.
+        chosen: the framework of a model, which takes no other's; or None.
+    """
+    names = [name for name in owner.candidates() if probe(owner.name, name).works]
+    return names if chosen is not None or owner.name == "host" else [*names, "host"]
+
+
+def _first_that_works(owner: Framework | None) -> Devices:
+    notes: list[str] = []
+    names = (default_framework(), "host")
+    owners = [owner] if owner is not None else [*map(framework, dict.fromkeys(names))]
+    for one in owners:
+        candidates = list(one.candidates())
+        for name in candidates:
+            result = probe(one.name, name)
+            if result.works:
+                note = f'device="auto" took {name}'
+                if notes:
+                    note += f" (these do not work: {'; '.join(notes)})"
+                _log.warning("%s", note)
+                return Devices(one, {name: one.device(name)}, [note])
+            notes.append(f"{name}: {result.problem}")
+    raise DeviceNotFoundError("auto", "none works: " + "; ".join(notes))

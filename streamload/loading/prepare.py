@@ -1,0 +1,611 @@
+"""Deciding a load: its options read, its model and devices looked at, its plan made.
+
+Nothing is moved, and nothing of the model is touched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import Any, Unpack, get_args
+
+from streamload.checkpoint.open import Checkpoint
+from streamload.codecs.scheme import CodedWeight
+from streamload.core.location import Location, Url
+from streamload.core.memory import STAGING, Budget, available_cpus, canonical_device
+from streamload.core.pagemap import reusable_nbytes
+from streamload.core.units import format_bytes
+from streamload.devices.base import NO_SWAP, Framework, Parameter, Swap, nothing
+from streamload.devices.names import (
+    default_framework,
+    environment_fp16_cast,
+    framework,
+    framework_of,
+)
+from streamload.errors import (
+    PlanInfeasibleError,
+    ResidenceError,
+    Suggestion,
+)
+from streamload.files.local import ReaderChoice, choose_reader
+from streamload.files.strided import thread_nbytes
+from streamload.loading.engine import host_engine
+from streamload.loading.options import DEFAULTS, Knobs, LoadOptions, Room, Strictness
+from streamload.loading.place import Devices, host_room_nbytes, open_devices
+from streamload.loading.read_choice import Reading, ahead_nbytes, reader_choices
+from streamload.planning.kv_cache import KvCache
+from streamload.planning.match import Match, wants_of
+from streamload.planning.match import match as match_parameters
+from streamload.planning.plan import Plan
+from streamload.planning.planner import DEFAULT_CHUNK_NBYTES, CastChoice, Residence, make_plan
+from streamload.planning.quant_policy import NO_QUANT, QuantPolicy, quantised, said_of_dense
+from streamload.planning.requests import DeviceSpec, DTypePolicy, Want, Wants
+from streamload.planning.sources import Found, Source
+from streamload.planning.transforms import NO_CHANGES, Changes
+from streamload.streaming.memory_watch import process_nbytes
+
+# Each is from docs/measurements.md, "Loading". With more threads, copies to CUDA fall behind.
+_MOST_THREADS = 8
+# Past the page cache fewer and longer reads are better, with the same bytes under way.
+_DIRECT_THREADS = 2
+_DIRECT_CHUNK_NBYTES = 16 * 2**20
+# One thread, where a map was asked for and less than `ahead_nbytes` is left.
+_LEAST_MAP_ROOM_NBYTES = 20 * 2**20
+# To open another device's driver takes 14 to 16 MB of the host, and twice that with its compiler.
+_WIDER_NBYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The arguments of a load that are numbers and names, read and checked."""
+
+    budget: Budget
+    policy: DTypePolicy
+    knobs: Knobs
+    room: Room
+    residence: Residence = "memory"
+    changes: Changes = NO_CHANGES
+    quant: QuantPolicy = NO_QUANT
+    # by parameter, weights whose blocks stay as they are stored, in modules that hold such
+    blocks: Mapping[str, CodedWeight] = field(default_factory=dict)
+    cpus: int | None = None  # of those that there are, for this load; None: all
+    is_part: bool = False  # whether the budget is a rank's part of what its call states
+    host_held_nbytes: int = 0  # of what is free on the host, what is taken beside the load
+    one_device: bool = False  # whether no other device can be asked for
+
+    @classmethod
+    def read(cls, **given: Unpack[LoadOptions]) -> Options:
+        """Read the options; raises ValueError for one that is invalid."""
+        options: LoadOptions = {**DEFAULTS, **given}
+        if options["residence"] not in get_args(Residence):
+            names = ", ".join(get_args(Residence))
+            raise ValueError(f"residence is one of {names}, not {options['residence']!r}")
+        return cls(
+            room=Room.read(options),
+            knobs=Knobs.read(options),
+            budget=Budget.parse(options["budget"]),
+            policy=DTypePolicy.parse(options["dtype"], environment_fp16_cast()),
+            residence=options["residence"],
+            quant=QuantPolicy.parse(options["quant"]),
+        )
+
+    def quantised(self, checkpoint: Checkpoint, fill: Mapping[str, Source]) -> Wants:
+        """Everything in the checkpoint, with what is quantised in its parts."""
+        wants = wants_of(checkpoint, fill)
+        formats = self.quant.formats(checkpoint, wants)
+        changed = self.changes.by_tensor
+        return quantised(checkpoint, wants, formats, changed, policy=self.quant)
+
+    def check_names(self, names: Iterable[str], device: object) -> None:
+        """Refuse a budget for a device that the load does not have: it would hold nothing back."""
+        known = {canonical_device(name) for name in names}
+        unknown = [name for name in self.budget.devices if name not in known]
+        if unknown and device != "auto":  # which device that is could not be known
+            raise ValueError(
+                f"the budget names {', '.join(unknown)}; the load's devices are {', '.join(names)}"
+            )
+
+    def casting(self, specs: Iterable[DeviceSpec]) -> list[DeviceSpec]:
+        """The devices, of which none casts where the host is asked to, with what stays free."""
+        casts, reserved = self.knobs.cast in ("auto", "device"), self.room.reserve_nbytes
+        return [
+            replace(
+                spec,
+                casts=spec.casts and casts,
+                reserve_nbytes=reserved,
+                alone=self.one_device,
+            )
+            for spec in specs
+        ]
+
+    def plan(
+        self,
+        checkpoint: Checkpoint,
+        wants: Sequence[Want],
+        specs: Sequence[DeviceSpec],
+        tied: Mapping[str, str],
+        cast: CastChoice,
+        host_free_nbytes: int | None = None,
+        reading: Reading = "ahead",
+    ) -> Plan:
+        """Plan under these options, and within what is free on the host (None: not looked at)."""
+        knobs, free, budget = self.knobs, host_free_nbytes, self.budget.host_nbytes
+        asked, path = self.room.cache, checkpoint.path
+        held = thread_nbytes(view for header in checkpoint.shards for view in header.views)
+        make = partial(
+            make_plan,
+            checkpoint,
+            wants=wants,
+            devices=specs,
+            dtype=self.policy,
+            out_of_range=knobs.out_of_range,
+            cast=cast,
+            tied=tied,
+            host_budget_nbytes=budget if free is None else min(budget, free),
+            host_limit="budget" if free is None or budget <= free else "free memory",
+            page_cache=knobs.page_cache,
+            cache=None if asked is None else KvCache.of(checkpoint.config, asked, path=path),
+            residence=self.residence,
+            mappable=[self._is_mappable(header.path) for header in checkpoint.shards],
+            changed=self.changes.by_tensor.keys(),
+            change_nbytes=(self.changes.nbytes, self.changes.thread_nbytes + held),
+        )
+        staged = not any(spec.host_visible for spec in specs)
+
+        def made(reading: Reading) -> Plan:
+            choices = reader_choices(checkpoint.shards, knobs, reading, staged=staged)
+            how = self._reading(checkpoint, specs, choices)
+            try:
+                return make(**how, ahead=reading == "ahead")
+            except PlanInfeasibleError as error:
+                # of ranks, each has a part of the budget that the call states
+                is_budget = error.device == STAGING and error.limit == "budget"
+                if not is_budget or self.is_part or error.needed_nbytes > (free or math.inf):
+                    raise
+                raise error.suggesting([self.budget.with_host(error.needed_nbytes)]) from None
+
+        found = made(reading)
+        if free is None:
+            return found
+        taken = host_nbytes(found)
+        if taken > free:  # what devices with memory of their own need of the host
+            raise PlanInfeasibleError("host", taken, free, limit="free memory")
+        if free - taken >= ahead_nbytes(found):
+            return found
+        if knobs.reader == "mmap":
+            return _mapped_in_little(found, taken, free)
+        left = format_bytes(max(free - taken, 0))
+        note = f"the kernel reads nothing ahead: the host would be left with {left}"
+        try:
+            found = made("direct")
+        except PlanInfeasibleError:  # what is unaligned takes memory
+            found = made("exact")
+        if host_nbytes(found) > free:
+            found = made("exact")
+        return replace(found, notes=(*found.notes, note))
+
+    def _reading(
+        self,
+        checkpoint: Checkpoint,
+        specs: Sequence[DeviceSpec],
+        choices: Sequence[ReaderChoice],
+    ) -> dict[str, Any]:
+        """What a plan is told of how files are read: by what, by how many, how much at once."""
+        # threads that wait for a server take no CPU: 50 ms away, 2 read at 73 MB/s, 8 at 215
+        remote = any(choice.kind == "http" for choice in choices)
+        threads = _MOST_THREADS if remote else min(self.cpus or available_cpus(), _MOST_THREADS)
+        most_nbytes = DEFAULT_CHUNK_NBYTES
+        if all(spec.casts for spec in specs) and _is_cold(checkpoint, choices):
+            threads, most_nbytes = min(threads, _DIRECT_THREADS), _DIRECT_CHUNK_NBYTES
+        return {
+            "readers": [choice.kind for choice in choices],
+            "reader_reasons": [choice.reason for choice in choices],
+            "chunk_nbytes": self.knobs.chunk_nbytes or most_nbytes,
+            "threads": self.knobs.threads or threads,
+        }
+
+    def _is_mappable(self, path: Location) -> bool:
+        """Whether views on a file may stay when the load is done."""
+        if self.residence == "auto":  # as for a map that is gone after the load
+            return choose_reader(path, "auto", whole_slots=False).kind == "mmap"
+        return self.residence == "mapped" and not isinstance(path, Url)
+
+
+def host_nbytes(made: Plan) -> int:
+    """What a plan takes of the host, page tables included."""
+    return made.process_nbytes + sum(d.kernel_nbytes for d in made.devices)
+
+
+def _mapped_in_little(made: Plan, taken_nbytes: int, free_nbytes: int) -> Plan:
+    """The plan where a map was asked for and little memory is left; raises where it is too little.
+
+    Args:
+        made: a plan.
+        taken_nbytes: what it takes of the host.
+        free_nbytes: of what is free there.
+    """
+    if free_nbytes - taken_nbytes >= _LEAST_MAP_ROOM_NBYTES:
+        note = "one thread: files are mapped, and the host has little memory"
+        return replace(made, threads=min(made.threads, 1), notes=(*made.notes, note))
+    raise PlanInfeasibleError(
+        "host",
+        taken_nbytes + ahead_nbytes(made),
+        free_nbytes,
+        limit="free memory",
+        would_fit=['reader="pread"'],
+    )
+
+
+def _is_cold(checkpoint: Checkpoint, choices: Sequence[ReaderChoice]) -> bool:
+    """Whether most bytes are read past the page cache."""
+    lengths = [header.file_nbytes for header in checkpoint.shards]
+    direct = sum(n for n, choice in zip(lengths, choices, strict=True) if choice.kind == "direct")
+    return 2 * direct > sum(lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a load fills and where it goes, looked at and not touched.
+
+    Attributes:
+        owner: the framework of the model; None for a load without one.
+        parameters: the model's.
+        unstored: tensors of the model that no checkpoint has, and where they are.
+        held: bytes that the model holds in memory which the load takes over, by device.
+        reusable: the same of each parameter, by its number.
+        pages_are_known: whether the system tells which memory that is; where not, it is none.
+        keep: devices on which a parameter that is there stays.
+        devices: those of the load, open.
+        coded: parameters that hold the codes of weights, by name.
+        model: what the load fills, or None.
+    """
+
+    owner: Framework | None
+    parameters: Sequence[Parameter]
+    unstored: Mapping[str, str]
+    held: Mapping[str, int]
+    reusable: Mapping[int, int]
+    pages_are_known: bool
+    keep: frozenset[str]
+    devices: Devices
+    coded: Mapping[str, CodedWeight]
+    model: Any = None
+
+    @classmethod
+    def look(
+        cls,
+        model: Any,
+        checkpoint: Checkpoint,
+        options: Options,
+        device: str | Sequence[str] | None,
+    ) -> Place:
+        """Look at a model, and open the devices.
+
+        Raises:
+            PlanInfeasibleError: the host has too little memory to match and to plan.
+        """
+        owner = None
+        parameters: Sequence[Parameter] = ()
+        if model is not None:
+            host_room_nbytes(len(checkpoint.tensors))  # before any memory is taken
+            owner = framework(framework_of(model) or default_framework())
+            parameters = owner.parameters(model)
+        where = {p.device for p in parameters if p.device is not None}
+        devices = open_devices(device, owner, where)
+        options.check_names(devices.opened, device)
+        shared = {name for name, d in devices.opened.items() if d.info.shared_memory}
+        reusable = _reusable(parameters, shared)
+        known = reusable if reusable is not None else {}
+        held = dict.fromkeys(where, 0)
+        for number, p in enumerate(parameters):
+            if p.device is not None:
+                held[p.device] += known.get(number, 0 if p.device in shared else p.nbytes)
+        keep = frozenset(devices.opened) if device is None else frozenset()
+        unstored = owner.unstored(model) if owner is not None else {}
+        is_known = reusable is not None
+        coded = owner.coded(model) if owner is not None else {}
+        return cls(owner, parameters, unstored, held, known, is_known, keep, devices, coded, model)
+
+    def match(
+        self,
+        checkpoint: Checkpoint,
+        options: Options,
+        found: Found,
+        strictness: Strictness,
+        suggest: Callable[[], Sequence[Suggestion]] = tuple,
+    ) -> Match:
+        """Match the model to a checkpoint, by name and shape; the arguments are `Decision.make`'s.
+
+        Raises:
+            StateDictMismatchError: they do not match.
+        """
+        fill, skipped, tied = found
+        match = match_parameters(
+            *(checkpoint, self.parameters, fill, tied, self.keep, options.policy),
+            *(self.reusable, self.coded, options.blocks),
+        )
+        match.check(checkpoint.path, strictness.strict, strictness.shapes, suggest)
+        if fill or skipped:  # a rank may have nothing to load
+            match.warn_of_little(checkpoint.path, suggest)
+        return match
+
+    def specs(
+        self, options: Options, bf16_undecided: bool, devices: Devices | None = None
+    ) -> list[DeviceSpec]:
+        """Describe the devices to the planner.
+
+        Args:
+            options: those of the load.
+            bf16_undecided: whether some dtype depends on what a device computes in natively.
+            devices: others than those that were opened.
+        """
+        return options.casting(
+            (devices or self.devices).specs(
+                options.budget,
+                options.policy,
+                options.knobs.cast,
+                self.held,
+                bf16_undecided=bf16_undecided,
+                reserve_nbytes=options.room.reserve_nbytes,
+                of_model=self.owner is not None,
+            )
+        )
+
+
+def _reusable(parameters: Sequence[Parameter], shared: Set[str]) -> dict[int, int] | None:
+    """How many bytes of each parameter on the host are memory that a load can take over.
+
+    Args:
+        parameters: of the model.
+        shared: devices whose memory is the host's.
+
+    Returns:
+        Bytes by the numbers of those parameters; None where the system does not tell.
+    """
+    places = {i: p.memory() for i, p in enumerate(parameters) if p.device in shared}
+    found = reusable_nbytes([place for each in places.values() for place in each])
+    if found is None:
+        return None
+    nbytes = iter(found)
+    return {number: sum(islice(nbytes, len(each))) for number, each in places.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One load: everything decided, nothing moved yet.
+
+    Attributes:
+        checkpoint: the headers.
+        plan: what will be done.
+        devices: open, by name.
+        match: which source fills which parameter; None for a load without a model.
+        skipped: tensors of the checkpoint that are not loaded.
+        unstored: tensors of the model that no checkpoint has.
+        process_nbytes: of the process, when memory was looked at for the plan.
+        changes: what changes values on the way.
+        place: the model, and where it goes.
+        swap: modules for what is quantised, to be put into the model.
+    """
+
+    checkpoint: Checkpoint
+    plan: Plan
+    devices: Devices
+    match: Match | None
+    skipped: tuple[str, ...]
+    unstored: tuple[str, ...] = ()
+    process_nbytes: int | None = None
+    changes: Changes = NO_CHANGES
+    place: Place | None = None
+    swap: Swap = NO_SWAP
+
+    @classmethod
+    def make(
+        cls,
+        place: Place,
+        checkpoint: Checkpoint,
+        options: Options,
+        found: Found,
+        strictness: Strictness,
+        suggest: Callable[[], Sequence[Suggestion]] = tuple,
+        offers: Collection[str] = ("quant", "residence", "device"),
+        instead: Callable[[PlanInfeasibleError, Match, Wants], Sequence[str]] | None = None,
+    ) -> Decision:
+        """Match and plan.
+
+        Args:
+            place: the model, and where it goes.
+            checkpoint: the headers.
+            options: those of the load.
+            found: what fills each parameter; see `sources`.
+            strictness: whether model and checkpoint must have the same names and shapes.
+            suggest: says what to write where they have not.
+            offers: what the entrance takes of the options that may make a load fit.
+            instead: says which other calls there are for a model that does not fit.
+        """
+        fill, _, tied = found
+        match = None
+        if place.owner is not None:
+            match = place.match(checkpoint, options, found, strictness, suggest)
+            tied = {}  # the model says what is tied
+
+        def demanded(quant: QuantPolicy) -> _Demand:
+            if match is None:
+                wants = replace(options, quant=quant).quantised(checkpoint, fill)
+                return _Demand(place, checkpoint, options, wants, tied)
+            swap, notes = NO_SWAP, []
+            if (quant or options.blocks) and place.owner is not None:
+                asked = match.formats(checkpoint, quant, place.coded)
+                asked |= {name: one.format for name, one in options.blocks.items()}
+                swap = place.owner.swap(place.model, asked)
+                notes = match.not_swapped(checkpoint, asked, swap, place.coded)
+                if swap.dense_nbytes:
+                    said = said_of_dense(swap.dense_nbytes)
+                    notes.append(f"a module dequantises its own weight to compute: {said}")
+            coded = {**place.coded, **swap.coded}
+            wants = match.quantised(checkpoint, coded, options.changes.by_tensor, quant)
+            return _Demand(place, checkpoint, options, wants, tied, swap, notes)
+
+        demand = demanded(NO_QUANT)
+        try:
+            (demand, (made, begun)), chosen = options.quant.least_loss(
+                lambda quant: (
+                    (found := demanded(quant) if quant else demand),
+                    found.planned(place.devices),
+                )
+            )
+        except PlanInfeasibleError as error:
+            if error.reason and not place.pages_are_known:
+                error = error.suggesting((), "/proc/self/pagemap cannot be read: " + error.reason)
+            fits = []
+            if "quant" in offers and not options.quant and not place.coded and demand.may_try():
+                fits = QuantPolicy.that_fits(lambda q: demanded(q).planned(place.devices)[0])
+            fits += demand.mapped() if "residence" in offers else []
+            fits += demand.wider() if "device" in offers else []
+            if instead is not None and match is not None and demand.may_try():
+                fits += instead(error, match, demand.wants)
+            raise error.suggesting(fits) from None
+        place.devices.check_buffers(made)
+        if options.changes.by_tensor:
+            _check_changes(made)
+        if match is not None:
+            match.check_views(checkpoint.path, made.placements)
+            match.check_ties(checkpoint)
+        notes = [*place.devices.notes, *(match.notes if match else ()), *made.notes, *chosen]
+        unstored = {**place.unstored, **(match.computed if match else {})}
+        notes += (*on_unstored(unstored, made), *demand.notes)
+        loaded = {r.tensor for source in demand.wants.sources for r in source}
+        return cls(
+            checkpoint,
+            replace(made, notes=tuple(notes)),
+            place.devices,
+            match,
+            tuple(name for name in checkpoint.tensors if name not in loaded),
+            tuple(place.unstored),
+            begun,
+            options.changes,
+            place,
+            demand.swap,
+        )
+
+    def swapped(self) -> tuple[Decision, Callable[[], None]]:
+        """Put modules for quantised weights into the model; beside it, what takes them out."""
+        place, match = self.place, self.match
+        if not self.swap.coded or match is None or place is None or place.owner is None:
+            return self, nothing
+        undo = self.swap.put()
+        found = {
+            name + p.shard: p
+            for p in place.owner.parameters(place.model)
+            for name in (*p.names, *p.wrapped)
+        }
+        names = dict.fromkeys((*match.parameters, *self.plan.placements.names))
+        parameters = {name: found[name] for name in names}
+        return replace(self, match=replace(match, parameters=parameters)), undo
+
+    @property
+    def read_nbytes(self) -> int:
+        """File bytes that it will read."""
+        counted = self.plan.placements.counted
+        return sum(p.src_nbytes * count for p, count in counted if p.cast != "mapped")
+
+
+def _check_changes(made: Plan) -> None:
+    """Raise ValueError for a parameter whose rows functions cannot change on the way."""
+    placed = made.placements
+    for name, kind, rows in zip(placed.names, placed.kinds, placed.sources, strict=True):
+        if kind.changes and kind.src.is_packed:
+            raise ValueError(
+                f"{name}: its values cannot change on the way (transform, adapters) where it is "
+                f'dequantised, from {kind.src}: convert it first, with dtype="{kind.dst}"'
+            )
+        if kind.changes and (kind.turned or rows[0].columns is not None):
+            raise ValueError(
+                f"{name}: its values cannot change on the way (transform, adapters) where its "
+                "matrix is transposed or sharded by columns: functions get whole rows of the "
+                "checkpoint"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Demand:
+    """What is to be planned, on whatever devices."""
+
+    place: Place
+    checkpoint: Checkpoint
+    options: Options
+    wants: Wants
+    tied: Mapping[str, str]
+    swap: Swap = NO_SWAP
+    notes: Sequence[str] = ()
+
+    def planned(self, devices: Devices) -> tuple[Plan, int | None]:
+        """Plan for these devices; beside it, the bytes of the process as memory was looked at."""
+        options, policy = self.options, self.options.policy
+        cast, clamp = options.knobs.cast, options.knobs.out_of_range == "clamp"
+        specs = self.place.specs(options, self.wants.needs_native_bf16(policy), devices)
+        specs, refused = devices.compile_casts(
+            specs, self.wants, policy, clamp=clamp, required=cast == "device"
+        )
+        engine, notes = host_engine(self.wants, policy, specs, cast, clamp=clamp)
+        begun = process_nbytes()
+        free = host_room_nbytes()
+        free = None if free is None else max(free - options.host_held_nbytes, 0)
+        made = options.plan(self.checkpoint, self.wants, specs, self.tied, engine, free)
+        return replace(made, notes=(*made.notes, *refused, *notes)), begun
+
+    def may_try(self) -> bool:
+        """Whether the host has the memory to plan all parameters again, and to compile for it."""
+        try:
+            free = host_room_nbytes(len(self.wants))
+        except PlanInfeasibleError:
+            return False
+        return free is None or free >= _WIDER_NBYTES
+
+    def mapped(self) -> list[str]:
+        """What to ask for so that it fits, with weights that stay in their files."""
+        maps = any(device.info.maps for device in self.place.devices.opened.values())
+        if not maps or self.options.residence != "memory":
+            return []
+        for residence in ("mapped", "auto"):
+            with suppress(PlanInfeasibleError, ResidenceError):
+                options = replace(self.options, residence=residence)
+                replace(self, options=options).planned(self.place.devices)
+                return [f'residence="{residence}"']
+        return []
+
+    def wider(self) -> list[str]:
+        """What to ask for so that it fits, with more of this machine's devices.
+
+        Nothing where the host has too little memory to open them and to plan all parameters again.
+        """
+        if not self.may_try():
+            return []
+        for more in self.place.devices.widened():
+            with suppress(PlanInfeasibleError):
+                made, _ = self.planned(more)
+                parts = (f"{d.device} {format_bytes(d.peak_nbytes)}" for d in made.devices)
+                return [f"device={list(more.opened)} ({', '.join(parts)})"]
+        return []
+
+
+def on_unstored(unstored: Mapping[str, str], made: Plan) -> list[str]:
+    """Say which tensors the load leaves where they cannot be used."""
+    without = [name for name, device in unstored.items() if device == "meta"]
+    elsewhere = [
+        name
+        for name, device in unstored.items()
+        if device != "meta" and device not in {d.device for d in made.devices}
+    ]
+    return [
+        f"{len(names)} buffers that checkpoints do not hold {what}: {', '.join(names[:8])}"
+        f"{', ...' if len(names) > 8 else ''}"
+        for names, what in (
+            (without, "are on the meta device still, without values"),
+            (elsewhere, "stay on another device"),
+        )
+        if names
+    ]

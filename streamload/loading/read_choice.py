@@ -1,0 +1,66 @@
+"""How the files of a load are read, and the page cache that is on its way meanwhile.
+
+Pages that a disk is filling are locked: they count in a memory cgroup, and cannot be reclaimed. The
+kernel reads ahead of every thread, 8 to 16 MiB on some disks, so a load that leaves less than that
+free is killed. Where a plan leaves little, nothing is read ahead: cold files are read past the page
+cache, and others in pieces of 256 KiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from streamload.core.location import Url
+from streamload.files.header import Header
+from streamload.files.local import ReaderChoice, choose_reader
+from streamload.loading.options import Knobs
+from streamload.planning.plan import Plan
+
+#: "ahead" lets the kernel read ahead. The others do not: "direct" reads cold files past the page
+#: cache, which takes memory for what is unaligned, "exact" reads through it.
+Reading = Literal["ahead", "direct", "exact"]
+
+# What the kernel may have on its way for each thread, and at least for all (docs/measurements.md).
+_AHEAD_THREAD_NBYTES = 32 * 2**20
+_LEAST_AHEAD_NBYTES = 64 * 2**20
+
+
+def ahead_nbytes(plan: Plan) -> int:
+    """Page cache that may be on its way at once while a plan runs with read-ahead, in bytes."""
+    if not {"mmap", "pread"}.intersection(plan.readers) or not plan.placements:
+        return 0
+    return max(plan.threads * _AHEAD_THREAD_NBYTES, _LEAST_AHEAD_NBYTES)
+
+
+def reading_of(plan: Plan) -> Reading:
+    """How a plan reads."""
+    return "ahead" if plan.ahead else "direct" if "direct" in plan.readers else "exact"
+
+
+def reader_choices(
+    headers: Sequence[Header], knobs: Knobs, reading: Reading, *, staged: bool
+) -> list[ReaderChoice]:
+    """How each file is read.
+
+    Args:
+        headers: of the files.
+        knobs: what was asked for.
+        reading: what comes into the page cache.
+        staged: all files are read into staging slots.
+    """
+    return [_choice(header, knobs, reading, staged=staged) for header in headers]
+
+
+def _choice(header: Header, knobs: Knobs, reading: Reading, *, staged: bool) -> ReaderChoice:
+    if header.views and not isinstance(header.path, Url):
+        return ReaderChoice("pread", "some of its tensors are views with strides")
+    # only whole slots, as long as there is memory: see `choose_reader` for what it costs elsewhere
+    whole = staged if reading == "ahead" else reading == "direct"
+    choice = choose_reader(
+        header.path, knobs.reader, page_cache=knobs.page_cache, whole_slots=whole
+    )
+    if reading == "ahead" or choice.kind != "mmap":
+        return choice
+    return replace(choice, kind="pread", reason="not mapped: the host has little memory")

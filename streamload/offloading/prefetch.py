@@ -1,0 +1,584 @@
+"""Layers that take turns in slots of a device, pass after pass.
+
+`Rounds` is a load that goes round: the workers of `stream.Crew` fill slots with the layers that are
+needed next, while the thread that runs the model computes with those that are there. Layers are
+asked for by that thread, in an order that is learned from it: where it asks for another than was
+expected, that one is brought at once. A slot is filled again when the device has computed with what
+it holds.
+
+Experts have slots of their own: a layer asks for those that its router chose, and `ExpertCache`
+says which others make room for them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from typing import Any
+
+from streamload.checkpoint.open import Checkpoint
+from streamload.checkpoint.shards import Opener, open_shard
+from streamload.core.interrupt import Interrupt
+from streamload.core.memory import STAGING, Ledger
+from streamload.devices.base import Buffer, Device, Ticket
+from streamload.errors import OffloadError
+from streamload.offloading.completion import Reaper, started
+from streamload.offloading.experts import ExpertCache
+from streamload.offloading.layers import Layer, Order, RoundStats, SlotMemory, SlotTarget, Views
+from streamload.planning.plan import UNREAD, Plan
+from streamload.planning.transforms import NO_CHANGES, Changes
+from streamload.streaming.device_casts import DeviceCasts
+from streamload.streaming.loop import Crew, batches
+from streamload.streaming.state import Job, Unit, written_nbytes
+
+# After so long without a pass, threads end, and staging and files are given back until the next.
+_IDLE_S = 2.0
+_LOOK_S = 0.1  # whether that is so, or the program ends
+
+
+class Rounds:
+    """The layers that stream, the slots, and what is in them.
+
+    One thread at a time runs the model: it calls `acquire` before it computes with a layer, and
+    `release` when it has queued that. All else is done by threads that are started when a layer
+    is asked for, and end when none is for a while.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        checkpoint: Checkpoint,
+        device: Device,
+        layers: Sequence[Layer],
+        memory: SlotMemory,
+        slots: int,
+        changes: Changes = NO_CHANGES,
+        opener: Opener = open_shard,
+        views: Views | None = None,
+        experts: ExpertCache | None = None,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            plan: of the placements of all layers, on one device.
+            checkpoint: the headers that it was made from.
+            device: where they go.
+            layers: in the order in which passes are expected to ask for them; then the experts.
+            memory: the slots: those of layers, then those of experts.
+            slots: how many layers have.
+            changes: what changes values on the way.
+            opener: opens the files.
+            views: brings and drops pages, where slots stand for views on the files.
+            experts: the cache of experts, which are the last of ``layers``.
+        """
+        self._views = views
+        self.experts = experts if experts is not None else ExpertCache((), 0)
+        self._first_expert = ring = len(layers) - self.experts.count
+        self.stats = RoundStats(used=[0] * ring, stalls=[0.0] * ring)
+        self._plan, self._checkpoint, self._device = plan, checkpoint, device
+        self._layers, self._memory = layers, memory
+        self._changes, self._opener = changes, opener
+        kinds = plan.placements.kinds
+        self._layer_of = {p: n for n, layer in enumerate(layers) for p in layer.placements}
+        self._nbytes = [
+            sum(kinds[p].nbytes for p in layer.placements if kinds[p].cast not in UNREAD)
+            for layer in layers
+        ]
+        self._order = Order(ring)
+        self._holds: list[int | None] = [None] * slots
+        self._at: dict[int, int] = {}  # first slots, by layer that is there or being filled
+        self._filling: set[int] = set()
+        self._busy_since = 0.0
+        self._left: dict[int, int] = {}  # bytes that are still to be sent, by layer
+        self._unsure: dict[int, int] = {}  # bytes whose copies may not have ended, by layer
+        self._tickets: dict[int, list[Ticket]] = {}  # of copies that may not have ended, by layer
+        self._computing: dict[int, int] = {}  # by layer, uses that the device has not ended
+        self._users: list[int] = []  # layers that are computed with, each inside the one before
+        self._spoiled: set[int] = set()  # of those, what may hold wrong bytes
+        self._unproved: set[int] = set()  # layers handed out whose copies may fail still
+        self._runner: int | None = None  # the thread that computes or waits
+        self._wanted: Sequence[int] = ()  # the layer, or the experts, that are waited for
+        self._work: dict[int, list[Sequence[Unit]]] = {}  # by layer
+        self._error: BaseException | None = None
+        self._raised: BaseException | None = None  # before all has ended that brings layers
+        self._closed = ""
+        self._process = os.getpid()
+        self._changed = threading.Condition(threading.RLock())
+        self._thread: threading.Thread | None = None
+        self._crew: Crew | None = None
+        self._reaper = Reaper()
+
+    # --- the thread that runs the model -------------------------------------------------------
+
+    def acquire(self, number: int) -> Sequence[Buffer]:
+        """Wait until a layer is in its slots; it stays until `release`.
+
+        Returns:
+            A buffer for each of its placements.
+
+        Raises:
+            OffloadError: it is closed, or another thread computes with a layer now.
+            StreamloadError: the layer could not be brought. It is tried again when it is asked for
+                again.
+        """
+        begun = time.perf_counter()
+        self._check_process()
+        with self._changed:
+            (buffers,) = self._acquire([number])
+            self.stats.used[number] += 1
+            self.stats.stalls[number] += time.perf_counter() - begun
+            return buffers
+
+    def _acquire(self, numbers: Sequence[int]) -> list[Sequence[Buffer]]:
+        """Wait until layers are there, and let this thread use them."""
+        me = threading.get_ident()
+        self._check_usable(me)
+        self._runner = me
+        try:
+            self._wait_for(numbers, me)
+            for number in numbers:
+                for ticket in self._tickets.get(number, ()):
+                    self._device.follow(ticket)
+                if self._views is not None:
+                    self._views.enter(number)
+                self._users.append(number)
+        finally:
+            self._wanted = ()
+            self._leave(me)
+        self._unproved.update(number for number in numbers if self._unsure.get(number))
+        self._wake()  # the next may go where the one before was
+        return [self._memory.buffers(number, self._at[number]) for number in numbers]
+
+    def _leave(self, me: int | None) -> None:
+        """A thread computes still where it uses layers, or will use experts."""
+        self._runner = me if self._users or self.experts.asked else None
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:  # first: locks are as another thread had them
+            raise OffloadError(
+                "the model was offloaded before this process was forked, and what brings its "
+                "layers is in the parent: offload it here"
+            )
+
+    def ask(self, layer: int, chosen: Sequence[int]) -> None:
+        """A layer's router chose experts: bring those that are not there.
+
+        Args:
+            layer: its number among the layers that have experts.
+            chosen: numbers of experts of the layer, in the order in which it computes with them.
+
+        Raises:
+            OffloadError: it is closed, or another thread computes with a layer now.
+        """
+        me = threading.get_ident()
+        self._check_process()
+        with self._changed:
+            self._check_usable(me)
+            there = [self._is_there(number) for number in self._numbers(layer, chosen)]
+            self.experts.ask(layer, chosen, sum(there))
+            self._leave(me)
+            if not all(there):
+                self._start()
+                self._wake()
+
+    def acquire_experts(self, layer: int, chosen: Sequence[int]) -> list[Sequence[Buffer]]:
+        """Wait until some of the experts that were asked for are in slots.
+
+        Returns:
+            For each a buffer for each of its placements.
+
+        Raises:
+            OffloadError: see `acquire`.
+            StreamloadError: see `acquire`.
+        """
+        begun = time.perf_counter()
+        with self._changed:
+            found = self._acquire(self._numbers(layer, chosen))
+            self.experts.stalls[layer] += time.perf_counter() - begun
+            return found
+
+    def release_experts(self, layer: int, chosen: Sequence[int], ticket: Ticket | None) -> None:
+        """All is queued that computes with some experts; see `release`."""
+        if os.getpid() != self._process:
+            return
+        with self._changed:
+            self.experts.has_computed(self.experts.numbers(layer, chosen))
+            self._release(self._numbers(layer, chosen), ticket)
+
+    def end_asking(self) -> None:
+        """The layer that asked for experts needs no more of them."""
+        if os.getpid() != self._process:
+            return
+        with self._changed:
+            self.experts.asked = []
+            self._leave(self._runner)
+
+    def _numbers(self, layer: int, chosen: Sequence[int]) -> list[int]:
+        return [self._first_expert + expert for expert in self.experts.numbers(layer, chosen)]
+
+    def release(self, number: int, ticket: Ticket | None) -> None:
+        """All is queued that computes with a layer. Nothing where `acquire` failed.
+
+        Args:
+            number: of the layer.
+            ticket: of what was queued; None where it has ended.
+        """
+        if os.getpid() != self._process:
+            return
+        with self._changed:
+            self._release([number], ticket)
+
+    def _release(self, numbers: Sequence[int], ticket: Ticket | None) -> None:
+        numbers = [number for number in numbers if number in self._users]
+        if self._runner != threading.get_ident() or not numbers:
+            return
+        self._users.reverse()
+        for number in numbers:
+            self._users.remove(number)  # the innermost
+        self._users.reverse()
+        self._leave(self._runner)
+        if not self._users:
+            self._changed.notify_all()
+        if ticket is not None:
+            for number in numbers:
+                self._computing[number] = self._computing.get(number, 0) + 1
+            self._reaper.follow(numbers, ticket, self._has_computed)
+        for number in numbers:
+            self._drop_spoiled(number)
+        self._wake()
+        if self._views is not None:
+            self._views.leave(numbers)
+
+    def close(self, why: str) -> None:
+        """End all threads and give the slots back; later calls of `acquire` say why.
+
+        Raises:
+            OffloadError: a thread computes with a layer now.
+        """
+        if os.getpid() != self._process:
+            self._memory.close()  # this process's copy; the threads are the parent's
+            return
+        with self._changed:
+            if self._users:
+                raise OffloadError("it cannot be closed while a pass computes with a layer")
+            if self._closed:
+                return
+            self._closed = why
+            self._changed.notify_all()
+            self._wake()
+            thread = self._thread
+            if thread is None:  # which ends it otherwise
+                self._reaper.end()
+        if thread is not None:
+            thread.join()
+        self._reaper.join()
+        self._device.synchronize()  # what computes with the slots
+        self._memory.close()
+
+    def abandon(self) -> None:
+        """Let all threads end: the model is gone. Any thread may call this, holding any lock."""
+        self._closed = self._closed or "the model is gone"
+        self._wake()
+
+    def _check_usable(self, me: int) -> None:
+        if self._closed:
+            raise OffloadError(self._closed)
+        if self._runner is not None and self._runner != me:
+            at = [*self._wanted[:1], *self._users][-1:]
+            where = f", one in {self._layers[at[0]].name}" if at else ""
+            raise OffloadError(
+                f"two threads run the model at once{where}: its layers take turns in the same "
+                "memory, so let one thread run it, or offload a copy for each"
+            )
+
+    def _wait_for(self, numbers: Sequence[int], me: int) -> None:
+        """Wait until a layer is there, or experts. Raises what kept them from coming."""
+        for number in numbers:
+            if number < self._first_expert and not self._order.follow(number):
+                self.stats.misses += 1
+        self._wanted = numbers
+        while True:
+            self._check_usable(me)
+            if self._error is not None:
+                error, self._error = self._error, None
+                self._raised = error if self._thread is not None else None
+                raise error
+            if all(map(self._is_there, numbers)):
+                return
+            self._start()
+            for number in numbers:
+                self._check_room(number)
+            self._wake()
+            self._changed.wait()
+
+    def _is_there(self, number: int) -> bool:
+        sound = number not in self._spoiled or number in self._users
+        return number in self._at and number not in self._filling and sound
+
+    def _check_room(self, number: int) -> None:
+        """Raise OffloadError where nothing that is to come would make room for a layer."""
+        if not self._users or number in self._at or self._filling or any(self._unsure.values()):
+            return
+        if number >= self._first_expert:  # no more are asked for at once than there are slots
+            return
+        if any(self._computing.values()) or self._room_for(number, 0, {}) is not None:
+            return
+        outer, inner = self._layers[self._users[-1]].name, self._layers[number].name
+        users, self._users = self._users, []  # this leaves all that computes
+        if self._views is not None:
+            self._views.leave(users)
+        raise OffloadError(
+            f"{inner} computes while {outer} does, and the slots have no room for both: let one "
+            f'stay, with stay="{inner}.*"'
+        )
+
+    # --- what is brought next -----------------------------------------------------------------
+
+    def _pick(self) -> tuple[int, int] | None:
+        """What is brought next, and its first slot; None where there is nothing for now."""
+        if self.experts.asked:  # a layer waits for them, or will at once
+            base = self._first_expert
+            unsure = (number for number, nbytes in self._unsure.items() if nbytes)
+            used = {*self._filling, *self._users, *self._computing, *unsure}
+            expert = self.experts.next({number - base for number in used})
+            if expert is not None:
+                return base + expert[0], len(self._holds) + expert[1]
+        wanted = [number for number in self._wanted[:1] if number < self._first_expert]
+        order = self._order.ahead(wanted[0] if wanted else None)
+        distance = {number: at for at, number in enumerate(order)}
+        for at, number in enumerate(order):
+            if number not in self._at:
+                first = self._room_for(number, at, distance)
+                return None if first is None else (number, first)
+        return None
+
+    def _room_for(self, number: int, at: int, distance: Mapping[int, int]) -> int | None:
+        """The first of the slots whose layers are needed last, and later than this one."""
+        best, best_distance = None, at
+        slots = self._layers[number].slots
+        for first in range(len(self._holds) - slots + 1):
+            held = {each for each in self._holds[first : first + slots] if each is not None}
+            if any(each in self._filling or self._is_used(each) for each in held):
+                continue
+            nearest = min(
+                (distance.get(each, len(self._layers)) for each in held),
+                default=len(self._layers) + 1,
+            )
+            if nearest > best_distance:
+                best, best_distance = first, nearest
+        return best
+
+    def _is_used(self, number: int) -> bool:
+        """Whether something computes with a layer, or is still copied to it."""
+        copied = bool(self._unsure.get(number)) and number not in self._filling
+        return number in self._users or bool(self._computing.get(number)) or copied
+
+    def _take(self, number: int, first: int) -> None:
+        """Let a layer have its slots, or an expert its own."""
+        if number >= self._first_expert:
+            slot = first - len(self._holds)
+            held = self.experts.holder(slot)
+            self._drop(None if held is None else self._first_expert + held)
+            self.experts.take(number - self._first_expert, slot)
+        else:
+            for at in range(first, first + self._layers[number].slots):
+                self._drop(self._holds[at])
+                self._holds[at] = number
+        self._at[number] = first
+        self._left[number] = self._unsure[number] = self._nbytes[number]
+        self._tickets[number] = []
+        if not self._filling:
+            self._busy_since = time.perf_counter()
+        self._filling.add(number)
+
+    def _drop(self, number: int | None) -> None:
+        if number is None:
+            return
+        if self._at.pop(number, None) is not None and number >= self._first_expert:
+            self.experts.drop(number - self._first_expert)
+        self._spoiled.discard(number)
+        self._tickets.pop(number, None)
+        self._filling.discard(number)
+        if number < self._first_expert:
+            self._holds = [None if held == number else held for held in self._holds]
+        if self._views is not None:
+            self._views.let_go(number)
+
+    # --- the thread that brings layers --------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = started(self._serve, "streamload-rounds")
+
+    def _wake(self) -> None:
+        if self._crew is not None:
+            self._crew.wake()
+
+    def _serve(self) -> None:
+        error: BaseException | None = None
+        try:
+            self._bring()
+        except BaseException as failure:
+            error = failure
+        with self._changed:
+            self._crew = self._thread = None
+            self._unsure.clear()  # all workers have ended
+            self._forget(everything=error is not None)
+            self._reaper.end()
+            # where nobody waits and nothing wrong was handed out, the layer is just asked for again
+            waits = bool(self._wanted or self._unproved) and error is not self._raised
+            self._error, self._raised = error if waits else None, None
+            self._unproved.clear()
+            self._changed.notify_all()
+
+    def _forget(self, *, everything: bool) -> None:
+        """Forget what is being brought, or all that nothing computes with: it may be wrong too."""
+        for number in [*self._at] if everything else [*self._filling]:
+            self._spoiled.add(number)
+            self._drop_spoiled(number)
+        self._filling.clear()
+        self._tickets.clear()
+
+    def _drop_spoiled(self, number: int) -> None:
+        """Drop a layer that may hold wrong bytes, when nothing computes with it any more."""
+        if number in self._spoiled and not self._is_used(number):
+            self._drop(number)
+
+    def _leave_files(self, _: Any, error: BaseException | None, __: Any) -> None:
+        """Wait until nothing computes on the files: once they are closed, they may change."""
+        with self._changed:
+            while self._users:
+                if self._wanted and error is None:  # inside a layer: the next thread leaves them
+                    return
+                if self._wanted and error is not self._raised:  # both layers have to end
+                    self._error = error
+                    self._changed.notify_all()
+                self._changed.wait(_LOOK_S)
+            self._forget(everything=True)
+            assert self._views is not None
+            self._views.close_files()
+
+    def _bring(self) -> None:
+        """Bring layers until nobody has asked for one for a while."""
+        plan, device = self._plan, self._device
+        target = SlotTarget(self._layers, self._arrived)
+        ledger = Ledger(
+            {d.device: d.scratch_nbytes for d in plan.devices} | {STAGING: plan.host_nbytes}
+        )
+        devices = {d.device: device for d in plan.devices}
+        with ExitStack() as stack:
+            for d in plan.devices:
+                stack.enter_context(ledger.lease(d.device, d.scratch_nbytes))
+            stack.enter_context(ledger.lease(STAGING, plan.host_nbytes))
+            job = Job(
+                *(plan, self._checkpoint, target, devices, lambda nbytes: None),
+                *(self._opener, None, self._changes, self._sent),
+                self._views.bring if self._views is not None else None,
+                refills=True,
+            )
+            for name in job.casting:
+                casts = DeviceCasts(name, device, plan, self._checkpoint)
+                job.casts[name] = stack.enter_context(closing(casts))
+            crew = Crew(job, plan.threads, Interrupt(None))
+            stack.callback(job.close_all)
+            if self._views is not None:
+                stack.push(self._leave_files)
+            stack.callback(crew.join)
+            try:
+                self._go_round(job, crew, target)
+            except BaseException as error:
+                with self._changed:
+                    self._forget(everything=True)  # before staging goes, and with it its tickets
+                job.fail(error)
+                raise
+            with self._changed:
+                self._tickets.clear()
+            crew.end()
+
+    def _go_round(self, job: Job, crew: Crew, target: SlotTarget) -> None:
+        idle_since = time.monotonic()
+        with self._changed:
+            self._crew = crew
+        while True:
+            with self._changed:
+                if self._closed:
+                    break
+                picked = self._pick()
+                if picked is not None:
+                    self._take(*picked)
+                elif self._is_idle(idle_since):
+                    self._crew = None
+                    break
+            if picked is None:
+                if crew.listen(_LOOK_S):
+                    idle_since = time.monotonic()
+                continue
+            number, first = picked
+            target.place(number, self._memory.to_fill(number, first))
+            if number not in self._work:  # there may be very many, and few that are chosen
+                units = job.units(self._layers[number].placements)
+                self._work[number] = list(batches(units, job, self._plan.threads))
+            if not self._work[number]:
+                self._filled(number)
+            for batch in self._work[number]:
+                while not job.has_room(batch):
+                    crew.wait()
+                job.begin(batch)
+                crew.submit(job.open(batch[0][0].shard), batch)
+            read_nbytes = self._layers[number].read_nbytes
+            self.stats.read_nbytes += read_nbytes
+            if number >= self._first_expert:
+                self.experts.count_read(number - self._first_expert, read_nbytes)
+            idle_since = time.monotonic()
+        crew.drain()
+
+    def _is_idle(self, since: float) -> bool:
+        if not threading.main_thread().is_alive():
+            return True
+        busy = self._runner is not None
+        busy = busy or bool(self._filling) or any(self._computing.values())
+        return not busy and time.monotonic() - since >= _IDLE_S
+
+    def _sent(self, unit: Unit, tickets: Sequence[Ticket]) -> None:
+        """The copies of a unit have been begun."""
+        number = self._layer_of[unit[0].placement]
+        with self._changed:
+            self._tickets[number] = [*self._tickets.get(number, ()), *tickets]
+            self._left[number] -= written_nbytes(unit)
+            if not self._left[number]:
+                self._filled(number)
+
+    def _filled(self, number: int) -> None:
+        """All of a layer is in its slots, or on its way there."""
+        with self._changed:
+            self._filling.discard(number)
+            if not self._filling:
+                self.stats.busy_s += time.perf_counter() - self._busy_since
+            self._changed.notify_all()
+
+    def _arrived(self, placements: Sequence[int]) -> None:
+        """The copies of placements have ended."""
+        with self._changed:
+            for placement in placements:
+                number = self._layer_of[placement]
+                self._unsure[number] -= self._plan.placements.kinds[placement].nbytes
+                if not self._unsure[number]:  # until then each use comes after them, on its stream
+                    del self._unsure[number]
+                    self._unproved.discard(number)
+                    self._tickets.pop(number, None)
+            if self._users and self._wanted:
+                self._changed.notify_all()  # whether there will be room inside another layer
+
+    def _has_computed(self, numbers: Sequence[int]) -> None:
+        """The device has ended what computed with layers: their slots can be filled."""
+        with self._changed:
+            for number in numbers:
+                self._computing[number] -= 1
+                if not self._computing[number]:
+                    del self._computing[number]
+                self._drop_spoiled(number)
+            self._changed.notify_all()
+            self._wake()

@@ -1,0 +1,376 @@
+"""Which layers of a model stay on a device, and which stream through slots at every pass.
+
+Pure: names and sizes in, a decision out. Passes go round and round in one order, where keeping what
+was used last keeps what is needed latest. So a fixed set stays, spread evenly between the layers
+that stream, whose transfers hide behind what computes meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal
+
+from streamload.core.dtypes import DType
+from streamload.core.units import round_up
+
+#: "layer": it streams through a slot where it does not stay. "rows": where it does not stay, the
+#: rows that a pass asks for are read from the file. "experts": where it does not stay, slots of a
+#: cache hold the experts that the router chose. "fixed": it stays.
+LayerKind = Literal["layer", "rows", "experts", "fixed"]
+
+# Slots that take turns: one is computed with while another is filled.
+_SLOTS = 2
+_MOST_SLOTS = 8
+# What a byte costs that nothing hides: the device waits for it, and then it for the device.
+_EXPOSED = 1.5
+_MOST_TRIALS = 4096
+# Smaller than this share of the largest, a layer costs more in waits than it takes.
+_WORTH_STREAMING = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlaces:
+    """Where the tensors of layers lie in slots side by side.
+
+    Attributes:
+        starts: the first byte of each slot, a multiple of the alignment.
+        layers: dtypes and shapes of the placements of each layer.
+        alignment_nbytes: tensors in a slot begin at multiples of this.
+    """
+
+    starts: Sequence[int]
+    layers: Sequence[Sequence[tuple[DType, tuple[int, ...]]]]
+    alignment_nbytes: int
+
+    def of(self, layer: int, slot: int) -> Iterator[tuple[int, int, DType, tuple[int, ...]]]:
+        """The first byte, the last (exclusive), the dtype and the shape of each tensor."""
+        at = self.starts[slot]
+        for dtype, shape in self.layers[layer]:
+            stop = at + dtype.nbytes(math.prod(shape))
+            yield at, stop, dtype, shape
+            at = round_up(stop, self.alignment_nbytes)
+
+    def alike(self, layer: int, slot: int) -> Hashable:
+        """A key that layers share whose tensors have the same places, dtypes and shapes."""
+        return slot, tuple((dtype.name, shape) for dtype, shape in self.layers[layer])
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSize:
+    """What a layer takes, in bytes.
+
+    Attributes:
+        name: its name.
+        kind: whether it can stream.
+        nbytes: in a slot.
+        resident_nbytes: where it stays, as the allocator rounds.
+        read_nbytes: what is read of the files for it.
+        experts: how many experts it has, of kind "experts".
+        chosen: how many of them a token chooses.
+        expert_nbytes: what one of them takes in a slot.
+    """
+
+    name: str
+    kind: LayerKind
+    nbytes: int
+    resident_nbytes: int
+    read_nbytes: int
+    experts: int = 0
+    chosen: int = 0
+    expert_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """What stays, and what streams.
+
+    Attributes:
+        stays: names of the layers that stay, in the order in which they run.
+        streams: names of those that stream through the slots.
+        gathers: names of those of which a pass reads the rows that it asks for.
+        slots: how many slots there are; 0 where nothing streams.
+        slot_nbytes: bytes of a slot. A larger layer takes several, side by side.
+        resident_nbytes: what stays takes.
+        pass_nbytes: what a pass reads, without gathered rows and experts.
+        experts: names of the layers whose experts are in the cache's slots when they are needed.
+        cache_slots: how many experts the cache holds.
+        cache_slot_nbytes: bytes of one of them.
+        experts_total: how many experts these layers have together.
+        experts_nbytes: what the files have of all of them.
+        pad_nbytes: what an allocator with segments takes beyond all slots.
+    """
+
+    stays: tuple[str, ...]
+    streams: tuple[str, ...]
+    gathers: tuple[str, ...]
+    slots: int
+    slot_nbytes: int
+    resident_nbytes: int
+    pass_nbytes: int
+    experts: tuple[str, ...] = ()
+    cache_slots: int = 0
+    cache_slot_nbytes: int = 0
+    experts_total: int = 0
+    experts_nbytes: int = 0
+    pad_nbytes: int = 0
+
+    @property
+    def absent(self) -> set[str]:
+        """Names of the layers whose weights are not on the device between passes."""
+        return {*self.streams, *self.gathers, *self.experts}
+
+    @property
+    def file_nbytes(self) -> int:
+        """What the files have of all that streams, without gathered rows."""
+        return self.pass_nbytes + self.experts_nbytes
+
+    @property
+    def cache_nbytes(self) -> int:
+        """Bytes of the slots of experts."""
+        return self.cache_slots * self.cache_slot_nbytes
+
+    @property
+    def arena_nbytes(self) -> int:
+        """Bytes of all slots, which lie side by side: those of layers, and those of experts."""
+        return self.slots * self.slot_nbytes + self.cache_nbytes + self.pad_nbytes
+
+    @property
+    def slot_starts(self) -> list[int]:
+        """The first byte of each slot in the arena: layers' slots, then experts'."""
+        first = self.slots * self.slot_nbytes
+        layers = [at * self.slot_nbytes for at in range(self.slots)]
+        return layers + [first + at * self.cache_slot_nbytes for at in range(self.cache_slots)]
+
+    @property
+    def taken_nbytes(self) -> int:
+        """Bytes of what stays, and of the slots."""
+        return self.resident_nbytes + self.arena_nbytes
+
+
+def choose(layers: Sequence[LayerSize], room_nbytes: int) -> Residency | None:
+    """Decide what stays so that passes take as little time as the room allows.
+
+    Args:
+        layers: in the order in which they run.
+        room_nbytes: what layers and slots may take together.
+
+    Returns:
+        The decision; None where not even the least fits, see `least`.
+    """
+    everything = sum(layer.resident_nbytes for layer in layers)
+    if everything <= room_nbytes:
+        names = tuple(layer.name for layer in layers)
+        return Residency(names, (), (), 0, 0, everything, 0)
+    experts = [layer for layer in layers if layer.kind == "experts"]
+    if experts:
+        return _with_experts(layers, experts, room_nbytes)
+    needed = [layer for layer in layers if layer.kind != "rows"]
+    left = room_nbytes - sum(layer.resident_nbytes for layer in needed)
+    if left >= 0:  # nothing streams: rows of embeddings are read
+        stay = {layer.name for layer in (*needed, *_rows_within(layers, left))}
+        return _decided(layers, stay, [], 0, 0)
+    best: tuple[tuple[float, int], Residency] | None = None
+    for slots, slot_nbytes in _arenas(layers):
+        for most in {slots, max(slots - 1, 1)}:  # layers of all slots are exposed, or stay
+            found = _filled(layers, room_nbytes, slots, slot_nbytes, most * slot_nbytes)
+            if found is not None:
+                key = _cost(layers, found), found.taken_nbytes
+                if best is None or key < best[0]:
+                    best = key, found
+    return best[1] if best else None
+
+
+def _with_experts(
+    layers: Sequence[LayerSize], experts: Sequence[LayerSize], room_nbytes: int
+) -> Residency | None:
+    """All else first, for every pass needs it: experts get the room that it leaves."""
+    slot_nbytes = max(layer.expert_nbytes for layer in experts)
+    fewest = max(layer.chosen for layer in experts)
+    rest = [layer for layer in layers if layer.kind != "experts"]
+    found = choose(rest, room_nbytes - fewest * slot_nbytes)
+    if found is None:
+        return None
+    total = sum(layer.experts for layer in experts)
+    left = room_nbytes - found.taken_nbytes
+    return replace(
+        found,
+        experts=tuple(layer.name for layer in experts),
+        cache_slots=min(left // slot_nbytes, total),
+        cache_slot_nbytes=slot_nbytes,
+        experts_total=total,
+        experts_nbytes=sum(layer.read_nbytes for layer in experts),
+    )
+
+
+def held(layers: Sequence[LayerSize], names: Collection[str], room_nbytes: int) -> tuple[str, ...]:
+    """Layers that a memory between the files and the device keeps of those that stream.
+
+    Args:
+        layers: all, in the order in which they run.
+        names: of those that stream.
+        room_nbytes: what they may take, as they are in the files.
+
+    Returns:
+        Their names: as many bytes as there is room for, spread evenly.
+    """
+    streams = [
+        replace(layer, resident_nbytes=layer.read_nbytes)
+        for layer in layers
+        if layer.name in names and layer.read_nbytes
+    ]
+    prices = {layer.name: float(layer.read_nbytes) for layer in streams}
+    kept = {layer.name for layer in _kept(streams, room_nbytes, prices)} if streams else set()
+    return tuple(layer.name for layer in layers if layer.name in kept)
+
+
+def least(layers: Sequence[LayerSize]) -> int:
+    """Bytes of the least room in which `choose` finds a way."""
+    experts = [layer for layer in layers if layer.kind == "experts"]
+    if experts:
+        cache_nbytes = max(each.chosen for each in experts) * max(e.expert_nbytes for e in experts)
+        rest = least([layer for layer in layers if layer.kind != "experts"]) + cache_nbytes
+        return min(rest, sum(layer.resident_nbytes for layer in layers))
+    sizes = [sum(layer.resident_nbytes for layer in layers if layer.kind != "rows")]
+    for slots, slot_nbytes in _arenas(layers):
+        must, _, _ = _sorted_out(layers, slots * slot_nbytes)
+        sizes.append(sum(layer.resident_nbytes for layer in must) + slots * slot_nbytes)
+    return min(sizes)
+
+
+def worth_streaming(layers: Sequence[LayerSize]) -> set[str]:
+    """Names of the layers that stream where there is no room for them."""
+    largest = max((layer.nbytes for layer in layers if layer.kind == "layer"), default=0)
+    return {
+        layer.name
+        for layer in layers
+        if layer.kind == "rows"
+        or (layer.kind == "layer" and layer.nbytes > largest // _WORTH_STREAMING)
+    }
+
+
+def _arenas(layers: Sequence[LayerSize]) -> Iterator[tuple[int, int]]:
+    """Slots that might do: how many, of how many bytes."""
+    sizes = sorted({layer.nbytes for layer in layers if layer.kind == "layer" and layer.nbytes})
+    for slot_nbytes in sizes:
+        for slots in range(1, _MOST_SLOTS + 1):
+            yield slots, slot_nbytes
+            if slots > _SLOTS and slots * slot_nbytes >= sizes[-1]:
+                break
+
+
+def _sorted_out(
+    layers: Sequence[LayerSize], most_nbytes: int
+) -> tuple[list[LayerSize], list[LayerSize], list[LayerSize]]:
+    """Layers that must stay, that may stream if they have at most so many bytes, and of rows."""
+    worth = worth_streaming(layers)
+    rows = [layer for layer in layers if layer.kind == "rows"]
+    may = [
+        layer
+        for layer in layers
+        if layer.kind == "layer" and layer.name in worth and layer.nbytes <= most_nbytes
+    ]
+    names = {layer.name for layer in (*may, *rows)}
+    return [layer for layer in layers if layer.name not in names], may, rows
+
+
+def _filled(
+    layers: Sequence[LayerSize], room_nbytes: int, slots: int, slot_nbytes: int, most_nbytes: int
+) -> Residency | None:
+    """The decision with these slots: as many bytes stay as there is room for."""
+    must, may, rows = _sorted_out(layers, most_nbytes)
+    room = room_nbytes - slots * slot_nbytes - sum(layer.resident_nbytes for layer in must)
+    if room < 0 or not may:
+        return None
+    prices = {layer.name: _price(layer, slots, slot_nbytes) for layer in may}
+    chosen = _kept(may, room, prices)
+    if len(chosen) == len(may):
+        return None  # slots for nothing: the caller has seen that all together does not fit
+    stay = {layer.name for layer in (*must, *chosen)}
+    room -= sum(layer.resident_nbytes for layer in chosen)
+    stay.update(layer.name for layer in _rows_within(rows, room))
+    streams = [layer for layer in may if layer.name not in stay]
+    return _decided(layers, stay, streams, slots, slot_nbytes)
+
+
+def _rows_within(layers: Sequence[LayerSize], room_nbytes: int) -> list[LayerSize]:
+    """The embeddings that stay where there is so much room."""
+    rows = [layer for layer in layers if layer.kind == "rows"]
+    return _greedy(sorted(rows, key=lambda each: -each.resident_nbytes), room_nbytes)
+
+
+def _decided(
+    layers: Sequence[LayerSize],
+    stay: Collection[str],
+    streams: Sequence[LayerSize],
+    slots: int,
+    slot_nbytes: int,
+) -> Residency:
+    return Residency(
+        tuple(layer.name for layer in layers if layer.name in stay),
+        tuple(layer.name for layer in streams),
+        tuple(each.name for each in layers if each.kind == "rows" and each.name not in stay),
+        slots,
+        slot_nbytes,
+        sum(layer.resident_nbytes for layer in layers if layer.name in stay),
+        sum(layer.read_nbytes for layer in streams),
+    )
+
+
+def _cost(layers: Sequence[LayerSize], found: Residency) -> float:
+    """What a pass costs, in bytes that something hides."""
+    streams = set(found.streams)
+    return sum(
+        _price(layer, found.slots, found.slot_nbytes) for layer in layers if layer.name in streams
+    )
+
+
+def _price(layer: LayerSize, slots: int, slot_nbytes: int) -> float:
+    """What a layer costs where it streams: more where it takes all slots, for nothing hides it."""
+    alone = -(-layer.nbytes // slot_nbytes) >= slots
+    return layer.read_nbytes * (_EXPOSED if alone else 1.0)
+
+
+def _kept(
+    layers: Sequence[LayerSize], room_nbytes: int, prices: Mapping[str, float]
+) -> list[LayerSize]:
+    """Those that stay of layers that may stream: those that save the most, spread evenly."""
+    alike: dict[tuple[int, float], list[LayerSize]] = {}
+    for layer in layers:
+        alike.setdefault((layer.resident_nbytes, prices[layer.name]), []).append(layer)
+    groups = sorted(alike.values(), key=len)
+    *few, many = groups
+    trials = math.prod(len(group) + 1 for group in few)
+    counts: Sequence[Sequence[int]] = [
+        [*range(len(group) + 1)] if trials <= _MOST_TRIALS else [0, len(group)] for group in few
+    ]
+    if math.prod(map(len, counts)) > _MOST_TRIALS:
+        return _greedy(layers, room_nbytes)
+    best, most_saved = [0] * len(groups), -1.0
+    for trial in product(*counts):
+        left = room_nbytes - sum(
+            n * group[0].resident_nbytes for n, group in zip(trial, few, strict=True)
+        )
+        if left < 0:
+            continue
+        n = min(left // max(many[0].resident_nbytes, 1), len(many))
+        saved = sum(k * prices[g[0].name] for k, g in zip((*trial, n), groups, strict=True))
+        if saved > most_saved:
+            best, most_saved = [*trial, n], saved
+    return [layer for n, group in zip(best, groups, strict=True) for layer in _spread(group, n)]
+
+
+def _greedy(layers: Sequence[LayerSize], room_nbytes: int) -> list[LayerSize]:
+    kept = []
+    for layer in sorted(layers, key=lambda each: -each.read_nbytes):
+        if layer.resident_nbytes <= room_nbytes:
+            kept.append(layer)
+            room_nbytes -= layer.resident_nbytes
+    return kept
+
+
+def _spread(layers: Sequence[LayerSize], count: int) -> list[LayerSize]:
+    """So many of some layers, evenly over their order."""
+    return [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]

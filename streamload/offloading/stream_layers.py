@@ -1,0 +1,319 @@
+"""`stream_layers`: the tensors of one layer after the other, for loops of a user's own."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self, Unpack
+
+from streamload.checkpoint.open import Checkpoint, CheckpointLike
+from streamload.core.dtypes import BY_NAME
+from streamload.core.patterns import Patterns, Selection, check_patterns
+from streamload.core.units import parse_bytes
+from streamload.devices.base import Buffer, Device
+from streamload.errors import OffloadError
+from streamload.loading.load import read_call, run, uncollected
+from streamload.loading.options import PlanOptions, Strictness, takes
+from streamload.loading.prepare import Place
+from streamload.loading.report import Clock, LoadReport
+from streamload.offloading.groups import Step, steps_of_checkpoint
+from streamload.offloading.host import HostFile
+from streamload.offloading.layers import SlotMemory
+from streamload.offloading.model import Timed
+from streamload.offloading.models import device_of
+from streamload.offloading.offload import begin, check_asked, load_of_stays
+from streamload.offloading.plan import OffloadPlan, decide
+from streamload.offloading.prefetch import Rounds
+from streamload.offloading.report import OffloadReport
+from streamload.offloading.views import FileViews
+from streamload.planning.match import wants_of
+from streamload.planning.requests import Wants
+
+
+class LentSlots(SlotMemory, Protocol):
+    """Slots with a framework's tensors over them."""
+
+    def lend(self, buffers: Sequence[Buffer]) -> Sequence[Any]:
+        """What a loop gets of the buffers of a slot, until `take_back`."""
+
+    def take_back(self) -> None:
+        """The loop has gone on: what was lent is not used any more."""
+
+
+#: By framework, its `LentSlots`.
+_SLOTS: Mapping[str, tuple[str, str]] = {
+    "host": ("streamload.offloading.host_streamed", "HostSlots"),
+    "tinygrad": ("streamload.offloading.tinygrad_modules", "LentSlots"),
+    "torch": ("streamload.offloading.torch_modules", "TensorSlots"),
+}
+
+
+class _Memory:
+    """Where what streams is: slots of a framework, or views on the files."""
+
+    def __init__(self, framework: str) -> None:
+        self._framework = framework
+        self.lent: LentSlots | None = None  # views have nothing to take back
+
+    def slots(self, plan: OffloadPlan, device: Device) -> LentSlots:
+        """Allocate the slots."""
+        module, kind = _SLOTS[self._framework]
+        memory = device.allocate(BY_NAME["uint8"], (plan.residency.arena_nbytes,))
+        self.lent = getattr(importlib.import_module(module), kind)(memory, plan.slot_places)
+        assert self.lent is not None
+        return self.lent
+
+    def views(self, plan: OffloadPlan, checkpoint: Checkpoint, device: Device) -> FileViews:
+        """Map the files of what streams."""
+        assert plan.stream is not None
+        where = plan.stream, plan.layer_placements, checkpoint, device, lambda view: view
+        return FileViews(*where, keeps=plan.cached)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A step of the loop.
+
+    Attributes:
+        name: of the step.
+        stays: tensors that stay, by name.
+        number: of the layer among those that stream; None where nothing of it does.
+        streams: which of the layer's buffers each other tensor is, by name.
+    """
+
+    name: str
+    stays: Mapping[str, Any]
+    number: int | None
+    streams: Mapping[str, int]
+
+
+class LayerStream:
+    """The layers of a checkpoint, for loops over them; see `stream_layers`.
+
+    Attributes:
+        plan: what stays on the device, and what streams.
+        load: what loading that which stays did.
+        resident: the tensors that stay, by name: they are there all the time.
+    """
+
+    def __init__(
+        self,
+        plan: OffloadPlan,
+        load: LoadReport,
+        steps: Sequence[Step],
+        wants: Wants,
+        device: Device,
+        lent: LentSlots | None,
+        rounds: Rounds | None,
+        host: HostFile | None,
+    ) -> None:
+        self.plan, self.load = plan, replace(load, state_dict={})
+        self.resident = dict(load.state_dict)
+        self._device, self._lent, self._rounds, self._host = device, lent, rounds, host
+        self._turns = [_turn(step, plan, wants, self.resident) for step in steps]
+        self._timed, self._entered, self._closed = Timed(), False, False
+        self._number: int | None = None  # of the layer that the loop has
+        self._thread = 0  # which has it
+        if rounds is not None:
+            weakref.finalize(self, _abandon, rounds, host)
+
+    @property
+    def report(self) -> OffloadReport:
+        """What it did so far."""
+        return OffloadReport.of(self.plan, self.load, self._timed, self._rounds)
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """One pass: the name and the tensors of each layer, which are valid until the next step.
+
+        Raises:
+            OffloadError: it is closed, another pass is under way, or another thread made it.
+            CheckpointError: a file cannot be read, or has changed.
+        """
+        if self._timed.running:
+            raise OffloadError("another loop is under way, and its layers have the slots")
+        try:
+            self._check_open()
+            with self._timed.a_pass():
+                for turn in tuple(self._turns):
+                    try:
+                        yield turn.name, self._lend(turn)
+                    finally:
+                        self._take_back()
+        finally:
+            if not self._entered:
+                self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise OffloadError(
+                "these layers were closed: call stream_layers() again, and for several passes "
+                "write with streamload.stream_layers(...) as layers:"
+            )
+
+    def _lend(self, turn: _Turn) -> dict[str, Any]:
+        self._check_open()
+        if turn.number is None:
+            return dict(turn.stays)
+        assert self._rounds is not None
+        self._number, self._thread = turn.number, threading.get_ident()
+        buffers = self._rounds.acquire(turn.number)
+        lent = buffers if self._lent is None else self._lent.lend(buffers)
+        return {**turn.stays, **{name: lent[at] for name, at in turn.streams.items()}}
+
+    def _take_back(self) -> None:
+        """The loop has gone on from what it has, if it has something."""
+        number = self._number
+        if number is None:
+            return
+        self._check_thread()
+        assert self._rounds is not None
+        self._number = None
+        ticket = None
+        try:
+            if self._lent is not None:
+                self._lent.take_back()
+        finally:
+            try:
+                ticket = self._device.mark()
+            finally:
+                self._rounds.release(number, ticket)
+
+    def _check_thread(self) -> None:
+        if self._number is not None and self._thread != threading.get_ident():
+            name = self.plan.residency.streams[self._number]
+            raise OffloadError(f"another thread has {name}: let one thread run a loop over layers")
+
+    def close(self) -> None:
+        """End the streaming, and give all memory back. Nothing where it was closed.
+
+        Raises:
+            OffloadError: another thread has a layer.
+        """
+        self._check_thread()
+        try:
+            self._take_back()
+        finally:
+            self._closed = True
+            if self._rounds is not None:
+                self._rounds.close("these layers were closed")
+            if self._host is not None:
+                self._host.close()
+            self._turns.clear()
+            self.resident.clear()
+
+    def __enter__(self) -> Self:
+        self._entered = True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+@takes(devices='device="cuda:0"')
+def stream_layers(
+    path: CheckpointLike,
+    *,
+    tokens: int | None = None,
+    stay: Patterns = (),
+    layers: Patterns = (),
+    host: float | str = 0,
+    **options: Unpack[PlanOptions],
+) -> LayerStream:
+    """Stream the layers of a checkpoint through a budget, for a loop of your own over them.
+
+    What fits stays on the device. The other layers take turns in slots of it, whose addresses stay,
+    and the next are on their way while you compute. A loop is one pass, in the order in which
+    layers run:
+
+        for name, tensors in streamload.stream_layers("Llama-3-8B/", budget="3GB", device="cuda:0"):
+            x = layer(x, tensors)
+
+    In a ``with`` block each loop is a pass, and the slots are kept for the next:
+
+        with streamload.stream_layers("Llama-3-8B/", budget="3GB", device="cuda:0") as layers:
+            for _ in range(100):
+                for name, tensors in layers:
+                    ...
+
+    The tensors of a layer are valid until the next step: its slot goes to another layer then. What
+    the device was given to do before that is waited for; what tinygrad has still to compute with
+    them is computed. Tensors that stay are in ``resident`` all the time.
+
+    What is outside of layers has steps of its own: "embedding" first, "head" last (with the norm
+    before it), the ends of inner stacks in between ("encoder.block end"), and without any layers
+    one for each tensor. A head that is tied gets the embedding's tensor, which stays.
+
+    Args:
+        path: as in `load_state_dict`, or an open checkpoint.
+        tokens: as in `offload`, and so is ``host``.
+        stay: patterns of names of tensors that stay on the device.
+        layers: as in `offload`.
+        host: see ``tokens``.
+        device: one device; see `load_state_dict`.
+        **options: see `LoadOptions`.
+
+    Returns:
+        What gives (name, tensors by name) in a loop, with the framework's tensors. Where the loop
+        ends, is left, or raises, threads end and memory goes back: at once, or at the end of the
+        ``with`` block.
+
+    Raises:
+        PlanInfeasibleError: not even the largest layer and what must stay fit; before any data is
+            read or any memory is allocated.
+        CheckpointError: the checkpoint is invalid, or does not tell how much ``tokens`` take; at a
+            step, a file cannot be read or has changed.
+        UnsupportedCastError: a dtype cannot be cast or held.
+        OffloadError: at a step, it is closed, or another thread has a layer.
+        DeviceError: the device is not there, does not work, or failed.
+        ValueError: an argument is invalid.
+    """
+    clock = Clock()
+    kept = check_asked(tokens, stay, options)
+    with uncollected():
+        checkpoint, read, found = read_call(path, **options)
+        fill, _, tied = found
+        place = Place.look(None, checkpoint, read, options["device"])
+        (device,) = place.devices.opened.values()
+        wants = wants_of(checkpoint, fill)
+        check_patterns("stay", kept, wants.names)
+        spec, cast = device_of(place, read, wants)
+        sizes = wants.nbytes(read.policy, spec.native_bf16)
+        patterns = Selection.parse(layers).select
+        steps, groups = steps_of_checkpoint(wants, sizes, tied, kept, patterns)
+        made = decide(
+            *(read, checkpoint, wants, spec, groups, cast),
+            tokens=tokens,
+            host_nbytes=parse_bytes(host),
+        )
+        stays = {*made.residency.stays}
+        names = [wants.names[at] for group in groups if group.name in stays for at in group.wants]
+        decided = load_of_stays(made, place, checkpoint, read, found, names, Strictness())
+    report = run(decided, False, clock)
+    memory = _Memory(place.devices.framework.name)
+    made, rounds, kept_file = begin(made, checkpoint, wants, spec, device, memory, read)
+    return LayerStream(made, report, steps, wants, device, memory.lent, rounds, kept_file)
+
+
+def _turn(step: Step, plan: OffloadPlan, wants: Wants, resident: Mapping[str, Any]) -> _Turn:
+    """A step, where its tensors are."""
+    streams = plan.residency.streams
+    number = streams.index(step.name) if step.name in streams else None
+    place: dict[str, int] = {}
+    if number is not None:
+        assert plan.stream is not None
+        order = plan.stream.placements.names
+        place = {order[at]: n for n, at in enumerate(plan.layer_placements[number])}
+    stored = {name: wants.names[at] for name, at in step.wants.items()}
+    stays = {name: resident[other] for name, other in stored.items() if other not in place}
+    lent = {name: place[other] for name, other in stored.items() if other in place}
+    return _Turn(step.name, stays, number, lent)
+
+
+def _abandon(rounds: Rounds, host: HostFile | None) -> None:
+    """Nobody refers to the layers any more."""
+    rounds.abandon()
+    if host is not None:
+        host.close()

@@ -1,0 +1,437 @@
+"""tinygrad's layers whose weights are in slots: brought before a layer is called, and gone after.
+
+tinygrad computes late: what a call gives is a graph, whose kernels run when something asks for
+values. So all that waits for a layer's weights is computed at the end of its call (`settle`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import tinygrad
+from tinygrad import Tensor, TinyJit, nn
+from tinygrad.device import Buffer, BufferSpec
+from tinygrad.engine.realize import capturing
+from tinygrad.tensor import all_tensors
+from tinygrad.uop.ops import Ops, UOp
+
+from streamload.core.dtypes import DType
+from streamload.devices.base import Device, Ticket
+from streamload.devices.tinygrad.buffers import AbsentBuffer
+from streamload.devices.tinygrad.linear import put_into, walk
+from streamload.devices.tinygrad.tensors import ALLOCATORS, TO_TINYGRAD, backend_of, has, over
+from streamload.errors import AllocationError, OffloadError
+from streamload.offloading.residency import SlotPlaces
+
+#: The class of TinyJits.
+JIT = type(TinyJit(lambda: None))
+
+
+# --- slots ----------------------------------------------------------------------------------------
+
+
+class TinygradSlots:
+    """Slots of a device side by side, in one piece of memory."""
+
+    def __init__(self, memory: Buffer, places: SlotPlaces) -> None:
+        """Take the bytes of all slots."""
+        self._memory, self._places = memory, places
+        self._made: dict[Any, tuple[list[Buffer], list[UOp]]] = {}
+        view_of(memory, 0, memory.nbytes, memory.dtype)  # else the device has no views: say so now
+
+    def to_fill(self, layer: int, slot: int) -> Sequence[Buffer]:
+        """The same."""
+        return self.buffers(layer, slot)
+
+    def buffers(self, layer: int, slot: int) -> Sequence[Buffer]:
+        """Buffers over the slot's memory; the same objects for layers that are alike."""
+        return self._of(layer, slot)[0]
+
+    def graphs(self, buffers: Sequence[Buffer]) -> Sequence[UOp]:
+        """What weights stand on in these buffers of a slot; the same objects each time."""
+        return next(graphs for made, graphs in self._made.values() if made is buffers)
+
+    def _of(self, layer: int, slot: int) -> tuple[list[Buffer], list[UOp]]:
+        key = self._places.alike(layer, slot)
+        if key not in self._made:
+            buffers, graphs = [], []
+            for start, _, dtype, shape in self._places.of(layer, slot):
+                kind = TO_TINYGRAD[dtype.name]
+                buffers.append(view_of(self._memory, start, math.prod(shape), kind))
+                graphs.append(over(buffers[-1], dtype, shape))
+            self._made[key] = buffers, graphs
+        return self._made[key]
+
+    def close(self) -> None:
+        """Let go of the memory; TinyJits of layers may still hold some of it."""
+        self._made.clear()
+        del self._memory
+
+
+class LentSlots(TinygradSlots):
+    """The same, with tensors for loops of a user's own."""
+
+    _lent: tuple[Sequence[Tensor], Sequence[UOp]] = (), ()
+
+    def lend(self, buffers: Sequence[Buffer]) -> list[Tensor]:
+        """Tensors over these buffers of a slot, until `take_back`."""
+        refuse_capture("a layer")
+        graphs = self.graphs(buffers)
+        tensors = [Tensor(graph) for graph in graphs]
+        self._lent = tensors, graphs
+        return tensors
+
+    def take_back(self) -> None:
+        """Compute all that waits for what was lent, which raises from now on when it is used."""
+        (tensors, graphs), self._lent = self._lent, ((), ())
+        for tensor in tensors:
+            shape = tuple(map(int, tensor.shape))
+            tensor.uop = absent("the layer before", shape, tensor.dtype, str(tensor.device))
+        settle({graph.base for graph in graphs}, copy=True)
+
+
+def view_of(buffer: Buffer, start: int, numel: int, dtype: Any) -> Buffer:
+    """Elements of a buffer from byte ``start`` on, as a buffer.
+
+    Raises:
+        OffloadError: the device has no such views.
+        AllocationError: the driver refuses.
+    """
+    if numel == 0:
+        return Buffer(buffer.device, 0, dtype)
+    with ALLOCATORS:
+        if has(buffer.allocator, "_offset"):
+            return buffer.view(numel, dtype, start).ensure_allocated()
+        if backend_of(buffer.device) == "CL":
+            return _sub_buffer(buffer, start, numel, dtype)
+    raise OffloadError(f"nothing is offloaded on {buffer.device}: its buffers have no views")
+
+
+def _sub_buffer(buffer: Buffer, start: int, numel: int, dtype: Any) -> Buffer:
+    """OpenCL's own view, of which tinygrad knows nothing."""
+    from tinygrad.runtime.autogen import opencl as cl
+
+    region = cl.cl_buffer_region(origin=start, size=numel * dtype.itemsize)
+    status = ctypes.c_int32()
+    kind = cl.CL_MEM_READ_WRITE, cl.CL_BUFFER_CREATE_TYPE_REGION
+    place = ctypes.cast(ctypes.byref(region), ctypes.c_void_p)
+    memory = cl.clCreateSubBuffer(buffer._buf, *kind, place, ctypes.byref(status))
+    if status.value != 0:
+        problem = f"clCreateSubBuffer: {status.value}"
+        raise AllocationError(buffer.device, problem, nbytes=numel * dtype.itemsize)
+    # as memory of others: tinygrad neither counts it nor keeps it when it is let go of
+    view = Buffer(buffer.device, numel, dtype, opaque=memory, options=BufferSpec(external_ptr=1))
+    view.of = buffer  # which lives as long
+    return view
+
+
+# --- what is called -------------------------------------------------------------------------------
+
+
+class Wrapped:
+    """An object whose ``__call__`` is ours: it has a class of its own, made from its class."""
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._class = module, type(module)
+
+    def put(self) -> None:
+        """Stand in the place of the object's own call."""
+
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        def refuse(*args: Any) -> Any:
+            raise OffloadError(
+                "a model that is offloaded cannot be copied or saved: close() it first"
+            )
+
+        names = ("__module__", "__qualname__", "__doc__")
+        kept = {name: getattr(self._class, name) for name in names}
+        own = {"__slots__": (), "__call__": call, "__deepcopy__": refuse, "__reduce_ex__": refuse}
+        make: Any = type(self._class)
+        self._module.__class__ = make(self._class.__name__, (self._class,), {**kept, **own})
+
+    def take_out(self) -> None:
+        """Let the object be of its own class again."""
+        self._module.__class__ = self._class
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Do what the object does."""
+        return self._class.__call__(self._module, *args, **kwargs)
+
+
+def can_be_wrapped(module: Any) -> bool:
+    """Whether an object is called, and can have another class."""
+    return isinstance(getattr(module, "__dict__", None), dict) and callable(module)
+
+
+class Layer(Wrapped):
+    """Computes all that waits for a layer's weights before its call ends.
+
+    A layer that stays does so too: kernels then have the same boundaries under every budget.
+    """
+
+    def __init__(self, module: Any, weights: Sequence[Tensor]) -> None:
+        """Change nothing yet; ``weights`` are the layer's."""
+        super().__init__(module)
+        self._weights = weights
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute."""
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            if not capturing:
+                settle({tensor.uop.base for tensor in self._weights})
+
+
+class Source(Protocol):
+    """Where the weights of layers come from."""
+
+    def acquire(self, number: int) -> Sequence[Buffer]:
+        """Wait for those of a layer."""
+
+    def release(self, number: int, ticket: Ticket | None) -> None:
+        """They are not needed any more, when a ticket's work has ended."""
+
+
+class StreamedLayer(Wrapped):
+    """Brings a layer's weights while it is called."""
+
+    def __init__(
+        self,
+        name: str,
+        module: Any,
+        number: int,
+        places: Sequence[tuple[int, Sequence[Tensor]]],
+        source: Source,
+        slots: TinygradSlots,
+        mark: Callable[[], Ticket | None],
+    ) -> None:
+        """Change nothing yet.
+
+        Args:
+            name: of the layer.
+            module: what is called.
+            number: of the layer.
+            places: the tensors of each weight, by the number of its buffer.
+            source: of the weights.
+            slots: where they are.
+            mark: gives a ticket of what was queued.
+        """
+        super().__init__(module)
+        self._name, self._number = name, number
+        self._source, self._slots, self._mark = source, slots, mark
+        self._places = [(at, tensor) for at, tensors in places for tensor in tensors]
+        self._absent = [tensor.uop for _, tensor in self._places]
+        self._captured: dict[tuple[int, int], tuple[Any, int, Any]] = {}  # by TinyJit and slot
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute with the layer's weights."""
+        refuse_capture(self._name)
+        if is_training():
+            raise OffloadError(
+                "a model that is offloaded cannot be trained: run it without Context(TRAINING=1)"
+            )
+        for (_, tensor), absent in zip(self._places, self._absent, strict=True):
+            if tensor.uop is not absent:
+                raise OffloadError(
+                    f"a weight of {self._name} was written while the model is offloaded, and the "
+                    "layer would not see it: close() the model first"
+                )
+        buffers = self._source.acquire(self._number)
+        ticket = None
+        try:
+            with self._there(buffers):
+                return super().__call__(*args, **kwargs)
+        finally:
+            try:
+                ticket = self._mark()
+            finally:
+                self._source.release(self._number, ticket)
+
+    @contextmanager
+    def _there(self, buffers: Sequence[Buffer]) -> Iterator[None]:
+        graphs = self._slots.graphs(buffers)
+        try:
+            for at, tensor in self._places:
+                tensor.uop = _shaped(graphs[at], tensor)
+            with self._jits(id(buffers)):
+                yield
+        finally:
+            for (_, tensor), absent in zip(self._places, self._absent, strict=True):
+                tensor.uop = absent
+            settle({graph.base for graph in graphs}, copy=True)
+
+    @contextmanager
+    def _jits(self, slot: int) -> Iterator[None]:
+        """Let the layer's own TinyJits be those of a slot: what they capture has its memory."""
+        for jit in jits_in(self._module):
+            _, jit.cnt, jit.captured = self._captured.get((id(jit), slot), (jit, 0, None))
+        try:
+            yield
+        finally:
+            for jit in jits_in(self._module):
+                self._captured[id(jit), slot] = jit, jit.cnt, jit.captured
+                jit.reset()
+
+    def take_out(self) -> None:
+        """Let the layer be called as before."""
+        super().take_out()
+        self._captured.clear()
+
+
+class GatheredEmbedding(Wrapped):
+    """Reads the rows that an embedding is asked for from the file."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Embedding,
+        rows: Callable[[Sequence[int]], np.ndarray[Any, np.dtype[np.uint8]]],
+        dtype: DType,
+        device: Device,
+    ) -> None:
+        """Change nothing yet.
+
+        Args:
+            name: of the embedding.
+            module: the embedding.
+            rows: gives bytes of rows of the weight by their numbers, which ascend.
+            dtype: of the rows.
+            device: where they go.
+        """
+        super().__init__(module)
+        self._name, self._rows, self._dtype, self._device = name, rows, dtype, device
+
+    def __call__(self, idx: Tensor) -> Tensor:
+        """Embed. Where the shape of ``idx`` has bound variables, that of the result has values."""
+        refuse_capture(self._name)
+        graph, values = idx.uop.unbind_all()
+        if values:
+            idx = Tensor(graph.substitute({v: v.const_like(n) for v, n in values.items()}))
+        dim = int(self._module.weight.shape[1])
+        ids = np.array(idx.tolist(), np.int64).reshape(-1)
+        asked, inverse = np.unique(ids, return_inverse=True)
+        rows = self._rows(asked.tolist()).reshape(len(asked), self._dtype.nbytes(dim))
+        found = rows[inverse].reshape(-1)
+        shape = *map(int, idx.shape), dim
+        buffer = self._device.allocate(self._dtype, shape)
+        if found.nbytes:
+            staging = self._device.staging(found.nbytes)
+            try:
+                staging.view[:] = memoryview(found.data)
+                self._device.copy(staging, 0, found.nbytes, buffer, 0).wait()
+            finally:
+                staging.close()
+        return Tensor(over(buffer, self._dtype, shape))
+
+
+def is_training() -> bool:
+    """Whether tinygrad trains: a context of its own, and in 0.13 an attribute of tensors."""
+    context = getattr(tinygrad.helpers, "TRAINING", None)
+    return bool(getattr(Tensor, "training", False) if context is None else context)
+
+
+def refuse_capture(name: str) -> None:
+    """Raise OffloadError where a TinyJit captures more than a layer."""
+    if capturing:
+        raise OffloadError(
+            f"a TinyJit captures {name}, whose weights would not be brought when it is run again: "
+            "jit what a layer does, or what is outside of the layers, and not the model"
+        )
+
+
+# --- what waits for weights -----------------------------------------------------------------------
+
+
+def settle(weights: set[UOp], *, copy: bool = False) -> None:
+    """Compute all tensors, wherever they are, that wait for some memory.
+
+    Args:
+        weights: the memory.
+        copy: tensors that are that memory, or views of it, get memory of their own. Those that
+            cannot be computed raise when they are used: they would have values of another layer.
+    """
+    found = _reaching(weights)
+    if not copy:
+        found = [tensor for tensor in found if tensor.uop.base not in weights]
+    try:
+        for tensor in found:
+            # views; and what functions give, which stays a graph when it is realised
+            if tensor.uop.base in weights or tensor.uop.base.op is Ops.GETTUPLE:
+                tensor.uop = tensor.clone().uop
+        if found:
+            Tensor.realize(*found)
+        left = [tensor for tensor in found if not weights.isdisjoint(tensor.uop.toposort())]
+        if left and copy:
+            raise OffloadError(
+                f"a tensor of {list(left[0].shape)} still waits for its layer's weights when it is "
+                "realised: let the layer give .contiguous() or .clone() of it"
+            )
+    except BaseException:
+        for tensor in found if copy else ():
+            if all(isinstance(n, int) for n in tensor.shape):
+                what = "what a layer did not end computing"
+                tensor.uop = absent(what, tensor.shape, tensor.dtype, str(tensor.device))
+        raise
+
+
+def _reaching(memory: Collection[UOp]) -> list[Tensor]:
+    """All tensors whose values, or graphs, are of some memory."""
+    reached: dict[UOp, bool] = {}
+
+    def is_new(node: UOp) -> bool:
+        return node not in reached
+
+    found = []
+    for tensor in [t for reference in list(all_tensors) if (t := reference()) is not None]:
+        for node in tensor.uop.toposort(gate=is_new):
+            reached[node] = node in memory or any(reached.get(src, False) for src in node.src)
+        if reached[tensor.uop]:
+            found.append(tensor)
+    return found
+
+
+def _shaped(graph: UOp, tensor: Tensor) -> UOp:
+    return graph if graph.shape == tensor.shape else graph.reshape(tensor.shape)
+
+
+def absent(name: str, shape: tuple[int, ...], dtype: Any, device: str) -> UOp:
+    """A graph over memory that raises when it is used."""
+    return UOp.from_buffer(AbsentBuffer(name, device, math.prod(shape), dtype)).reshape(shape)
+
+
+# --- TinyJits of a model --------------------------------------------------------------------------
+
+
+def jits_in(obj: Any) -> list[Any]:
+    """The TinyJits that an object holds, each once, but for those without a function."""
+    found = {id(jit): jit for _, jit in walk(obj, JIT) if type(jit) is JIT and jit.fxn is not None}
+    return list(found.values())
+
+
+class SetAside:
+    """The TinyJits of a model outside of its layers: their functions stand in their places."""
+
+    def __init__(self, model: Any, layers: Collection[Any]) -> None:
+        """Set them aside, and let go of what they captured."""
+        self._model = model
+        inside = {id(jit) for layer in layers for jit in jits_in(layer)}
+        found = jits_in(model)
+        jits = [jit for jit in found if id(jit) not in inside]
+        for jit in found:
+            jit.reset()
+        self._plain: Mapping[int, Any] = {id(jit): partial(jit.fxn) for jit in jits}
+        self._back = {id(self._plain[id(jit)]): jit for jit in jits}
+        put_into(model, self._plain)
+
+    def put_back(self) -> None:
+        """Let the model have them again."""
+        put_into(self._model, self._back)

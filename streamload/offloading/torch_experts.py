@@ -1,0 +1,297 @@
+"""transformers' fused experts whose weights stay in the file: those that the router chose come.
+
+The classes that transformers registers (`use_experts_implementation`) have all experts of a layer
+in one tensor for each projection, and an "eager" implementation: a loop over the chosen experts.
+What stands here is that loop, with the same arithmetic in the same order. It asks for all experts
+that the router chose at once, which is the one wait for the device, and computes with them a few at
+a time while others come. Where the configuration names "grouped_mm", each is a group of that.
+Whether a class computes so is tried on small weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from streamload.offloading.torch_modules import Wrapped, refuse_training
+from streamload.planning.room import experts_chosen
+
+#: In which dtype outputs of experts are added, one expert after the other: of the states, float32,
+#: or of the router's weights. "grouped": those of a token at once, as "grouped_mm" adds them.
+Sums = Literal["states", "float32", "weights", "grouped"]
+
+_TRIED = 4  # small experts, of which tokens choose three: sums of two round alike in all dtypes
+
+
+class ExpertSource(Protocol):
+    """Where the weights of experts come from."""
+
+    def ask(self, layer: int, chosen: Sequence[int]) -> None:
+        """Say which ones a layer needs, in its order."""
+
+    def acquire_experts(self, layer: int, chosen: Sequence[int]) -> Sequence[Sequence[Any]]:
+        """Wait for the weights of some of these."""
+
+    def release_experts(self, layer: int, chosen: Sequence[int], ticket: Any) -> None:
+        """They are not needed any more, when a ticket's work has ended."""
+
+    def end_asking(self) -> None:
+        """The layer needs no more."""
+
+
+def number_of_experts(module: nn.Module) -> int:
+    """How many fused experts a module has; 0 of any other module."""
+    count = getattr(module, "num_experts", None)
+    own = [each for each in module._parameters.values() if each is not None]
+    fused = type(count) is int and bool(own) and all(each.shape[:1] == (count,) for each in own)
+    return int(count or 0) if fused and any(each.dim() == 3 for each in own) else 0
+
+
+def number_chosen(module: nn.Module) -> int:
+    """How many experts of a module a token chooses."""
+    config = getattr(module, "config", None)
+    chosen = experts_chosen(config.to_dict() if config is not None else {})
+    return min(chosen, number_of_experts(module))
+
+
+def sums_of(module: nn.Module) -> Sums | None:
+    """How fused experts add their outputs; None where they do not compute as it is known here."""
+    eager = getattr(type(module).forward, "__wrapped__", None)
+    if eager is None or not hasattr(module, "_apply_gate"):
+        return None
+    forms: tuple[Sums, ...] = ("states", "float32", "weights")
+    try:
+        small, trials = _small(module), [*_trials(module)]
+        if getattr(module, "config", None) is not None and _is_grouped(module):
+            eager, forms = _grouped_mm(), ("grouped", *forms)
+        wanted = [eager(small, *trial) for trial in trials]
+        for sums in forms:
+            found = [computed(small, sums, *trial, _all_of(small)) for trial in trials]
+            if all(map(torch.equal, wanted, found)):
+                return sums
+    except Exception:  # it needs what the others do not have
+        return None
+    return None
+
+
+def _is_grouped(module: Any) -> bool:
+    return getattr(module.config, "_experts_implementation", None) == "grouped_mm"
+
+
+def _grouped_mm() -> Callable[..., torch.Tensor]:
+    """transformers' own implementation "grouped_mm": its models have imported the module."""
+    found: Callable[..., torch.Tensor] = sys.modules[
+        "transformers.integrations.moe"
+    ].grouped_mm_experts_forward
+    return found
+
+
+def _sizes(module: nn.Module) -> Callable[[int], int]:
+    """Small sizes in the place of those of a module's weights, in the same proportions."""
+    shapes = [each.shape[1:] for each in module._parameters.values() if each is not None]
+    divisor = math.gcd(*(n for shape in shapes for n in shape))
+    scale = min(divisor, 8)  # grouped_mm wants rows of whole 16 bytes
+    return lambda n: n // divisor * scale
+
+
+def _small(module: nn.Module) -> nn.Module:
+    """A module like another, with four small experts on the CPU."""
+    random, small = torch.Generator("cpu").manual_seed(0), _sizes(module)
+    made = copy.copy(module)
+    made.__dict__.update(training=False, num_experts=_TRIED, _parameters={})
+    for name, weight in module._parameters.items():
+        shape = (_TRIED, *map(small, weight.shape[1:])) if weight is not None else ()
+        values = torch.randn(shape, generator=random, device="cpu").to(torch.bfloat16)
+        value = nn.Parameter(values, requires_grad=False) if weight is not None else None
+        made._parameters[name] = value
+    return made
+
+
+def _trials(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """States, choices and weights that the small experts are tried on."""
+    random, weight = torch.Generator("cpu").manual_seed(1), module._parameters["down_proj"]
+    assert weight is not None
+    width = _sizes(module)(weight.shape[2 if getattr(module, "is_transposed", False) else 1])
+    choices = torch.tensor([[0, 1, 3], [2, 0, 1], [3, 1, 2], [1, 2, 0], [0, 2, 3]], device="cpu")
+    for dtype in (torch.bfloat16, torch.float32):
+        states = torch.randn((5, width), generator=random, device="cpu").to(torch.bfloat16)
+        weights = torch.rand((5, 3), generator=random, device="cpu").to(dtype)
+        yield states, choices, weights
+
+
+_Weights = dict[str, torch.Tensor]  # of one expert, by the names of the module's parameters
+_Given = Generator[tuple[int, _Weights], None, None]
+_Give = Callable[[Sequence[int]], _Given]
+
+
+def _all_of(module: nn.Module) -> _Give:
+    """Gives the weights of experts of a module that has all of them."""
+    own = {name: each for name, each in module._parameters.items() if each is not None}
+
+    def give(chosen: Sequence[int]) -> _Given:
+        for expert in chosen:
+            yield expert, {name: each[expert] for name, each in own.items()}
+
+    return give
+
+
+def computed(
+    module: Any,
+    sums: Sums,
+    states: torch.Tensor,
+    choices: torch.Tensor,
+    weights: torch.Tensor,
+    give: _Give,
+) -> torch.Tensor:
+    """What transformers' eager implementation computes, or its "grouped_mm".
+
+    Args:
+        module: of the experts.
+        sums: how it adds their outputs.
+        states: of shape (tokens, width).
+        choices: numbers of the experts that tokens choose, of shape (tokens, chosen). Those that
+            the module does not have are left out.
+        weights: of the choices.
+        give: gives the weights of experts, in the order in which it is asked.
+    """
+    if sums == "grouped":
+        return _computed_grouped(module, states, choices, weights, give)
+    tokens = len(states)
+    flat = choices.T.reshape(-1)  # as the eager loop finds them: by choice, then by token
+    order = torch.argsort(flat, stable=True)
+    places, numbers = order // tokens, order % tokens
+    mine = _parts(flat)
+    dtypes = {"states": states.dtype, "float32": torch.float32, "weights": weights.dtype}
+    out = torch.zeros_like(states, dtype=dtypes[sums])
+    chosen = [each for each in mine if each < module.num_experts]
+    with closing(give(chosen)) as experts:  # an error lets go of them too
+        for expert, own in experts:
+            some = mine[expert]
+            _add(module, out, states, weights, own, numbers[some], places[some])
+    return out.to(states.dtype)
+
+
+def _parts(flat: torch.Tensor) -> dict[int, slice]:
+    """The places of each expert among choices, when these are sorted."""
+    asked, counts = torch.unique(flat.cpu(), return_counts=True)  # the one wait for the device
+    ends = counts.cumsum(0)
+    rows = zip(asked.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True)
+    return {expert: slice(first, end) for expert, first, end in rows}
+
+
+def _computed_grouped(
+    module: Any,
+    states: torch.Tensor,
+    choices: torch.Tensor,
+    weights: torch.Tensor,
+    give: _Give,
+) -> torch.Tensor:
+    """The same by "grouped_mm": a group of it for each expert, and sums of all of a token's."""
+    grouped, flat = _grouped_mm(), choices.reshape(-1)
+    _, order = torch.sort(flat)  # as it sorts them
+    numbers, mine = order // choices.shape[-1], _parts(flat)
+    out = states.new_zeros(len(flat), states.shape[-1])
+    one = copy.copy(module)
+    one.__dict__.update(num_experts=1, _parameters={})
+    with closing(give([each for each in mine if each < module.num_experts])) as experts:
+        for expert, own in experts:
+            one._parameters.update({name: each[None] for name, each in own.items()})
+            rows = states[numbers[mine[expert]]]
+            alone = torch.zeros(len(rows), 1, dtype=torch.int64, device=states.device)
+            found = grouped(one, rows, alone, torch.ones_like(alone, dtype=states.dtype))
+            out[order[mine[expert]]] = found
+    weighted = out * weights.reshape(-1, 1)
+    return weighted.view(*choices.shape, -1).sum(dim=1).to(states.dtype)
+
+
+def _add(
+    module: Any,
+    out: torch.Tensor,
+    states: torch.Tensor,
+    weights: torch.Tensor,
+    own: _Weights,
+    token: torch.Tensor,
+    place: torch.Tensor,
+) -> None:
+    """Add what one expert makes of some tokens; ``place``: of its weights among theirs."""
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    found = _project(module, states[token], own, up)
+    found = module._apply_gate(found) if module.has_gate else module.act_fn(found)
+    found = _project(module, found, own, "down_proj")
+    if getattr(module, "has_post_expert_norm", False):  # newer transformers
+        found = module.post_expert_norm(found)
+    found = found * weights[token, place, None]
+    out.index_add_(0, token, found.to(out.dtype))
+
+
+def _project(module: Any, states: torch.Tensor, own: _Weights, name: str) -> torch.Tensor:
+    weight = own[name]
+    out = states @ weight if module.is_transposed else nn.functional.linear(states, weight)
+    return out + own[f"{name}_bias"] if module.has_bias else out
+
+
+class StreamedExperts(Wrapped):
+    """Brings the experts that the router chose while their module computes."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layer: int,
+        sums: Sums,
+        places: Sequence[dict[str, int]],
+        together: int,
+        source: ExpertSource,
+        mark: Callable[[], Any],
+    ) -> None:
+        """Change nothing yet.
+
+        Args:
+            module: of the experts.
+            layer: its number among those that have experts.
+            sums: how it adds their outputs.
+            places: for each expert by the module's names, the number of the buffer.
+            together: how many experts are computed with while others come.
+            source: of the weights.
+            mark: gives a ticket of what was queued.
+        """
+        super().__init__(module)
+        self._layer, self._sums, self._places = layer, sums, places
+        self._together, self._source, self._mark = together, source, mark
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute with the experts that tokens choose."""
+        refuse_training(self._module)
+        with torch.no_grad():
+            return computed(
+                *(self._module, self._sums, hidden_states, top_k_index, top_k_weights, self._give)
+            )
+
+    def _give(self, chosen: Sequence[int]) -> _Given:
+        """Experts one after the other, a few of them in use while others come."""
+        self._source.ask(self._layer, chosen)
+        try:
+            for at in range(0, len(chosen), self._together):
+                yield from self._some(chosen[at : at + self._together])
+        finally:
+            self._source.end_asking()
+
+    def _some(self, chosen: Sequence[int]) -> _Given:
+        ticket = None
+        try:  # from here on: some of them may be there where it raises
+            buffers = self._source.acquire_experts(self._layer, chosen)
+            for expert, own in zip(chosen, buffers, strict=True):
+                yield expert, {name: own[at] for name, at in self._places[expert].items()}
+        finally:
+            try:
+                ticket = self._mark()
+            finally:
+                self._source.release_experts(self._layer, chosen, ticket)

@@ -1,0 +1,598 @@
+"""torch's modules whose weights are in slots: brought before a module computes, and gone after."""
+
+from __future__ import annotations
+
+import re
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import MethodType
+from typing import Any, Protocol, cast
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.dlpack import from_dlpack, to_dlpack
+
+from streamload.devices.parameters import Slot
+from streamload.devices.torch.tensors import TO_TORCH, changes_nothing
+from streamload.errors import OffloadError
+from streamload.offloading.residency import SlotPlaces
+from streamload.offloading.stays import Stays
+from streamload.offloading.torch_faces import Face
+from streamload.offloading.torch_lent import (
+    after_error,
+    forget,
+    is_kept,
+    is_lent,
+    kept_in,
+    lend,
+    references,
+    take_back,
+    weight_of,
+    why_kept,
+)
+
+# What may be asked of a weight that is not there: what it is.
+_ASKED = frozenset(
+    (
+        "__get__", "__set__", "__repr__", "dim", "element_size", "is_complex", "is_floating_point",
+        "numel", "requires_grad_", "size", "stride", "is_inference", "is_contiguous", "__hash__",
+        "__eq__", "ndimension", "__len__", "nelement", "storage_offset", "get_device",
+        "_is_view", "is_same_size", "type", "__format__",
+    )
+)  # fmt: skip
+
+
+# Where recurrent modules keep their weights beside their parameters.
+_LISTS = ("_flat_weights", "_flat_weight_refs")
+
+# Functions that write into their first argument.
+_IN_PLACE = re.compile(r"[^_].*_|__i(?!nvert)\w+__")
+
+# Attributes that are values, or views of them.
+_VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
+
+
+class StreamedParameter(torch.Tensor):
+    """What stands in a module for a weight that is brought when the module computes.
+
+    It has a shape, a dtype and a device, and no memory.
+    """
+
+    _streamload_streamed: str
+    _streamload_stays: Stays | None
+    _is_param = True  # to torch it is a parameter
+
+    @staticmethod
+    def __new__(
+        cls,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        requires_grad: bool = False,
+        stays: Stays | None = None,
+    ) -> StreamedParameter:
+        """Make one of a name for errors, which says of ``requires_grad`` what the weight would.
+
+        Who uses it is told to ``stays``; without it, that raises.
+        """
+        made: StreamedParameter = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
+        )
+        made._streamload_streamed, made._streamload_stays = name, stays
+        return made
+
+    def __repr__(self) -> str:
+        """Without values."""
+        return (
+            f"{type(self).__name__}({self._streamload_streamed}, {list(self.shape)}, {self.dtype})"
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer what the tensor is; raise for all else."""
+        name = func.__name__
+        if name in ("__get__", "__set__"):  # of an attribute
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+            name = f".{attribute}" if attribute in _VALUES else name
+        kwargs = kwargs or {}
+        if name not in _ASKED:
+            own = args
+            args, kwargs = tree_map_only(StreamedParameter, partial(_zeros, name), (args, kwargs))
+            if _IN_PLACE.fullmatch(name):  # nothing is written into zeros without memory
+                return own[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Nothing computes with it."""
+        given = tree_map_only(StreamedParameter, partial(_zeros, str(func)), (args, kwargs or {}))
+        return func(*given[0], **given[1])
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Refuse: a copy would share the slots."""
+        raise OffloadError(
+            f"{self._streamload_streamed}: a model that is offloaded cannot be copied"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled."""
+        raise OffloadError(
+            f"{self._streamload_streamed}: a model that is offloaded cannot be saved"
+        )
+
+
+def _zeros(what: str, weight: StreamedParameter) -> torch.Tensor:
+    """Zeros without memory for a weight that is used where it is not here: the pass will raise."""
+    stays = weight._streamload_stays
+    reason = (
+        f"streams from its file when its layer computes, and is not here now ({what}): a model "
+        "that is offloaded cannot be saved, moved, copied, trained or changed; read the "
+        "checkpoint, close() the offload first, or where a model uses it outside of its layer"
+    )
+    (Stays() if stays is None else stays).cannot(weight._streamload_streamed, reason, outside=True)
+    return zeros_like(weight)
+
+
+def zeros_like(weight: torch.Tensor) -> torch.Tensor:
+    """Zeros of a weight's shape that take no memory."""
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+
+@contextmanager
+def stood_in(model: nn.Module) -> Iterator[None]:
+    """Let zeros without memory stand for weights that stream, where a package initialises others.
+
+    They say that they are initialised, as transformers asks.
+    """
+    zeros: dict[int, nn.Parameter] = {}
+    own: dict[int, StreamedParameter] = {}
+    try:
+        for container, key, value in _entries(model):
+            if isinstance(value, StreamedParameter):
+                if id(value) not in zeros:
+                    made = nn.Parameter(zeros_like(value), requires_grad=False)
+                    made._is_hf_initialized = True
+                    zeros[id(value)], own[id(made)] = made, value
+                container[key] = zeros[id(value)]
+        yield
+    finally:
+        for container, key, value in _entries(model):
+            if id(value) in own:
+                container[key] = own[id(value)]
+
+
+def _entries(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """Where all parameters and buffers of a model are, and what is there."""
+    return [
+        (container, key, value)
+        for module in model.modules()
+        for container in (module._parameters, module._buffers)
+        for key, value in container.items()
+    ]
+
+
+class TorchSlots:
+    """Slots of a device side by side, in one piece of memory."""
+
+    def __init__(self, memory: torch.Tensor, places: SlotPlaces) -> None:
+        """Take a flat uint8 tensor of all slots."""
+        self._memory, self._places = memory, places
+        self._views: dict[Any, list[torch.Tensor]] = {}
+        self._plain: dict[Any, list[torch.Tensor]] = {}
+
+    def buffers(self, layer: int, slot: int) -> Sequence[torch.Tensor]:
+        """Parameters over the slot's memory; the same objects for layers that are alike."""
+        key = self._places.alike(layer, slot)
+        if key not in self._views:
+            with torch.inference_mode(False), torch.no_grad():
+                self._views[key] = [*self._made(layer, slot)]
+        return self._views[key]
+
+    def to_fill(self, layer: int, slot: int) -> Sequence[torch.Tensor]:
+        """The same memory for those who fill it: modules' references to weights are counted."""
+        key = self._places.alike(layer, slot)
+        if key not in self._plain:
+            self._plain[key] = [each.detach() for each in self.buffers(layer, slot)]
+        return self._plain[key]
+
+    def _made(self, layer: int, slot: int) -> Iterator[torch.Tensor]:
+        for start, stop, dtype, shape in self._places.of(layer, slot):
+            flat = self._memory[start:stop].view(TO_TORCH[dtype.name])
+            yield self._held(flat.view(shape))
+
+    def _held(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a module holds of a tensor in a slot: a storage that tells who refers to it."""
+        own = from_dlpack(to_dlpack(tensor.reshape(-1).view(torch.uint8)))
+        return weight_of(own.view(tensor.dtype).view(tensor.shape))
+
+    def close(self) -> None:
+        """Let go of the memory, even where something still refers to a view."""
+        made = (*self._views.values(), *self._plain.values())
+        for view in (self._memory, *(each for views in made for each in views)):
+            view.data = torch.empty(0, dtype=view.dtype, device=view.device)
+            forget(view)
+        self._views.clear()
+        self._plain.clear()
+
+
+class TensorSlots(TorchSlots):
+    """The same, of plain tensors, for loops of a user's own."""
+
+    def _held(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def lend(self, buffers: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """What a loop gets of the buffers of a slot, until `take_back`."""
+        refuse_capture()
+        return buffers
+
+    def take_back(self) -> None:
+        """Let a ``backward`` that needs what was lent raise: it would read the next layer."""
+        torch.autograd.graph.increment_version(self._memory)
+
+
+class Source(Protocol):
+    """Where the weights of layers come from."""
+
+    def acquire(self, number: int) -> Sequence[torch.Tensor]:
+        """Wait for those of a layer."""
+
+    def release(self, number: int, ticket: Any) -> None:
+        """They are not needed any more, when a ticket's work has ended."""
+
+
+def refuse_capture() -> None:
+    """Raise OffloadError where what is computed is recorded, to be run again without us."""
+    proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    if torch.jit.is_tracing() or proxies or captured:
+        raise OffloadError(
+            "layers that stream cannot be traced, exported or captured in a CUDA graph: what was "
+            "recorded would compute with whatever is in their slots; load the model instead"
+        )
+
+
+def _run(wrapped: Any, args: Any, kwargs: Any) -> Any:
+    refuse_capture()
+    return wrapped(*args, **kwargs)
+
+
+# The same, and nothing of it is compiled: made when somebody compiles.
+_UNCOMPILED: list[Callable[..., Any]] = []
+
+
+class Wrapped:
+    """The ``forward`` of a module that streams.
+
+    It does not keep the module: the memory of a model that nobody refers to is freed at once.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._refer = weakref.ref(module)
+        self._had = module.__dict__.get("forward")
+
+    @property
+    def _module(self) -> nn.Module:
+        module = self._refer()
+        if module is None:
+            raise OffloadError("a copy of a module of a model that is gone cannot compute")
+        return module
+
+    def put(self) -> None:
+        """Stand in the place of the module's own, and look like it."""
+        face: Any = Face(
+            self._own, self._call, "a model that is offloaded cannot be copied or saved"
+        )
+        self._module.forward = face
+
+    def _own(self) -> Callable[..., Any]:
+        """The module's own ``forward``."""
+        module = self._module
+        own = MethodType(type(module).forward, module) if self._had is None else self._had
+        return cast("Callable[..., Any]", own)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute, and let nothing of it be compiled.
+
+        torch.compile imports dynamo, which takes more than a second: before that, nothing is.
+        """
+        if "torch._dynamo" not in sys.modules:
+            return _run(self, args, kwargs)
+        if not _UNCOMPILED:
+            _UNCOMPILED.append(torch.compiler.disable(_run))
+        return _UNCOMPILED[0](self, args, kwargs)
+
+    def take_out(self) -> None:
+        """Let the module have its own again."""
+        module = self._refer()
+        if module is not None:
+            module.__dict__.pop("forward", None)
+            if self._had is not None:
+                module.forward = self._had
+
+
+def refuse_training(module: nn.Module) -> None:
+    """Raise OffloadError where gradients are wanted of a module that is trained."""
+    if module.training and torch.is_grad_enabled():
+        raise OffloadError(
+            "a model that is offloaded cannot be trained: call model.eval(), or run it under "
+            "torch.no_grad()"
+        )
+
+
+class _NoBackward(torch.autograd.Function):
+    """What a model computes, of which nobody can ask for gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        """The same."""
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Refuse."""
+        raise OffloadError(
+            "a model that is offloaded cannot be trained: no gradients go through layers that "
+            "stream; load the model, or call it under torch.no_grad()"
+        )
+
+
+def no_backward(found: Any) -> Any:
+    """What a model gave, with tensors that refuse ``backward``: else it would do part of it."""
+    if isinstance(found, torch.Tensor):
+        if not found.is_floating_point() or found.requires_grad:
+            return found
+        return _NoBackward.apply(found, torch.zeros((), requires_grad=True))
+    if type(found) in (tuple, list):
+        return type(found)(map(no_backward, found))
+    if isinstance(found, dict):
+        for key, value in found.items():
+            if isinstance(value, torch.Tensor):
+                found[key] = no_backward(value)
+    return found
+
+
+class StreamedModule(Wrapped):
+    """Brings a layer's weights while its module computes."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        number: int,
+        places: Sequence[tuple[int, Slot]],
+        source: Source,
+        mark: Callable[[], Any],
+        stays: Stays,
+    ) -> None:
+        """Change nothing yet.
+
+        Args:
+            module: of the layer.
+            number: of the layer.
+            places: where the module has each of its weights: number of the buffer, and place.
+            source: of the weights.
+            mark: gives a ticket of what was queued.
+            stays: is told which weights cannot stream.
+        """
+        super().__init__(module)
+        self._number, self._source, self._mark = number, source, mark
+        self._places = [(at, container, key) for at, (container, key) in places]
+        self._absent = [container[key] for _, container, key in self._places]
+        self._stays = stays
+        self._listed = WeakSet(m for m in module.modules() if isinstance(m, nn.RNNBase))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute with the layer's weights."""
+        refuse_training(self._module)
+        with self._there(), torch.no_grad():
+            return self._own()(*args, **kwargs)
+
+    @contextmanager
+    def _there(self) -> Iterator[None]:
+        self._stays.check()
+        before, buffers, ended = list[Any](), list[torch.Tensor](), False
+        try:  # from here on: Ctrl-C may come as soon as the layer is there
+            buffers = [*self._source.acquire(self._number)]  # raises where another thread has it
+            before = [container[key] for _, container, key in self._places]
+            for had, absent in zip(before, self._absent, strict=True):
+                self._check(had, absent)
+            for (at, container, key), absent in zip(self._places, self._absent, strict=True):
+                lend(buffers[at], absent)
+                container[key] = buffers[at]
+            counts = [references(buffers, at) for at in range(len(buffers))]
+            with without_autocast_cache(), self._lists():
+                yield
+            ended = True
+            self._check_given_back(buffers, counts)
+        finally:
+            try:
+                for (_, container, key), had in zip(self._places, before, strict=bool(before)):
+                    container[key] = had
+                for buffer in buffers:
+                    take_back(buffer)
+                if not ended and not any(map(is_lent, before)):  # else it runs inside of itself
+                    self._check_attributes(buffers)
+            finally:
+                ticket = None
+                try:
+                    ticket = self._mark()
+                finally:
+                    self._source.release(self._number, ticket)
+
+    @contextmanager
+    def _lists(self) -> Iterator[None]:
+        """Let recurrent modules have the lists of weights again that they had before a call."""
+        found = [(each, {key: each.__dict__.get(key) for key in _LISTS}) for each in self._listed]
+        try:
+            yield
+        finally:
+            for each, before in found:
+                each.__dict__.update(before)
+
+    def _check_given_back(self, buffers: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
+        """Tell of weights that are not as they were: the next pass would not see that."""
+        for (at, container, key), absent in zip(self._places, self._absent, strict=True):
+            problem = why_kept(container.get(key), buffers[at])
+            if not problem and is_kept(buffers, at, counts[at]):
+                problem = "keeps or gives it"
+            name = absent._streamload_streamed
+            if not problem:
+                self._stays.fine(name)
+                continue
+            self._cannot(name, problem)
+
+    def _check_attributes(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Report weights that attributes keep after an error, whose traceback refers to others."""
+        if not buffers:
+            return
+        kept = kept_in(self._module, buffers)
+        after_error(buffers)
+        for (at, _, _), absent in zip(self._places, self._absent, strict=True):
+            if at in kept:
+                self._cannot(absent._streamload_streamed, "keeps it or a view of it")
+
+    def _cannot(self, name: str, problem: str) -> None:
+        """Report a weight that is not as it was."""
+        said = f"streams, and {type(self._module).__name__} {problem} when it computes"
+        self._stays.cannot(name, f"{said}; the memory is another layer's next")
+
+    def _check(self, had: Any, absent: Any) -> None:
+        """Tell of what stands in the place of a weight, and was not put there."""
+        if not isinstance(had, StreamedParameter) and not is_lent(had):
+            reason = (
+                "streams, and something has put another tensor in its place, which would not be "
+                "used: close() the offload first, or"
+            )
+            self._stays.cannot(absent._streamload_streamed, reason, outside=True)
+
+
+@contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """Let autocast keep no casts of what changes: it knows weights by their objects."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+class GatheredEmbedding(Wrapped):
+    """Reads the rows that an embedding is asked for from the file."""
+
+    def __init__(self, module: nn.Embedding, rows: Callable[[Sequence[int]], torch.Tensor]) -> None:
+        """Change nothing yet.
+
+        Args:
+            module: the embedding.
+            rows: gives rows of the weight, on the device, by their numbers.
+        """
+        super().__init__(module)
+        self._rows = rows
+
+    def __call__(self, input: torch.Tensor) -> Any:
+        """Embed: with a weight of the rows that are asked for, and their numbers in it."""
+        refuse_training(self._module)
+        asked, inverse = torch.unique(input, return_inverse=True)
+        rows = self._rows(asked.tolist())
+        with torch.no_grad():  # the module is not changed: other threads may call it
+            return nn.functional.embedding(inverse, rows)
+
+
+class Refusals:
+    """What a model that is offloaded does not do: each method says so, before it does half."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        """Change nothing yet; ``models``: the model, and its modules that hold layers."""
+        self._models = [weakref.ref(model) for model in models]
+
+    def put(self) -> None:
+        """Refuse."""
+        for model in self._alive():
+            for name in _WORDS:
+                if name == "__deepcopy__" or hasattr(type(model), name):
+                    model.__dict__[name] = _refusing(name, weakref.ref(model))
+
+    def take_out(self) -> None:
+        """Let the methods be as they were."""
+        for model in self._alive():
+            for name in _WORDS:
+                model.__dict__.pop(name, None)
+
+    def _alive(self) -> list[nn.Module]:
+        found = (refer() for refer in self._models)
+        return [model for model in found if model is not None]
+
+
+_WORDS: Mapping[str, str] = {
+    "_apply": "moved or cast (.to, .half, .cuda)",
+    "state_dict": "asked for its state_dict, which would hold all that does not fit",
+    "load_state_dict": "loaded again",
+    "save_pretrained": "saved",
+    "__deepcopy__": "copied",
+}
+
+
+def _refusing(name: str, refer: Callable[[], Any]) -> Any:
+    refusal = (
+        f"a model that is offloaded cannot be {_WORDS[name]}: its weights are in the "
+        "checkpoint; read that, or close() the model first"
+    )
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if name == "_apply" and args and changes_nothing(refer(), args[0]):
+            return refer()
+        raise OffloadError(refusal)
+
+    if name == "__deepcopy__":  # modules have none
+        return refuse
+    return Face(lambda: getattr(type(refer()), name).__get__(refer()), refuse, refusal)
+
+
+def modules_by_name(model: nn.Module, unwrapped: Callable[[str], str]) -> dict[str, nn.Module]:
+    """Modules by the names that they have without wrappers; the outermost of each."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(unwrapped(f"{name}.").removesuffix("."), module)
+    return found
+
+
+def computes(module: nn.Module) -> bool:
+    """Whether a module has a ``forward`` of its own, through which its weights are used."""
+    own = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+    return own and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def used_elsewhere(model: nn.Module) -> set[int]:
+    """Ids of modules whose weights others use without calling them."""
+    found: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            found.update(map(id, module.children()))
+    return found
+
+
+def looked_at(model: nn.Module) -> set[int]:
+    """Ids of the dicts of parameters that others look at before they call what has these.
+
+    `nn.TransformerEncoder` looks at its first layer's, and packs padded sequences where these are
+    plain tensors: what it gives at the padding depends on that.
+    """
+    encoders = (m for m in model.modules() if isinstance(m, nn.TransformerEncoder))
+    nested = (m for m in encoders if m.enable_nested_tensor and len(m.layers))
+    return {id(module._parameters) for m in nested for module in m.layers[0].modules()}
+
+
+def let_go(tensor: torch.Tensor) -> None:
+    """Free a tensor's memory, whoever refers to it."""
+    with suppress(RuntimeError):
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

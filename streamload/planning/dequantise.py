@@ -1,0 +1,220 @@
+"""Which quantised weights a load dequantises on the way: those for which `dtype=` names a dtype.
+
+Such a weight is one tensor of the checkpoint then, a `Packed`, under its own name and with its own
+shape; what belongs to it (scales, zero points, quantisation state) is no tensor of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from streamload.checkpoint.open import Checkpoint
+from streamload.codecs.decode import compile_decoder
+from streamload.codecs.group import Group, Packed
+from streamload.codecs.stored import read_states
+from streamload.core.dtypes import PACKED, DType
+from streamload.core.location import Location
+from streamload.core.tensors import TensorInfo
+from streamload.devices.base import Parameter
+from streamload.errors import CheckpointError
+from streamload.files.header import Turn
+from streamload.planning.families import is_conv1d
+from streamload.planning.requests import DTypePolicy, Wants
+from streamload.planning.sources import Source
+
+#: What bitsandbytes has in a Linear alone.
+_OF_LINEARS = ("bnb-nf4", "bnb-fp4", "bnb-int8")
+
+
+def asked(checkpoint: Checkpoint, policy: DTypePolicy, *, blocks: bool = False) -> list[str]:
+    """The names of the quantised weights that the policy asks to dequantise.
+
+    Args:
+        checkpoint: the headers.
+        policy: the dtypes asked for.
+        blocks: whether blocks of GGUF are, too, where the policy says nothing of them.
+    """
+    if not policy.rules and not (blocks and checkpoint.stored):
+        return []
+    return [
+        group.name
+        for group in checkpoint.groups.values()
+        if (dtype := PACKED.get(group.kind)) is not None
+        and (
+            policy.asks(group.name, dtype)
+            or (blocks and dtype.block > 1 and not policy.mentions(group.name))
+        )
+    ]
+
+
+def asked_by_model(
+    checkpoint: Checkpoint,
+    policy: DTypePolicy,
+    parameters: Iterable[Parameter],
+    fill: Mapping[str, Source],
+) -> list[str]:
+    """Do the same for a model: it gets as stored the weights that it holds packed."""
+    of = checkpoint.members
+    if not of:
+        return []
+    by_name = _by_name(parameters)
+    out: dict[str, None] = dict.fromkeys(asked(checkpoint, policy))
+    packed: set[str] = set()
+    for name, source in fill.items():
+        for tensor in dict.fromkeys(r.tensor for r in source.rows):
+            group = of.get(tensor)
+            parameter = by_name.get(name)
+            if group is None or group.kind not in PACKED:
+                continue
+            if tensor != group.values.name:
+                packed.update([group.name] if parameter is not None else [])
+                continue
+            parameter = parameter or by_name.get(_own_name(group, name))
+            if parameter is None:
+                continue
+            if parameter.dtype == group.values.dtype.name:
+                packed.add(group.name)
+            # blocks of GGUF are what that format has for weights of floats
+            elif (parameter.keeps is not None or PACKED[group.kind].block > 1) and not (
+                policy.mentions(group.name)
+            ):
+                out[group.name] = None
+    return [name for name in out if name not in packed]
+
+
+def _by_name(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
+    return {name: p for p in parameters for name in (*p.names, *p.wrapped)}
+
+
+def _own_name(group: Group, name: str) -> str:
+    """What a weight is called where its values are called ``name``."""
+    return name.removesuffix(group.values.name.removeprefix(group.name))
+
+
+def dequantised(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
+    """A checkpoint in which quantised weights are one tensor each.
+
+    Args:
+        checkpoint: the headers.
+        names: of the weights; reads the few bytes in which some keep their shapes.
+
+    Raises:
+        CheckpointError: another tensor has a weight's name, or what is read is invalid.
+    """
+    if not names:
+        return checkpoint
+    states = read_states(checkpoint.layouts, checkpoint.groups)
+    chosen = {name: states[name] for name in names}
+    of = {info.name: group for group in chosen.values() for info in group.members.values()}
+    out: dict[str, TensorInfo] = {}
+    for info in checkpoint.tensors.values():
+        group = of.get(info.name)
+        made = info
+        if group is not None:
+            if group.values is not info:
+                continue
+            made = _packed(checkpoint, group)
+        if out.setdefault(made.name, made) is not made:
+            problem = "it has the name of a quantised weight"
+            raise CheckpointError(
+                info.shard, problem, group and group.values.name, tensor=made.name
+            )
+    return replace(checkpoint, tensors=MappingProxyType(out))
+
+
+def holds_transposes(
+    checkpoint: Checkpoint, parameters: Iterable[Parameter], fill: Mapping[str, Source]
+) -> bool:
+    """Whether a model has a Conv1D where a dequantised weight is a Linear's, by its shape."""
+    by_name = _by_name(parameters)
+    for name, source in fill.items():
+        parameter = by_name.get(name)
+        for tensor in dict.fromkeys(r.tensor for r in source.rows):
+            info = checkpoint.tensors.get(tensor)
+            if parameter is None or not isinstance(info, Packed):
+                continue
+            turned = info.shape[::-1]
+            if info.group.kind in _OF_LINEARS and info.shape != turned == parameter.shape:
+                return True
+    return False
+
+
+def as_in_models(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint whose dequantised weights have the shapes of the model that is not quantised.
+
+    For a Conv1D bitsandbytes has a Linear, whose weight is the transpose: see `Checkpoint.turns`.
+
+    Raises:
+        CheckpointError: rows of such a weight are no whole bytes.
+    """
+    turns: dict[Location, dict[str, Turn]] = {}
+    for info in checkpoint.tensors.values():
+        if (
+            isinstance(info, Packed)
+            and info.group.kind in _OF_LINEARS
+            and len(info.shape) == 2
+            and min(info.shape) > 1
+            and is_conv1d(checkpoint.config, info.name)
+        ):
+            if info.shape[1] % info.dtype.unit:
+                raise CheckpointError(
+                    info.shard,
+                    "its rows are no whole bytes, and it is not transposed: keep such weights as "
+                    'they are with dtype={"*.c_*.weight": "checkpoint", "*": "float16"}',
+                    f"rows of a multiple of {info.dtype.unit} values",
+                    info.shape[1],
+                    tensor=info.name,
+                )
+            turns.setdefault(info.shard, {})[info.name] = Turn(1, *info.shape, info.shape[::-1])
+    if not turns:
+        return checkpoint
+    shards = tuple(
+        replace(header, turns={**header.turns, **turns.get(header.path, {})})
+        for header in checkpoint.shards
+    )
+    return replace(checkpoint, shards=shards)
+
+
+def with_blocks(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
+    """A checkpoint in which some of the weights that are dequantised stay as they are stored."""
+    tensors = {
+        name: info.group.values if name in names and isinstance(info, Packed) else info
+        for name, info in checkpoint.tensors.items()
+    }
+    return replace(checkpoint, tensors=MappingProxyType(tensors))
+
+
+def _packed(checkpoint: Checkpoint, group: Group) -> Packed:
+    dtype, values, shape = PACKED[group.kind], group.values, group.shape
+    assert shape is not None, group.name
+    shards = dict.fromkeys(info.shard for info in group.members.values())
+    packed = Packed(
+        *(group.name, dtype, shape, values.shard, values.start, values.start),
+        group=group,
+        headers=tuple(checkpoint.headers[shard] for shard in shards),
+    )
+    return replace(packed, stop=values.start + dtype.nbytes(packed.numel))
+
+
+def all_names(checkpoint: Checkpoint) -> dict[str, object]:
+    """The names of tensors, of quantised weights, and of what belongs to those, as keys."""
+    names: dict[str, object] = {**checkpoint.tensors, **checkpoint.groups}
+    for info in checkpoint.tensors.values():
+        if isinstance(info, Packed):
+            names |= dict.fromkeys(member.name for member in info.group.members.values())
+    return names
+
+
+def all_dequantised(checkpoint: Checkpoint) -> bool:
+    """Whether weights are dequantised, and none stays as it is stored."""
+    packed = any(isinstance(info, Packed) for info in checkpoint.tensors.values())
+    return packed and not checkpoint.groups
+
+
+def compile_decoders(wants: Wants, dsts: Iterable[DType], *, clamp: bool) -> None:
+    """Compile what will dequantise."""
+    for info, dst in zip(wants.infos, dsts, strict=True) if wants.any_packed else ():
+        if isinstance(info, Packed):
+            compile_decoder(info, dst, clamp=clamp)

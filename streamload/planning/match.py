@@ -1,0 +1,567 @@
+"""Matching a model to a checkpoint, by name and shape, before anything is read."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from types import MappingProxyType
+from typing import Literal
+
+from streamload.checkpoint.open import Checkpoint
+from streamload.checkpoint.shards import open_shard
+from streamload.codecs.scheme import CodedWeight
+from streamload.core.computed import is_computed
+from streamload.core.location import Location
+from streamload.core.system import callers_level
+from streamload.core.tensors import Block, Columns, RowRange, RowTranspose, TensorInfo, byte_ranges
+from streamload.core.units import format_bytes
+from streamload.devices.base import Parameter, Swap
+from streamload.errors import ShapeMismatch, StateDictMismatchError, Suggestion
+from streamload.planning.blocks import cut
+from streamload.planning.plan import Placements
+from streamload.planning.quant_policy import QuantPolicy, coded_want, no_holder, quantised
+from streamload.planning.requests import DTypePolicy, Want, Wants
+from streamload.planning.sources import Source, Unchanged
+
+Shapes = Literal["error", "skip"]
+
+
+_BLOCK_NBYTES = 2**20
+#: Ends of `Parameter.dtype` of memory that cannot be filled, and what comes in its place.
+_REPLACED = {
+    "(not contiguous)": "contiguous ones (a memory format such as channels_last is lost)",
+    "(not writable in place)": "others, for they are read-only or of the other byte order",
+}
+
+
+def want_of(checkpoint: Checkpoint, name: str, source: Source) -> Want:
+    """Ask for one parameter as the checkpoint has it."""
+    return Want(name, shape_of(checkpoint, source), source.rows, source.transpose)
+
+
+def shape_of(checkpoint: Checkpoint, source: Source) -> tuple[int, ...]:
+    """The shape that a source gives, or that of its rows put together."""
+    whole = _whole(checkpoint, source)
+    if whole is not None:
+        return whole.shape
+    if source.shape is not None:
+        return source.shape
+    return _rows_shape(checkpoint, source)
+
+
+def _whole(checkpoint: Checkpoint, source: Source) -> TensorInfo | None:
+    """The tensor that a source is, all of it as it is; None where it is anything else.
+
+    Most are: there may be very many, of which nothing else needs to be asked.
+    """
+    r = source.rows[0]
+    info = checkpoint.tensors[r.tensor]
+    is_all = r.start == 0 and r.stop == (info.shape[0] if info.shape else 1) and not r.columns
+    if len(source.rows) > 1 or source.transpose is not None or source.shape is not None:
+        return None
+    return info if is_all else None
+
+
+def _rows_shape(checkpoint: Checkpoint, source: Source) -> tuple[int, ...]:
+    first = checkpoint.tensors[source.rows[0].tensor].shape
+    if not first:
+        return ()
+    columns = source.rows[0].columns
+    rest = first[1:] if columns is None else (columns.stop - columns.start,)
+    return (sum(r.stop - r.start for r in source.rows), *rest)
+
+
+def incoherent(checkpoint: Checkpoint, source: Source) -> str:
+    """Why the parts of a source do not go together, or ""."""
+    if _whole(checkpoint, source) is not None:
+        return ""
+    first = checkpoint.tensors[source.rows[0].tensor]
+    for r in source.rows:
+        info = checkpoint.tensors[r.tensor]
+        if (info.dtype, info.shape[1:]) != (first.dtype, first.shape[1:]):
+            return (
+                f"{r.tensor} ({info.dtype}, {list(info.shape)}) does not continue "
+                f"{first.name} ({first.dtype}, {list(first.shape)})"
+            )
+        rows = info.shape[0] if info.shape else 1
+        if (c := r.columns) != source.rows[0].columns:
+            return f"the columns of {r.tensor} are not those of {first.name}"
+        if c is not None:
+            rows, rest = divmod(math.prod(info.shape), max(c.width, 1))
+            if rest or not 0 <= c.start < c.stop <= c.width or source.transpose is not None:
+                return f"{r.tensor} ({list(info.shape)}) has no rows with {c}"
+        if not 0 <= r.start <= r.stop <= rows:
+            return f"{r.tensor} has no rows {r.start} to {r.stop}, but {rows}"
+        is_cut = (r.start, r.stop) != (0, rows) or source.transpose is not None or c is not None
+        if is_cut and not _begin_at_bytes(info, c):
+            return f"rows of {r.tensor} ({info.dtype}) are not whole bytes or blocks"
+    found = _rows_shape(checkpoint, source)
+    if source.shape is not None and math.prod(source.shape) != math.prod(found):
+        return f"rows of shape {list(found)} are not a tensor of shape {list(source.shape)}"
+    if source.transpose is not None and not _fits(source.transpose, found):
+        t = source.transpose
+        return (
+            f"rows of shape {list(found)} are not ({t.groups}, {t.outer}, {t.inner}) rows, whose "
+            "last two axes are exchanged"
+        )
+    return ""
+
+
+def wants_of(checkpoint: Checkpoint, fill: Mapping[str, Source]) -> Wants:
+    """Everything in the checkpoint, as it is there.
+
+    Raises:
+        StateDictMismatchError: the rows of a tensor do not fit each other.
+    """
+    if isinstance(fill, Unchanged):
+        return Wants.every(checkpoint)
+    problems = [
+        f"{name}: {why}" for name, source in fill.items() if (why := incoherent(checkpoint, source))
+    ]
+    if problems:
+        raise StateDictMismatchError(checkpoint.path, problems=problems)
+    return Wants.of(checkpoint, [want_of(checkpoint, *each) for each in fill.items()])
+
+
+def _begin_at_bytes(info: TensorInfo, columns: Columns | None) -> bool:
+    """Whether rows of a tensor, or columns of them, begin and end at whole bytes or blocks."""
+    unit = info.dtype.unit
+    if unit == 1:
+        return True
+    if not info.dtype.is_packed or len(info.shape) < 2 or info.shape[-1] % unit:
+        return False
+    return columns is None or not any(
+        at % unit for at in (columns.start, columns.stop, columns.width)
+    )
+
+
+def _part(checkpoint: Checkpoint, source: Source, block: Block | None) -> Source | None:
+    """What fills a block of a source, with nothing of the rest; None where that cannot be said."""
+    if block is None or block.is_all:
+        return source
+    rows, t = source.rows, source.transpose
+    if rows[0].columns is not None:
+        return None
+    found = _rows_shape(checkpoint, source)
+    row_numel = math.prod(found[1:])
+    if t is not None:
+        # rows of whole groups change places among themselves, and keep their columns
+        per_group = t.outer * t.inner
+        size = block.shape[0]
+        if t.rows != found[0] or source.shape is not None or block.shape[1:] != block.whole[1:]:
+            return None
+        if block.first[0] % per_group or size % per_group:
+            return None
+        t = RowTranspose(size // per_group, t.outer, t.inner) if size else None
+    made = cut(rows, row_numel, block)
+    if made is None or not all(
+        _begin_at_bytes(checkpoint.tensors[r.tensor], r.columns) for r in made
+    ):
+        return None
+    return Source(made, t, block.shape)
+
+
+def _fits(t: RowTranspose, shape: tuple[int, ...]) -> bool:
+    """Whether it is a permutation of the rows of a shape, or of parts of them."""
+    rows, numel = (shape or (1,))[0], math.prod(shape)
+    if t.rows == rows or not numel:
+        return True
+    parts, rest = divmod(t.rows, rows)
+    return not rest and parts > 0 and numel % t.rows == 0 and parts % t.inner == 0
+
+
+@dataclass(slots=True)
+class Match:
+    """Which source fills which parameter."""
+
+    wants: list[Want] = field(default_factory=list)
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    tied: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    wrong_shape: list[ShapeMismatch] = field(default_factory=list)
+    unfilled: list[str] = field(default_factory=list)  # all names of what is not loaded
+    # what the model computes and the checkpoint lacks, to the device that holds it
+    computed: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    ties: list[tuple[str, Source, str, Source]] = field(default_factory=list)
+    # of weights that are quantised on the way: what their modules hold beside the codes
+    beside: dict[str, Want] = field(default_factory=dict)
+
+    @property
+    def filled(self) -> int:
+        """How many parameters are loaded, those of several shards once."""
+        return len({parameter.names for parameter in self.parameters.values()})
+
+    @property
+    def left_out(self) -> list[str]:
+        """Parameters that are not loaded: they are missing, or have another shape."""
+        return self.missing + [mismatch.name for mismatch in self.wrong_shape]
+
+    def quantised(
+        self,
+        checkpoint: Checkpoint,
+        coded: Mapping[str, CodedWeight],
+        changed: Collection[str],
+        policy: QuantPolicy | None = None,
+    ) -> Wants:
+        """What is wanted, with the weights whose codes the model holds in their parts.
+
+        Args:
+            checkpoint: the headers.
+            coded: as in `match`.
+            changed: tensors whose rows functions change on the way.
+            policy: what decided what is quantised, for messages.
+        """
+        if not coded:
+            return Wants.of(checkpoint, self.wants)
+        forms = [coded.get(want.name) for want in self.wants]
+        floats = (_is_float(checkpoint, want.source) for want in self.wants)
+        forms = [form if ok else None for form, ok in zip(forms, floats, strict=True)]
+        wants = Wants.of(
+            checkpoint,
+            [
+                want if form is None else coded_want(form, want)
+                for want, form in zip(self.wants, forms, strict=True)
+            ],
+        )
+        formats = [None if form is None else form.format for form in forms]
+        return quantised(checkpoint, wants, formats, changed, self.beside, policy)
+
+    def formats(
+        self, checkpoint: Checkpoint, quant: QuantPolicy, coded: Mapping[str, CodedWeight]
+    ) -> dict[str, str]:
+        """The formats of what is to be quantised and is not in codes already, by parameter."""
+        wants = Wants.of(checkpoint, self.wants)
+        found = zip(wants.names, quant.formats(checkpoint, wants), strict=True)
+        return {name: form for name, form in found if form is not None and name not in coded}
+
+    def not_swapped(
+        self,
+        checkpoint: Checkpoint,
+        formats: Mapping[str, str],
+        swap: Swap,
+        coded: Mapping[str, CodedWeight],
+    ) -> list[str]:
+        """Notes on what was to be quantised, and has no module that can hold it.
+
+        Args:
+            checkpoint: the headers.
+            formats: what was asked for.
+            swap: the modules that there are.
+            coded: what the model holds in codes already.
+
+        Raises:
+            ValueError: nothing has one.
+        """
+        kept = {
+            want.name: src.nbytes(math.prod(want.shape))
+            for want, src in zip(self.wants, Wants.of(checkpoint, self.wants).srcs, strict=True)
+            if want.name in formats and want.name not in swap.coded
+        }
+        if not formats and not coded:
+            return ["nothing is quantised: no weight of a layer is meant by quant="]
+        if not kept:
+            return []
+        listed = ", ".join(list(kept)[:8]) + (", ..." if len(kept) > 8 else "")
+        if not swap.coded and not coded:
+            classes = ", ".join(dict.fromkeys(swap.refused[n] for n in kept if n in swap.refused))
+            why = no_holder(list(kept), swap.holders, classes)
+            raise ValueError(f"{why}; without a model (model=None) the parts of each come by name")
+        return [
+            f"not quantised, {len(kept)} tensors of {format_bytes(sum(kept.values()))}, for their "
+            f"modules compute with them as they are, or others share them: {listed}"
+        ]
+
+    def check(
+        self,
+        path: Location,
+        strict: bool,
+        shapes: Shapes = "error",
+        suggest: Callable[[], Sequence[Suggestion]] = tuple,
+    ) -> None:
+        """Raise StateDictMismatchError for all that is wrong, in one go.
+
+        Args:
+            path: the checkpoint.
+            strict: whether missing and unexpected names are wrong.
+            shapes: whether other shapes are wrong.
+            suggest: says what to write instead; called where something is wrong.
+        """
+        wrong_shape = self.wrong_shape if shapes == "error" else []
+        missing = self.missing if strict else []
+        unexpected = self.unexpected if strict else []
+        if not (self.problems or wrong_shape or missing or unexpected):
+            return
+        suggestions = suggest()
+        if not (suggestions or self.problems or missing or unexpected):
+            suggestions = skipping_shapes(self.filled, len(self.left_out))
+        raise StateDictMismatchError(
+            path,
+            missing=missing,
+            unexpected=unexpected,
+            wrong_shape=wrong_shape,
+            problems=self.problems,
+            suggestions=suggestions,
+        )
+
+    def warn_of_little(self, path: Location, suggest: Callable[[], Sequence[Suggestion]]) -> None:
+        """Warn where nothing matches, or little; see `warn_of_little`."""
+        filled = self.filled
+        tensors = filled + len(self.unexpected) + len(self.wrong_shape)
+        warn_of_little(path, filled, filled + len(self.left_out), tensors, suggest)
+
+    def check_ties(self, checkpoint: Checkpoint) -> None:
+        """Raise StateDictMismatchError for tied names that the checkpoint stores differently.
+
+        This reads them: it comes last, when it is known that all fits.
+        """
+        problems = [
+            f"{other} is tied to {name}, but their values differ"
+            for name, source, other, theirs in self.ties
+            if not same_bytes(checkpoint, source, theirs)
+        ]
+        if problems:
+            raise StateDictMismatchError(checkpoint.path, problems=problems)
+
+    def check_views(self, path: Location, placements: Placements) -> None:
+        """Raise StateDictMismatchError for views that a plan would not write where they are.
+
+        Args:
+            path: the checkpoint.
+            placements: those of the plan that was made of ``wants``.
+        """
+        rows = [
+            (name, kind)
+            for name, kind in zip(placements.names, placements.kinds, strict=True)
+            if name in self.parameters  # parts beside the codes may be to come
+        ]
+        problems = [
+            f"{name}: {why}: written in place it stays {self.parameters[name].dtype}, and is not "
+            f"replaced by {kind.dst} on {kind.device}"
+            for name, kind in rows
+            if kind.action != "in_place" and (why := self.parameters[name].fixed)
+        ]
+        for name, kind in rows:
+            where = self.parameters[name].device
+            if self.parameters[name].shard and where != kind.device:
+                problems.append(f"{name}: it is a shard on {where}: leave device= away")
+        if problems:
+            raise StateDictMismatchError(path, problems=problems)
+
+
+def _is_float(checkpoint: Checkpoint, rows: Sequence[RowRange]) -> bool:
+    """Whether rows are of floats, and not codes themselves."""
+    return checkpoint.tensors[rows[0].tensor].dtype.kind == "float"
+
+
+def skipping_shapes(filled: int, left_out: int) -> tuple[Suggestion, ...]:
+    """What to write where shapes alone are wrong."""
+    return (Suggestion('shapes="skip"', filled, filled + left_out),)
+
+
+def warn_of_little(
+    path: Location,
+    filled: int,
+    parameters: int,
+    tensors: int,
+    suggest: Callable[[], Sequence[Suggestion]] = tuple,
+) -> None:
+    """Warn of a load that fills less than half of the model, from less than half of the tensors.
+
+    Part of a model from all tensors is usual (an adapter), and so is all of it from some of them.
+
+    Args:
+        path: the checkpoint.
+        filled: how many parameters it fills.
+        parameters: how many the model has.
+        tensors: how many the checkpoint has for it.
+        suggest: says what to write instead.
+    """
+    if not parameters or (filled and 2 * filled >= min(parameters, tensors)):
+        return
+    warnings.warn(
+        f"{path}: strict=False: the checkpoint fills {filled} of the model's {parameters} "
+        f"parameters, and {tensors - filled} of its {tensors} tensors are in no parameter"
+        + "".join(f"; write {each}" for each in suggest()),
+        UserWarning,
+        stacklevel=callers_level(),
+    )
+
+
+def match(
+    checkpoint: Checkpoint,
+    parameters: Sequence[Parameter],
+    fill: Mapping[str, Source],
+    tied: Mapping[str, str],
+    keep_on: Set[str],
+    policy: DTypePolicy,
+    reusable: Mapping[int, int] = MappingProxyType({}),
+    coded: Mapping[str, CodedWeight] = MappingProxyType({}),
+    blocks: Mapping[str, CodedWeight] = MappingProxyType({}),
+) -> Match:
+    """Match parameters to sources by name, and collect everything that is wrong.
+
+    Args:
+        checkpoint: the headers.
+        parameters: the model's.
+        fill: the sources, by parameter name.
+        tied: parameter names that are not stored, to the parameter name that they share.
+        keep_on: devices on which a parameter that is there stays.
+        policy: the dtypes asked for; what it does not mention keeps its dtype, where it has one.
+        reusable: by number, how many of the bytes that a parameter holds the load takes over; all
+            where it is not said.
+        coded: parameters that hold the codes of weights, by name; from a checkpoint of floats they
+            are quantised on the way.
+        blocks: parameters that will hold the codes of weights as they are stored, by name.
+    """
+    out = Match()
+    used: set[str] = set()
+    coded = {n: c for n, c in coded.items() if n in fill and _is_float(checkpoint, fill[n].rows)}
+    beside = {part for name, form in coded.items() for part in form.names(name)[1:]}
+    stored_packed = checkpoint.members
+    for number, parameter in enumerate(parameters):
+        where = parameter.device if parameter.device in keep_on else None
+        held = None
+        if parameter.device is not None and (parameter.nbytes or not parameter.invalid):
+            held = (parameter.device, parameter.dtype, parameter.nbytes)
+        made = next((n for n in parameter.names if n in beside), None) if beside else None
+        if made is not None:
+            there = reusable.get(number)
+            out.beside[made] = Want(made, (), (), None, where, held, None, there)
+            out.parameters[made] = parameter
+            continue
+        found = [name for name in (*parameter.names, *parameter.wrapped) if name in fill]
+        head = None if found else next((name for name in parameter.names if name in tied), None)
+        if not found and head is None:
+            out.unfilled += parameter.names
+            if not parameter.is_computed():
+                out.missing.append(parameter.names[0])
+            elif parameter.device is not None:
+                out.computed[parameter.names[0]] = parameter.device
+            continue
+        used.update(found)
+        name = found[0] if found else parameter.names[0]
+        source = fill[found[0]] if found else fill[tied[head or ""]]
+        if not found:
+            out.notes.append(f"{name} is tied to {tied[head or '']} by config.json: it is a copy")
+        stored = _whole(checkpoint, source)  # most are: nothing else needs to be asked of it
+        problem = "" if stored is not None else incoherent(checkpoint, source)
+        problem = problem or parameter.refused
+        if problem:
+            out.problems.append(f"{name}: {problem}")
+            continue
+        shape = stored.shape if stored is not None else shape_of(checkpoint, source)
+        block = parameter.block
+        form = next((coded[n] for n in parameter.names if n in coded), None) if coded else None
+        wanted = whole_shape(parameter) if form is None else form.stored_shape
+        if found and found[0] in blocks:
+            form = blocks[found[0]]
+            wanted = form.made.parts[0].shape
+        if not fits(shape, wanted):
+            out.wrong_shape.append(ShapeMismatch(name, wanted, shape))
+            out.unfilled += parameter.names
+            continue
+        filled = _part(checkpoint, source, block)
+        if filled is None:
+            out.problems.append(
+                f"{name}: it is sharded, and what fills it is put in another order: load the whole,"
+                " and shard it then"
+            )
+            continue
+        for other in found[1:]:
+            why = incoherent(checkpoint, fill[other])
+            theirs = None if why else _part(checkpoint, fill[other], block)
+            if theirs is None:
+                out.problems.append(f"{other}: {why or 'its values are in another order'}")
+            else:
+                out.ties.append((name, filled, other, theirs))
+        own = name if name in parameter.names else parameter.names[0]  # or a wrapper's
+        out.tied += [o for o in parameter.names if o != own and o not in out.tied]
+        name += parameter.shard
+        first = checkpoint.tensors[source.rows[0].tensor]
+        dtype = None if policy.mentions(first.name) else parameter.keeps
+        is_same = parameter.dtype == first.dtype.name or name in blocks
+        if is_same and first.name in stored_packed:
+            dtype = first.dtype  # a module for quantised weights, which has it as it is stored
+        there = reusable.get(number)
+        out.wants.append(
+            Want(
+                *(name, parameter.shape if form is None else wanted, filled.rows, filled.transpose),
+                *(where, held, dtype, there),
+                fixed=parameter.fixed,
+            )
+        )
+        out.parameters[name] = parameter
+    for end, said in _REPLACED.items():
+        replaced = [name for name, p in out.parameters.items() if p.dtype.endswith(end)]
+        if replaced:
+            listed = ", ".join(replaced[:8])
+            out.notes.append(f"{len(replaced)} parameters are replaced by {said}: {listed}")
+    # what several shards have in common is said once
+    out.missing, out.problems = (list(dict.fromkeys(x)) for x in (out.missing, out.problems))
+    out.wrong_shape = list(dict.fromkeys(out.wrong_shape))
+    out.problems += _overlaps(out.parameters)
+    out.unexpected = [
+        name
+        for name in fill
+        if name not in used and not is_computed(name, shape_of(checkpoint, fill[name]))
+    ]
+    return out
+
+
+def whole_shape(parameter: Parameter) -> tuple[int, ...]:
+    """The shape that a parameter has in a checkpoint, also where it is one shard of several."""
+    return parameter.shape if parameter.block is None else parameter.block.whole
+
+
+def fits(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a tensor has a parameter's shape; a scalar may be stored as one element."""
+    return stored == wanted or {stored, wanted} == {(), (1,)}
+
+
+def _overlaps(parameters: Mapping[str, Parameter]) -> list[str]:
+    """Parameters that stand on parts of the same memory: one would overwrite the other."""
+    spans = sorted((p.span, name) for name, p in parameters.items() if p.span is not None)
+    out = []
+    last, owner = (0, 0, 0), ""
+    for span, name in spans:
+        if owner and span[0] == last[0] and span[1] < last[2]:
+            out.append(f"{name}: it shares memory with {owner}, and is not the same parameter")
+        if span[0] != last[0] or span[2] > last[2]:
+            last, owner = span, name
+    return out
+
+
+def same_bytes(checkpoint: Checkpoint, a: Source, b: Source) -> bool:
+    """Whether two sources of one tied parameter hold the same bytes."""
+    if a == b:
+        return True
+    if a.transpose != b.transpose or shape_of(checkpoint, a) != shape_of(checkpoint, b):
+        return False
+    if checkpoint.tensors[a.rows[0].tensor].dtype != checkpoint.tensors[b.rows[0].tensor].dtype:
+        return False
+    left, right = _blocks(checkpoint, a), _blocks(checkpoint, b)
+    return all(one == other for one, other in zip_longest(left, right))
+
+
+def _blocks(checkpoint: Checkpoint, source: Source) -> Iterator[bytes]:
+    """The bytes of a source's rows in their order, in blocks of 1 MiB."""
+    held = bytearray()
+    for r in source.rows:
+        info = checkpoint.tensors[r.tensor]
+        with open_shard(checkpoint.headers[info.shard]) as reader:
+            for start, stop in byte_ranges(info, r):
+                while start < stop:
+                    out = bytearray(min(_BLOCK_NBYTES - len(held), stop - start))
+                    reader.read_into(start, memoryview(out))
+                    start += len(out)
+                    held += out
+                    if len(held) == _BLOCK_NBYTES:
+                        yield bytes(held)
+                        held.clear()
+    yield bytes(held)

@@ -1,0 +1,510 @@
+"""`quant=`: which tensors of a load are quantised on the way, and what each becomes."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cache
+from glob import escape
+from types import MappingProxyType
+from typing import TypeAlias, TypeVar
+
+from streamload.checkpoint.open import Checkpoint
+from streamload.codecs.scheme import ALL_FORMATS, FORMATS, CodedWeight, Encoder, Part, Quantised
+from streamload.core.dtypes import F32, DType
+from streamload.core.patterns import did_you_mean
+from streamload.core.tensors import Coding, RowRange, RowTranspose, TensorInfo
+from streamload.core.units import format_bytes
+from streamload.errors import PlanInfeasibleError, UnsupportedCastError
+from streamload.planning.families import is_conv1d
+from streamload.planning.partition import Item, units_of
+from streamload.planning.plan import Placement, Plan
+from streamload.planning.requests import Want, Wants
+
+#: What ``quant=`` takes: the name of a format, or by pattern of names a format or None.
+QuantArgument: TypeAlias = str | Mapping[str, str | None] | None
+_Made = TypeVar("_Made")
+
+_AUTO = "auto"
+# What that tries after the weights as they are stored, least loss first: docs/measurements.md,
+# "Quality of formats".
+_TRIED = ("q8_0", "int8", "nf4", "nf4-nested")
+
+# What a pattern has to name to be quantised: it is small, and much depends on it.
+_SPARED = re.compile(r"(?i)norm|(^|\.)ln_|router|(^|\.)gate\.weight$|bias$")
+
+
+@dataclass(frozen=True, slots=True)
+class QuantPolicy:
+    """Which tensors are quantised.
+
+    Attributes:
+        rules: (pattern, format) in order, the first that matches deciding; None leaves a tensor as
+            it is. The pattern "*" stands for the weights of layers that are no norms or routers.
+        tried: what is tried in place of "auto", or "".
+        by_tensor: in place of rules, the format of each tensor that is quantised.
+    """
+
+    rules: tuple[tuple[str, str | None], ...] = ()
+    tried: str = ""
+    by_tensor: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, value: QuantArgument, of_files: Sequence[str] = ()) -> QuantPolicy:
+        """Read the name of a format, or patterns: ``{"*.mlp.*": "nf4", "*norm*": None}``.
+
+        Args:
+            value: what a user wrote.
+            of_files: formats that are known beside those of models.
+
+        Raises:
+            ValueError: the format is unknown, or the value is neither a name nor patterns.
+        """
+        if value is None:
+            return cls()
+        rules = value if isinstance(value, Mapping) else {"*": value}
+        for pattern, name in rules.items():
+            if not isinstance(pattern, str):
+                raise ValueError(f"a pattern of names is a string, not {pattern!r}")
+            is_text = isinstance(name, str)
+            known = *FORMATS, *of_files, _AUTO
+            if name is not None and not (is_text and name in known):
+                hint = did_you_mean(name, FORMATS) if is_text else ""
+                raise ValueError(f"quant is one of {', '.join(known)}, not {name!r}{hint}")
+        return cls(tuple(rules.items()))
+
+    @classmethod
+    def of_plan(cls, placements: Iterable[Placement]) -> QuantPolicy:
+        """Read from placements which format each tensor has: a plan of all decides for a part."""
+        coded = ((p.source[0].tensor, p.coding) for p in placements if p.coding is not None)
+        return cls(by_tensor={tensor: coding.format for tensor, coding in coded})
+
+    @classmethod
+    def named(cls, value: QuantArgument, of_files: Sequence[str] = ()) -> QuantPolicy:
+        """Do what `parse` does where there is no budget; raises ValueError for "auto", too."""
+        policy = cls.parse(value, of_files)
+        if policy.is_auto:
+            raise ValueError(
+                'quant="auto" takes what fits a budget, and there is none here: name the format, '
+                f"one of {', '.join(FORMATS)}"
+            )
+        return policy
+
+    def __bool__(self) -> bool:
+        return bool(self.by_tensor) or any(name is not None for _, name in self.rules)
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether a format is to be found that fits."""
+        return any(name == _AUTO for _, name in self.rules)
+
+    def least_loss(self, attempt: Callable[[QuantPolicy], _Made]) -> tuple[_Made, list[str]]:
+        """Plan with this policy; "auto" becomes the format of least loss that fits.
+
+        Args:
+            attempt: plans with a policy that has no "auto".
+
+        Returns:
+            What was made, and notes that say why.
+
+        Raises:
+            PlanInfeasibleError: nothing fits.
+            ValueError: no format can hold the weights, or the attempt without one raises it.
+        """
+        if not self.is_auto:
+            return attempt(self), []
+        told: list[str] = []
+        failures: list[Exception] = []
+        for name in (None, *_TRIED):
+            rules = tuple((p, name if found == _AUTO else found) for p, found in self.rules)
+            tried = name or "no format"
+            try:
+                made = attempt(QuantPolicy(rules, tried))
+            except PlanInfeasibleError as error:
+                failures.append(error)
+                told.append(f"{tried} needs {format_bytes(error.needed_nbytes)} on {error.device}")
+            except ValueError as error:
+                if name is None:
+                    raise
+                failures.append(error)
+                told.append(f"{tried} cannot hold every weight")
+            else:
+                why = f", for {', '.join(told)}" if told else ", for all fits"
+                return made, [f'quant="auto" took {tried}{why}']
+        infeasible = [f for f in failures[1:] if isinstance(f, PlanInfeasibleError)]
+        raise infeasible[-1] if infeasible else failures[-1]
+
+    @classmethod
+    def that_fits(cls, attempt: Callable[[QuantPolicy], Plan]) -> list[str]:
+        """What to write where weights do not fit as they are, and what it takes; [] for nothing.
+
+        Args:
+            attempt: plans with a policy.
+        """
+        for name in _TRIED:
+            # MemoryError: it does not fit, or its statistics alone do not
+            with suppress(MemoryError, UnsupportedCastError, ValueError):
+                devices = attempt(cls.parse(name)).devices
+                need = [format_bytes(d.needed_nbytes + d.reserve_nbytes, up=True) for d in devices]
+                if len(need) > 1:
+                    need = [f"{d.device} {n}" for d, n in zip(devices, need, strict=True)]
+                return [f'quant="{name}" ({", ".join(need)})']
+        return []
+
+    def leaving(self, patterns: Sequence[str]) -> QuantPolicy:
+        """The same, without tensors of these names."""
+        return replace(self, rules=(*((p, None) for p in patterns), *self.rules))
+
+    def rule(self, name: str) -> tuple[str, str | None] | None:
+        """The pattern that decides for a tensor, and its format; None where none matches."""
+        return next((r for r in self.rules if r[0] == "*" or fnmatchcase(name, r[0])), None)
+
+    def formats(self, checkpoint: Checkpoint, wants: Wants) -> list[str | None]:
+        """The format of each tensor.
+
+        None leaves it as it is: all of one axis, and what is stored quantised.
+        """
+        if not self:
+            return [None] * len(wants)
+        if self.by_tensor:
+            return [self.by_tensor.get(info.name) for info in wants.infos]
+        layers: frozenset[str] | None = None
+        already = checkpoint.members
+        out: list[str | None] = []
+        for info, shape in zip(wants.infos, wants.shapes, strict=True):
+            name = info.name
+            rule = self.rule(name)
+            found = None if rule is None else rule[1]
+            if (
+                info.dtype.kind != "float"
+                or len(shape) < 2
+                or not math.prod(shape)
+                or name in already
+            ):
+                found = None
+            elif rule is not None and rule[0] == "*" and found is not None:
+                layers = _of_layers(checkpoint.tensors) if layers is None else layers
+                found = found if name in layers and not _SPARED.search(name) else None
+            out.append(found)
+        return out
+
+
+def _of_layers(names: Iterable[str]) -> frozenset[str]:
+    """Names of tensors in layers; of a model without any, all but embeddings and heads."""
+    units = units_of([Item(name, 0) for name in dict.fromkeys(names)])
+    inside = ("layer", "inner", "tensor")
+    return frozenset(item.name for unit in units if unit.kind in inside for item in unit.items)
+
+
+@cache
+def coded(coding: Coding, src: DType) -> Quantised:
+    """What a weight becomes."""
+    return ALL_FORMATS[coding.format].of(coding.shape, src)
+
+
+def coded_want(coded: CodedWeight, want: Want) -> Want:
+    """Ask for a weight as it is quantised: a matrix.
+
+    Raises:
+        ValueError: the mapping transposes what the module has transposed.
+    """
+    if not coded.transposed:
+        return replace(want, shape=coded.matrix)
+    if want.transpose == RowTranspose(1, *coded.shape):  # the file has it as the module
+        return replace(want, shape=coded.matrix, transpose=None)
+    if want.transpose is not None:
+        raise ValueError(
+            f"{want.name}: its module has the weight transposed, and so has the mapping: leave it "
+            f'as it is: quant={{"{want.source[0].tensor}": None, "*": "{coded.format}"}}'
+        )
+    turned = RowTranspose(1, coded.shape[1], coded.shape[0])
+    return replace(want, shape=coded.matrix, transpose=turned)
+
+
+def quantised(
+    checkpoint: Checkpoint,
+    wants: Wants,
+    formats: Sequence[str | None],
+    changed: Collection[str] = (),
+    beside: Mapping[str, Want] = MappingProxyType({}),
+    policy: QuantPolicy | None = None,
+) -> Wants:
+    """Ask for the parts of what is quantised in place of it.
+
+    Args:
+        checkpoint: the headers.
+        wants: the parameters.
+        formats: the format of each; None leaves it as it is.
+        changed: tensors whose rows functions change on the way.
+        beside: what a model holds now of the parts beside the codes, by their names.
+        policy: what decided the formats, for messages.
+
+    Raises:
+        UnsupportedCastError: tensors cannot be in their formats, or are dequantised: all of them
+            are named, with what leaves them as they are.
+        ValueError: parts of two tensors would have one name.
+    """
+    if not any(formats):
+        return wants
+    out: list[Want] = []
+    refused: dict[str, UnsupportedCastError] = {}
+    taken: list[str] = []
+    for want, src, name in zip(wants, wants.srcs, formats, strict=True):
+        if name is None:
+            out.append(want)
+            continue
+        of_rows = any(r.tensor in changed for r in want.source)
+        tensor = want.source[0].tensor
+        try:
+            parts = list(parts_of(checkpoint, want, src, name, of_rows=of_rows))
+        except UnsupportedCastError as error:
+            refused[tensor] = error
+            continue
+        taken.append(tensor)
+        for each in parts:
+            there = beside.get(each.name)
+            if there is not None:
+                reusable = there.reusable_nbytes
+                each = replace(each, device=there.device, held=there.held, reusable_nbytes=reusable)
+            out.append(each)
+    if refused:
+        raise leaving(refused, taken, policy)
+    check_distinct([want.name for want in out], wants.names)
+    return Wants.of(checkpoint, out)
+
+
+def kinds_of(names: Sequence[str], others: Collection[str]) -> list[str]:
+    """Patterns of names, in which numbers may be any where all layers of a model are alike.
+
+    Args:
+        names: those that they match.
+        others: those that they do not match.
+    """
+    alike: dict[str, bool] = {}
+    out: dict[str, None] = {}
+    for name in names:
+        kind = re.sub(r"(?<![^.])\d+(?![^.])", "*", escape(name))
+        if kind not in alike:
+            alike[kind] = len(names) > 1 and not any(fnmatchcase(each, kind) for each in others)
+        out[kind if alike[kind] else escape(name)] = None
+    return list(out)
+
+
+def no_holder(names: Sequence[str], holders: str, classes: str) -> str:
+    """What is said where no module can hold a weight quantised.
+
+    Args:
+        names: of the weights.
+        holders: the classes of modules that can hold such, in words.
+        classes: those of their modules.
+    """
+    listed = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
+    return (
+        f"quant: cannot quantise {listed}: the modules that can hold quantised weights are "
+        f"{holders}, and theirs are {classes or 'others'}"
+    )
+
+
+def leaving(
+    refused: Mapping[str, UnsupportedCastError],
+    taken: Collection[str],
+    policy: QuantPolicy | None = None,
+) -> UnsupportedCastError:
+    """The first of several errors, with the ``quant=`` under which none of them is raised.
+
+    Args:
+        refused: by tensor, why it cannot be in its format.
+        taken: the tensors that can be.
+        policy: what decided the formats; None: one format for all.
+    """
+    first = next(iter(refused.values()))
+    rules = dict(policy.rules) if policy is not None and policy.rules else {"*": first.dst}
+    left: dict[str, str | None] = dict.fromkeys(kinds_of(list(refused), taken))
+    named = ", ".join(list(refused)[1:4]) + ", ..." * (len(refused) > 4)
+    others = f" (so are {len(refused) - 1} more: {named})" * (len(refused) > 1)
+    written = ", ".join(
+        f"{json.dumps(pattern, ensure_ascii=False)}: {json.dumps(form) if form else None}"
+        for pattern, form in (left | {p: f for p, f in rules.items() if p not in left}).items()
+    )
+    it = "them as they are" if len(refused) > 1 else "it as it is"
+    reason = f"{first.reason}{others}; leave {it}: quant={{{written}}}"
+    tensor, path = first.tensor, first.path
+    return UnsupportedCastError(first.src, first.dst, reason=reason, tensor=tensor, path=path)
+
+
+def check_distinct(names: Collection[str], before: Collection[str]) -> None:
+    """Raise ValueError where two tensors would have one name.
+
+    Args:
+        names: of all tensors, when weights are quantised.
+        before: of the tensors as they are asked for.
+    """
+    if len(set(names)) == len(names):
+        return
+    ((twice, _),) = Counter(names).most_common(1)
+    if twice in before:
+        raise ValueError(
+            f"quant: {twice!r} would be a part of a quantised weight, and the checkpoint has "
+            "a tensor of that name: leave the weight as it is, or rename the tensor"
+        )
+    raise ValueError(
+        f"quant: {twice!r} would be a part of two tensors, for their names differ in the "
+        "last part alone"
+    )
+
+
+def compile_encoders(wants: Wants) -> None:
+    """Compile what will quantise."""
+    some = {
+        (coding.format, coding.of_rows, src.name): (coding, src)
+        for coding, src in zip(wants.codings, wants.srcs, strict=True)
+        if coding is not None
+    }
+    for coding, src in some.values():
+        encoder_of(coding, src)
+
+
+def encoder_of(coding: Coding, src: DType) -> Encoder:
+    """What quantises a weight of a dtype, or what functions made of it."""
+    return coded(coding, src).encoder(F32 if coding.of_rows else src)
+
+
+def said_of_dense(nbytes: int) -> str:
+    """What a forward takes that no plan counts, since weights are dequantised for it.
+
+    Args:
+        nbytes: of the largest weight that a module dequantises at once.
+    """
+    size = format_bytes(nbytes, up=True)
+    return f"the largest takes {size} meanwhile, which no plan counts: reserve= keeps it free"
+
+
+def held_nbytes(weight: Quantised) -> int:
+    """What the host holds of a weight until it is written: statistics, and what they become."""
+    return 2 * weight.statistics_nbytes + sum(part.nbytes for part in weight.parts[1:])
+
+
+def turned(checkpoint: Checkpoint, want: Want, format: str | None) -> Want:
+    """Ask for the transpose of a Conv1D's weight, where its format's library quantises that."""
+    is_such = format is not None and FORMATS[format].turns_conv1d and len(want.shape) == 2
+    if not is_such or not is_conv1d(checkpoint.config, want.source[0].tensor):
+        return want
+    return replace(want, shape=want.shape[::-1], transpose=RowTranspose(1, *want.shape))
+
+
+@cache
+def _codings(
+    name: str, shape: tuple[int, ...], src: DType, *, of_rows: bool, in_order: bool
+) -> tuple[tuple[Part, Coding], ...]:
+    """The parts of a weight, and how each is made: one object for all weights alike."""
+    made = ALL_FORMATS[name].of(shape, src)
+    coding = Coding(
+        *(name, shape, "", made.unit_numel),
+        *(src.nbytes(made.unit_numel), made.unit_nbytes, made.statistics_nbytes, of_rows),
+        made.device_parts if in_order else None,
+    )
+    return tuple((part, replace(coding, part=part.suffix)) for part in made.parts)
+
+
+def parts_of(
+    checkpoint: Checkpoint, want: Want, src: DType, name: str, *, of_rows: bool
+) -> Iterator[Want]:
+    """One want for each part of a weight in a format.
+
+    Args:
+        checkpoint: the headers.
+        want: the weight.
+        src: its dtype.
+        name: of the format.
+        of_rows: functions change its rows on the way.
+
+    Raises:
+        UnsupportedCastError: the weight cannot be in the format, or is dequantised.
+    """
+    info = checkpoint.tensors[want.source[0].tensor]
+    made = quantised_of(info, want.shape, src, name)
+    if why := _unaligned(want, made):
+        path = info.shard
+        raise UnsupportedCastError(src.name, name, reason=why, tensor=info.name, path=path)
+    in_order = want.transpose is None and not of_rows and want.source[0].columns is None
+    if made.device_parts and len(made.device_parts) > 1:  # what a device holds goes as it came
+        in_order = in_order and len(want.source) == 1
+    for part, coding in _codings(name, want.shape, src, of_rows=of_rows, in_order=in_order):
+        at = want.source[0]
+        codes = not part.suffix
+        held = want if codes else Want("", (), ())
+        yield replace(
+            want,
+            name=part.name(want.name),
+            shape=part.shape,
+            dtype=part.dtype,
+            source=want.source if codes else (RowRange(at.tensor, at.start, at.start),),
+            transpose=want.transpose if codes else None,
+            held=held.held,
+            reusable_nbytes=held.reusable_nbytes,
+            coding=coding,
+        )
+
+
+def quantised_of(info: TensorInfo, shape: tuple[int, ...], src: DType, name: str) -> Quantised:
+    """What a weight becomes in a format.
+
+    Args:
+        info: the tensor, for messages.
+        shape: of the weight.
+        src: its dtype.
+        name: of the format.
+
+    Raises:
+        UnsupportedCastError: the weight cannot be in the format, or is dequantised.
+    """
+    tensor, path = info.name, info.shard
+    if src.is_packed:
+        reason = "this call dequantises it: quantise what convert(dtype=...) writes"
+        raise UnsupportedCastError(src.name, name, reason=reason, tensor=tensor, path=path)
+    try:
+        return ALL_FORMATS[name].of(shape, src)
+    except ValueError as error:
+        raise UnsupportedCastError(
+            src.name, name, reason=str(error), tensor=tensor, path=path
+        ) from error
+
+
+def codings_of(
+    info: TensorInfo, shape: tuple[int, ...], src: DType, name: str
+) -> Sequence[tuple[Part, Coding]]:
+    """The parts of a weight in a format, and how each is made on the host; see `quantised_of`."""
+    quantised_of(info, shape, src, name)
+    return _codings(name, shape, src, of_rows=False, in_order=False)
+
+
+def _unaligned(want: Want, made: Quantised) -> str:
+    """Why what fills a weight cannot be quantised piece by piece, or ""."""
+    numel = math.prod(want.shape)
+    rows = sum(r.stop - r.start for r in want.source)
+    row_numel = numel // max(rows, 1)
+    unit = made.unit_numel
+    t = want.transpose
+    if t is not None:
+        if t.rows != want.shape[0]:  # slabs of columns are put together
+            several = "it is transposed, and put together of several tensors"
+            return several if len(want.source) > 1 else ""
+        if numel // t.rows % unit:
+            return f"its rows are put in another order, and have no whole blocks of {unit} elements"
+        return ""
+    at = 0
+    for r in want.source:
+        if at * row_numel % unit or (r.columns is not None and row_numel % unit):
+            return f"it is put together of rows that have no whole blocks of {unit} elements"
+        at += r.stop - r.start
+    return ""
+
+
+#: Of a load that quantises nothing.
+NO_QUANT = QuantPolicy()

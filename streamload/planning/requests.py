@@ -1,0 +1,297 @@
+"""What is asked of the planner: parameters to be filled, devices to hold them, dtypes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from operator import attrgetter
+from typing import Any, Literal, overload
+
+from streamload.checkpoint.open import Checkpoint
+from streamload.codecs.stored import kept_dtype
+from streamload.core.dtypes import BF16, F16, DType, DTypeArgument, parse_dtype
+from streamload.core.tensors import Coding, RowRange, RowTranspose, TensorInfo, all_rows
+from streamload.core.units import round_up
+from streamload.devices.allocators import NO_OBJECTS, AllocatorKind, ObjectCosts
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """What the planner needs to know of a device (or a node), in bytes.
+
+    Attributes:
+        name: canonical name.
+        budget_nbytes: the most that may be held there, without ``reserve_nbytes``.
+        limit: what sets the budget: "budget" where it was stated, "free memory" where it was not.
+        free_nbytes: what is really free now; None where nobody looked.
+        host_free_nbytes: what is free of the memory that all devices with ``shared_memory`` draw
+            on; None where nobody looked.
+        host_visible: the CPU writes its memory directly; no staging.
+        shared_memory: its memory is the host's, so staging counts against its budget.
+        granularity_nbytes: allocations are rounded up to a multiple of this.
+        allocator: how its allocator takes memory from the device.
+        largest_allocation_nbytes: the largest single allocation; None for no limit.
+        max_transfer_nbytes: the largest single transfer; None for no limit.
+        threads: how many threads may write at once; 0 for the calling thread only.
+        native_bf16: it computes in bfloat16 natively.
+        unsupported: names of dtypes that it cannot hold.
+        device_casts: (src, dst) names of the dtype pairs that its own cast gets exactly right.
+        maps: it computes on mapped files as they are.
+        casts: it casts floats in kernels of streamload's, exactly and counted, in the calls of the
+            thread that reads.
+        reserve_nbytes: what was taken off the budget and off what is free, to stay free.
+        objects: what the process takes for tensors beside their bytes.
+        kernel_nbytes: what the kernel takes for each.
+        left_nbytes: what stays taken of each that is released.
+        own_host: it is a node, on whose memory no other one draws.
+        alone: no other device can be asked for beside it.
+    """
+
+    name: str
+    budget_nbytes: int
+    limit: str = "budget"
+    free_nbytes: int | None = None
+    host_free_nbytes: int | None = None
+    host_visible: bool = True
+    shared_memory: bool = True
+    granularity_nbytes: int = 1
+    allocator: AllocatorKind = "exact"
+    largest_allocation_nbytes: int | None = None
+    max_transfer_nbytes: int | None = None
+    threads: int = 2
+    native_bf16: bool = False
+    unsupported: frozenset[str] = frozenset()
+    device_casts: frozenset[tuple[str, str]] = frozenset()
+    maps: bool = False
+    casts: bool = False
+    reserve_nbytes: int = 0
+    objects: ObjectCosts = NO_OBJECTS
+    kernel_nbytes: int = 0
+    left_nbytes: int = 0
+    own_host: bool = False
+    alone: bool = False
+
+    def resident(self, nbytes: int) -> int:
+        """Bytes that the allocator counts for a tensor of ``nbytes``."""
+        return round_up(nbytes, self.granularity_nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class DTypePolicy:
+    """Which dtype each tensor gets.
+
+    Attributes:
+        rules: (pattern, dtype) in order; the first whose pattern matches the name decides. A
+            dtype of None stands for "as in the checkpoint".
+        fp16_cast: "device" or "llvm" where bf16 was asked to become fp16 that way, else None.
+    """
+
+    rules: tuple[tuple[str, DType | None], ...] = ()
+    fp16_cast: Literal["device", "llvm"] | None = None
+
+    @classmethod
+    def parse(
+        cls,
+        value: DTypeArgument,
+        fp16_cast: Literal["device", "llvm"] | None = None,
+    ) -> DTypePolicy:
+        """Read a dtype name, "checkpoint", or patterns: ``{"*norm*": "float32", "*": "float16"}``.
+
+        Raises:
+            ValueError: a dtype is unknown, or is not one of floats.
+        """
+        if value is None:
+            return cls((), fp16_cast)
+        rules = value if isinstance(value, Mapping) else {"*": value}
+        read: list[tuple[str, DType | None]] = []
+        for pattern, wanted in rules.items():
+            if not isinstance(pattern, str):
+                raise ValueError(f"a pattern of names is a string, not {pattern!r}")
+            dtype = None if wanted == "checkpoint" else parse_dtype(wanted)
+            if dtype is not None and dtype.kind != "float":
+                raise ValueError(f"only floats are cast, and only to floats: not to {dtype}")
+            read.append((pattern, dtype))
+        return cls(tuple(read), fp16_cast)
+
+    @property
+    def by_name(self) -> bool:
+        """Whether tensors of one dtype may get different ones."""
+        return any(pattern != "*" for pattern, _ in self.rules)
+
+    def mentions(self, name: str) -> bool:
+        """Whether a rule decides the dtype of tensor ``name``."""
+        rules = self.rules  # without any, which is usual, this is asked of every parameter
+        return bool(rules) and any(p == "*" or fnmatchcase(name, p) for p, _ in rules)
+
+    def asks(self, name: str, src: DType) -> bool:
+        """Whether a rule asks for another dtype for tensor ``name``."""
+        return self.mentions(name) and self.resolve(name, src, native_bf16=True) is not src
+
+    def resolve(self, name: str, src: DType, native_bf16: bool) -> DType:
+        """The dtype of tensor ``name`` on a device; integers, bools and complex pass unchanged."""
+        if src.kind != "float":
+            return src
+        for pattern, dtype in self.rules:
+            if pattern == "*" or fnmatchcase(name, pattern):
+                return src if dtype is None else dtype
+        if src.is_packed:  # of blocks with scales of float16
+            return F16
+        if src is BF16 and (self.fp16_cast is not None or not native_bf16):
+            return F16
+        return src
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """One parameter to be filled, as the model (or the checkpoint alone) asks for it.
+
+    Attributes:
+        name: the parameter's name.
+        shape: its shape.
+        source: row ranges, concatenated in order.
+        transpose: a permutation of the concatenated rows, or None.
+        device: where it must go; None lets the planner split over the devices.
+        held: (device, dtype, bytes) that the parameter holds now; None where it holds nothing.
+        dtype: the dtype it must have; None asks the policy.
+        reusable_nbytes: of what it holds, for `Placement.reusable_nbytes`; None for all.
+        coding: what it is of a quantised tensor, in whose place it comes; None of any other.
+        fixed: why it can only be written in place, or "".
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    source: tuple[RowRange, ...]
+    transpose: RowTranspose | None = None
+    device: str | None = None
+    held: tuple[str, str, int] | None = None
+    dtype: DType | None = None
+    reusable_nbytes: int | None = None
+    coding: Coding | None = None
+    fixed: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wants(Sequence[Want]):
+    """Parameters to be filled, in columns: the fields of `Want`, and the tensors.
+
+    Attributes:
+        infos: the tensors that the first rows of each are from.
+        srcs: their dtypes.
+    """
+
+    infos: Sequence[TensorInfo]
+    names: Sequence[str]
+    shapes: Sequence[tuple[int, ...]]
+    sources: Sequence[tuple[RowRange, ...]]
+    transposes: Sequence[RowTranspose | None]
+    devices: Sequence[str | None]
+    held: Sequence[tuple[str, str, int] | None]
+    dtypes: Sequence[DType | None]
+    reusable_nbytes: Sequence[int | None]
+    codings: Sequence[Coding | None]
+    fixed: Sequence[str]
+    srcs: Sequence[DType] = field(init=False)
+    _dsts: dict[tuple[DTypePolicy, bool], Sequence[DType]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "srcs", [info.dtype for info in self.infos])
+
+    @property
+    def any_packed(self) -> bool:
+        """Whether some are dequantised."""
+        kinds = dict(zip(map(id, self.srcs), self.srcs, strict=True))
+        return any(src.is_packed for src in kinds.values())
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, wants: Sequence[Want]) -> Wants:
+        """Put wants into columns."""
+        if isinstance(wants, Wants):
+            return wants
+        columns: list[Any] = [list(map(attrgetter(field), wants)) for field in Want.__slots__]
+        tensors = checkpoint.tensors
+        infos = [tensors[want.source[0].tensor] for want in wants]
+        at = Want.__slots__.index("dtype")
+        columns[at] = _with_kept(checkpoint, infos, columns[at])
+        return cls(infos, *columns)
+
+    @classmethod
+    def every(cls, checkpoint: Checkpoint) -> Wants:
+        """Every tensor of a checkpoint, under its own name."""
+        infos = tuple(checkpoint.tensors.values())
+        names, shapes = ([*map(attrgetter(field), infos)] for field in ("name", "shape"))
+        none = [None] * len(infos)
+        sources = list(zip(all_rows(infos), strict=True))
+        dtypes = _with_kept(checkpoint, infos, none)
+        empty = [""] * len(infos)
+        return cls(infos, names, shapes, sources, none, none, none, dtypes, none, none, empty)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @overload
+    def __getitem__(self, at: int) -> Want: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Want]: ...
+    def __getitem__(self, at: int | slice) -> Want | list[Want]:
+        """One, or several."""
+        if isinstance(at, slice):
+            return [self[i] for i in range(len(self))[at]]
+        columns: tuple[Sequence[Any], ...] = (
+            *(self.names, self.shapes, self.sources, self.transposes),
+            *(self.devices, self.held, self.dtypes, self.reusable_nbytes, self.codings, self.fixed),
+        )
+        return Want(*(column[at] for column in columns))
+
+    def dsts(self, policy: DTypePolicy, native_bf16: bool) -> Sequence[DType]:
+        """The dtype of each on a device that computes in bfloat16 natively, or does not."""
+        found = self._dsts.get((policy, native_bf16))
+        if found is None:
+            if policy.by_name:
+                resolved = [policy.resolve(i.name, i.dtype, native_bf16) for i in self.infos]
+            else:  # by id: a dtype's own hash takes ten times as long
+                known = dict(zip(map(id, self.srcs), self.srcs, strict=True))
+                to = {key: policy.resolve("", src, native_bf16) for key, src in known.items()}
+                resolved = [to[id(src)] for src in self.srcs]
+            found = [asked or dst for asked, dst in zip(self.dtypes, resolved, strict=True)]
+            self._dsts[policy, native_bf16] = found
+        return found
+
+    def casts(
+        self, policy: DTypePolicy, native_bf16: bool, device: str | None = None
+    ) -> list[tuple[DType, DType]]:
+        """The different pairs of dtypes that are cast on such a device, ordered by name.
+
+        Args:
+            policy: the dtypes asked for.
+            native_bf16: whether the device computes in bfloat16 natively.
+            device: its name, to leave out what goes to others; None for all.
+        """
+        dsts = self.dsts(policy, native_bf16)
+        rows = zip(self.srcs, dsts, self.devices, self.codings, strict=True)
+        pairs = {
+            (src.name, dst.name): (src, dst)
+            for src, dst, on, coding in rows
+            if src is not dst and coding is None and (device is None or on is None or on == device)
+        }
+        return [pair for _, pair in sorted(pairs.items())]
+
+    def needs_native_bf16(self, policy: DTypePolicy) -> bool:
+        """Whether some dtype depends on what a device computes in natively."""
+        return self.dsts(policy, True) != self.dsts(policy, False)
+
+    def nbytes(self, policy: DTypePolicy, native_bf16: bool = False) -> list[int]:
+        """Bytes of each on such a device."""
+        dsts = self.dsts(policy, native_bf16)
+        return [dst.nbytes(math.prod(shape)) for dst, shape in zip(dsts, self.shapes, strict=True)]
+
+
+def _with_kept(
+    checkpoint: Checkpoint, infos: Sequence[TensorInfo], dtypes: Sequence[DType | None]
+) -> Sequence[DType | None]:
+    """The dtypes that are asked for, with those that tensors of quantised weights keep."""
+    if not checkpoint.members:
+        return dtypes
+    kept = (kept_dtype(checkpoint.members, info) for info in infos)
+    return [dtype or asked for dtype, asked in zip(kept, dtypes, strict=True)]

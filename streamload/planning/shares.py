@@ -1,0 +1,379 @@
+"""Who loads what: one plan for a group, the same on every rank, whatever the ranks' order."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+
+from streamload.core.units import format_bytes, format_table
+from streamload.errors import NodeError, PlanInfeasibleError
+from streamload.planning.partition import Item, Node, Unit, ordered, partition, units_of
+from streamload.planning.plan import Placement, Plan
+from streamload.planning.sources import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A rank, as all know it."""
+
+    rank: int  # its rank in the group
+    node: str  # its node id, unique in the group
+    host: str  # the host that it runs on
+    local_rank: int  # which of the ranks of that host it is, from 0
+    local_size: int  # how many ranks run there
+
+
+#: Nodes and the parameters with their bytes, to the names that each node loads.
+SplitFunction = Callable[[Sequence[Node], Mapping[str, int]], Mapping[str, Iterable[str]]]
+Split = Literal["layers", "replicate", "balanced"] | SplitFunction
+#: What is written where each rank's model numbers its own layers from 0.
+LOCAL_LAYERS = "layers=lambda part: range(len(part.layers))"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one node loads.
+
+    Attributes:
+        node: its id.
+        rank: its rank in the group.
+        index: its place in the order of the layers, from 0.
+        layers: which of the model's layers it has, counted from 0 over all stacks; may be empty,
+            and is where whole layers are not what is split.
+        has_embedding: whether it has the embedding (what comes before the layers).
+        has_head: whether it has the norm and the head (what comes after them).
+        parameters: the names of the parameters that it loads.
+        nbytes: their bytes when they are loaded.
+        source_nbytes: their bytes in the checkpoint.
+        budget_nbytes: what it may hold.
+        previous_rank: the rank that has the layers before its own; None for the first.
+        next_rank: the rank that has the layers after them; None for the last.
+        pass_nbytes: bytes that a pass reads, where the share is offloaded and does not fit.
+    """
+
+    node: str
+    rank: int
+    index: int
+    layers: range
+    has_embedding: bool
+    has_head: bool
+    parameters: tuple[str, ...]
+    nbytes: int
+    source_nbytes: int
+    budget_nbytes: int
+    previous_rank: int | None
+    next_rank: int | None
+    pass_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """What every node of a group loads. Prints as a table.
+
+    Attributes:
+        path: the checkpoint.
+        split: "layers", "replicate", "balanced", or the name of the function that split.
+        shares: one for each rank, in the order of the layers: by node id, numbers in it compared as
+            numbers ("board-2" before "board-10"). Not the order of ranks, which launchers may
+            change from one start to the next.
+        rank: this process's rank.
+        placements: by parameter, how it is loaded wherever it is.
+    """
+
+    path: str
+    split: str
+    shares: tuple[Share, ...]
+    rank: int
+    placements: Mapping[str, Placement]
+
+    @property
+    def mine(self) -> Share:
+        """This rank's share."""
+        return next(share for share in self.shares if share.rank == self.rank)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what is split and how, the same on every rank: without paths and ranks."""
+        lists: dict[int, str] = {}  # of parameters: replicas have one, which may be long
+        shares = []
+        for s in self.shares:
+            first = lists.setdefault(id(s.parameters), s.node)
+            names = s.parameters if first == s.node else ()
+            sizes = s.budget_nbytes, s.nbytes, s.source_nbytes, s.pass_nbytes
+            shares.append([s.node, *sizes, first, *names])
+        sources = [
+            [
+                *(p.name, p.shape, p.src.name, p.dst.name),
+                [[r.tensor, r.start, r.stop] for r in p.source],
+                p.transpose and [p.transpose.groups, p.transpose.outer, p.transpose.inner],
+            ]
+            for p in self.placements.values()
+        ]
+        text = json.dumps([self.split, shares, sources], separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def with_passes(self, pass_nbytes: Mapping[str, int]) -> ClusterPlan:
+        """The same, with the bytes that a pass reads on some nodes."""
+        read = [replace(s, pass_nbytes=pass_nbytes.get(s.node, 0)) for s in self.shares]
+        return replace(self, shares=tuple(read))
+
+    def replicas(self) -> list[tuple[tuple[int, ...], list[str]]]:
+        """Ranks and the parameters that just these ranks have, where they are several."""
+        lists = {id(share.parameters) for share in self.shares}
+        if len(lists) == 1 and len(self.shares) > 1:
+            return [(tuple(sorted(s.rank for s in self.shares)), list(self.mine.parameters))]
+        owners: dict[str, list[int]] = {}
+        for share in self.shares:
+            for name in share.parameters:
+                owners.setdefault(name, []).append(share.rank)
+        found: dict[tuple[int, ...], list[str]] = {}
+        for name, ranks in owners.items():
+            if len(ranks) > 1:
+                found.setdefault(tuple(sorted(ranks)), []).append(name)
+        return sorted(found.items())
+
+    def sources(self, share: Share) -> dict[str, Source]:
+        """What fills each parameter of a share; of what is quantised on the way, each weight."""
+        found = ((name, self.placements[name]) for name in share.parameters)
+        return {
+            name: Source(p.source, p.transpose, p.shape if p.coding is None else p.coding.shape)
+            for name, p in found
+            if p.coding is None or not p.coding.part
+        }
+
+    def layers(self) -> list[Unit]:
+        """The layers of all shares, in order."""
+        units = units_of([Item(p.name, p.nbytes) for p in self.placements.values()])
+        return [unit for unit in units if unit.kind == "layer"]
+
+    def renumbered(self, share: Share, numbers: Sequence[int]) -> dict[str, str]:
+        """Name the parameters of a share as a model does that numbers its layers otherwise.
+
+        Args:
+            share: the share.
+            numbers: one for each of ``share.layers``, in order.
+
+        Returns:
+            The plan's names, by those of the model.
+
+        Raises:
+            ValueError: the numbers are not such numbers, or give two parameters one name.
+        """
+        if len(numbers) != len(share.layers) or any(type(n) is not int or n < 0 for n in numbers):
+            raise ValueError(
+                f"layers= gives a whole number for each of the {len(share.layers)} layers of the "
+                f"part, such as {LOCAL_LAYERS}, not {list(numbers)!r}"
+            )
+        local = {name: name for name in share.parameters}
+        mine = (unit for unit in self.layers() if unit.items[0].name in local)
+        for unit, number in zip(mine, numbers, strict=True):
+            place = unit.name.count(".")  # of the number among the components of a name
+            for item in unit.items:
+                parts = item.name.split(".")
+                local[item.name] = ".".join([*parts[:place], str(number), *parts[place + 1 :]])
+        found = {new: name for name, new in local.items()}
+        if len(found) < len(local):
+            new, name = next((n, name) for name, n in local.items() if found[n] != name)
+            raise ValueError(f"layers= names two parameters {new!r}: {name!r} and {found[new]!r}")
+        return found
+
+    def to_json(self) -> str:
+        """Write it as JSON, keyed by node id."""
+        nodes = {}
+        for share in self.shares:
+            said: dict[str, Any] = asdict(share)
+            said["layers"] = [share.layers.start, share.layers.stop]
+            nodes[said.pop("node")] = said
+        return json.dumps({"split": self.split, "digest": self.digest, "nodes": nodes})
+
+    def __str__(self) -> str:
+        rows = [
+            [
+                share.node,
+                str(share.rank),
+                holds(share.layers, share.has_embedding, share.has_head) or "-",
+                str(len(share.parameters)),
+                format_bytes(share.nbytes),
+                format_bytes(share.budget_nbytes),
+                f"{share.nbytes / share.budget_nbytes:.0%}" if share.budget_nbytes else "-",
+            ]
+            for share in self.shares
+        ]
+        titles = ["node", "rank", "holds", "tensors", "weights", "budget", "share"]
+        if any(share.pass_nbytes for share in self.shares):
+            titles.append("a pass reads")
+            reads = (format_bytes(s.pass_nbytes) if s.pass_nbytes else "-" for s in self.shares)
+            rows = [[*row, read] for row, read in zip(rows, reads, strict=True)]
+        return "\n".join(format_table(titles, rows, right=len(titles) - 3))
+
+    __repr__ = __str__
+
+
+#: A rank's share, to the numbers of its layers in that rank's model.
+LayerNumbers = Callable[[Share], Iterable[int]]
+
+
+def holds(layers: range, has_embedding: bool, has_head: bool) -> str:
+    """What a node has, in words."""
+    said = ["embedding"] * has_embedding
+    if layers:
+        said.append(f"layers {layers.start} to {layers.stop - 1}")
+    return ", ".join([*said, *["head"] * has_head])
+
+
+def make_shares(
+    path: str,
+    rank: int,
+    members: Sequence[Member],
+    budgets: Sequence[int],
+    split: Split,
+    planned: Callable[[Sequence[Node]], Plan],
+    weight_of: Mapping[str, str] = MappingProxyType({}),
+    *,
+    fits: bool = True,
+) -> ClusterPlan:
+    """Decide who loads what.
+
+    Args:
+        path: the checkpoint.
+        rank: this process's rank.
+        members: the ranks.
+        budgets: bytes that each may hold, by rank.
+        split: how.
+        planned: plans whole layers over nodes, of given budgets, in a given order.
+        weight_of: by tensor, the quantised weight that it belongs to, which stays on one node.
+        fits: whether a share must fit its node's budget.
+
+    Raises:
+        PlanInfeasibleError: it does not fit.
+        ValueError: a function's split is not one.
+    """
+    for member in members:
+        if budgets[member.rank] < 1:
+            raise NodeError(member.node, "has no budget left for weights")
+    nodes = ordered(Node(m.node, budgets[m.rank]) for m in members)
+    made = planned(nodes if split == "layers" else [Node("all", 2**62)])
+    if split == "layers":
+        names = _grouped(nodes, {p.name: p.device for p in made.placements})
+        ends = {d.device: (range(*d.layers), d.embedding, d.head) for d in made.devices if d.layers}
+    else:
+        of = {}
+        for p in made.placements:
+            tensor = p.source[0].tensor
+            of[p.name] = weight_of.get(tensor, p.name if p.coding is None else tensor)
+        names = _names(nodes, {p.name: p.nbytes for p in made.placements}, split, of)
+        ends = {}
+    if len(nodes) == 1 or split == "replicate":  # that has all layers and both ends
+        (whole,) = partition([Item(p.name, p.nbytes) for p in made.placements], [Node("all", 1)])
+        every = (whole.layers, whole.has_embedding, whole.has_head)
+        ends = {node.name: every for node in nodes}
+    placements = {p.name: p for p in made.placements}
+    rank_of = {member.node: member.rank for member in members}
+    ranks = [rank_of[node.name] for node in nodes]
+    shares = []
+    sizes: dict[int, tuple[int, int]] = {}  # of lists of names: replicas have one
+    for index, node in enumerate(nodes):
+        mine = names[node.name]
+        if id(mine) not in sizes:
+            held = [placements[name] for name in mine]
+            sizes[id(mine)] = sum(p.nbytes for p in held), sum(p.src_nbytes for p in held)
+        nbytes, source_nbytes = sizes[id(mine)]
+        if fits and nbytes > node.budget:
+            largest = sorted(((name, placements[name].nbytes) for name in mine), key=_by_size)
+            raise PlanInfeasibleError(node.name, nbytes, node.budget, largest=largest[:3])
+        share = Share(
+            node.name,
+            ranks[index],
+            index,
+            *ends.get(node.name, (range(0), False, False)),
+            parameters=mine,
+            nbytes=nbytes,
+            source_nbytes=source_nbytes,
+            budget_nbytes=node.budget,
+            previous_rank=ranks[index - 1] if index else None,
+            next_rank=ranks[index + 1] if index + 1 < len(ranks) else None,
+        )
+        shares.append(share)
+    said = split if isinstance(split, str) else getattr(split, "__qualname__", repr(split))
+    return ClusterPlan(path, said, tuple(shares), rank, placements)
+
+
+def _by_size(pair: tuple[str, int]) -> tuple[int, str]:
+    return -pair[1], pair[0]
+
+
+def _names(
+    nodes: Sequence[Node], sizes: Mapping[str, int], split: Split, of: Mapping[str, str]
+) -> Mapping[str, tuple[str, ...]]:
+    if split == "replicate":
+        return dict.fromkeys((node.name for node in nodes), tuple(sizes))
+    if split == "balanced":
+        return _balanced(nodes, sizes, of)
+    if not callable(split):
+        raise ValueError(
+            f"split is layers, replicate, balanced or a function of nodes and sizes, not {split!r}"
+        )
+    return _checked(split(nodes, sizes), nodes, sizes)
+
+
+def _grouped(nodes: Sequence[Node], owner: Mapping[str, str]) -> Mapping[str, tuple[str, ...]]:
+    """The names of each node, in their order."""
+    names: dict[str, list[str]] = {node.name: [] for node in nodes}
+    for name, node in owner.items():
+        names[node].append(name)
+    return {node: tuple(held) for node, held in names.items()}
+
+
+def _balanced(
+    nodes: Sequence[Node], sizes: Mapping[str, int], of: Mapping[str, str]
+) -> Mapping[str, tuple[str, ...]]:
+    """The largest first, each to the node that is then the least full of its budget.
+
+    Args:
+        nodes: with their budgets.
+        sizes: bytes of each parameter.
+        of: what each parameter is a part of, which stays together.
+    """
+    wholes: Counter[str] = Counter()
+    for name, nbytes in sizes.items():
+        wholes[of[name]] += nbytes
+    taken, budgets = np.zeros(len(nodes)), np.array([node.budget for node in nodes], float)
+    owner = {}
+    for name, nbytes in sorted(wholes.items(), key=_by_size):
+        best = int(np.argmin((taken + nbytes) / budgets))  # of equals the first
+        owner[name] = nodes[best].name
+        taken[best] += nbytes
+    return _grouped(nodes, {name: owner[of[name]] for name in sizes})
+
+
+def _checked(
+    given: Mapping[str, Iterable[str]], nodes: Sequence[Node], sizes: Mapping[str, int]
+) -> Mapping[str, tuple[str, ...]]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"split gave {type(given).__name__}, not the names of each node")
+    known = {node.name for node in nodes}
+    strange = [str(node) for node in given if node not in known]
+    if strange:
+        raise ValueError(f"split names nodes that are not there: {', '.join(strange)}")
+    chosen: dict[str, set[str]] = {}
+    for node in nodes:
+        names = given.get(node.name, ())
+        if isinstance(names, str) or not isinstance(names, Iterable):
+            raise ValueError(f"split gives {node.name} {names!r}, not names")
+        chosen[node.name] = set(names)
+    place = {name: at for at, name in enumerate(sizes)}
+    every = set().union(*chosen.values())
+    unknown = sorted(map(str, every - place.keys()))
+    if unknown:
+        raise ValueError(f"split names parameters that are not there: {', '.join(unknown[:8])}")
+    left = [name for name in sizes if name not in every]
+    if left:
+        raise ValueError(f"split gives {len(left)} parameters to no node: {', '.join(left[:8])}")
+    return {node: tuple(sorted(names, key=place.__getitem__)) for node, names in chosen.items()}

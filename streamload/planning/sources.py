@@ -1,0 +1,486 @@
+"""How a checkpoint's tensors become parameters: by a family's rules, or one by one."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import repeat
+from typing import Any, TypeAlias
+
+from streamload.checkpoint.open import Checkpoint
+from streamload.codecs.group import Packed
+from streamload.core.patterns import check_names, did_you_mean
+from streamload.core.tensors import (
+    END,
+    RowRange,
+    RowTranspose,
+    TensorInfo,
+    all_rows,
+    records,
+    whole,
+)
+from streamload.errors import CheckpointError
+from streamload.planning.families import FAMILIES, Family
+
+Rename = Mapping[str, str] | Callable[[str], str | None]
+
+#: Names that ``mapping=`` takes.
+MAPPINGS = tuple(FAMILIES)
+
+
+# In place of a `RowTranspose` whose lengths are those of the last two axes.
+_LAST_AXES = RowTranspose(0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Source:
+    """What fills one parameter: a value of ``mapping={parameter: Source(...)}``.
+
+    Examples:
+        ``Source("h.0.attn.c_attn.weight", transpose=True)``: a Conv1D of GPT-2 into a Linear.
+
+        ``Source(["experts.0.w1", "experts.1.w1"], shape=(2, 14336, 4096))``: experts, stacked.
+
+        ``Source([RowRange("qkv", 0, 4096)])``: the first rows of a fused tensor.
+
+    Attributes:
+        rows: row ranges (along the first dimension), one after the other.
+        transpose: a permutation of all those rows.
+        shape: the parameter's shape, where it is not that of the rows put together: experts that
+            are stacked, for one. As many elements, in the same order.
+    """
+
+    rows: tuple[RowRange, ...]
+    transpose: RowTranspose | None
+    shape: tuple[int, ...] | None
+
+    def __init__(
+        self,
+        rows: str | RowRange | Iterable[str | RowRange],
+        transpose: RowTranspose | bool | None = None,
+        shape: Iterable[int] | None = None,
+    ) -> None:
+        """Say what fills a parameter.
+
+        Args:
+            rows: tensors of the checkpoint, or row ranges of them, one after the other.
+            transpose: True exchanges the last two axes of what the rows make up. A `RowTranspose`
+                is a permutation of the rows.
+            shape: the parameter's; None where it is that of the rows, or of their transpose.
+        """
+        parts = (rows,) if isinstance(rows, (str, RowRange)) else tuple(rows)
+        found = tuple(RowRange(part) if isinstance(part, str) else part for part in parts)
+        if isinstance(transpose, bool):
+            transpose = _LAST_AXES if transpose else None
+        object.__setattr__(self, "rows", found)
+        object.__setattr__(self, "transpose", transpose)
+        object.__setattr__(self, "shape", None if shape is None else tuple(shape))
+
+
+Sources: TypeAlias = str | RowRange | Sequence[str | RowRange] | Source
+Layouts: TypeAlias = Mapping[str, Sources]
+MappingArgument: TypeAlias = str | Layouts | tuple[str, Layouts]
+
+
+#: Sources by parameter, tensors that are skipped, and parameters that are tied; see `sources`.
+Found: TypeAlias = tuple[Mapping[str, Source], Sequence[str], Mapping[str, str]]
+
+
+class Unchanged(Mapping[str, Source]):
+    """Every tensor of a checkpoint, all of it, under its own name.
+
+    Sources are made when one is asked for, all at once: 0.5 microseconds each, one by one 1.4. A
+    load without a model asks for none.
+    """
+
+    __slots__ = ("_found", "checkpoint")
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self._found: dict[str, Source] | None = None
+
+    def __getitem__(self, name: str) -> Source:
+        if self._found is None:
+            self._found = dict(_as_they_are(tuple(self.checkpoint.tensors.values())))
+        return self._found[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.checkpoint.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.checkpoint.tensors)
+
+    def __len__(self) -> int:
+        return len(self.checkpoint.tensors)
+
+
+def sources(
+    checkpoint: Checkpoint,
+    mapping: MappingArgument | None,
+    rename: Rename | None,
+    *,
+    all_match: bool = False,
+) -> Found:
+    """Say what fills each parameter, by the model's names.
+
+    Args:
+        checkpoint: the headers.
+        mapping: a family's name, or for some parameters the tensors (or row ranges of tensors)
+            whose rows they are, concatenated, or a `Source`; all other tensors keep their names. Or
+            both: a family, and parameters that are to be filled otherwise.
+        rename: what becomes of names after that: a dict (others stay), or a callable that returns
+            a name, or None to skip.
+        all_match: whether a family that matches no tensor, and a key of ``rename`` that no tensor
+            has, are errors.
+
+    Returns:
+        The sources by parameter name; the checkpoint's names that ``rename`` skipped; and the
+        parameter names that are not stored because config.json ties them to another one's.
+
+    Raises:
+        CheckpointError: a family's head counts are not in config.json, rows cannot be reordered,
+            or two tensors would become one parameter.
+        ValueError: there is no such family, a tensor named in ``mapping`` is not there, or an
+            argument is invalid; or under ``all_match``.
+    """
+    turned = _turned(checkpoint)
+    if mapping is None and rename is None and not turned:
+        return Unchanged(checkpoint), [], dict(_tied_names(checkpoint))
+    chosen, layouts = _read(mapping)
+    family = FAMILIES.get(chosen, Family(()))
+    named = _mapped(checkpoint, family, layouts, turned)
+    if all_match and chosen and not any(map(family.matches, checkpoint.tensors)):
+        raise ValueError(f"mapping {chosen!r} matches no tensor of {checkpoint.path}")
+    heads = _tied_names(checkpoint)
+    if all_match and isinstance(rename, Mapping):
+        there = dict.fromkeys([name for name, _ in named] + [family.name(n) for n, _ in heads])
+        check_names("rename", rename, there)
+    by_tensor = {source.rows[0].tensor: name for name, source in named}
+    tied: dict[str, str] = {}
+    out: dict[str, Source] = {}
+    origin: dict[str, str] = {}
+    skipped: list[str] = []
+    for name, source in named:
+        new = name if rename is None else renamed(name, rename)
+        first = source.rows[0].tensor
+        if new is None:
+            skipped.append(first)
+            continue
+        if new in out:
+            raise CheckpointError(
+                checkpoint.path,
+                f"{origin[new]!r} and this tensor would both become parameter {new!r}",
+                tensor=first,
+            )
+        out[new], origin[new] = source, first
+    for head, embedding in heads:
+        new_head = renamed(family.name(head), rename)
+        new_embedding = renamed(by_tensor.get(embedding, embedding), rename)
+        if new_head is not None and new_embedding in out and new_head not in out:
+            tied[new_head] = new_embedding
+    return out, skipped, tied
+
+
+def _turned(checkpoint: Checkpoint) -> Mapping[str, Source]:
+    """Weights whose rows lie in the file in another order than models have them."""
+    packed = (info for info in checkpoint.tensors.values() if isinstance(info, Packed))
+    turned = {
+        info.name: _with_lengths(checkpoint, info.name, Source(whole(info), transpose=True))
+        for info in packed
+        if info.lies_turned
+    }
+    for name, (*rows, shape) in checkpoint.turns.items():
+        info = checkpoint.tensors.get(name)
+        if info is not None and not (shape is not None and _is_blocks(checkpoint, info)):
+            turned[name] = Source(whole(info), RowTranspose(*rows), shape)
+    return turned
+
+
+def _is_blocks(checkpoint: Checkpoint, info: TensorInfo) -> bool:
+    """Whether a tensor is bytes of blocks, of which only rows can change places.
+
+    A module that holds such bytes of a transposed matrix has it as it is in the file.
+    """
+    return info.name in checkpoint.stored and not isinstance(info, Packed)
+
+
+_HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
+_EMBEDDINGS = re.compile(
+    r"(?:.*\.)?(?:embed_tokens|embeddings|wte|word_embeddings|tok_embeddings|embed_in|shared)\.weight"
+)
+
+
+def _tied_names(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    """(head, embedding) of a language model that stores its embedding alone.
+
+    ``tie_word_embeddings`` is true where config.json does not say otherwise: the default of
+    transformers' configurations.
+    """
+    architectures = checkpoint.config.get("architectures")
+    language_model = isinstance(architectures, list) and any(
+        str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures
+    )
+    if not language_model or checkpoint.config.get("tie_word_embeddings", True) is not True:
+        return []
+    if any(head in checkpoint.tensors for head in _HEADS):
+        return []
+    found = [name for name in checkpoint.tensors if _EMBEDDINGS.fullmatch(name)]
+    return [("lm_head.weight", found[0])] if len(found) == 1 else []
+
+
+def renamed(name: str, rename: Rename | None) -> str | None:
+    """What becomes of a name; None where its tensor is skipped.
+
+    Raises:
+        ValueError: ``rename`` is none, or makes something else than a name of it.
+    """
+    if rename is None:
+        return name
+    new: object
+    if isinstance(rename, Mapping):
+        new = rename.get(name, name)
+    elif callable(rename):
+        new = rename(name)
+    else:
+        raise ValueError(f"rename is a dict or a callable, not {rename!r}")
+    if new is not None and not isinstance(new, str):
+        raise ValueError(f"rename made {new!r} of {name!r}: expected a name, or None to skip it")
+    return new
+
+
+def _read(mapping: MappingArgument | None) -> tuple[str, Layouts]:
+    """The family that a mapping names, "" for none, and the parameters that it names."""
+    given: tuple[object, ...] = (mapping,)
+    if isinstance(mapping, (tuple, list)) and len(mapping) == 2:
+        given = tuple(mapping)
+    family, layouts = "", {}
+    for part in given:
+        if isinstance(part, str):
+            if part not in FAMILIES:
+                raise ValueError(f"no mapping {part!r}; there are {', '.join(FAMILIES)}")
+            family = part
+        elif isinstance(part, Mapping):
+            layouts = dict(part)
+        elif part is not None:
+            raise ValueError(
+                f"mapping is {', '.join(FAMILIES)} or a dict, or a tuple of both, not {mapping!r}"
+            )
+    return family, layouts
+
+
+def _mapped(
+    checkpoint: Checkpoint, family: Family, layouts: Layouts, turned: Mapping[str, Source]
+) -> list[tuple[str, Source]]:
+    """What fills each parameter: those that are named, and what the family makes of the rest."""
+    explicit = [(name, _source(checkpoint, name, given)) for name, given in layouts.items()]
+    used = {r.tensor for _, source in explicit for r in source.rows}
+    rest = _of_family(checkpoint, family, [name for name in checkpoint.tensors if name not in used])
+    if family.rules:  # what is named stands in place of what the family has
+        rest = [(name, source) for name, source in rest if name not in layouts]
+    if not turned:
+        return explicit + rest
+    # of blocks that models have transposed, users name the tensor as it lies
+    said = {name: source for name, source in turned.items() if name in checkpoint.turns}
+    return [
+        (name, _from_file(checkpoint, source, lying))
+        for listed, lying in ((explicit, said), (rest, turned))
+        for name, source in listed
+    ]
+
+
+def _from_file(checkpoint: Checkpoint, source: Source, turned: Mapping[str, Source]) -> Source:
+    """A source of tensors as models have them, in the order in which they lie in the file.
+
+    Raises:
+        CheckpointError: rows would be put in another order twice.
+    """
+    lying = next((turned[r.tensor] for r in source.rows if r.tensor in turned), None)
+    if lying is None:
+        return source
+    t, then = lying.transpose, source.transpose
+    if source.rows == lying.rows and then is None:
+        return replace(source, transpose=t, shape=source.shape or lying.shape)
+    undone = t is None or then == RowTranspose(t.groups, t.inner, t.outer)
+    if source.rows == lying.rows and undone:
+        return replace(source, transpose=then if t is None else None)
+    raise CheckpointError(
+        checkpoint.path,
+        "its rows lie in another order than models have them, and would be reordered again",
+        "all of it, in the order that models have",
+        f"{len(source.rows)} row ranges" if then is None else str(then),
+        tensor=lying.rows[0].tensor,
+    )
+
+
+def _source(checkpoint: Checkpoint, parameter: str, given: object) -> Source:
+    """A source that a user gave, with the lengths that he left out."""
+    parts = given.rows if isinstance(given, Source) else given
+    listed: Sequence[object] = parts if isinstance(parts, (list, tuple)) else [parts]
+    for part in listed:
+        if not isinstance(part, (str, RowRange)):
+            raise ValueError(
+                f"mapping of {parameter!r}: expected tensor names or RowRanges, not {part!r}"
+            )
+        name = part if isinstance(part, str) else part.tensor
+        if name not in checkpoint.tensors:
+            raise ValueError(
+                f"mapping of {parameter!r}: no tensor {name!r} in {checkpoint.path}"
+                + did_you_mean(name, checkpoint.tensors)
+            )
+    if not listed:
+        raise ValueError(f"mapping of {parameter!r}: no tensor is given")
+    source = given if isinstance(given, Source) else Source(listed)  # type: ignore[arg-type]
+    rows = tuple(
+        replace(r, stop=whole(checkpoint.tensors[r.tensor]).stop) if r.stop == END else r
+        for r in source.rows
+    )
+    if len(rows) == 1 and source.shape is not None:
+        info = checkpoint.tensors[rows[0].tensor]
+        if rows[0] == whole(info) and _is_blocks(checkpoint, info):
+            source = replace(source, shape=None)  # that of its floats: a module takes the bytes
+    return _with_lengths(checkpoint, parameter, replace(source, rows=rows))
+
+
+def _with_lengths(checkpoint: Checkpoint, parameter: str, source: Source) -> Source:
+    """The same, with the lengths of the axes where the last two change places."""
+    if source.transpose != _LAST_AXES:
+        return source
+    shape = source.shape
+    if shape is None:
+        first = model_shape(checkpoint, source.rows[0].tensor)
+        is_all = source.rows == (whole(checkpoint.tensors[source.rows[0].tensor]),)
+        shape = first if is_all else (sum(r.stop - r.start for r in source.rows), *first[1:])
+        if len(first) > 1:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+    if len(shape) < 2:
+        raise ValueError(
+            f"mapping of {parameter!r}: a transpose needs two axes, and its shape is {list(shape)}"
+        )
+    *before, inner, outer = shape
+    transpose = RowTranspose(math.prod(before), outer, inner) if inner > 1 < outer else None
+    return replace(source, transpose=transpose, shape=tuple(shape))
+
+
+def model_shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
+    """A tensor's shape as models have it."""
+    turn, info = checkpoint.turns.get(name), checkpoint.tensors[name]
+    if turn is None or turn.shape is None or _is_blocks(checkpoint, info):
+        return info.shape
+    return turn.shape
+
+
+def _as_they_are(infos: Sequence[TensorInfo]) -> Iterator[tuple[str, Source]]:
+    """Tensors under their own names, all of them."""
+    made = records(Source, list(zip(all_rows(infos))), repeat(None), repeat(None))
+    return zip((info.name for info in infos), made, strict=True)
+
+
+def _of_family(
+    checkpoint: Checkpoint, family: Family, names: Sequence[str]
+) -> list[tuple[str, Source]]:
+    """What a family makes of tensors."""
+    if not family.rules:
+        return list(_as_they_are([checkpoint.tensors[name] for name in names]))
+    rotated = re.compile(family.rotated)
+    out = []
+    stacks: dict[str, dict[int, str]] = {}
+    for name in names:
+        row = whole(checkpoint.tensors[name])
+        rule = family.rule(name)
+        match, template, layout = rule if rule is not None else (None, name, None)
+        new = match.expand(template) if match is not None else name
+        if layout == "drop":
+            continue
+        if layout == "stack" and match is not None:
+            stacks.setdefault(new, {})[int(match["n"])] = name
+            continue
+        source = Source(row)
+        rotation = rotated.fullmatch(name) if family.interleave is not None else None
+        if layout == "transpose":
+            source = _with_lengths(checkpoint, new, Source(row, transpose=True))
+        elif layout == "flatten":
+            source = Source(row, shape=(math.prod(checkpoint.tensors[name].shape),))
+        elif rotation and _in_rows(checkpoint, name, row.stop):
+            kind = next(group for group in rotation.groups() if group)
+            turned = _rotation(checkpoint, name, kind, row.stop, family.interleave is True)
+            source = Source(row, turned)
+        out.append((new, source))
+    return out + [(new, _stack(checkpoint, new, parts)) for new, parts in stacks.items()]
+
+
+def _stack(checkpoint: Checkpoint, parameter: str, parts: Mapping[int, str]) -> Source:
+    """Tensors by number, one after the other along a new first axis."""
+    missing = next((n for n in range(len(parts)) if n not in parts), None)
+    if missing is not None:
+        last = parts[max(parts)]
+        raise CheckpointError(
+            checkpoint.path,
+            f"it cannot be stacked to {parameter!r}: number {missing} is missing",
+            f"tensors numbered 0 to {max(parts)}",
+            f"{len(parts)} of them",
+            tensor=last,
+        )
+    infos = [checkpoint.tensors[parts[n]] for n in range(len(parts))]
+    return Source(map(whole, infos), shape=(len(infos), *infos[0].shape))
+
+
+def _in_rows(checkpoint: Checkpoint, name: str, rows: int) -> bool:
+    """Whether a tensor of a rotated module has the module's rows; False for one value for all.
+
+    Raises:
+        CheckpointError: it is packed or in blocks, so that its rows are not those of the weight.
+    """
+    module, _, leaf = name.rpartition(".")
+    info = checkpoint.tensors[name]
+    packed = info.dtype.kind == "uint" and not _is_blocks(checkpoint, info)
+    if leaf in ("weight", "bias") and not packed:
+        return True
+    if rows == 1:
+        return False
+    weight = checkpoint.tensors.get(f"{module}.weight")
+    expected = weight.shape[0] if weight is not None and weight.shape else None
+    if packed or rows != expected:
+        raise CheckpointError(
+            checkpoint.path,
+            "its rows cannot be reordered with those of the layer: it is packed or in blocks",
+            "one row for each output of the layer",
+            f"{rows} rows of {checkpoint.tensors[name].dtype}",
+            tensor=name,
+        )
+    return True
+
+
+def _rotation(
+    checkpoint: Checkpoint, name: str, kind: str, rows: int, interleave: bool
+) -> RowTranspose:
+    """The permutation of query or key rows, head by head."""
+    config: Mapping[str, Any] = checkpoint.config
+    queries = config.get("num_attention_heads", config.get("n_heads"))
+    heads = queries
+    if kind == "k":
+        stated = config.get("num_key_value_heads", config.get("n_kv_heads"))
+        heads = queries if stated is None else stated  # null: as many as there are queries
+    if "_norm" in name and rows == _head_size(config, queries):
+        heads = 1  # one vector of head size, shared by all heads
+    if type(heads) is not int or heads < 1 or rows % (2 * heads):
+        raise CheckpointError(
+            checkpoint.path,
+            "its rows cannot be split into heads",
+            "num_attention_heads (and num_key_value_heads) in config.json that divide "
+            f"its {rows} rows into heads of even size",
+            heads,
+            tensor=name,
+        )
+    half = rows // heads // 2
+    return RowTranspose(heads, 2, half) if interleave else RowTranspose(heads, half, 2)
+
+
+def _head_size(config: Mapping[str, Any], queries: object) -> object:
+    """Rows of one head by config.json, or None where it does not say."""
+    stated = config.get("head_dim")
+    width = config.get("hidden_size", config.get("dim"))
+    if stated is not None or type(width) is not int or type(queries) is not int or queries < 1:
+        return stated
+    return width // queries

@@ -1,0 +1,543 @@
+"""What to write where a model and a checkpoint do not match: names, families, and slips.
+
+It looks at a whole checkpoint, whatever part of it a rank loads, and only when something is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
+from typing import TypeAlias
+
+from streamload.checkpoint.open import Checkpoint
+from streamload.core.computed import is_computed
+from streamload.core.location import Location
+from streamload.devices.base import Parameter
+from streamload.errors import CheckpointError, Suggestion
+from streamload.planning.families import FAMILIES, Family
+from streamload.planning.match import fits, shape_of, whole_shape
+from streamload.planning.sources import MAPPINGS, MappingArgument, Rename, renamed, sources
+
+_MOST_RULES = 4  # prefixes that one line changes, and parts of names
+_MOST_NAMES = 8  # names that one line changes one by one
+_TRIED = 16  # changes, those of most names first
+_HEADS = 64  # places of a repeated ending that are looked at
+_MOST_SLIPS = 64  # parameters that are compared with all that is left, letter by letter
+_NEAR = 0.75  # how much of what differs is alike in a slip, of 1
+_MOST = 0.9  # of a model's parameters: with fewer filled, a line is not worth writing
+_CLEAR = 0.1  # how much less like everything else has to be
+_TRANSFORMERS = "streamload.transformers.from_pretrained({path}, model_class={name}"
+#: Base classes of libraries that rename tensors as they load, and what does so here.
+_CALLS = {
+    "transformers.modeling_utils.PreTrainedModel": f"{_TRANSFORMERS})",
+    "diffusers.models.modeling_utils.ModelMixin": "streamload.diffusers.from_pretrained({path})",
+}
+#: The same for models that are offloaded.
+_OFFLOADING_CALLS = {
+    "transformers.modeling_utils.PreTrainedModel": f"{_TRANSFORMERS}, offload=True)"
+}
+#: What tensors begin with and what parameters do, in order, and how many names speak for it.
+_Prefixes: TypeAlias = Mapping[tuple[str, str], int]
+_ALSO = {"gamma": "weight", "beta": "bias"}  # what TensorFlow calls those of a norm
+
+
+def call_of_library(model: object, path: Location, *, offload: bool = False) -> str:
+    """The call that renames a checkpoint's tensors as the library of a model does; "" for none."""
+    bases = (f"{base.__module__}.{base.__qualname__}" for base in type(model).__mro__)
+    calls = _OFFLOADING_CALLS if offload else _CALLS
+    call = next((calls[base] for base in bases if base in calls), "")
+    return call.format(path=_text(str(path)), name=type(model).__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a call asked to be matched.
+
+    Attributes:
+        checkpoint: all of it.
+        parameters: the model's.
+        mapping: as it was given.
+        rename: as it was given.
+        is_part: whether other ranks load what is in no parameter here.
+        strict: as it was given.
+    """
+
+    checkpoint: Checkpoint
+    parameters: Sequence[Parameter]
+    mapping: MappingArgument | None
+    rename: Rename | None
+    is_part: bool = False
+    strict: bool = True
+
+    def suggestions(self) -> tuple[Suggestion, ...]:
+        """The arguments that fill most parameters, where they fill more than those given.
+
+        Several, where the checkpoint has several parts that fit equally well.
+        """
+        model = _Model.of(self.parameters)
+        needed = len(model.needed)
+        best, lines = -1, list[str]()
+        for mapping in self._mappings(model):
+            stored = self._stored(mapping)
+            if stored is None:
+                continue
+            if mapping == self.mapping:
+                best, unexpected = model.judge(stored, self._given)
+                if best == needed:  # what is left over is all that is wrong
+                    lines = ["strict=False"] * bool(unexpected and self._may_loosen)
+                    break
+            found = [
+                self._judged(mapping, model, stored, pairs) for pairs in _orders(model, stored)
+            ]
+            plain = self._judged(mapping, model, stored, {("", ""): 1})
+            most = max(filled for filled, _ in found)
+            if plain[0] >= most:
+                most, found = plain[0], [plain]
+            if most > best and most >= _MOST * needed:
+                best, lines = most, [line for filled, line in found if filled == most]
+        if best < needed and self.mapping is None:
+            most, line = self._turned(model)
+            if most > best:
+                best, lines = most, [line]
+        return tuple(Suggestion(line, best, needed) for line in dict.fromkeys(lines) if line)
+
+    @property
+    def _may_loosen(self) -> bool:
+        """Whether strict=False changes anything: it was not given, and all is loaded here."""
+        return self.strict and not self.is_part
+
+    def _judged(
+        self,
+        mapping: MappingArgument | None,
+        model: _Model,
+        stored: _Stored,
+        prefixes: _Prefixes,
+    ) -> tuple[int, str]:
+        """How many parameters the best renaming fills, and the arguments as source text."""
+        # the call's own rename knows no other names than those of its own mapping
+        given = self._given if mapping == self.mapping else lambda name: name
+        found = _Search(model, stored, given).renaming(prefixes)
+        filled, unexpected = model.judge(stored, found)
+        if unexpected and filled == len(model.needed) and not self.is_part:
+            fewer = replace(found, skips=True)
+            if model.judge(stored, fewer) == (filled, 0):
+                found, unexpected = fewer, 0
+        arguments = []
+        if mapping != self.mapping:
+            arguments.append(f"mapping={'None' if mapping is None else json.dumps(mapping)}")
+        if found or self.rename is not None:
+            arguments.append(f"rename={found}")
+        if (unexpected or filled < len(model.needed)) and self._may_loosen:
+            arguments.append("strict=False")
+        return filled, ", ".join(arguments)
+
+    def _turned(self, model: _Model) -> tuple[int, str]:
+        """How many parameters are filled where matrices are transposed, and the arguments."""
+        stored = self._stored(None)
+        if stored is None:
+            return -1, ""
+        either_way = model.with_shapes(_either_way)  # names are found whichever way matrices are
+        loose = _Stored({n: _either_way(s) for n, s in stored.shapes.items()}, stored.heads)
+        first = _orders(either_way, loose)[0]
+        found = _Search(either_way, loose, self._given).renaming(first)
+        names = _stored_transposed(
+            stored.shapes, {n: model.shapes.get(found(n) or "") for n in loose.shapes}
+        )
+        source = _listed(names)
+        if not source:
+            return -1, ""
+        turned = {name: stored.shapes[name][::-1] for name in names}
+        shapes = _Stored({**stored.shapes, **turned}, stored.heads)
+        filled, line = self._judged(None, model, shapes, first)
+        mapping = f"mapping={{name: streamload.Source(name, transpose=True) {source}}}"
+        return filled, ", ".join([mapping, line] if line else [mapping])
+
+    def _mappings(self, model: _Model) -> list[MappingArgument | None]:
+        """Those to try, the given one first; one that names parameters has no alternative.
+
+        Of the families, those that give most of what they change a name of the model's.
+        """
+        if self.mapping is not None and not isinstance(self.mapping, str):
+            return [self.mapping]
+        model_type = str(self.checkpoint.config.get("model_type", ""))
+        endings = {name[at:] for name in model.shapes for at in _starts(name)}
+        families = [name for name in MAPPINGS if self._leads_to(FAMILIES[name], endings)]
+        # those of the model's own family first
+        families.sort(key=lambda name: not model_type.startswith(name.split("-")[1]))
+        return list(dict.fromkeys([self.mapping, None, *families]))
+
+    def _leads_to(self, family: Family, endings: Set[str]) -> bool:
+        changed = [family.name(name) for name in self.checkpoint.tensors if family.matches(name)]
+        kept = [name for name in changed if name]  # not those that it leaves out
+        there = [n for n in kept if not endings.isdisjoint((n, n.partition(".")[2]))]
+        return 2 * len(there) > len(kept)
+
+    def _stored(self, mapping: MappingArgument | None) -> _Stored | None:
+        """Names and shapes under a mapping; None where it is not one for this checkpoint."""
+        try:
+            fill, _, tied = sources(self.checkpoint, mapping, None)
+        except (CheckpointError, ValueError):
+            return None
+        shapes = {name: shape_of(self.checkpoint, source) for name, source in fill.items()}
+        heads = {head: shapes[name] for head, name in tied.items() if name in shapes}
+        return _Stored({**heads, **shapes}, frozenset(heads.keys() - shapes.keys()))
+
+    def _given(self, name: str) -> str | None:
+        """What the call's own ``rename`` makes of a name."""
+        return renamed(name, self.rename)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What a checkpoint has, by name."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    heads: frozenset[str]  # names that are not stored: config.json ties them to another
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What a model has, by each of its names.
+
+    Attributes:
+        shapes: those that checkpoints have.
+        number: one for all names of a parameter.
+        needed: the numbers of those that it does not compute.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    number: Mapping[str, int]
+    needed: Set[int]
+
+    @classmethod
+    def of(cls, parameters: Sequence[Parameter]) -> _Model:
+        """Look at parameters; the shards of one are one."""
+        once = list({p.names: p for p in parameters}.values())
+        names = [(n, p, name) for n, p in enumerate(once) for name in (*p.names, *p.wrapped)]
+        return cls(
+            {name: whole_shape(p) for _, p, name in names},
+            {name: n for n, _, name in names},
+            {n for n, p in enumerate(once) if not p.is_computed()},
+        )
+
+    def with_shapes(self, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> _Model:
+        """The same names, of other shapes."""
+        return replace(self, shapes={name: change(shape) for name, shape in self.shapes.items()})
+
+    def takes(self, name: str | None, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of that name and shape fills a parameter."""
+        return name is not None and name in self.shapes and fits(shape, self.shapes[name])
+
+    def judge(self, stored: _Stored, rename: Callable[[str], str | None]) -> tuple[int, int]:
+        """How many parameters are filled, and how many tensors are in none; -1 for a clash."""
+        filled, seen, unexpected = set(), set(), 0
+        for name, shape in stored.shapes.items():
+            new = rename(name)
+            if new is None:
+                continue
+            if new in seen:
+                return -1, 0
+            seen.add(new)
+            if self.takes(new, shape):
+                filled.add(self.number[new])
+            elif name not in stored.heads and not is_computed(name, shape):
+                unexpected += 1
+        return len(filled & self.needed), unexpected
+
+
+@dataclass(frozen=True, slots=True)
+class _Renaming:
+    """A ``rename``, and its source text.
+
+    Attributes:
+        prefixes: what names begin with, and begin with then; the first that fits, the longest.
+        parts: what is replaced in names after that.
+        names: names that become others, whatever the rest says.
+        skips: names with none of the prefixes are skipped.
+    """
+
+    prefixes: tuple[tuple[str, str], ...] = ()
+    parts: tuple[tuple[str, str], ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+    skips: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.prefixes or self.parts or self.names)
+
+    def __call__(self, name: str) -> str | None:
+        if name in self.names:
+            return self.names[name]
+        for before, after in self.prefixes:
+            if name.startswith(before):
+                name = after + name.removeprefix(before)
+                break
+        else:
+            if self.skips:
+                return None
+        for old, new in self.parts:
+            name = name.replace(old, new)
+        return name
+
+    def __str__(self) -> str:
+        if not self:
+            return "None"
+        names = ", ".join(f"{_text(old)}: {_text(new)}" for old, new in self.names.items())
+        if not self.prefixes and not self.parts:
+            return f"{{{names}}}"
+        line = "None" if self.skips else self._changed("name")
+        for before, after in reversed(self.prefixes):
+            changed = f"name.removeprefix({_text(before)})" if before else "name"
+            if not after and line == "name" and not self.parts:  # it leaves other names as they are
+                line = changed
+                continue
+            changed = self._changed(f"{_text(after)} + {changed}" if after else changed)
+            line = (
+                f"{changed} if name.startswith({_text(before)}) else {line}" if before else changed
+            )
+        return f"lambda name: {{{names}}}.get(name, {line})" if names else f"lambda name: {line}"
+
+    def _changed(self, expression: str) -> str:
+        if not self.parts:
+            return expression
+        inner = f"({expression})" if "+" in expression else expression
+        return inner + "".join(f".replace({_text(old)}, {_text(new)})" for old, new in self.parts)
+
+
+def _text(name: str) -> str:
+    return json.dumps(name, ensure_ascii=False)
+
+
+class _Search:
+    """Looks for a renaming: what most names have in common first, single names last."""
+
+    def __init__(self, model: _Model, stored: _Stored, given: Callable[[str], str | None]) -> None:
+        self._model, self._given = model, given
+        self._left = dict(stored.shapes)  # tensors that fill nothing yet
+        self._free = set(model.number.values())  # parameters that nothing fills yet
+        self._filled: dict[str, str] = {}  # tensors to parameters
+
+    def renaming(self, prefixes: _Prefixes) -> _Renaming:
+        """The one that was found, of these changes of prefixes first; it may change nothing."""
+        found = _Renaming(self._prefixes(prefixes))
+        found = replace(found, parts=self._parts(found))
+        self._slips(found)
+        odd = {name: new for name, new in self._filled.items() if found(name) != new}
+        return replace(found, names=dict(list(odd.items())[:_MOST_NAMES]))
+
+    def _take(self, rename: Callable[[str], str | None], *, least: int) -> bool:
+        """Fill what a renaming of what is left fills, if that is enough."""
+        got = {}
+        free = set(self._free)
+        for name, shape in self._left.items():
+            new = rename(name)
+            if new is not None and self._model.takes(new, shape):
+                number = self._model.number[new]
+                if number in free:
+                    free.discard(number)
+                    got[name] = new
+        if len(got) < least:
+            return False
+        self._free = free
+        self._filled |= got
+        for name in got:
+            del self._left[name]
+        return True
+
+    def _prefixes(self, pairs: _Prefixes) -> tuple[tuple[str, str], ...]:
+        """What tensors begin with in place of what parameters begin with, longest first."""
+        chosen: dict[str, str] = {}
+        for pair in pairs:
+            before, after = pair
+            if before in chosen or len(chosen) == _MOST_RULES:
+                continue
+            rivals = (
+                r
+                for r, names in pairs.items()
+                if (r[0] == before) != (r[1] == after) and 2 * names >= pairs[pair]
+            )
+            if chosen and any(_likeness(*pair) < _likeness(*r) + _CLEAR for r in rivals):
+                continue  # it may as well be another
+            one, filled = _Renaming((pair,), skips=True), dict(self._filled)
+            if not self._take(one, least=2 if chosen else 1):
+                continue
+            more = _Renaming(_longest_first({**chosen, before: after}))
+            broken = sum(more(name) != new for name, new in filled.items())
+            if broken < len(self._filled) - len(filled):
+                chosen[before] = after  # if not, its names are changed one by one
+        if chosen.get("") == "":
+            del chosen[""]  # which is what other names do
+        return _longest_first(chosen)
+
+    def _parts(self, found: _Renaming) -> tuple[tuple[str, str], ...]:
+        """Parts between dots that many names have in place of others."""
+        places: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for name in self._left:
+            for before, part, after in _split(found(name) or name):
+                places[before, after].append(part)
+        votes = Counter(
+            (part, wanted, bool(after))
+            for name, number in self._model.number.items()
+            if number in self._free
+            for before, wanted, after in _split(name)
+            for part in places.get((before, after), ())
+            if before and not part.isdigit() and part != wanted
+        )
+        chosen: list[tuple[str, str]] = []
+        for change, count in votes.most_common(_TRIED):
+            old, new, is_inner = change
+            rivals = (r for r, n in votes.items() if n >= count and (r[0] == old) != (r[1] == new))
+            if any(_likeness(old, new) < _likeness(r[0], r[1]) + _CLEAR for r in rivals):
+                continue  # it may as well be another
+            dot = "." if is_inner else ""
+            one = (f".{old}{dot}", f".{new}{dot}")
+            more = replace(found, parts=(*chosen, one))
+            broken = sum(more(name) != new for name, new in self._filled.items())
+            if broken <= _MOST_NAMES and self._take(more, least=2):
+                chosen.append(one)
+            if len(chosen) == _MOST_RULES:
+                break
+        return tuple(chosen)
+
+    def _slips(self, found: _Renaming) -> None:
+        """Single names that are nearly those of parameters."""
+        free = [name for name, n in self._model.number.items() if n in self._free]
+        spelled: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        for tensor in self._left:
+            for text in {tensor, found(tensor) or tensor, self._given(tensor) or tensor}:
+                spelled[_digits(text)].append((text, tensor))
+        for name in free[:_MOST_SLIPS]:
+            near: dict[str, float] = {}
+            for text, tensor in spelled[_digits(name)][:_MOST_SLIPS]:
+                if tensor in self._left and self._model.takes(name, self._left[tensor]):
+                    if _ends(tensor, name):  # a prefix, and no slip; nor is another name one
+                        near.clear()
+                        break
+                    near[tensor] = max(near.get(tensor, 0), _likeness(text, name))
+            nearest = sorted(near, key=near.__getitem__)[-2:]
+            is_clear = len(nearest) < 2 or near[nearest[1]] >= near[nearest[0]] + _CLEAR
+            if nearest and is_clear and near[nearest[-1]] >= _NEAR:
+                self._take({nearest[-1]: name}.get, least=1)
+
+
+def _longest_first(rules: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(rules.items(), key=lambda each: -len(each[0])))
+
+
+def _orders(model: _Model, stored: _Stored) -> list[_Prefixes]:
+    """What tensors begin with and what parameters do, those of most names first.
+
+    There are several orders where parts of the checkpoint, or of the model, are alike: each of
+    them first in turn.
+    """
+    votes = Counter(_different_heads(model, stored))
+    likeness = {pair: _likeness(*pair) for pair, _ in votes.most_common(_TRIED)}
+    pairs = sorted(likeness, key=lambda p: (-votes[p], p != ("", ""), -likeness[p]))
+    if not pairs or pairs[0] == ("", ""):
+        return [{pair: votes[pair] for pair in pairs}]
+    top = pairs[0]
+    alike = [
+        pair
+        for pair in pairs
+        if votes[pair] == votes[top] and likeness[pair] > likeness[top] - _CLEAR
+        if (pair[0] == top[0]) != (pair[1] == top[1])
+    ]
+    return [{each: votes[each] for each in (pair, *pairs)} for pair in (top, *alike)]
+
+
+def _different_heads(model: _Model, stored: _Stored) -> Iterator[tuple[str, str]]:
+    """For each parameter, what stands before the longest ending that a tensor shares."""
+    heads: dict[str, list[str]] = defaultdict(list)
+    for name in stored.shapes:
+        for at in _starts(name):
+            if len(heads[name[at:]]) < _HEADS:
+                heads[name[at:]].append(name[:at])
+    for name, shape in model.shapes.items():
+        for at in _starts(name):
+            end = name[at:]
+            found = [h for h in heads.get(end, ()) if fits(stored.shapes[h + end], shape)]
+            yield from ((head, name[:at]) for head in found)
+            if found:
+                break
+
+
+def _either_way(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape that a matrix and its transpose share."""
+    return tuple(sorted(shape)) if len(shape) == 2 else shape
+
+
+def _stored_transposed(
+    stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...] | None]
+) -> list[str]:
+    """Matrices that a checkpoint has transposed; none where that cannot be told of a square one.
+
+    A square matrix is as all others of its layer are.
+    """
+    layers: dict[str, list[str]] = defaultdict(list)
+    for name, shape in stored.items():
+        if len(shape) == 2 and wanted[name] is not None:
+            layers[re.split(r"\.\d+\.", name)[0]].append(name)
+    out = []
+    for names in layers.values():
+        oblong = [name for name in names if len(set(stored[name])) == 2]
+        turned = [name for name in oblong if stored[name] != wanted[name]]
+        if turned and len(oblong) < len(names) and len(turned) < len(oblong):
+            return []
+        out += names if turned and len(turned) == len(oblong) else turned
+    return out
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Source text that goes through names: those of layers by their numbers; "" for too many."""
+    if 0 < len(names) <= _MOST_RULES:
+        return f"for name in [{', '.join(map(_text, names))}]"
+    found = [(re.sub(r"\.\d+\.", ".{i}.", n, count=1), re.search(r"\.(\d+)\.", n)) for n in names]
+    layers = {(pattern, int(match[1])) for pattern, match in found if match}
+    patterns, count = dict.fromkeys(p for p, _ in found), 1 + max((n for _, n in layers), default=0)
+    complete = len(names) == len(layers) == len(patterns) * count
+    if not names or not complete or any("{" in name for name in names):
+        return ""
+    listed = ", ".join("f" + _text(pattern) for pattern in patterns)
+    return f"for i in range({count}) for name in [{listed}]"
+
+
+def _starts(name: str) -> Iterator[int]:
+    """Where the parts of a name begin."""
+    at = 0
+    while at >= 0:
+        yield at
+        at = name.find(".", at) + 1 or -1
+
+
+def _ends(name: str, other: str) -> bool:
+    """Whether one of two names is the other behind a prefix."""
+    short, long = sorted((name, other), key=len)
+    return long.endswith(f".{short}")
+
+
+def _split(name: str) -> Iterator[tuple[str, str, str]]:
+    """Each part of a name, with what stands before and after it."""
+    parts = name.split(".")
+    for at, part in enumerate(parts):
+        yield ".".join(parts[:at]), part, ".".join(parts[at + 1 :])
+
+
+def _digits(name: str) -> str:
+    return "".join(c for c in name if c.isdigit())
+
+
+def _likeness(name: str, other: str) -> float:
+    """How like two names are where they differ, from 0 to 1; 0 for those of different numbers."""
+    if _ALSO.get(name) == other:
+        return 1.0
+    if _digits(name) != _digits(other):
+        return 0.0
+    a, b = name.split("."), other.split(".")
+    while a and b and a[0] == b[0]:
+        a, b = a[1:], b[1:]
+    while a and b and a[-1] == b[-1]:
+        a, b = a[:-1], b[:-1]
+    return SequenceMatcher(None, ".".join(a), ".".join(b)).ratio() if a or b else 1.0

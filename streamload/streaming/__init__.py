@@ -1,0 +1,1 @@
+"""The loop of a load and its threads: read, cast, place."""

@@ -1,0 +1,135 @@
+"""What the copy loop of a device is to do for a unit: reads into slots, and copies from there."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from streamload.core.units import round_up
+from streamload.devices.allocators import DRIVER_BLOCK_NBYTES
+from streamload.devices.base import Copy, CopyTable, Read, Staging
+from streamload.planning.chunks import Chunk, Pack
+from streamload.streaming.state import Job, Unit
+
+
+class Slot(NamedTuple):
+    """What a device copies from.
+
+    Attributes:
+        staging: the memory.
+        scratch: device address of the elements that are still to be cast; 0 where none are.
+    """
+
+    staging: Staging
+    scratch: int
+
+
+def reads_of(
+    job: Job, device: str, unit: Unit, alignment: int, slots: Sequence[Slot], index: int
+) -> list[Read]:
+    """What the loop is to do for a unit: reads of what fits into a slot.
+
+    Args:
+        job: the load.
+        device: its device.
+        unit: the chunks.
+        alignment: of the reads' first bytes and lengths.
+        slots: read ``i`` goes to slot ``i % len(slots)``.
+        index: of the first read.
+    """
+    reads: list[Read] = []
+    copies: list[Copy] = []
+    start = at = unit[0].runs[0].start  # of the read, and of what comes next
+    whole = unit[-1].runs[0].stop - start
+    # parts of one size: a small one at the end would cost as much as the others
+    size = round_up(-(-whole // -(-whole // job.plan.slot_nbytes)), mmap.PAGESIZE)
+    size = min(size, job.plan.slot_nbytes)
+    if isinstance(unit, Pack):
+        return list(_pack_reads(job, device, unit, alignment, size))
+    for chunk in unit:
+        p = job.plan.placements[chunk.placement]
+        width = p.stored_nbytes(p.unit_numel) if p.cast == "device" else 1
+        if at != chunk.runs[0].start:  # what lies between is not wanted
+            reads.append(_read(start, at, alignment, copies))
+            copies, start = [], chunk.runs[0].start
+            at = start
+        while at < chunk.runs[0].stop:
+            room = (size - (at - start)) // width * width
+            if not room:
+                reads.append(_read(start, at, alignment, copies))
+                copies, start = [], at
+                continue
+            n = min(room, chunk.runs[0].stop - at)
+            scratch = slots[(index + len(reads)) % len(slots)].scratch
+            lead = start % alignment
+            copies.append(copy_of(job, device, chunk, at, n, at - start + lead, scratch))
+            at += n
+    reads.append(_read(start, at, alignment, copies))
+    return reads
+
+
+def _pack_reads(job: Job, device: str, pack: Pack, alignment: int, size: int) -> Iterator[Read]:
+    """What the loop is to do for a pack: reads of ``size``, which may end within parameters."""
+    addresses = job.addresses(pack)
+    assert addresses is not None, device
+    firsts = np.arange(pack.start, pack.stop, size)
+    begin = np.union1d(pack.bounds[:-1], firsts)  # of what goes from one read to one parameter
+    of = np.searchsorted(pack.bounds, begin, "right") - 1
+    target = addresses[of] + (begin - pack.bounds[of])
+    nbytes = np.diff(begin, append=pack.stop)
+    at = (begin - pack.start) % size  # in its read
+    if device in job.joins:
+        # neighbours in one segment by one copy; segments begin at a multiple of this
+        new = np.empty(len(begin), bool)
+        new[0] = True
+        new[1:] = target[1:] != target[:-1] + nbytes[:-1]
+        new |= (at == 0) | (target % DRIVER_BLOCK_NBYTES == 0)
+        where = np.flatnonzero(new)
+        at, target, nbytes = at[where], target[where], np.add.reduceat(nbytes, where)
+    rows = np.zeros((len(at), len(Copy._fields)), np.int64)
+    rows[:, 1] = nbytes
+    rows[:, 2] = target
+    ends = [*np.flatnonzero(at == 0).tolist(), len(at)]
+    for first, (begun, end) in zip(firsts.tolist(), pairwise(ends), strict=True):
+        rows[begun:end, 0] = at[begun:end] + first % alignment
+        last = min(first + size, pack.stop)
+        yield _read(first, last, alignment, CopyTable(rows[begun:end]))
+
+
+def copy_of(
+    job: Job, device: str, chunk: Chunk, start: int, nbytes: int, at: int, scratch: int
+) -> Copy:
+    """The copy of file bytes of a chunk that go as they are.
+
+    Args:
+        job: the load.
+        device: its device.
+        chunk: the chunk.
+        start: first file byte.
+        nbytes: how many.
+        at: where they lie in the slot.
+        scratch: the slot's.
+    """
+    bulk, casts = job.bulk[device], job.casts.get(device)
+    assert bulk is not None, device
+    p = job.plan.placements[chunk.placement]
+    address = bulk.address(job.buffers[chunk.placement]) + chunk.start
+    offset = start - chunk.runs[0].start if chunk.runs else 0
+    if p.cast == "device" and casts is not None:
+        numel = p.src.numel(offset)
+        first = chunk.start // p.dst.itemsize if p.coding is None else p.numel_at(chunk.start)
+        first += numel
+        address += -chunk.start if p.turned_there else p.placed_nbytes(numel)
+        beside = job.beside_address(chunk.placement)
+        return casts.copy(chunk.placement, p, at, nbytes, address, scratch, beside, first)
+    return Copy(at, nbytes, address + offset)
+
+
+def _read(start: int, stop: int, alignment: int, copies: Sequence[Copy]) -> Read:
+    """A read of file bytes ``start`` to ``stop`` (exclusive), and of what is around them."""
+    first = start // alignment * alignment
+    return Read(first, round_up(stop, alignment) - first, stop - first, copies)

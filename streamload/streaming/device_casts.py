@@ -1,0 +1,278 @@
+"""Casts that a device makes of what it was sent, during one load: kernels, memory, counts."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from streamload.checkpoint.open import Checkpoint
+from streamload.codecs import decode_cuda as dequant_ptx
+from streamload.codecs import encode_cuda as ptx
+from streamload.codecs import nested_ptx
+from streamload.codecs.cast_cuda import blocks
+from streamload.codecs.cast_table import CastCounts
+from streamload.codecs.decode import Weight, values_of
+from streamload.codecs.group import Packed
+from streamload.codecs.kernels import Tally
+from streamload.codecs.scheme import QuantCounts, Quantised
+from streamload.codecs.schemes.bitsandbytes_nested import MAP_NBYTES, dynamic_map
+from streamload.devices.base import BulkCopier, Copy, Device
+from streamload.errors import AllocationError
+from streamload.planning.plan import STAGING_SLOTS, STATISTIC_NBYTES, Placement, Plan, senders
+from streamload.planning.quant_policy import coded
+
+
+class DeviceCasts:
+    """The casts of one device.
+
+    Elements that stay as wide as they are are cast where they lie. Others are sent to scratch, as
+    much as a slot for each slot, and cast from there to their place. All of it, what is held beside
+    parameters meanwhile, and the tallies, is the plan's scratch on the device, until `close`.
+
+    Args:
+        name: of the device.
+        device: the device.
+        plan: what is loaded.
+        checkpoint: the headers that it was made from.
+
+    Raises:
+        UnsupportedCastError: there is no kernel for a cast of the plan, or not for this device.
+        AllocationError: the device does not have the memory.
+    """
+
+    def __init__(self, name: str, device: Device, plan: Plan, checkpoint: Checkpoint) -> None:
+        bulk = device.bulk
+        assert bulk is not None, name
+        mine = [
+            (index, p)
+            for index, p in enumerate(plan.placements)
+            if p.device == name and p.cast == "device"
+        ]
+        self._checkpoint = checkpoint
+        self._kernels = {
+            key: _kernel(bulk, p, self._info(p), clamp=plan.out_of_range == "clamp")
+            for key, p in {self._key(p): p for _, p in mine}.items()
+        }
+        nests = any(p.coding is not None and p.coding.nests for _, p in mine)
+        self._nest = bulk.function(nested_ptx.nested_ptx(), nested_ptx.SYMBOL) if nests else 0
+        self._tallies: dict[int, tuple[int, Placement]] = {}  # where each is among them
+        tallies_nbytes = 0
+        for index, p in mine:
+            self._tallies[index] = tallies_nbytes, p
+            tallies_nbytes += p.tally_nbytes
+        nbytes = next(d.scratch_nbytes for d in plan.devices if d.device == name)
+        self._tallies_at = nbytes - tallies_nbytes
+        try:
+            self._memory = bulk.memory(nbytes)
+        except AllocationError:
+            device.trim()  # what its allocator keeps is free to us
+            self._memory = bulk.memory(nbytes)
+        self._lock = threading.Lock()
+        self._slot_nbytes = plan.slot_nbytes
+        self._slots = 0
+        self._resizes = any(p.src.bits != p.dst.bits for _, p in mine)
+        slots = max(plan.threads, 1) * STAGING_SLOTS if self._resizes else 0
+        self._held_at = slots * plan.slot_nbytes
+        self._table_at = self._tallies_at - MAP_NBYTES * nests
+        if nests:
+            self._memory.write(self._table_at, dynamic_map())
+        self._held = _Ring(self._table_at - self._held_at)
+        # scales are sent ahead: a small copy waits for large ones that are under way
+        most = max((p.scales_nbytes for _, p in mine), default=0)
+        self._senders = ThreadPoolExecutor(senders(most), "streamload-scales")
+        self._sent: dict[int, Future[None]] = {}
+
+    def scratch(self) -> int:
+        """The address of a part of the scratch, for a slot that keeps it to the end; 0 for none.
+
+        Any thread may ask, as often as the plan has slots.
+        """
+        if not self._resizes:
+            return 0
+        with self._lock:
+            at = self._slots * self._slot_nbytes
+            self._slots += 1
+        assert at + self._slot_nbytes <= self._held_at, "more slots than planned"
+        return self._memory.address + at
+
+    def hold(self, index: int, p: Placement, make: Callable[[], Weight]) -> bool:
+        """Take memory for what is held beside a placement; False where there is no room now.
+
+        What dequantises it is made and sent by another thread.
+        """
+        if index in self._held.taken:
+            return True
+        if not self._held.take(index, p.there_nbytes):
+            return False
+        if p.src.is_packed:
+            self._sent[index] = self._senders.submit(self._send, index, make)
+        return True
+
+    def let_go(self, index: int) -> None:
+        """Give that memory back."""
+        self._sent.pop(index, None)
+        self._held.give_back(index)
+
+    def held(self, index: int) -> int:
+        """The address of what is held beside a placement."""
+        return self._memory.address + self._held_at + self._held.taken[index]
+
+    def weight(self, index: int) -> int:
+        """The address of what dequantises a placement, when it is there; raises why it is not."""
+        self._sent[index].result()
+        return self.held(index)
+
+    def _send(self, index: int, make: Callable[[], Weight]) -> None:
+        t = self._tallies[index][1].transpose
+        at = self.held(index) - self._memory.address
+        for part in dequant_ptx.weight_parts(make(), (t.outer, t.inner) if t else None):
+            self._memory.write(at, part)
+            at += part.nbytes
+
+    def nest(self, index: int, codes: int, scales: int) -> float:
+        """Quantise the statistics that are held of a placement, to these addresses.
+
+        Returns:
+            Their mean, which was taken off before.
+        """
+        p = self._tallies[index][1]
+        units = _made(p).units
+        values, table = self.held(index), self._memory.address + self._table_at
+        tally = Tally.from_buffer_copy(self._tally_bytes(index))
+        mean = np.float32(tally.statistics / units)
+        arguments = (values, codes, units, int(mean.view(np.uint32)), scales, table)
+        self._memory.run(self._nest, nested_ptx.nested_blocks(units), arguments)
+        return float(mean)
+
+    def copy(
+        self,
+        index: int,
+        p: Placement,
+        at: int,
+        nbytes: int,
+        address: int,
+        scratch: int,
+        beside: int,
+        first: int,
+    ) -> Copy:
+        """A copy of ``nbytes``, whole elements of ``p.src`` at ``at`` in a slot, with its cast.
+
+        The cast elements go to ``address``; those that change their size by way of ``scratch``.
+        ``first`` is the number of the first one. What a kernel writes or reads beside elements is
+        from ``beside`` on.
+        """
+        numel = nbytes * 8 // p.src.bits
+        tally = self._memory.address + self._tallies_at + self._tallies[index][0]
+        kernel = self._kernels[self._key(p)]
+        if p.coding is not None:
+            many = ptx.blocks(_made(p), numel)
+            unit = p.coding.unit_numel
+            statistics = beside and beside + first // p.unit_numel * STATISTIC_NBYTES
+            return Copy(at, nbytes, scratch, kernel, numel, address, tally, many, statistics, unit)
+        if p.src.is_packed:
+            numel = min(numel, p.numel - first)  # the last byte may have one value
+            many = dequant_ptx.blocks(numel, p.src.bits)
+            number = first + p.source[0].start * p.row_numel
+            return Copy(at, nbytes, scratch, kernel, numel, address, tally, many, beside, number)
+        target = address if p.src.itemsize == p.dst.itemsize else scratch
+        return Copy(at, nbytes, target, kernel, numel, address, tally, blocks(numel))
+
+    def counts(self, index: int) -> CastCounts | QuantCounts:
+        """The counts of a placement, when its copies have ended."""
+        p = self._tallies[index][1]
+        return _counts(p, self._tally_bytes(index))
+
+    def all_counts(self) -> dict[int, CastCounts | QuantCounts]:
+        """The counts of all placements, by index."""
+        nbytes = sum(p.tally_nbytes for _, p in self._tallies.values())
+        found = self._memory.read(self._tallies_at, self._tallies_at + nbytes)
+        return {
+            index: _counts(p, found[at : at + p.tally_nbytes])
+            for index, (at, p) in self._tallies.items()
+        }
+
+    def close(self) -> None:
+        """Give the memory back, when all copies have ended."""
+        self._senders.shutdown(cancel_futures=True)
+        self._memory.close()
+
+    def _tally_bytes(self, index: int) -> bytes:
+        at, p = self._tallies[index]
+        start = self._tallies_at + at
+        return self._memory.read(start, start + p.tally_nbytes)
+
+    def _info(self, p: Placement) -> Packed | None:
+        """What is dequantised, if it is."""
+        info = self._checkpoint.tensors[p.source[0].tensor] if p.src.is_packed else None
+        assert info is None or isinstance(info, Packed), p.name
+        return info
+
+    def _key(self, p: Placement) -> tuple[object, ...]:
+        """What placements have in common that share a kernel."""
+        info = self._info(p)
+        if info is None:
+            return p.src, p.dst, p.coding
+        return values_of(info), p.dst, p.turned_there
+
+
+class _Ring:
+    """Memory that is taken, and mostly given back in the same order.
+
+    Attributes:
+        taken: where what is taken begins, by number.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._order: deque[tuple[int, int, int]] = deque()  # number, from, to
+        self.taken: dict[int, int] = {}
+
+    def take(self, index: int, nbytes: int) -> bool:
+        """Take memory under a number; False where there is no room for it."""
+        start, stop = 0, self._nbytes
+        if self._order:
+            (_, first, _), (_, last, start) = self._order[0], self._order[-1]
+            if last < first:
+                stop = first
+            elif start + nbytes > stop:
+                start, stop = 0, first
+        if start + nbytes > stop:
+            assert self._order, "more is held than planned"
+            return False
+        self.taken[index] = start
+        self._order.append((index, start, start + nbytes))
+        return True
+
+    def give_back(self, index: int) -> None:
+        """Give back what was taken under a number."""
+        del self.taken[index]
+        while self._order and self._order[0][0] not in self.taken:
+            self._order.popleft()
+
+
+def _kernel(bulk: BulkCopier, p: Placement, info: Packed | None, *, clamp: bool) -> int:
+    """What `Copy.kernel` is for a placement."""
+    if info is not None:
+        text = dequant_ptx.packed_ptx(info, p.dst, clamp=clamp, turned=p.turned_there)
+        return bulk.function(text, dequant_ptx.SYMBOL)
+    if p.coding is not None:
+        return bulk.function(ptx.quant_ptx(_made(p), p.src), ptx.SYMBOL)
+    return bulk.kernel(p.src, p.dst, clamp)
+
+
+def _made(p: Placement) -> Quantised:
+    """What a placement becomes that a device quantises."""
+    assert p.coding is not None, p.name
+    return coded(p.coding, p.src)
+
+
+def _counts(p: Placement, tally: bytes) -> CastCounts | QuantCounts:
+    if p.coding is not None:
+        return Tally.from_buffer_copy(tally).counts(p.numel)
+    over, zeros, changed = struct.unpack("<3Q", tally)
+    return CastCounts(over, zeros, changed - over - zeros)

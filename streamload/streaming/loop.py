@@ -1,0 +1,365 @@
+"""The one loop: read, cast, place. The only threads of a load on one node are here.
+
+The calling thread prepares parameters in plan order (old memory is released and new memory is
+allocated there, since frameworks are not thread-safe) and hands units of work to a few workers
+(`worker`); progress is told and parameters are finished there too (`job`). With no workers, the
+calling thread does their work as well.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from itertools import groupby, islice
+
+from streamload.checkpoint.open import Checkpoint
+from streamload.checkpoint.shards import Opener, open_shard
+from streamload.core.interrupt import Interrupt, deferred_interrupt, nothing
+from streamload.core.memory import STAGING, Ledger
+from streamload.devices.base import Device
+from streamload.files.local import Reader
+from streamload.planning.plan import BATCH_UNITS, Plan, units_ahead
+from streamload.planning.transforms import NO_CHANGES, Changes
+from streamload.streaming.device_casts import DeviceCasts
+from streamload.streaming.memory_watch import Headroom
+from streamload.streaming.state import Job, StreamStats, Target, Unit
+from streamload.streaming.worker import Outcome, Worker
+
+_TOLD_TOGETHER = 4  # units that a worker has finished
+# The next is begun while the last units of one are under way, and as many more as it takes to keep
+# the workers busy: with two, 100 files of 40 MB came to an H200 at a quarter of the rate of four.
+_OPEN_SHARDS = 2
+_MOST_OPEN_SHARDS = 16
+# Chunks that are cut before the workers begin: beside them it took 10 ms and not 2.
+_CUT_ALONE = 1024
+_LOOK_S = 0.05  # while there is nothing to read
+
+
+def stream(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    target: Target,
+    devices: Mapping[str, Device],
+    ledger: Ledger,
+    progress: Callable[[int], None] = lambda nbytes: None,
+    opener: Opener = open_shard,
+    headroom: Headroom | None = None,
+    changes: Changes = NO_CHANGES,
+) -> StreamStats:
+    """Run a plan.
+
+    Args:
+        plan: what to do.
+        checkpoint: the headers that the plan was made from.
+        target: what is filled.
+        devices: by name, every device of the plan.
+        ledger: where scratch and staging are reserved.
+        progress: told the file bytes read so far, often.
+        opener: opens the shards.
+        headroom: looks whether there still is what was promised; None looks nowhere.
+        changes: what changes values on the way.
+
+    Returns:
+        What was done.
+
+    Raises:
+        CheckpointError: a file could not be read, or is not what it was.
+        OutOfRangeError: under ``out_of_range="error"``.
+        MemoryTakenError: others took memory, and the load does not fit any more.
+        KeyboardInterrupt: Ctrl-C, or whatever the application's own handler of it raises; work
+            under way is finished first.
+        StreamloadError: whatever the target and the devices raise.
+    """
+    begun = time.perf_counter()
+    with ExitStack() as stack:
+        interrupt = stack.enter_context(deferred_interrupt())
+        for device in plan.devices:
+            stack.enter_context(ledger.lease(device.device, device.scratch_nbytes))
+        if plan.host_nbytes:
+            stack.enter_context(ledger.lease(STAGING, plan.host_nbytes))
+        job = Job(plan, checkpoint, target, devices, progress, opener, headroom, changes)
+        for name in job.casting:
+            casts = DeviceCasts(name, devices[name], plan, checkpoint)
+            job.casts[name] = stack.enter_context(closing(casts))
+        units = job.units()
+        crew = Crew(job, plan.threads, interrupt)
+        stack.callback(crew.join)
+        opened: deque[int] = deque()  # shards
+        submitted: Counter[int] = Counter()  # units, by shard
+        try:
+            together = batches(units, job, plan.threads)
+            for shard, of_shard in groupby(together, lambda batch: batch[0][0].shard):
+                while len(opened) >= _OPEN_SHARDS and (
+                    len(opened) >= _MOST_OPEN_SHARDS
+                    or crew.is_enough(sum(submitted[other] for other in opened))
+                    or crew.has_done(opened[0])
+                ):
+                    crew.drain(opened.popleft())
+                opened.append(shard)
+                reader = job.open(shard)
+                for batch in of_shard:
+                    interrupt.check()
+                    for each in (batch, *job.parts()):
+                        while not job.has_room(each):
+                            crew.wait()
+                        job.begin(each)
+                        crew.submit(reader, each)
+                        submitted[shard] += len(each)
+                job.has_begun(shard)
+            crew.drain()
+            while parts := job.parts():  # of what was quantised last
+                for each in parts:
+                    job.begin(each)
+                    crew.submit(reader, each)
+                crew.drain()
+            job.stats.transfer_seconds = time.perf_counter() - job.first_read
+        except BaseException as error:
+            job.fail(error)
+            raise
+        finally:
+            crew.join()  # before the readers are closed
+            job.close_all()
+        crew.end()
+        for casts in job.casts.values():
+            for index, counts in casts.all_counts().items():
+                job.count(index, counts)
+        interrupt.check()  # it came when the last byte had been placed
+        job.stats.seconds = time.perf_counter() - begun
+        return job.stats
+
+
+def batches(units: Iterator[Unit], job: Job, workers: int) -> Iterator[Sequence[Unit]]:
+    """Hand out units that go as they are several at a time, fewer towards the end of the load.
+
+    A worker then goes from one to the next by itself: waking threads costs more than reading.
+
+    Args:
+        units: of all shards.
+        job: what they are of.
+        workers: how many there are.
+    """
+    share = 2 * max(workers, 1)
+    ahead: deque[Unit] = deque()
+    chunks = 0
+    while chunks < _CUT_ALONE and (unit := next(units, None)) is not None:
+        ahead.append(unit)
+        chunks += len(unit)
+    ahead.extend(islice(units, max(BATCH_UNITS * share - len(ahead), 0)))
+    while ahead:
+        most = min(BATCH_UNITS, len(ahead) // share)
+        batch = [ahead.popleft()]
+        while len(batch) < most and _go_together(batch[0], ahead[0], job):
+            batch.append(ahead.popleft())
+        yield batch
+        ahead.extend(islice(units, len(batch)))
+
+
+def _go_together(a: Unit, b: Unit, job: Job) -> bool:
+    """Whether both are of one shard, and go as they are."""
+    one, other = a[0], b[0]
+    bulk = all(job.is_bulk(job.plan.placements[chunk.placement]) for chunk in (one, other))
+    return one.shard == other.shard and bulk
+
+
+class Crew:
+    """The workers, and the two queues between them and the streaming thread."""
+
+    def __init__(self, job: Job, threads: int, interrupt: Interrupt) -> None:
+        self._job = job
+        self._interrupt = interrupt
+        self._work: queue.SimpleQueue[tuple[Reader, Sequence[Unit]] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[list[Outcome] | None] = queue.SimpleQueue()
+        self._in_flight: Counter[int] = Counter()  # units, by shard
+        staged = not all(job.host_visible.values())
+        # Units for each worker: one for each of its slots and one that waits, or more where they
+        # are told or handed out together. What is begun and not finished is lost by a failure.
+        self._told_together = _TOLD_TOGETHER if staged else 1
+        self._ahead = units_ahead(staged=staged)
+        self._most_in_flight = self._ahead * threads
+        self._stopped = threading.Event()
+        self._inline = Worker(job) if threads == 0 else None
+        self._threads: list[threading.Thread] = []
+        self._to_start = threads
+        self._failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+        interrupt.wake = self.wake
+
+    def submit(self, reader: Reader, batch: Sequence[Unit]) -> None:
+        """Hand out units; waits while enough are under way. Raises what a worker met."""
+        if self._to_start:
+            self._start()
+        if self._inline is not None:
+            self._job.first_read = min(self._job.first_read, time.perf_counter())
+            for unit in batch:
+                self._take_all(self._inline.run(reader, unit))
+            return
+        while self._in_flight.total() >= self._most_in_flight:
+            self._receive()
+        self._in_flight[batch[0][0].shard] += len(batch)
+        self._work.put((reader, batch))
+
+    def _start(self) -> None:
+        """Start a worker, one for each batch: to start all at first would keep the first waiting.
+
+        Eight take 8 ms beside what they begin with, on one H200's host.
+        """
+        number = len(self._threads)
+        self._threads.append(threading.Thread(target=self._serve, name=f"streamload-{number}"))
+        try:
+            self._threads[-1].start()
+            self._to_start -= 1
+        except RuntimeError:  # no more threads under this limit: those that there are will do
+            del self._threads[-1]
+            self._to_start = 0
+            self._inline = None if number else Worker(self._job)
+            self._most_in_flight = self._ahead * number
+
+    def wait(self) -> None:
+        """Wait for something under way. Raises what a worker met."""
+        if self._inline is not None:
+            self._take_all(self._inline.settle())
+        else:
+            assert self._in_flight.total(), "more is held than planned"
+            self._receive()
+
+    def is_enough(self, units: int) -> bool:
+        """Whether no more units than these can be under way at once."""
+        return units >= self._most_in_flight
+
+    def has_done(self, shard: int) -> bool:
+        """Whether nothing of a shard is under way."""
+        return not self._in_flight[shard]
+
+    def drain(self, shard: int | None = None) -> None:
+        """Wait for everything under way, or all of one shard. Raises what a worker met."""
+        if self._inline is not None:
+            self._take_all(self._inline.settle())
+        while self._in_flight[shard] if shard is not None else self._in_flight.total():
+            self._receive()
+
+    def end(self) -> None:
+        """End the crew when all is done. Raises what closing the staging met."""
+        self.join()
+        if not self._failures.empty():
+            raise self._failures.get()
+
+    def join(self) -> None:
+        """Let the units under way end, drop the others, close all staging and end all threads.
+
+        May be called again, and raises nothing.
+        """
+        self._stopped.set()
+        self._interrupt.wake = nothing
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            if thread.ident is not None:  # it was started
+                _insist(thread.join)
+        if self._inline is not None:
+            self._close(self._inline)
+
+    def _close(self, worker: Worker) -> None:
+        failure = worker.close()
+        if failure is not None:
+            self._failures.put(failure)
+
+    def wake(self) -> None:
+        """Wake the streaming thread; called between any two instructions."""
+        self._done.put(None)
+        # the thread itself may wait for a server, and hold locks of that
+        if self._inline is not None and self._interrupt.will_raise:
+            threading.Thread(target=self._job.stop, name="streamload-stop").start()
+
+    def listen(self, seconds: float) -> bool:
+        """Wait for what a worker has done, or for `wake`. Raises what a worker met.
+
+        Args:
+            seconds: the longest wait.
+
+        Returns:
+            Whether there was either.
+        """
+        if self._inline is not None:
+            self._take_all(self._inline.settle())
+        try:
+            self._receive(seconds)
+        except queue.Empty:
+            return False
+        return True
+
+    def _receive(self, seconds: float | None = None) -> None:
+        outcomes = self._done.get(timeout=seconds)
+        if outcomes is None:  # woken by Ctrl-C
+            self._interrupt.check()
+            return
+        for unit, _, _ in outcomes:
+            if unit:  # a worker that died has none
+                self._in_flight[unit[0].shard] -= 1
+        self._take_all(outcomes)
+
+    def _take_all(self, outcomes: Iterable[Outcome]) -> None:
+        for unit, counts, error in outcomes:
+            if error is not None:
+                self._interrupt.check()  # which may be why
+                raise error
+            self._job.done(unit, counts)
+        self._job.tell()
+
+    def _serve(self) -> None:
+        """What a worker's thread does. Whatever ends it early ends the load, which waits for it."""
+        worker = Worker(self._job)
+        try:
+            worker.open()
+            self._work_off(worker)
+        except BaseException as error:
+            self._done.put([((), [], error)])
+        self._close(worker)
+
+    def _wait_for_work(self) -> tuple[Reader, Sequence[Unit]] | None:
+        """The next item; nobody who wants to change an open file waits long meanwhile."""
+        while True:
+            with suppress(queue.Empty):
+                return self._work.get(timeout=_LOOK_S)
+            self._job.check_files()
+
+    def _work_off(self, worker: Worker) -> None:
+        finished: list[Outcome] = []
+        while True:
+            try:
+                item = self._work.get_nowait()
+            except queue.Empty:
+                # nothing to overlap with: hand over what is finished before going to sleep
+                finished += worker.settle()
+                if finished:
+                    self._done.put(finished)
+                    finished = []
+                item = self._wait_for_work()
+            if item is None or self._stopped.is_set():
+                break
+            reader, batch = item
+            self._job.first_read = min(self._job.first_read, time.perf_counter())
+            for outcome in worker.run_batch(reader, batch):
+                finished.append(outcome)
+                if self._stopped.is_set() or outcome[2] is not None:
+                    break
+            # several at once: the streaming thread wakes up for each time, and takes the lock of
+            # the interpreter from workers that have just read
+            failed = bool(finished) and finished[-1][2] is not None
+            if failed or len(finished) >= self._told_together:
+                self._done.put(finished)
+                finished = []
+            if failed:  # of its slots nothing is known any more
+                return
+
+
+def _insist(wait: Callable[[], object]) -> None:
+    """Wait to the end, whatever a signal handler raises meanwhile: threads are always joined."""
+    while True:
+        try:
+            wait()
+            return
+        except BaseException:
+            continue

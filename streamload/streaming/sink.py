@@ -1,0 +1,265 @@
+"""The parameters of a model as a stream fills them: loaded, untouched or invalid at any moment."""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from streamload.checkpoint.open import Checkpoint
+from streamload.checkpoint.shards import map_shard
+from streamload.core.location import Location
+from streamload.core.memory import Ledger
+from streamload.core.pagemap import reusable_nbytes
+from streamload.core.tensors import first_byte
+from streamload.devices.allocators import TRIM_NBYTES
+from streamload.devices.base import Addressed, Buffer, Device, Framework, OnFiles, Parameter
+from streamload.errors import AllocationError, LoadState
+from streamload.planning.plan import Plan
+
+_POISON_NBYTES = 2**24
+
+
+class ModelTarget:
+    """The parameters of a model, or of a state dict that is made, as the stream fills them.
+
+    Attributes:
+        state_dict: without a model, the tensors that are there so far, by name.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        framework: Framework,
+        devices: Mapping[str, Device],
+        parameters: Mapping[str, Parameter] | None,
+        ledger: Ledger,
+    ) -> None:
+        """Nothing is touched yet.
+
+        Args:
+            plan: what will be streamed.
+            framework: of the devices.
+            devices: by name, every device of the plan.
+            parameters: the model's, by the names of the placements; None without a model.
+            ledger: where memory is reserved before it is allocated.
+        """
+        self.state_dict: dict[str, Any] = {}
+        self._plan = plan
+        self._framework = framework
+        self._devices = devices
+        self._parameters = parameters
+        self._ledger = ledger
+        self._all_new = plan.placements.all_new
+        self._buffers: dict[int, Buffer] = {}  # begun and not finished
+        self._released: set[int] = set()  # what they held is gone
+        # freed heap by device, since it was trimmed; other devices trim as they release
+        self._freed = {name: 0 for name, device in devices.items() if device.info.shared_memory}
+        self._loaded: set[int] = set()
+        self._revoked: set[int] = set()  # finished, of bytes that may be wrong
+
+    def _parameter(self, index: int) -> Parameter | None:
+        if self._parameters is None:
+            return None
+        return self._parameters[self._plan.placements[index].name]
+
+    def begin_all(self) -> None:
+        """Enter what the model holds into the ledger; release it now where that is planned."""
+        made = self._plan
+        held = () if self._all_new else made.placements
+        for p in held:
+            if p.action == "in_place":
+                self._ledger.reserve(p.device, p.resident_nbytes)
+            elif p.released_nbytes:
+                self._ledger.reserve(p.device, p.released_nbytes)
+        for index, p in enumerate(held):
+            if p.action == "replace" and made.device(p.device).release_first:
+                self._release(index)
+        for d in made.devices:
+            if d.release_first:
+                self._devices[d.device].trim()
+
+    def map_all(self, checkpoint: Checkpoint) -> None:
+        """Make what stays in its file a view on that; nothing of it is read.
+
+        Raises:
+            FileChangedError: a file is not what it was when its header was read.
+            CheckpointError: a file cannot be opened or mapped.
+        """
+        placements = self._plan.placements
+        maps: dict[Location, mmap.mmap] = {}
+        for index, kind in enumerate(placements.kinds):
+            if kind.cast != "mapped":
+                continue
+            (row,) = placements.sources[index]
+            info = checkpoint.tensors[row.tensor]
+            if info.shard not in maps:
+                maps[info.shard] = map_shard(checkpoint.headers[info.shard])
+            device = self._devices[kind.device]
+            assert isinstance(device, OnFiles), kind.device
+            if kind.action == "replace":
+                self._release(index)
+            start = first_byte(info, row)
+            self._buffers[index] = device.view(maps[info.shard], start, kind.dst, kind.shape)
+            self.finish([index])
+
+    def _release(self, index: int) -> str:
+        if index in self._released:
+            return ""
+        p = self._plan.placements[index]
+        parameter = self._parameter(index)
+        reason = parameter.release() if parameter else ""
+        if not reason:
+            self._released.add(index)
+            self._ledger.release(p.device, p.released_nbytes)
+            if p.device in self._freed:
+                self._freed[p.device] += p.released_nbytes
+                if self._freed[p.device] >= TRIM_NBYTES:
+                    self._devices[p.device].trim()
+                    self._freed[p.device] = 0
+        return reason
+
+    def begin(self, indices: Sequence[int]) -> list[Buffer]:
+        """Make room for parameters of one device, by number, and return their buffers."""
+        placements = self._plan.placements
+        kinds = [placements.kinds[index] for index in indices]
+        name = kinds[0].device
+        device = self._devices[name]
+        new = self._all_new or all(kind.action == "new" for kind in kinds)
+        if len(kinds) == 1 or not new or not isinstance(device, Addressed):
+            return [self._begin(index) for index in indices]
+        nbytes = sum(placements.resident_nbytes[index] for index in indices)
+        self._ledger.reserve(name, nbytes)
+        try:
+            buffers = device.allocate_all([(kind.dst, kind.shape) for kind in kinds])
+        except BaseException as error:
+            self._ledger.release(name, nbytes)
+            if isinstance(error, AllocationError):  # one by one: what is too much is named
+                return [self._begin(index) for index in indices]
+            raise
+        self._buffers.update(zip(indices, buffers, strict=True))
+        return buffers
+
+    def _begin(self, index: int) -> Buffer:
+        p = self._plan.placements[index]
+        parameter = self._parameter(index)
+        if p.action == "in_place" and parameter is not None:
+            self._buffers[index] = parameter.buffer()
+            return self._buffers[index]
+        reason = self._release(index) if p.action == "replace" else ""
+        device = self._devices[p.device]
+        self._ledger.reserve(
+            p.device, p.resident_nbytes, reason=f"{p.name}: {reason}" if reason else ""
+        )
+        try:
+            self._buffers[index] = device.allocate(p.dst, p.shape)
+        except BaseException as error:
+            self._ledger.release(p.device, p.resident_nbytes)
+            if isinstance(error, AllocationError):
+                raise AllocationError(
+                    error.device, f"{error.problem} (for {p.name!r})", nbytes=error.nbytes
+                ) from error
+            raise
+        return self._buffers[index]
+
+    def finish(self, indices: Sequence[int]) -> None:
+        """Make parameters tensors over their buffers."""
+        names, kinds = self._plan.placements.names, self._plan.placements.kinds
+        if self._parameters is None:
+            alike = [kinds[index] for index in indices]
+            columns = (
+                [self._devices[kind.device] for kind in alike],
+                [self._buffers[index] for index in indices],
+                [kind.dst for kind in alike],
+                [kind.shape for kind in alike],
+            )
+            tensors = map(self._framework.tensor, *columns)
+            self.state_dict.update(zip([names[index] for index in indices], tensors, strict=True))
+            self._loaded.update(indices)
+            deque(map(self._buffers.__delitem__, indices), maxlen=0)
+            return
+        for index in indices:
+            if kinds[index].action == "in_place":
+                self._parameters[names[index]].revive()  # it may be invalid since an earlier load
+            else:
+                self._parameters[names[index]].attach(self._buffers[index], kinds[index].dst)
+            self._loaded.add(index)
+            del self._buffers[index]
+
+    def revoke(self, indices: Iterable[int]) -> None:
+        """Count finished parameters as those that were not: what they hold may be wrong."""
+        for index in self._loaded.intersection(indices):
+            p = self._plan.placements[index]
+            parameter = self._parameter(index)
+            self._loaded.remove(index)
+            self._revoked.add(index)
+            if p.action == "in_place" and parameter is not None:
+                self._buffers[index] = parameter.buffer()
+                continue
+            if parameter is not None:
+                parameter.release()
+            self.state_dict.pop(p.name, None)
+            self._ledger.release(p.device, p.resident_nbytes)
+
+    def fail(self) -> LoadState:
+        """Give back what is half-filled, and say what each parameter is now.
+
+        Memory that was being written in place is kept, and stays in the ledger: another load
+        writes it again, and whoever else refers to it sees that.
+        """
+        made = self._plan
+        begun = (self._released | self._revoked | set(self._buffers)) - self._loaded
+        # a parameter that keeps what it held until its new buffer is full is as it was
+        invalid = {
+            i for i in begun if i in self._released or made.placements[i].action == "in_place"
+        } | self._revoked
+        given_up: list[tuple[int, Buffer]] = []
+        for index in sorted(begun):
+            p = made.placements[index]
+            buffer = self._buffers.pop(index, None)
+            parameter = self._parameter(index)
+            device = self._devices[p.device]
+            if buffer is not None and p.action == "in_place":
+                _poison(device, buffer, p.nbytes)
+            if parameter is not None and index in invalid:
+                parameter.invalidate(keep=p.action == "in_place")
+            if buffer is not None and p.action != "in_place":
+                given_up.append((index, buffer))
+        # when every parameter is in a stated condition: a device that has failed may fail again
+        for index, buffer in given_up:
+            p = made.placements[index]
+            with suppress(Exception):
+                self._devices[p.device].release(buffer)
+            self._ledger.release(p.device, p.resident_nbytes)
+        names = made.placements.names
+        everything = range(len(names))
+        if self._parameters is not None:  # and those that an earlier failure left without values
+            invalid |= {i for i in everything if self._parameters[names[i]].invalid} - self._loaded
+        return LoadState(
+            loaded=tuple(names[i] for i in everything if i in self._loaded),
+            untouched=tuple(
+                names[i] for i in everything if i not in self._loaded and i not in invalid
+            ),
+            invalid=tuple(names[i] for i in everything if i in invalid),
+        )
+
+
+def _poison(device: Device, buffer: Buffer, nbytes: int) -> None:
+    """Fill half-written memory that others may still hold: every float in it reads as NaN.
+
+    But for blocks that have no memory of their own yet: it may be what there is too little of.
+    """
+    if not device.info.host_visible:
+        return
+    with suppress(Exception):
+        for at in range(0, nbytes, _POISON_NBYTES):
+            stop = min(at + _POISON_NBYTES, nbytes)
+            with device.window(buffer, at, stop) as view:
+                block = np.frombuffer(view, np.uint8)
+                if reusable_nbytes([(block.ctypes.data, block.nbytes)]) != [0]:
+                    block[:] = 0xFF
+                del block  # it keeps the window open

@@ -1,0 +1,171 @@
+"""What becomes of a chunk's elements between the file and the device: see `Step`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from streamload.codecs.cast_table import Cast, CastCounts
+from streamload.codecs.decode import Decoder
+from streamload.codecs.group import Packed
+from streamload.codecs.scheme import QuantCounts
+from streamload.core.dtypes import F32, DType
+from streamload.errors import UnsupportedCastError
+from streamload.planning.chunks import Chunk, Run
+from streamload.planning.plan import Placement
+from streamload.streaming.state import NO_COUNTS, NO_ERRORS, Counts, Job
+
+
+class Step(ABC):
+    """Copies, casts, quantises or dequantises the elements of one chunk, in one thread.
+
+    Attributes:
+        moves: bytes stay what they are.
+        gathers: lines of a run are put together before.
+        counts: what all calls did not keep.
+    """
+
+    moves = False
+    gathers = False
+    counts: Counts = NO_COUNTS
+
+    def begin(self, run: Run) -> None:
+        """Look at a run; all calls until the next are for its elements."""
+        return None
+
+    def changed(self, data: memoryview, start: int) -> memoryview:
+        """Whole rows of the file from byte ``start`` on, as functions change them before."""
+        return data
+
+    @abstractmethod
+    def __call__(
+        self, data: memoryview, out: memoryview, *, at: int, start: int, lines: int = 1
+    ) -> None:
+        """Write what elements become.
+
+        Args:
+            data: the elements, line after line.
+            out: what they become, written; must not overlap ``data``.
+            at: byte of the parameter at which ``out`` begins.
+            start: byte of the file at which ``data`` begins.
+            lines: how many lines, each at `Run.pitch` from the one before in the file.
+        """
+
+
+class Casting(Step):
+    """Casts elements, or copies them."""
+
+    counts: CastCounts
+
+    def __init__(self, cast: Cast, *, moves: bool) -> None:
+        self._cast, self.moves = cast, moves
+        self.counts = NO_COUNTS
+
+    def __call__(
+        self, data: memoryview, out: memoryview, *, at: int, start: int, lines: int = 1
+    ) -> None:
+        """Cast elements: what they become depends on no place."""
+        self.counts += self._cast(data, out)
+
+
+class Changing(Step):
+    """Casts rows that functions have changed."""
+
+    counts: CastCounts
+
+    def __init__(self, job: Job, chunk: Chunk, p: Placement) -> None:
+        self._job, self._chunk, self._dst = job, chunk, p.dst
+        self._cast = job.cast(p)
+        self.counts = NO_COUNTS
+
+    def changed(self, data: memoryview, start: int) -> memoryview:
+        """See `Step.changed`."""
+        rows, _, self._cast = _changed(self._job, self._chunk, data, start, self._dst)
+        return rows
+
+    def __call__(
+        self, data: memoryview, out: memoryview, *, at: int, start: int, lines: int = 1
+    ) -> None:
+        """Cast elements of the dtype that the functions gave."""
+        self.counts += self._cast(data, out)
+
+
+class Encoding(Step):
+    """Quantises elements: ``at`` says which units they are."""
+
+    gathers = True
+    counts: QuantCounts
+
+    def __init__(self, job: Job, chunk: Chunk, p: Placement) -> None:
+        self._job, self._chunk, self._placement = job, chunk, p
+        self._encoder = job.encoder(chunk.placement)
+        self.counts = NO_ERRORS
+
+    def changed(self, data: memoryview, start: int) -> memoryview:
+        """Changed rows in float32; see `Step.changed`."""
+        if not self._placement.changes:
+            return data
+        rows, dtype, cast = _changed(self._job, self._chunk, data, start, F32)
+        out = memoryview(bytearray(len(rows) // dtype.itemsize * F32.itemsize))
+        cast(rows, out)
+        return out
+
+    def __call__(
+        self, data: memoryview, out: memoryview, *, at: int, start: int, lines: int = 1
+    ) -> None:
+        """Quantise whole units."""
+        self.counts += self._encoder.encode(data, out, self._placement.numel_at(at))
+
+
+class Decoding(Step):
+    """Dequantises elements: ``start`` says which scales they have."""
+
+    gathers = True
+    counts: CastCounts
+    _info: Packed
+    _decoder: Decoder
+
+    def __init__(self, job: Job, chunk: Chunk, p: Placement) -> None:
+        self._job, self._chunk, self._placement = job, chunk, p
+        self.counts = NO_COUNTS
+
+    def begin(self, run: Run) -> None:
+        """Read the scales of the run's tensor, where no thread has done that yet."""
+        info = self._job.tensor_at(self._chunk, run.start)
+        assert isinstance(info, Packed), info.name
+        self._info, self._decoder = info, self._job.decoder(info, self._placement)
+        self._pitch = info.dtype.numel(run.pitch)
+
+    def __call__(
+        self, data: memoryview, out: memoryview, *, at: int, start: int, lines: int = 1
+    ) -> None:
+        """Dequantise the elements of some lines."""
+        first = self._info.dtype.numel(start - self._info.start)
+        self.counts += self._decoder.decode(data, out, first, lines, self._pitch)
+
+
+def step_of(job: Job, chunk: Chunk, p: Placement) -> Step:
+    """What is done to a chunk on the host; its placement is no part beside codes."""
+    if p.cast == "device":
+        return Casting(job.cast(p), moves=True)
+    if p.cast == "rows":
+        return Changing(job, chunk, p)
+    if p.coding is not None:
+        return Encoding(job, chunk, p)
+    if p.src.is_packed:
+        return Decoding(job, chunk, p)
+    return Casting(job.cast(p), moves=p.src is p.dst)
+
+
+def _changed(
+    job: Job, chunk: Chunk, data: memoryview, start: int, dst: DType
+) -> tuple[memoryview, DType, Cast]:
+    """Rows as functions change them, their dtype, and the cast of it."""
+    info, first = job.rows_at(chunk, start)
+    rows, dtype = job.changes.apply(info, data, first)
+    try:
+        return rows.data, dtype, job.cast_of(dtype, dst)
+    except UnsupportedCastError as error:
+        reason = f"its transform returned {dtype}: return {info.dtype}, as was given"
+        raise UnsupportedCastError(
+            error.src, error.dst, reason=reason, tensor=info.name, path=info.shard
+        ) from error

@@ -1,0 +1,594 @@
+"""What reads, casts and places.
+
+A worker reads a window of the file and casts it into the device's memory, or into a staging slot of
+its own that the device copies from. Where a device takes many reads and copies in one call, bytes
+that go as they are pass through its slots without the interpreter.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+from typing import NamedTuple
+
+import numpy as np
+
+from streamload.core.system import populate
+from streamload.devices.base import Read, Staging, Ticket
+from streamload.errors import CheckpointError, DeviceError
+from streamload.files.local import Reader
+from streamload.planning.chunks import Chunk, Pack, Run, split
+from streamload.planning.plan import STAGING_SLOTS, Placement, slot_nbytes
+from streamload.streaming.bulk import Slot, copy_of, reads_of
+from streamload.streaming.state import NO_COUNTS, Counts, Job, Unit, file_ranges
+from streamload.streaming.steps import Casting, Encoding, Step, step_of
+from streamload.streaming.transpose import Turner
+
+Outcome = tuple[Unit, list[Counts], BaseException | None]
+
+
+class _SlotTicket(NamedTuple):
+    """Copies under way, and what they are from."""
+
+    staging: Staging
+    ticket: Ticket
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A unit whose bytes have been read.
+
+    Attributes:
+        unit: the chunks.
+        counts: of each.
+        tickets: of copies that may not have ended.
+    """
+
+    unit: Unit
+    counts: list[Counts]
+    tickets: list[_SlotTicket]
+
+    def outcome(self) -> Outcome:
+        """Wait for the copies."""
+        failure: BaseException | None = None
+        for _, ticket in self.tickets:
+            try:
+                ticket.wait()
+            except BaseException as error:
+                failure = error
+        return self.unit, self.counts, failure
+
+
+class Worker:
+    """Reads, casts and places units; owns its staging slots and its source buffer.
+
+    `run` and `settle` raise nothing: each unit leaves by exactly one outcome.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._slots: dict[str, deque[Slot]] = {}  # by device, least recently used first
+        self._under_way: deque[_UnderWay] = deque()
+        self._finished: list[Outcome] = []  # and not told yet
+        self._source = memoryview(b"")
+        self._turner = Turner(job.plan)
+        self._fresh = False  # it has the slot of `open` alone, and has begun nothing
+
+    def open(self) -> None:
+        """Take a slot that all units will need: the first parameters are allocated meanwhile.
+
+        Locking its pages takes longer than anything else before the first read, and the driver
+        locks those of one thread at a time: the others are taken when this one is in use.
+        """
+        job = self._job
+        devices = {p.device for p, _ in job.plan.placements.counted}
+        if len(devices) == 1 and job.bulk[name := devices.pop()] is not None:
+            self._slots.setdefault(name, deque()).append(self._new_slot(name))
+            self._fresh = True
+
+    def close(self) -> BaseException | None:
+        """Give back the staging slots, all of them; returns what went wrong with the last."""
+        for _ in self.settle():
+            pass  # where the load failed: nobody asks any more, but the copies must have ended
+        failures = [self._close(device) for device in self._slots]
+        return next((failure for failure in reversed(failures) if failure is not None), None)
+
+    def run(self, reader: Reader, unit: Unit, start: int | None = None) -> Iterator[Outcome]:
+        """Place one unit; yields the units that are finished by now.
+
+        Args:
+            reader: of its shard.
+            unit: the unit.
+            start: the file byte from which on its bytes are to be placed; None for all.
+        """
+        counts: list[Counts] = []
+        tickets: list[_SlotTicket] = []
+        failure: BaseException | None = None
+        try:
+            parts = self._parts(unit, start)
+            for part in parts:
+                self._place(reader, part, counts, tickets)
+            if parts != [unit]:  # of bytes that go as they are: nothing is counted
+                counts = [NO_COUNTS] * len(unit)
+        except BaseException as error:
+            failure = self._named(unit, error)
+            for _, ticket in tickets:
+                with suppress(Exception):
+                    ticket.wait()
+        if failure is None:  # first: whoever is given an outcome may want no more
+            self._has_begun(unit, counts, tickets)
+        yield from self._take_finished()
+        if failure is not None or not tickets:
+            yield from self.settle()  # slots are filled in turn, and this unit is out of turn
+        if failure is not None:
+            yield unit, counts, failure
+
+    def _named(self, unit: Unit, error: BaseException) -> BaseException:
+        """An error of a unit, with the tensor that it is of."""
+        if not isinstance(error, CheckpointError) or error.tensor is not None:
+            return error
+        named = error.of_tensor(self._job.tensor(_at_fault(unit, error))[0])
+        named.__cause__ = error
+        return named
+
+    def _parts(self, unit: Unit, start: int | None) -> list[Unit]:
+        """What is left of a unit, in units that fit into a slot."""
+        plan = self._job.plan
+        if start is None:
+            sizes = (_slot_nbytes(chunk, plan.placements[chunk.placement]) for chunk in unit)
+            # what is not handed out in bulk was cut to fit: there may be very many of these
+            bulk = self._job.is_bulk(plan.placements[unit[0].placement])
+            if not bulk or sum(sizes) <= plan.slot_nbytes:
+                return [unit]
+        parts: list[Unit] = []
+        part: list[Chunk] = []
+        size = 0
+        for chunk in unit:
+            placement = plan.placements[chunk.placement]
+            for piece in split(chunk, placement, plan.chunk_nbytes, start or 0):
+                grows = _slot_nbytes(piece, placement)
+                if part and size + grows > plan.slot_nbytes:
+                    parts.append(tuple(part))
+                    part, size = [], 0
+                part.append(piece)
+                size += grows
+        return [*parts, tuple(part)] if part else parts
+
+    def run_batch(self, reader: Reader, batch: Sequence[Unit]) -> Iterator[Outcome]:
+        """Place units, many in one call where that can be; yields those finished by now."""
+        at = 0
+        while at < len(batch):
+            begun, start = yield from self._run_bulk(reader, batch[at:])
+            at += begun
+            if start is not None or not begun:  # by itself: what was not read is tried once more
+                yield from self.run(reader, batch[at], start)
+                at += 1
+
+    def _run_bulk(
+        self, reader: Reader, units: Sequence[Unit]
+    ) -> Generator[Outcome, None, tuple[int, int | None]]:
+        """Read units into the slots in turn, and begin their copies, without the interpreter.
+
+        Returns:
+            How many were begun, or have left with an error; and of the one after those the file
+            byte up to which it has been copied, where the rest could not be read.
+        """
+        job = self._job
+        name = job.plan.placements[units[0][0].placement].device
+        bulk = job.bulk[name]
+        alignment = reader.alignment
+        room = job.plan.staging_nbytes - job.plan.slot_nbytes
+        if bulk is None or not reader.has_file or 2 * (alignment - 1) > room:
+            return 0, None
+        whole = list(takewhile(lambda unit: self._goes_in_bulk(unit, name), units))
+        if not whole:
+            return 0, None
+        begins = [0]  # of each unit, the first of its reads
+        reads: list[Read] = []
+        failure = None
+        fresh, self._fresh = self._fresh, False
+        if fresh:  # of all that `open` took: something is on its way before more pages are locked
+            whole = whole[:1]
+        try:
+            self._prepare(name, 1 if fresh else STAGING_SLOTS)
+        except BaseException as error:
+            yield from self._take_finished()
+            yield whole[0], [], error
+            return 1, None
+        try:
+            slots = list(self._slots[name])
+            for unit in whole:
+                reads += reads_of(job, name, unit, alignment, slots, len(reads))
+                begins.append(len(reads))
+            busy = {id(staging) for entry in self._under_way for staging, _ in entry.tickets}
+            with reader.unchanged():
+                stagings = [slot.staging for slot in slots]
+                failure = bulk.run(reader.fileno(), reads, stagings, len(busy))
+        except BaseException as error:
+            for slot in self._slots.get(name, ()):  # it may have begun copies
+                with suppress(Exception):
+                    bulk.ticket(slot.staging).wait()
+            yield from self._take_finished()
+            yield from self.settle()
+            yield whole[0], [], self._named(whole[0], error)
+            return 1, None
+        done = failure.index if failure else len(reads)
+        begun = bisect_right(begins, done) - 1
+        if failure is not None:
+            for slot in slots:  # of this unit, too, some may have been begun
+                with suppress(Exception):
+                    bulk.ticket(slot.staging).wait()
+            self._finished += self.settle()
+        self._refilled([slot.staging for slot in slots[:done]])
+        for index, unit in enumerate(whole[:begun]):
+            last = range(max(begins[index], done - len(slots)), begins[index + 1])
+            stagings = [slots[at % len(slots)].staging for at in last]
+            tickets = [_SlotTicket(staging, bulk.ticket(staging)) for staging in stagings]
+            self._has_begun(unit, [NO_COUNTS] * len(unit), tickets)
+        self._refilled(())
+        self._slots[name].rotate(-done)
+        yield from self._take_finished()
+        if failure is None:
+            return begun, None
+        yield from self.settle()
+        start = next(run.start for chunk in whole[begun] for run in chunk.runs)
+        if done > begins[begun]:
+            start = reads[done - 1].offset + reads[done - 1].needed
+        if failure.stage in ("read", "end"):
+            return begun, start
+        problem = f"a copy failed: status {failure.code}"
+        yield whole[begun], [], DeviceError(name, problem)
+        return begun + 1, None
+
+    def _has_begun(self, unit: Unit, counts: list[Counts], tickets: list[_SlotTicket]) -> None:
+        """All bytes of a unit have been read, and their copies begun."""
+        self._under_way.append(_UnderWay(unit, counts, tickets))
+        self._job.sent(unit, [ticket for _, ticket in tickets])
+
+    def _goes_in_bulk(self, unit: Unit, device: str) -> bool:
+        """Whether all bytes of a unit go as they are, one after the other: a gap is not read."""
+        on = self._job.plan.placements[unit[0].placement].device
+        if on != device or isinstance(unit, Pack):
+            return on == device
+        return all(self._file_range((chunk,)) is not None for chunk in unit) and all(
+            a.runs[0].stop <= b.runs[0].start for a, b in pairwise(unit)
+        )
+
+    def _refilled(self, stagings: Sequence[Staging]) -> None:
+        """Copies from these slots have ended; what was waiting for nothing else is finished."""
+        left: deque[_UnderWay] = deque()
+        for entry in self._under_way:
+            entry.tickets = [t for t in entry.tickets if all(t.staging is not s for s in stagings)]
+            if entry.tickets:
+                left.append(entry)
+            else:
+                self._finished.append(entry.outcome())
+        self._under_way = left
+
+    def _take_finished(self) -> Iterator[Outcome]:
+        finished, self._finished = self._finished, []
+        yield from finished
+
+    def _prepare(self, device: str, count: int) -> None:
+        """Make sure that a device has so many slots."""
+        job = self._job
+        slots = self._slots.setdefault(device, deque())
+        if any(
+            job.plan.placements[entry.unit[0].placement].device != device
+            for entry in self._under_way
+        ):
+            self._finished += self.settle()  # what is under way is in other slots
+        while len(slots) < count:
+            slots.appendleft(self._new_slot(device))
+
+    def _new_slot(self, device: str) -> Slot:
+        job = self._job
+        staging = job.devices[device].staging(job.plan.staging_nbytes)
+        casts = job.casts.get(device)
+        return Slot(staging, casts.scratch() if casts is not None else 0)
+
+    def _close(self, device: str) -> BaseException | None:
+        """Give back the slots of a device; returns what went wrong with the last."""
+        slots = self._slots[device]
+        failure: BaseException | None = None
+        while slots:
+            try:
+                slots.popleft().staging.close()
+            except BaseException as error:
+                failure = error
+        return failure
+
+    def settle(self) -> Iterator[Outcome]:
+        """Wait for all copies under way."""
+        while self._under_way:
+            yield self._under_way.popleft().outcome()
+
+    def _place(
+        self, reader: Reader, unit: Unit, counts: list[Counts], tickets: list[_SlotTicket]
+    ) -> None:
+        job = self._job
+        if job.bring is not None:
+            with reader.unchanged():
+                for start, stop in file_ranges(unit):
+                    job.bring(reader.path, start, stop)
+            counts += [NO_COUNTS] * len(unit)
+            return
+        name = job.plan.placements[unit[0].placement].device
+        device = job.devices[name]
+        slot: Slot | None = None
+        if not job.host_visible[name]:
+            slot = self._slot(name, tickets)  # one a unit: the other's copies are under way
+            found = self._file_range(unit)
+            if found is not None and self._read_whole(reader, unit, *found, slot):
+                self._send(name, unit, slot, 0, tickets)
+                counts += [NO_COUNTS] * len(unit)
+                return
+        elif isinstance(unit, Pack) and self._scatter(reader, unit):
+            counts += [NO_COUNTS] * len(unit)
+            return
+        at = 0
+        with self._shared_view(reader, unit) as (whole, base):
+            for chunk in unit:
+                p = job.plan.placements[chunk.placement]
+                try:
+                    if chunk.start == chunk.stop:
+                        counts.append(NO_COUNTS)
+                    elif job.host_visible[name] and p.cast != "device":
+                        buffer = job.buffers[chunk.placement]
+                        with device.window(buffer, chunk.start, chunk.stop) as out:
+                            if p.action != "in_place" and not job.refills:
+                                populate(out)
+                            counts.append(self._fill(reader, chunk, p, out, whole, base))
+                    else:
+                        slot = slot or self._slot(name, tickets)
+                        nbytes = chunk.staged_nbytes(p)
+                        with _part(slot.staging.view, at, at + nbytes) as out:
+                            counts.append(self._fill(reader, chunk, p, out, whole, base))
+                        self._send(name, (chunk,), slot, at, tickets)
+                        at += slot_nbytes(nbytes)
+                except CheckpointError as error:
+                    if error.tensor is None:
+                        raise error.of_tensor(job.tensor(chunk)[0]) from error
+                    raise
+
+    def _scatter(self, reader: Reader, pack: Pack) -> bool:
+        """Read a pack to where its parameters are, in one call; False where that cannot be."""
+        addresses = self._job.addresses(pack) if reader.has_file else None
+        if addresses is None:
+            return False
+        return reader.scatter(pack.start, addresses, np.diff(pack.bounds))
+
+    def _file_range(self, unit: Unit) -> tuple[int, int] | None:
+        """The file bytes of a unit that go to the device as they are, and in one piece."""
+        if isinstance(unit, Pack):
+            return unit.start, unit.stop
+        start = stop = -1
+        for chunk in unit:
+            p = self._job.plan.placements[chunk.placement]
+            as_it_is = p.cast == "copy" or (p.cast == "device" and p.device in self._job.casts)
+            if len(chunk.runs) != 1 or not as_it_is:
+                return None
+            run = chunk.runs[0]
+            if run.rows * run.lines != 1 or (start >= 0 and run.start != stop):
+                return None
+            start, stop = start if start >= 0 else run.start, run.stop
+        return start, stop
+
+    def _read_whole(self, reader: Reader, unit: Unit, start: int, stop: int, slot: Slot) -> bool:
+        """Read a unit into a slot at once, by pread: many maps of one process wait for each other.
+
+        Returns:
+            False where the file did not give the bytes of several chunks: one by one, the error
+            names the tensor.
+        """
+        try:
+            with _part(slot.staging.view, 0, stop - start) as out:
+                reader.read_into(start, out)
+        except CheckpointError as error:
+            if len(unit) > 1 and reader.has_file:  # a server has been asked often enough
+                return False
+            raise error.of_tensor(self._job.tensor(unit[0])[0]) from error
+        return True
+
+    def _send(self, name: str, unit: Unit, slot: Slot, at: int, tickets: list[_SlotTicket]) -> None:
+        """Begin the copies of chunks whose bytes lie in a slot from ``at`` on, without gaps."""
+        job = self._job
+        bulk, device = job.bulk[name], job.devices[name]
+        copies = []
+        for chunk in unit:
+            p = job.plan.placements[chunk.placement]
+            nbytes = chunk.staged_nbytes(p)
+            buffer = job.buffers[chunk.placement]
+            if p.cast == "device" and name not in job.casts:
+                device.cast_copy(slot.staging, at, nbytes, p.src, buffer, chunk.start, p.dst)
+            elif bulk is None:
+                ticket = device.copy(slot.staging, at, nbytes, buffer, chunk.start)
+                tickets.append(_SlotTicket(slot.staging, ticket))
+            else:
+                start = chunk.runs[0].start if chunk.runs else 0  # of a part nothing is read
+                copies.append(copy_of(job, name, chunk, start, nbytes, at, slot.scratch))
+            at += nbytes
+        if bulk is not None and copies:
+            read = Read(0, 0, 0, tuple(copies))  # nothing is read
+            try:
+                failure = bulk.run(0, [read], [slot.staging], 0)
+            finally:
+                tickets.append(_SlotTicket(slot.staging, bulk.ticket(slot.staging)))
+            if failure is not None:
+                raise DeviceError(name, f"a copy failed: status {failure.code}")
+
+    def _slot(self, device: str, tickets: Sequence[_SlotTicket]) -> Slot:
+        """The next slot of staging to be filled.
+
+        Args:
+            device: whose.
+            tickets: of the unit that it is for; its copies from this slot are waited for.
+        """
+        slots = self._slots.setdefault(device, deque())
+        if len(slots) < STAGING_SLOTS:
+            slots.append(self._new_slot(device))
+        else:
+            slots.rotate(-1)
+        slot = slots[-1]
+        while any(t.staging is slot.staging for entry in self._under_way for t in entry.tickets):
+            self._finished.append(self._under_way.popleft().outcome())
+        for staging, ticket in tickets:
+            if staging is slot.staging:
+                ticket.wait()
+        return slot
+
+    @contextmanager
+    def _shared_view(self, reader: Reader, unit: Unit) -> Iterator[tuple[memoryview | None, int]]:
+        """One window over a unit whose runs follow each other in a mapped file."""
+        runs = [run for chunk in unit for run in chunk.runs]
+        follow = all(a.stop == b.start for a, b in pairwise(runs))
+        if len(runs) < 2 or not follow or not reader.mapped:
+            yield None, 0
+            return
+        with ExitStack() as stack:
+            whole: memoryview | None = None
+            with suppress(CheckpointError):  # read one by one, the error names the tensor
+                whole = stack.enter_context(reader.view(runs[0].start, runs[-1].stop))
+            yield whole, runs[0].start
+
+    def _fill(
+        self,
+        reader: Reader,
+        chunk: Chunk,
+        p: Placement,
+        out: memoryview,
+        whole: memoryview | None,
+        base: int,
+    ) -> Counts:
+        """Read the chunk's runs, and write what they become into ``out``, the chunk's bytes."""
+        if p.cast == "part":
+            out[:] = self._job.value(chunk.placement)[chunk.start : chunk.stop]
+            return NO_COUNTS
+        step = step_of(self._job, chunk, p)
+        if p.turned and isinstance(step, Encoding):
+            self._encode_turned(reader, chunk, p, step, out)
+            return step.counts
+        for run in chunk.runs:
+            step.begin(run)
+            n = run.line_nbytes // run.rows
+            numel = p.src.numel(run.line_nbytes) // run.rows
+            width = n if step.moves else p.placed_nbytes(numel)
+            offset, stride = run.offset - chunk.start, run.stride
+            if p.cast == "device":  # the same places, in elements that are still to be cast
+                offset = p.src.nbytes(offset // p.dst.itemsize)
+                stride = p.src.nbytes(stride // p.dst.itemsize)
+            if p.turned and run.rows * run.lines > 1:
+                unit = p.least_columns if p.src.is_packed else 1
+                memory = self._memory(reader)
+                self._turner.turn(reader, run, step, out, offset, stride, width, memory, unit)
+            elif run.lines > 1:
+                lines = out[offset : offset + run.lines * width]
+                self._read_lines(reader, run, step, lines, run.offset)
+            elif step.moves and run.rows == 1 and self._is_read(reader, whole):
+                reader.read_into(run.start, out[offset : offset + n])
+            else:
+                with self._bytes(reader, run, whole, base) as src:
+                    given = step.changed(src, run.start)
+                    n = len(given) // run.rows
+                    for row in range(run.rows):
+                        at = offset + row * stride  # the last element may end before ``width``
+                        step(
+                            given[row * n : (row + 1) * n],
+                            out[at : at + width],
+                            at=chunk.start + at,
+                            start=run.start + row * n,
+                        )
+        return step.counts
+
+    def _is_read(self, reader: Reader, whole: memoryview | None) -> bool:
+        """Whether bytes that go as they are are read, and not copied from the file's map.
+
+        To map pages for one copy costs more than pread(2), where the memory has its own pages.
+        """
+        return not reader.mapped or (whole is None and self._job.refills)
+
+    def _encode_turned(
+        self, reader: Reader, chunk: Chunk, p: Placement, step: Encoding, out: memoryview
+    ) -> None:
+        """Put columns together before they are quantised."""
+        raw = memoryview(bytearray(chunk.read_nbytes))
+        begin = p.stored_nbytes(p.numel_at(chunk.start))
+        move = Casting(self._job.cast_of(p.src, p.src), moves=True)
+        for run in chunk.runs:
+            n, memory = run.line_nbytes // run.rows, self._memory(reader)
+            self._turner.turn(reader, run, move, raw, run.offset - begin, run.stride, n, memory)
+        step(raw, out, at=chunk.start, start=0)
+
+    def _read_lines(self, reader: Reader, run: Run, step: Step, out: memoryview, at: int) -> None:
+        """Read lines at equal distances, and nothing between them, one after the other into out.
+
+        Args:
+            reader: of the file.
+            run: the lines.
+            step: what becomes of them.
+            out: where to.
+            at: byte of the parameter at which ``out`` begins.
+        """
+        n, width = run.line_nbytes, len(out) // run.lines
+        if reader.mapped:
+            with reader.view(run.start, run.stop) as view:
+                if not step.moves and not step.gathers:
+                    for line in range(run.lines):
+                        start, to = line * run.pitch, line * width
+                        some, given = out[to : to + width], view[start : start + n]
+                        step(given, some, at=at + to, start=run.start + start)
+                    return
+                raw = out if step.moves else memoryview(bytearray(run.nbytes))
+                lines = np.ndarray((run.lines, n), np.uint8, view, strides=(run.pitch, 1))
+                np.ndarray((run.lines, n), np.uint8, raw)[:] = lines
+                del lines
+        else:
+            raw = out if step.moves else self._memory(reader)[: run.nbytes]
+            for line in range(run.lines):
+                reader.read_into(run.start + line * run.pitch, raw[line * n : (line + 1) * n])
+        if not step.moves:
+            step(raw, out, at=at, start=run.start, lines=run.lines)
+
+    def _bytes(
+        self, reader: Reader, run: Run, whole: memoryview | None, base: int
+    ) -> AbstractContextManager[memoryview]:
+        if whole is not None:
+            return whole[run.start - base : run.stop - base]
+        if reader.mapped:
+            return reader.view(run.start, run.stop)
+        nbytes = run.stop - run.start
+        source = self._memory(reader)[:nbytes]
+        reader.read_into(run.start, source)
+        return source
+
+    def _memory(self, reader: Reader) -> memoryview:
+        """Memory to read into, for files that are not mapped."""
+        if not self._source and not reader.mapped:
+            self._source = memoryview(bytearray(self._job.plan.slot_nbytes))
+        return self._source
+
+
+def _slot_nbytes(chunk: Chunk, placement: Placement) -> int:
+    """Bytes that a chunk takes up in a slot."""
+    return slot_nbytes(max(chunk.staged_nbytes(placement), chunk.read_nbytes))
+
+
+def _at_fault(unit: Unit, error: CheckpointError) -> Chunk:
+    """The chunk whose bytes a file did not give, as far as the error says."""
+    end = error.found if isinstance(error.found, int) else 0
+    return next((chunk for chunk in unit if chunk.runs and chunk.runs[-1].stop > end), unit[0])
+
+
+@contextmanager
+def _part(view: memoryview, start: int, stop: int) -> Iterator[memoryview]:
+    """A slice, released at the end, unless the traceback of an error still refers to it."""
+    part = view[start:stop]
+    try:
+        yield part
+    finally:
+        with suppress(BufferError):
+            part.release()

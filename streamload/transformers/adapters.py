@@ -1,0 +1,68 @@
+"""A folder that holds an adapter of peft: its base is streamed, and peft adds it."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streamload.checkpoint.open import open_checkpoint, read_json_file
+from streamload.core.location import Location
+from streamload.errors import CheckpointError
+from streamload.files.header import parse_json_object
+
+_CONFIG = "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
+_LARGEST_ITEMSIZE = 4  # peft computes in float32, whatever is stored
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter, and what it belongs to.
+
+    Attributes:
+        folder: of the adapter.
+        base: the checkpoint of the model that it is added to.
+        nbytes: the most bytes that its weights take.
+    """
+
+    folder: Path
+    base: str
+    nbytes: int
+
+    @classmethod
+    def at(cls, found: Location) -> Adapter | None:
+        """The adapter in a folder; None where there is none.
+
+        The folder of a model with an adapter beside it is its own base, as transformers has it.
+
+        Raises:
+            CheckpointError: it is invalid, or peft is not installed.
+        """
+        if not isinstance(found, Path) or not (found / _CONFIG).is_file():
+            return None
+        path = found / _CONFIG
+        config = parse_json_object(read_json_file(path), path)
+        own = (found / "config.json").is_file()
+        base = str(found) if own else config.get("base_model_name_or_path")
+        if not isinstance(base, str) or not isinstance(config.get("peft_type"), str):
+            raise CheckpointError(
+                path,
+                "the adapter is invalid",
+                "base_model_name_or_path and peft_type",
+                ", ".join(config) or "neither",
+            )
+        if importlib.util.find_spec("peft") is None:
+            raise CheckpointError(
+                path,
+                "the folder holds an adapter, which peft adds to the model: pip install peft, or "
+                f"load the model alone from {base}",
+            )
+        weights = open_checkpoint(found / _WEIGHTS)
+        nbytes = sum(info.numel * _LARGEST_ITEMSIZE for info in weights.tensors.values())
+        return cls(found, base, nbytes)
+
+    def add(self, model: Any, name: str | None) -> None:
+        """Add it to its base, as transformers does; ``name`` is what peft calls it."""
+        model.load_adapter(str(self.folder), adapter_name=name)

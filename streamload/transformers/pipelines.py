@@ -1,0 +1,482 @@
+"""Pipelines and models of diffusers: `from_pretrained`, streamed under one budget.
+
+diffusers and transformers build the models of a pipeline and load what is no model (schedulers,
+tokenizers); streamload moves the bytes of all models in one load. Tried with diffusers 0.35.2, 0.36
+and 0.42.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Unpack
+
+import accelerate
+import diffusers
+import torch
+import transformers
+
+from streamload.checkpoint.open import Checkpoint, from_headers, open_checkpoint, read_json_file
+from streamload.checkpoint.variants import is_of
+from streamload.core.dtypes import DTypeArgument
+from streamload.core.memory import BudgetLike
+from streamload.core.progress import Progress
+from streamload.core.units import parse_bytes
+from streamload.devices.names import framework
+from streamload.errors import (
+    CheckpointError,
+    PlanInfeasibleError,
+    ShapeMismatch,
+    ShardNotFoundError,
+    StateDictMismatchError,
+)
+from streamload.files.header import parse_json_object
+from streamload.loading.load import load_state_dict
+from streamload.loading.options import DEFAULTS, StreamOptions, Strictness, takes
+from streamload.loading.place import Devices, open_devices
+from streamload.loading.report import LoadReport
+from streamload.planning.planner import Residence
+from streamload.planning.sources import Source
+from streamload.transformers.arguments import found_at, takes_those_of_transformers
+from streamload.transformers.configuration import Wanted
+from streamload.transformers.names import whole
+from streamload.transformers.prepared import Prepared, load_untied, without_stale_notes
+
+__all__ = ["from_pretrained"]
+
+_PIPELINE = "model_index.json"
+#: Options of other loads, which diffusers would ignore as components that it does not know.
+_OFFLOADING = {"offload", "tokens", "stay", "layers", "host"}
+#: Those that ask for quantised weights, and the format where they do not name it.
+_QUANT = {"quant": "", "load_in_8bit": "int8", "load_in_4bit": "nf4"}
+_OTHERS = DEFAULTS.keys() | _OFFLOADING | _QUANT.keys()
+_WEIGHTS = (".safetensors", ".bin", ".msgpack", ".onnx", ".pb", ".ckpt", ".pt", ".pth")
+
+
+class PipelineOptions(StreamOptions, total=False):
+    """The options of `from_pretrained`; see `streamload.loading.options.LoadOptions`."""
+
+    budget: BudgetLike
+    device: str | None
+    dtype: DTypeArgument
+    reserve: float | str
+    residence: Residence
+    progress: Progress
+
+
+@takes_those_of_transformers
+@takes()
+def from_pretrained(
+    path: str | os.PathLike[str],
+    *,
+    pipeline_class: Any = None,
+    variant: str | None = None,
+    revision: str | None = None,
+    subfolder: str = "",
+    components: Mapping[str, Any] | None = None,
+    **options: Unpack[PipelineOptions],
+) -> Any:
+    """Load a pipeline of diffusers, all of its models streamed under one budget in bytes.
+
+    What comes back is what diffusers' own ``from_pretrained`` gives, on the device: equal images
+    for equal seeds. It fits as a whole, or nothing is read. Nothing is downloaded.
+
+    Args:
+        path: the root of a pipeline, with its ``model_index.json``; the folder of one of its
+            models, which comes back alone; or ``org/name`` in the local Hugging Face cache.
+        budget: most bytes on the device, of all models together, as in
+            `streamload.load_state_dict`.
+        device: "cuda:0", "cpu" or another of torch's; one for all. None: ``STREAMLOAD_DEVICE``,
+            else torch's default, else the first accelerator, else the CPU.
+        dtype: a dtype or its name, "checkpoint", or patterns by component and name:
+            ``{"vae.*": "float32", "*": "float16"}``; diffusers' ``{"vae": ..., "default": ...}`` is
+            taken too. None: as each is stored (diffusers makes float32 of all), and bfloat16
+            becomes float16 where a device does not compute in it. What diffusers and transformers
+            keep in float32 in a 16-bit model stays so, except under "checkpoint".
+        pipeline_class: a class of diffusers; None takes the one that ``model_index.json`` names.
+        variant: "fp16" for the files with that in their names; a model without such files comes
+            from its plain ones.
+        revision: of ``org/name``: a branch, a tag or a commit.
+        subfolder: the folder in ``path`` to take.
+        components: what to use in place of components, or None for none. They are taken as
+            arguments too: ``safety_checker=None``, ``vae=...``; so is what the class of the
+            pipeline takes.
+        reserve: bytes, or a size, that stay free on the device: for activations.
+        **options: see `PipelineOptions`.
+
+    Returns:
+        The pipeline, or the model; its ``streamload_report`` is the `LoadReport`.
+
+    Raises:
+        CheckpointError: there is no pipeline, or a model of it is neither of diffusers nor of
+            transformers, is quantised, or invalid.
+        StateDictMismatchError: names or shapes do not match; before any data is loaded.
+        PlanInfeasibleError: it does not fit; before any data is read or memory allocated.
+        ValueError: an argument is invalid.
+
+    and the errors of a load: see `streamload.load_state_dict`.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ValueError(f"expected the path of a pipeline, not {type(path).__name__}")
+    device, given = options["device"], dict(components or {})
+    if device is not None and not isinstance(device, str):
+        raise ValueError(f'a pipeline goes to one device: device="cuda:0", not {device!r}')
+    folder = found_at(path, revision, subfolder)
+    if not isinstance(folder, Path):
+        raise CheckpointError(folder, "a pipeline is loaded from a folder on this machine")
+    is_pipeline = (folder / _PIPELINE).is_file()
+    _check_names(folder, given, {name: options[name] for name in ("device", "budget")})
+    given = {name: value for name, value in given.items() if name not in _OTHERS}
+    if not is_pipeline and (given or pipeline_class is not None):
+        names = ", ".join(["pipeline_class"] * (pipeline_class is not None) + list(given))
+        raise ValueError(f"{folder} holds one model, and no pipeline: leave {names} away")
+    devices = open_devices(device, framework("torch"), {})
+    classes = _classes(folder, given)
+    if variant is not None and not any(_has(variant, where) for _, where in classes.values()):
+        raise ShardNotFoundError(folder, f"holds no file of variant {variant!r}")
+    checkpoints = {
+        name: open_checkpoint(where, variant=variant if variant and _has(variant, where) else None)
+        for name, (_, where) in classes.items()
+    }
+    asked = _dtypes(options["dtype"], checkpoints, given, alone=not is_pipeline)
+    parts = {
+        name: _part(*classes[name], checkpoint, asked[name], devices, options)
+        for name, checkpoint in checkpoints.items()
+    }
+    report = _load(folder, parts, devices, options)
+    for part in parts.values():
+        part.finish(report)
+    models = {name: part.model for name, part in parts.items()}
+    if not is_pipeline:
+        (model,) = models.values()
+        return model
+    owner = pipeline_class or diffusers.DiffusionPipeline
+    pipeline = owner.from_pretrained(str(folder), local_files_only=True, **{**models, **given})
+    pipeline.streamload_report = report
+    return pipeline
+
+
+def _check_names(folder: Path, given: Mapping[str, Any], place: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option of other loads, with what does the same here.
+
+    Args:
+        folder: of the pipeline, or of its model.
+        given: the components.
+        place: the device and the budget.
+    """
+    written = [f"{name}={value!r}" for name, value in place.items() if type(value) in (str, int)]
+    for name, value in given.items():
+        if name not in _OTHERS:
+            continue
+        instead = "leave it out"
+        if value and name in ("offload", *_QUANT):
+            quant = value if name == "quant" else _QUANT.get(name)
+            asked = [*written, f"quant={quant!r}"] if quant else written
+            instead = _by_itself(folder, given, bool(quant), ", ".join(["", *asked]))
+        if value or name not in _QUANT:
+            raise ValueError(f"{name} is no option here: {instead}")
+
+
+def _by_itself(folder: Path, given: Mapping[str, Any], fits: bool, arguments: str) -> str:
+    """What to write: the largest model of diffusers is filled by itself, and passed.
+
+    Args:
+        folder: of the pipeline, or of its model.
+        given: the components.
+        fits: whether it is loaded; if not, it is offloaded.
+        arguments: of that call, each behind a comma.
+    """
+    models = {
+        name: (sum(file.stat().st_size for file in where.iterdir()), where, found)
+        for name, (found, where) in _classes(folder, given).items()
+        if issubclass(found, diffusers.ModelMixin)
+    }
+    if not models:
+        return "leave it out"
+    name, (_, where, found) = max(models.items(), key=lambda item: item[1][0])
+    path, whole = (json.dumps(str(each), ensure_ascii=False) for each in (where, folder))
+    owner = f"diffusers.{found.__name__}"
+    call = "streamload.load_state_dict" if fits else "offloaded = streamload.offload"
+    lines = [
+        f"{name} = {owner}.from_config({owner}.load_config({path})).eval()",
+        f"{call}({name}, {path}{arguments})",
+    ]
+    if where == folder:
+        return f"write {'; '.join(lines)}"
+    lines.append(f"pipe = streamload.diffusers.from_pretrained({whole}, {name}={name})")
+    return f"fill its largest model by itself, and pass it: write {'; '.join(lines)}"
+
+
+# --- what a pipeline consists of ------------------------------------------------------------------
+
+
+def _classes(folder: Path, given: Mapping[str, Any]) -> dict[str, tuple[Any, Path]]:
+    """The class and the folder of each model, by its name; of a model's own folder, that one."""
+    path = folder / _PIPELINE
+    if not path.is_file():
+        config = folder / "config.json"
+        named = _read(config).get("_class_name") if config.is_file() else None
+        model_class = getattr(diffusers, str(named), None)
+        if model_class is None:
+            expected = f"{_PIPELINE}, or a config.json with a _class_name of diffusers"
+            raise CheckpointError(folder, "is no pipeline of diffusers", expected, named)
+        return {"model": (model_class, folder)}
+    out = {}
+    for name, entry in _read(path).items():
+        is_component = isinstance(entry, list) and [type(part) for part in entry] == [str, str]
+        where = folder / name
+        if name.startswith("_") or name in given or not is_component or not where.is_dir():
+            continue
+        model_class = _class(*entry)
+        if _is_model(model_class):
+            out[name] = model_class, where
+        elif any(file.name.endswith(_WEIGHTS) for file in where.iterdir()):
+            # diffusers would load it beside the budget
+            raise CheckpointError(
+                where,
+                "a model that is neither of diffusers nor of transformers",
+                f"one of these, or {name}= with the model",
+                ".".join(map(str, entry)),
+            )
+    return out
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    found = parse_json_object(read_json_file(path), path)
+    return dict(found)
+
+
+def _class(library: str, name: str) -> Any:
+    """A class that ``model_index.json`` names: of a library, or of one of diffusers' pipelines."""
+    for module in (library, f"diffusers.pipelines.{library}"):
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            continue
+    return None
+
+
+def _is_model(value: object) -> bool:
+    bases = (diffusers.ModelMixin, transformers.PreTrainedModel)
+    return isinstance(value, type) and issubclass(value, bases)
+
+
+def _has(variant: str, folder: Path) -> bool:
+    return any(is_of(file.name, variant) for file in folder.iterdir())
+
+
+# --- dtypes ---------------------------------------------------------------------------------------
+
+
+def _dtypes(
+    dtype: Any, checkpoints: Mapping[str, Checkpoint], given: Mapping[str, Any], *, alone: bool
+) -> Mapping[str, Any]:
+    """The dtypes asked of each model, by pattern of the names in its own checkpoint.
+
+    Args:
+        dtype: those asked for; as diffusers writes them by component, too.
+        checkpoints: of the models.
+        given: components that are not loaded.
+        alone: whether there is one model, whose name is in no pattern.
+
+    Raises:
+        ValueError: a pattern matches no tensor.
+    """
+    if not isinstance(dtype, Mapping):
+        return dict.fromkeys(checkpoints, dtype)
+    asked = {f"{name}.*" if name in checkpoints else name: value for name, value in dtype.items()}
+    rest = asked.pop("default", None)
+    out: dict[str, dict[str, Any]] = {name: {} for name in checkpoints}
+    for pattern, value in [*asked.items(), *([("*", rest)] if rest is not None else [])]:
+        inner = {name: _inside(pattern, "" if alone else f"{name}.") for name in checkpoints}
+        found = [
+            name
+            for name, checkpoint in checkpoints.items()
+            if any(fnmatchcase(tensor, inner[name]) for tensor in checkpoint.tensors)
+        ]
+        if not found and pattern != "*" and pattern.partition(".")[0] not in given:
+            raise ValueError(f"dtype: no tensor's name matches {pattern!r}")
+        for name in found:
+            out[name].setdefault(inner[name], value)  # the first that matches decides
+    return {name: rules or None for name, rules in out.items()}
+
+
+def _inside(pattern: str, prefix: str) -> str:
+    """What is left of a pattern behind a prefix of names; "" where it matches none of them."""
+    literal = re.split(r"[*?[]", pattern, maxsplit=1)[0]
+    if literal.startswith(prefix):
+        return pattern.removeprefix(prefix)
+    after = pattern.removeprefix(literal)
+    return after if prefix.startswith(literal) and after.startswith("*") else ""
+
+
+# --- one model ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Diffused:
+    """A model of diffusers with its parameters on the meta device, and what fills them."""
+
+    model: Any
+    checkpoint: Checkpoint
+    fill: Mapping[str, Source]
+    asked: Any
+
+    @classmethod
+    def of(cls, model_class: Any, checkpoint: Checkpoint, folder: Path, asked: Any) -> _Diffused:
+        """Build and match it, as diffusers does; nothing is read but headers."""
+        config = model_class.load_config(str(folder), local_files_only=True)
+        if config.get("quantization_config") is not None:
+            raise CheckpointError(folder, "the checkpoint is quantised: diffusers alone loads it")
+        with accelerate.init_empty_weights():  # what the model computes itself has values
+            model = model_class.from_config(config)
+        names: dict[str, Any] = {name: name for name in checkpoint.tensors}
+        if len(checkpoint.shards) == 1:
+            model._fix_state_dict_keys_on_load(names)  # names of older versions
+        state = model.state_dict()
+        fill = {new: whole(checkpoint, old) for new, old in names.items() if new in state}
+        ignored = model_class._keys_to_ignore_on_load_unexpected or ()
+        unexpected = [name for name in names if name not in state and not _matches(ignored, name)]
+        missing = [name for name in state if name not in fill]
+        shapes = [
+            ShapeMismatch(name, tuple(state[name].shape), source.shape or ())
+            for name, source in fill.items()
+            if tuple(state[name].shape) != source.shape
+        ]
+        if missing or unexpected or shapes:
+            raise StateDictMismatchError(
+                checkpoint.path, missing=missing, unexpected=unexpected, wrong_shape=shapes
+            )
+        model.register_to_config(_name_or_path=str(folder))
+        return cls(model, checkpoint, fill, asked)
+
+    def rules(self) -> DTypeArgument:
+        """The dtypes to load with."""
+        given = dict(self.asked) if isinstance(self.asked, Mapping) else {}
+        rest = given.pop("*", None) if isinstance(self.asked, Mapping) else self.asked
+        if rest == "checkpoint":
+            return {**given, "*": rest}
+        kept = set(self.model._keep_in_fp32_modules or ())
+        out = given | {
+            glob.escape(source.rows[0].tensor): "float32"
+            for name, source in self.fill.items()
+            if kept.intersection(name.split("."))
+            and self.checkpoint.tensors[source.rows[0].tensor].dtype.kind == "float"
+        }
+        return out if rest is None else {**out, "*": rest}
+
+    def beside_nbytes(self, devices: Devices) -> int:
+        """Bytes of buffers that no checkpoint holds."""
+        return sum(buffer.nbytes for name, buffer in self._computed())
+
+    def _computed(self) -> Iterator[tuple[str, Any]]:
+        return (pair for pair in self.model.named_buffers() if pair[0] not in self.fill)
+
+    def untied(self) -> bool:
+        """Models of diffusers tie nothing."""
+        return False
+
+    def finish(self, report: LoadReport) -> None:
+        """Bring to the device what the model computed, and make it ready for use."""
+        device = torch.device(report.plan.devices[0].device)
+        for name, buffer in list(self._computed()):
+            module, _, leaf = name.rpartition(".")
+            self.model.get_submodule(module)._buffers[leaf] = buffer.to(device)
+        self.model.eval()
+        self.model.streamload_report = report
+
+
+def _matches(patterns: Sequence[str], name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _part(
+    model_class: Any,
+    folder: Path,
+    checkpoint: Checkpoint,
+    asked: Any,
+    devices: Devices,
+    options: PipelineOptions,
+) -> _Diffused | Prepared:
+    """Build one model on the meta device, and match it."""
+    if issubclass(model_class, diffusers.ModelMixin):
+        return _Diffused.of(model_class, checkpoint, folder, asked)
+    stored: Counter[str] = Counter()
+    for info in checkpoint.tensors.values():
+        if info.dtype.kind == "float":
+            stored[info.dtype.name] += info.nbytes
+    # the configuration may state that of another variant
+    changes = {"dtype": stored.most_common(1)[0][0]} if stored else {}
+    return Prepared.of(
+        checkpoint,
+        str(folder),
+        Wanted(model_class=model_class, changes=changes),
+        devices,
+        dtype=asked,
+        budget=options["budget"],
+        cast=options["cast"],
+        strictness=Strictness(),
+    )
+
+
+# --- all of them ----------------------------------------------------------------------------------
+
+
+def _load(
+    folder: Path,
+    parts: Mapping[str, _Diffused | Prepared],
+    devices: Devices,
+    options: PipelineOptions,
+) -> LoadReport:
+    """Load all models as one, from one checkpoint in which each has its name as a prefix."""
+    checkpoint = _joined(folder, parts)
+    model = torch.nn.ModuleDict({name: part.model for name, part in parts.items()})
+
+    def load() -> LoadReport:
+        rules: dict[str, Any] = {}
+        fill: dict[str, Source] = {}
+        for name, part in parts.items():
+            own = part.rules()
+            named = own if isinstance(own, Mapping) else {"*": own} if own is not None else {}
+            rules |= {f"{name}.{pattern}": dtype for pattern, dtype in named.items()}
+            fill |= {f"{name}.{key}": _below(name, source) for key, source in part.fill.items()}
+        beside_nbytes = sum(part.beside_nbytes(devices) for part in parts.values())
+        asked: dict[str, Any] = {
+            **options,
+            "dtype": rules or None,
+            "rename": lambda name: name if name in fill else None,
+            "mapping": fill,
+            "strict": False,  # each has been matched
+            "reserve": parse_bytes(options["reserve"]) + beside_nbytes,
+        }
+        try:
+            return load_state_dict(model, checkpoint, **asked)
+        except PlanInfeasibleError as error:  # what is no option here would not help
+            raise error.without("quant=", "device=", "streamload.offload(") from None
+
+    return without_stale_notes(load_untied(load, *parts.values()), model)
+
+
+def _joined(folder: Path, parts: Mapping[str, _Diffused | Prepared]) -> Checkpoint:
+    headers = [
+        replace(
+            header,
+            tensors=tuple(replace(info, name=f"{name}.{info.name}") for info in header.tensors),
+        )
+        for name, part in parts.items()
+        for header in part.checkpoint.shards
+    ]
+    return from_headers(folder, headers)
+
+
+def _below(name: str, source: Source) -> Source:
+    rows = tuple(replace(row, tensor=f"{name}.{row.tensor}") for row in source.rows)
+    return replace(source, rows=rows)

@@ -1,0 +1,101 @@
+"""Checkpoints of streamload's own layout: weights as modules of streamload hold them.
+
+`save_pretrained` writes it of models whose weights no quantiser of transformers has modules for:
+fused experts, blocks of GGUF, several formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from streamload.checkpoint.open import Checkpoint
+from streamload.codecs.scheme import CodedWeight
+from streamload.devices.names import framework
+from streamload.errors import CheckpointError
+from streamload.loading.place import Devices
+from streamload.transformers.configuration import folder_of
+from streamload.transformers.names import Renames
+from streamload.transformers.quantizers.stored import Quantised, method_of, stated_in
+from streamload.transformers.saving import METHOD, CodedConfig, CodedQuantizer, formats_of
+
+
+@dataclass(slots=True)
+class CodedCheckpoint(Quantised):
+    """How such a checkpoint becomes a model."""
+
+    formats: dict[str, str] = field(default_factory=dict)  # by tensor
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, config: Any, _: Any = None) -> CodedCheckpoint | None:
+        """Look at a configuration; None where it does not say that the checkpoint is such a one.
+
+        Raises:
+            CheckpointError: what it says is invalid.
+        """
+        said, stated = stated_in(config)
+        if said is None or method_of(stated) != METHOD:
+            return None
+        try:
+            formats = formats_of(stated)
+        except ValueError as error:
+            raise CheckpointError(folder_of(checkpoint) / "config.json", str(error)) from error
+        lacking = next((name for name in formats if name not in checkpoint.tensors), None)
+        if lacking is not None:
+            raise CheckpointError(
+                checkpoint.path, "quantization_config names a tensor that is not there", lacking
+            )
+        quantizer = CodedQuantizer(CodedConfig(**stated))
+        return cls(METHOD, quantizer, checkpoint, formats=formats)
+
+    def prepare(self, model: Any, devices: Devices, renames: Callable[[], Renames]) -> None:
+        """Let modules of a model on the meta device hold the parts of their weights.
+
+        Raises:
+            CheckpointError: a module cannot hold its weight so.
+        """
+        named = renames()
+        formats = {named(tensor)[0]: format for tensor, format in self.formats.items()}
+        swap = framework("torch").swap(model, formats)
+        for tensor in self.formats:
+            name, _ = named(tensor)
+            if name not in swap.coded:
+                raise CheckpointError(
+                    self.checkpoint.tensors[tensor].shard,
+                    f"no module can hold {name} quantised",
+                    swap.holders,
+                    swap.refused.get(name, "no such parameter"),
+                    tensor=tensor,
+                )
+        swap.put()
+        stored = {named(tensor)[0]: tensor for tensor in self.formats}
+        made: dict[int, list[torch.Tensor]] = {}  # by what stands for codes: it may be shared
+        held: list[Any] = []  # so that nothing else gets its number
+        for name in sorted(swap.coded, key=lambda each: each not in stored):
+            prefix, _, leaf = name.rpartition(".")
+            buffers: dict[str, Any] = model.get_submodule(prefix)._buffers
+            said, old = swap.coded[name], buffers[leaf]
+            held.append(old)
+            parts = made.get(id(old)) or self._empty(said, stored.get(name, name))
+            made[id(old)] = made[id(parts[0])] = parts
+            buffers.update(zip(said.names(leaf), parts, strict=True))
+
+    def _empty(self, said: CodedWeight, tensor: str) -> list[torch.Tensor]:
+        """The parts of a weight, without values."""
+        out = []
+        for part in said.made.parts:
+            info = self.checkpoint.tensors.get(part.name(tensor))
+            shape = part.shape
+            state = len(shape) == 1 and part.dtype.name == "uint8"
+            if info is not None and (state or (*shape, 1) == info.shape):
+                # a state in JSON names the dtype that the weight had; and see `layout`
+                shape = info.shape
+            dtype = getattr(torch, part.dtype.name)
+            out.append(torch.empty(shape, dtype=dtype, device="meta"))
+        return out
+
+    def finish(self, model: Any) -> None:
+        """Nothing: `as_coded` says to a model that it is quantised."""

@@ -1,0 +1,429 @@
+"""Quantised checkpoints: the modules of transformers' quantisers, filled with the stored bytes."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamload.checkpoint.open import Checkpoint
+from streamload.codecs.stored import Group, read_states
+from streamload.core.dtypes import parse_dtype
+from streamload.core.tensors import TensorInfo
+from streamload.core.units import format_bytes
+from streamload.devices.torch.tensors import PARTS
+from streamload.errors import CheckpointError, ShapeMismatch, StateDictMismatchError
+from streamload.loading.place import Devices
+from streamload.planning.quant_policy import said_of_dense
+from streamload.transformers.configuration import first_line, folder_of
+from streamload.transformers.internals import AutoHfQuantizer
+from streamload.transformers.names import Names, Renames
+from streamload.transformers.quantizers.bitsandbytes import (
+    EightBit,
+    FourBit,
+    Maker,
+    TorchAo,
+    put_together,
+)
+
+#: Methods that are opened here: what each needs installed, by the name that it is imported by.
+_NEEDED: Mapping[str, Mapping[str, str]] = {
+    "bitsandbytes": {"bitsandbytes": "bitsandbytes", "accelerate": "accelerate"},
+    "compressed-tensors": {"compressed_tensors": "compressed-tensors"},
+    "fp8": {},
+    "mxfp4": {},
+    "torchao": {"torchao": "torchao"},
+    "gptq": {"optimum": "optimum", "gptqmodel": "gptqmodel"},
+    "awq": {"gptqmodel": "gptqmodel", "accelerate": "accelerate"},
+}
+_FP8_CAPABILITY = (8, 9)
+# bitsandbytes repacks a weight of 4 bits when it is first computed with on such a CPU: this many
+# bytes for each of its elements, seen for one of 33.6 million.
+_REPACKED_NBYTES = 7
+_STATISTIC_NBYTES = 2  # of each block of what is repacked; those that are stored stay, too
+_REPACKED_ROWS = 32
+
+
+@dataclass(slots=True)
+class Quantised:
+    """How a quantised checkpoint becomes a model.
+
+    Attributes:
+        method: the name of its method in the configuration.
+        quantizer: transformers' own for it.
+        checkpoint: the headers.
+        notes: what a user may want to know of, one sentence each.
+        beside_nbytes: what the first run of the model takes beside what is loaded.
+        stays: why it cannot be offloaded, or "".
+    """
+
+    method: str
+    quantizer: Any
+    checkpoint: Checkpoint
+    notes: list[str] = field(default_factory=list)
+    beside_nbytes: int = 0
+    stays: str = ""
+    # (module, its parameter, the group that the parameter is made of)
+    _staged: list[tuple[str, str, Group]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, config: Any, asked: Any = None) -> Quantised | None:
+        """Look at a configuration; None where it does not say that the checkpoint is quantised.
+
+        Args:
+            checkpoint: the headers.
+            config: of transformers; what it says of quantisation becomes an object there.
+            asked: the caller's ``quantization_config``; transformers takes what concerns computing.
+
+        Raises:
+            CheckpointError: the method is opened by transformers alone, needs a package
+                that is not installed, or its tensors are not those of quantised weights.
+        """
+        said, stated = stated_in(config)
+        if said is None:
+            return None
+        path = folder_of(checkpoint) / "config.json"
+        method = method_of(stated)
+        if method not in _NEEDED:
+            raise CheckpointError(
+                path,
+                "the checkpoint is quantised, and is loaded as it is by transformers alone",
+                expected=f"one of {', '.join(_NEEDED)}",
+                found=method,
+            )
+        needed = missing(method)
+        if needed:
+            raise CheckpointError(
+                path,
+                f"the checkpoint is quantised, and its modules are those of packages that are not "
+                f"installed: pip install {' '.join(needed)}",
+                expected=", ".join(_NEEDED[method]),
+                found=method,
+            )
+        if not checkpoint.groups:
+            raise CheckpointError(
+                path,
+                "quantization_config says that the checkpoint is quantised, and no weight of it is",
+                expected="weights with their scales",
+                found=method,
+            )
+        try:
+            config.quantization_config = AutoHfQuantizer.merge_quantization_configs(said, asked)
+            quantizer = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
+        except Exception as error:  # whatever a quantiser of transformers raises
+            problem = f"transformers does not open the quantised checkpoint: {first_line(error)}"
+            raise CheckpointError(path, problem, found=method) from error
+        return cls(method, quantizer, checkpoint)
+
+    def prepare(self, model: Any, devices: Devices, renames: Callable[[], Renames]) -> None:
+        """Replace modules of a model on the meta device by those for quantised weights.
+
+        Args:
+            model: as its configuration has it.
+            devices: where it goes.
+            renames: makes the names that tensors get in the model.
+
+        Raises:
+            CheckpointError: the modules cannot be made, or do not run on the devices.
+            StateDictMismatchError: a weight has another shape than its module.
+        """
+        names = list(devices.opened)
+        device_map = {"": names[0]} if len(names) == 1 else dict(enumerate(names))
+        config = self.quantizer.quantization_config
+        try:
+            if self.method in ("fp8", "mxfp4"):  # asks for a GPU, or dequantises
+                config.dequantize = self.method == "mxfp4"
+            else:
+                self.quantizer.validate_environment(device_map=device_map, weights_only=True)
+            with torch.device("meta"):
+                self.quantizer.preprocess_model(
+                    model=model,
+                    dtype=model.dtype,
+                    device_map=device_map,
+                    checkpoint_files=[str(header.path) for header in self.checkpoint.shards],
+                    use_kernels=False,
+                )
+        except Exception as error:  # likewise
+            self._refuse(f"its modules cannot be made: {first_line(error)}", names, error)
+        if self.method in ("bitsandbytes", "torchao", "mxfp4"):
+            self._stage(model, renames())
+        if self.method == "bitsandbytes":
+            self._look_at_repacking(
+                model,
+                names,
+                {
+                    f"{prefix}.{leaf}": (group.shape or (), group.block[0])
+                    for prefix, leaf, group in self._staged
+                    if group.bits == 4
+                },
+            )
+        if self.method == "compressed-tensors":
+            self._take_packed_zeros(model, renames())
+            self._keep_compressed(model)
+        if self.method == "torchao":
+            said = said_of_dense(self._largest_nbytes(model.dtype))
+            self.notes.append(f"torchao dequantises a weight when it is computed with: {said}")
+        if self.method in ("gptq", "awq"):
+            most = max(group.nbytes for group in self.checkpoint.groups.values())
+            self.notes.append(
+                "gptqmodel repacks weights for its kernel: the plan counts them once, and the "
+                f"largest takes {format_bytes(most, up=True)} more when it is repacked"
+            )
+            self.stays = (
+                "gptqmodel repacks all weights when they are loaded, and what streams is as the "
+                "files have it: load it with a larger budget, or offload the model that was "
+                'quantised, or what "streamload convert IN OUT --quant nf4" makes of that'
+            )
+        if self.method == "mxfp4":
+            config.dequantize = False
+            self._keep_mxfp4(model)
+            self._say_kept("MXFP4 experts", self._largest_nbytes(model.dtype))
+        if self.method == "fp8":
+            from streamload.transformers.quantizers import fp8 as packed
+
+            named = renames()
+            weights = {named(group.name)[0] for group in self.checkpoint.groups.values()}
+            packed.as_stored(model, weights, model.dtype)
+            if not _has_fp8_kernels(names):
+                if left := packed.keep_packed(model):
+                    self._refuse(f"{left} of transformers needs kernels for FP8", names)
+                self._say_kept("FP8 weights", packed.dense_numel(model) * model.dtype.itemsize)
+
+    def _refuse(self, problem: str, devices: list[str], cause: Exception | None = None) -> None:
+        raise CheckpointError(
+            folder_of(self.checkpoint) / "config.json",
+            f"the quantised checkpoint does not run on {', '.join(devices)}: {problem}",
+            found=self.method,
+        ) from cause
+
+    def _say_kept(self, what: str, dense_nbytes: int) -> None:
+        self.notes.append(
+            f"{what} stay packed: a module dequantises its own when it is computed, and "
+            f"{said_of_dense(dense_nbytes)}"
+        )
+
+    def _largest_nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the largest stored weight in a dtype; of fused experts, of one of them."""
+        shapes = (
+            group.shape or ()
+            for group in read_states(self.checkpoint.layouts, self.checkpoint.groups).values()
+        )
+        itemsize: int = dtype.itemsize
+        return max((math.prod(shape[-2:]) for shape in shapes), default=0) * itemsize
+
+    def _stage(self, model: Any, renames: Renames) -> None:
+        """Put the stored tensors of each weight into its module as buffers.
+
+        The load fills them as any other buffers, and `assemble` makes the weight of them.
+        """
+        with_shapes = read_states(self.checkpoint.layouts, self.checkpoint.groups)
+        wrong = []
+        for group in with_shapes.values():
+            name, _ = renames(group.name)
+            prefix, _, leaf = name.rpartition(".")
+            try:
+                module = model.get_submodule(prefix)
+                old = getattr(module, leaf)
+            except AttributeError:
+                continue  # nothing of that name: that the names do not match is told
+            if not _takes(module, old, group):
+                continue
+            expected = _unpacked(module, old)
+            if group.kind == "mxfp4":
+                expected = (expected[0], expected[2], expected[1])
+            if group.shape is not None and group.shape != expected:
+                wrong.append(ShapeMismatch(name, expected, group.shape))
+                continue
+            del module._parameters[leaf]
+            for key, info in _entries(group).items():
+                dtype = getattr(torch, info.dtype.name)
+                module._buffers[key] = torch.empty(info.shape, dtype=dtype, device="meta")
+                module.__dict__.setdefault(PARTS, set()).add(key)
+            self._staged.append((prefix, leaf, group))
+        if wrong:
+            raise StateDictMismatchError(self.checkpoint.path, wrong_shape=wrong)
+
+    def _look_at_repacking(
+        self, model: Any, devices: list[str], weights: Mapping[str, tuple[tuple[int, ...], int]]
+    ) -> None:
+        """Count what bitsandbytes will take to repack weights, and refuse what it cannot repack.
+
+        Args:
+            model: prepared.
+            devices: where it goes.
+            weights: of 4 bits, by name: the shape, and the elements of a block.
+        """
+        largest_nbytes = kept_nbytes = 0
+        for name, (shape, size) in weights.items() if "cpu" in devices else ():
+            module = model.get_submodule(name.rpartition(".")[0])
+            if not getattr(module, "support_avx512bf16_for_cpu", False):
+                continue
+            if len(shape) != 2 or shape[0] % _REPACKED_ROWS or shape[1] % size:
+                self._refuse(
+                    f"with AVX512-BF16 bitsandbytes repacks {name}, and cannot where its "
+                    f"{' x '.join(map(str, shape))} elements are not rows in {_REPACKED_ROWS}s and "
+                    f"columns in {size}s",
+                    devices,
+                )
+            largest_nbytes = max(largest_nbytes, _REPACKED_NBYTES * math.prod(shape))
+            kept_nbytes += _STATISTIC_NBYTES * math.prod(shape) // size
+        self.beside_nbytes = largest_nbytes + kept_nbytes
+        if self.beside_nbytes:
+            self.notes.append(
+                f"{format_bytes(self.beside_nbytes)} stay free: bitsandbytes repacks each weight "
+                "when it is first computed with on this CPU"
+            )
+        elif weights:
+            largest = max(math.prod(shape) for shape, _ in weights.values())
+            self.notes.append(
+                "bitsandbytes may dequantise a weight of 4 bits to compute: "
+                f"{said_of_dense(largest * model.dtype.itemsize)}"
+            )
+
+    def _take_packed_zeros(self, model: Any, renames: Renames) -> None:
+        """Give modules zero points of the stored shape.
+
+        compressed-tensors makes them unpacked on the meta device, and decompresses packed ones.
+        """
+        for group in self.checkpoint.groups.values():
+            info = group.members.get("zero_point")
+            if info is None:
+                continue
+            prefix, _, leaf = renames(info.name)[0].rpartition(".")
+            try:
+                parameters = model.get_submodule(prefix)._parameters
+            except AttributeError:
+                continue
+            if leaf in parameters:
+                dtype = getattr(torch, info.dtype.name)
+                packed = torch.empty(info.shape, dtype=dtype, device="meta")
+                parameters[leaf] = nn.Parameter(packed, requires_grad=False)
+
+    def _keep_compressed(self, model: Any) -> None:
+        """Let modules decompress one by one, or count what all of them take decompressed."""
+        from streamload.transformers.quantizers import compressed_tensors as packed_compressed
+
+        others = packed_compressed.keep_packed(model, self.quantizer.compressor)
+        if not others:
+            self._say_kept("compressed weights", self._largest_nbytes(model.dtype))
+            return
+        self.stays = (
+            f"compressed-tensors decompresses all of the model when it first runs, for {others[0]} "
+            'is no Linear or Embedding of torch: dequantise the checkpoint once, with "streamload '
+            'convert IN OUT --dtype bfloat16", and offload that'
+        )
+        for group in read_states(self.checkpoint.layouts, self.checkpoint.groups).values():
+            itemsize = group.members["scale"].dtype.itemsize
+            self.beside_nbytes += math.prod(group.shape or ()) * itemsize
+        self.notes.append(
+            f"{format_bytes(self.beside_nbytes)} stay free: compressed-tensors decompresses the "
+            f"model when it first runs, for {others[0]} is no Linear or Embedding of torch"
+        )
+
+    def _keep_mxfp4(self, model: Any) -> None:
+        from streamload.transformers.quantizers import mxfp4 as packed_mxfp4
+
+        modules = dict.fromkeys(prefix for prefix, _, _ in self._staged)
+        for prefix in modules:
+            if not packed_mxfp4.keep_packed(model.get_submodule(prefix)):
+                kind = type(model.get_submodule(prefix)).__name__
+                self._refuse(f"experts of MXFP4 are those of gpt-oss, not {kind}", ["any device"])
+        self._staged.clear()  # they stay as they are
+
+    def stage(self, model: Any, names: Names) -> None:
+        """Do what has to be done when it is known what fills the model: nothing, here."""
+
+    def check(self, model: Any, names: Names) -> None:
+        """Raise CheckpointError where a module expects quantised values, and the tensor has none.
+
+        Args:
+            model: on the meta device, prepared.
+            names: what fills it.
+        """
+        state, quantised = model.state_dict(), self.checkpoint.members
+        for tensor, parameter in names.first.items():
+            if tensor in quantised:
+                continue
+            info = self.checkpoint.tensors[tensor]
+            wanted = parse_dtype(str(state[parameter].dtype))
+            if wanted.bits <= 8 and wanted.kind != "bool" and wanted is not info.dtype:
+                raise CheckpointError(
+                    info.shard,
+                    f"quantization_config says that {parameter} is quantised, and it is not",
+                    expected=f"{wanted} and its scales",
+                    found=info.dtype,
+                    tensor=tensor,
+                )
+
+    def assemble(self, model: Any) -> None:
+        """Make what the modules compute with of what was loaded; nothing is copied."""
+        for prefix, leaf, group in self._staged:
+            name = f"{prefix}.{leaf}"
+            maker: Maker = FourBit() if group.bits == 4 else EightBit()
+            if self.method == "torchao":
+                maker = TorchAo(self.quantizer, name)
+            module, keys = model.get_submodule(prefix), list(_entries(group))
+            put_together(module, name, keys, maker, group.shape or (), model.dtype)
+        self._staged.clear()
+
+    def finish(self, model: Any) -> None:
+        """Say to a loaded model that it is quantised, as transformers does."""
+        model.hf_quantizer = self.quantizer
+        self.quantizer.postprocess_model(model)
+
+
+def stated_in(config: Any) -> tuple[Any, Mapping[str, Any]]:
+    """A configuration's ``quantization_config``: as it is, and as a dict; (None, {}) for none."""
+    said = getattr(config, "quantization_config", None)
+    for key in config.sub_configs if said is None else ():
+        said = said or getattr(getattr(config, key, None), "quantization_config", None)
+    if said is None:
+        return None, {}
+    return said, said if isinstance(said, Mapping) else said.to_dict()
+
+
+def method_of(stated: Mapping[str, Any]) -> str:
+    """The method that a ``quantization_config`` names."""
+    return str(getattr(stated.get("quant_method"), "value", stated.get("quant_method")))
+
+
+def _entries(group: Group) -> dict[str, TensorInfo]:
+    """The tensors of a weight, by the rests of their names in its module."""
+    module = group.name[: group.name.rfind(".") + 1]
+    return {info.name.removeprefix(module): info for info in group.members.values()}
+
+
+def _unpacked(module: nn.Module, weight: torch.Tensor) -> tuple[int, ...]:
+    """The shape that a module's weight has, before it is quantised."""
+    if isinstance(module, nn.Linear):
+        return (module.out_features, module.in_features)
+    return tuple(weight.shape)
+
+
+def _takes(module: nn.Module, weight: torch.Tensor, group: Group) -> bool:
+    """Whether a module is one for such a weight; where not, the names will not match."""
+    if group.kind.startswith("bnb-"):
+        return type(module).__name__ == ("Linear8bitLt" if group.bits == 8 else "Linear4bit")
+    return group.kind != "mxfp4" or weight.dim() == 3
+
+
+def missing(method: str) -> list[str]:
+    """The packages of a method that are not installed, as pip has them."""
+    return [pip for name, pip in _NEEDED[method].items() if not _installed(name)]
+
+
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _has_fp8_kernels(devices: list[str]) -> bool:
+    """Whether transformers' own FP8 kernels run on all of the devices."""
+    cuda = all(torch.device(name).type == "cuda" for name in devices)
+    if not cuda or not _installed("kernels"):
+        return False
+    return all(torch.cuda.get_device_capability(name) >= _FP8_CAPABILITY for name in devices)

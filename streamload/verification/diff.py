@@ -1,0 +1,403 @@
+"""Comparing two checkpoints tensor by tensor.
+
+Nothing is held of a tensor but a block of each file: 20 MB, and less where memory is short. It is
+one thread: digests run at 30 GB/s and comparisons at 19 (2 GB/s where ml_dtypes casts, which keeps
+the GIL), so that the disk decides.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import repeat
+from pathlib import Path
+from typing import get_args
+
+from streamload.checkpoint.digests import SIDECAR, Digests
+from streamload.checkpoint.open import Checkpoint, CheckpointLike, opened
+from streamload.checkpoint.shards import AHEAD_NBYTES, BLOCK_NBYTES, Room, Shards, cut
+from streamload.codecs.cast_table import OutOfRange, supported
+from streamload.codecs.decode import Decoders, check_target, scales_nbytes
+from streamload.codecs.group import Packed, shape_in_models
+from streamload.codecs.stored import by_weight, kept_dtype
+from streamload.core.dtypes import DType, DTypeArgument
+from streamload.core.location import Location, Url
+from streamload.core.memory import first_that_fits
+from streamload.core.patterns import Patterns, Selection, check_names, check_patterns
+from streamload.core.progress import Progress, reporting
+from streamload.core.tensors import Coding, TensorInfo, whole
+from streamload.core.units import format_bytes, format_table, round_up
+from streamload.errors import CheckpointError, UnsupportedCastError
+from streamload.files.header import Turn
+from streamload.files.local import ReaderKind, ResolvedKind, choose_reader
+from streamload.planning.dequantise import all_names, as_in_models, asked, dequantised
+from streamload.planning.quant_policy import (
+    QuantArgument,
+    QuantPolicy,
+    coded,
+    held_nbytes,
+    quantised,
+    turned,
+)
+from streamload.planning.requests import DTypePolicy, Want, Wants
+from streamload.planning.sources import Rename, model_shape, sources
+from streamload.verification.reference import Pair, TensorDifference, weights
+
+#: (bytes looked at at once, how files are read): the first that memory is enough for.
+_WAYS: Sequence[tuple[int, ReaderKind]] = (
+    (BLOCK_NBYTES, "auto"),
+    (2**20, "direct"),
+    (2**18, "direct"),
+)
+# Each is a little more than was measured in memory cgroups.
+_RUN_NBYTES = 2 * 2**20  # a thread that tells how far it is, open files
+_PARTS_NBYTES = 6 * 2**20  # numpy's temporaries of a part: 3.5 MB, 5.5 with a cast
+_TENSOR_NBYTES = 300  # what is found of a tensor: 180 where it is right
+_QUANT_NBYTES = 12 * 2**20  # numpy's temporaries of quantising
+_PACKED_BLOCKS = 4
+_PAGE = 4096
+_MOST_OPEN = 16  # files of one checkpoint at once
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What differs between two checkpoints. Prints as a table.
+
+    Attributes:
+        a: the first.
+        b: the second.
+        only_a: names that only the first has (after `rename`), in order.
+        only_b: names that only the second has, in order.
+        differences: tensors of both that differ, in the order of the first.
+        equal_count: how many do not.
+        nbytes: bytes of data read, of both.
+        seconds: the time that this took.
+        quantised: of tensors that differ, the quantised weights that they belong to.
+    """
+
+    a: str
+    b: str
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    differences: tuple[TensorDifference, ...]
+    equal_count: int
+    nbytes: int
+    seconds: float
+    quantised: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Nothing differs."""
+        return not (self.only_a or self.only_b or self.differences)
+
+    def to_json(self) -> str:
+        """Write everything as JSON; a largest difference that is infinite is the text "inf"."""
+        data = {"ok": self.ok, **asdict(self)}
+        for difference in data["differences"]:
+            values = difference["values"]
+            if values is not None and values["largest"] == math.inf:
+                values["largest"] = "inf"
+        return json.dumps(data, allow_nan=False)
+
+    def lines(self) -> Iterator[str]:
+        """A line for each tensor or quantised weight that differs, and one for the whole."""
+        rows = [(name, f"only in {self.a}") for name in self.only_a]
+        rows += [(name, f"only in {self.b}") for name in self.only_b]
+        rows += [(d.name, str(d)) for d in self.differences]
+        if rows:
+            listed = by_weight(rows, self.quantised)
+            yield from format_table(("tensor", "difference"), listed, right=0)
+        done = f"{format_bytes(self.nbytes)} in {self.seconds:.2f} s"
+        if self.ok:
+            yield f"equal: {tensors_text(self.equal_count)}, {done}"
+        else:
+            yield f"{tensors_text(len(rows))} different, {self.equal_count} equal, {done}"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    __repr__ = __str__
+
+
+def diff(
+    a: CheckpointLike,
+    b: CheckpointLike,
+    *,
+    dtype: DTypeArgument = None,
+    quant: QuantArgument = None,
+    out_of_range: OutOfRange = "inf",
+    rename: Rename | None = None,
+    select: Patterns = (),
+    exclude: Patterns = (),
+    progress: Progress = "auto",
+) -> Comparison:
+    """Compare two checkpoints tensor by tensor, whatever files the tensors are in.
+
+    Bits are compared, so that 0 and -0 differ, and NaN is equal to the same NaN. With ``dtype`` the
+    first checkpoint is cast first, by numpy and not by the kernels of streamload: what is found
+    is then whether the second is a right conversion of the first: what is stored quantised is
+    dequantised, too. The payload of a NaN is not compared where a cast was made. With ``quant``,
+    numpy quantises weights of the first as well.
+
+    Args:
+        a: the first, as of `open_checkpoint`.
+        b: the second.
+        dtype: what the floats of the first become: one dtype, or patterns of names; None for what
+            they are. Weights that are stored quantised are dequantised, as by `convert`.
+        quant: what weights of the first are quantised to, as in `streamload.convert`.
+        out_of_range: what becomes of finite values that the dtype cannot represent: "inf",
+            "clamp", or "error".
+        rename: what the names of the first become: a dict (others stay), or a callable that gives
+            a name, or None to skip.
+        select: only tensors with a name that matches, as the first has it; none for all.
+        exclude: not those with a name that matches.
+        progress: how to tell how far it is; see `load_state_dict`.
+
+    Returns:
+        What was found; `Comparison.ok` is the verdict.
+
+    Raises:
+        CheckpointError: a checkpoint is not valid or cannot be read.
+        PlanInfeasibleError: there is too little memory.
+        UnsupportedCastError: a tensor cannot be cast so.
+        OutOfRangeError: under "error", a value cannot be represented.
+        ValueError: an argument is invalid.
+    """
+    begun = time.monotonic()
+    if out_of_range not in get_args(OutOfRange):
+        raise ValueError(f"out_of_range is one of {get_args(OutOfRange)}, not {out_of_range!r}")
+    chosen = Selection.parse(select, exclude)
+    policy = DTypePolicy.parse("checkpoint" if dtype is None else dtype)
+    formats = QuantPolicy.named(quant)
+    first, second = opened(a), opened(b)
+    if dtype is not None:
+        first = as_in_models(dequantised(first, asked(first, policy)))
+    if isinstance(rename, Mapping):
+        check_names("rename", rename, first.tensors)
+    names = _names(first)
+    check_patterns("dtype", (pattern for pattern, _ in policy.rules), names)
+    check_patterns("quant", (pattern for pattern, _ in formats.rules), names)
+    formats = formats.leaving(_left(second)) if formats else formats
+    named, _, _ = sources(first, None, rename)
+    infos = {name: first.tensors[source.rows[0].tensor] for name, source in named.items()}
+    wants = _quantised(first, formats, infos) if formats else None
+    if wants is not None:
+        infos = dict(zip(wants.names, wants.infos, strict=True))
+    block_nbytes, kind = way([first, second], wants)
+    room_a, room_b = Room(block_nbytes, ahead=True), Room(block_nbytes, ahead=True)
+    chosen.check([*names, *_names(second)])
+    only_b = [name for name in second.tensors if name not in infos and name in chosen]
+    pairs = [
+        pair
+        for pair in _pairs(first, second, infos, wants, policy, out_of_range)
+        if pair.left.name in chosen
+    ]
+    infos = {name: info for name, info in infos.items() if info.name in chosen}
+    total = sum(pair.read_nbytes for pair in pairs)
+    decoders = Decoders(out_of_range)
+    with (
+        reporting(progress, total, "compared") as tell,
+        shards_of(first, kind) as files_a,
+        shards_of(second, kind) as files_b,
+    ):
+        done = 0
+        codes: Pair | None = None
+        for pair in pairs:
+            left, right = pair.left, pair.right
+            if codes is not None and pair.codes is not codes:
+                codes.forget()
+            codes = pair.codes or pair
+            read = partial(files_a.block, left.shard, room=room_a, tensor=left.name)
+            for stop, theirs in pair.cut_elements(block_nbytes):
+                with files_b.block(right.shard, *theirs, room_b, right.name) as y:
+                    pair.compare_elements(decoders, read, stop, y, block_nbytes)
+                tell(done + left.dtype.nbytes(stop))
+            decoders.drop(left.name, pair.wanted)
+            for mine, theirs in pair.cut(block_nbytes):
+                with (
+                    files_a.block(left.shard, *mine, room_a, left.name) as x,
+                    files_b.block(right.shard, *theirs, room_b, right.name) as y,
+                ):
+                    pair.compare(x, y)
+                tell(done + mine[1] - left.start)
+            for start, stop in cut(0, pair.beside_nbytes, block_nbytes):
+                first_byte, last_byte = right.start + start, right.start + stop
+                with files_b.block(right.shard, first_byte, last_byte, room_b, right.name) as y:
+                    pair.compare_beside(start, y)
+            done += pair.read_nbytes
+            tell(done)
+    differences = tuple(found for pair in pairs if (found := pair.difference()) is not None)
+    only_a = tuple(name for name in infos if name not in second.tensors)
+    of_first, of_second = weights(first), weights(second)
+    listed = {name: of_first.get(infos[name].name) for name in only_a}
+    listed |= {name: of_second.get(name) for name in (*only_b, *(d.name for d in differences))}
+    return Comparison(
+        a=str(first.path),
+        b=str(second.path),
+        only_a=only_a,
+        only_b=tuple(only_b),
+        differences=differences,
+        equal_count=len(pairs) - len(differences),
+        nbytes=sum(pair.read_nbytes + pair.right.nbytes for pair in pairs if pair.compared),
+        seconds=time.monotonic() - begun,
+        quantised={name: weight for name, weight in listed.items() if weight is not None},
+    )
+
+
+def _names(checkpoint: Checkpoint) -> Collection[str]:
+    """The names that patterns may match; of tensors alone where a quantised weight is invalid."""
+    try:
+        return all_names(checkpoint)
+    except CheckpointError:  # it is compared for what it is
+        return checkpoint.tensors
+
+
+def _wanted(checkpoint: Checkpoint, policy: DTypePolicy, info: TensorInfo) -> DType:
+    """What a tensor of the first checkpoint becomes before it is compared."""
+    wanted = policy.resolve(info.name, info.dtype, True)
+    if isinstance(info, Packed):
+        check_target(info, wanted)
+        return wanted
+    if wanted is not info.dtype:
+        wanted = kept_dtype(checkpoint.members, info) or wanted
+    if not supported(info.dtype, wanted):
+        raise UnsupportedCastError(info.dtype.name, wanted.name, tensor=info.name, path=info.shard)
+    return wanted
+
+
+def _left(converted: Checkpoint) -> list[str]:
+    """Patterns of what `convert` left as it is, though it was to be quantised: its sidecar's."""
+    path = converted.path
+    if isinstance(path, Url):
+        return []
+    try:
+        left = Digests.read((path if path.is_dir() else path.parent) / SIDECAR).options.get("left")
+    except CheckpointError:
+        return []
+    return [each for each in left if isinstance(each, str)] if isinstance(left, list) else []
+
+
+def _quantised(
+    checkpoint: Checkpoint, formats: QuantPolicy, infos: Mapping[str, TensorInfo]
+) -> Wants:
+    """What the first checkpoint becomes, by the names in the second."""
+    listed = [Want(name, info.shape, (whole(info),)) for name, info in infos.items()]
+    wants = Wants.of(checkpoint, listed)
+    found = formats.formats(checkpoint, wants)
+    listed = [turned(checkpoint, *each) for each in zip(listed, found, strict=True)]
+    return quantised(checkpoint, Wants.of(checkpoint, listed), found)
+
+
+def _pairs(
+    first: Checkpoint,
+    second: Checkpoint,
+    infos: Mapping[str, TensorInfo],
+    wants: Wants | None,
+    policy: DTypePolicy,
+    out_of_range: OutOfRange,
+) -> Iterator[Pair]:
+    """What both have, of what is in ``infos``; parts of a quantised weight follow its codes."""
+    codes: Pair | None = None
+    made: Iterable[tuple[Coding | None, object]] = repeat((None, None))
+    if wants is not None:
+        made = zip(wants.codings, wants.transposes, strict=True)
+    for (name, info), (coding, transpose) in zip(infos.items(), made, strict=False):
+        right = second.tensors.get(name)
+        if coding is not None and not coding.part:
+            codes = None
+        if right is None:
+            continue
+        if coding is None:
+            turn = _turn(first, second, info, right)
+            shape = model_shape(first, info.name) if turn is not None else shape_in_models(info)
+            wanted = _wanted(first, policy, info)
+            yield Pair(info, right, wanted, out_of_range, shape, turn=turn)
+            continue
+        parts = coded(coding, info.dtype).parts
+        part = next(part for part in parts if part.suffix == coding.part)
+        is_turned = transpose is not None
+        turn = _turn(first, second, info, right)
+        pair = Pair(
+            *(info, right, part.dtype, out_of_range, part.shape, coding, codes, is_turned),
+            turn=None if coding.part or is_turned else turn,
+        )
+        codes = codes if coding.part else pair
+        yield pair
+
+
+def _turn(
+    first: Checkpoint, second: Checkpoint, info: TensorInfo, right: TensorInfo
+) -> Turn | None:
+    """How rows of the first lie, where those of the second lie otherwise.
+
+    Raises:
+        CheckpointError: those of the second lie in another order than models have them.
+    """
+    mine, theirs = first.turns.get(info.name), second.turns.get(right.name)
+    if mine == theirs:
+        return None
+    if theirs is not None:
+        problem = "its rows lie in another order than models have them: give this checkpoint first"
+        raise CheckpointError(right.shard, problem, tensor=right.name)
+    blocks = not isinstance(info, Packed) and info.name in first.stored
+    return None if blocks and mine is not None and mine.shape is not None else mine
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def shards_of(checkpoint: Checkpoint, kind: ReaderKind) -> Shards:
+    """The files of a checkpoint, some of them open."""
+
+    def choose(shard: Location) -> ResolvedKind:
+        return choose_reader(shard, kind if isinstance(shard, Path) else "auto").kind
+
+    return Shards(checkpoint.shards, choose, most_open=_MOST_OPEN)
+
+
+def way(checkpoints: Sequence[Checkpoint], wants: Wants | None = None) -> tuple[int, ReaderKind]:
+    """How much is looked at at once, and how it is read.
+
+    Args:
+        checkpoints: what is read.
+        wants: what the first becomes; None for what it is.
+
+    Raises:
+        PlanInfeasibleError: there is too little memory for any way.
+    """
+    compared = len(checkpoints) > 1
+    tensors_nbytes = _TENSOR_NBYTES * sum(len(one.tensors) for one in checkpoints)
+    columns = (wants.codings, wants.srcs) if wants is not None else ((), ())
+    weights = {
+        (coding, src.name): coded(coding, src)
+        for coding, src in zip(*columns, strict=True)
+        if coding is not None and not coding.part
+    }.values()
+    quant_nbytes = max(map(held_nbytes, weights), default=0) + _QUANT_NBYTES * bool(weights)
+    unit_nbytes = max((w.unit_numel * w.dtype.itemsize for w in weights), default=0)
+    packed = [i for one in checkpoints for i in one.tensors.values() if isinstance(i, Packed)]
+    any_turned = wants is not None and any(each is not None for each in wants.transposes)
+    any_turned = any_turned or any(one.turns for one in checkpoints)
+    scale_nbytes = 2 * max((scales_nbytes(info.group) for info in packed), default=0)
+    ways = []
+    for least_nbytes, kind in _WAYS:
+        block_nbytes = max(least_nbytes, round_up(unit_nbytes, _PAGE))
+        each_nbytes = block_nbytes + AHEAD_NBYTES * (kind == "auto")
+        needed_nbytes = _RUN_NBYTES + tensors_nbytes + len(checkpoints) * each_nbytes
+        if compared:  # which elements of a block differ, and numbers of a part
+            needed_nbytes += block_nbytes + _PARTS_NBYTES + quant_nbytes
+        if packed or any_turned:  # elements, and columns before and after they are turned
+            needed_nbytes += scale_nbytes + _PACKED_BLOCKS * block_nbytes
+        ways.append(((block_nbytes, kind), needed_nbytes))
+    rest_nbytes = ways[-1][1] - tensors_nbytes
+    largest = [("what is found of tensors", tensors_nbytes), ("blocks and numbers", rest_nbytes)]
+    return first_that_fits(ways, sorted(largest, key=lambda one: -one[1]))
+
+
+def tensors_text(count: int) -> str:
+    """A number of tensors, for people."""
+    return f"{count} tensor{'s' * (count != 1)}"

@@ -1,0 +1,576 @@
+"""Checking a load against its checkpoint, and a checkpoint against its sidecar.
+
+Parameters are read back from a device and compared byte by byte. That goes through none of
+streamload's readers, kernels or chunks: file bytes come by plain reads (those of a URL by its
+reader: there is one way only), numpy casts and computes row orders. Memory is bounded to some
+30 MB, and to less where less is free.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from streamload.checkpoint.digests import SIDECAR, Digest, Digests, digest_of
+from streamload.checkpoint.open import Checkpoint, CheckpointLike, open_checkpoint, opened
+from streamload.checkpoint.shards import Room, cut, open_shard
+from streamload.codecs.cast_reference import cast_bytes
+from streamload.codecs.cast_table import OutOfRange
+from streamload.codecs.decode import Decoder, Decoders
+from streamload.codecs.group import Packed
+from streamload.codecs.stored import by_weight
+from streamload.core.dtypes import DType
+from streamload.core.location import Location, Url
+from streamload.core.memory import first_that_fits
+from streamload.core.patterns import Patterns, Selection
+from streamload.core.progress import Progress, reporting
+from streamload.core.tensors import TensorInfo, byte_ranges
+from streamload.core.units import format_bytes, format_table
+from streamload.devices.base import Device, Framework, Parameter
+from streamload.devices.names import framework, framework_of
+from streamload.errors import CheckpointError, TruncatedFileError, printable
+from streamload.files.guard import Guard
+from streamload.files.header import open_regular
+from streamload.loading.report import LoadReport
+from streamload.planning.dequantise import dequantised
+from streamload.planning.plan import Placement
+from streamload.planning.quant_policy import coded
+from streamload.verification.diff import shards_of, tensors_text, way
+from streamload.verification.reference import shape_text, weights
+
+_BLOCK_NBYTES = 4 * 2**20
+_SMALL_BLOCK_NBYTES = 2**18
+# A block is held as it is read, gathered, cast, read back and compared, and pages are read ahead.
+_BLOCKS = 7
+_CAST_NBYTES = 4 * 2**20  # numpy's temporaries
+
+_Read = Callable[[int, int], bytes]  # (first byte, most bytes) of a file; fewer at its end
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A parameter whose bytes on the device are not those of the reference.
+
+    Attributes:
+        name: the parameter.
+        element: index of the first element that differs, in row-major order.
+        expected: its bytes by the reference, in hexadecimal.
+        found: its bytes on the device, in hexadecimal.
+    """
+
+    name: str
+    element: int
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        name = printable(self.name)
+        return f"{name}: element {self.element}: expected {self.expected}, found {self.found}"
+
+
+def verify(
+    report: LoadReport,
+    checkpoint: Checkpoint,
+    model: Any = None,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> list[Mismatch]:
+    """Compare every parameter of a load with the checkpoint.
+
+    Args:
+        report: the load's report.
+        checkpoint: what was loaded.
+        model: what it was loaded into; None for the report's ``state_dict``.
+        progress: told the parameter bytes compared so far.
+
+    Returns:
+        The parameters that differ; payloads of NaN are not compared where a cast was made.
+
+    Raises:
+        PlanInfeasibleError: there is too little memory.
+        ValueError: functions changed values of the load.
+    """
+    changed = [p.name for p in report.plan.placements if p.changes]
+    if changed:
+        raise ValueError(f"{changed[0]}: its values were changed on the way: nothing has its bytes")
+    sizes = (_BLOCK_NBYTES, _SMALL_BLOCK_NBYTES)
+    scales_nbytes = 2 * max((p.scales_nbytes for p, _ in report.plan.placements.counted), default=0)
+    needed = [(nbytes, _BLOCKS * nbytes + _CAST_NBYTES + scales_nbytes) for nbytes in sizes]
+    block_nbytes = first_that_fits(needed, [("reading back", needed[-1][1])])
+    clamp = report.plan.out_of_range == "clamp"
+    packed = [p for p in report.plan.placements if p.src.is_packed]
+    checkpoint = dequantised(checkpoint, dict.fromkeys(r.tensor for p in packed for r in p.source))
+    out = []
+    done = 0
+    parts: dict[str, bytes] = {}  # beside codes, which come first
+    for placement, device, buffer in _buffers(report, model):
+        at = 0
+        if placement.cast == "part":
+            reference = iter([parts.pop(placement.name)])
+        elif placement.coding is not None:
+            there = partial(device.read, buffer)
+            reference = _codes(placement, checkpoint, block_nbytes, parts, there)
+        elif placement.src.is_packed:
+            reference = _products(placement, checkpoint, report.plan.out_of_range, block_nbytes)
+        else:
+            raw = _reference(placement, checkpoint, block_nbytes)
+            reference = (_cast(placement, data, clamp) for data in raw)
+        for expected in reference:
+            read = device.read(buffer, at, at + len(expected))
+            if read != expected:
+                element = _first_difference(placement, expected, read)
+                if element is not None:
+                    n = placement.dst.itemsize
+                    found = slice(element * n, (element + 1) * n)
+                    hexes = expected[found].hex(), read[found].hex()
+                    out.append(Mismatch(placement.name, at // n + element, *hexes))
+                    break
+            at += len(expected)
+            done += len(expected)
+            progress(done)
+    return out
+
+
+def checksums(report: LoadReport, names: Set[str], model: Any = None) -> dict[str, int]:
+    """The CRC-32 of parameters of a load, of their bytes on the device; see `verify`."""
+    if not names:
+        return {}
+    threads = max(report.plan.threads, 1)  # 0: devices that are the calling thread's alone
+    block_nbytes = max(_BLOCK_NBYTES // threads, 2**20)
+
+    def checksum(found: tuple[Placement, Device, Any]) -> tuple[str, int]:
+        p, device, buffer = found
+        crc = 0
+        for at in range(0, p.nbytes, block_nbytes):
+            crc = zlib.crc32(device.read(buffer, at, min(at + block_nbytes, p.nbytes)), crc)
+        return p.name, crc
+
+    todo = [found for found in _buffers(report, model) if found[0].name in names]
+    if threads == 1:
+        return dict(map(checksum, todo))
+    # 16 GB on an H200 took 25 s by one thread, which copies pages and sums them up in turn
+    todo.sort(key=lambda found: -found[0].nbytes)
+    pool = ThreadPoolExecutor(threads, "streamload-verify")
+    try:
+        return dict(pool.map(checksum, todo))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _buffers(report: LoadReport, model: Any) -> Iterator[tuple[Placement, Device, Any]]:
+    """Every parameter of a load, with its device and its buffer there, if it has any bytes."""
+    loaded = report.state_dict if model is None else model
+    owner = framework(framework_of(loaded) or "host")
+    if model is None:  # one by one: a name may be anything, and tinygrad strips dots from it
+        found = {name: owner.parameters({"it": t})[0] for name, t in loaded.items()}
+    else:
+        found = {
+            name + p.shard: p for p in owner.parameters(loaded) for name in (*p.names, *p.wrapped)
+        }
+        found |= _of_state(report, owner, loaded, found)
+    for placement in report.plan.placements:
+        buffer = found[placement.name].buffer() if placement.nbytes else None
+        yield placement, owner.device(placement.device), buffer
+
+
+def _of_state(
+    report: LoadReport, owner: Framework, model: Any, found: Mapping[str, Parameter]
+) -> dict[str, Parameter]:
+    """What modules for quantised weights show of what was loaded in their state alone.
+
+    Raises:
+        ValueError: there is something that they do not show.
+    """
+    names = [name for name in report.plan.placements.names if name not in found]
+    state = model.state_dict() if names and hasattr(model, "state_dict") else {}
+    out = {name: owner.parameters({"it": state[name]})[0] for name in names if name in state}
+    hidden = [name for name in names if name not in out]
+    if hidden:
+        raise ValueError(f"{hidden[0]}: the model does not show it: verify the load without it")
+    return out
+
+
+def _first_difference(p: Placement, expected: bytes, found: bytes) -> int | None:
+    left, right = (np.frombuffer(data, f"V{p.dst.itemsize}") for data in (expected, found))
+    differs = left != right
+    if p.src is not p.dst and p.coding is None:
+        values, read = (np.frombuffer(data, p.dst.numpy) for data in (expected, found))
+        with np.errstate(all="ignore"):
+            differs &= ~(np.isnan(values) & np.isnan(read))
+    where = np.flatnonzero(differs)
+    return int(where[0]) if len(where) else None
+
+
+def _codes(
+    p: Placement,
+    checkpoint: Checkpoint,
+    block_nbytes: int,
+    parts: dict[str, bytes],
+    there: Callable[[int, int], bytes],
+) -> Iterator[bytes]:
+    """The codes of a weight by the format's numpy, block by block; ``parts`` gets the others.
+
+    CUDA's kernels take a reciprocal that may be a step from the nearest: each unit is right that
+    has the codes of one of these. What is ``there`` decides which is expected.
+    """
+    assert p.coding is not None, p.name
+    made = coded(p.coding, p.src)
+    on_cuda = made.on_cuda if p.cast == "device" else (made,)
+    encoder, *others = (one.encoder(p.src, "numpy") for one in on_cuda)
+    unit, at = p.stored_nbytes(made.unit_numel), 0
+    left, first = bytearray(), 0
+    for data in chain(_reference(p, checkpoint, max(block_nbytes // 8, unit)), [bytearray()]):
+        left += data
+        whole = len(left) // unit * unit if data else len(left)
+        if whole:
+            numel = whole // p.src.itemsize
+            given = memoryview(bytes(left[:whole]))
+            out = bytearray(p.placed_nbytes(numel))
+            encoder.encode(given, memoryview(out), first)
+            read = there(at, at + len(out)) if others else out
+            for other in others if read != out else ():
+                tried = bytearray(len(out))
+                other.encode(given, memoryview(tried), first)
+                for start, stop in cut(0, len(out), made.unit_nbytes):
+                    if tried[start:stop] == read[start:stop]:
+                        out[start:stop] = tried[start:stop]
+            del left[:whole]
+            first += numel
+            at += len(out)
+            yield bytes(out)
+    finished = encoder.finish()
+    parts.update({part.name(p.name): bytes(finished[part.suffix]) for part in made.parts[1:]})
+
+
+def _products(
+    p: Placement, checkpoint: Checkpoint, out_of_range: OutOfRange, block_nbytes: int
+) -> Iterator[bytes]:
+    """What numpy makes of quantised values, in the order of the parameter, block by block.
+
+    Each weight is read as if it were a file of its elements, which are dequantised as it is read.
+    """
+    decoders, made = Decoders(out_of_range), {}
+    shards = dict.fromkeys(checkpoint.tensors[r.tensor].shard for r in p.source)
+    with ExitStack() as stack:
+        opened = {shard: stack.enter_context(_open(shard, checkpoint)) for shard in shards}
+        files: dict[Location, _Read] = {}
+        for tensor in dict.fromkeys(r.tensor for r in p.source):
+            info = checkpoint.tensors[tensor]
+            assert isinstance(info, Packed), info.name
+            decoder, path = decoders.of(info, p.dst, "numpy"), Path(str(len(files)))
+            files[path] = partial(_decoded, opened[info.shard], info, decoder, p.dst)
+            nbytes = p.dst.nbytes(info.numel)
+            made[tensor] = TensorInfo(tensor, p.dst, info.shape, path, 0, nbytes)
+        elements = replace(checkpoint, tensors=MappingProxyType(made))
+        for data in _gathered(replace(p, src=p.dst), elements, files, block_nbytes // 2):
+            yield bytes(data)
+
+
+def _decoded(
+    read: _Read, info: Packed, decoder: Decoder, dtype: DType, start: int, most_nbytes: int
+) -> bytes:
+    """Bytes of a weight's elements from one on."""
+    first, stop = start // dtype.itemsize, (start + most_nbytes) // dtype.itemsize
+    begin, end = (info.start + at for at in info.dtype.span(first, stop))
+    data, out = read(begin, end - begin), bytearray(most_nbytes)
+    if len(data) < end - begin:
+        problem = "the file ended"
+        raise TruncatedFileError(info.shard, problem, end, begin + len(data), tensor=info.name)
+    decoder.decode(memoryview(data), memoryview(out), first)
+    return bytes(out)
+
+
+def _reference(p: Placement, checkpoint: Checkpoint, block_nbytes: int) -> Iterator[bytearray]:
+    """The values in the file, in the order of the parameter, block by block."""
+    shards = dict.fromkeys(checkpoint.tensors[r.tensor].shard for r in p.source)
+    with ExitStack() as stack:
+        files = {shard: stack.enter_context(_open(shard, checkpoint)) for shard in shards}
+        yield from _gathered(p, checkpoint, files, block_nbytes)
+
+
+def _gathered(
+    p: Placement, checkpoint: Checkpoint, files: Mapping[Location, _Read], block_nbytes: int
+) -> Iterator[bytearray]:
+    """The same of open files."""
+    block = max(block_nbytes // p.src.itemsize, 1) * p.src.itemsize
+    gathered = bytearray()
+    if p.turned:
+        yield from _columns(p, checkpoint, files, block)
+        return
+    for shard, start, stop in _extents(p, checkpoint):
+        while start < stop:
+            data = files[shard](start, min(stop - start, block - len(gathered)))
+            if not data:
+                raise TruncatedFileError(
+                    shard, "the file ended", stop, start, tensor=p.source[0].tensor
+                )
+            gathered += data
+            start += len(data)
+            if len(gathered) == block:
+                yield gathered
+                gathered = bytearray()
+    if gathered:
+        yield gathered
+
+
+@contextmanager
+def _open(shard: Location, checkpoint: Checkpoint) -> Iterator[_Read]:
+    """Reads of a file, which raise CheckpointError when it has changed."""
+    header = checkpoint.headers[shard]
+    if isinstance(shard, Path) and not header.views:
+        with open_regular(shard) as file:
+            guard = Guard(file, shard, header.state, refusal="none is needed")
+
+            def read(start: int, most_nbytes: int) -> bytes:
+                with guard:
+                    file.seek(start)
+                    return file.read(most_nbytes)
+
+            yield read
+        return
+    with open_shard(header) as reader:
+
+        def fetch(start: int, most_nbytes: int) -> bytes:
+            data = bytearray(min(most_nbytes, reader.nbytes - start))
+            reader.read_into(start, memoryview(data))
+            return bytes(data)
+
+        yield fetch
+
+
+def _extents(p: Placement, checkpoint: Checkpoint) -> Iterator[tuple[Location, int, int]]:
+    """(file, first byte, stop) of the parameter's values in their order."""
+    if p.nbytes == 0:
+        return
+    if p.transpose is None:
+        for r in p.source:
+            info = checkpoint.tensors[r.tensor]
+            yield from ((info.shard, *each) for each in byte_ranges(info, r))
+        return
+    row_nbytes = p.src.nbytes(p.row_numel)
+    numbers = [np.arange(r.start, r.stop) for r in p.source]
+    rows = np.concatenate([np.stack([np.full_like(n, i), n], 1) for i, n in enumerate(numbers)])
+    t = p.transpose
+    for which, row in rows.reshape(t.groups, t.outer, t.inner, 2).swapaxes(1, 2).reshape(-1, 2):
+        info = checkpoint.tensors[p.source[which].tensor]
+        start = info.start + int(row) * row_nbytes
+        yield info.shard, start, start + row_nbytes
+
+
+def _columns(
+    p: Placement, checkpoint: Checkpoint, files: Mapping[Location, _Read], block_nbytes: int
+) -> Iterator[bytearray]:
+    """The same where the parts of lines are exchanged: some columns of all lines at a time."""
+    t = p.transpose
+    assert t is not None
+    part_nbytes = p.src_nbytes // max(t.rows, 1)
+    line_nbytes = t.inner * part_nbytes
+    lines = []  # where each begins
+    for r in p.source if line_nbytes else ():
+        info = checkpoint.tensors[r.tensor]
+        ((start, stop),) = byte_ranges(info, r)
+        lines += [(info.shard, at) for at in range(start, stop, line_nbytes)]
+    step = max(block_nbytes // (t.outer * part_nbytes), 1) * part_nbytes if lines else 1
+    for first in range(0, len(lines), t.outer):
+        for at in range(0, line_nbytes, step):
+            nbytes = min(step, line_nbytes - at)
+            found = [files[shard](start + at, nbytes) for shard, start in lines[first:][: t.outer]]
+            if any(len(data) < nbytes for data in found):
+                shard, start = lines[first]
+                problem, name = "the file ended", p.source[0].tensor
+                raise TruncatedFileError(shard, problem, start + at + nbytes, None, tensor=name)
+            parts = np.frombuffer(b"".join(found), f"V{part_nbytes}").reshape(len(found), -1)
+            yield bytearray(parts.T.tobytes())
+
+
+def _cast(p: Placement, data: bytearray, clamp: bool) -> bytes:
+    if p.src is p.dst:
+        return bytes(data)
+    out = bytearray(len(data) // p.src.itemsize * p.dst.itemsize)
+    cast_bytes(p.src, p.dst, memoryview(data), memoryview(out), clamp=clamp)
+    return bytes(out)
+
+
+# --- a checkpoint against its sidecar -------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A tensor that is not what the sidecar says.
+
+    Attributes:
+        name: the tensor.
+        what: "dtype", "shape" or "digest".
+        expected: what the sidecar says.
+        found: what the file holds.
+    """
+
+    name: str
+    what: str
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: expected {self.expected}, found {self.found}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What a check against the sidecar found. Prints as a table.
+
+    Attributes:
+        path: the checkpoint.
+        sidecar: the file with its digests.
+        verified_count: how many tensors are what it says, byte by byte.
+        changed: those that are not, in the order of the files.
+        missing: names that it lists and the checkpoint lacks.
+        unlisted: names that the checkpoint has and it lacks.
+        nbytes: bytes of data read.
+        seconds: the time that this took.
+        quantised: of tensors that are not so, the quantised weights that they belong to.
+    """
+
+    path: str
+    sidecar: str
+    verified_count: int
+    changed: tuple[Changed, ...]
+    missing: tuple[str, ...]
+    unlisted: tuple[str, ...]
+    nbytes: int
+    seconds: float
+    quantised: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """All tensors are listed, there, and what the sidecar says."""
+        return not (self.changed or self.missing or self.unlisted)
+
+    def to_json(self) -> str:
+        """Write everything as JSON."""
+        return json.dumps({"ok": self.ok, **asdict(self)})
+
+    def lines(self) -> Iterator[str]:
+        """A line for each tensor or quantised weight that is wrong, and one for the whole."""
+        rows = [(c.name, str(c)) for c in self.changed]
+        rows += [(name, f"listed in {SIDECAR}, not in the checkpoint") for name in self.missing]
+        rows += [(name, f"not listed in {SIDECAR}") for name in self.unlisted]
+        if rows:
+            listed = by_weight(rows, self.quantised)
+            yield from format_table(("tensor", "problem"), listed, right=0)
+        done = f"{format_bytes(self.nbytes)} in {self.seconds:.2f} s"
+        if self.ok:
+            yield f"verified: {tensors_text(self.verified_count)}, {done}"
+        else:
+            problems = f"{tensors_text(len(rows))} not as {SIDECAR} says"
+            yield f"{problems}, {self.verified_count} verified, {done}"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    __repr__ = __str__
+
+
+def verify_checkpoint(
+    path: CheckpointLike,
+    *,
+    select: Patterns = (),
+    exclude: Patterns = (),
+    progress: Progress = "auto",
+) -> Verification:
+    """Read every byte of a checkpoint, and compare its tensors with the digests of its sidecar.
+
+    Args:
+        path: as of `open_checkpoint`; `streamload.json` is in its folder.
+        select: only tensors with a name that matches; none for all.
+        exclude: not those with a name that matches.
+        progress: how to tell how far it is; see `load_state_dict`.
+
+    Returns:
+        What was found; `Verification.ok` is the verdict.
+
+    Raises:
+        ShardNotFoundError: there is no sidecar, or no checkpoint.
+        CheckpointError: one of them is not valid or cannot be read.
+        PlanInfeasibleError: there is too little memory.
+        ValueError: an argument is invalid.
+    """
+    begun = time.monotonic()
+    chosen = Selection.parse(select, exclude)
+    checkpoint = opened(path)
+    folder = _folder(checkpoint)
+    digests = Digests.read(folder / SIDECAR)
+    block_nbytes, kind = way([checkpoint])
+    room = Room(block_nbytes, ahead=True)
+    chosen.check([*checkpoint.tensors, *digests.tensors])
+    tensors = [info for info in checkpoint.tensors.values() if info.name in chosen]
+    listed = [info for info in tensors if info.name in digests.tensors]
+    changed = []
+    done = nbytes = 0
+    with (
+        reporting(progress, sum(info.nbytes for info in listed), "checked") as tell,
+        shards_of(checkpoint, kind) as files,
+    ):
+        for info in listed:
+            expected = digests.tensors[info.name]
+            difference = _unlike(info, expected)
+            if difference is None:
+                found = digest_of(files.blocks(info, room), tell, done)
+                nbytes += info.nbytes
+                if found != expected.hex:
+                    difference = Changed(info.name, "digest", expected.hex, found)
+            if difference is not None:
+                changed.append(difference)
+            done += info.nbytes
+            tell(done)
+    there = _names_of_folder(checkpoint, folder)
+    unlisted = tuple(info.name for info in tensors if info.name not in digests.tensors)
+    of, wrong = weights(checkpoint), (*(c.name for c in changed), *unlisted)
+    return Verification(
+        path=str(checkpoint.path),
+        sidecar=str(folder / SIDECAR),
+        verified_count=len(listed) - len(changed),
+        changed=tuple(changed),
+        missing=tuple(name for name in digests.tensors if name not in there and name in chosen),
+        unlisted=unlisted,
+        nbytes=nbytes,
+        seconds=time.monotonic() - begun,
+        quantised={name: of[name] for name in wrong if name in of},
+    )
+
+
+def _unlike(info: TensorInfo, digest: Digest) -> Changed | None:
+    if info.dtype is not digest.dtype:
+        return Changed(info.name, "dtype", digest.dtype.name, info.dtype.name)
+    if info.shape != digest.shape:
+        return Changed(info.name, "shape", shape_text(digest.shape), shape_text(info.shape))
+    return None
+
+
+def _folder(checkpoint: Checkpoint) -> Location:
+    path = checkpoint.path
+    inside = bool(path.name) if isinstance(path, Url) else not path.is_dir()
+    return path.parent if inside else path
+
+
+def _names_of_folder(checkpoint: Checkpoint, folder: Location) -> Mapping[str, TensorInfo]:
+    """The tensors that a sidecar speaks of: those of all shards, also where one was opened."""
+    if checkpoint.path == folder or checkpoint.path.name.endswith(".json"):
+        return checkpoint.tensors
+    try:
+        whole = open_checkpoint(folder)
+    except CheckpointError:  # the other shards are not there
+        return checkpoint.tensors
+    mine = {header.path.name for header in checkpoint.shards}
+    theirs = {header.path.name for header in whole.shards}
+    return whole.tensors if mine <= theirs else checkpoint.tensors
