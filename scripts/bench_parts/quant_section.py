@@ -140,7 +140,7 @@ def quality(options: Options) -> Section:
 
 
 def _minilm() -> Path:
-    sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
     try:
         found = importlib.import_module("minilm").folder()
     except OSError as error:

@@ -1,0 +1,89 @@
+"""scripts/bench: that it runs; what it measures is for people to judge."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import needs
+import pytest
+from bench_parts.torch_jobs import WAYS
+
+STEPS = ("open", "plan", "plan for nodes", "load")
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench"
+
+
+@pytest.mark.parametrize(
+    ("devices", "sections"),
+    [
+        ("host", ("box", "speed")),
+        pytest.param(
+            "CL,CPU,host", ("box", "memory", "speed", "cast"), marks=pytest.mark.slow, id="all"
+        ),
+    ],
+)
+def test_the_bench_runs_and_writes_json(
+    tmp_path: Path, devices: str, sections: Sequence[str]
+) -> None:
+    """Every section runs at a small size, or says why it cannot, and the figures are numbers."""
+    out = tmp_path / "bench.json"
+    command = [sys.executable, SCRIPT, *sections, "--size", "8MB", "--runs", "1", "--json", out]
+    done = subprocess.run([*command, "--devices", devices], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    assert report["command"].startswith(f"scripts/bench {' '.join(sections)} --size 8MB")
+    assert report["machine"]["kernel"]
+    assert list(report["sections"]) == list(sections)
+    for name in sections[1:]:
+        section = report["sections"][name]
+        assert section["rows"] and section["targets"]
+        assert all(math.isfinite(target["value"]) for target in section["targets"])
+
+
+@pytest.mark.slow
+def test_what_a_small_tensor_costs(tmp_path: Path) -> None:
+    """Each step of streamload's, and safetensors' loader where torch is here, in microseconds."""
+    out = tmp_path / "bench.json"
+    command = [sys.executable, SCRIPT, "many", "--tensors", "500", "--runs", "1", "--json", out]
+    done = subprocess.run([*command, "--devices", "host"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["sections"]["many"]["rows"]
+    steps = [row["step"] for row in rows]
+    assert steps in ([*STEPS], [*STEPS, "load_file"])
+    assert all(row["us a tensor"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ways",
+    [["streamload, meta, no budget"], [name for name, way in WAYS.items() if way.works]],
+    ids=["one way", "all ways"],
+)
+def test_ways_to_load_a_model_of_torch_are_compared(tmp_path: Path, ways: list[str]) -> None:
+    """Each way has its peaks and its fate in the box; streamload's bits are those of the others."""
+    needs.module("torch")
+    needs.module("transformers")
+    out = tmp_path / "bench.json"
+    command = [sys.executable, SCRIPT, "torch", "--size", "8MB", "--json", out, "--ways", *ways]
+    done = subprocess.run([*command, "--devices", "host"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    section = json.loads(out.read_text())["sections"]["torch"]
+    if "not_here" in section:
+        needs.lacking(section["not_here"])
+    assert {row["what"] for row in section["rows"]} == set(ways)
+    for row in section["rows"]:
+        assert {"anon", "RSS", "x", "box, 8, cached", "box, 0, not cached"} <= row.keys()
+    same = [target["met"] for target in section["targets"] if "the same bits" in target["what"]]
+    assert all(same)
+    assert bool(same) == (len(ways) > 1)
+
+
+def test_an_unknown_section_is_wrong_usage() -> None:
+    """A section that is not there is named, with those that are."""
+    done = subprocess.run([sys.executable, SCRIPT, "sped"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "sped" in done.stderr and "speed" in done.stderr

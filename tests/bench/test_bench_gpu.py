@@ -1,0 +1,235 @@
+"""The sections gpu-... of scripts/bench: that they run anywhere; and the bench on CUDA."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cuda_stand_in
+import make_checkpoint as mk
+import needs
+import pytest
+from bench_parts.gpu_section import GPU_SECTIONS
+from bench_parts.section import NotHereError
+from bench_parts.section import Options as BenchOptions
+
+from streamload.bench import limits
+from streamload.bench.compare import Options, compare
+from streamload.bench.loaders import OURS
+from streamload.bench.processes import DriverMeter
+from streamload.checkpoint.open import open_checkpoint
+from streamload.core.dtypes import parse_dtype
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench"
+QUICK = ("gpu-budget",)  # the script runs "gpu-cast" below
+
+
+def gpu_options(work: Path, device: str = "host", **more: Any) -> BenchOptions:
+    """Small checkpoints, one run."""
+    given: dict[str, Any] = {
+        "nbytes": 2_000_000,
+        "cold_nbytes": 1_000_000,
+        "tensors": 50,
+        "shards": 2,
+        "runs": 1,
+        "seconds": 60.0,
+        "torch_device": device,
+        "tinygrad_device": device,
+        "sites": {},
+        "work": work,
+        "say": lambda text: None,
+    }
+    return BenchOptions(**given | more)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in GPU_SECTIONS],
+)
+def test_a_section_runs_without_a_gpu(tmp_path: Path, name: str) -> None:
+    """Each on memory of the host: rows, targets that are numbers, tensors equal to the file's."""
+    device = "host"
+    if name == "gpu-tinygrad":
+        needs.device(device := "CL")
+    section = GPU_SECTIONS[name](gpu_options(tmp_path, device))
+    assert section.name == name
+    assert section.rows and section.raw and section.targets
+    assert all(math.isfinite(target.value) for target in section.targets)
+    for target in section.targets:
+        if "equal to the file's" in target.what or "refused" in target.what:
+            assert target.met, target
+    json.dumps(section.to_json())
+    kept = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
+    assert kept <= {"large", "medium"}  # those that other sections use
+
+
+def test_a_device_that_is_not_there_is_said(tmp_path: Path) -> None:
+    """The section is left out, with the reason."""
+    with pytest.raises(NotHereError, match="nowhere"):
+        GPU_SECTIONS["gpu-warm"](gpu_options(tmp_path, "tinygrad:nowhere"))
+
+
+def test_the_script_runs_sections_of_a_gpu(tmp_path: Path) -> None:
+    """Named, and with the checkpoints kept for the next time."""
+    out = tmp_path / "bench.json"
+    command = [sys.executable, SCRIPT, "gpu-cast", "gpu-tinygrad", "--size", "1MB", "--runs", "1"]
+    command += ["--torch-device", "host", "--tinygrad-device", "tinygrad:nowhere"]
+    command += ["--work", tmp_path, "--keep", "--json", out, "--charts", tmp_path / "charts"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    sections = json.loads(out.read_text())["sections"]
+    assert list(sections) == ["gpu-cast", "gpu-tinygrad"]
+    assert sections["gpu-cast"]["rows"] and sections["gpu-cast"]["raw"]
+    assert "nowhere" in sections["gpu-tinygrad"]["not_here"]
+    assert (tmp_path / "charts/gpu-cast.svg").read_text().startswith("<svg")
+    assert (tmp_path / "large-1000000/config.json").exists()
+
+
+def test_a_folder_for_nobody_is_wrong_usage() -> None:
+    """--site names a loader."""
+    command = [sys.executable, SCRIPT, "gpu-warm", "--site", "nobody=/tmp"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--site" in done.stderr
+
+
+# --- the checkpoints ------------------------------------------------------------------------------
+
+
+def test_many_tensors_are_all_alike(tmp_path: Path) -> None:
+    """As many as asked for, never more bytes, and values that differ."""
+    shape = mk.many_of_size(100_000, parse_dtype("bfloat16"), 300)
+    nbytes = mk.make_checkpoint(tmp_path / "out", shape, shards=3)
+    found = open_checkpoint(tmp_path / "out")
+    assert len(found.tensors) == 300
+    assert found.nbytes == nbytes <= 100_000
+    assert {info.shape for info in found.tensors.values()} == {(166,)}
+    data = (tmp_path / "out" / "model-00001-of-00003.safetensors").read_bytes()
+    assert len({data[i : i + 332] for i in range(len(data) - 10 * 332, len(data), 332)}) == 10
+    with pytest.raises(ValueError, match="200 tensors"):
+        mk.many_of_size(300, parse_dtype("bfloat16"), 200)
+
+
+def test_eight_bits_are_written(tmp_path: Path) -> None:
+    """A checkpoint of 8-bit floats, half as large as one of bf16; without extremes."""
+    dtype = parse_dtype("float8_e4m3fn")
+    shape = mk.shape_of_size(100_000, dtype)
+    mk.make_checkpoint(tmp_path / "out", shape, dtype=dtype)
+    found = open_checkpoint(tmp_path / "out")
+    assert {info.dtype.code for info in found.tensors.values()} == {"F8_E4M3"}
+    assert 90_000 < found.nbytes <= 100_000
+    with pytest.raises(ValueError, match="expected one of bfloat16"):
+        mk.make_checkpoint(tmp_path / "other", shape, dtype=dtype, plant_extremes=True)
+
+
+# --- with a stand-in for the driver ---------------------------------------------------------------
+
+
+def test_copies_give_everything_back(tmp_path: Path) -> None:
+    """The limit of copying, and what is told of the device meanwhile, by a strict stand-in."""
+    folder = cuda_stand_in.build(tmp_path).parent
+    cuda_stand_in.run(
+        folder,
+        """
+import ctypes
+from streamload.bench import limits
+from streamload.bench.processes import DriverMeter
+
+driver = ctypes.CDLL("libcuda.so.1")
+meter = DriverMeter(1)
+before = meter.used_nbytes()
+rate = limits.copy(1)
+assert rate.nbytes > 0 and rate.seconds > 0, rate
+assert "pinned slots" in rate.how, rate
+assert meter.used_nbytes() == before
+wrong = (ctypes.c_char * 256).in_dll(driver, "violation").value.decode()
+assert not wrong, wrong
+for name in ("registered", "streams", "events"):
+    assert ctypes.c_int.in_dll(driver, name).value == 0, name
+
+address = ctypes.c_uint64()
+context = limits.Context.primary("cuda:1", 1)
+with context.current():
+    assert driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(2**20)) == 0
+assert meter.used_nbytes() - before == 2**20
+""",
+    )
+
+
+# --- on a CUDA device -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda() -> str:
+    """A CUDA device of torch's."""
+    torch = needs.module("torch")
+    if not torch.cuda.is_available():  # CI has none
+        pytest.skip("no CUDA device here")
+    return "cuda:0"
+
+
+def test_loaders_are_compared_on_cuda(tmp_checkpoint: Callable[..., Path], cuda: str) -> None:
+    """Every peer that is there loads, or says why not; memory and limits are measured."""
+    path = tmp_checkpoint(1_000_000_000, shards=3)
+    found = compare(Options(str(path), cuda, runs=2, together=True, timeout_s=120))
+    told = "\n".join(found.lines())
+    print(told)
+    assert OURS not in found.skipped, told
+    assert OURS in found.loaders and "safetensors" in found.loaders, told
+    for name, of in found.loaders.items():
+        assert of.checked, f"{name}\n{told}"
+        for run in of.runs["warm"]:
+            # the driver's own count: the weights, and not twice them for streamload
+            assert run.memory.device_nbytes is not None, told
+            assert run.memory.device_nbytes > 0.95 * found.nbytes, f"{name}\n{told}"
+    for run in found.loaders[OURS].runs["warm"]:
+        assert run.memory.device_nbytes < 1.1 * found.nbytes, told
+        assert run.pinned_nbytes is not None and run.pinned_nbytes <= 2**26, told
+    assert set(found.limits) == {
+        "warm, reading the page cache",
+        "warm, copying from pinned memory",
+    }, told
+    # slower than the slowest bus, or faster than any: the limit itself was not measured
+    assert 1 < found.limits["warm, copying from pinned memory"].median < 500, told
+    share = found.share("warm")
+    assert share is not None and share < 1.5, told
+
+
+def test_tinygrad_is_compared_on_cuda(tmp_checkpoint: Callable[..., Path], cuda: str) -> None:
+    """By its own loader, bit for bit."""
+    needs.device("CUDA")
+    path = tmp_checkpoint(200_000_000)
+    found = compare(Options(str(path), "CUDA", runs=1, limits=False, together=True))
+    told = "\n".join(found.lines())
+    print(told)
+    assert set(found.loaders) == {OURS, "tinygrad"}, told
+    assert all(of.checked for of in found.loaders.values()), told
+
+
+def test_the_driver_tells_what_is_taken(cuda: str) -> None:
+    """Allocations of this process, and their end."""
+    torch: Any = needs.module("torch")
+    meter = DriverMeter(0)
+    torch.ones(1, device=cuda)
+    before = meter.used_nbytes()
+    held = torch.empty(2**28, dtype=torch.uint8, device=cuda)
+    assert meter.used_nbytes() - before >= 2**28
+    del held
+    torch.cuda.empty_cache()
+    assert meter.used_nbytes() - before < 2**27
+
+
+def test_copies_from_pinned_memory_are_timed(cuda: str) -> None:
+    """The best of two ways; all memory is given back."""
+    meter = DriverMeter(0)
+    limits.copy(0)
+    before = meter.used_nbytes()
+    rate = limits.copy(0)
+    assert rate.gigabytes_per_second > 1
+    assert "pinned slots" in rate.how
+    assert meter.used_nbytes() - before < 2**26

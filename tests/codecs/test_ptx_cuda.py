@@ -1,0 +1,300 @@
+"""The kernels on a GPU: bits and counts of the reference. Skipped on machines without one."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+from cast_reference_helpers import Bits, as_bits, pair_id, samples
+from ptx_cuda_helpers import BUSY_NBYTES, CONTEXT, FILL, Gpu
+
+from streamload.codecs.cast_cuda import BLOCK_THREADS, blocks, cast_ptx
+from streamload.codecs.cast_reference import cast_bytes
+from streamload.codecs.floats import PAIRS, lossless, overflow_start
+from streamload.core.dtypes import BF16, BY_CODE, F16, F32, DType
+from streamload.devices import cuda
+from streamload.devices.cuda import load_function
+from streamload.errors import DeviceError
+
+CHUNK_NBYTES = 2_831_155  # 2.7 MiB, and no whole number of vectors
+MEMORY_NBYTES = 640 * 2**20  # the longest samples, and more chunks than any cache holds
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[Gpu]:
+    """The device, with its context current."""
+    with CONTEXT.current():
+        gpu = Gpu(MEMORY_NBYTES)
+        yield gpu
+        gpu.close()
+
+
+@cache
+def kernel(src: DType, dst: DType, clamp: bool = False) -> int:
+    """A kernel, loaded once."""
+    ptx = cast_ptx(src, dst, clamp=clamp)
+    return load_function(cuda._driver(), "cuda:0", ptx).handle
+
+
+def cast_there(
+    gpu: Gpu,
+    src: DType,
+    dst: DType,
+    x: Bits,
+    *,
+    clamp: bool = False,
+    shifts: tuple[int, int] = (0, 0),
+    in_place: bool = False,
+    grid: int | None = None,
+    tally: tuple[int, int, int] = (0, 0, 0),
+) -> tuple[Bits, tuple[int, ...]]:
+    """What a kernel makes of elements, and the tally after it; nothing else may be written.
+
+    As in test_devices_ptx.py, on the device.
+    """
+    start = 256 + shifts[0] * src.itemsize
+    out = -(-(start + x.nbytes + 1) // 256) * 256 + shifts[1] * dst.itemsize
+    out = start if in_place else out
+    stop = out + x.size * dst.itemsize
+    expected = np.full(max(stop, start + x.nbytes) + 256, FILL, np.uint8)
+    expected[start : start + x.nbytes] = x.view(np.uint8)
+    expected[:24] = np.array(tally, np.uint64).view(np.uint8)
+    gpu.put(0, expected)
+
+    chosen = blocks(x.size) if grid is None else grid
+    told = 0 if lossless(src, dst) else gpu.address
+    handle = kernel(src, dst, clamp)
+    gpu.launch(handle, chosen, (gpu.address + start, gpu.address + out, x.size, told))
+    found = gpu.get(0, expected.size)
+
+    expected[out:stop] = found[out:stop]
+    expected[:24] = found[:24]
+    beside = np.flatnonzero(found != expected)
+    assert not beside.size, f"written beside the target, from byte {beside[0] - out} of it"
+    counts = found[:24].view(np.uint64).tolist()
+    return as_bits(bytearray(found[out:stop].tobytes()), dst), tuple(counts)
+
+
+def by_reference(
+    src: DType, dst: DType, x: Bits, clamp: bool = False
+) -> tuple[Bits, tuple[int, int, int]]:
+    """The elements and the tally that a kernel owes."""
+    out = bytearray(x.size * dst.itemsize)
+    counts = cast_bytes(src, dst, memoryview(x.tobytes()), memoryview(out), clamp=clamp)
+    return as_bits(out, dst), (counts[0], counts[1], sum(counts))
+
+
+def check(
+    found: tuple[Bits, tuple[int, ...]],
+    expected: tuple[Bits, tuple[int, ...]],
+    x: Bits,
+    case: object = "",
+) -> None:
+    """The same elements and counts; else show some that are not."""
+    wrong = np.flatnonzero(found[0] != expected[0])
+    shown = [f"[{i}] {x[i]:#x} became {found[0][i]:#x}, not {expected[0][i]:#x}" for i in wrong[:8]]
+    assert not shown, f"{case}: {wrong.size} of {x.size} differ: {'; '.join(shown)}"
+    assert found[1] == expected[1], f"{case}: overflowed, flushed, changed"
+
+
+CASES = [
+    (src, dst, clamp)
+    for src, dst in PAIRS
+    for clamp in ((False, True) if overflow_start(src, dst) is not None else (False,))
+]
+
+
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda c: f"{c[0].code}-{c[1].code}-{'clamp' if c[2] else 'inf'}"
+)
+def test_kernels_equal_the_reference(gpu: Gpu, case: tuple[DType, DType, bool]) -> None:
+    """All codes of 8 and 16 bits, planted and random ones of more; counts are added."""
+    src, dst, clamp = case
+    x = samples(src)
+    bits, counts = by_reference(src, dst, x, clamp)
+    before = (10, 20, 1 << 40)
+    after = tuple(a + b for a, b in zip(before, counts, strict=True))
+    shuffled = np.random.default_rng(0).permutation(x.size)
+    for order in (np.arange(x.size), shuffled):
+        found = cast_there(gpu, src, dst, x[order], clamp=clamp, tally=before)
+        check(found, (bits[order], after), x[order])
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
+def test_every_length_and_alignment(gpu: Gpu, pair: tuple[DType, DType]) -> None:
+    """Any number of elements between any addresses that are aligned to an element."""
+    src, dst = pair
+    x = np.random.default_rng(2).choice(samples(src), 6000)
+    bits, _ = by_reference(src, dst, x)
+    width = 16 // max(src.itemsize, dst.itemsize)
+    for shifts in {(0, 0), (1, 1), (width - 1, width - 1), (0, 1), (1, 0), (3, 2), (2, 1)}:
+        for numel in (*range(2 * width + 3), 255, 256, 257, 2047, 2049, 5999, 6000):
+            found = cast_there(gpu, src, dst, x[:numel], shifts=shifts)
+            counts = by_reference(src, dst, x[:numel])[1]
+            check(found, (bits[:numel], counts), x[:numel], (numel, shifts))
+
+
+@pytest.mark.parametrize("clamp", [False, True], ids=["inf", "clamp"])
+@pytest.mark.parametrize("pair", [(BF16, F16), (F16, BF16)], ids=pair_id)
+def test_in_place(gpu: Gpu, pair: tuple[DType, DType], clamp: bool) -> None:
+    """Where elements keep their size the target may be the source, wherever that begins."""
+    x = samples(pair[0])
+    for shift in range(9):
+        for part in (x, x[: -1 - shift], x[30_000 : 30_000 + 7 * shift]):
+            found = cast_there(gpu, *pair, part, clamp=clamp, in_place=True, shifts=(shift, 0))
+            check(found, by_reference(*pair, part, clamp), part, (part.size, shift))
+
+
+@pytest.mark.parametrize("shifts", [(3, 3), (0, 1)], ids=["vectors", "one by one"])
+def test_any_grid(gpu: Gpu, shifts: tuple[int, int]) -> None:
+    """Fewer blocks than there is work for go on in strides; more have nothing to do."""
+    x = samples(F32)
+    expected = by_reference(F32, F16, x)
+    for grid in (1, 2, 7, 131, 5000, 100_000):
+        found = cast_there(gpu, F32, F16, x, grid=grid, shifts=shifts)
+        check(found, expected, x, grid)
+
+
+@pytest.mark.parametrize("code", [0x4780, 0x0001, 0x3301])
+def test_long_tensors_are_counted(gpu: Gpu, code: int) -> None:
+    """Many elements that all overflow, vanish or are rounded, cast in place."""
+    x = np.full(100_000_003, code, np.uint16)
+    _, tally = cast_there(gpu, BF16, F16, x, in_place=True)
+    assert tally == (x.size * (code == 0x4780), x.size * (code == 0x0001), x.size)
+
+
+def test_launches_share_a_tally(gpu: Gpu) -> None:
+    """Kernels that run one after the other, or at once, add up."""
+    x = np.full(1_000_003, 0x3301, np.uint16)
+    gpu.put(0, np.zeros(256, np.uint8))
+    streams = [ctypes.c_void_p() for _ in range(8)]
+    gpu.put(256, x)
+    out = gpu.address + 4 * 2**20
+    values = [ctypes.c_uint64(v) for v in (gpu.address + 256, 0, x.size, gpu.address)]
+    pointers = (ctypes.c_void_p * 4)(*(ctypes.addressof(value) for value in values))
+    shape = (blocks(x.size), 1, 1, BLOCK_THREADS, 1, 1)
+    for index, stream in enumerate(streams):
+        gpu.call("cuStreamCreate", ctypes.byref(stream), 1)
+        values[1].value = out + index * 4 * 2**20
+        for _ in range(10):  # parameters are read when the launch returns
+            gpu.call("cuLaunchKernel", kernel(BF16, F16), *shape, 0, stream, pointers, None)
+    for stream in streams:
+        gpu.call("cuStreamSynchronize", stream)
+        gpu.call("cuStreamDestroy_v2", stream)
+    assert gpu.get(0, 24).view(np.uint64).tolist() == [0, 0, 80 * x.size]
+
+
+def test_a_refused_text_says_why(gpu: Gpu) -> None:
+    """The driver's compiler is quoted, and so is the name of a function that is not there."""
+    good = cast_ptx(BF16, F16, clamp=False)
+    with pytest.raises(DeviceError, match=r"cuModuleLoadDataEx: .*cvt") as caught:
+        load_function(cuda._driver(), "cuda:0", good.replace("cvt.rn.f16.f32", "cvt.none.f16.f32"))
+    print(f"\nrefused as: {caught.value}")
+    with pytest.raises(DeviceError, match="cuModuleGetFunction: other"):
+        load_function(cuda._driver(), "cuda:0", good, "other")
+
+
+def _report(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        print(f"\n  {line}", end="")
+
+
+def test_what_loading_costs(gpu: Gpu, capsys: pytest.CaptureFixture[str]) -> None:
+    """Says how long it takes to make and load kernels, and how much device memory they take."""
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    library = ctypes.CDLL("libcuda.so.1")
+
+    def free_nbytes() -> int:
+        status = library.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+        CONTEXT.check(status, "cuMemGetInfo")
+        return free.value
+
+    loaded = []
+    for src, dst in ((BF16, F16), (F16, F32), (F32, F16), (BY_CODE["F8_E4M3"], BF16)):
+        began = time.perf_counter()
+        ptx = cast_ptx(src, dst, clamp=False)
+        made = time.perf_counter()
+        before = free_nbytes()
+        asked = time.perf_counter()
+        # a comment: not the text that the driver may have in its cache
+        fresh = f"{ptx}\n// {time.time_ns()}"
+        function = load_function(cuda._driver(), "cuda:0", fresh)
+        done = time.perf_counter()
+        loaded.append(function.module)
+        _report(
+            f"{src.code}-{dst.code}: PTX {1e3 * (made - began):.1f} ms (0 if made before), "
+            f"loaded in {1e3 * (done - asked):.1f} ms, took {before - free_nbytes()} bytes",
+            capsys,
+        )
+    for module in loaded:
+        gpu.call("cuModuleUnload", module)
+    assert all(loaded)
+
+
+TIMED: Sequence[tuple[DType, DType, bool, tuple[int, int]]] = (
+    (BF16, F16, True, (0, 0)),
+    (BF16, F16, True, (3, 0)),
+    (BF16, F16, False, (0, 0)),
+    (BF16, F16, False, (0, 1)),
+    (F16, F32, False, (0, 0)),
+    (F16, F32, False, (0, 1)),
+    (BF16, F32, False, (0, 0)),
+    (F32, F16, False, (0, 0)),
+    (F32, BF16, False, (0, 0)),
+    (BY_CODE["F8_E4M3"], BF16, False, (0, 0)),
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    TIMED,
+    ids=lambda c: f"{c[0].code}-{c[1].code}-{'in place' if c[2] else 'apart'}-{c[3][0]}{c[3][1]}",
+)
+def test_a_chunk_takes_microseconds(
+    gpu: Gpu,
+    case: tuple[DType, DType, bool, tuple[int, int]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Says how long the kernel of a chunk takes, between launches and alone; the bits are right.
+
+    The source has the values of weights: most of float16's small ones are rounded, few vanish.
+    """
+    src, dst, in_place, shifts = case
+    numel = CHUNK_NBYTES // src.itemsize
+    values = np.random.default_rng(3).normal(0, 0.02, numel).astype(np.float32)
+    x = values.astype(src.numpy).view(f"u{src.itemsize}")
+    handle = kernel(src, dst)
+    room = 8 * 2**20  # a chunk, or what becomes of it where that is wider
+    spread = (MEMORY_NBYTES - BUSY_NBYTES - 4096) // (2 * room)
+    told = 0 if lossless(src, dst) else gpu.address
+    places = []
+    for index in range(spread):
+        start = 4096 + 2 * index * room + shifts[0] * src.itemsize
+        out = start if in_place else 4096 + (2 * index + 1) * room + shifts[1] * dst.itemsize
+        places.append((gpu.address + start, gpu.address + out, numel, told))
+        gpu.put(start, x)
+    gpu.put(0, np.zeros(256, np.uint8))
+
+    def launch(which: Sequence[tuple[int, int, int, int]]) -> None:
+        for arguments in which:
+            gpu.launch(handle, blocks(numel), arguments)
+
+    launch(places[:1])
+    found = gpu.get(places[0][1] - gpu.address, numel * dst.itemsize)
+    tally = tuple(gpu.get(0, 24).view(np.uint64).tolist())
+    check((as_bits(bytearray(found.tobytes()), dst), tally), by_reference(src, dst, x), x)
+
+    cold = gpu.microseconds(lambda: launch(places * 8)) / (8 * spread)
+    hot = gpu.microseconds(lambda: launch(places[:1] * 200)) / 200
+    alone = sorted(gpu.microseconds(lambda: launch(places[:1])) for _ in range(11))[5]
+    nbytes = numel * (src.itemsize + dst.itemsize)
+    _report(
+        f"{src.code}-{dst.code} {'in place' if in_place else 'apart'} {shifts}: "
+        f"{cold:.2f} us in memory ({nbytes / cold / 1e6:.2f} TB/s read and written), "
+        f"{hot:.2f} us in caches, one between two events {alone:.2f} us",
+        capsys,
+    )

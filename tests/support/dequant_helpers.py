@@ -1,0 +1,40 @@
+"""Helpers that `test_dequant` shares with other tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import streamload
+from streamload.checkpoint.open import Checkpoint, open_checkpoint
+from streamload.codecs.decode import decoder_of
+from streamload.codecs.group import Packed, read_whole
+from streamload.core.dtypes import DType
+from streamload.planning.dequantise import asked, dequantised
+from streamload.planning.requests import DTypePolicy
+
+
+def load(path: Any, dtype: Any = "bfloat16", **options: Any) -> Any:
+    """Load everything to the host."""
+    options = {"device": "host", "progress": False} | options
+    return streamload.load_state_dict(None, path, dtype=dtype, **options)
+
+
+def view(path: Path, dtype: Any = "bfloat16") -> Checkpoint:
+    """A checkpoint with its quantised weights as tensors."""
+    checkpoint = open_checkpoint(path)
+    return dequantised(checkpoint, asked(checkpoint, DTypePolicy.parse(dtype)))
+
+
+def decoders(path: Path, name: str, dst: DType, out_of_range: Any = "inf") -> tuple[Packed, Any]:
+    """A weight of a checkpoint; by engine, what decodes it."""
+    info = view(path, dst.name).tensors[name]
+    assert isinstance(info, Packed)
+
+    def read(member: Any) -> bytes:
+        return next(read_whole(info.headers, [member]))
+
+    return info, {
+        engine: decoder_of(info, dst, read, engine=engine, out_of_range=out_of_range)
+        for engine in ("llvm", "numpy")
+    }

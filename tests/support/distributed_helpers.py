@@ -1,0 +1,84 @@
+"""Helpers that `test_distributed` shares with other tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors_files import write_safetensors
+from thread_group import ThreadGroup
+
+from streamload import distributed
+
+LAYERS, WIDTH = 5, 16
+
+
+PLENTY = 10**8
+
+
+def llama(
+    folder: Path, *, dtype: str = "F32", shards: int = 2, seed: int = 0, width: int = WIDTH
+) -> Path:
+    """A small Llama-shaped checkpoint with its config.json."""
+    generator = np.random.default_rng(seed)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (4 * width, width)}
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}."
+        for part in "qkvo":
+            shapes[f"{at}self_attn.{part}_proj.weight"] = (width, width)
+        shapes[f"{at}mlp.up_proj.weight"] = (3 * width, width)
+        shapes[f"{at}input_layernorm.weight"] = (width,)
+    shapes |= {"model.norm.weight": (width,), "lm_head.weight": (4 * width, width)}
+    numpy = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[dtype]
+    tensors = {}
+    for name, shape in shapes.items():
+        values = generator.standard_normal(shape, np.float32)
+        if dtype == "BF16":
+            values = (values.view(np.uint32) >> 16).astype(np.uint16)
+        tensors[name] = (dtype, shape, values.astype(numpy).tobytes())
+    names = list(tensors)
+    per = -(-len(names) // shards)
+    weight_map = {}
+    for shard in range(shards):
+        part = names[shard * per : (shard + 1) * per]
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        write_safetensors(folder / file, {name: tensors[name] for name in part})
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    config = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": width}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A checkpoint of float32."""
+    return llama(tmp_path / "model")
+
+
+def load(path: Path, *, model: Any = None, timeout: float = 20.0, **options: Any) -> Any:
+    """A rank that loads to numpy arrays."""
+    options = {"budget": PLENTY, "device": "host", "progress": False} | options
+
+    def body(group: ThreadGroup) -> Any:
+        return distributed.load_state_dict(
+            model if hasattr(model, "parameters") or model is None else model(group.rank),
+            path,
+            group=group,
+            timeout=timeout,
+            **options,
+        )
+
+    return body
+
+
+def succeeded(found: Sequence[Any]) -> list[Any]:
+    """Reports, of a run in which nothing failed."""
+    for said in found:
+        if isinstance(said, BaseException):
+            raise said
+    return list(found)

@@ -1,0 +1,40 @@
+"""Helpers that `test_load` shares with other tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors_files import write_safetensors
+
+from streamload.core.dtypes import BY_CODE
+
+Array = np.ndarray[Any, Any]
+
+
+CODES = {dtype.numpy: code for code, dtype in BY_CODE.items() if dtype.numpy is not None}
+
+
+def write(
+    folder: Path, tensors: Mapping[str, Array], config: Mapping[str, Any] | None = None
+) -> Path:
+    """A checkpoint of these arrays."""
+    raw = {n: (CODES[a.dtype], a.shape, a.tobytes()) for n, a in tensors.items()}
+    write_safetensors(folder / "model.safetensors", raw, align=8)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def raw(value: Any) -> bytes:
+    """The bytes of an array, or of a tensor on its device; never computed on as floats."""
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    from tinygrad import dtypes
+
+    if 0 in value.shape:
+        return b""
+    return bytes(value.reshape(-1).bitcast(dtypes.uint8).data())

@@ -1,0 +1,69 @@
+"""Helpers that `test_plan` shares with other tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from streamload.checkpoint.open import Checkpoint, from_headers
+from streamload.core.dtypes import BY_CODE
+from streamload.core.tensors import RowRange, TensorInfo
+from streamload.files.header import Header
+from streamload.planning.plan import Plan
+from streamload.planning.planner import make_plan
+from streamload.planning.requests import DeviceSpec, DTypePolicy, Want
+
+
+def checkpoint_of(
+    *shards: Mapping[str, tuple[str, Sequence[int]]], config: Mapping[str, Any] | None = None
+) -> Checkpoint:
+    """A checkpoint of headers alone: (dtype code, shape) by name, for each shard."""
+    headers = []
+    for number, tensors in enumerate(shards):
+        path = Path(f"shard-{number}.safetensors")
+        infos, at = [], 1000
+        for name, (code, shape) in tensors.items():
+            nbytes = BY_CODE[code].nbytes(math.prod(shape))
+            infos.append(TensorInfo(name, BY_CODE[code], tuple(shape), path, at, at + nbytes))
+            at += nbytes
+        headers.append(Header(path, at, 1000, tuple(infos), {}))
+    return from_headers(Path("model"), headers, config or {})
+
+
+def wants_of(checkpoint: Checkpoint, **changes: Any) -> list[Want]:
+    """Every tensor of a checkpoint as it is there."""
+    return [
+        Want(
+            info.name,
+            info.shape,
+            (RowRange(info.name, 0, info.shape[0] if info.shape else 1),),
+            **changes,
+        )
+        for info in checkpoint.tensors.values()
+    ]
+
+
+def plan_of(
+    checkpoint: Checkpoint,
+    *specs: DeviceSpec,
+    wants: Sequence[Want] | None = None,
+    dtype: Any = "checkpoint",
+    fp16_cast: Any = None,
+    **changes: Any,
+) -> Plan:
+    """`make_plan` with defaults for what a test is not about."""
+    arguments: dict[str, Any] = {
+        "out_of_range": "inf",
+        "cast": "llvm",
+        "readers": ["mmap"] * len(checkpoint.shards),
+        "tied": {},
+    }
+    return make_plan(
+        checkpoint,
+        wants=wants_of(checkpoint) if wants is None else wants,
+        devices=specs,
+        dtype=DTypePolicy.parse(dtype, fp16_cast),
+        **arguments | changes,
+    )

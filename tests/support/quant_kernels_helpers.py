@@ -1,0 +1,52 @@
+"""Helpers that `test_quant_kernels` shares with other tests."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamload.codecs.scheme import Engine, QuantCounts
+from streamload.core.dtypes import DType
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+BLOCKED = ("q8_0", "q4_0")
+
+
+MATRICES = ("bitsandbytes-int8",)
+
+
+def encoded(
+    form: Any, x: Array, src: DType, engine: Engine = "auto", cuts: tuple[int, ...] = ()
+) -> tuple[dict[str, bytes], QuantCounts]:
+    """All parts of a tensor, by suffix, cut before the units of some numbers; and its counts."""
+    tensor = form.of(x.shape, src)
+    encoder = tensor.encoder(src, engine)
+    data = memoryview(x.tobytes())
+    out = memoryview(bytearray(tensor.parts[0].nbytes))
+    numel = math.prod(x.shape)
+    edges = [0, *(cut * tensor.unit_numel for cut in cuts), numel]
+    counts = QuantCounts()
+    for first, stop in itertools.pairwise(edges):
+        some = data[first * src.itemsize : stop * src.itemsize]
+        at = first // tensor.unit_numel * tensor.unit_nbytes
+        end = at + tensor.codes_nbytes(stop - first)
+        counts += encoder.encode(some, out[at:end], first)
+    rest = {suffix: bytes(part) for suffix, part in encoder.finish().items()}
+    for part in tensor.parts[1:]:
+        assert len(rest[part.suffix]) == part.nbytes, part.suffix
+    return {"": bytes(out), **rest}, counts
+
+
+def assert_same_counts(found: QuantCounts, expected: QuantCounts, name: str) -> None:
+    """Counts are equal, sums of squares but for the order in which they are summed."""
+    for field in ("largest_error", "largest", "numel", "nan", "inf", "overflowed"):
+        assert getattr(found, field) == getattr(expected, field), (name, field)
+    for field in ("squared_error", "squared"):
+        sums = getattr(found, field), getattr(expected, field)
+        assert sums[0] == pytest.approx(sums[1], rel=1e-12, abs=0), (name, field)

@@ -1,0 +1,404 @@
+"""Quantised checkpoints of transformers: its modules, the stored bytes, the same logits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import needs
+import pytest
+
+import streamload
+from streamload.checkpoint.open import open_checkpoint
+from streamload.core.units import format_bytes
+from streamload.errors import (
+    CheckpointError,
+    PlanInfeasibleError,
+    StateDictMismatchError,
+    UnsupportedCastError,
+)
+from streamload.verification.verify import verify
+
+torch = needs.module("torch")
+transformers = needs.module("transformers")
+
+import safetensors.torch as st  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from transformers_quantised_helpers import (  # noqa: E402
+    _GROUPS,
+    MADE,
+    MOE,
+    OWN,
+    by_transformers,
+    compressed,
+    fp8,
+    in_fp8,
+    load,
+    logits,
+    needs_library,
+    plain,
+    quiet,
+    raw,
+    reconfigure,
+    reference,
+)
+
+from streamload.transformers.quantizers import stored as quantised  # noqa: E402
+
+__all__ = ["quiet"]
+
+
+def stored(folder: Path) -> dict[str, tuple[Any, Any, bytes]]:
+    """The tensors of a checkpoint."""
+    tensors: dict[str, Any] = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= st.load_file(path)
+    return {name: raw(tensor) for name, tensor in tensors.items()}
+
+
+def rounded_up(folder: Path) -> int:
+    """More than the tensors of a checkpoint take of torch's allocator on the CPU."""
+    checkpoint = open_checkpoint(folder)
+    return checkpoint.nbytes + 64 * len(checkpoint.tensors)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_packed_weights_stay_packed(tmp_path: Path, name: str) -> None:
+    """The state is that of the file, nothing wider; transformers' dequantised logits come out."""
+    OWN[name](tmp_path)
+    model = load(tmp_path)
+    report = model.streamload_report
+    assert {n: raw(t) for n, t in model.state_dict().items()} == stored(tmp_path)
+    assert report.resident_nbytes < rounded_up(tmp_path)
+    assert any("stay packed" in note for note in report.notes)
+    assert not verify(report, open_checkpoint(tmp_path), model)
+    assert model.is_quantized
+    assert model.config.quantization_config is model.hf_quantizer.quantization_config
+    found = logits(model)
+    if name != "fp8-cut-blocks":  # which transformers does not dequantise
+        assert torch.equal(found, logits(reference(tmp_path)))
+    assert found.isfinite().all()
+    assert {n: raw(t) for n, t in model.state_dict().items()} == stored(tmp_path)
+
+
+class _Made(TorchDispatchMode):  # type: ignore[misc]
+    """The bytes of the largest tensor of a dtype that operators allocate."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.dtype, self.most = model.dtype, 0
+        self.known = {t.untyped_storage().data_ptr() for t in model.state_dict().values()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype is self.dtype and out.dim() > 1:
+            is_new = out.untyped_storage().data_ptr() not in self.known
+            self.most = max(self.most, out.nbytes * is_new)
+        return out
+
+
+def dense_nbytes(model: Any) -> int:
+    """The bytes of the largest weight that a forward holds dequantised."""
+    with torch.no_grad(), _Made(model) as made:
+        model(torch.tensor([[1]]))
+    return int(made.most)
+
+
+@pytest.mark.parametrize("name", [*OWN, "quant"])
+def test_what_a_forward_takes_is_said(tmp_path: Path, name: str) -> None:
+    """The size of the largest weight that is dequantised at a time."""
+    plain(tmp_path) if name == "quant" else OWN[name](tmp_path)
+    model = load(tmp_path, **({"quant": "nf4"} if name == "quant" else {}))
+    (note,) = (n for n in model.streamload_report.notes if "no plan counts" in n)
+    expected = format_bytes(dense_nbytes(model), up=True)
+    assert f"the largest takes {expected} meanwhile" in note
+
+
+def test_blocks_that_are_cut_are_dequantised(tmp_path: Path) -> None:
+    """Each value by the scale of its block, rounded once, also where the last blocks are short."""
+    from streamload.transformers.quantizers.fp8 import dequantised
+
+    values, scales = in_fp8(torch.randn(70, 50), 32, 32)
+    found = dequantised(values, scales, (32, 32), torch.bfloat16)
+    wide = scales.repeat_interleave(32, 0)[:70].repeat_interleave(32, 1)[:, :50]
+    assert torch.equal(found, (values.float() * wide).to(torch.bfloat16))
+    exponents = torch.randint(118, 124, (3, 2), dtype=torch.uint8)
+    powers = torch.exp2(exponents.float() - 127)
+    by_exponents = dequantised(values, exponents, (32, 32), torch.float32)
+    assert torch.equal(by_exponents, dequantised(values, powers, (32, 32), torch.float32))
+    for shape in ((4, 0), (0, 4)):
+        empty = torch.zeros(shape, dtype=torch.float8_e4m3fn)
+        assert dequantised(empty, torch.ones(()), (32, 32), torch.float32).shape == shape
+
+
+def test_fp8_experts_are_fused_with_their_scales(tmp_path: Path) -> None:
+    """Experts that are stored one by one become transformers' fused parameters, still FP8."""
+    experts = {**MOE, "num_experts": 4, "moe_intermediate_size": 32}
+    fp8((32, 32), "Qwen3Moe", **experts)(tmp_path)
+    model = load(tmp_path)
+    state = model.state_dict()
+    fused = state["model.layers.0.mlp.experts.gate_up_proj"]
+    assert (fused.dtype, fused.shape) == (torch.float8_e4m3fn, (4, 64, 64))
+    assert state["model.layers.0.mlp.experts.gate_up_proj_scale_inv"].shape == (4, 2, 2)
+    assert model.streamload_report.resident_nbytes < rounded_up(tmp_path)
+    assert torch.allclose(logits(model), logits(reference(tmp_path)), atol=0.02)
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "mxfp4"])
+def test_shards_make_the_same_model(tmp_path: Path, name: str) -> None:
+    """From many files as from one."""
+    OWN[name](tmp_path / "one")
+    streamload.convert(tmp_path / "one", tmp_path / "many", max_shard_size="20kB", progress=False)
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    one, many = (load(tmp_path / folder) for folder in ("one", "many"))
+    assert {n: raw(t) for n, t in many.state_dict().items()} == stored(tmp_path / "one")
+    assert torch.equal(logits(many), logits(one))
+
+
+def test_the_rest_is_cast_and_packed_weights_are_not(tmp_path: Path) -> None:
+    """Another dtype changes norms and embeddings, and leaves weights and scales as they are."""
+    OWN["fp8-blocks"](tmp_path)
+    model = load(tmp_path, dtype="float32")
+    dtypes = {name.rpartition(".")[2]: tensor.dtype for name, tensor in model.state_dict().items()}
+    assert dtypes == {
+        "weight": torch.float32,  # the head's, which comes last
+        "weight_scale_inv": torch.float32,
+    }
+    assert model.model.layers[0].mlp.up_proj.weight.dtype is torch.float8_e4m3fn
+    assert model.model.norm.weight.dtype is torch.float32
+    close = {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(logits(model), logits(load(tmp_path)).float(), **close)
+
+
+def test_a_budget_holds_what_is_stored(tmp_path: Path) -> None:
+    """It fits into the bytes of the file; below, the plan says so before anything is read."""
+    OWN["fp8-blocks"](tmp_path)
+    nbytes = open_checkpoint(tmp_path).nbytes
+    assert load(tmp_path, budget=rounded_up(tmp_path))
+    with pytest.raises(PlanInfeasibleError):
+        load(tmp_path, budget=nbytes - 1)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_methods_of_others_are_refused_by_name(tmp_path: Path) -> None:
+    """What is opened here is said, and nothing is read."""
+    plain(tmp_path)
+    reconfigure(tmp_path, quantization_config={"quant_method": "hqq"})
+    with pytest.raises(CheckpointError, match=r"transformers alone.*bitsandbytes.*found hqq"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("method", "needed"),
+    [
+        ("bitsandbytes", "bitsandbytes"),
+        ("compressed-tensors", "compressed-tensors"),
+        ("torchao", "torchao"),
+        ("gptq", "optimum gptqmodel"),
+        ("awq", "gptqmodel"),
+    ],
+)
+def test_missing_packages_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, needed: str
+) -> None:
+    """The line that installs what its modules are of."""
+    plain(tmp_path)
+    reconfigure(tmp_path, quantization_config={"quant_method": method, "load_in_4bit": True})
+    monkeypatch.setattr(quantised, "_installed", lambda name: name == "accelerate")
+    with pytest.raises(CheckpointError, match=f"pip install {needed}:"):
+        load(tmp_path)
+
+
+def unquantised(folder: Path, name: str, dtype: Any = torch.bfloat16) -> None:
+    """Put a plain weight in the place of a quantised one."""
+    path = folder / "model.safetensors"
+    tensors = {n: t for n, t in st.load_file(path).items() if not n.startswith(name)}
+    tensors[name] = torch.randn(128, 64).to(dtype)
+    st.save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_a_plain_weight_among_fp8_is_plain(tmp_path: Path) -> None:
+    """Its module is a Linear, as its bytes are; so is the head, which config.json may not say."""
+    OWN["fp8-blocks"](tmp_path)
+    unquantised(tmp_path, "model.layers.1.mlp.up_proj.weight")
+    model = load(tmp_path)
+    assert type(model.model.layers[1].mlp.up_proj) is torch.nn.Linear
+    assert {n: raw(t) for n, t in model.state_dict().items()} == stored(tmp_path)
+    assert torch.equal(logits(model), logits(reference(tmp_path)))
+
+
+def test_a_quantised_weight_in_a_plain_module_is_refused(tmp_path: Path) -> None:
+    """A module that config.json leaves out gets no packed bytes."""
+    OWN["fp8-blocks"](tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    reconfigure(tmp_path, quantization_config={**config, "modules_to_not_convert": ["mlp.up_proj"]})
+    with pytest.raises((StateDictMismatchError, UnsupportedCastError), match="up_proj"):
+        load(tmp_path)
+
+
+def test_scales_that_do_not_fit_the_module_are_refused(tmp_path: Path) -> None:
+    """Blocks of another size than config.json says: the file and the tensor are named."""
+    OWN["fp8-blocks"](tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    reconfigure(tmp_path, quantization_config={**config, "weight_block_size": [16, 16]})
+    with pytest.raises(CheckpointError, match="blocks do not divide") as caught:
+        load(tmp_path)
+    assert str(caught.value.tensor).endswith("_scale_inv")
+
+
+# --- with the libraries ---------------------------------------------------------------------------
+
+
+def same_state(found: Any, expected: Any) -> None:
+    """Names, classes, dtypes, shapes and bytes are the same."""
+    mine, theirs = found.state_dict(), expected.state_dict()
+    assert list(mine) == list(theirs)
+    for name, tensor in mine.items():
+        other = theirs[name]
+        assert type(tensor) is type(other), name
+        if hasattr(tensor, "qdata"):  # a class of torchao
+            assert raw(tensor.qdata) == raw(other.qdata), name
+            assert raw(tensor.scale) == raw(other.scale), name
+        else:
+            assert raw(tensor) == raw(other), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", ["one", "many"])
+@pytest.mark.parametrize("name", MADE)
+def test_gives_what_transformers_gives(tmp_path: Path, name: str, files: str) -> None:
+    """State, modules, configuration and logits; from one file and from several."""
+    library, make = MADE[name]
+    needs_library(library)
+    make(tmp_path / "one")
+    if files == "many":
+        streamload.convert(
+            tmp_path / "one", tmp_path / "many", max_shard_size="20kB", progress=False
+        )
+    folder = tmp_path / files
+    found, expected = load(folder), reference(folder, device_map="cpu")
+    if library != "gptqmodel":  # which repacks what it is given
+        same_state(found, expected)
+    assert [type(m) for m in found.modules()] == [type(m) for m in expected.modules()]
+    assert found.config.to_dict() == expected.config.to_dict()
+    assert found.streamload_report.resident_nbytes >= open_checkpoint(folder).nbytes
+    if library in ("bitsandbytes", "compressed_tensors"):
+        assert not verify(found.streamload_report, open_checkpoint(folder), found)
+    assert torch.equal(logits(found), logits(expected))
+    assert found.is_quantized == expected.is_quantized
+    assert found.quantization_method == expected.quantization_method
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nf4", "nf4-nested", "int8", "pack-quantized"])
+def test_is_saved_as_it_was_opened(tmp_path: Path, name: str) -> None:
+    """`save_pretrained` writes the tensors of the checkpoint again."""
+    library, make = MADE[name]
+    needs_library(library)
+    make(tmp_path / "in")
+    load(tmp_path / "in").save_pretrained(tmp_path / "out")
+    assert stored(tmp_path / "out") == stored(tmp_path / "in")
+
+
+@pytest.mark.slow
+def test_weights_of_bitsandbytes_are_not_copied(tmp_path: Path) -> None:
+    """The parameter stands on the memory that the load filled, and the plan counted."""
+    needs_library("bitsandbytes")
+    MADE["nf4"][1](tmp_path)
+    model = load(tmp_path)
+    module = model.model.layers[0].mlp.up_proj
+    assert type(module.weight).__name__ == "Params4bit"
+    assert module.weight.quant_state is module.quant_state
+    assert module.weight.quant_state.shape == (128, 64)
+    report = model.streamload_report
+    assert report.resident_nbytes < 1.05 * open_checkpoint(tmp_path).nbytes
+    if module.support_avx512bf16_for_cpu:
+        assert any("repacks each weight" in note for note in report.notes)
+        with pytest.raises(PlanInfeasibleError):
+            load(tmp_path, budget=report.resident_nbytes + 8192)
+
+
+@pytest.mark.slow
+def test_what_bitsandbytes_cannot_run_is_refused(tmp_path: Path) -> None:
+    """Rows that are no whole blocks cannot be repacked on a CPU with AVX512-BF16."""
+    needs_library("bitsandbytes")
+    from bitsandbytes.nn.modules import has_avx512bf16
+
+    if not has_avx512bf16():
+        pytest.skip("the CPU has no AVX512-BF16")
+    config = {"load_in_4bit": True}
+    make = by_transformers(lambda: transformers.BitsAndBytesConfig(**config), intermediate_size=96)
+    make(tmp_path)
+    with pytest.raises(CheckpointError, match=r"does not run on cpu.*down_proj.*64 x 96"):
+        load(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_weight_that_is_not_quantised_is_refused(tmp_path: Path) -> None:
+    """config.json gives its module quantised weights: the bytes would mean something else."""
+    needs_library("bitsandbytes")
+    MADE["nf4"][1](tmp_path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    unquantised(tmp_path, name)
+    with pytest.raises(CheckpointError, match="and it is not: expected uint8") as caught:
+        load(tmp_path)
+    assert caught.value.tensor == name
+
+
+@pytest.mark.slow
+def test_a_packed_weight_in_a_plain_module_is_refused(tmp_path: Path) -> None:
+    """A module that config.json leaves out of what bitsandbytes has gets no packed bytes."""
+    needs_library("bitsandbytes")
+    MADE["nf4"][1](tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    skipped = {**config, "llm_int8_skip_modules": ["lm_head", "up_proj"]}
+    reconfigure(tmp_path, quantization_config=skipped)
+    with pytest.raises(StateDictMismatchError, match=r"up_proj\.weight\.absmax"):
+        load(tmp_path)
+
+
+@pytest.mark.slow
+def test_asymmetric_groups_are_opened(tmp_path: Path) -> None:
+    """Packed zero points, which transformers 5.23 refuses by their shape, are dequantised right."""
+    needs_library("compressed_tensors")
+    torch.manual_seed(1)
+    compressed({**_GROUPS, "symmetric": False})(tmp_path / "in")
+    model = load(tmp_path / "in")
+    assert {n: raw(t) for n, t in model.state_dict().items()} == stored(tmp_path / "in")
+    plain(tmp_path / "plain")
+    expected = logits(reference(tmp_path / "plain")).float()
+    assert (
+        torch.nn.functional.cosine_similarity(logits(model).float(), expected, dim=-1).min() > 0.97
+    )
+
+
+@pytest.mark.slow
+def test_what_is_decompressed_at_once_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a module is of another class, compressed-tensors inflates the model: the plan says."""
+    needs_library("compressed_tensors")
+    from streamload.transformers.quantizers import compressed_tensors as packed_compressed
+
+    MADE["int-quantized"][1](tmp_path)
+    kept = load(tmp_path)
+    assert any("compressed weights stay packed" in n for n in kept.streamload_report.notes)
+    monkeypatch.setattr(packed_compressed, "_KINDS", (torch.nn.Embedding,))
+    model = load(tmp_path)
+    assert any("decompresses the model" in note for note in model.streamload_report.notes)
+    assert torch.equal(logits(model), logits(kept))
+    with pytest.raises(PlanInfeasibleError):
+        load(tmp_path, budget=model.streamload_report.resident_nbytes + 8192)
+
+
+@pytest.mark.slow
+def test_a_weight_of_another_shape_is_refused(tmp_path: Path) -> None:
+    """The unpacked shapes are compared, and named."""
+    needs_library("bitsandbytes")
+    MADE["nf4"][1](tmp_path)
+    reconfigure(tmp_path, intermediate_size=256)
+    with pytest.raises(StateDictMismatchError, match=r"up_proj\.weight.*\[256, 64\].*\[128, 64\]"):
+        load(tmp_path)

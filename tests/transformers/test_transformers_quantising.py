@@ -1,0 +1,478 @@
+"""Models of transformers that are quantised on the way: bitsandbytes' modules, and ours."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import needs
+import pytest
+from boxes import Boxes
+from gguf_models import write_model
+from make_checkpoint import LlamaShape, make_checkpoint
+from transformers_quantised_helpers import (
+    load,
+    logits,
+    needs_library,
+    plain,
+    quiet,
+    raw,
+    reference,
+)
+
+from streamload import convert
+from streamload.bench.processes import call, command, measure
+from streamload.errors import PlanInfeasibleError, UnsupportedCastError
+
+torch = needs.module("torch")
+transformers = needs.module("transformers")
+
+from transformers_quantising_helpers import EXPERTS, error, gpt2, make  # noqa: E402
+
+from streamload.devices.torch.quantized import CODED, Coded, QuantLinear, set_aside  # noqa: E402
+from streamload.transformers.quantizers import on_the_way as quantising  # noqa: E402
+
+__all__ = ["quiet"]
+
+
+# --- modules of ours ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", *EXPERTS])
+@pytest.mark.parametrize("format", ["int8", "nf4-nested"])
+def test_all_of_the_layers_is_quantised(tmp_path: Path, name: str, format: str) -> None:
+    """Linears, Conv1D and fused experts; the head and norms stay; the logits are near."""
+    make(tmp_path, name, torch.float32)
+    model = load(tmp_path, quant=format)
+    wide = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() > 1 and not name.endswith("bias")
+    ]
+    left = {name.rpartition(".")[0].rpartition(".")[2] for name in wide}
+    assert left <= {"embed_tokens", "lm_head", "wte", "wpe", "gate", "router"}
+    coded = [module for module in model.modules() if isinstance(module, Coded)]
+    assert {each[0] for module in coded for each in getattr(module, CODED).values()} == {format}
+    kwargs = {"experts_implementation": "eager"} if name in EXPERTS else {}
+    expected = logits(reference(tmp_path, **kwargs))
+    assert error(logits(model), expected) < (0.005 if format == "int8" else 0.05)
+    assert not model.streamload_report.missing
+
+
+def test_experts_are_found_by_plain_numbers(tmp_path: Path) -> None:
+    """As Nemotron-H does, whose class of experts numbers them without a tensor."""
+    sizes = {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8}
+    moe = {"n_routed_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+    kinds = {"layers_block_type": ["moe", "attention"]}
+    shared = {"moe_shared_expert_intermediate_size": 32}
+    plain(tmp_path, "NemotronH", torch.float32, **sizes, **moe, **kinds, **shared)
+    model = load(tmp_path, quant="q8_0")
+    assert any(type(module).__name__ == "QuantNemotronHExperts" for module in model.modules())
+    found = logits(model)
+    assert error(found, logits(copy.deepcopy(model).dequantize())) < 1e-5
+
+
+def test_each_way_to_compute_experts_takes_those_that_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One expert's matrices are decoded at a time, whatever implementation was chosen."""
+    make(tmp_path, "Mixtral")
+    model = load(tmp_path, quant="q8_0", experts_implementation="grouped_mm")
+    asked: list[tuple[str, int | None]] = []
+    dense = Coded.dense
+
+    def recorded(self: Any, leaf: str, index: int | None = None, **rest: Any) -> Any:
+        asked.append((leaf, index))
+        return dense(self, leaf, index=index, **rest)
+
+    monkeypatch.setattr(Coded, "dense", recorded)
+    experts = model.model.layers[0].mlp.experts
+    x, chosen = torch.randn(3, 64, dtype=torch.bfloat16), torch.tensor([[2, 0], [2, 0], [0, 2]])
+    experts(x, chosen, torch.full((3, 2), 0.5, dtype=torch.bfloat16))
+    assert asked == [(leaf, i) for i in (0, 2) for leaf in ("gate_up_proj", "down_proj")]
+
+
+def test_experts_are_decoded_to_the_dtype_of_the_activations(tmp_path: Path) -> None:
+    """Whatever dtype the model had before it was loaded."""
+    make(tmp_path, "Mixtral")
+    experts = load(tmp_path, quant="q8_0").model.layers[0].mlp.experts
+    x, chosen, shares = torch.randn(3, 64), torch.tensor([[2, 0]] * 3), torch.full((3, 2), 0.5)
+    expected = experts(x, chosen, shares)
+    for dtype in (torch.float16, torch.bfloat16):
+        found = experts(x.to(dtype), chosen, shares.to(dtype))
+        assert found.dtype is dtype
+        assert error(found, expected) < 0.02
+
+
+def test_experts_that_no_module_can_hold_are_named(tmp_path: Path) -> None:
+    """With their bytes, while the rest is quantised."""
+    make(tmp_path, "Mixtral")
+    report = load(tmp_path, quant="bitsandbytes-int8").streamload_report
+    (note,) = (note for note in report.notes if note.startswith("not quantised"))
+    assert "4 tensors of 393 kB" in note and "experts.gate_up_proj" in note
+
+
+def test_experts_that_a_format_cannot_hold_are_named(tmp_path: Path) -> None:
+    """As other weights are, with the line to write instead."""
+    plain(tmp_path, "Mixtral", torch.bfloat16, **EXPERTS["Mixtral"] | {"intermediate_size": 48})
+    with pytest.raises(UnsupportedCastError, match=r"experts\.0\.w2\.weight.*None"):
+        load(tmp_path, quant="q8_0")
+
+
+def test_one_pass_names_all_that_a_format_cannot_hold(tmp_path: Path) -> None:
+    """What the error says to write works as it is typed, and leaves nothing else."""
+    plain(tmp_path / "in", hidden_size=72, num_attention_heads=2, num_hidden_layers=3)
+    with pytest.raises(UnsupportedCastError, match=r"so are 14 more") as caught:
+        load(tmp_path / "in", quant={"*k_proj*": "q4_0", "*": "q8_0"})
+    written = str(caught.value).partition("quant=")[2]
+    assert "layers.*.mlp.up_proj" in written
+    model = load(tmp_path / "in", quant=eval(written))
+    coded = {name for name, module in model.named_modules() if isinstance(module, Coded)}
+    left = {name.rpartition(".")[2] for name in coded}
+    assert (len(coded), left) == (6, {"o_proj", "down_proj"})
+    with pytest.raises(UnsupportedCastError) as caught:
+        convert(tmp_path / "in", tmp_path / "out", quant="q8_0", progress=False)
+    written = eval(str(caught.value).partition("quant=")[2])
+    assert convert(tmp_path / "in", tmp_path / "out", quant=written, progress=False).errors
+
+
+def test_classes_that_hold_nothing_quantised_are_named(tmp_path: Path) -> None:
+    """With those that can."""
+    sizes = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.FalconForCausalLM(transformers.FalconConfig(**sizes)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"torch's Linear.*Conv1D.*theirs are FalconLinear;"):
+        load(tmp_path, quant="int8")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_blocks_of_gguf_stay_as_they_are_in_modules(tmp_path: Path, family: str) -> None:
+    """Where ``quant=`` asks for the format that they are stored in: nothing is rounded twice."""
+    write_model(tmp_path / "in", family)
+    convert(tmp_path / "in", tmp_path / "out", to="gguf", quant="q8_0", progress=False)
+    (path,) = (tmp_path / "out").glob("*.gguf")
+    model = load(path, quant="q8_0")
+    assert any(isinstance(module, Coded) for module in model.modules())
+    assert error(logits(model), logits(load(path))) < 1e-3
+
+
+def test_a_budget_of_the_codes_is_enough(tmp_path: Path) -> None:
+    """The plan counts codes; without quant= it does not fit, and "auto" finds what does."""
+    make(tmp_path, "Llama")
+    nbytes = load(tmp_path, quant="q8_0").streamload_report.plan.devices[0].peak_nbytes
+    with pytest.raises(PlanInfeasibleError):
+        load(tmp_path, budget=nbytes)
+    model = load(tmp_path, quant="auto", budget=nbytes + 4096)  # and buffers
+    assert type(model.model.layers[1].mlp.up_proj) is QuantLinear
+    assert any('quant="auto" took q8_0' in note for note in model.streamload_report.notes)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Mixtral"])
+def test_models_are_pickled_and_copied(tmp_path: Path, name: str) -> None:
+    """Their modules have classes that are made when a model is loaded."""
+    make(tmp_path, name)
+    model = load(tmp_path, quant="nf4")
+    expected = logits(model)
+    for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert torch.equal(logits(other), expected)
+
+
+def test_a_conv1d_is_loaded_again(tmp_path: Path) -> None:
+    """Its module knows that the checkpoint has the weight transposed."""
+    import streamload
+
+    gpt2(tmp_path)
+    model = load(tmp_path, quant="nf4")
+    expected = logits(model)
+    module = model.transformer.h[0].mlp.c_fc
+    module._buffers["weight"].zero_()
+    streamload.load_state_dict(
+        model.transformer, tmp_path, progress=False, rename=lambda n: n.removeprefix("transformer.")
+    )
+    assert torch.equal(logits(model), expected)
+    assert module.weight.shape == (64, 256)  # as a Conv1D has it
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mixtral"])
+@pytest.mark.parametrize("format", ["nf4", "q8_0"])
+def test_hooks_of_accelerate_leave_codes_where_they_are(
+    tmp_path: Path, name: str, format: str
+) -> None:
+    """As `finish` dispatches a model over several devices."""
+    accelerate = needs.module("accelerate")
+    make(tmp_path, name)
+    model = load(tmp_path, quant=format)
+    expected = logits(model)
+    with set_aside(model):
+        accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    assert torch.equal(logits(model), expected)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_wrong_arguments_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with what to write instead."""
+    make(tmp_path, "Llama")
+    config = transformers.BitsAndBytesConfig
+    four = config(load_in_4bit=True)
+    monkeypatch.setattr(quantising, "missing", lambda _: [])
+    for wrong, said in (
+        ({"quant": "nf4", "quantization_config": four}, "leave one of them out"),
+        ({"quantization_config": transformers.QuantoConfig()}, "BitsAndBytesConfig here, not"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "BitsAndBytesConfig here, not hqq"),
+        (
+            {"quantization_config": config(load_in_8bit=True, llm_int8_has_fp16_weight=True)},
+            "llm_int8_has_fp16_weight is False here, not True",
+        ),
+        (
+            {"quantization_config": config(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16")},
+            "bnb_4bit_quant_storage is uint8 here",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            load(tmp_path, **wrong)
+    monkeypatch.setattr(quantising, "missing", lambda _: ["bitsandbytes"])
+    with pytest.raises(ValueError, match=r"pip install bitsandbytes; quant=\"nf4\""):
+        load(tmp_path, quantization_config=four)
+
+
+ZAMBA = transformers.Zamba2Config(
+    **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3},
+    **{"layers_block_type": ["hybrid", "mamba", "hybrid"], "num_mem_blocks": 1, "chunk_size": 16},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "attention_head_dim": 32},
+    **{"mamba_d_state": 16, "mamba_headdim": 16, "n_mamba_heads": 8, "mamba_ngroups": 1},
+    **{"mamba_expand": 2, "adapter_rank": 32},
+)
+
+
+@pytest.mark.parametrize("format", ["int8", "q8_0", "q4_0", "nf4", "nf4-nested", "fp4"])
+def test_blocks_that_share_weights_compute_with_the_same_codes(tmp_path: Path, format: str) -> None:
+    """Zamba2's: each use is that of the dequantised model, and the codes are held once."""
+    torch.manual_seed(1)
+    plain_model = transformers.Zamba2ForCausalLM(ZAMBA).eval()
+    plain_model.save_pretrained(tmp_path)
+    model = load(tmp_path, quant=format, dtype="float32")
+    state = model.state_dict().values()
+    held = {t.untyped_storage().data_ptr(): t.nbytes for t in state}
+    assert sum(held.values()) <= model.streamload_report.resident_nbytes
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Coded):
+            plain_model.get_submodule(name).weight.data = module.weight.clone()
+    assert error(logits(model), logits(plain_model)) < 1e-5
+    blocks = [model.get_submodule(f"model.layers.{at}.shared_transformer") for at in (0, 2)]
+    one, other = (block.self_attn.q_proj._buffers["weight"] for block in blocks)
+    assert one is other
+
+
+@pytest.mark.parametrize("format", ["int8", "nf4"])
+def test_rwkv_rescales_codes(tmp_path: Path, format: str) -> None:
+    """Powers of two that it divides weights by for inference, and multiplies with for training."""
+    torch.manual_seed(1)
+    config = transformers.RwkvConfig(
+        **{"vocab_size": 96, "hidden_size": 64, "attention_hidden_size": 64},
+        **{"num_hidden_layers": 4, "rescale_every": 1, "context_length": 64},
+    )
+    plain_model = transformers.RwkvForCausalLM(config).eval()
+    plain_model.save_pretrained(tmp_path)
+    model = load(tmp_path, quant=format, dtype="float32")
+    for name, module in model.named_modules():
+        if isinstance(module, Coded):
+            plain_model.get_submodule(name).weight.data = module.weight.clone()
+    expected = logits(plain_model)
+    for _ in range(2):
+        assert error(logits(model), expected) < 1e-5
+        model.train()
+        assert error(logits(model), expected) < 1e-3
+        model.eval()
+
+
+# --- bitsandbytes ---------------------------------------------------------------------------------
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "nf4-bf16": {
+        **{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        "bnb_4bit_compute_dtype": torch.bfloat16,
+    },
+    "fp4": {"load_in_4bit": True},
+    "nf4-nested": {
+        **{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        "bnb_4bit_use_double_quant": True,
+    },
+    "int8": {"load_in_8bit": True},
+    "int8-skipping": {"load_in_8bit": True, "llm_int8_skip_modules": ["lm_head", "o_proj"]},
+}
+
+
+def both(folder: Path, name: str, **arguments: Any) -> tuple[Any, Any]:
+    """The model that is quantised on the way, and that of transformers and bitsandbytes."""
+    needs_library("bitsandbytes")
+    config = transformers.BitsAndBytesConfig
+    found = load(folder, quantization_config=config(**CONFIGS[name]))
+    return found, reference(folder, quantization_config=config(**CONFIGS[name]), **arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["Llama", "GPT2"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gives_the_bytes_of_bitsandbytes(tmp_path: Path, model: str, name: str) -> None:
+    """State, modules, configuration and logits are those of transformers with bitsandbytes."""
+    make(tmp_path, model)
+    found, expected = both(tmp_path, name)
+    mine, theirs = found.state_dict(), expected.state_dict()
+    assert mine.keys() == theirs.keys()
+    nested = [n for n in mine if "nested" in name and "quant_state" in n]
+    for tensor in mine.keys() - set(nested):  # there the mean is a sum that depends on threads
+        assert raw(mine[tensor]) == raw(theirs[tensor]), tensor
+    assert [type(m) for m in found.modules()] == [type(m) for m in expected.modules()]
+    assert found.config.to_dict() == expected.config.to_dict()
+    assert found.is_quantized and found.quantization_method == expected.quantization_method
+    assert error(logits(found), logits(expected)) < (1e-3 if nested else 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", EXPERTS)
+@pytest.mark.parametrize("name", ["nf4", "nf4-nested", "int8"])
+def test_fused_experts_are_quantised_too(tmp_path: Path, model: str, name: str) -> None:
+    """bitsandbytes leaves them at 16 bits without a word; here a note says whose they are."""
+    make(tmp_path, model)
+    found, expected = both(tmp_path, name, experts_implementation="eager")
+    assert not any(
+        parameter.dim() == 3 and parameter.is_floating_point() for parameter in found.parameters()
+    )
+    assert any("fused weights of experts are" in n for n in found.streamload_report.notes)
+    assert any(parameter.dim() == 3 for parameter in expected.parameters())
+    assert error(logits(found), logits(expected)) < 0.02
+    mine, theirs = found.state_dict(), expected.state_dict()
+    alike = [name for name in mine if "experts" not in name and "quant_state" not in name]
+    assert all(raw(mine[tensor]) == raw(theirs[tensor]) for tensor in alike)
+
+
+@pytest.mark.slow
+def test_what_is_quantised_so_is_saved_for_transformers(tmp_path: Path) -> None:
+    """transformers alone opens what `save_pretrained` writes, and so do we."""
+    make(tmp_path / "in", "Llama")
+    found, _ = both(tmp_path / "in", "nf4")
+    state = {name: raw(tensor) for name, tensor in found.state_dict().items()}
+    found.save_pretrained(tmp_path / "out")
+    for opened in (load(tmp_path / "out"), reference(tmp_path / "out", device_map="cpu")):
+        assert {name: raw(tensor) for name, tensor in opened.state_dict().items()} == state
+
+
+@pytest.mark.slow
+def test_what_is_not_stored_is_not_quantised(tmp_path: Path) -> None:
+    """A weight that would be initialised is named, with what leaves it out."""
+    needs_library("bitsandbytes")
+    make(tmp_path, "Llama")
+    config = transformers.BitsAndBytesConfig
+    wrong = {"intermediate_size": 160, "strict": False, "shapes": "skip"}
+    with pytest.raises(ValueError, match=r"gate_proj.*\[160, 64\].*llm_int8_skip_modules="):
+        load(tmp_path, quantization_config=config(load_in_8bit=True), **wrong)
+    skip = ["lm_head", "gate_proj", "up_proj", "down_proj"]
+    skipping = config(load_in_8bit=True, llm_int8_skip_modules=skip)
+    assert load(tmp_path, quantization_config=skipping, **wrong).is_quantized
+
+
+@pytest.mark.slow
+def test_repacking_is_counted_and_what_cannot_is_refused(tmp_path: Path) -> None:
+    """On a CPU with AVX512-BF16 bitsandbytes replaces a weight when it is first computed with."""
+    needs_library("bitsandbytes")
+    from bitsandbytes.nn.modules import has_avx512bf16
+
+    if not has_avx512bf16():
+        pytest.skip("the CPU has no AVX512-BF16")
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    make(tmp_path / "even", "Llama")
+    report = load(tmp_path / "even", quantization_config=config).streamload_report
+    assert any("repacks each weight" in note for note in report.notes)
+    with pytest.raises(PlanInfeasibleError):
+        load(tmp_path / "even", quantization_config=config, budget=report.resident_nbytes + 8192)
+    plain(tmp_path / "odd", intermediate_size=96)
+    with pytest.raises(ValueError, match=r'does not run so on cpu.*64 x 96.*quant="nf4"'):
+        load(tmp_path / "odd", quantization_config=config)
+    assert load(tmp_path / "odd", quant="nf4")
+
+
+def _product(x: Any, weight: Any, quant_state: Any, bias: Any = None, **_: Any) -> Any:
+    """What the kernel of a CPU with AVX512-BF16 computes with a repacked weight."""
+    from bitsandbytes import functional
+
+    assert quant_state.packing_format_for_cpu
+    state = copy.copy(quant_state)
+    state.original_nested = False
+    packed = weight.data
+    codes, state = functional._convert_weight_packed_for_cpu_inverse(packed, state)
+    state.absmax = state.absmax.T.float().reshape(-1)
+    dense = functional.dequantize_4bit(codes, state)
+    return torch.nn.functional.linear(x, dense.to(x.dtype), bias)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_repacking_is_undone_before_merging_and_saving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nested: bool
+) -> None:
+    """bitsandbytes repacks for real; where the CPU has no such kernel, torch takes its place."""
+    needs_library("bitsandbytes")
+    peft = needs.module("peft", needed=False)
+    import bitsandbytes
+
+    if not bitsandbytes.nn.modules.has_avx512bf16():
+        monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+        monkeypatch.setattr(bitsandbytes, "matmul_4bit", _product)
+    make(tmp_path, "Llama")
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested
+    )
+
+    def merged(model: Any) -> Any:
+        torch.manual_seed(1)
+        adapter = peft.LoraConfig(target_modules=["up_proj"], init_lora_weights=False, r=4)
+        return peft.get_peft_model(model, adapter).merge_and_unload().state_dict()
+
+    def same(found: Any, expected: Any) -> bool:
+        return found.keys() == expected.keys() and all(
+            raw(found[name]) == raw(expected[name]) for name in expected
+        )
+
+    model, other = (load(tmp_path, quantization_config=config) for _ in range(2))
+    stored = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    first = logits(model)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert weight.dtype is torch.uint8 and vars(weight)["quant_state"].packing_format_for_cpu
+    assert same(model.state_dict(), stored)
+    assert torch.equal(logits(model), first)
+    assert torch.equal(logits(copy.deepcopy(model)), first)
+    assert same(merged(model), merged(other))
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+JOB = "quantising_job:load"
+#: Few and large matrices: 1 GB as bfloat16, 0.17 GB each.
+LARGE = LlamaShape(1000, 1024, 81920, 2, 8, 8)
+LITTLE = LlamaShape(1000, 1024, 1024, 2, 8, 8)
+HEADROOM_NBYTES = 64_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["quant, nf4", "streamload, int8"])
+def test_the_peak_is_what_stays(tmp_path: Path, cgroup: Boxes, way: str) -> None:
+    """In a cgroup of what a small model takes, what stays and 64 MB, a checkpoint of 1 GB loads.
+
+    transformers with bitsandbytes is killed in there.
+    """
+    needs_library("bitsandbytes")
+    for name, shape in (("large", LARGE), ("little", LITTLE)):
+        make_checkpoint(tmp_path / name, shape)
+    little = measure(call(JOB, path=str(tmp_path / "little"), way=way))
+    base_nbytes = little.peak_nbytes - int(little.first["resident_nbytes"])
+    large = measure(call(JOB, path=str(tmp_path / "large"), way=way))
+    limit_nbytes = base_nbytes + int(large.first["resident_nbytes"]) + HEADROOM_NBYTES
+    assert large.peak_nbytes < limit_nbytes
+    job = call(JOB, path=str(tmp_path / "large"), way=way)
+    done = cgroup.run(command(job, at_once=True), limit_nbytes)
+    assert (done.returncode, done.oom_killed) == (0, False), done.stderr
+    theirs = {**job["arguments"], "way": f"transformers, {way.rpartition(', ')[2]}"}
+    assert cgroup.run(command(call(JOB, **theirs), at_once=True), limit_nbytes).oom_killed
