@@ -15,7 +15,7 @@ from streamload.core import system as _system  # noqa: F401  (first: it names un
 
 # isort: split
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from streamload import errors
 from streamload.checkpoint.open import Checkpoint, open_checkpoint
@@ -41,6 +41,13 @@ from streamload.planning.sources import Source
 from streamload.verification.diff import Comparison, diff
 from streamload.verification.verify import Verification, verify_checkpoint
 
+if TYPE_CHECKING:  # imported when they are first used
+    from streamload.distributed.offload_split import OffloadSplit, split_offload
+    from streamload.offloading.offload import Offloaded, offload, plan_offload
+    from streamload.offloading.plan import OffloadPlan
+    from streamload.offloading.report import OffloadReport
+    from streamload.offloading.stream_layers import LayerStream, stream_layers
+
 __version__ = "0.1.0"
 
 
@@ -54,11 +61,14 @@ def _suggest_offload(call: InfeasibleLoad | InfeasiblePlan) -> list[str]:
 register_suggester(_suggest_offload)
 
 
-#: Modules that are imported when they are asked for: they need more than is always installed.
+#: Modules that are imported when they are first used: they need optional packages.
 _LATER = ("diffusers", "distributed", "nn", "transformers")
-#: Names of modules that are imported when they are asked for.
+#: Names whose modules are imported when they are first used.
 _FROM_LATER = {
     "LayerStream": "offloading.stream_layers",
+    "OffloadPlan": "offloading.plan",
+    "OffloadReport": "offloading.report",
+    "OffloadSplit": "distributed.offload_split",
     "Offloaded": "offloading.offload",
     "offload": "offloading.offload",
     "plan_offload": "offloading.offload",
@@ -90,9 +100,14 @@ __all__ = [
     "Checkpoint",
     "Comparison",
     "ConvertReport",
+    "LayerStream",
     "Limits",
     "LoadReport",
     "Node",
+    "OffloadPlan",
+    "OffloadReport",
+    "OffloadSplit",
+    "Offloaded",
     "Plan",
     "RowRange",
     "Source",
@@ -103,8 +118,12 @@ __all__ = [
     "errors",
     "iterate",
     "load_state_dict",
+    "offload",
     "open_checkpoint",
     "plan",
+    "plan_offload",
     "split",
+    "split_offload",
+    "stream_layers",
     "verify_checkpoint",
 ]

@@ -241,7 +241,8 @@ def test_folders_are_this_users_alone_under_any_umask(
 
 def test_a_user_without_a_home_keeps_nothing(tmp_path: Path) -> None:
     """Nothing is made where the process happens to be."""
-    code = "from streamload.core import disk_cache as _kept; _kept.lend_caches(); _kept.keep(b'x', 'it'); "
+    code = "from streamload.core import disk_cache as _kept; "
+    code += "_kept.lend_caches(); _kept.keep(b'x', 'it'); "
     code += "print(_kept.read_kept('it'))"
     done = child(code, tmp_path, XDG_CACHE_HOME="", HOME="relative")
     assert (done.stdout, done.stderr) == ("None\n", "")

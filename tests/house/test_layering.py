@@ -1,363 +1,74 @@
-"""The layout: who may import whom, and what is done in one place only."""
+"""The floors of the package: which room may import which, and what is done in one place only."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import inspect
+import pkgutil
+import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "streamload"
 
-#: Each file imports only from the lines above its own; files of one line do not import each other.
-LAYERS = (
-    (
-        "_system",
-        "dtypes",
-        "errors",
-        "families",
-        "selection",
-        "nesting",
-        "checkpoint.wire",
-        "checkpoint.variants",
-        "chart",
-        "_kept",
-        "planning.device_plan",
-        "planning.cuts",
-        "computed",
-        "_pages",
-        "offloading.experts",
-        "interrupt",
-        "transformers.internals",
-        "devices.torch_decoded",
-        "transformers.packed_compressed",
-        "devices.torch_lent",
-        "transformers.packed",
-        "transformers.packed_mxfp4",
-        "bench.machine",
-        "bench",
-        "cast",
-        "checkpoint",
-        "conversion",
-        "devices",
-        "devices.staging",
-        "formats",
-        "formats.gguf_types",
-        "nodes",
-        "offloading",
-        "planning",
-        "quant",
-    ),
-    (
-        "cast.llvm",
-        "cast.floats",
-        "cast.reference",
-        "checkpoint.url",
-        "units",
-        "checkpoint.guard",
-        "checkpoint.mapped",
-        "checkpoint.hub",
-        "quant.base",
-        "planning.kv_cache",
-        "planning.activations",
-        "offloading.overrun",
-        "devices.torch_refused",
-        "transformers.repacked",
-        "devices.stays",
-        "devices.torch_faces",
-        "cli.output",
-        "nodes.group",
-        "devices.tinygrad_buffers",
-        "formats.gguf_vocabulary",
-        "formats.torch_objects",
-    ),
-    (
-        "cast.kernels",
-        "planning.budget",
-        "planning.parts",
-        "checkpoint.page_cache",
-        "checkpoint.base",
-        "planning.allocators",
-        "planning.residency",
-        "progress",
-        "quant.dynamic",
-        "nodes.launch",
-        "nodes.heartbeat",
-        "formats.gguf_bytes",
-        "formats.gguf_vocabulary_out",
-        "nodes.store",
-    ),
-    (
-        "cast.table",
-        "checkpoint.header",
-        "quant.kernels",
-        "devices.base",
-        "planning.blocks",
-        "planning.partition",
-        "devices.ptx",
-        "devices.host_streamed",
-        "formats.gguf_names",
-        "formats.torch_pickle",
-        "nodes.mpi",
-        "nodes.torch",
-    ),
-    (
-        "checkpoint.strided",
-        "checkpoint.remote",
-        "checkpoint.limits",
-        "quant.dequant_kernels",
-        "devices.names",
-        "offloading.layers",
-        "quant.units",
-        "offloading.reaper",
-        "devices.slots",
-        "quant.transposing",
-        "devices.bulk",
-        "formats.gguf_model",
-    ),
-    (
-        "checkpoint.readers",
-        "formats.base",
-        "devices.probing",
-        "quant.ptx",
-        "quant.four_bit",
-        "devices.torch_tensors",
-        "quant.int8",
-        "quant.q8_0",
-        "devices.cuda",
-        "devices.host",
-    ),
-    (
-        "quant.group",
-        "checkpoint.likeness",
-        "planning.plan",
-        "reading",
-        "quant.nested_ptx",
-        "devices.torch_modules",
-        "devices.torch_streamed",
-        "bench.processes",
-        "bench.limits",
-        "devices.tinygrad_tensors",
-        "formats.gguf",
-        "quant.mlc",
-        "formats.zip_entries",
-        "quant.q4_0",
-    ),
-    (
-        "quant.stored_scaled",
-        "quant.stored_packed",
-        "quant.stored_torchao",
-        "quant.stored_bnb",
-        "headroom",
-        "quant.dequant",
-        "transformers.saving",
-        "transformers.parts",
-        "formats.writer",
-        "conversion.sums",
-        "nn",
-        "devices.torch",
-        "devices.torch_experts",
-        "formats.torch_zip",
-    ),
-    (
-        "quant.stored",
-        "report",
-        "quant.dequant_ptx",
-        "formats.safetensors",
-        "quant.elements",
-        "devices.tinygrad",
-        "devices.tinygrad_streamed",
-        "formats.gguf_out",
-        "formats.irpa",
-        "formats.llmc",
-        "formats.mlc",
-        "quant.dequant_blocks",
-        "quant.dequant_four_bit",
-        "quant.dequant_fp8",
-        "quant.dequant_int8",
-        "quant.dequant_mxfp4",
-    ),
-    (
-        "checkpoint.checkpoint",
-        "conversion.gathering",
-        "quant.dequant_gguf",
-    ),
-    (
-        "mapping",
-        "planning.demand",
-        "changes",
-        "offloading.views",
-        "offloading.rows",
-        "planning.chunks",
-        "target",
-        "offloading.host",
-        "digests",
-        "nodes.gather",
-        "transformers.arguments",
-        "transformers.adapter",
-        "quant.dequant_gguf_k",
-    ),
-    (
-        "offloading.groups",
-        "quantise",
-        "planning.cache_room",
-        "dequantise",
-        "adapters",
-        "transformers.rows",
-        "nodes.shares",
-        "conversion.disk",
-        "conversion.renaming",
-        "nodes.index",
-    ),
-    (
-        "match",
-        "planning.fit",
-        "device_casts",
-        "conversion.beside",
-        "conversion.journal",
-        "conversion.runtimes",
-        "conversion.way",
-        "differences",
-        "nodes.session",
-    ),
-    (
-        "planning.feasible",
-        "job",
-        "hints",
-        "conversion.openable",
-        "conversion.blocks",
-        "compare",
-    ),
-    (
-        "planning.planner",
-        "steps",
-        "reads",
-        "conversion.quantising",
-        "verify",
-    ),
-    (
-        "options",
-        "turning",
-    ),
-    (
-        "read_choice",
-        "lookup",
-        "engine",
-        "worker",
-        "transformers.configuration",
-        "cli.flags",
-    ),
-    (
-        "decide",
-        "stream",
-        "transformers.names",
-    ),
-    (
-        "offloading.rounds",
-        "offloading.sizes",
-        "load",
-        "transformers.quantised",
-        "transformers.dtypes",
-        "transformers.rest",
-    ),
-    (
-        "offloading.deciding",
-        "transformers.coded",
-        "transformers.quantising",
-        "conversion.planning",
-        "iterate",
-        "bench.loaders",
-    ),
-    (
-        "offloading.adapter",
-        "conversion.destination",
-        "bench.results",
-        "bench.worker",
-    ),
-    (
-        "offloading.models",
-        "offloading.report",
-        "conversion.writing",
-        "bench.compare",
-        "offloading.tinygrad_model",
-        "offloading.torch_model",
-    ),
-    (
-        "offloading.instead",
-        "conversion.convert",
-    ),
-    (
-        "offloading.entrance",
-        "cli.files",
-    ),
-    (
-        "transformers.prepared",
-        "bench.offloading",
-        "offloading.nodes",
-        "offloading.streaming",
-    ),
-    (
-        "transformers.holding",
-        "cli.benching",
-        "agreement",
-        "transformers.loading",
-        "diffusers",
-    ),
-    (
-        "",
-        "distributed",
-        "transformers",
-    ),
-    (
-        "cli.loads",
-        "bench.passes",
-    ),
+#: Rooms by floor, lowest first. A room imports from the floors below its own.
+FLOORS = (
+    ("errors",),
+    ("core",),
+    ("files",),
+    ("codecs",),
+    ("formats",),
+    ("checkpoint",),
+    ("devices",),
+    ("planning",),
+    ("streaming",),
+    ("loading",),
+    ("conversion", "offloading", "verification"),
+    ("transformers",),
+    ("distributed",),
+    ("bench",),
     ("cli",),
-    ("__main__",),
 )
-LEVEL = {module: level for level, line in enumerate(LAYERS) for module in line}
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+#: Modules at the top that import any room.
+FRONTS = ("", "__main__", "diffusers", "nn")
+#: Rooms that may import the names of `streamload` itself.
+OF_THE_ROOT = ("bench", "cli")
+#: Packages with code in their ``__init__``.
+WITH_CODE = ("", "cli", "distributed", "transformers")
 
-#: Where each framework may be imported.
-_TRANSFORMERS = tuple(name for name in LEVEL if name.startswith("transformers."))
+#: Frameworks, and the names of files and folders (alone or before "_") that may import them.
 FRAMEWORKS = {
-    "tinygrad": (
-        *("devices.tinygrad", "devices.tinygrad_buffers", "devices.tinygrad_streamed"),
-        *("devices.tinygrad_tensors", "nn", "offloading.tinygrad_model"),
-        "bench.loaders",
-    ),
-    "torch": (
-        *("devices.torch", "devices.torch_decoded", "devices.torch_modules"),
-        "devices.torch_refused",
-        "devices.torch_streamed",
-        *("devices.torch_experts", "devices.torch_lent"),
-        *("devices.torch_tensors", "offloading.torch_model"),
-        *("nodes.torch", "bench.loaders", "bench.passes"),
-        *_TRANSFORMERS,
-        "diffusers",
-    ),
-    "mpi4py": ("nodes.mpi",),
-    "transformers": (*_TRANSFORMERS, "diffusers", "bench.passes"),
-    "accelerate": (*_TRANSFORMERS, "diffusers"),
-    "diffusers": ("diffusers", "bench.passes"),
-    "httpx2": ("checkpoint.remote", "checkpoint.wire"),
-    "httpcore2": ("checkpoint.wire",),
+    "tinygrad": ("tinygrad",),
+    "torch": ("torch",),
+    "mpi4py": ("mpi",),
+    "transformers": (),
+    "accelerate": (),
+    "diffusers": (),
+    "httpx2": ("remote", "connections"),
+    "httpcore2": ("connections",),
 }
+#: Rooms that may import every framework.
+OF_FRAMEWORKS = ("bench", "transformers")
 READ_ENVIRONMENT = (
-    *("checkpoint.hub", "checkpoint.remote"),
-    *("_kept", "devices.names", "devices.probing"),
-    *("nodes.launch", "nodes.store", "nodes.torch"),
+    *("checkpoint.hub", "core.disk_cache", "files.remote"),
+    *("devices.names", "devices.probing"),
+    *("distributed.launch", "distributed.store", "distributed.torch"),
 )
 START_THREADS = (
-    *("stream", "conversion.writing", "bench.limits"),  # of a process each
-    "device_casts",  # to send scales ahead
-    *("nodes.store", "nodes.heartbeat", "nodes.gather", "nodes.torch"),
-    "offloading.reaper",  # what waits for a device that computes
-    "offloading.rounds",  # what brings layers while the caller computes
-    "checkpoint.wire",  # to connect, which nothing interrupts
-    "verify",  # checksums of replicas, after the load
+    *("streaming.loop", "conversion.writing", "bench.limits"),  # of a process each
+    "streaming.device_casts",  # to send scales ahead
+    *("distributed.store", "distributed.heartbeat", "distributed.gather"),
+    "distributed.torch",  # to connect to a store of another kind, which nothing interrupts
+    "offloading.completion",  # to wait for a device that computes
+    "offloading.prefetch",  # to bring layers while the caller computes
+    "files.connections",  # to connect, which nothing interrupts
+    "verification.verify",  # checksums of replicas, after the load
 )
 STARTERS = {
     *("Thread", "Timer", "start_new_thread", "ThreadPool", "ThreadPoolExecutor"),
@@ -371,15 +82,40 @@ def _module(path: Path) -> str:
 
 
 FILES = {_module(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+PACKAGES = {module for module, path in FILES.items() if path.name == "__init__.py"}
 
 
+def _room(module: str) -> str:
+    return module.partition(".")[0]
+
+
+@cache
 def _tree(module: str) -> ast.Module:
     return ast.parse(FILES[module].read_text(), FILES[module])
 
 
-def _imports(module: str) -> Iterator[str]:
-    """Full names of the modules that a file imports, inside functions too."""
-    for node in ast.walk(_tree(module)):
+def _late(tree: ast.Module) -> set[int]:
+    """Ids of nodes that run when a function is called, or that are for types alone."""
+    late: set[int] = set()
+    for node in ast.walk(tree):
+        for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        if for_types or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            late |= {id(each) for each in ast.walk(node)}
+    return late
+
+
+def _imports(module: str, *, at_import: bool = False) -> Iterator[str]:
+    """Full names of the modules that a file imports, inside functions too.
+
+    Args:
+        module: the file.
+        at_import: only those that are imported with it.
+    """
+    tree = _tree(module)
+    late = _late(tree) if at_import else set()
+    for node in ast.walk(tree):
+        if id(node) in late:
+            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -388,6 +124,15 @@ def _imports(module: str) -> Iterator[str]:
                 inner = f"{node.module}.{alias.name}"
                 is_module = inner.removeprefix("streamload.") in FILES
                 yield inner if is_module else str(node.module)
+
+
+def _inside(module: str, *, at_import: bool = False) -> set[str]:
+    """Modules of this package that a file imports; "" for the package itself."""
+    return {
+        name.removeprefix("streamload").removeprefix(".")
+        for name in _imports(module, at_import=at_import)
+        if name.partition(".")[0] == "streamload"
+    }
 
 
 def _names(module: str) -> set[str]:
@@ -403,33 +148,84 @@ def _names(module: str) -> set[str]:
     return found
 
 
-def test_every_file_has_its_place() -> None:
-    """The list of layers names every file of the package, and no other."""
-    assert sorted(FILES) == sorted(LEVEL)
-
-
-@pytest.mark.parametrize("module", FILES)
-def test_a_file_imports_only_from_those_above(module: str) -> None:
-    """A file imports only from files in a line above its own, lazily or not."""
-    inside = {
-        name.removeprefix("streamload").removeprefix(".")
-        for name in _imports(module)
-        if name.partition(".")[0] == "streamload"
+def _documented(tree: ast.Module) -> set[int]:
+    """Ids of the constants that are docstrings."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
+    return {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, kinds) and node.body and isinstance(node.body[0], ast.Expr)
     }
-    below = [other for other in inside if LEVEL[other] >= LEVEL[module]]
-    assert not below, f"{module} imports {below}"
+
+
+def test_every_file_is_in_a_room() -> None:
+    """Each file is in the folder of a room, or is one of the few at the top."""
+    odd = [module for module in FILES if _room(module) not in FLOOR and module not in FRONTS]
+    assert not odd
+    assert {_room(module) for module in FILES} - set(FRONTS) == set(FLOOR)
+
+
+@pytest.mark.parametrize("module", [m for m in FILES if m not in FRONTS])
+def test_a_room_imports_from_the_floors_below(module: str) -> None:
+    """A file imports from its own room and from lower floors, lazily or not."""
+    room = _room(module)
+    wrong = [
+        other
+        for other in _inside(module)
+        if (other == "" and room not in OF_THE_ROOT)
+        or (other in FRONTS and other and room not in OF_THE_ROOT)
+        or (other not in FRONTS and _room(other) != room and FLOOR[_room(other)] >= FLOOR[room])
+    ]
+    assert not wrong, f"{module} imports {wrong}"
+
+
+def test_no_files_import_each_other() -> None:
+    """No circle of files, of the imports that run when a file is imported."""
+    graph = {
+        module: {other for other in _inside(module, at_import=True) if other != module}
+        for module in FILES
+        if module not in FRONTS
+    }
+    # the code of a package's __init__ imports its own files, which do not import the package
+    tuple(graphlib.TopologicalSorter(graph).static_order())
+
+
+@pytest.mark.parametrize("module", [m for m in FILES if m not in FRONTS])
+def test_no_import_by_string_across_rooms(module: str) -> None:
+    """No string names a module of another room."""
+    tree = _tree(module)
+    documented = _documented(tree)
+    named = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and id(node) not in documented
+        and re.fullmatch(r"streamload(\.[a-z_0-9]+)+", node.value)
+        and node.value.removeprefix("streamload.") in FILES
+    ]
+    room = _room(module)
+    wrong = [n for n in named if _room(n.removeprefix("streamload.")) != room]
+    assert not wrong or room in OF_THE_ROOT, f"{module} names {wrong}"
 
 
 @pytest.mark.parametrize("module", FILES)
-def test_a_framework_is_imported_in_its_own_file_only(module: str) -> None:
-    """tinygrad, torch and others are imported in their file and nowhere else, lazily or not."""
+def test_a_framework_is_imported_in_its_own_files_only(module: str) -> None:
+    """tinygrad, torch and others are imported in files named for them, lazily or not."""
     roots = {name.partition(".")[0] for name in _imports(module)}
-    foreign = [name for name, homes in FRAMEWORKS.items() if name in roots and module not in homes]
+    parts = module.split(".")
+    foreign = [
+        name
+        for name, homes in FRAMEWORKS.items()
+        if name in roots
+        and _room(module) not in OF_FRAMEWORKS
+        and not any(part == home or part.startswith(f"{home}_") for part in parts for home in homes)
+    ]
     assert not foreign, f"{module} imports {foreign}"
 
 
 @pytest.mark.parametrize("module", FILES)
-def test_threads_are_started_in_one_file_only(module: str) -> None:
+def test_threads_are_started_in_few_files_only(module: str) -> None:
     """Only loads, their checksums, conversions and benches start threads; locks may be anywhere."""
     started = _names(module) & STARTERS
     assert not started or module in START_THREADS, f"{module} uses {started}"
@@ -437,14 +233,28 @@ def test_threads_are_started_in_one_file_only(module: str) -> None:
 
 @pytest.mark.parametrize("module", FILES)
 def test_the_environment_is_read_at_the_edge(module: str) -> None:
-    """Environment variables are read where the world comes in, and nowhere else."""
+    """Environment variables are read at the edges of the program, and nowhere else."""
     read = _names(module) & {"environ", "environb", "getenv", "getenvb"}
     assert not read or module in READ_ENVIRONMENT, f"{module} uses {read}"
 
 
-@pytest.mark.parametrize("package", sorted(p.name for p in PACKAGE.iterdir() if p.is_dir()))
-def test_no_package_hides_behind_a_function(package: str) -> None:
-    """``import streamload.planning.planner as p`` finds the module."""
-    if (PACKAGE / package / "__init__.py").exists():
-        importlib.import_module(f"streamload.{package}")
-        assert inspect.ismodule(getattr(importlib.import_module("streamload"), package))
+def test_the_lists_of_this_page_name_files() -> None:
+    """Each file that is listed here is there, and does what it is listed for."""
+    assert set(READ_ENVIRONMENT) | set(START_THREADS) <= set(FILES)
+    assert all(_names(module) & STARTERS for module in START_THREADS)
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES - set(WITH_CODE)))
+def test_packages_hold_a_docstring_alone(package: str) -> None:
+    """``__init__.py`` is a docstring, but for the packages that users import."""
+    assert len(_tree(package).body) == 1, package
+
+
+@pytest.mark.parametrize("package", WITH_CODE)
+def test_no_module_hides_behind_a_function(package: str) -> None:
+    """A module does not bear the name of a function that its package exports."""
+    name = ".".join(filter(None, ("streamload", package)))
+    exporter = importlib.import_module(name)
+    exported = {each for each in getattr(exporter, "__all__", ()) if each != "__version__"}
+    modules = {each.name for each in pkgutil.iter_modules(exporter.__path__)}
+    assert all(inspect.ismodule(getattr(exporter, each)) for each in exported & modules)
