@@ -178,7 +178,7 @@ class Agreement:
         self.place = self._look(model, options)
         (spec,) = self.place.specs(options, undecided)
         nbytes, reserved = spec.budget_nbytes, options.room.reserve_nbytes
-        if not options.budget.is_stated(spec.name) and spec.shared_memory:
+        if not options.budget.is_stated(spec.name) and spec.info.shared_memory:
             # all ranks of this host found the same memory free, and each keeps some of it so
             nbytes = max((nbytes + reserved) // sharing - reserved, 0)
         return {"room": room, "budget": nbytes, "bf16": spec.native_bf16 if undecided else None}

@@ -60,7 +60,7 @@ def iterate(path: CheckpointLike, **options: Unpack[IterateOptions]) -> Iterator
     (spec,) = place.specs(read, needs_native)
     nbytes: dict[str, int] = {}
     sizes = wants.nbytes(read.policy, spec.native_bf16)
-    beside = spec.objects.most_nbytes + spec.kernel_nbytes
+    beside = spec.objects.most_nbytes + spec.info.costs.kernel_nbytes
     for name, size, coding in zip(wants.names, sizes, wants.codings, strict=True):
         if coding is None or not coding.part:
             codes = name

@@ -18,6 +18,7 @@ from streamload.core.memory import STAGING, Ledger, canonical_device
 from streamload.core.patterns import check_patterns
 from streamload.core.progress import Progress, reporting
 from streamload.core.units import format_bytes
+from streamload.devices.base import DeviceInfo
 from streamload.devices.names import default_framework, framework, framework_of
 from streamload.errors import (
     LoadState,
@@ -338,11 +339,9 @@ def check_nodes(nodes: Sequence[Node]) -> None:
 
 def node_specs(read: Options, nodes: Sequence[Node]) -> list[DeviceSpec]:
     """Describe nodes to the planner; nobody looks at them."""
-    granularity = UNSEEN_GRANULARITY_NBYTES
-    specs = [
-        DeviceSpec(node.name, node.budget, own_host=True, granularity_nbytes=granularity)
-        for node in nodes
-    ]
+    rounds = UNSEEN_GRANULARITY_NBYTES
+    infos = [DeviceInfo(n.name, "", granularity_nbytes=rounds, threads=2) for n in nodes]
+    specs = [DeviceSpec(i, n.budget, own_host=True) for i, n in zip(infos, nodes, strict=True)]
     return _less_reserve(specs, read.room.reserve_nbytes)
 
 

@@ -17,7 +17,7 @@ from streamload.core.memory import OVERHEAD_NBYTES, Budget, available_host_nbyte
 from streamload.core.memory import reserve_nbytes as guessed_reserve_nbytes
 from streamload.core.units import format_bytes
 from streamload.devices.allocators import AllocatorKind
-from streamload.devices.base import BulkCopier, Device, Framework
+from streamload.devices.base import BulkCopier, Device, DeviceInfo, Framework
 from streamload.devices.names import (
     default_framework,
     environment_device,
@@ -136,27 +136,16 @@ class Devices:
             kept = None if free is None else max(free - reserve_nbytes, 0)
             out.append(
                 DeviceSpec(
-                    name=name,
-                    budget_nbytes=max(budget.resolve(name, free, own) - reserve_nbytes, 0),
-                    limit=limit
+                    info,
+                    max(budget.resolve(name, free, own) - reserve_nbytes, 0),
+                    limit
                     + (f" less {format_bytes(reserve_nbytes)} kept free" if reserve_nbytes else ""),
                     free_nbytes=kept,
                     host_free_nbytes=pool_nbytes if info.shared_memory else None,
-                    host_visible=info.host_visible,
-                    shared_memory=info.shared_memory,
-                    granularity_nbytes=info.granularity_nbytes,
-                    allocator=info.allocator,
-                    largest_allocation_nbytes=info.largest_allocation_nbytes,
-                    max_transfer_nbytes=info.max_transfer_nbytes,
-                    threads=info.threads,
                     native_bf16=bf16_undecided and self._native_bf16(name),
-                    unsupported=info.unsupported,
                     device_casts=casts,
-                    maps=info.maps,
                     casts=info.casts,
                     objects=info.costs.parameters if of_model else info.costs.objects,
-                    kernel_nbytes=info.costs.kernel_nbytes,
-                    left_nbytes=info.costs.left_nbytes,
                 )
             )
         return out
@@ -250,26 +239,23 @@ def unseen_spec(name: str, budget_nbytes: int) -> DeviceSpec:
         budget_nbytes: the bytes that it may take.
     """
     owner, rest = split_name(name)
-    allocator = _CUDA_ALLOCATORS.get(owner or spelled_as(rest))
+    owner = owner or spelled_as(rest)
+    allocator = _CUDA_ALLOCATORS.get(owner)
     if allocator is not None and rest.lower().partition(":")[0] == "cuda":
-        return DeviceSpec(
+        info = DeviceInfo(
             name,
-            budget_nbytes,
+            owner,
             host_visible=False,
             shared_memory=False,
             granularity_nbytes=512,
             allocator=allocator,
-            threads=16,
             casts=True,
         )
-    return DeviceSpec(
-        name,
-        budget_nbytes,
-        granularity_nbytes=_GRANULARITY_NBYTES.get(
-            rest.partition(":")[0], UNSEEN_GRANULARITY_NBYTES
-        ),
-        maps=rest in ("cpu", "host"),
-    )
+    else:
+        rounds = _GRANULARITY_NBYTES.get(rest.partition(":")[0], UNSEEN_GRANULARITY_NBYTES)
+        maps = rest in ("cpu", "host")
+        info = DeviceInfo(name, owner, granularity_nbytes=rounds, threads=2, maps=maps)
+    return DeviceSpec(info, budget_nbytes, casts=info.casts)
 
 
 def host_room_nbytes(parameters: int = 0) -> int | None:

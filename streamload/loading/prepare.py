@@ -154,7 +154,7 @@ class Options:
             changed=self.changes.by_tensor.keys(),
             change_nbytes=(self.changes.nbytes, self.changes.thread_nbytes + held),
         )
-        staged = not any(spec.host_visible for spec in specs)
+        staged = not any(spec.info.host_visible for spec in specs)
 
         def made(reading: Reading) -> Plan:
             choices = reader_choices(checkpoint.shards, knobs, reading, staged=staged)

@@ -304,9 +304,10 @@ def decide(
     each = wants.dsts(options.policy, spec.native_bf16), wants.shapes
     numbers = wants.nbytes(options.policy, spec.native_bf16)
     objects = ((d.name, s, n, 1) for d, s, n in zip(*each, numbers, strict=True))
-    beside_nbytes = LOAD_NBYTES + spec.objects.of(objects) + len(wants) * spec.kernel_nbytes
+    beside_nbytes = LOAD_NBYTES + spec.objects.of(objects)
+    beside_nbytes += len(wants) * spec.info.costs.kernel_nbytes
     if spec.free_nbytes is not None:
-        taken = beside_nbytes if spec.shared_memory else 0
+        taken = beside_nbytes if spec.info.shared_memory else 0
         free = spec.free_nbytes + held_nbytes - taken
         room, limited_by = min((room, limited_by), (free, "free memory"))
     room -= cache_nbytes + activations
@@ -443,7 +444,7 @@ def _has_ahead(made: OffloadPlan, spec: DeviceSpec, more_nbytes: int) -> bool:
         return True
     free = spec.free_nbytes
     taken = made.needed_nbytes - made.reserve_nbytes + made.host_nbytes - more_nbytes
-    if not spec.shared_memory:
+    if not spec.info.shared_memory:
         free, taken = free_host_nbytes(), made.stream.process_nbytes + made.host_nbytes
         free = None if free is None else free - overhead_nbytes(free)
     return free is None or free - taken >= ahead_nbytes(made.stream)
@@ -454,7 +455,7 @@ def _check_host(made: OffloadPlan, spec: DeviceSpec) -> None:
     free = free_host_nbytes()
     if not made.host or free is None:
         return
-    beside = made.needed_nbytes if spec.shared_memory else 0
+    beside = made.needed_nbytes if spec.info.shared_memory else 0
     if made.host_nbytes + beside + overhead_nbytes(free) > free:
         raise PlanInfeasibleError(
             "host",
@@ -567,7 +568,7 @@ def _is_cached(options: Options, spec: DeviceSpec, found: Residency) -> bool:
     free = free_host_nbytes()
     if free is None:
         return True
-    taken = found.taken_nbytes if spec.shared_memory else 0
+    taken = found.taken_nbytes if spec.info.shared_memory else 0
     return found.file_nbytes + taken + MARGIN_NBYTES <= free
 
 
@@ -586,7 +587,7 @@ def _are_views(
     Not where the host has little memory, and files that are not in the page cache: they are read
     past it.
     """
-    if not spec.maps or options.knobs.reader not in ("auto", "mmap"):
+    if not spec.info.maps or options.knobs.reader not in ("auto", "mmap"):
         return Viewable()
     if not stream.ahead and "direct" in stream.readers:
         return Viewable()

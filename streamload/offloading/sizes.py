@@ -65,7 +65,7 @@ def computed_nbytes(
     """What a pass of so many tokens computes on a device beside weights and cache, in bytes."""
     dsts = wants.dsts(options.policy, spec.native_bf16)
     wide = max((dst.itemsize for dst in dsts if dst.kind == "float"), default=2)
-    reused = spec.allocator in SEGMENTS
+    reused = spec.info.allocator in SEGMENTS
     found = activation_nbytes(
         *(checkpoint.config, tokens, wide), path=checkpoint.path, reused=reused, has_head=has_head
     )
@@ -103,7 +103,7 @@ def cache_of(options: Options, checkpoint: Checkpoint, tokens: int | None) -> Kv
 
 def rounded(found: Residency, spec: DeviceSpec) -> Residency:
     """The same with slots as an allocator with segments takes them."""
-    if spec.allocator not in SEGMENTS or not found.arena_nbytes:
+    if spec.info.allocator not in SEGMENTS or not found.arena_nbytes:
         return found
     if found.experts:
         pad_nbytes = round_up(found.arena_nbytes, _SEGMENT_NBYTES) - found.arena_nbytes

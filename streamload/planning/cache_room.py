@@ -9,7 +9,6 @@ from itertools import starmap
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.core.dtypes import DType
-from streamload.devices.allocators import taken
 from streamload.errors import CheckpointError
 from streamload.planning.device_plan import DevicePlan
 from streamload.planning.kv_cache import COMPUTED_IN, CacheRequest, KvCache
@@ -123,7 +122,7 @@ class CacheRoom:
             for layer in self.on.get(spec.name, ())
             for elements in self.cache.layers[layer].elements(context, batch)
         )
-        return sum(taken(spec.allocator, spec.granularity_nbytes, sizes))
+        return sum(spec.taken(sizes))
 
     def most_context(self, devices: Iterable[DevicePlan], specs: Mapping[str, DeviceSpec]) -> int:
         """For how many tokens, at most, there is room on all devices; 0 for none."""

@@ -8,7 +8,6 @@ from heapq import nsmallest
 from streamload.core.dtypes import DType
 from streamload.core.memory import STAGING
 from streamload.core.units import format_bytes
-from streamload.devices.allocators import taken
 from streamload.errors import PlanInfeasibleError
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.device_plan import DevicePlan
@@ -60,7 +59,7 @@ def _check_device(
     cache: CacheRoom | None,
 ) -> None:
     spec, placements = share.spec, share.placements
-    most = spec.largest_allocation_nbytes
+    most = spec.info.largest_allocation_nbytes
     if most is not None and any(p.nbytes > most for p, _ in placements.counted):
         at = next(at for at, kind in enumerate(placements.kinds) if kind.nbytes > most)
         largest = [(placements.names[at], placements.kinds[at].nbytes)]
@@ -68,7 +67,7 @@ def _check_device(
             spec.name, largest[0][1], most, limit="largest allocation", largest=largest
         )
     limit, available, needed = spec.limit, spec.budget_nbytes, mine.needed_nbytes
-    new = mine.host_needed_nbytes if spec.shared_memory else mine.fresh_needed_nbytes
+    new = mine.host_needed_nbytes if spec.info.shared_memory else mine.fresh_needed_nbytes
     if spec.free_nbytes is not None and new > spec.free_nbytes and needed <= available:
         limit, available, needed = "free memory", spec.free_nbytes, new
     if needed <= available:
@@ -102,9 +101,9 @@ def _suggestions(
     """Arguments with which it would fit."""
     spec, placements = share.spec, share.placements
     sizes = (kind.nbytes // _shrunk(kind) for kind in placements.kinds)
-    small = sum(taken(spec.allocator, spec.granularity_nbytes, sizes))
+    small = sum(spec.taken(sizes))
     small += needed - mine.resident_nbytes
-    if spec.shared_memory and not mine.scratch_nbytes:
+    if spec.info.shared_memory and not mine.scratch_nbytes:
         small += least_read_nbytes(placements)
     if cache is not None and cache.cache.request.dtype is None:  # it would shrink as well
         shrunk = mine.cache_nbytes - mine.cache_nbytes // _shrink(cache.dtype)

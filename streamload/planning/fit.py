@@ -11,7 +11,6 @@ from streamload.devices.allocators import (
     DRIVER_BLOCK_NBYTES,
     DRIVER_SHARED_NBYTES,
     TRIM_NBYTES,
-    taken,
 )
 from streamload.files.local import BOUNCE_NBYTES, EXACT_NBYTES
 from streamload.planning.cache_room import CacheRoom
@@ -162,7 +161,7 @@ class Share:
         Args:
             nbytes: of the slots of all threads, one each.
         """
-        ahead = nbytes * units_ahead(staged=not self.spec.host_visible)
+        ahead = nbytes * units_ahead(staged=not self.spec.info.host_visible)
         under_way = 2 * self.statistics_nbytes + int(ahead * self.statistics_share)  # at either end
         sent = senders(self.sent_nbytes) * self.sent_nbytes
         return min(under_way, self.statistics_most_nbytes) + sent
@@ -188,9 +187,9 @@ class Share:
         room = spec.budget_nbytes - self.peak_nbytes
         if spec.free_nbytes is not None:
             beside = 0
-            if spec.shared_memory:
+            if spec.info.shared_memory:
                 beside = LOAD_NBYTES + self.object_nbytes
-                beside += len(self.placements) * spec.kernel_nbytes
+                beside += len(self.placements) * spec.info.costs.kernel_nbytes
             room = min(room, spec.free_nbytes - self.fresh_nbytes - beside)
         return scratch_nbytes <= room
 
@@ -206,7 +205,7 @@ class Share:
         """
         spec, placements = self.spec, self.placements
         reusable = self.held_nbytes
-        if spec.shared_memory and not placements.all_new:
+        if spec.info.shared_memory and not placements.all_new:
             reusable = sum(placements.reusable_nbytes)
         return DevicePlan(
             device=spec.name,
@@ -224,8 +223,8 @@ class Share:
             reserve_nbytes=spec.reserve_nbytes,
             reusable_nbytes=reusable,
             object_nbytes=self.object_nbytes,
-            kernel_nbytes=len(placements) * spec.kernel_nbytes,
-            shared_memory=spec.shared_memory,
+            kernel_nbytes=len(placements) * spec.info.costs.kernel_nbytes,
+            shared_memory=spec.info.shared_memory,
             mapped_nbytes=sum(p.nbytes * n for p, n in placements.counted if p.cast == "mapped"),
         )
 
@@ -241,10 +240,11 @@ def fit(
         parts: what each device has under a split.
         cache: the KV cache that there has to be room for.
     """
-    threads = min([draft.threads, *(share.spec.threads for share in shares if share.placements)])
+    filled = (share.spec.info for share in shares if share.placements)
+    threads = min([draft.threads, *(info.threads for info in filled)])
     if any("device" in share.casts and not share.spec.casts for share in shares):
         threads = 0  # the framework launches kernels from the calling thread
-    most = (share.spec.max_transfer_nbytes for share in shares)
+    most = (share.spec.info.max_transfer_nbytes for share in shares)
     longest = min([draft.chunk_nbytes, *(nbytes for nbytes in most if nbytes)])
     row = max((share.row_nbytes for share in shares), default=0)
     read = ((p, n) for p, n in draft.placements.counted if p.cast != "mapped")
@@ -315,13 +315,13 @@ def _staging(plan: Plan, shares: Sequence[Share]) -> tuple[list[int], int]:
         elif "device" in share.casts:
             # raw bits, and the cast before it is in place
             nbytes = plan.slot_nbytes
-            if spec.allocator == "cuda_driver":
+            if spec.info.allocator == "cuda_driver":
                 nbytes = round_up(nbytes, DRIVER_BLOCK_NBYTES)
             scratch[at] += 2 * nbytes
-        if "device" in share.casts or (share.casts and not spec.host_visible):
+        if "device" in share.casts or (share.casts and not spec.info.host_visible):
             staged = slots * plan.staging_nbytes
-            scratch[at] += staged if spec.shared_memory else 0
-            host += 0 if spec.shared_memory else staged
+            scratch[at] += staged if spec.info.shared_memory else 0
+            host += 0 if spec.info.shared_memory else staged
     # what a worker holds of its own: a source buffer, the temporaries of a numpy cast, two blocks
     host_moves = any(share.host_moves for share in shares)
     if host_moves and any(kind != "mmap" for kind in plan.readers):
@@ -332,7 +332,7 @@ def _staging(plan: Plan, shares: Sequence[Share]) -> tuple[list[int], int]:
         own += workers * NUMPY_SCRATCH_NBYTES
     order = {share.spec.name: at for at, share in enumerate(shares)}
     used = [order[name] for name in dict.fromkeys(p.device for p, _ in plan.placements.counted)]
-    on_host = [at for at in used if shares[at].spec.shared_memory]
+    on_host = [at for at in used if shares[at].spec.info.shared_memory]
     if on_host and host_moves and not own and not any(scratch[at] for at in on_host):
         own = least_read_nbytes(plan.placements)
     if any(share.turns for share in shares):
@@ -377,12 +377,12 @@ def timeline(
     goes = [kind.released_nbytes for kind, _ in rows]
     held = sum(stays) + sum(goes)
     fresh = total - sum(stays)
-    if spec.allocator == "cuda_driver":
+    if spec.info.allocator == "cuda_driver":
         # Blocks of large ones go back one by one, each for the next. One that small ones share goes
         # back when the last of them is gone, and were they released one by one, new ones would be
         # put between those that are left: then none might ever go back.
         kept, released = _in_shared_blocks(placements)
-        shared = sum(taken(spec.allocator, spec.granularity_nbytes, (*kept, *released)))
+        shared = sum(spec.taken((*kept, *released)))
         held += shared - sum(kept) - sum(released)
         if released:
             # beside what stays of them, none of their blocks may go back at all
@@ -392,13 +392,13 @@ def timeline(
         now -= kind.released_nbytes
         now += resident if kind.action != "in_place" else 0
         peak = max(peak, now)
-    if spec.allocator in SEGMENTS and any(goes):
+    if spec.info.allocator in SEGMENTS and any(goes):
         # what goes one by one leaves holes in segments, which larger ones do not fit into; and
         # beside what stays where it is, none of it may go back to the device at all
         if not stays:
             return held, now, True
         sizes = (r if kind.action == "in_place" else kind.released_nbytes for kind, r in rows)
-        return held, sum(taken(spec.allocator, spec.granularity_nbytes, sizes)) + fresh, True
+        return held, sum(spec.taken(sizes)) + fresh, True
     if release_first or peak > max(held, budget_nbytes) or (held > budget_nbytes >= now):
         # growing parameters come before shrinking ones, or the old ones alone are too large:
         # released together they make room for the new ones
@@ -414,8 +414,8 @@ def _fresh(
     release_first: bool,
 ) -> int:
     """Bytes that parameters newly take at their peak, of a device on which some may be held."""
-    if not spec.shared_memory:
-        shares = spec.allocator == "cuda_driver" and _in_shared_blocks(placements)[1]
+    if not spec.info.shared_memory:
+        shares = spec.info.allocator == "cuda_driver" and _in_shared_blocks(placements)[1]
         # what is released may stay taken, for others of the process are there too: on an H200, of
         # 515 blocks that a model's weights take where they come first, 514 came back
         return max(peak_nbytes - held_nbytes + (DRIVER_BLOCK_NBYTES if shares else 0), 0)
@@ -431,7 +431,7 @@ def _fresh(
         else:
             now += resident - (0 if release_first else reusable)
         peak = max(peak, now)
-    left = sum(min(spec.left_nbytes, reusable) for reusable in replaced)
+    left = sum(min(spec.info.costs.left_nbytes, reusable) for reusable in replaced)
     return max(peak, 0) + min(TRIM_NBYTES, sum(replaced)) + left
 
 

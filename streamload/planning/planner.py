@@ -22,7 +22,7 @@ from streamload.core.dtypes import BF16, F16, DType
 from streamload.core.memory import DEFAULT_HOST_NBYTES
 from streamload.core.tensors import first_byte
 from streamload.core.units import round_up
-from streamload.devices.allocators import DRIVER_BLOCK_NBYTES, DRIVER_SHARED_NBYTES, taken
+from streamload.devices.allocators import DRIVER_BLOCK_NBYTES, DRIVER_SHARED_NBYTES
 from streamload.errors import ResidenceError, UnsupportedCastError
 from streamload.files.local import ResolvedKind
 from streamload.files.page_cache import PageCacheKind
@@ -194,7 +194,7 @@ def _place(
         )
         is_cast = coding is None and kind.src is not kind.dst
         small = kind.src.bits <= 8 or not supported(kind.src, kind.dst)  # the small have scales
-        if kind.dst.name in specs[at].unsupported or (is_cast and small):
+        if kind.dst.name in specs[at].info.unsupported or (is_cast and small):
             doubtful.add(key)
     for at in [at for at, key in enumerate(keys) if key in doubtful] if doubtful else ():
         kind = kinds[keys[at]]
@@ -275,7 +275,7 @@ def _mapped(
         row, *others = wants.sources[at]
         start = first_byte(info, row)
         why = ""
-        if not spec.maps:
+        if not spec.info.maps:
             why = f"{spec.name} does not compute on mapped files"
         elif not mappable[shards[at]]:
             why = "the file is not on this machine"
@@ -326,7 +326,7 @@ def _as_given(nbytes: int, spec: DeviceSpec) -> int:
     Only CUDA's driver tells: a large one has blocks of its own, which it keeps or gives back. Small
     ones share theirs, and stand at their own size; `fit.timeline` knows of their blocks.
     """
-    large = spec.allocator == "cuda_driver" and nbytes > DRIVER_SHARED_NBYTES
+    large = spec.info.allocator == "cuda_driver" and nbytes > DRIVER_SHARED_NBYTES
     return round_up(nbytes, DRIVER_BLOCK_NBYTES) if large else nbytes
 
 
@@ -354,7 +354,8 @@ def _settled(
     for name, spec in specs.items():
         mine = [kind for kind, _ in placements.counted if kind.device == name]
         kept = {id(kind): kind for kind in mine if kind.action == "in_place"}
-        if spec.allocator == "exact" or not kept or not any(kind.released_nbytes for kind in mine):
+        released = any(kind.released_nbytes for kind in mine)
+        if spec.info.allocator == "exact" or not kept or not released:
             continue
         if timeline(_allocated(placements.on(name), specs), spec)[1] <= spec.budget_nbytes:
             continue
@@ -380,7 +381,7 @@ def _allocated(placements: Placements, specs: Mapping[str, DeviceSpec]) -> Place
     """Say what each takes of its device, where allocators take more than is asked."""
     resident = list(placements.resident_nbytes)
     for name, spec in specs.items():
-        if spec.allocator == "exact":
+        if spec.info.allocator == "exact":
             continue
         fresh = [
             at
@@ -388,7 +389,7 @@ def _allocated(placements: Placements, specs: Mapping[str, DeviceSpec]) -> Place
             if kind.device == name and kind.action != "in_place"
         ]
         sizes = (placements.kinds[at].nbytes for at in fresh)
-        takes = taken(spec.allocator, spec.granularity_nbytes, sizes)
+        takes = spec.taken(sizes)
         for at, nbytes in zip(fresh, takes, strict=True):
             resident[at] = nbytes
     columns = (placements.names, placements.kinds, placements.sources)
@@ -466,7 +467,7 @@ def _check_dtypes(
             )
         for part in dict.fromkeys(r.tensor for r in want.source):
             check_cast(checkpoint.layouts, part, dst, 'load it with dtype="checkpoint"')
-    if dst.name in spec.unsupported:
+    if dst.name in spec.info.unsupported:
         raise UnsupportedCastError(
             dst.name,
             dst.name,

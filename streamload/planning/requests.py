@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from operator import attrgetter
@@ -14,68 +14,56 @@ from streamload.codecs.stored import kept_dtype
 from streamload.core.dtypes import BF16, F16, DType, DTypeArgument, parse_dtype
 from streamload.core.tensors import Coding, RowRange, RowTranspose, TensorInfo, all_rows
 from streamload.core.units import round_up
-from streamload.devices.allocators import NO_OBJECTS, AllocatorKind, ObjectCosts
+from streamload.devices.allocators import NO_OBJECTS, ObjectCosts, taken
+from streamload.devices.base import DeviceInfo
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """What the planner needs to know of a device (or a node), in bytes.
+    """A device (or a node), and what a load may take of it, in bytes.
 
     Attributes:
-        name: canonical name.
+        info: the device.
         budget_nbytes: the most that may be held there, without ``reserve_nbytes``.
         limit: what sets the budget: "budget" where it was stated, "free memory" where it was not.
         free_nbytes: what is really free now; None where nobody looked.
-        host_free_nbytes: what is free of the memory that all devices with ``shared_memory`` draw
-            on; None where nobody looked.
-        host_visible: the CPU writes its memory directly; no staging.
-        shared_memory: its memory is the host's, so staging counts against its budget.
-        granularity_nbytes: allocations are rounded up to a multiple of this.
-        allocator: how its allocator takes memory from the device.
-        largest_allocation_nbytes: the largest single allocation; None for no limit.
-        max_transfer_nbytes: the largest single transfer; None for no limit.
-        threads: how many threads may write at once; 0 for the calling thread only.
-        native_bf16: it computes in bfloat16 natively.
-        unsupported: names of dtypes that it cannot hold.
+        host_free_nbytes: free memory of the host, which all devices with shared memory draw on;
+            None where nobody looked.
+        native_bf16: bfloat16 stays bfloat16 there unless another dtype is asked for.
         device_casts: (src, dst) names of the dtype pairs that its own cast gets exactly right.
-        maps: it computes on mapped files as they are.
         casts: it casts floats in kernels of streamload's, exactly and counted, in the calls of the
             thread that reads.
         reserve_nbytes: what was taken off the budget and off what is free, to stay free.
-        objects: what the process takes for tensors beside their bytes.
-        kernel_nbytes: what the kernel takes for each.
-        left_nbytes: what stays taken of each that is released.
+        objects: host memory of tensors besides their bytes.
         own_host: it is a node, on whose memory no other one draws.
-        alone: no other device can be asked for beside it.
+        alone: no other device can be asked for.
     """
 
-    name: str
+    info: DeviceInfo
     budget_nbytes: int
     limit: str = "budget"
     free_nbytes: int | None = None
     host_free_nbytes: int | None = None
-    host_visible: bool = True
-    shared_memory: bool = True
-    granularity_nbytes: int = 1
-    allocator: AllocatorKind = "exact"
-    largest_allocation_nbytes: int | None = None
-    max_transfer_nbytes: int | None = None
-    threads: int = 2
     native_bf16: bool = False
-    unsupported: frozenset[str] = frozenset()
     device_casts: frozenset[tuple[str, str]] = frozenset()
-    maps: bool = False
     casts: bool = False
     reserve_nbytes: int = 0
     objects: ObjectCosts = NO_OBJECTS
-    kernel_nbytes: int = 0
-    left_nbytes: int = 0
     own_host: bool = False
     alone: bool = False
 
+    @property
+    def name(self) -> str:
+        """Canonical name of the device."""
+        return self.info.name
+
     def resident(self, nbytes: int) -> int:
         """Bytes that the allocator counts for a tensor of ``nbytes``."""
-        return round_up(nbytes, self.granularity_nbytes)
+        return round_up(nbytes, self.info.granularity_nbytes)
+
+    def taken(self, sizes: Iterable[int]) -> Iterator[int]:
+        """Bytes that its allocator newly takes for each of some allocations."""
+        return taken(self.info.allocator, self.info.granularity_nbytes, sizes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from parameters import product
+from plan_helpers import device_spec
 from safetensors_files import write_safetensors
 from tinygrad import Device, Tensor, TinyJit, dtypes, nn
 from tinygrad.device import Buffer
@@ -621,14 +622,7 @@ def stream_to(
             for n, t in checkpoint.tensors.items()
         ],
         devices=[
-            DeviceSpec(
-                info.name,
-                10**9,
-                host_visible=info.host_visible,
-                shared_memory=info.shared_memory,
-                threads=info.threads,
-                device_casts=frozenset({("bfloat16", "float32")}),
-            )
+            DeviceSpec(info, 10**9, device_casts=frozenset({("bfloat16", "float32")})),
         ],
         dtype=DTypePolicy.parse(dtype),
         out_of_range="inf",
@@ -1011,7 +1005,7 @@ def test_a_failed_load_keeps_counting_the_memory_that_it_keeps(tmp_path: Path) -
     plan = make_plan(
         checkpoint,
         wants=[Want("w", (8,), (RowRange("w", 0, 8),), held=("CPU", "float32", 32))],
-        devices=[DeviceSpec("CPU", 10**6)],
+        devices=[device_spec("CPU", 10**6)],
         dtype=DTypePolicy.parse(None),
         out_of_range="inf",
         cast="llvm",

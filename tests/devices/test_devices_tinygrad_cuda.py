@@ -230,11 +230,11 @@ def test_a_device_that_nobody_looks_at_is_planned_as_cuda(path: Path) -> None:
 
     for name in ("CUDA", "CUDA:1", "tinygrad:cuda"):
         spec = unseen_spec(name, 10**9)
-        assert (spec.host_visible, spec.shared_memory) == (False, False)
-        assert (spec.allocator, spec.threads) == ("cuda_driver", 16)
+        assert (spec.info.host_visible, spec.info.shared_memory) == (False, False)
+        assert (spec.info.allocator, spec.info.threads) == ("cuda_driver", 16)
         assert spec.casts
-    assert unseen_spec("cuda", 10**9).allocator == "cuda_caching"  # torch's spelling
-    assert unseen_spec("CL", 10**9).allocator == "exact"
+    assert unseen_spec("cuda", 10**9).info.allocator == "cuda_caching"  # torch's spelling
+    assert unseen_spec("CL", 10**9).info.allocator == "exact"
     made = plan(path, device="CUDA", budget="3GB", dtype="float16")
     assert made.host_nbytes > 0
     assert {p.cast for p in made.placements} == {"copy", "device"}

@@ -158,7 +158,7 @@ def _made(
     plan = make_plan(
         checkpoint,
         wants=wants,
-        devices=[DeviceSpec(device.name, 10**9, threads=device.threads)],
+        devices=[DeviceSpec(device.info, 10**9)],
         dtype=DTypePolicy.parse(None),
         out_of_range="inf",
         cast="numpy",

@@ -10,6 +10,7 @@ from typing import Any
 
 import needs
 import pytest
+from plan_helpers import device_spec
 from safetensors_files import write_safetensors
 
 import streamload
@@ -498,7 +499,7 @@ def test_bfloat16_that_stays_is_the_dtype_of_the_cache(saved: Saved) -> None:
     """On a device that computes in it; elsewhere it becomes float16, and so does the cache."""
     checkpoint = open_checkpoint(saved(dtype="BF16"))
     for native, dtype in ((True, BF16), (False, F16)):
-        device = DeviceSpec("a", 10**6, native_bf16=native)
+        device = device_spec("a", 10**6, native_bf16=native)
         made = planned(checkpoint, {}, [device], cache_of(LLAMA, 10))
         assert made.cache == CacheRequest(10, 1, dtype)
 
@@ -534,7 +535,7 @@ def test_tensors_that_belong_to_no_layer(tmp_path: Path) -> None:
 def test_layers_that_have_a_place_have_their_cache_there(saved: Saved) -> None:
     """Where most of the layer's weights are, as in a model whose parameters are placed already."""
     checkpoint = open_checkpoint(saved())
-    devices = [DeviceSpec("a", 10**6), DeviceSpec("b", 10**6)]
+    devices = [device_spec("a", 10**6), device_spec("b", 10**6)]
     places = {name: "b" if "layers.3" in name else "a" for name in checkpoint.tensors}
     made = planned(checkpoint, places, devices, cache_of(LLAMA, 10))
     cached = {d.device: d.cache_nbytes for d in made.devices}

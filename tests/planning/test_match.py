@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plan_helpers import device_spec
 from safetensors_files import write_safetensors
 
 import streamload
@@ -17,7 +18,7 @@ from streamload.core.tensors import Block, RowRange, RowTranspose
 from streamload.errors import ShapeMismatch, StateDictMismatchError
 from streamload.planning.match import Match, incoherent, match
 from streamload.planning.planner import make_plan
-from streamload.planning.requests import DeviceSpec, DTypePolicy
+from streamload.planning.requests import DTypePolicy
 from streamload.planning.sources import Source, sources
 
 
@@ -191,7 +192,7 @@ def test_views_are_written_in_place_or_not_at_all(tmp_path: Path) -> None:
         return make_plan(
             checkpoint,
             wants=found.wants,
-            devices=[DeviceSpec("CPU", 100)],
+            devices=[device_spec("CPU", 100)],
             dtype=DTypePolicy.parse(dtype),
             out_of_range="inf",
             cast="llvm",
@@ -237,7 +238,7 @@ def test_what_keeps_its_dtype_keeps_it_unless_another_is_asked_for(tmp_path: Pat
     plan = make_plan(
         checkpoint,
         wants=out.wants,
-        devices=[DeviceSpec("x", 1000)],
+        devices=[device_spec("x", 1000)],
         dtype=DTypePolicy.parse({"b": "float16"}),
         out_of_range="inf",
         cast="llvm",

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parameters import few
-from plan_helpers import checkpoint_of, plan_of, wants_of
+from plan_helpers import checkpoint_of, device_spec, plan_of, wants_of
 from safetensors_files import header_bytes, write_safetensors
 
 import streamload
@@ -144,7 +144,7 @@ def test_what_is_no_plan_is_refused(text: str) -> None:
 
 def test_a_plan_of_another_version_is_refused() -> None:
     """A field that this version does not know is not dropped silently."""
-    plan = plan_of(checkpoint_of({"w": ("F32", [3])}), DeviceSpec("d", 100))
+    plan = plan_of(checkpoint_of({"w": ("F32", [3])}), device_spec("d", 100))
     data = json.loads(plan.to_json()) | {"wings": 2}
     with pytest.raises(ValueError, match="wings"):
         Plan.from_json(json.dumps(data))
@@ -152,7 +152,7 @@ def test_a_plan_of_another_version_is_refused() -> None:
 
 def test_unknown_device_of_a_plan() -> None:
     """`Plan.device` knows the devices of the plan, and raises KeyError for others."""
-    plan = plan_of(checkpoint_of({"w": ("F32", [3])}), DeviceSpec("d", 100))
+    plan = plan_of(checkpoint_of({"w": ("F32", [3])}), device_spec("d", 100))
     assert plan.device("d").resident_nbytes == plan.resident_nbytes == 12
     with pytest.raises(KeyError):
         plan.device("e")
@@ -211,14 +211,14 @@ FOUR = checkpoint_of({name: ("F32", [4]) for name in "abcd"})  # 16 bytes each
 
 def test_fresh_parameters_add_up() -> None:
     """Nothing is held before: the peak is what is resident at the end, all of it fresh."""
-    d = plan_of(FOUR, DeviceSpec("d", 64)).device("d")
+    d = plan_of(FOUR, device_spec("d", 64)).device("d")
     assert (d.resident_nbytes, d.scratch_nbytes, d.peak_nbytes, d.fresh_nbytes) == (64, 0, 64, 64)
     assert not d.release_first
 
 
 def test_in_place_takes_nothing_more() -> None:
     """Parameters of the same place, dtype and size are overwritten: the peak is what is held."""
-    plan = plan_of(FOUR, DeviceSpec("d", 64, free_nbytes=0), wants=[held(n, 16) for n in "abcd"])
+    plan = plan_of(FOUR, device_spec("d", 64, free_nbytes=0), wants=[held(n, 16) for n in "abcd"])
     assert {p.action for p in plan.placements} == {"in_place"}
     d = plan.device("d")
     assert (d.resident_nbytes, d.peak_nbytes, d.fresh_nbytes) == (64, 64, 0)
@@ -227,7 +227,7 @@ def test_in_place_takes_nothing_more() -> None:
 def test_replacing_never_holds_old_and_new() -> None:
     """Each old parameter goes before its new one comes: 4 times 16 for 4 times 16."""
     wants = [held(name, 16, dtype="int32") for name in "abcd"]
-    plan = plan_of(FOUR, DeviceSpec("d", 64), wants=wants)
+    plan = plan_of(FOUR, device_spec("d", 64), wants=wants)
     assert {(p.action, p.released_nbytes) for p in plan.placements} == {("replace", 16)}
     d = plan.device("d")
     # freed heap goes back to the kernel later: as much again may be taken meanwhile
@@ -237,10 +237,10 @@ def test_replacing_never_holds_old_and_new() -> None:
 def test_growing_parameters_go_first_where_that_makes_room() -> None:
     """Small ones that grow come before a large one that shrinks: all are released at once."""
     wants = [held("a", 4, dtype="int8"), held("b", 4, dtype="int8"), held("c", 40, dtype="int64")]
-    loose = plan_of(FOUR, DeviceSpec("d", 72), wants=wants).device("d")
+    loose = plan_of(FOUR, device_spec("d", 72), wants=wants).device("d")
     # 48 held; a: 48 - 4 + 16 = 60; b: 72; c: 72 - 40 + 16 = 48
     assert (loose.peak_nbytes, loose.fresh_nbytes, loose.release_first) == (72, 24 + 48, False)
-    tight = plan_of(FOUR, DeviceSpec("d", 48), wants=wants).device("d")
+    tight = plan_of(FOUR, device_spec("d", 48), wants=wants).device("d")
     assert (tight.peak_nbytes, tight.release_first) == (48, True)
     assert tight.fresh_nbytes == 48
 
@@ -248,24 +248,24 @@ def test_growing_parameters_go_first_where_that_makes_room() -> None:
 def test_old_parameters_above_the_budget_go_first() -> None:
     """A model that holds more than its budget now is planned by what it will hold."""
     wants = [held(name, 32, dtype="float64") for name in "ab"]
-    d = plan_of(FOUR, DeviceSpec("d", 40), wants=wants).device("d")
+    d = plan_of(FOUR, device_spec("d", 40), wants=wants).device("d")
     assert (d.resident_nbytes, d.peak_nbytes, d.release_first) == (32, 32, True)
     assert d.held_nbytes == 64
 
 
 def test_parameters_on_another_device_give_nothing_back_here() -> None:
     """What is released elsewhere does not count on the device that is loaded."""
-    plan = plan_of(FOUR, DeviceSpec("d", 64), wants=[held("a", 99, where="e")])
+    plan = plan_of(FOUR, device_spec("d", 64), wants=[held("a", 99, where="e")])
     assert [(p.action, p.released_nbytes) for p in plan.placements] == [("replace", 0)]
     assert plan.device("d").fresh_nbytes == 16
 
 
 def test_allocations_are_counted_as_the_allocator_rounds() -> None:
     """Resident bytes are rounded up to the device's granularity, tensor by tensor."""
-    plan = plan_of(FOUR, DeviceSpec("d", 400, granularity_nbytes=100))
+    plan = plan_of(FOUR, device_spec("d", 400, granularity_nbytes=100))
     assert plan.resident_nbytes == 400
     with pytest.raises(PlanInfeasibleError):
-        plan_of(FOUR, DeviceSpec("d", 399, granularity_nbytes=100))
+        plan_of(FOUR, device_spec("d", 399, granularity_nbytes=100))
 
 
 def test_placements_follow_the_files() -> None:
@@ -276,7 +276,7 @@ def test_placements_follow_the_files() -> None:
     late = Want("late", (2, 2), (RowRange("a", 2, 4),))
     early = Want("early", (2, 2), (RowRange("a", 0, 2),))
     wants = [*wants_of(checkpoint)[::-1][:2], late, early, wants_of(checkpoint)[0]]
-    plan = plan_of(checkpoint, DeviceSpec("d", 1000), wants=wants)
+    plan = plan_of(checkpoint, device_spec("d", 1000), wants=wants)
     assert [p.name for p in plan.placements] == ["b", "early", "late", "c", "z"]
 
 
@@ -289,20 +289,20 @@ BIG = checkpoint_of({f"w{i}": ("BF16", [8 * MIB]) for i in range(4)})  # 16 MiB 
     ("spec", "changes", "scratch_nbytes", "host_nbytes"),
     [
         # straight from the map into the device; the shortest reads if it must not be mapped
-        (DeviceSpec("d", 10**9), {}, 64 * 2**10, 0),
-        (DeviceSpec("d", 10**9, host_visible=False), {}, 2 * 2 * 8 * MIB, 0),
+        (device_spec("d", 10**9), {}, 64 * 2**10, 0),
+        (device_spec("d", 10**9, host_visible=False), {}, 2 * 2 * 8 * MIB, 0),
         (
-            DeviceSpec("d", 10**9, host_visible=False, shared_memory=False),
+            device_spec("d", 10**9, host_visible=False, shared_memory=False),
             {},
             0,
             2 * 2 * 8 * MIB,
         ),
-        (DeviceSpec("d", 10**9), {"readers": ["pread"]}, 2 * 8 * MIB, 0),
-        (DeviceSpec("d", 10**9), {"readers": ["http"]}, 2 * 8 * MIB, 0),
-        (DeviceSpec("d", 10**9), {"readers": ["pread"], "dtype": "checkpoint"}, 0, 0),
-        (DeviceSpec("d", 10**9), {"cast": "numpy"}, 2 * 4 * MIB, 0),
+        (device_spec("d", 10**9), {"readers": ["pread"]}, 2 * 8 * MIB, 0),
+        (device_spec("d", 10**9), {"readers": ["http"]}, 2 * 8 * MIB, 0),
+        (device_spec("d", 10**9), {"readers": ["pread"], "dtype": "checkpoint"}, 0, 0),
+        (device_spec("d", 10**9), {"cast": "numpy"}, 2 * 4 * MIB, 0),
         (
-            DeviceSpec("d", 10**9, device_casts=frozenset({("bfloat16", "float16")})),
+            device_spec("d", 10**9, device_casts=frozenset({("bfloat16", "float16")})),
             {"cast": "device"},
             2 * 8 * MIB + 2 * 8 * MIB,  # on the device, and two slots of the one worker
             0,
@@ -331,7 +331,7 @@ def test_staging(
 
 def test_small_models_take_small_slots() -> None:
     """A slot is never larger than all parameters together."""
-    plan = plan_of(FOUR, DeviceSpec("d", 10**9, host_visible=False))
+    plan = plan_of(FOUR, device_spec("d", 10**9, host_visible=False))
     assert plan.slot_nbytes == 4 * 64
     assert plan.device("d").scratch_nbytes == 2 * 2 * 4 * 64
 
@@ -341,26 +341,26 @@ def test_chunks_and_threads_shrink_until_it_fits() -> None:
     weights = 4 * 16 * MIB
     seen = []
     for room in (64 * MIB, 8 * MIB, 4 * MIB, 2 * MIB, 128 * 2**10):
-        spec = DeviceSpec("d", weights + room, host_visible=False, threads=16)
+        spec = device_spec("d", weights + room, host_visible=False, threads=16)
         plan = plan_of(BIG, spec, threads=2)
         assert plan.device("d").peak_nbytes <= weights + room
         seen.append((plan.chunk_nbytes, plan.threads))
     assert seen == [(8 * MIB, 2), (2 * MIB, 2), (MIB, 2), (MIB, 1), (64 * 2**10, 1)]
     with pytest.raises(PlanInfeasibleError):
-        plan_of(BIG, DeviceSpec("d", weights + 128 * 2**10 - 1, host_visible=False))
+        plan_of(BIG, device_spec("d", weights + 128 * 2**10 - 1, host_visible=False))
 
 
 def test_staging_shrinks_to_what_is_free_too() -> None:
     """A stated budget is not worth more than the memory that is there."""
     weights = 4 * 16 * MIB
-    spec = DeviceSpec("d", 10**9, free_nbytes=weights + 4 * MIB, host_visible=False)
+    spec = device_spec("d", 10**9, free_nbytes=weights + 4 * MIB, host_visible=False)
     plan = plan_of(BIG, spec)
     assert plan.device("d").fresh_nbytes <= weights + 4 * MIB
 
 
 def test_the_host_budget_bounds_staging() -> None:
     """Staging that no device covers stays within the host's budget, or is refused with both."""
-    spec = DeviceSpec("d", 10**9, host_visible=False, shared_memory=False)
+    spec = device_spec("d", 10**9, host_visible=False, shared_memory=False)
     plan = plan_of(BIG, spec, host_budget_nbytes=3 * MIB)
     assert plan.host_nbytes <= 3 * MIB
     with pytest.raises(PlanInfeasibleError) as caught:
@@ -370,7 +370,7 @@ def test_the_host_budget_bounds_staging() -> None:
     assert plan_of(BIG, spec, host_budget_nbytes=131072)
 
 
-GPU = DeviceSpec("cuda:0", 10**9, host_visible=False, shared_memory=False, threads=16)
+GPU = device_spec("cuda:0", 10**9, host_visible=False, shared_memory=False, threads=16)
 
 
 @pytest.mark.parametrize("host_mib", [8, 12, 64, 100])
@@ -411,7 +411,7 @@ def test_how_shards_are_read_is_said_in_few_lines() -> None:
     shards = [{f"w{i}": ("BF16", [8])} for i in range(100)]
     plan = plan_of(
         checkpoint_of(*shards),
-        DeviceSpec("d", 10**6),
+        device_spec("d", 10**6),
         readers=["mmap"] * 99 + ["pread"],
         reader_reasons=["in the page cache"] * 99 + ["nfs is read through the page cache"],
     )
@@ -449,7 +449,7 @@ def test_what_functions_change_is_no_cast_of_a_device() -> None:
     casts = frozenset({("bfloat16", "float16")})
     plan = plan_of(
         checkpoint_of({"w": ("BF16", [4])}),
-        DeviceSpec("d", 10**9, device_casts=casts),
+        device_spec("d", 10**9, device_casts=casts),
         dtype="float16",
         cast="device",
         changed={"w"},
@@ -509,14 +509,14 @@ def test_weights_and_scratch_are_all_that_a_device_needs() -> None:
 
 def test_no_transfer_above_the_largest() -> None:
     """Chunks are no longer than the shortest limit of the devices."""
-    specs = [DeviceSpec("d", 10**9, max_transfer_nbytes=300_000), DeviceSpec("e", 10**9)]
+    specs = [device_spec("d", 10**9, max_transfer_nbytes=300_000), device_spec("e", 10**9)]
     assert plan_of(BIG, *specs).chunk_nbytes == 300_000
 
 
 def test_threads_are_what_all_devices_take() -> None:
     """A device for one thread, or for none but the caller's, holds for the whole load."""
-    assert plan_of(FOUR, DeviceSpec("d", 64, threads=16), threads=3).threads == 3
-    assert plan_of(FOUR, DeviceSpec("d", 64, threads=0), threads=3).threads == 0
+    assert plan_of(FOUR, device_spec("d", 64, threads=16), threads=3).threads == 3
+    assert plan_of(FOUR, device_spec("d", 64, threads=0), threads=3).threads == 0
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -529,7 +529,7 @@ def test_an_infeasible_plan_says_what_would_fit() -> None:
         {EMBED: ("F32", [500_000]), **layers, "model.norm.weight": ("F32", [1])}
     )
     with pytest.raises(PlanInfeasibleError) as caught:
-        plan_of(checkpoint, DeviceSpec("CL", 18_000_000))
+        plan_of(checkpoint, device_spec("CL", 18_000_000))
     error = caught.value
     assert (error.device, error.limit) == ("CL", "budget")
     assert (error.needed_nbytes, error.budget_nbytes) == (34_000_004, 18_000_000)
@@ -538,30 +538,30 @@ def test_an_infeasible_plan_says_what_would_fit() -> None:
     assert error.would_fit == ('dtype="float16" (17.07 MB)', "2 devices or nodes of 18.00 MB")
     for told in ("CL", "34000004", "18000000", "model.layers.0.w", 'dtype="float16"', "2 devices"):
         assert told in str(error)
-    assert plan_of(checkpoint, DeviceSpec("CL", 18_000_000), dtype="float16")
-    assert plan_of(checkpoint, DeviceSpec("a", 18_000_000), DeviceSpec("b", 18_000_000))
+    assert plan_of(checkpoint, device_spec("CL", 18_000_000), dtype="float16")
+    assert plan_of(checkpoint, device_spec("a", 18_000_000), device_spec("b", 18_000_000))
 
 
 def test_what_would_not_fit_either_is_not_suggested() -> None:
     """No smaller dtype where there is none, no more devices where one layer alone is too large."""
     with pytest.raises(PlanInfeasibleError) as caught:
-        plan_of(checkpoint_of({"w": ("F16", [1000])}), DeviceSpec("d", 1999))
+        plan_of(checkpoint_of({"w": ("F16", [1000])}), device_spec("d", 1999))
     assert caught.value.would_fit == ()
 
 
 def test_more_nodes_than_there_are_is_the_suggestion() -> None:
     """Where a split is too tight, the number that is enough is larger than the number there is."""
     checkpoint = checkpoint_of({f"layers.{i}.w": ("F16", [500]) for i in range(12)})
-    specs = [DeviceSpec(f"n{i}", 3000) for i in range(3)]
+    specs = [device_spec(f"n{i}", 3000) for i in range(3)]
     with pytest.raises(PlanInfeasibleError) as caught:
         plan_of(checkpoint, *specs)
     assert caught.value.would_fit == ("4 devices or nodes of 3.00 kB",)
-    assert plan_of(checkpoint, *specs, DeviceSpec("n3", 3000))
+    assert plan_of(checkpoint, *specs, device_spec("n3", 3000))
 
 
 def test_a_budget_above_what_is_free() -> None:
     """A stated budget that is not there is refused by what is free, and what is held helps."""
-    spec = DeviceSpec("d", 1000, free_nbytes=60)
+    spec = device_spec("d", 1000, free_nbytes=60)
     with pytest.raises(PlanInfeasibleError) as caught:
         plan_of(FOUR, spec)
     error = caught.value
@@ -573,24 +573,26 @@ def test_a_budget_above_what_is_free() -> None:
 def test_devices_that_share_memory_share_what_is_free() -> None:
     """Two devices of the host that fit one by one do not fit together where less is free."""
     checkpoint = checkpoint_of({f"layers.{i}.w": ("F32", [25]) for i in range(8)})
-    specs = [DeviceSpec(n, 600, free_nbytes=700, host_free_nbytes=700) for n in ("CPU", "CPU:1")]
+    specs = [device_spec(n, 600, free_nbytes=700, host_free_nbytes=700) for n in ("CPU", "CPU:1")]
     with pytest.raises(PlanInfeasibleError) as caught:
         plan_of(checkpoint, *specs)
     error = caught.value
     assert (error.device, error.needed_nbytes, error.budget_nbytes) == ("CPU, CPU:1", 800, 700)
     assert plan_of(checkpoint, *(replace(s, host_free_nbytes=800) for s in specs))
-    assert plan_of(checkpoint, *(replace(s, shared_memory=False) for s in specs))
+    assert plan_of(
+        checkpoint, *(replace(s, info=replace(s.info, shared_memory=False)) for s in specs)
+    )
 
 
 def test_a_tensor_above_the_largest_allocation() -> None:
     """Refused with both numbers, even where the budget is large."""
-    spec = DeviceSpec("CL", 10**9, largest_allocation_nbytes=15)
+    spec = device_spec("CL", 10**9, largest_allocation_nbytes=15)
     with pytest.raises(PlanInfeasibleError) as caught:
         plan_of(FOUR, spec)
     error = caught.value
     assert (error.needed_nbytes, error.budget_nbytes) == (16, 15)
     assert (error.limit, error.largest) == ("largest allocation", (("a", 16),))
-    assert plan_of(FOUR, replace(spec, largest_allocation_nbytes=16))
+    assert plan_of(FOUR, device_spec("CL", 10**9, largest_allocation_nbytes=16))
 
 
 # --- random plans ---------------------------------------------------------------------------------
@@ -601,11 +603,11 @@ def recount(plan: Plan, spec: DeviceSpec) -> tuple[int, int]:
     mine = [p for p in plan.placements if p.device == spec.name]
 
     def taken(nbytes: int) -> int:
-        whole, rest = divmod(nbytes, spec.granularity_nbytes)
-        return (whole + bool(rest)) * spec.granularity_nbytes
+        whole, rest = divmod(nbytes, spec.info.granularity_nbytes)
+        return (whole + bool(rest)) * spec.info.granularity_nbytes
 
     old = {p.name: p.released_nbytes for p in mine if p.action == "replace"}
-    untrimmed = min(sum(old.values()), 4 * MIB) if spec.shared_memory else 0
+    untrimmed = min(sum(old.values()), 4 * MIB) if spec.info.shared_memory else 0
     new = {p.name: taken(p.dst.bits * math.prod(p.shape) // 8) for p in mine}
     now = sum(old.values()) + sum(new[p.name] for p in mine if p.action == "in_place")
     begun = now
@@ -620,7 +622,7 @@ def recount(plan: Plan, spec: DeviceSpec) -> tuple[int, int]:
         now += new[p.name]
         peak = max(peak, now)
     host = recount_host(plan, mine, spec) if mine else 0
-    scratch = host if spec.shared_memory else 0
+    scratch = host if spec.info.shared_memory else 0
     there = [p for p in mine if p.cast == "device"]
     if there and spec.casts:
         resized = any(p.src.bits != p.dst.bits for p in there)
@@ -628,7 +630,7 @@ def recount(plan: Plan, spec: DeviceSpec) -> tuple[int, int]:
         scratch += -(-(slots + 24 * len(there)) // (2 * MIB)) * 2 * MIB
     elif there:
         scratch += 2 * plan.slot_nbytes
-    if spec.shared_memory and not scratch and {p.cast for p in mine} & {"llvm", "numpy"}:
+    if spec.info.shared_memory and not scratch and {p.cast for p in mine} & {"llvm", "numpy"}:
         large = sum(p.nbytes for p in plan.placements) >= 16 * MIB
         scratch = 65536 if large else 0
     return peak + scratch, max(peak - begun, 0) + untrimmed + scratch
@@ -641,7 +643,7 @@ def recount_host(plan: Plan, mine: list[Placement], spec: DeviceSpec) -> int:
     on_host = bool(casts & {"llvm", "numpy"})
     room = 2 * 4096 * ("direct" in plan.readers)
     slots = 0
-    if not spec.host_visible or "device" in casts:
+    if not spec.info.host_visible or "device" in casts:
         slots = 2
     total = workers * slots * (plan.slot_nbytes + room)
     if {"pread", "direct"} & set(plan.readers) and on_host:
@@ -660,7 +662,7 @@ def random_case(rng: random.Random) -> tuple[Checkpoint, list[DeviceSpec], dict[
         rng.choice(shards)[f"layers.{i % 4}.w{i}"] = (rng.choice(codes), shape)
     checkpoint = checkpoint_of(*shards)
     total = checkpoint.nbytes
-    spec = DeviceSpec(
+    spec = device_spec(
         "d",
         max(1, int(total * rng.uniform(0.3, 3)) + rng.choice((0, 10**4, 10**6, 10**8))),
         free_nbytes=rng.choice((None, total, 4 * total + 10**8)),
@@ -672,7 +674,7 @@ def random_case(rng: random.Random) -> tuple[Checkpoint, list[DeviceSpec], dict[
         native_bf16=rng.random() < 0.3,
         device_casts=frozenset({("bfloat16", "float16")}),
     )
-    spec = replace(spec, casts=rng.random() < 0.3 and not spec.host_visible)
+    spec = replace(spec, casts=rng.random() < 0.3 and not spec.info.host_visible)
     reader = rng.choice(("mmap", "pread", "direct"))
     wants = []
     for want in wants_of(checkpoint):
@@ -713,7 +715,7 @@ def test_a_thousand_random_plans() -> None:
         assert peak <= spec.budget_nbytes
         assert spec.free_nbytes is None or fresh <= spec.free_nbytes
         assert plan.host_nbytes <= plan.host_budget_nbytes
-        if not spec.shared_memory:
+        if not spec.info.shared_memory:
             host = recount_host(plan, list(plan.placements), spec) if plan.placements else 0
             assert plan.host_nbytes == host, seed
         assert sorted(p.name for p in plan.placements) == sorted(checkpoint.tensors)
@@ -759,7 +761,7 @@ def test_llama_3_8b_over_14_nodes(tmp_path: Path) -> None:
 def test_unequal_devices_take_their_share() -> None:
     """Every layer is on one device, in order, and the larger budget holds more."""
     checkpoint = checkpoint_of({f"layers.{i}.w": ("F32", [250]) for i in range(9)})
-    plan = plan_of(checkpoint, DeviceSpec("a", 4000), DeviceSpec("b", 8000))
+    plan = plan_of(checkpoint, device_spec("a", 4000), device_spec("b", 8000))
     assert [plan.device(n).resident_nbytes for n in "ab"] == [3000, 6000]
     assert [plan.device(n).layers for n in "ab"] == [(0, 3), (3, 9)]
 
@@ -770,7 +772,7 @@ def test_a_tied_head_away_from_its_embedding_is_a_copy(apart: bool) -> None:
     checkpoint = checkpoint_of(
         {EMBED: ("F32", [100])} | {f"model.layers.{i}.w": ("F32", [100]) for i in range(4)}
     )
-    specs = [DeviceSpec("a", 2500), DeviceSpec("b", 2500)][: 1 + apart]
+    specs = [device_spec("a", 2500), device_spec("b", 2500)][: 1 + apart]
     plan = plan_of(checkpoint, *specs, tied={HEAD: EMBED})
     heads = [p for p in plan.placements if p.name == HEAD]
     assert [(p.device, p.source) for p in heads] == [("b", (RowRange(EMBED, 0, 100),))] * apart
@@ -781,7 +783,7 @@ def test_parameters_that_have_a_place_stay_there() -> None:
     """What is bound to a device is, and the split gives the rest to where there is room."""
     checkpoint = checkpoint_of({f"layers.{i}.w": ("F32", [100]) for i in range(4)})
     wants = [replace(w, device="b") if i < 2 else w for i, w in enumerate(wants_of(checkpoint))]
-    plan = plan_of(checkpoint, DeviceSpec("a", 900), DeviceSpec("b", 1300), wants=wants)
+    plan = plan_of(checkpoint, device_spec("a", 900), device_spec("b", 1300), wants=wants)
     where = {p.name: p.device for p in plan.placements}
     assert (where["layers.0.w"], where["layers.1.w"]) == ("b", "b")
     assert where["layers.2.w"] == "a"
@@ -872,7 +874,7 @@ def test_who_casts(
     exactly = frozenset({("bfloat16", "float16")} if exact else ())
     plan = plan_of(
         checkpoint_of({"w": ("BF16", [4]), "i": ("I8", [4])}),
-        DeviceSpec("d", 10**9, device_casts=exactly),
+        device_spec("d", 10**9, device_casts=exactly),
         dtype=None,
         cast=cast,
         fp16_cast=fp16_cast,
@@ -888,13 +890,13 @@ def test_a_cast_without_its_scale_is_refused() -> None:
     """A float8 tensor with a scale beside it keeps its dtype, or is refused by name."""
     quantised = checkpoint_of({"w": ("F8_E4M3", [4, 4]), "w_scale_inv": ("F32", [1, 1])})
     with pytest.raises(UnsupportedCastError, match="w_scale_inv") as caught:
-        plan_of(quantised, DeviceSpec("d", 1000), dtype="float16")
+        plan_of(quantised, device_spec("d", 1000), dtype="float16")
     assert (caught.value.tensor, caught.value.src) == ("w", "float8_e4m3fn")
-    assert plan_of(quantised, DeviceSpec("d", 1000), dtype=None).placements[0].cast == "copy"
+    assert plan_of(quantised, device_spec("d", 1000), dtype=None).placements[0].cast == "copy"
     only_rest = {"w": "checkpoint", "*": "float16"}
-    assert plan_of(quantised, DeviceSpec("d", 1000), dtype=only_rest)
+    assert plan_of(quantised, device_spec("d", 1000), dtype=only_rest)
     bare = checkpoint_of({"w": ("F8_E4M3", [4, 4])})
-    assert plan_of(bare, DeviceSpec("d", 1000), dtype="float16").placements[0].dst is F16
+    assert plan_of(bare, device_spec("d", 1000), dtype="float16").placements[0].dst is F16
 
 
 def test_every_part_of_a_parameter_is_asked_for_its_scale() -> None:
@@ -904,7 +906,7 @@ def test_every_part_of_a_parameter_is_asked_for_its_scale() -> None:
     )
     want = Want("ab", (4,), (RowRange("a", 0, 2), RowRange("b", 0, 2)))
     with pytest.raises(UnsupportedCastError) as caught:
-        plan_of(checkpoint, DeviceSpec("d", 1000), wants=[want], dtype="float16")
+        plan_of(checkpoint, device_spec("d", 1000), wants=[want], dtype="float16")
     assert caught.value.tensor == "b"
 
 
@@ -912,7 +914,7 @@ def test_every_part_of_a_parameter_is_asked_for_its_scale() -> None:
 def test_what_a_device_cannot_hold_is_refused_by_name(code: str) -> None:
     """The error names tensor, file, dtype and device; nothing is allocated for it."""
     checkpoint = checkpoint_of({"fine": ("F32", [4]), "odd": (code, [8])})
-    spec = DeviceSpec("CL", 1000, unsupported=frozenset({BY_CODE[code].name}))
+    spec = device_spec("CL", 1000, unsupported=frozenset({BY_CODE[code].name}))
     with pytest.raises(UnsupportedCastError) as caught:
         plan_of(checkpoint, spec)
     error = caught.value
@@ -925,7 +927,7 @@ def test_what_a_device_cannot_hold_is_refused_by_name(code: str) -> None:
 def test_nothing_narrows_to_less_than_two_bytes(dst: str) -> None:
     """A cast that there is not is refused with the tensor's name."""
     with pytest.raises(UnsupportedCastError) as caught:
-        plan_of(checkpoint_of({"w": ("F32", [4])}), DeviceSpec("d", 1000), dtype=dst)
+        plan_of(checkpoint_of({"w": ("F32", [4])}), device_spec("d", 1000), dtype=dst)
     assert (caught.value.tensor, caught.value.src, caught.value.dst) == ("w", "float32", dst)
 
 
@@ -933,7 +935,7 @@ def test_a_dtype_that_is_asked_for_is_had() -> None:
     """A want with a dtype of its own does not ask the policy."""
     checkpoint = checkpoint_of({"w": ("BF16", [4])})
     wanted: DType = F32
-    plan = plan_of(checkpoint, DeviceSpec("d", 99), wants=wants_of(checkpoint, dtype=wanted))
+    plan = plan_of(checkpoint, device_spec("d", 99), wants=wants_of(checkpoint, dtype=wanted))
     assert plan.placements[0].dst is F32
 
 
@@ -944,14 +946,14 @@ def test_a_dtype_that_is_asked_for_is_had() -> None:
 def test_a_hundred_thousand_tensors(nodes: int) -> None:
     """A large checkpoint over many nodes is planned whole, each tensor once."""
     tensors = {f"layers.{i // 100}.experts.{i % 100}.w": ("BF16", [8, 8]) for i in range(100_000)}
-    specs = [DeviceSpec(f"n{i}", 100_000_000 // nodes) for i in range(nodes)]
+    specs = [device_spec(f"n{i}", 100_000_000 // nodes) for i in range(nodes)]
     plan = plan_of(checkpoint_of(tensors), *specs, dtype="float16")
     assert len({p.name for p in plan.placements}) == 100_000
     assert plan.resident_nbytes == 100_000 * 128
 
 
 def _cuda(budget_nbytes: int) -> DeviceSpec:
-    return DeviceSpec(
+    return device_spec(
         "cuda:0",
         budget_nbytes,
         host_visible=False,

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_checkpoint import shape_of_size
 from parameters import few
-from plan_helpers import checkpoint_of, plan_of, wants_of
+from plan_helpers import checkpoint_of, device_spec, plan_of, wants_of
 
 from streamload.core.dtypes import BF16
 from streamload.devices.allocators import AllocatorKind, ObjectCosts, round_up, taken
@@ -280,7 +280,7 @@ def spec(
         "granularity_nbytes": 512,
         "allocator": allocator,
     }
-    return DeviceSpec("cuda:0", budget_nbytes, **arguments | changes)
+    return device_spec(**{"name": "cuda:0", "budget_nbytes": budget_nbytes} | arguments | changes)
 
 
 SHAPES = {
@@ -546,7 +546,7 @@ def test_each_device_has_segments_of_its_own() -> None:
     checkpoint = checkpoint_of(shapes)
     wants = wants_of(checkpoint)
     wants = [Want(w.name, w.shape, w.source, device=f"cuda:{i % 2}") for i, w in enumerate(wants)]
-    specs = [spec(GIB), replace(spec(GIB, "exact"), name="cuda:1")]
+    specs = [spec(GIB), spec(GIB, "exact", name="cuda:1")]
     plan = plan_of(checkpoint, *specs, wants=wants)
     assert plan.device("cuda:0").peak_nbytes == 40 * MIB
     assert plan.device("cuda:1").peak_nbytes == 24 * MIB

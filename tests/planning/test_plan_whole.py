@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_helpers import checkpoint_of, plan_of
+from plan_helpers import checkpoint_of, device_spec, plan_of
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.core.dtypes import BF16, F16, F32
@@ -94,7 +94,7 @@ def test_every_tensor_is_a_sequence_of_wants() -> None:
 def test_plans_are_those_made_one_by_one(allocator: Any, more: Any) -> None:
     """In all that they say: dtypes, casts, order, bytes, peaks, notes."""
     for seed, host_visible in ((1, True), (2, False)):
-        spec = DeviceSpec(
+        spec = device_spec(
             "d",
             2**30,
             allocator=allocator,
@@ -113,7 +113,7 @@ def test_plans_are_those_made_one_by_one(allocator: Any, more: Any) -> None:
 
 def test_plans_for_several_devices_are_the_same() -> None:
     """There, tensors are placed one by one."""
-    made, expected = both(mixed(3), DeviceSpec("a", 2**29), DeviceSpec("b", 2**29))
+    made, expected = both(mixed(3), device_spec("a", 2**29), device_spec("b", 2**29))
     assert made == expected
     assert {p.device for p in made.placements} == {"a", "b"}
 
@@ -130,7 +130,7 @@ def test_files_are_read_in_their_order() -> None:
         checkpoint.metadata,
         checkpoint.config,
     )
-    made, expected = both(shuffled, DeviceSpec("d", 2**30))
+    made, expected = both(shuffled, device_spec("d", 2**30))
     assert made == expected
     places = [checkpoint.tensors[p.name] for p in made.placements]
     assert places == sorted(places, key=lambda info: (info.shard, info.start))
@@ -139,7 +139,7 @@ def test_files_are_read_in_their_order() -> None:
 def test_placements_are_like_a_tuple() -> None:
     """Equal to one, with its slices and its hash, whatever has been asked before."""
     checkpoint = mixed(5, 20)
-    spec = DeviceSpec("d", 2**30)
+    spec = device_spec("d", 2**30)
     expected = tuple(both(checkpoint, spec)[1].placements)
     made = both(checkpoint, spec)[0].placements
     assert isinstance(made, Placements)
@@ -168,7 +168,7 @@ def test_what_cannot_be_loaded_is_refused_alike() -> None:
     """The same tensor, the same words."""
     layouts = {f"layers.{i}.x": LAYOUTS[i % 3] for i in range(30)}
     scaled = layouts | {"layers.9.w": ("F8_E4M3", (4, 4)), "layers.9.w_scale": ("F32", (4,))}
-    spec = DeviceSpec("d", 2**30)
+    spec = device_spec("d", 2**30)
     refused(UnsupportedCastError, checkpoint_of(scaled), spec, dtype="float16")
     refused(
         UnsupportedCastError,
@@ -176,20 +176,20 @@ def test_what_cannot_be_loaded_is_refused_alike() -> None:
         spec,
         dtype="float16",
     )
-    no_half = DeviceSpec("d", 2**30, unsupported=frozenset({"float16"}))
+    no_half = device_spec("d", 2**30, unsupported=frozenset({"float16"}))
     refused(UnsupportedCastError, checkpoint_of(layouts), no_half)
-    refused(PlanInfeasibleError, checkpoint_of(layouts), DeviceSpec("d", 200_000))
+    refused(PlanInfeasibleError, checkpoint_of(layouts), device_spec("d", 200_000))
     refused(
-        PlanInfeasibleError, checkpoint_of(layouts), DeviceSpec("d", 2**30, free_nbytes=200_000)
+        PlanInfeasibleError, checkpoint_of(layouts), device_spec("d", 2**30, free_nbytes=200_000)
     )
-    small = DeviceSpec("d", 2**30, largest_allocation_nbytes=7_999)
+    small = device_spec("d", 2**30, largest_allocation_nbytes=7_999)
     refused(PlanInfeasibleError, checkpoint_of({"s": ("F32", ())} | layouts), small)
 
 
 def test_small_floats_without_a_scale_are_cast() -> None:
     """They are looked at one by one, and nothing is wrong with them."""
     checkpoint = checkpoint_of({f"w{i}": ("F8_E4M3", (4, 4)) for i in range(50)})
-    made, expected = both(checkpoint, DeviceSpec("d", 2**30), dtype="float16")
+    made, expected = both(checkpoint, device_spec("d", 2**30), dtype="float16")
     assert made == expected
     assert {p.dst.name for p in made.placements} == {"float16"}
 
@@ -204,7 +204,7 @@ def test_they_are_cut_alike(seed: int, dtype: str) -> None:
         return [(p.first, p.shard, p.bounds.tolist()) if isinstance(p, Pack) else p for p in cut]
 
     checkpoint = mixed(seed, 400)
-    made, expected = map(flat, both(checkpoint, DeviceSpec("d", 2**30), dtype=dtype))
+    made, expected = map(flat, both(checkpoint, device_spec("d", 2**30), dtype=dtype))
     assert made == expected
     assert any(type(piece) is tuple for piece in made)
     assert any(isinstance(piece, Chunk) for piece in made)
@@ -254,4 +254,4 @@ def test_the_casts_of_one_device() -> None:
 def test_tensors_longer_than_any_file_do_not_fit() -> None:
     """Their bytes cannot be counted in 64 bits: planned one by one or not, that is said."""
     giant = checkpoint_of({f"t{i}": ("U8", (2**61 - 8,)) for i in range(6)})
-    refused(PlanInfeasibleError, giant, DeviceSpec("dev", 2**30))
+    refused(PlanInfeasibleError, giant, device_spec("dev", 2**30))

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parameters import enough, few
+from plan_helpers import device_spec
 from recording import Disk, Faults, recorded
 
 import streamload
@@ -34,7 +35,7 @@ from streamload.errors import (
 )
 from streamload.planning.plan import Plan
 from streamload.planning.planner import make_plan
-from streamload.planning.requests import DeviceSpec, DTypePolicy, Want
+from streamload.planning.requests import DTypePolicy, Want
 from streamload.streaming.loop import stream
 from streamload.streaming.sink import ModelTarget
 
@@ -227,7 +228,7 @@ def spread(
         save_file({name: tensors[name] for name in part}, folder / f"{i}.safetensors")
     checkpoint = open_checkpoint(folder)
     specs = [
-        DeviceSpec(d.name, 10**6, host_visible=d.host_visible, shared_memory=False, threads=16)
+        device_spec(d.name, 10**6, host_visible=d.host_visible, shared_memory=False, threads=16)
         for d in devices
     ]
     wants = [

@@ -14,6 +14,7 @@ from typing import Any
 import needs
 import numpy as np
 import pytest
+from plan_helpers import device_spec
 from safetensors_files import write_safetensors
 
 import streamload
@@ -79,7 +80,7 @@ def test_packs_are_the_chunks_of_small_neighbours(tmp_path: Path, seed: int) -> 
     checkpoint = open_checkpoint(tmp_path)
     names = list(checkpoint.tensors)
     skipped = generator.sample(names, seed % 5)
-    plan = planned(checkpoint, DeviceSpec("d", 2**40), skipped)
+    plan = planned(checkpoint, device_spec("d", 2**40), skipped)
     most, room = generator.choice([40, 256]), generator.choice([3000, MIB])
     cut = Cut(plan, checkpoint).packs_and_chunks(
         lambda p: plan.chunk_nbytes, lambda p: max(room, p.nbytes), most
@@ -134,7 +135,7 @@ def test_a_file_that_is_cut_names_the_tensor(tmp_path: Path, left: int) -> None:
     """Not the pack: that of the first byte that is missing. What came before is stated truly."""
     values = write(tmp_path, [1000] * 100)
     checkpoint = open_checkpoint(tmp_path)
-    plan = planned(checkpoint, DeviceSpec("host", 2**30, granularity_nbytes=16))
+    plan = planned(checkpoint, device_spec("host", 2**30, granularity_nbytes=16))
 
     class Cut(HostDevice):
         """The file is cut when the first parameters have their memory."""
@@ -162,7 +163,7 @@ def test_memory_that_cannot_be_had_names_the_tensor(tmp_path: Path, at: int) -> 
     """Also where many are asked for at once; the ledger has those that are there, and no more."""
     write(tmp_path, [100] * 300)
     checkpoint = open_checkpoint(tmp_path)
-    plan = planned(checkpoint, DeviceSpec("host", 2**30, granularity_nbytes=16))
+    plan = planned(checkpoint, device_spec("host", 2**30, granularity_nbytes=16))
 
     class Full(HostDevice):
         """Has memory for ``at`` arrays."""
@@ -275,7 +276,7 @@ def test_neighbours_in_a_segment_are_copied_together(
     values = write(tmp_path, [size] * 400)
     checkpoint = open_checkpoint(tmp_path)
     device: Any = Segments()
-    spec = DeviceSpec(
+    spec = device_spec(
         "d", 2**40, host_visible=False, shared_memory=False, allocator="cuda_caching", threads=1
     )
     plan = planned(checkpoint, spec)

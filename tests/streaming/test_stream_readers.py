@@ -112,15 +112,7 @@ def run(
     made = make_plan(
         checkpoint,
         wants=wants,
-        devices=[
-            DeviceSpec(
-                device.name,
-                10**9,
-                host_visible=device.host_visible,
-                shared_memory=device.shared_memory,
-                threads=device.threads,
-            )
-        ],
+        devices=[DeviceSpec(device.info, 10**9)],
         dtype=DTypePolicy.parse("checkpoint"),
         out_of_range="inf",
         cast="llvm",

@@ -10,6 +10,7 @@ from typing import Any
 from streamload.checkpoint.open import Checkpoint, from_headers
 from streamload.core.dtypes import BY_CODE
 from streamload.core.tensors import RowRange, TensorInfo
+from streamload.devices.base import DeviceInfo
 from streamload.files.header import Header
 from streamload.planning.plan import Plan
 from streamload.planning.planner import make_plan
@@ -43,6 +44,12 @@ def wants_of(checkpoint: Checkpoint, **changes: Any) -> list[Want]:
         )
         for info in checkpoint.tensors.values()
     ]
+
+
+def device_spec(name: str, budget_nbytes: int, **given: Any) -> DeviceSpec:
+    """A device for two threads with these fields of `DeviceInfo` or `DeviceSpec`."""
+    own = {key: given.pop(key) for key in DeviceSpec.__slots__ if key in given}
+    return DeviceSpec(DeviceInfo(name, "", **{"threads": 2, **given}), budget_nbytes, **own)
 
 
 def plan_of(

@@ -90,11 +90,8 @@ def prepare(
         ]
     specs = [
         DeviceSpec(
-            d.name,
+            d.info,
             budget_nbytes,
-            host_visible=d.host_visible,
-            shared_memory=d.shared_memory,
-            threads=d.threads,
             device_casts=frozenset({("bfloat16", "float16"), ("bfloat16", "float32")}),
         )
         for d in devices

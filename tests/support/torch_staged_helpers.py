@@ -227,12 +227,8 @@ def prepare(
     matched.check(checkpoint.path, strict)
     info = device.info
     spec = DeviceSpec(
-        device.name,
+        info,
         10**9,
-        host_visible=info.host_visible,
-        shared_memory=info.shared_memory,
-        granularity_nbytes=info.granularity_nbytes,
-        threads=info.threads,
         native_bf16=info.native_bf16,
         device_casts=frozenset({("float32", "float16"), ("bfloat16", "float32")}),
     )
