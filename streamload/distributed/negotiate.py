@@ -38,7 +38,7 @@ from streamload.planning.dequantise import dequantised
 from streamload.planning.partition import Node, ordered
 from streamload.planning.plan import Plan
 from streamload.planning.quant_policy import QuantPolicy
-from streamload.planning.requests import Wants
+from streamload.planning.requests import TensorRequests
 from streamload.planning.shares import (
     LOCAL_LAYERS,
     ClusterPlan,
@@ -171,7 +171,7 @@ class Agreement:
         room = BLOCKS * BLOCK_NBYTES // sharing
         if options.budget.host_stated:
             room = options.budget.host_nbytes // sharing - MIN_HOST_NBYTES
-        undecided = Wants.every(checkpoint).needs_native_bf16(options.policy)
+        undecided = TensorRequests.every(checkpoint).needs_native_bf16(options.policy)
         if model is None and not undecided and options.budget.is_stated(name):
             nbytes = options.budget.resolve(name, None) - options.room.reserve_nbytes
             return {"room": room, "budget": max(nbytes, 0), "bf16": None}

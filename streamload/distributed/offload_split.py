@@ -32,7 +32,7 @@ from streamload.planning.match import wants_of
 from streamload.planning.partition import Node, Part, Unit
 from streamload.planning.plan import Plan
 from streamload.planning.planner import assign
-from streamload.planning.requests import DeviceSpec, Wants
+from streamload.planning.requests import DeviceSpec, TensorRequests
 from streamload.planning.shares import holds
 
 _THREADS = 2
@@ -159,7 +159,7 @@ def split_offload(
     offloads = []
     for spec in specs:
         part = parts.get(spec.name)
-        mine = Wants.of(checkpoint, [placed[at] for at in numbers[spec.name]])
+        mine = TensorRequests.of(checkpoint, [placed[at] for at in numbers[spec.name]])
         here, pairs = {*mine.names}, tied.items() if part is None else part.tied
         shared = {name: source for name, source in pairs if source in here and name not in here}
         sizes = mine.nbytes(read.policy, spec.native_bf16)
@@ -178,13 +178,13 @@ def split_offload(
 def _assigned(
     checkpoint: Checkpoint,
     read: Options,
-    wants: Wants,
+    wants: TensorRequests,
     specs: Sequence[DeviceSpec],
     tied: Mapping[str, str],
     stay: Sequence[str],
     tokens: int | None,
     computed: Sequence[int],
-) -> tuple[dict[str, Part], Wants, list[str]]:
+) -> tuple[dict[str, Part], TensorRequests, list[str]]:
     """Who has what: as a load splits it where all shares fit, else so that all least fit.
 
     Args:
@@ -203,7 +203,9 @@ def _assigned(
         caches = CacheRoom.of(checkpoint, wants, policy, cache, spec.native_bf16).layers
     less = computed[0]
 
-    def assigned(needs: Callable[[Unit], Need] | None) -> tuple[dict[str, Part], Wants, list[str]]:
+    def assigned(
+        needs: Callable[[Unit], Need] | None,
+    ) -> tuple[dict[str, Part], TensorRequests, list[str]]:
         rooms = [replace(each, budget_nbytes=max(each.budget_nbytes - less, 1)) for each in specs]
         return assign(checkpoint, wants, rooms, policy, tied, caches, needs)
 
@@ -218,7 +220,7 @@ def _assigned(
 
 
 def _needs(
-    wants: Wants, groups: Sequence[Group], sizes: Sequence[LayerSize], logits_nbytes: int
+    wants: TensorRequests, groups: Sequence[Group], sizes: Sequence[LayerSize], logits_nbytes: int
 ) -> Callable[[Unit], Need]:
     """What each unit of a split needs of a node at least."""
     group_of = {wants.names[at]: n for n, group in enumerate(groups) for at in group.wants}
@@ -243,7 +245,7 @@ def _needs(
 def _whole(
     checkpoint: Checkpoint,
     read: Options,
-    wants: Wants,
+    wants: TensorRequests,
     where: Sequence[str],
     specs: Sequence[DeviceSpec],
     parts: Mapping[str, Part],

@@ -12,11 +12,11 @@ from streamload.loading.options import CastArgument
 from streamload.planning.dequantise import compile_decoders
 from streamload.planning.planner import CastChoice
 from streamload.planning.quant_policy import compile_encoders
-from streamload.planning.requests import DeviceSpec, DTypePolicy, Wants
+from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequests
 
 
 def host_engine(
-    wants: Wants,
+    wants: TensorRequests,
     policy: DTypePolicy,
     specs: Sequence[DeviceSpec],
     asked: CastArgument,
@@ -44,7 +44,7 @@ def host_engine(
 
 
 def _engine(
-    wants: Wants, policy: DTypePolicy, specs: Sequence[DeviceSpec], asked: CastArgument
+    wants: TensorRequests, policy: DTypePolicy, specs: Sequence[DeviceSpec], asked: CastArgument
 ) -> tuple[CastChoice, list[str]]:
     if asked in ("numpy", "device"):
         return asked, []

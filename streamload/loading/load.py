@@ -53,7 +53,7 @@ from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
 from streamload.planning.planner import CastChoice
 from streamload.planning.quant_policy import QuantPolicy
-from streamload.planning.requests import DeviceSpec, Wants
+from streamload.planning.requests import DeviceSpec, TensorRequests
 from streamload.planning.sources import Found, sources
 from streamload.planning.suggest import Wanted, call_of_library
 from streamload.streaming.loop import stream
@@ -81,7 +81,7 @@ class InfeasibleLoad:
     checkpoint: Checkpoint
     options: Options
     match: Match
-    wants: Wants
+    wants: TensorRequests
     given: Mapping[str, Any]
 
 
@@ -170,7 +170,7 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
             strict=strictness.strict,
         )
 
-        def instead(error: PlanInfeasibleError, match: Match, wants: Wants) -> list[str]:
+        def instead(error: PlanInfeasibleError, match: Match, wants: TensorRequests) -> list[str]:
             given = {**options, "path": path}
             call = InfeasibleLoad(error, place, checkpoint, read, match, wants, given)
             return [line for suggest in _SUGGESTERS for line in suggest(call)]

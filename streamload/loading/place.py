@@ -35,7 +35,7 @@ from streamload.errors import (
 )
 from streamload.loading.options import CastArgument
 from streamload.planning.plan import Plan
-from streamload.planning.requests import DeviceSpec, DTypePolicy, Wants
+from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequests
 
 # By framework: how a device of CUDA that nobody looks at has its memory.
 _CUDA_ALLOCATORS: Mapping[str, AllocatorKind] = {
@@ -153,7 +153,7 @@ class Devices:
     def compile_casts(
         self,
         specs: Sequence[DeviceSpec],
-        wants: Wants,
+        wants: TensorRequests,
         policy: DTypePolicy,
         *,
         clamp: bool,
@@ -224,7 +224,9 @@ class Devices:
                 )
 
 
-def _load_decoders(bulk: BulkCopier, wants: Wants, dsts: Sequence[DType], clamp: bool) -> None:
+def _load_decoders(
+    bulk: BulkCopier, wants: TensorRequests, dsts: Sequence[DType], clamp: bool
+) -> None:
     """Load the kernels that dequantise, as those of casts."""
     for info, dst, t in zip(wants.infos, dsts, wants.transposes, strict=True):
         if isinstance(info, Packed) and dst in TARGETS and there_nbytes(info.group):

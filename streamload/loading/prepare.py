@@ -43,7 +43,7 @@ from streamload.planning.match import match as match_parameters
 from streamload.planning.plan import Plan
 from streamload.planning.planner import DEFAULT_CHUNK_NBYTES, CastChoice, Residence, make_plan
 from streamload.planning.quant_policy import NO_QUANT, QuantPolicy, quantised, said_of_dense
-from streamload.planning.requests import DeviceSpec, DTypePolicy, Want, Wants
+from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest, TensorRequests
 from streamload.planning.sources import Found, Source
 from streamload.planning.transforms import NO_CHANGES, Changes
 from streamload.streaming.memory_watch import process_nbytes
@@ -93,7 +93,7 @@ class Options:
             quant=QuantPolicy.parse(options["quant"]),
         )
 
-    def quantised(self, checkpoint: Checkpoint, fill: Mapping[str, Source]) -> Wants:
+    def quantised(self, checkpoint: Checkpoint, fill: Mapping[str, Source]) -> TensorRequests:
         """Everything in the checkpoint, with what is quantised in its parts."""
         wants = wants_of(checkpoint, fill)
         formats = self.quant.formats(checkpoint, wants)
@@ -125,7 +125,7 @@ class Options:
     def plan(
         self,
         checkpoint: Checkpoint,
-        wants: Sequence[Want],
+        wants: Sequence[TensorRequest],
         specs: Sequence[DeviceSpec],
         tied: Mapping[str, str],
         cast: CastChoice,
@@ -412,7 +412,8 @@ class Decision:
         strictness: Strictness,
         suggest: Callable[[], Sequence[Suggestion]] = tuple,
         offers: Collection[str] = ("quant", "residence", "device"),
-        instead: Callable[[PlanInfeasibleError, Match, Wants], Sequence[str]] | None = None,
+        instead: Callable[[PlanInfeasibleError, Match, TensorRequests], Sequence[str]]
+        | None = None,
     ) -> Decision:
         """Match and plan.
 
@@ -537,7 +538,7 @@ class _Demand:
     place: Place
     checkpoint: Checkpoint
     options: Options
-    wants: Wants
+    wants: TensorRequests
     tied: Mapping[str, str]
     swap: Swap = NO_SWAP
     notes: Sequence[str] = ()

@@ -14,7 +14,7 @@ from streamload.core.tensors import RowRange
 from streamload.offloading.residency import LayerKind
 from streamload.planning.blocks import split
 from streamload.planning.partition import Item, units_of
-from streamload.planning.requests import Want, Wants
+from streamload.planning.requests import TensorRequest, TensorRequests
 from streamload.planning.room import experts_chosen
 
 # A tensor of experts: the module, the number of the expert where it is of one, and what of it.
@@ -115,7 +115,9 @@ def outer_modules(groups: Sequence[tuple[str, list[int], bool]]) -> set[str]:
     return found
 
 
-def finer_layers(groups: Sequence[Group], wants: Wants, nbytes: Sequence[int]) -> Iterator[str]:
+def finer_layers(
+    groups: Sequence[Group], wants: TensorRequests, nbytes: Sequence[int]
+) -> Iterator[str]:
     """Patterns of names of smaller layers: the modules in those that there are.
 
     Args:
@@ -156,7 +158,7 @@ def _stated(names: Sequence[str], layers: Sequence[str]) -> dict[str, str]:
 
 
 def groups_of_checkpoint(
-    wants: Wants,
+    wants: TensorRequests,
     nbytes: Sequence[int],
     tied: Mapping[str, str],
     stay: Sequence[str] = (),
@@ -217,7 +219,7 @@ class Step:
 
 
 def steps_of_checkpoint(
-    wants: Wants,
+    wants: TensorRequests,
     nbytes: Sequence[int],
     tied: Mapping[str, str],
     stay: Sequence[str] = (),
@@ -269,7 +271,7 @@ def steps_of_checkpoint(
     return steps, groups
 
 
-def _experts_by_name(wants: Wants, chosen: int, stay: Sequence[str]) -> list[Group]:
+def _experts_by_name(wants: TensorRequests, chosen: int, stay: Sequence[str]) -> list[Group]:
     """The experts of a checkpoint: one by one, or all of a layer in a tensor."""
     apart: dict[str, dict[int, list[tuple[str, int]]]] = {}
     fused: dict[str, list[int]] = {}
@@ -299,7 +301,7 @@ def _experts_by_name(wants: Wants, chosen: int, stay: Sequence[str]) -> list[Gro
     return groups
 
 
-def rows_of_experts(want: Want, experts: int) -> list[tuple[RowRange, ...]] | None:
+def rows_of_experts(want: TensorRequest, experts: int) -> list[tuple[RowRange, ...]] | None:
     """The rows of the file of each expert of a parameter; None where it is no such parameter."""
     plain = want.transpose is None and want.coding is None
     if not plain or want.shape[:1] != (experts,) or not math.prod(want.shape):

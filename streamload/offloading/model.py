@@ -23,7 +23,7 @@ from streamload.offloading.plan import OffloadPlan
 from streamload.offloading.prefetch import Rounds
 from streamload.offloading.rows import RowReader
 from streamload.offloading.views import FileViews
-from streamload.planning.requests import Wants
+from streamload.planning.requests import TensorRequests
 
 
 @dataclass(slots=True)
@@ -150,7 +150,9 @@ class ModelAdapter(ABC):
             device: where they are.
         """
 
-    def experts(self, wants: Wants, stay: Sequence[str], changed: Mapping[str, Any]) -> list[Group]:
+    def experts(
+        self, wants: TensorRequests, stay: Sequence[str], changed: Mapping[str, Any]
+    ) -> list[Group]:
         """Experts that a cache can hold one by one; see `groups`. None, where nothing says so."""
         return []
 
@@ -201,7 +203,7 @@ class ModelAdapter(ABC):
     def groups(
         self,
         checkpoint: Checkpoint,
-        wants: Wants,
+        wants: TensorRequests,
         nbytes: Sequence[int],
         stay: Sequence[str],
         changed: Mapping[str, Any],
@@ -284,7 +286,7 @@ class ModelAdapter(ABC):
     def _head_with(
         self,
         at: int,
-        wants: Wants,
+        wants: TensorRequests,
         checkpoint: Checkpoint,
         layers: Sequence[str],
         changed: Mapping[str, Any],
@@ -308,7 +310,7 @@ class ModelAdapter(ABC):
         self,
         module: Any,
         numbers: Sequence[int],
-        wants: Wants,
+        wants: TensorRequests,
         checkpoint: Checkpoint,
         changed: Mapping[str, Any],
     ) -> bool:
@@ -326,7 +328,7 @@ class ModelAdapter(ABC):
 
     # --- putting in place ---------------------------------------------------------------------
 
-    def empty(self, plan: OffloadPlan, wants: Wants) -> None:
+    def empty(self, plan: OffloadPlan, wants: TensorRequests) -> None:
         """Let go of what the model holds of that which streams.
 
         Raises:
@@ -343,7 +345,7 @@ class ModelAdapter(ABC):
         self,
         plan: OffloadPlan,
         checkpoint: Checkpoint,
-        wants: Wants,
+        wants: TensorRequests,
         dsts: Sequence[DType],
         device: Device,
         rounds: Rounds | None,

@@ -11,7 +11,7 @@ from streamload.offloading.model import ModelAdapter
 from streamload.offloading.plan import engine_of
 from streamload.planning.match import Match
 from streamload.planning.planner import CastChoice
-from streamload.planning.requests import DeviceSpec, Wants
+from streamload.planning.requests import DeviceSpec, TensorRequests
 
 #: By framework, the `ModelAdapter` that knows its models.
 _MODELS: Mapping[str, tuple[str, str]] = {
@@ -51,7 +51,9 @@ def check_place(place: Place) -> None:
         raise OffloadError(f"a model is offloaded to one device, not to {names}")
 
 
-def device_of(place: Place, options: Options, wants: Wants) -> tuple[DeviceSpec, CastChoice]:
+def device_of(
+    place: Place, options: Options, wants: TensorRequests
+) -> tuple[DeviceSpec, CastChoice]:
     """The device, and the cast engine."""
     policy, knobs = options.policy, options.knobs
     specs = place.specs(options, wants.needs_native_bf16(policy))

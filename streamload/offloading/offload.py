@@ -30,7 +30,7 @@ from streamload.offloading.report import OffloadReport
 from streamload.offloading.suggest import planned_by_layers
 from streamload.offloading.views import FileViews
 from streamload.planning.match import wants_of
-from streamload.planning.requests import DeviceSpec, Wants
+from streamload.planning.requests import DeviceSpec, TensorRequests
 from streamload.planning.shares import Share
 from streamload.planning.sources import Found
 from streamload.planning.suggest import Wanted, call_of_library
@@ -135,7 +135,7 @@ class Prepared:
 
     plan: OffloadPlan
     load: Decision
-    wants: Wants
+    wants: TensorRequests
     spec: DeviceSpec
     read: Options
     checkpoint: Checkpoint
@@ -424,7 +424,7 @@ class Memory(Protocol):
 def begin(
     made: OffloadPlan,
     checkpoint: Checkpoint,
-    wants: Wants,
+    wants: TensorRequests,
     spec: DeviceSpec,
     device: Device,
     memory: Memory,

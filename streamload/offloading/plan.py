@@ -37,7 +37,7 @@ from streamload.offloading.views import Viewable, can_be_views
 from streamload.planning.device_plan import DevicePlan
 from streamload.planning.plan import LOAD_NBYTES, Placements, Plan
 from streamload.planning.planner import CastChoice
-from streamload.planning.requests import DeviceSpec, Want, Wants
+from streamload.planning.requests import DeviceSpec, TensorRequest, TensorRequests
 
 #: The shortest chunk of layers that is tried.
 LEAST_CHUNK_NBYTES = 2**17
@@ -138,7 +138,7 @@ class OffloadPlan:
         """What a pass of one token reads: all that streams, and of experts the chosen ones."""
         return self.residency.pass_nbytes + self.token_nbytes
 
-    def tensors_of(self, layers: Collection[str], wants: Wants) -> set[str]:
+    def tensors_of(self, layers: Collection[str], wants: TensorRequests) -> set[str]:
         """Names of the checkpoint's tensors that some layers are read from."""
         found = (at for group in self.groups if group.name in layers for at in group.wants)
         return {row.tensor for at in found for row in wants.sources[at]}
@@ -261,7 +261,7 @@ def _listed(names: Sequence[str]) -> tuple[str, str]:
 def decide(
     options: Options,
     checkpoint: Checkpoint,
-    wants: Wants,
+    wants: TensorRequests,
     spec: DeviceSpec,
     groups: Sequence[Group],
     cast: CastChoice,
@@ -401,7 +401,7 @@ def decide(
 def least_scratch_nbytes(
     options: Options,
     checkpoint: Checkpoint,
-    wants: Wants,
+    wants: TensorRequests,
     spec: DeviceSpec,
     groups: Sequence[Group],
     sizes: Sequence[LayerSize],
@@ -422,7 +422,11 @@ def engine_of(options: Options) -> CastChoice:
 
 
 def streamed_from(
-    made: OffloadPlan, options: Options, checkpoint: Checkpoint, wants: Wants, spec: DeviceSpec
+    made: OffloadPlan,
+    options: Options,
+    checkpoint: Checkpoint,
+    wants: TensorRequests,
+    spec: DeviceSpec,
 ) -> OffloadPlan:
     """The same plan, with what streams from the files of a checkpoint that has it elsewhere."""
     assert made.stream is not None
@@ -476,7 +480,7 @@ def _held(sizes: Sequence[LayerSize], found: Residency, room_nbytes: int) -> tup
 def _streamed(
     options: Options,
     checkpoint: Checkpoint,
-    wants: Wants,
+    wants: TensorRequests,
     spec: DeviceSpec,
     groups: Sequence[Group],
     found: Residency,
@@ -489,7 +493,7 @@ def _streamed(
     layers = [[_new(wants[at], spec.name) for at in by_name[name].wants] for name in found.streams]
     for name in found.experts:
         layers += _experts(by_name[name], wants, spec.name)
-    mine = Wants.of(checkpoint, [want for layer in layers for want in layer])
+    mine = TensorRequests.of(checkpoint, [want for layer in layers for want in layer])
     knobs = options.knobs
     if knobs.page_cache == "auto":
         # passes come again: a file that fits is read through the page cache, others are not kept
@@ -506,7 +510,7 @@ def _streamed(
 def _load_of(
     options: Options,
     checkpoint: Checkpoint,
-    wants: Wants,
+    wants: TensorRequests,
     spec: DeviceSpec,
     groups: Sequence[Group],
     found: Residency,
@@ -516,7 +520,7 @@ def _load_of(
     """Plan the load of what stays, in so much room; with as little as it takes if that is more."""
     stays = {*found.stays}
     kept = [_new(wants[at], spec.name) for g in groups if g.name in stays for at in g.wants]
-    mine = Wants.of(checkpoint, kept)
+    mine = TensorRequests.of(checkpoint, kept)
     while True:
         roomy = replace(spec, budget_nbytes=room_nbytes)
         try:
@@ -530,7 +534,7 @@ def _load_of(
 def _planned(
     options: Options,
     checkpoint: Checkpoint,
-    wants: Wants,
+    wants: TensorRequests,
     spec: DeviceSpec,
     cast: CastChoice,
     reading: Reading = "ahead",
@@ -541,7 +545,7 @@ def _planned(
     return alone.plan(checkpoint, wants, [free], {}, cast, reading=reading)
 
 
-def _experts(group: Group, wants: Wants, device: str) -> list[list[Want]]:
+def _experts(group: Group, wants: TensorRequests, device: str) -> list[list[TensorRequest]]:
     """What each expert of a layer consists of: its part of each parameter."""
     if group.apart:
         firsts = range(0, len(group.wants), group.parts)
@@ -575,7 +579,7 @@ def _is_cached(options: Options, spec: DeviceSpec, found: Residency) -> bool:
 def _are_views(
     options: Options,
     checkpoint: Checkpoint,
-    wants: Wants,
+    wants: TensorRequests,
     spec: DeviceSpec,
     groups: Sequence[Group],
     found: Residency,
@@ -596,7 +600,7 @@ def _are_views(
     return can_be_views(made, checkpoint)
 
 
-def _new(want: Want, device: str) -> Want:
+def _new(want: TensorRequest, device: str) -> TensorRequest:
     """The same for memory of ours."""
     return replace(want, held=None, reusable_nbytes=None, device=device)
 

@@ -32,7 +32,7 @@ from streamload.planning.plan import UNREAD, Plan
 from streamload.planning.transforms import NO_CHANGES, Changes
 from streamload.streaming.device_casts import DeviceCasts
 from streamload.streaming.loop import Crew, batches
-from streamload.streaming.state import Job, Unit, written_nbytes
+from streamload.streaming.state import Job, WorkItem, written_nbytes
 
 # After so long without a pass, threads end, and staging and files are given back until the next.
 _IDLE_S = 2.0
@@ -101,7 +101,7 @@ class Rounds:
         self._unproved: set[int] = set()  # layers handed out whose copies may fail still
         self._runner: int | None = None  # the thread that computes or waits
         self._wanted: Sequence[int] = ()  # the layer, or the experts, that are waited for
-        self._work: dict[int, list[Sequence[Unit]]] = {}  # by layer
+        self._work: dict[int, list[Sequence[WorkItem]]] = {}  # by layer
         self._error: BaseException | None = None
         self._raised: BaseException | None = None  # before all has ended that brings layers
         self._closed = ""
@@ -542,7 +542,7 @@ class Rounds:
         busy = busy or bool(self._filling) or any(self._computing.values())
         return not busy and time.monotonic() - since >= _IDLE_S
 
-    def _sent(self, unit: Unit, tickets: Sequence[Ticket]) -> None:
+    def _sent(self, unit: WorkItem, tickets: Sequence[Ticket]) -> None:
         """The copies of a unit have been begun."""
         number = self._layer_of[unit[0].placement]
         with self._changed:

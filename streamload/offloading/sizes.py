@@ -15,7 +15,7 @@ from streamload.offloading.residency import LayerSize, Residency
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.kv_cache import CacheRequest, KvCache
 from streamload.planning.plan import SEGMENTS
-from streamload.planning.requests import DeviceSpec, Wants
+from streamload.planning.requests import DeviceSpec, TensorRequests
 from streamload.planning.room import CUDA_WORKSPACE_NBYTES, HOST_WORKSPACE_NBYTES, activation_nbytes
 
 # Tensors in a slot begin at multiples of this: what torch's allocator for CUDA rounds to. What a
@@ -25,7 +25,7 @@ _SEGMENT_NBYTES = 2**21  # what an allocator with segments rounds a large piece 
 
 
 def layer_sizes(
-    options: Options, wants: Wants, spec: DeviceSpec, groups: Sequence[Group]
+    options: Options, wants: TensorRequests, spec: DeviceSpec, groups: Sequence[Group]
 ) -> list[LayerSize]:
     """What each group takes of a device."""
     dsts = wants.dsts(options.policy, spec.native_bf16)
@@ -56,7 +56,7 @@ def _expert_nbytes(group: Group, nbytes: Sequence[int]) -> int:
 def computed_nbytes(
     options: Options,
     checkpoint: Checkpoint,
-    wants: Wants,
+    wants: TensorRequests,
     spec: DeviceSpec,
     tokens: int,
     *,
@@ -73,7 +73,11 @@ def computed_nbytes(
 
 
 def cache_nbytes_of(
-    options: Options, checkpoint: Checkpoint, wants: Wants, spec: DeviceSpec, tokens: int | None
+    options: Options,
+    checkpoint: Checkpoint,
+    wants: TensorRequests,
+    spec: DeviceSpec,
+    tokens: int | None,
 ) -> int:
     """What the KV cache of all layers takes: as asked for, or that of a pass of so many tokens."""
     cache = cache_of(options, checkpoint, tokens)

@@ -30,7 +30,7 @@ from streamload.offloading.prefetch import Rounds
 from streamload.offloading.report import OffloadReport
 from streamload.offloading.views import FileViews
 from streamload.planning.match import wants_of
-from streamload.planning.requests import Wants
+from streamload.planning.requests import TensorRequests
 
 
 class LentSlots(SlotMemory, Protocol):
@@ -104,7 +104,7 @@ class LayerStream:
         plan: OffloadPlan,
         load: LoadReport,
         steps: Sequence[Step],
-        wants: Wants,
+        wants: TensorRequests,
         device: Device,
         lent: LentSlots | None,
         rounds: Rounds | None,
@@ -297,7 +297,9 @@ def stream_layers(
     return LayerStream(made, report, steps, wants, device, memory.lent, rounds, kept_file)
 
 
-def _turn(step: Step, plan: OffloadPlan, wants: Wants, resident: Mapping[str, Any]) -> _Turn:
+def _turn(
+    step: Step, plan: OffloadPlan, wants: TensorRequests, resident: Mapping[str, Any]
+) -> _Turn:
     """A step, where its tensors are."""
     streams = plan.residency.streams
     number = streams.index(step.name) if step.name in streams else None

@@ -18,7 +18,7 @@ from streamload.offloading.groups import Group, finer_layers, groups_of_checkpoi
 from streamload.offloading.models import adapter_of, device_of
 from streamload.offloading.plan import OffloadPlan, decide, engine_of
 from streamload.planning.match import wants_of
-from streamload.planning.requests import Wants
+from streamload.planning.requests import TensorRequests
 
 #: What a line begins with that names `streamload.offload`, and `streamload.plan_offload`.
 OFFLOAD, PLAN_OFFLOAD = "streamload.offload(", "streamload.plan_offload("
@@ -54,7 +54,7 @@ def planned_by_layers(
     layers: Sequence[str],
     grouped: Callable[[Sequence[str]], Sequence[Group]],
     planned: Callable[[Sequence[Group]], OffloadPlan],
-    wants: Wants,
+    wants: TensorRequests,
     nbytes: Sequence[int],
 ) -> OffloadPlan:
     """Plan to offload; if it does not fit, the error names smaller layers with which it does.

@@ -28,7 +28,7 @@ from streamload.offloading.tinygrad_modules import (
     absent,
     can_be_wrapped,
 )
-from streamload.planning.requests import Wants
+from streamload.planning.requests import TensorRequests
 
 
 class TinygradModel(ModelAdapter):
@@ -85,7 +85,7 @@ class TinygradModel(ModelAdapter):
 
     # --- running ------------------------------------------------------------------------------
 
-    def empty(self, plan: OffloadPlan, wants: Wants) -> None:
+    def empty(self, plan: OffloadPlan, wants: TensorRequests) -> None:
         """Let go of what streams, and of what TinyJits captured with it."""
         if plan.residency.streams or plan.residency.gathers:
             layers = [self._modules[name] for name in (*plan.residency.streams, *plan.bounded)]

@@ -46,7 +46,7 @@ from streamload.offloading.torch_modules import (
     used_elsewhere,
 )
 from streamload.offloading.views import FileViews
-from streamload.planning.requests import Wants
+from streamload.planning.requests import TensorRequests
 
 
 class TorchModel(ModelAdapter):
@@ -118,7 +118,9 @@ class TorchModel(ModelAdapter):
             for container, key in slots
         )
 
-    def experts(self, wants: Wants, stay: Sequence[str], changed: Mapping[str, Any]) -> list[Group]:
+    def experts(
+        self, wants: TensorRequests, stay: Sequence[str], changed: Mapping[str, Any]
+    ) -> list[Group]:
         """Those that transformers keeps fused, where each computes as is known."""
         place = {name: at for at, name in enumerate(wants.names)}
         known: dict[Any, Sums | None] = {}  # those of a model are alike
@@ -150,7 +152,12 @@ class TorchModel(ModelAdapter):
         return groups
 
     def _is_expert(
-        self, wants: Wants, at: int, count: int, stay: Sequence[str], changed: Mapping[str, Any]
+        self,
+        wants: TensorRequests,
+        at: int,
+        count: int,
+        stay: Sequence[str],
+        changed: Mapping[str, Any],
     ) -> bool:
         """Whether a parameter's experts can be read one by one."""
         parameter, want, src = self._parameters[wants.names[at]], wants[at], wants.srcs[at]

@@ -13,7 +13,7 @@ from streamload.errors import CheckpointError
 from streamload.planning.device_plan import DevicePlan
 from streamload.planning.kv_cache import COMPUTED_IN, CacheRequest, KvCache
 from streamload.planning.partition import Item, units_of
-from streamload.planning.requests import DeviceSpec, DTypePolicy, Wants
+from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequests
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class CacheRoom:
     def of(
         cls,
         checkpoint: Checkpoint,
-        wants: Wants,
+        wants: TensorRequests,
         policy: DTypePolicy,
         cache: KvCache,
         native_bf16: bool,
@@ -82,7 +82,11 @@ class CacheRoom:
         ]
 
     def placed(
-        self, checkpoint: Checkpoint, wants: Wants, devices: Sequence[str], policy: DTypePolicy
+        self,
+        checkpoint: Checkpoint,
+        wants: TensorRequests,
+        devices: Sequence[str],
+        policy: DTypePolicy,
     ) -> CacheRoom:
         """The same with the layers on devices: each where most of its weights are.
 

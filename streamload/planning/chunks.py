@@ -30,7 +30,7 @@ _Column = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StridedRead:
     """File bytes and the rows that they become: one line of them, or several at equal distances.
 
     Attributes:
@@ -78,7 +78,7 @@ class Chunk:
     shard: int
     start: int
     stop: int
-    runs: tuple[Run, ...]
+    runs: tuple[StridedRead, ...]
 
     @property
     def read_nbytes(self) -> int:
@@ -95,7 +95,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pack(Sequence[Chunk]):
+class SmallTensorBatch(Sequence[Chunk]):
     """Small parameters that go as they are to one device, one after the other in a file.
 
     As a sequence, a chunk for each: they are made when they are asked for, since there may be very
@@ -116,7 +116,7 @@ class Pack(Sequence[Chunk]):
         """Indices in ``Plan.placements``."""
         return range(self.first, self.first + len(self))
 
-    def moved(self, places: int) -> Pack:
+    def moved(self, places: int) -> SmallTensorBatch:
         """The same of the placements so many places on."""
         return replace(self, first=self.first + places)
 
@@ -148,7 +148,7 @@ class Pack(Sequence[Chunk]):
         if isinstance(places, range):
             return tuple(self[place] for place in places)
         start, stop = self.bounds[places : places + 2].tolist()
-        run = Run(start, stop, 0)
+        run = StridedRead(start, stop, 0)
         return Chunk(self.first + places, self.shard, 0, stop - start, (run,))
 
 
@@ -177,7 +177,9 @@ def split(chunk: Chunk, placement: Placement, nbytes: int, start: int = 0) -> It
     first = max(start - run.start, 0) // src
     for at in range(first, -(-(run.stop - run.start) // src), step):  # the last may be short
         begin, end = chunk.start + at * dst, min(chunk.start + (at + step) * dst, chunk.stop)
-        piece = Run(run.start + at * src, min(run.start + (at + step) * src, run.stop), begin)
+        piece = StridedRead(
+            run.start + at * src, min(run.start + (at + step) * src, run.stop), begin
+        )
         yield Chunk(chunk.placement, chunk.shard, begin, end, (piece,))
 
 
@@ -234,7 +236,7 @@ class Cut:
         largest: Callable[[Placement], int],
         pack_nbytes: Callable[[Placement], int],
         most: int,
-    ) -> Iterator[Chunk | Pack]:
+    ) -> Iterator[Chunk | SmallTensorBatch]:
         """All chunks, those of small neighbours together.
 
         Args:
@@ -254,13 +256,17 @@ class Cut:
         ends = np.append(firsts[1:], len(starts))
         taken = np.cumsum(-(-sizes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT)
         # By place, the next pieces of what has been reached: several where tensors are read twice.
-        reached: list[tuple[tuple[int, int], int, Chunk | Pack, Iterator[Chunk | Pack]]] = []
+        reached: list[
+            tuple[
+                tuple[int, int], int, Chunk | SmallTensorBatch, Iterator[Chunk | SmallTensorBatch]
+            ]
+        ] = []
         for at in np.lexsort((starts[firsts], shards[firsts])).tolist():
             first = int(firsts[at])
             place = int(shards[first]), int(starts[first])
             while reached and reached[0][0] < place:
                 yield _next(reached)
-            pieces: Iterator[Chunk | Pack]
+            pieces: Iterator[Chunk | SmallTensorBatch]
             if alone[first]:
                 pieces = self._pieces(first, largest)
             else:
@@ -278,7 +284,7 @@ class Cut:
         taken: _Column,
         pack_nbytes: Callable[[Placement], int],
         most: int,
-    ) -> Iterator[Chunk | Pack]:
+    ) -> Iterator[Chunk | SmallTensorBatch]:
         """Neighbours that are small, in packs; ``taken``: bytes of each in a slot, added up."""
         starts, stops, shards, placements = self._extents[:4]
         room = pack_nbytes(self._plan.placements.kinds[int(placements[first])])
@@ -287,7 +293,7 @@ class Cut:
             stop = bisect_right(taken, before + room, first, min(first + most, end))
             stop = max(stop, first + 1)
             bounds = np.append(starts[first:stop], stops[stop - 1])
-            pack = Pack(int(placements[first]), int(shards[first]), bounds)
+            pack = SmallTensorBatch(int(placements[first]), int(shards[first]), bounds)
             yield from [pack] if len(pack) >= _LEAST_PACKED else pack
             first = stop
 
@@ -318,8 +324,10 @@ def chunks(plan: Plan, checkpoint: Checkpoint) -> Iterator[Chunk]:
 
 
 def _next(
-    reached: list[tuple[tuple[int, int], int, Chunk | Pack, Iterator[Chunk | Pack]]],
-) -> Chunk | Pack:
+    reached: list[
+        tuple[tuple[int, int], int, Chunk | SmallTensorBatch, Iterator[Chunk | SmallTensorBatch]]
+    ],
+) -> Chunk | SmallTensorBatch:
     """Take the first piece from the heap, and put what follows it there."""
     _, at, piece, pieces = reached[0]
     following = next(pieces, None)
@@ -330,8 +338,8 @@ def _next(
     return piece
 
 
-def _place(piece: Chunk | Pack) -> tuple[int, int]:
-    if isinstance(piece, Pack):
+def _place(piece: Chunk | SmallTensorBatch) -> tuple[int, int]:
+    if isinstance(piece, SmallTensorBatch):
         return piece.shard, piece.start
     return piece.shard, piece.runs[0].start if piece.runs else 0
 
@@ -412,7 +420,7 @@ def _contiguous(
     nbytes = stop - start
     if p.src is not p.dst:
         nbytes = min(p.placed_nbytes(p.src.numel(nbytes)), p.nbytes - offset)
-    chunk = Chunk(index, shard, offset, offset + nbytes, (Run(start, stop, offset),))
+    chunk = Chunk(index, shard, offset, offset + nbytes, (StridedRead(start, stop, offset),))
     yield from split(chunk, p, chunk_nbytes)
 
 
@@ -428,7 +436,7 @@ def _strided(index: int, p: Placement, mine: _Range, chunk_nbytes: int) -> Itera
             continue
         lines = min(step, mine.rows - row)
         stop = start + (lines - 1) * mine.pitch + src_row
-        run = Run(start, stop, to, lines=lines, pitch=mine.pitch)
+        run = StridedRead(start, stop, to, lines=lines, pitch=mine.pitch)
         yield Chunk(index, mine.shard, to, to + lines * dst_row, (run,))
 
 
@@ -472,7 +480,9 @@ def _transposed(
                 to = (at * t.outer + o) * dst_row
                 row = (g * t.outer + o) * t.inner + i
                 for start, count in _locate(ranges, row, n, src_row):
-                    runs.append(Run(start, start + count * src_row, to, count, t.outer * dst_row))
+                    runs.append(
+                        StridedRead(start, start + count * src_row, to, count, t.outer * dst_row)
+                    )
                     to += count * t.outer * dst_row
             at += n
         yield Chunk(
@@ -506,13 +516,13 @@ def _turned(
         first = r.first_byte // pitch
         return range(first, first + (r.stop - r.start) // pitch)
 
-    def run(r: _Range, begin: int, end: int, column: int, columns: int) -> Run:
+    def run(r: _Range, begin: int, end: int, column: int, columns: int) -> StridedRead:
         """Columns of some lines of a range, all of one group."""
         group, line = divmod(begin, t.outer)
         start = r.start + (begin - lines(r).start) * pitch + p.stored_nbytes(column * row_numel)
         stop = start + (end - begin - 1) * pitch + p.stored_nbytes(columns * row_numel)
         to = ((group * t.inner + column) * t.outer + line) * dst
-        return Run(start, stop, to, columns, t.outer * dst, end - begin, pitch)
+        return StridedRead(start, stop, to, columns, t.outer * dst, end - begin, pitch)
 
     own = lines(mine)
     for group in range(own.start // t.outer, -(-own.stop // t.outer)):

@@ -21,7 +21,7 @@ from streamload.devices.base import Parameter
 from streamload.errors import CheckpointError
 from streamload.files.header import Turn
 from streamload.planning.families import is_conv1d
-from streamload.planning.requests import DTypePolicy, Wants
+from streamload.planning.requests import DTypePolicy, TensorRequests
 from streamload.planning.sources import Source
 
 #: What bitsandbytes has in a Linear alone.
@@ -213,7 +213,7 @@ def all_dequantised(checkpoint: Checkpoint) -> bool:
     return packed and not checkpoint.groups
 
 
-def compile_decoders(wants: Wants, dsts: Iterable[DType], *, clamp: bool) -> None:
+def compile_decoders(wants: TensorRequests, dsts: Iterable[DType], *, clamp: bool) -> None:
     """Compile what will dequantise."""
     for info, dst in zip(wants.infos, dsts, strict=True) if wants.any_packed else ():
         if isinstance(info, Packed):

@@ -11,13 +11,15 @@ from streamload.core.units import format_bytes
 from streamload.errors import PlanInfeasibleError
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.device_plan import DevicePlan
-from streamload.planning.fit import Share, least_read_nbytes
+from streamload.planning.fit import DeviceShare, least_read_nbytes
 from streamload.planning.partition import Item, smallest_count
 from streamload.planning.plan import Placement, Plan
 from streamload.planning.requests import DeviceSpec
 
 
-def check(plan: Plan, shares: Sequence[Share], cache: CacheRoom | None, host_limit: str) -> None:
+def check(
+    plan: Plan, shares: Sequence[DeviceShare], cache: CacheRoom | None, host_limit: str
+) -> None:
     """Refuse a plan that does not fit.
 
     Args:
@@ -54,7 +56,7 @@ def check(plan: Plan, shares: Sequence[Share], cache: CacheRoom | None, host_lim
 def _check_device(
     plan: Plan,
     mine: DevicePlan,
-    share: Share,
+    share: DeviceShare,
     specs: Mapping[str, DeviceSpec],
     cache: CacheRoom | None,
 ) -> None:
@@ -92,7 +94,7 @@ def _check_device(
 def _suggestions(
     plan: Plan,
     mine: DevicePlan,
-    share: Share,
+    share: DeviceShare,
     specs: Mapping[str, DeviceSpec],
     cache: CacheRoom | None,
     needed: int,

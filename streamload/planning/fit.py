@@ -45,7 +45,7 @@ NUMPY_SCRATCH_NBYTES = 4 * 2**20  # temporaries of one numpy cast call, whatever
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class DeviceShare:
     """What a load puts on one device, and what it takes there beside scratch.
 
     Attributes:
@@ -98,7 +98,9 @@ class Share:
     there_most_nbytes: int
 
     @classmethod
-    def of(cls, spec: DeviceSpec, placements: Placements, release_first: bool = False) -> Share:
+    def of(
+        cls, spec: DeviceSpec, placements: Placements, release_first: bool = False
+    ) -> DeviceShare:
         """Look at the placements on a device; old parameters may have to go first."""
         base = timeline(placements, spec, release_first)
         counted = placements.counted
@@ -230,7 +232,7 @@ class Share:
 
 
 def fit(
-    draft: Plan, shares: Sequence[Share], parts: Mapping[str, Part], cache: CacheRoom | None
+    draft: Plan, shares: Sequence[DeviceShare], parts: Mapping[str, Part], cache: CacheRoom | None
 ) -> Plan:
     """Choose threads and chunk size so that staging fits, and predict the peaks.
 
@@ -270,7 +272,7 @@ def fit(
         else:
             threads -= 1
     small = [
-        Share.of(share.spec, share.placements, release_first=True)
+        DeviceShare.of(share.spec, share.placements, release_first=True)
         if nbytes and not share.release_first and not share.has_room(nbytes)
         else share
         for share, nbytes in zip(shares, scratch, strict=True)
@@ -289,7 +291,7 @@ def _widest(p: Placement) -> int:
     return max(p.src.itemsize, p.dst.itemsize)
 
 
-def _host_chunk(draft: Plan, shares: Sequence[Share], threads: int) -> int:
+def _host_chunk(draft: Plan, shares: Sequence[DeviceShare], threads: int) -> int:
     """The chunk with which all slots together fill the host's bytes, however many there are."""
     fixed, with_one = (
         _staging(replace(draft, threads=threads, slot_nbytes=nbytes), shares)[1]
@@ -300,7 +302,7 @@ def _host_chunk(draft: Plan, shares: Sequence[Share], threads: int) -> int:
     return (draft.host_budget_nbytes - fixed) // (with_one - fixed) * MIN_CHUNK_NBYTES
 
 
-def _staging(plan: Plan, shares: Sequence[Share]) -> tuple[list[int], int]:
+def _staging(plan: Plan, shares: Sequence[DeviceShare]) -> tuple[list[int], int]:
     """Scratch of each device (staging included, where it shares memory) and host staging, bytes."""
     workers = max(plan.threads, 1)
     slots = workers * STAGING_SLOTS

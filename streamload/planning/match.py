@@ -23,7 +23,7 @@ from streamload.errors import ShapeMismatch, StateDictMismatchError, Suggestion
 from streamload.planning.blocks import cut
 from streamload.planning.plan import Placements
 from streamload.planning.quant_policy import QuantPolicy, coded_want, no_holder, quantised
-from streamload.planning.requests import DTypePolicy, Want, Wants
+from streamload.planning.requests import DTypePolicy, TensorRequest, TensorRequests
 from streamload.planning.sources import Source, Unchanged
 
 Shapes = Literal["error", "skip"]
@@ -37,9 +37,9 @@ _REPLACED = {
 }
 
 
-def want_of(checkpoint: Checkpoint, name: str, source: Source) -> Want:
+def want_of(checkpoint: Checkpoint, name: str, source: Source) -> TensorRequest:
     """Ask for one parameter as the checkpoint has it."""
-    return Want(name, shape_of(checkpoint, source), source.rows, source.transpose)
+    return TensorRequest(name, shape_of(checkpoint, source), source.rows, source.transpose)
 
 
 def shape_of(checkpoint: Checkpoint, source: Source) -> tuple[int, ...]:
@@ -110,20 +110,20 @@ def incoherent(checkpoint: Checkpoint, source: Source) -> str:
     return ""
 
 
-def wants_of(checkpoint: Checkpoint, fill: Mapping[str, Source]) -> Wants:
+def wants_of(checkpoint: Checkpoint, fill: Mapping[str, Source]) -> TensorRequests:
     """Everything in the checkpoint, as it is there.
 
     Raises:
         StateDictMismatchError: the rows of a tensor do not fit each other.
     """
     if isinstance(fill, Unchanged):
-        return Wants.every(checkpoint)
+        return TensorRequests.every(checkpoint)
     problems = [
         f"{name}: {why}" for name, source in fill.items() if (why := incoherent(checkpoint, source))
     ]
     if problems:
         raise StateDictMismatchError(checkpoint.path, problems=problems)
-    return Wants.of(checkpoint, [want_of(checkpoint, *each) for each in fill.items()])
+    return TensorRequests.of(checkpoint, [want_of(checkpoint, *each) for each in fill.items()])
 
 
 def _begin_at_bytes(info: TensorInfo, columns: Columns | None) -> bool:
@@ -177,7 +177,7 @@ def _fits(t: RowTranspose, shape: tuple[int, ...]) -> bool:
 class Match:
     """Which source fills which parameter."""
 
-    wants: list[Want] = field(default_factory=list)
+    wants: list[TensorRequest] = field(default_factory=list)
     parameters: dict[str, Parameter] = field(default_factory=dict)
     tied: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -190,7 +190,7 @@ class Match:
     notes: list[str] = field(default_factory=list)
     ties: list[tuple[str, Source, str, Source]] = field(default_factory=list)
     # of weights that are quantised on the way: what their modules hold beside the codes
-    beside: dict[str, Want] = field(default_factory=dict)
+    beside: dict[str, TensorRequest] = field(default_factory=dict)
 
     @property
     def filled(self) -> int:
@@ -208,7 +208,7 @@ class Match:
         coded: Mapping[str, CodedWeight],
         changed: Collection[str],
         policy: QuantPolicy | None = None,
-    ) -> Wants:
+    ) -> TensorRequests:
         """What is wanted, with the weights whose codes the model holds in their parts.
 
         Args:
@@ -218,11 +218,11 @@ class Match:
             policy: what decided what is quantised, for messages.
         """
         if not coded:
-            return Wants.of(checkpoint, self.wants)
+            return TensorRequests.of(checkpoint, self.wants)
         forms = [coded.get(want.name) for want in self.wants]
         floats = (_is_float(checkpoint, want.source) for want in self.wants)
         forms = [form if ok else None for form, ok in zip(forms, floats, strict=True)]
-        wants = Wants.of(
+        wants = TensorRequests.of(
             checkpoint,
             [
                 want if form is None else coded_want(form, want)
@@ -236,7 +236,7 @@ class Match:
         self, checkpoint: Checkpoint, quant: QuantPolicy, coded: Mapping[str, CodedWeight]
     ) -> dict[str, str]:
         """The formats of what is to be quantised and is not in codes already, by parameter."""
-        wants = Wants.of(checkpoint, self.wants)
+        wants = TensorRequests.of(checkpoint, self.wants)
         found = zip(wants.names, quant.formats(checkpoint, wants), strict=True)
         return {name: form for name, form in found if form is not None and name not in coded}
 
@@ -260,7 +260,9 @@ class Match:
         """
         kept = {
             want.name: src.nbytes(math.prod(want.shape))
-            for want, src in zip(self.wants, Wants.of(checkpoint, self.wants).srcs, strict=True)
+            for want, src in zip(
+                self.wants, TensorRequests.of(checkpoint, self.wants).srcs, strict=True
+            )
             if want.name in formats and want.name not in swap.coded
         }
         if not formats and not coded:
@@ -432,7 +434,7 @@ def match(
         made = next((n for n in parameter.names if n in beside), None) if beside else None
         if made is not None:
             there = reusable.get(number)
-            out.beside[made] = Want(made, (), (), None, where, held, None, there)
+            out.beside[made] = TensorRequest(made, (), (), None, where, held, None, there)
             out.parameters[made] = parameter
             continue
         found = [name for name in (*parameter.names, *parameter.wrapped) if name in fill]
@@ -490,7 +492,7 @@ def match(
             dtype = first.dtype  # a module for quantised weights, which has it as it is stored
         there = reusable.get(number)
         out.wants.append(
-            Want(
+            TensorRequest(
                 *(name, parameter.shape if form is None else wanted, filled.rows, filled.transpose),
                 *(where, held, dtype, there),
                 fixed=parameter.fixed,

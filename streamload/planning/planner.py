@@ -29,11 +29,11 @@ from streamload.files.page_cache import PageCacheKind
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.cuts import Need
 from streamload.planning.feasible import check
-from streamload.planning.fit import Share, fit, timeline
+from streamload.planning.fit import DeviceShare, fit, timeline
 from streamload.planning.kv_cache import KvCache
 from streamload.planning.partition import Item, Node, Part, Unit, partition
 from streamload.planning.plan import Action, Placement, Placements, Plan
-from streamload.planning.requests import DeviceSpec, DTypePolicy, Want, Wants
+from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest, TensorRequests
 
 CastChoice = Literal["llvm", "numpy", "device"]
 #: Where weights are: in memory of their own, in the mapped file, or whichever can be.
@@ -52,7 +52,7 @@ def _firsts(keys: Sequence[_Key]) -> dict[_Key, int]:
 def make_plan(
     checkpoint: Checkpoint,
     *,
-    wants: Sequence[Want],
+    wants: Sequence[TensorRequest],
     devices: Sequence[DeviceSpec],
     dtype: DTypePolicy,
     out_of_range: OutOfRange,
@@ -110,7 +110,7 @@ def make_plan(
     engine = partial(
         _engine, cast=cast, fp16_cast=dtype.fp16_cast, out_of_range=out_of_range, notes=notes
     )
-    wants = Wants.of(checkpoint, wants)
+    wants = TensorRequests.of(checkpoint, wants)
     native = any(spec.native_bf16 for spec in devices)
     room = CacheRoom.of(checkpoint, wants, dtype, cache, native) if cache is not None else None
     by_layer = room.layers if room is not None else ()
@@ -146,7 +146,7 @@ def make_plan(
         change_thread_nbytes=change_nbytes[1],
         ahead=ahead,
     )
-    shares = [Share.of(spec, placements.on(spec.name)) for spec in devices]
+    shares = [DeviceShare.of(spec, placements.on(spec.name)) for spec in devices]
     plan = fit(draft, shares, parts, room)
     check(plan, shares, room, host_limit)
     return plan
@@ -154,7 +154,7 @@ def make_plan(
 
 def _place(
     checkpoint: Checkpoint,
-    wants: Wants,
+    wants: TensorRequests,
     specs: Sequence[DeviceSpec],
     dsts: Sequence[DType],
     mapped: Sequence[bool],
@@ -216,7 +216,7 @@ def _place(
     )
 
 
-def _scales_nbytes(checkpoint: Checkpoint, wants: Wants) -> Sequence[int]:
+def _scales_nbytes(checkpoint: Checkpoint, wants: TensorRequests) -> Sequence[int]:
     """What the host holds of each while its values are dequantised."""
     if not wants.any_packed:
         return [0] * len(wants)
@@ -224,7 +224,7 @@ def _scales_nbytes(checkpoint: Checkpoint, wants: Wants) -> Sequence[int]:
     return [sum(scales_nbytes(i.group) for i in each if isinstance(i, Packed)) for each in found]
 
 
-def _there_nbytes(wants: Wants) -> Sequence[int]:
+def _there_nbytes(wants: TensorRequests) -> Sequence[int]:
     """What a device that quantises or dequantises each holds beside it; 0 of others.
 
     It dequantises what is read in one piece, in order.
@@ -245,7 +245,9 @@ def _there_nbytes(wants: Wants) -> Sequence[int]:
     return found
 
 
-def _dsts(wants: Wants, specs: Sequence[DeviceSpec], policy: DTypePolicy) -> Sequence[DType]:
+def _dsts(
+    wants: TensorRequests, specs: Sequence[DeviceSpec], policy: DTypePolicy
+) -> Sequence[DType]:
     """The dtype of each on its device."""
     natives = {spec.native_bf16 for spec in specs}
     if len(natives) == 1:
@@ -256,7 +258,7 @@ def _dsts(wants: Wants, specs: Sequence[DeviceSpec], policy: DTypePolicy) -> Seq
 
 def _mapped(
     checkpoint: Checkpoint,
-    wants: Wants,
+    wants: TensorRequests,
     specs: Sequence[DeviceSpec],
     dsts: Sequence[DType],
     mappable: Sequence[bool],
@@ -300,7 +302,7 @@ def _mapped(
     return out
 
 
-def _kind(want: Want, src: DType, dst: DType, spec: DeviceSpec, cast: str) -> Placement:
+def _kind(want: TensorRequest, src: DType, dst: DType, spec: DeviceSpec, cast: str) -> Placement:
     """What wants of a kind have in common, with all of what they hold as reusable."""
     dst_nbytes = dst.nbytes(math.prod(want.shape))
     mapped = cast == "mapped"
@@ -330,7 +332,7 @@ def _as_given(nbytes: int, spec: DeviceSpec) -> int:
     return round_up(nbytes, DRIVER_BLOCK_NBYTES) if large else nbytes
 
 
-def _first_bytes(checkpoint: Checkpoint, wants: Wants) -> list[tuple[int, int]]:
+def _first_bytes(checkpoint: Checkpoint, wants: TensorRequests) -> list[tuple[int, int]]:
     """(shard, file byte) at which reading each begins."""
     shards = checkpoint.shard_numbers(wants.infos).tolist()
     places = list(zip(shards, map(attrgetter("start"), wants.infos), strict=True))
@@ -398,13 +400,13 @@ def _allocated(placements: Placements, specs: Mapping[str, DeviceSpec]) -> Place
 
 def assign(
     checkpoint: Checkpoint,
-    wants: Wants,
+    wants: TensorRequests,
     devices: Sequence[DeviceSpec],
     dtype: DTypePolicy,
     tied: Mapping[str, str],
     cache: Sequence[int] = (),
     needs: Callable[[Unit], Need] | None = None,
-) -> tuple[dict[str, Part], Wants, list[str]]:
+) -> tuple[dict[str, Part], TensorRequests, list[str]]:
     """Give each parameter a device: its own, the only one, or by a split over several.
 
     Args:
@@ -446,12 +448,12 @@ def assign(
             for name, source in part.tied
             if source in part.copies
         ]
-    placed = Wants.of(checkpoint, [want for want, _ in assigned])
+    placed = TensorRequests.of(checkpoint, [want for want, _ in assigned])
     return {part.node: part for part in parts}, placed, [name for _, name in assigned]
 
 
 def _check_dtypes(
-    checkpoint: Checkpoint, want: Want, src: DType, dst: DType, spec: DeviceSpec
+    checkpoint: Checkpoint, want: TensorRequest, src: DType, dst: DType, spec: DeviceSpec
 ) -> None:
     """Raise UnsupportedCastError for a parameter that cannot be cast so, or not held there."""
     name = want.source[0].tensor
@@ -477,7 +479,7 @@ def _check_dtypes(
         )
 
 
-def _check_packed(checkpoint: Checkpoint, want: Want, dst: DType) -> None:
+def _check_packed(checkpoint: Checkpoint, want: TensorRequest, dst: DType) -> None:
     """Raise UnsupportedCastError for a parameter that cannot be dequantised on its way."""
     infos = [checkpoint.tensors[r.tensor] for r in want.source]
     for info in infos:

@@ -25,7 +25,7 @@ from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.families import is_conv1d
 from streamload.planning.partition import Item, units_of
 from streamload.planning.plan import Placement, Plan
-from streamload.planning.requests import Want, Wants
+from streamload.planning.requests import TensorRequest, TensorRequests
 
 #: What ``quant=`` takes: the name of a format, or by pattern of names a format or None.
 QuantArgument: TypeAlias = str | Mapping[str, str | None] | None
@@ -165,7 +165,7 @@ class QuantPolicy:
         """The pattern that decides for a tensor, and its format; None where none matches."""
         return next((r for r in self.rules if r[0] == "*" or fnmatchcase(name, r[0])), None)
 
-    def formats(self, checkpoint: Checkpoint, wants: Wants) -> list[str | None]:
+    def formats(self, checkpoint: Checkpoint, wants: TensorRequests) -> list[str | None]:
         """The format of each tensor.
 
         None leaves it as it is: all of one axis, and what is stored quantised.
@@ -208,7 +208,7 @@ def coded(coding: Coding, src: DType) -> Quantised:
     return ALL_FORMATS[coding.format].of(coding.shape, src)
 
 
-def coded_want(coded: CodedWeight, want: Want) -> Want:
+def coded_want(coded: CodedWeight, want: TensorRequest) -> TensorRequest:
     """Ask for a weight as it is quantised: a matrix.
 
     Raises:
@@ -229,12 +229,12 @@ def coded_want(coded: CodedWeight, want: Want) -> Want:
 
 def quantised(
     checkpoint: Checkpoint,
-    wants: Wants,
+    wants: TensorRequests,
     formats: Sequence[str | None],
     changed: Collection[str] = (),
-    beside: Mapping[str, Want] = MappingProxyType({}),
+    beside: Mapping[str, TensorRequest] = MappingProxyType({}),
     policy: QuantPolicy | None = None,
-) -> Wants:
+) -> TensorRequests:
     """Ask for the parts of what is quantised in place of it.
 
     Args:
@@ -252,7 +252,7 @@ def quantised(
     """
     if not any(formats):
         return wants
-    out: list[Want] = []
+    out: list[TensorRequest] = []
     refused: dict[str, UnsupportedCastError] = {}
     taken: list[str] = []
     for want, src, name in zip(wants, wants.srcs, formats, strict=True):
@@ -276,7 +276,7 @@ def quantised(
     if refused:
         raise leaving(refused, taken, policy)
     check_distinct([want.name for want in out], wants.names)
-    return Wants.of(checkpoint, out)
+    return TensorRequests.of(checkpoint, out)
 
 
 def kinds_of(names: Sequence[str], others: Collection[str]) -> list[str]:
@@ -359,7 +359,7 @@ def check_distinct(names: Collection[str], before: Collection[str]) -> None:
     )
 
 
-def compile_encoders(wants: Wants) -> None:
+def compile_encoders(wants: TensorRequests) -> None:
     """Compile what will quantise."""
     some = {
         (coding.format, coding.of_rows, src.name): (coding, src)
@@ -390,7 +390,7 @@ def held_nbytes(weight: Quantised) -> int:
     return 2 * weight.statistics_nbytes + sum(part.nbytes for part in weight.parts[1:])
 
 
-def turned(checkpoint: Checkpoint, want: Want, format: str | None) -> Want:
+def turned(checkpoint: Checkpoint, want: TensorRequest, format: str | None) -> TensorRequest:
     """Ask for the transpose of a Conv1D's weight, where its format's library quantises that."""
     is_such = format is not None and FORMATS[format].turns_conv1d and len(want.shape) == 2
     if not is_such or not is_conv1d(checkpoint.config, want.source[0].tensor):
@@ -413,8 +413,8 @@ def _codings(
 
 
 def parts_of(
-    checkpoint: Checkpoint, want: Want, src: DType, name: str, *, of_rows: bool
-) -> Iterator[Want]:
+    checkpoint: Checkpoint, want: TensorRequest, src: DType, name: str, *, of_rows: bool
+) -> Iterator[TensorRequest]:
     """One want for each part of a weight in a format.
 
     Args:
@@ -438,7 +438,7 @@ def parts_of(
     for part, coding in _codings(name, want.shape, src, of_rows=of_rows, in_order=in_order):
         at = want.source[0]
         codes = not part.suffix
-        held = want if codes else Want("", (), ())
+        held = want if codes else TensorRequest("", (), ())
         yield replace(
             want,
             name=part.name(want.name),
@@ -484,7 +484,7 @@ def codings_of(
     return _codings(name, shape, src, of_rows=False, in_order=False)
 
 
-def _unaligned(want: Want, made: Quantised) -> str:
+def _unaligned(want: TensorRequest, made: Quantised) -> str:
     """Why what fills a weight cannot be quantised piece by piece, or ""."""
     numel = math.prod(want.shape)
     rows = sum(r.stop - r.start for r in want.source)

@@ -132,7 +132,7 @@ class DTypePolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class TensorRequest:
     """One parameter to be filled, as the model (or the checkpoint alone) asks for it.
 
     Attributes:
@@ -161,8 +161,8 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wants(Sequence[Want]):
-    """Parameters to be filled, in columns: the fields of `Want`, and the tensors.
+class TensorRequests(Sequence[TensorRequest]):
+    """Parameters to be filled, in columns: the fields of `TensorRequest`, and the tensors.
 
     Attributes:
         infos: the tensors that the first rows of each are from.
@@ -193,19 +193,21 @@ class Wants(Sequence[Want]):
         return any(src.is_packed for src in kinds.values())
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, wants: Sequence[Want]) -> Wants:
+    def of(cls, checkpoint: Checkpoint, wants: Sequence[TensorRequest]) -> TensorRequests:
         """Put wants into columns."""
-        if isinstance(wants, Wants):
+        if isinstance(wants, TensorRequests):
             return wants
-        columns: list[Any] = [list(map(attrgetter(field), wants)) for field in Want.__slots__]
+        columns: list[Any] = [
+            list(map(attrgetter(field), wants)) for field in TensorRequest.__slots__
+        ]
         tensors = checkpoint.tensors
         infos = [tensors[want.source[0].tensor] for want in wants]
-        at = Want.__slots__.index("dtype")
+        at = TensorRequest.__slots__.index("dtype")
         columns[at] = _with_kept(checkpoint, infos, columns[at])
         return cls(infos, *columns)
 
     @classmethod
-    def every(cls, checkpoint: Checkpoint) -> Wants:
+    def every(cls, checkpoint: Checkpoint) -> TensorRequests:
         """Every tensor of a checkpoint, under its own name."""
         infos = tuple(checkpoint.tensors.values())
         names, shapes = ([*map(attrgetter(field), infos)] for field in ("name", "shape"))
@@ -219,10 +221,10 @@ class Wants(Sequence[Want]):
         return len(self.names)
 
     @overload
-    def __getitem__(self, at: int) -> Want: ...
+    def __getitem__(self, at: int) -> TensorRequest: ...
     @overload
-    def __getitem__(self, at: slice) -> list[Want]: ...
-    def __getitem__(self, at: int | slice) -> Want | list[Want]:
+    def __getitem__(self, at: slice) -> list[TensorRequest]: ...
+    def __getitem__(self, at: int | slice) -> TensorRequest | list[TensorRequest]:
         """One, or several."""
         if isinstance(at, slice):
             return [self[i] for i in range(len(self))[at]]
@@ -230,7 +232,7 @@ class Wants(Sequence[Want]):
             *(self.names, self.shapes, self.sources, self.transposes),
             *(self.devices, self.held, self.dtypes, self.reusable_nbytes, self.codings, self.fixed),
         )
-        return Want(*(column[at] for column in columns))
+        return TensorRequest(*(column[at] for column in columns))
 
     def dsts(self, policy: DTypePolicy, native_bf16: bool) -> Sequence[DType]:
         """The dtype of each on a device that computes in bfloat16 natively, or does not."""

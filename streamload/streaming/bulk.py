@@ -12,8 +12,8 @@ import numpy as np
 from streamload.core.units import round_up
 from streamload.devices.allocators import DRIVER_BLOCK_NBYTES
 from streamload.devices.base import Copy, CopyTable, Read, Staging
-from streamload.planning.chunks import Chunk, Pack
-from streamload.streaming.state import Job, Unit
+from streamload.planning.chunks import Chunk, SmallTensorBatch
+from streamload.streaming.state import Job, WorkItem
 
 
 class Slot(NamedTuple):
@@ -29,7 +29,7 @@ class Slot(NamedTuple):
 
 
 def reads_of(
-    job: Job, device: str, unit: Unit, alignment: int, slots: Sequence[Slot], index: int
+    job: Job, device: str, unit: WorkItem, alignment: int, slots: Sequence[Slot], index: int
 ) -> list[Read]:
     """What the loop is to do for a unit: reads of what fits into a slot.
 
@@ -48,7 +48,7 @@ def reads_of(
     # parts of one size: a small one at the end would cost as much as the others
     size = round_up(-(-whole // -(-whole // job.plan.slot_nbytes)), mmap.PAGESIZE)
     size = min(size, job.plan.slot_nbytes)
-    if isinstance(unit, Pack):
+    if isinstance(unit, SmallTensorBatch):
         return list(_pack_reads(job, device, unit, alignment, size))
     for chunk in unit:
         p = job.plan.placements[chunk.placement]
@@ -72,7 +72,9 @@ def reads_of(
     return reads
 
 
-def _pack_reads(job: Job, device: str, pack: Pack, alignment: int, size: int) -> Iterator[Read]:
+def _pack_reads(
+    job: Job, device: str, pack: SmallTensorBatch, alignment: int, size: int
+) -> Iterator[Read]:
     """What the loop is to do for a pack: reads of ``size``, which may end within parameters."""
     addresses = job.addresses(pack)
     assert addresses is not None, device

@@ -26,7 +26,7 @@ from streamload.planning.plan import BATCH_UNITS, Plan, units_ahead
 from streamload.planning.transforms import NO_CHANGES, Changes
 from streamload.streaming.device_casts import DeviceCasts
 from streamload.streaming.memory_watch import Headroom
-from streamload.streaming.state import Job, StreamStats, Target, Unit
+from streamload.streaming.state import Job, StreamStats, Target, WorkItem
 from streamload.streaming.worker import Outcome, Worker
 
 _TOLD_TOGETHER = 4  # units that a worker has finished
@@ -132,7 +132,7 @@ def stream(
         return job.stats
 
 
-def batches(units: Iterator[Unit], job: Job, workers: int) -> Iterator[Sequence[Unit]]:
+def batches(units: Iterator[WorkItem], job: Job, workers: int) -> Iterator[Sequence[WorkItem]]:
     """Hand out units that go as they are several at a time, fewer towards the end of the load.
 
     A worker then goes from one to the next by itself: waking threads costs more than reading.
@@ -143,7 +143,7 @@ def batches(units: Iterator[Unit], job: Job, workers: int) -> Iterator[Sequence[
         workers: how many there are.
     """
     share = 2 * max(workers, 1)
-    ahead: deque[Unit] = deque()
+    ahead: deque[WorkItem] = deque()
     chunks = 0
     while chunks < _CUT_ALONE and (unit := next(units, None)) is not None:
         ahead.append(unit)
@@ -158,7 +158,7 @@ def batches(units: Iterator[Unit], job: Job, workers: int) -> Iterator[Sequence[
         ahead.extend(islice(units, len(batch)))
 
 
-def _go_together(a: Unit, b: Unit, job: Job) -> bool:
+def _go_together(a: WorkItem, b: WorkItem, job: Job) -> bool:
     """Whether both are of one shard, and go as they are."""
     one, other = a[0], b[0]
     bulk = all(job.is_bulk(job.plan.placements[chunk.placement]) for chunk in (one, other))
@@ -171,7 +171,9 @@ class Crew:
     def __init__(self, job: Job, threads: int, interrupt: Interrupt) -> None:
         self._job = job
         self._interrupt = interrupt
-        self._work: queue.SimpleQueue[tuple[Reader, Sequence[Unit]] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Reader, Sequence[WorkItem]] | None] = (
+            queue.SimpleQueue()
+        )
         self._done: queue.SimpleQueue[list[Outcome] | None] = queue.SimpleQueue()
         self._in_flight: Counter[int] = Counter()  # units, by shard
         staged = not all(job.host_visible.values())
@@ -187,7 +189,7 @@ class Crew:
         self._failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
         interrupt.wake = self.wake
 
-    def submit(self, reader: Reader, batch: Sequence[Unit]) -> None:
+    def submit(self, reader: Reader, batch: Sequence[WorkItem]) -> None:
         """Hand out units; waits while enough are under way. Raises what a worker met."""
         if self._to_start:
             self._start()
@@ -318,7 +320,7 @@ class Crew:
             self._done.put([((), [], error)])
         self._close(worker)
 
-    def _wait_for_work(self) -> tuple[Reader, Sequence[Unit]] | None:
+    def _wait_for_work(self) -> tuple[Reader, Sequence[WorkItem]] | None:
         """The next item; nobody who wants to change an open file waits long meanwhile."""
         while True:
             with suppress(queue.Empty):

@@ -23,7 +23,7 @@ from streamload.core.tensors import TensorInfo
 from streamload.devices.base import Addressed, Buffer, Device, Ticket
 from streamload.errors import FileChangedError, OutOfRangeError, TruncatedFileError
 from streamload.files.local import Reader
-from streamload.planning.chunks import Chunk, Cut, Pack
+from streamload.planning.chunks import Chunk, Cut, SmallTensorBatch
 from streamload.planning.plan import (
     BULK_NBYTES,
     HOST_CASTS,
@@ -45,7 +45,8 @@ Counts: TypeAlias = CastCounts | QuantCounts
 _LEAST_SHARE = 16  # units for each worker, of a load that has them
 _MAX_UNIT_CHUNKS = 256  # so that a unit of tiny tensors does not keep the other workers waiting
 
-Unit = tuple[Chunk, ...] | Pack  # of one shard and one device, one after the other in the file
+#: Of one shard and one device, in the order of the file.
+WorkItem = tuple[Chunk, ...] | SmallTensorBatch
 
 
 _Addresses = np.ndarray[Any, np.dtype[np.int64]]
@@ -102,7 +103,7 @@ class Job:
         opener: Opener,
         headroom: Headroom | None,
         changes: Changes,
-        sent: Callable[[Unit, Sequence[Ticket]], None] = lambda unit, tickets: None,
+        sent: Callable[[WorkItem, Sequence[Ticket]], None] = lambda unit, tickets: None,
         bring: Callable[[Location, int, int], None] | None = None,
         *,
         refills: bool = False,
@@ -189,7 +190,7 @@ class Job:
         self._means: dict[int, float] = {}
         self.holds = any(p.there_nbytes for p, _ in plan.placements.counted)
 
-    def units(self, some: range | None = None) -> Iterator[Unit]:
+    def units(self, some: range | None = None) -> Iterator[WorkItem]:
         """Cut the plan into units, made one by one in the order in which they are read.
 
         Args:
@@ -298,7 +299,7 @@ class Job:
         """The bytes of what belongs to codes that are all there."""
         return self._values[index]
 
-    def parts(self) -> list[list[Unit]]:
+    def parts(self) -> list[list[WorkItem]]:
         """What belongs to codes that have become whole since this was asked: to be placed now."""
         chunks = []
         for chunk in self._coded:
@@ -352,7 +353,7 @@ class Job:
             return min(self._bulk_nbytes, STAGING_SLOTS * self.plan.slot_nbytes)
         return self._bulk_nbytes
 
-    def begin(self, batch: Sequence[Unit]) -> None:
+    def begin(self, batch: Sequence[WorkItem]) -> None:
         """Make room for the parameters that units are the first to write.
 
         Raises:
@@ -363,7 +364,7 @@ class Job:
         self._to_come[batch[0][0].shard] += len(batch)
         for unit in batch:
             new: Sequence[int]
-            if isinstance(unit, Pack):
+            if isinstance(unit, SmallTensorBatch):
                 new = unit.placements
             else:
                 reached = dict.fromkeys(chunk.placement for chunk in unit)
@@ -373,14 +374,16 @@ class Job:
                 for index in new if self.casts and self._parts else ():
                     self._begin_beside(index)
 
-    def has_room(self, batch: Sequence[Unit]) -> bool:
+    def has_room(self, batch: Sequence[WorkItem]) -> bool:
         """Whether devices can hold what they do beside what units are the first to write.
 
         What there is room for is taken; ask again when something is done.
         """
         if not self.holds:
             return True
-        units = [unit for unit in batch if not isinstance(unit, Pack)]  # those go as they are
+        units = [
+            unit for unit in batch if not isinstance(unit, SmallTensorBatch)
+        ]  # those go as they are
         for index in dict.fromkeys(chunk.placement for unit in units for chunk in unit):
             p = self.plan.placements.kinds[index]
             if p.there_nbytes and not self._hold(index, p):
@@ -434,7 +437,7 @@ class Job:
         """Where the buffer of a placement begins."""
         return self._address[self.plan.placements.kinds[index].device](self.buffers[index])
 
-    def addresses(self, pack: Pack) -> _Addresses | None:
+    def addresses(self, pack: SmallTensorBatch) -> _Addresses | None:
         """Where the parameters of a pack begin; None where the device does not tell."""
         address = self._address.get(self.plan.placements.kinds[pack.first].device)
         if address is None:
@@ -469,12 +472,12 @@ class Job:
                 return info
         raise AssertionError("a chunk is of its sources")
 
-    def done(self, unit: Unit, counts: Sequence[Counts]) -> None:
+    def done(self, unit: WorkItem, counts: Sequence[Counts]) -> None:
         """Account for a unit whose bytes are in place."""
         if self._headroom is not None:
             self._headroom.done(written_nbytes(unit))
         before = self.stats.read_nbytes
-        if isinstance(unit, Pack):
+        if isinstance(unit, SmallTensorBatch):
             self.stats.read_nbytes += unit.read_nbytes
             self._finish(unit.placements)
             self._account(unit, self.stats.read_nbytes - before)
@@ -525,7 +528,7 @@ class Job:
         self._target.finish(indices)
         deque(map(self.buffers.__delitem__, indices), maxlen=0)
 
-    def _account(self, unit: Unit, nbytes: int) -> None:
+    def _account(self, unit: WorkItem, nbytes: int) -> None:
         """Tell the page cache what has been read; close a file that nobody will read any more."""
         shard = self._paths[unit[0].shard]
         if self._shards.drops(shard):
@@ -549,12 +552,12 @@ class Job:
         self._progress(self.stats.read_nbytes)
 
 
-def _units(cut: Iterable[Chunk | Pack], job: Job) -> Iterator[Unit]:
+def _units(cut: Iterable[Chunk | SmallTensorBatch], job: Job) -> Iterator[WorkItem]:
     """Group chunks of a shard into units, small neighbours together; a pack is a unit."""
     unit: list[Chunk] = []
     size = most = 0
     for chunk in cut:
-        if isinstance(chunk, Pack):
+        if isinstance(chunk, SmallTensorBatch):
             if unit:
                 yield tuple(unit)
                 unit, size = [], 0
@@ -577,16 +580,16 @@ def _units(cut: Iterable[Chunk | Pack], job: Job) -> Iterator[Unit]:
         yield tuple(unit)
 
 
-def written_nbytes(unit: Unit) -> int:
+def written_nbytes(unit: WorkItem) -> int:
     """Bytes of parameters that a unit writes."""
-    if isinstance(unit, Pack):
+    if isinstance(unit, SmallTensorBatch):
         return unit.read_nbytes
     return sum(chunk.stop - chunk.start for chunk in unit)
 
 
-def file_ranges(unit: Unit) -> Iterator[tuple[int, int]]:
+def file_ranges(unit: WorkItem) -> Iterator[tuple[int, int]]:
     """The file bytes of a unit, those of neighbours together."""
-    if isinstance(unit, Pack):
+    if isinstance(unit, SmallTensorBatch):
         yield unit.start, unit.stop
         return
     start = stop = -1

@@ -10,7 +10,7 @@ from streamload.codecs.group import Packed
 from streamload.codecs.scheme import QuantCounts
 from streamload.core.dtypes import F32, DType
 from streamload.errors import UnsupportedCastError
-from streamload.planning.chunks import Chunk, Run
+from streamload.planning.chunks import Chunk, StridedRead
 from streamload.planning.plan import Placement
 from streamload.streaming.state import NO_COUNTS, NO_ERRORS, Counts, Job
 
@@ -28,7 +28,7 @@ class Step(ABC):
     gathers = False
     counts: Counts = NO_COUNTS
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: StridedRead) -> None:
         """Look at a run; all calls until the next are for its elements."""
         return None
 
@@ -47,7 +47,7 @@ class Step(ABC):
             out: what they become, written; must not overlap ``data``.
             at: byte of the parameter at which ``out`` begins.
             start: byte of the file at which ``data`` begins.
-            lines: how many lines, each at `Run.pitch` from the one before in the file.
+            lines: how many lines, each at `StridedRead.pitch` from the one before in the file.
         """
 
 
@@ -128,7 +128,7 @@ class Decoding(Step):
         self._job, self._chunk, self._placement = job, chunk, p
         self.counts = NO_COUNTS
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: StridedRead) -> None:
         """Read the scales of the run's tensor, where no thread has done that yet."""
         info = self._job.tensor_at(self._chunk, run.start)
         assert isinstance(info, Packed), info.name

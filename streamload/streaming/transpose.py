@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from streamload.files.local import Reader
-from streamload.planning.chunks import Run
+from streamload.planning.chunks import StridedRead
 from streamload.planning.plan import Plan
 from streamload.streaming.steps import Step
 
@@ -32,7 +32,7 @@ class Turner:
     def turn(
         self,
         reader: Reader,
-        run: Run,
+        run: StridedRead,
         step: Step,
         out: memoryview,
         offset: int,
@@ -79,7 +79,7 @@ class Turner:
             del whole
 
     def _windows(
-        self, reader: Reader, run: Run, source: memoryview, cell_nbytes: int
+        self, reader: Reader, run: StridedRead, source: memoryview, cell_nbytes: int
     ) -> Iterator[tuple[int, int, _Array | None]]:
         """Lines (from, to) as they lie in the file; None for those that are read piece by piece."""
         lines = self._plan.slot_nbytes // max(run.pitch, run.line_nbytes)
@@ -104,7 +104,7 @@ class Turner:
     def _piece(
         self,
         reader: Reader,
-        run: Run,
+        run: StridedRead,
         whole: _Array | None,
         begin: int,
         first: int,

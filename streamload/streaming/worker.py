@@ -21,14 +21,14 @@ from streamload.core.system import populate
 from streamload.devices.base import Read, Staging, Ticket
 from streamload.errors import CheckpointError, DeviceError
 from streamload.files.local import Reader
-from streamload.planning.chunks import Chunk, Pack, Run, split
+from streamload.planning.chunks import Chunk, SmallTensorBatch, StridedRead, split
 from streamload.planning.plan import STAGING_SLOTS, Placement, slot_nbytes
 from streamload.streaming.bulk import Slot, copy_of, reads_of
-from streamload.streaming.state import NO_COUNTS, Counts, Job, Unit, file_ranges
+from streamload.streaming.state import NO_COUNTS, Counts, Job, WorkItem, file_ranges
 from streamload.streaming.steps import Casting, Encoding, Step, step_of
 from streamload.streaming.transpose import Turner
 
-Outcome = tuple[Unit, list[Counts], BaseException | None]
+Outcome = tuple[WorkItem, list[Counts], BaseException | None]
 
 
 class _SlotTicket(NamedTuple):
@@ -48,7 +48,7 @@ class _UnderWay:
         tickets: of copies that may not have ended.
     """
 
-    unit: Unit
+    unit: WorkItem
     counts: list[Counts]
     tickets: list[_SlotTicket]
 
@@ -97,7 +97,7 @@ class Worker:
         failures = [self._close(device) for device in self._slots]
         return next((failure for failure in reversed(failures) if failure is not None), None)
 
-    def run(self, reader: Reader, unit: Unit, start: int | None = None) -> Iterator[Outcome]:
+    def run(self, reader: Reader, unit: WorkItem, start: int | None = None) -> Iterator[Outcome]:
         """Place one unit; yields the units that are finished by now.
 
         Args:
@@ -127,7 +127,7 @@ class Worker:
         if failure is not None:
             yield unit, counts, failure
 
-    def _named(self, unit: Unit, error: BaseException) -> BaseException:
+    def _named(self, unit: WorkItem, error: BaseException) -> BaseException:
         """An error of a unit, with the tensor that it is of."""
         if not isinstance(error, CheckpointError) or error.tensor is not None:
             return error
@@ -135,7 +135,7 @@ class Worker:
         named.__cause__ = error
         return named
 
-    def _parts(self, unit: Unit, start: int | None) -> list[Unit]:
+    def _parts(self, unit: WorkItem, start: int | None) -> list[WorkItem]:
         """What is left of a unit, in units that fit into a slot."""
         plan = self._job.plan
         if start is None:
@@ -144,7 +144,7 @@ class Worker:
             bulk = self._job.is_bulk(plan.placements[unit[0].placement])
             if not bulk or sum(sizes) <= plan.slot_nbytes:
                 return [unit]
-        parts: list[Unit] = []
+        parts: list[WorkItem] = []
         part: list[Chunk] = []
         size = 0
         for chunk in unit:
@@ -158,7 +158,7 @@ class Worker:
                 size += grows
         return [*parts, tuple(part)] if part else parts
 
-    def run_batch(self, reader: Reader, batch: Sequence[Unit]) -> Iterator[Outcome]:
+    def run_batch(self, reader: Reader, batch: Sequence[WorkItem]) -> Iterator[Outcome]:
         """Place units, many in one call where that can be; yields those finished by now."""
         at = 0
         while at < len(batch):
@@ -169,7 +169,7 @@ class Worker:
                 at += 1
 
     def _run_bulk(
-        self, reader: Reader, units: Sequence[Unit]
+        self, reader: Reader, units: Sequence[WorkItem]
     ) -> Generator[Outcome, None, tuple[int, int | None]]:
         """Read units into the slots in turn, and begin their copies, without the interpreter.
 
@@ -244,15 +244,15 @@ class Worker:
         yield whole[begun], [], DeviceError(name, problem)
         return begun + 1, None
 
-    def _has_begun(self, unit: Unit, counts: list[Counts], tickets: list[_SlotTicket]) -> None:
+    def _has_begun(self, unit: WorkItem, counts: list[Counts], tickets: list[_SlotTicket]) -> None:
         """All bytes of a unit have been read, and their copies begun."""
         self._under_way.append(_UnderWay(unit, counts, tickets))
         self._job.sent(unit, [ticket for _, ticket in tickets])
 
-    def _goes_in_bulk(self, unit: Unit, device: str) -> bool:
+    def _goes_in_bulk(self, unit: WorkItem, device: str) -> bool:
         """Whether all bytes of a unit go as they are, one after the other: a gap is not read."""
         on = self._job.plan.placements[unit[0].placement].device
-        if on != device or isinstance(unit, Pack):
+        if on != device or isinstance(unit, SmallTensorBatch):
             return on == device
         return all(self._file_range((chunk,)) is not None for chunk in unit) and all(
             a.runs[0].stop <= b.runs[0].start for a, b in pairwise(unit)
@@ -308,7 +308,7 @@ class Worker:
             yield self._under_way.popleft().outcome()
 
     def _place(
-        self, reader: Reader, unit: Unit, counts: list[Counts], tickets: list[_SlotTicket]
+        self, reader: Reader, unit: WorkItem, counts: list[Counts], tickets: list[_SlotTicket]
     ) -> None:
         job = self._job
         if job.bring is not None:
@@ -327,7 +327,7 @@ class Worker:
                 self._send(name, unit, slot, 0, tickets)
                 counts += [NO_COUNTS] * len(unit)
                 return
-        elif isinstance(unit, Pack) and self._scatter(reader, unit):
+        elif isinstance(unit, SmallTensorBatch) and self._scatter(reader, unit):
             counts += [NO_COUNTS] * len(unit)
             return
         at = 0
@@ -355,16 +355,16 @@ class Worker:
                         raise error.of_tensor(job.tensor(chunk)[0]) from error
                     raise
 
-    def _scatter(self, reader: Reader, pack: Pack) -> bool:
+    def _scatter(self, reader: Reader, pack: SmallTensorBatch) -> bool:
         """Read a pack to where its parameters are, in one call; False where that cannot be."""
         addresses = self._job.addresses(pack) if reader.has_file else None
         if addresses is None:
             return False
         return reader.scatter(pack.start, addresses, np.diff(pack.bounds))
 
-    def _file_range(self, unit: Unit) -> tuple[int, int] | None:
+    def _file_range(self, unit: WorkItem) -> tuple[int, int] | None:
         """The file bytes of a unit that go to the device as they are, and in one piece."""
-        if isinstance(unit, Pack):
+        if isinstance(unit, SmallTensorBatch):
             return unit.start, unit.stop
         start = stop = -1
         for chunk in unit:
@@ -378,7 +378,9 @@ class Worker:
             start, stop = start if start >= 0 else run.start, run.stop
         return start, stop
 
-    def _read_whole(self, reader: Reader, unit: Unit, start: int, stop: int, slot: Slot) -> bool:
+    def _read_whole(
+        self, reader: Reader, unit: WorkItem, start: int, stop: int, slot: Slot
+    ) -> bool:
         """Read a unit into a slot at once, by pread: many maps of one process wait for each other.
 
         Returns:
@@ -394,7 +396,9 @@ class Worker:
             raise error.of_tensor(self._job.tensor(unit[0])[0]) from error
         return True
 
-    def _send(self, name: str, unit: Unit, slot: Slot, at: int, tickets: list[_SlotTicket]) -> None:
+    def _send(
+        self, name: str, unit: WorkItem, slot: Slot, at: int, tickets: list[_SlotTicket]
+    ) -> None:
         """Begin the copies of chunks whose bytes lie in a slot from ``at`` on, without gaps."""
         job = self._job
         bulk, device = job.bulk[name], job.devices[name]
@@ -442,7 +446,9 @@ class Worker:
         return slot
 
     @contextmanager
-    def _shared_view(self, reader: Reader, unit: Unit) -> Iterator[tuple[memoryview | None, int]]:
+    def _shared_view(
+        self, reader: Reader, unit: WorkItem
+    ) -> Iterator[tuple[memoryview | None, int]]:
         """One window over a unit whose runs follow each other in a mapped file."""
         runs = [run for chunk in unit for run in chunk.runs]
         follow = all(a.stop == b.start for a, b in pairwise(runs))
@@ -523,7 +529,9 @@ class Worker:
             self._turner.turn(reader, run, move, raw, run.offset - begin, run.stride, n, memory)
         step(raw, out, at=chunk.start, start=0)
 
-    def _read_lines(self, reader: Reader, run: Run, step: Step, out: memoryview, at: int) -> None:
+    def _read_lines(
+        self, reader: Reader, run: StridedRead, step: Step, out: memoryview, at: int
+    ) -> None:
         """Read lines at equal distances, and nothing between them, one after the other into out.
 
         Args:
@@ -554,7 +562,7 @@ class Worker:
             step(raw, out, at=at, start=run.start, lines=run.lines)
 
     def _bytes(
-        self, reader: Reader, run: Run, whole: memoryview | None, base: int
+        self, reader: Reader, run: StridedRead, whole: memoryview | None, base: int
     ) -> AbstractContextManager[memoryview]:
         if whole is not None:
             return whole[run.start - base : run.stop - base]
@@ -577,7 +585,7 @@ def _slot_nbytes(chunk: Chunk, placement: Placement) -> int:
     return slot_nbytes(max(chunk.staged_nbytes(placement), chunk.read_nbytes))
 
 
-def _at_fault(unit: Unit, error: CheckpointError) -> Chunk:
+def _at_fault(unit: WorkItem, error: CheckpointError) -> Chunk:
     """The chunk whose bytes a file did not give, as far as the error says."""
     end = error.found if isinstance(error.found, int) else 0
     return next((chunk for chunk in unit if chunk.runs and chunk.runs[-1].stop > end), unit[0])

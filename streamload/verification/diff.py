@@ -43,7 +43,7 @@ from streamload.planning.quant_policy import (
     quantised,
     turned,
 )
-from streamload.planning.requests import DTypePolicy, Want, Wants
+from streamload.planning.requests import DTypePolicy, TensorRequest, TensorRequests
 from streamload.planning.sources import Rename, model_shape, sources
 from streamload.verification.reference import Pair, TensorDifference, weights
 
@@ -283,20 +283,20 @@ def _left(converted: Checkpoint) -> list[str]:
 
 def _quantised(
     checkpoint: Checkpoint, formats: QuantPolicy, infos: Mapping[str, TensorInfo]
-) -> Wants:
+) -> TensorRequests:
     """What the first checkpoint becomes, by the names in the second."""
-    listed = [Want(name, info.shape, (whole(info),)) for name, info in infos.items()]
-    wants = Wants.of(checkpoint, listed)
+    listed = [TensorRequest(name, info.shape, (whole(info),)) for name, info in infos.items()]
+    wants = TensorRequests.of(checkpoint, listed)
     found = formats.formats(checkpoint, wants)
     listed = [turned(checkpoint, *each) for each in zip(listed, found, strict=True)]
-    return quantised(checkpoint, Wants.of(checkpoint, listed), found)
+    return quantised(checkpoint, TensorRequests.of(checkpoint, listed), found)
 
 
 def _pairs(
     first: Checkpoint,
     second: Checkpoint,
     infos: Mapping[str, TensorInfo],
-    wants: Wants | None,
+    wants: TensorRequests | None,
     policy: DTypePolicy,
     out_of_range: OutOfRange,
 ) -> Iterator[Pair]:
@@ -359,7 +359,9 @@ def shards_of(checkpoint: Checkpoint, kind: ReaderKind) -> Shards:
     return Shards(checkpoint.shards, choose, most_open=_MOST_OPEN)
 
 
-def way(checkpoints: Sequence[Checkpoint], wants: Wants | None = None) -> tuple[int, ReaderKind]:
+def way(
+    checkpoints: Sequence[Checkpoint], wants: TensorRequests | None = None
+) -> tuple[int, ReaderKind]:
     """How much is looked at at once, and how it is read.
 
     Args:

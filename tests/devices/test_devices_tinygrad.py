@@ -44,7 +44,7 @@ from streamload.errors import (
     UnsupportedCastError,
 )
 from streamload.planning.planner import make_plan
-from streamload.planning.requests import DeviceSpec, DTypePolicy, Want
+from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest
 from streamload.streaming.loop import stream
 from streamload.streaming.sink import ModelTarget
 from streamload.verification.verify import verify
@@ -618,7 +618,7 @@ def stream_to(
     plan = make_plan(
         checkpoint,
         wants=[
-            Want(n, t.shape, (RowRange(n, 0, t.shape[0] if t.shape else 1),))
+            TensorRequest(n, t.shape, (RowRange(n, 0, t.shape[0] if t.shape else 1),))
             for n, t in checkpoint.tensors.items()
         ],
         devices=[
@@ -1004,7 +1004,7 @@ def test_a_failed_load_keeps_counting_the_memory_that_it_keeps(tmp_path: Path) -
     (parameter,) = ours.FRAMEWORK.parameters(model)
     plan = make_plan(
         checkpoint,
-        wants=[Want("w", (8,), (RowRange("w", 0, 8),), held=("CPU", "float32", 32))],
+        wants=[TensorRequest("w", (8,), (RowRange("w", 0, 8),), held=("CPU", "float32", 32))],
         devices=[device_spec("CPU", 10**6)],
         dtype=DTypePolicy.parse(None),
         out_of_range="inf",

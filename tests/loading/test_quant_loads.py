@@ -33,7 +33,7 @@ from streamload.errors import (
 )
 from streamload.planning.plan import Plan
 from streamload.planning.quant_policy import QuantPolicy, quantised
-from streamload.planning.requests import Want, Wants
+from streamload.planning.requests import TensorRequest, TensorRequests
 
 ROOT = Path(__file__).parents[2]
 STACKED = tuple(name for name in NAMES if name != "bitsandbytes-int8")  # that is of matrices
@@ -293,7 +293,9 @@ def staged(path: Path, name: str, device: RecordingDevice, **options: Any) -> Ru
     """A stream into a device that behaves as badly as it may."""
     checkpoint = streamload.open_checkpoint(path)
     plain = prepare(path, [device], **options)
-    wants = Wants.of(checkpoint, [Want(p.name, p.shape, p.source) for p in plain.plan.placements])
+    wants = TensorRequests.of(
+        checkpoint, [TensorRequest(p.name, p.shape, p.source) for p in plain.plan.placements]
+    )
     coded = quantised(checkpoint, wants, QuantPolicy.parse(name).formats(checkpoint, wants))
     return prepare(path, [device], wants=coded, **options)
 

@@ -23,7 +23,7 @@ from streamload.planning import kv_cache
 from streamload.planning.kv_cache import CacheRequest, KvCache
 from streamload.planning.plan import Plan
 from streamload.planning.planner import make_plan
-from streamload.planning.requests import DeviceSpec, DTypePolicy, Want
+from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest
 
 #: A config.json of each kind, with the keys that published ones have; small.
 GROUPED: dict[str, Any] = {
@@ -367,7 +367,7 @@ def planned(
 ) -> Plan:
     """A plan of all of a checkpoint, for tensors that may have a place, on devices as described."""
     wants = [
-        Want(
+        TensorRequest(
             info.name,
             info.shape,
             (RowRange(info.name, 0, info.shape[0]),),

@@ -27,7 +27,7 @@ from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.chunks import chunks
 from streamload.planning.device_plan import DevicePlan
 from streamload.planning.plan import Placement, Placements, Plan
-from streamload.planning.requests import DeviceSpec, DTypePolicy, Want
+from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest
 
 MIB = 2**20
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -201,9 +201,9 @@ def test_stated_budget_and_dtype_probe_nothing(tmp_path: Path) -> None:
 # --- peaks ----------------------------------------------------------------------------------------
 
 
-def held(name: str, nbytes: int, *, dtype: str = "float32", where: str = "d") -> Want:
+def held(name: str, nbytes: int, *, dtype: str = "float32", where: str = "d") -> TensorRequest:
     """A want of tensor ``name``, of 4 floats, whose parameter holds ``nbytes`` now."""
-    return Want(name, (4,), (RowRange(name, 0, 4),), held=(where, dtype, nbytes))
+    return TensorRequest(name, (4,), (RowRange(name, 0, 4),), held=(where, dtype, nbytes))
 
 
 FOUR = checkpoint_of({name: ("F32", [4]) for name in "abcd"})  # 16 bytes each
@@ -273,8 +273,8 @@ def test_placements_follow_the_files() -> None:
     checkpoint = checkpoint_of(
         {"b": ("F32", [4]), "a": ("F32", [4, 2])}, {"c": ("F32", [4]), "z": ("F32", [0])}
     )
-    late = Want("late", (2, 2), (RowRange("a", 2, 4),))
-    early = Want("early", (2, 2), (RowRange("a", 0, 2),))
+    late = TensorRequest("late", (2, 2), (RowRange("a", 2, 4),))
+    early = TensorRequest("early", (2, 2), (RowRange("a", 0, 2),))
     wants = [*wants_of(checkpoint)[::-1][:2], late, early, wants_of(checkpoint)[0]]
     plan = plan_of(checkpoint, device_spec("d", 1000), wants=wants)
     assert [p.name for p in plan.placements] == ["b", "early", "late", "c", "z"]
@@ -904,7 +904,7 @@ def test_every_part_of_a_parameter_is_asked_for_its_scale() -> None:
     checkpoint = checkpoint_of(
         {"a": ("F8_E4M3", [2]), "b": ("F8_E4M3", [2]), "b_scale": ("F32", [1])}
     )
-    want = Want("ab", (4,), (RowRange("a", 0, 2), RowRange("b", 0, 2)))
+    want = TensorRequest("ab", (4,), (RowRange("a", 0, 2), RowRange("b", 0, 2)))
     with pytest.raises(UnsupportedCastError) as caught:
         plan_of(checkpoint, device_spec("d", 1000), wants=[want], dtype="float16")
     assert caught.value.tensor == "b"

@@ -20,7 +20,7 @@ from plan_helpers import checkpoint_of, device_spec, plan_of, wants_of
 from streamload.core.dtypes import BF16
 from streamload.devices.allocators import AllocatorKind, ObjectCosts, round_up, taken
 from streamload.errors import PlanInfeasibleError
-from streamload.planning.requests import DeviceSpec, Want
+from streamload.planning.requests import DeviceSpec, TensorRequest
 
 KIB, MIB = 2**10, 2**20
 GIB = 2**30
@@ -326,7 +326,7 @@ def test_what_is_written_in_place_is_not_allocated() -> None:
     """It is held at its own size, and takes no part in the segments of the others."""
     checkpoint = checkpoint_of(SHAPES)
     wants = [
-        Want(w.name, w.shape, w.source, held=("cuda:0", "uint8", 8 * MIB))
+        TensorRequest(w.name, w.shape, w.source, held=("cuda:0", "uint8", 8 * MIB))
         if w.name in ("a", "c")
         else w
         for w in wants_of(checkpoint)
@@ -352,7 +352,7 @@ def test_old_weights_leave_all_at_once_where_segments_would_have_holes(
     shapes = {f"t{i}": ("F32", (1024, 1024)) for i in range(4)}
     checkpoint = checkpoint_of(shapes)
     wants = [
-        Want(w.name, w.shape, w.source, held=("cuda:0", "float16", 2 * MIB))
+        TensorRequest(w.name, w.shape, w.source, held=("cuda:0", "float16", 2 * MIB))
         for w in wants_of(checkpoint)
     ]
     (mine,) = plan_of(checkpoint, spec(GIB, allocator), wants=wants).devices
@@ -545,7 +545,10 @@ def test_each_device_has_segments_of_its_own() -> None:
     shapes = {f"model.layers.{i}.w": ("U8", (8 * MIB,)) for i in range(6)}
     checkpoint = checkpoint_of(shapes)
     wants = wants_of(checkpoint)
-    wants = [Want(w.name, w.shape, w.source, device=f"cuda:{i % 2}") for i, w in enumerate(wants)]
+    wants = [
+        TensorRequest(w.name, w.shape, w.source, device=f"cuda:{i % 2}")
+        for i, w in enumerate(wants)
+    ]
     specs = [spec(GIB), spec(GIB, "exact", name="cuda:1")]
     plan = plan_of(checkpoint, *specs, wants=wants)
     assert plan.device("cuda:0").peak_nbytes == 40 * MIB

@@ -17,7 +17,7 @@ from streamload.checkpoint.open import Checkpoint, from_headers
 from streamload.core.dtypes import BY_CODE, F16, F32, F64, DType
 from streamload.core.tensors import RowRange, RowTranspose, TensorInfo
 from streamload.files.header import Header
-from streamload.planning.chunks import Chunk, Run, chunks
+from streamload.planning.chunks import Chunk, StridedRead, chunks
 from streamload.planning.plan import Placement, Placements, Plan, slot_nbytes
 
 Array = np.ndarray[Any, Any]
@@ -100,7 +100,7 @@ def test_a_tensor_is_cut_anywhere() -> None:
     plan = plan_of(16, place("w", (5, 3), [RowRange("w", 0, 5)]))
     cut = list(chunks(plan, checkpoint))
     assert [(c.start, c.stop) for c in cut] == [(0, 16), (16, 32), (32, 48), (48, 60)]
-    assert cut[1].runs == (Run(START + 16, START + 32, 16),)
+    assert cut[1].runs == (StridedRead(START + 16, START + 32, 16),)
     assert {(c.placement, c.shard) for c in cut} == {(0, 0)}
 
 
@@ -136,7 +136,9 @@ def test_a_scalar_is_one_row() -> None:
     """A tensor of rank 0 is the four bytes that it is."""
     checkpoint = checkpoint_of({"a": ("F32", [2]), "w": ("F32", [])})
     plan = plan_of(8, place("w", (), [RowRange("w", 0, 1)]))
-    assert list(chunks(plan, checkpoint)) == [Chunk(0, 0, 0, 4, (Run(START + 8, START + 12, 0),))]
+    assert list(chunks(plan, checkpoint)) == [
+        Chunk(0, 0, 0, 4, (StridedRead(START + 8, START + 12, 0),))
+    ]
 
 
 @pytest.mark.parametrize("code", ["F4", "F6_E2M3"])

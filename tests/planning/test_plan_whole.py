@@ -16,9 +16,9 @@ from streamload.checkpoint.open import Checkpoint
 from streamload.core.dtypes import BF16, F16, F32
 from streamload.core.tensors import RowRange
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
-from streamload.planning.chunks import Chunk, Cut, Pack
+from streamload.planning.chunks import Chunk, Cut, SmallTensorBatch
 from streamload.planning.plan import Placement, Placements, Plan
-from streamload.planning.requests import DeviceSpec, DTypePolicy, Want, Wants
+from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest, TensorRequests
 
 MIB = 2**20
 
@@ -51,7 +51,7 @@ def mixed(seed: int, count: int = 200) -> Checkpoint:
 
 def both(checkpoint: Checkpoint, *specs: DeviceSpec, **arguments: Any) -> tuple[Plan, Plan]:
     """The plan of all tensors, and that of the same wants in a list."""
-    every = Wants.every(checkpoint)
+    every = TensorRequests.every(checkpoint)
     return (
         plan_of(checkpoint, *specs, wants=every, **arguments),
         plan_of(checkpoint, *specs, wants=list(every), **arguments),
@@ -61,7 +61,7 @@ def both(checkpoint: Checkpoint, *specs: DeviceSpec, **arguments: Any) -> tuple[
 def refused(kind: type[Exception], checkpoint: Checkpoint, spec: DeviceSpec, **more: Any) -> None:
     """Both ways to plan raise the same error."""
     said = []
-    for wants in (Wants.every(checkpoint), list(Wants.every(checkpoint))):
+    for wants in (TensorRequests.every(checkpoint), list(TensorRequests.every(checkpoint))):
         with pytest.raises(kind) as caught:
             plan_of(checkpoint, spec, wants=wants, **more)
         said.append((str(caught.value), vars(caught.value)))
@@ -71,9 +71,9 @@ def refused(kind: type[Exception], checkpoint: Checkpoint, spec: DeviceSpec, **m
 def test_every_tensor_is_a_sequence_of_wants() -> None:
     """Those of whole tensors under their own names, one by one and all at once."""
     checkpoint = mixed(0)
-    wants = Wants.every(checkpoint)
+    wants = TensorRequests.every(checkpoint)
     expected = [
-        Want(i.name, i.shape, (RowRange(i.name, 0, i.shape[0] if i.shape else 1),))
+        TensorRequest(i.name, i.shape, (RowRange(i.name, 0, i.shape[0] if i.shape else 1),))
         for i in checkpoint.tensors.values()
     ]
     assert len(wants) == len(expected)
@@ -201,7 +201,10 @@ def test_they_are_cut_alike(seed: int, dtype: str) -> None:
 
     def flat(plan: Plan) -> list[Any]:
         cut = Cut(plan, checkpoint).packs_and_chunks(_chunk_nbytes, lambda p: MIB, 200)
-        return [(p.first, p.shard, p.bounds.tolist()) if isinstance(p, Pack) else p for p in cut]
+        return [
+            (p.first, p.shard, p.bounds.tolist()) if isinstance(p, SmallTensorBatch) else p
+            for p in cut
+        ]
 
     checkpoint = mixed(seed, 400)
     made, expected = map(flat, both(checkpoint, device_spec("d", 2**30), dtype=dtype))
@@ -220,7 +223,7 @@ def test_dtypes_are_resolved_once(dtype: Any, native_bf16: bool) -> None:
     """By columns or one by one; the casts are their pairs, ordered by name."""
     checkpoint = mixed(6)
     policy = DTypePolicy.parse(dtype)
-    wants = Wants.every(checkpoint)
+    wants = TensorRequests.every(checkpoint)
     expected = [
         policy.resolve(info.name, info.dtype, native_bf16) for info in checkpoint.tensors.values()
     ]
@@ -233,11 +236,11 @@ def test_the_casts_of_one_device() -> None:
     """Those of what has to be there, or may be; what a model asks for goes before the policy."""
     checkpoint = checkpoint_of({"a": ("BF16", (4,)), "b": ("BF16", (4,)), "c": ("F32", (4,))})
     places = {"a": ("x", None), "b": ("y", F32), "c": (None, F16)}
-    wants = Wants.of(
+    wants = TensorRequests.of(
         checkpoint,
         [
             replace(want, device=places[want.name][0], dtype=places[want.name][1])
-            for want in Wants.every(checkpoint)
+            for want in TensorRequests.every(checkpoint)
         ],
     )
     policy = DTypePolicy()
@@ -247,7 +250,7 @@ def test_the_casts_of_one_device() -> None:
     assert wants.casts(policy, False, "y") == [(BF16, F32), (F32, F16)]
     assert not wants.needs_native_bf16(DTypePolicy.parse("float16"))
     asked = replace(wants[0], dtype=F16), replace(wants[1], dtype=None)
-    assert Wants.of(checkpoint, asked).needs_native_bf16(policy)  # the pairs are the same
+    assert TensorRequests.of(checkpoint, asked).needs_native_bf16(policy)  # the pairs are the same
     assert wants.nbytes(policy) == [8, 16, 8]
 
 

@@ -40,7 +40,7 @@ from streamload.errors import (
 from streamload.files.header import Header
 from streamload.files.local import PreadReader, Reader, ResolvedKind
 from streamload.planning.chunks import chunks
-from streamload.planning.requests import Want
+from streamload.planning.requests import TensorRequest
 from streamload.planning.transforms import NO_CHANGES
 from streamload.streaming.loop import stream
 
@@ -48,7 +48,7 @@ ROOT = str(Path(streamload.__file__).parent.parent)
 Tensors = Mapping[str, tuple[str, Sequence[int], bytes]]
 
 
-def reference(tensors: Tensors, want: Want, dst: Any) -> np.ndarray[Any, Any]:
+def reference(tensors: Tensors, want: TensorRequest, dst: Any) -> np.ndarray[Any, Any]:
     """What a parameter must become, by numpy alone: rows, permutation, cast."""
     rows = []
     for r in want.source:
@@ -100,7 +100,7 @@ def some_tensors(count: int, nbytes: int = 1000, code: str = "F32") -> dict[str,
 
 
 @st.composite
-def checkpoints(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[Want]]:
+def checkpoints(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[TensorRequest]]:
     """Shards of random tensors, and parameters made of them: whole, concatenated, permuted."""
     shards: list[dict[str, Any]] = [{} for _ in range(draw(st.integers(1, 3)))]
     wants = []
@@ -132,10 +132,10 @@ def checkpoints(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[Want]]:
             lines = total * parts // inner
             outer = draw(st.sampled_from([n for n in range(1, lines + 1) if lines % n == 0]))
             transpose = RowTranspose(lines // outer, outer, inner)
-        wants.append(Want(f"p{i}", (total, *tail), tuple(rows), transpose))
+        wants.append(TensorRequest(f"p{i}", (total, *tail), tuple(rows), transpose))
     if draw(st.booleans()):
         shards[0]["scalar"] = ("F32", (), b"\x00\x00\x80\x3f")
-        wants.append(Want("scalar", (), (RowRange("scalar", 0, 1),)))
+        wants.append(TensorRequest("scalar", (), (RowRange("scalar", 0, 1),)))
     return shards, wants
 
 
@@ -152,7 +152,7 @@ def checkpoints(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[Want]]:
     seed=st.integers(0, 9),
 )
 def test_every_byte_is_that_of_an_independent_reference(
-    made: tuple[list[dict[str, Any]], list[Want]],
+    made: tuple[list[dict[str, Any]], list[TensorRequest]],
     chunk_nbytes: int,
     threads: int,
     reader: str,
@@ -201,7 +201,7 @@ def test_small_chunks_of_one_parameter_share_a_slot_that_holds_them(tmp_path: Pa
     for i in range(2):
         write_safetensors(tmp_path / f"{i}.safetensors", {f"t{i}": ("U8", (30, 2), data)})
     rows = (RowRange("t0", 0, 30), RowRange("t1", 0, 30))
-    want = Want("w", (60, 2), rows, RowTranspose(1, 2, 30))
+    want = TensorRequest("w", (60, 2), rows, RowTranspose(1, 2, 30))
     device = RecordingDevice()
     run = prepare(tmp_path, [device], wants=[want])
     run.go()
@@ -220,7 +220,7 @@ def test_permuted_rows_that_the_device_casts_are_staged_in_their_order(
     tensors = {"w": ("BF16", (12, 3), data)}
     path = write_safetensors(tmp_path / "x.safetensors", tensors)
     for transpose in (RowTranspose(2, 2, 3), RowTranspose(1, 3, 4), RowTranspose(3, 4, 1)):
-        want = Want("w", (12, 3), (RowRange("w", 0, 12),), transpose)
+        want = TensorRequest("w", (12, 3), (RowRange("w", 0, 12),), transpose)
         for chunk_nbytes in (10, 60, 2**20):
             device = RecordingDevice()
             run = prepare(
@@ -249,7 +249,7 @@ def test_rows_that_change_are_staged_as_they_become(
     for transpose in (None, RowTranspose(2, 2, 3)):
         for chunk_nbytes in (10, 130, 2**20):
             device = RecordingDevice(host_visible=False, shared_memory=shared_memory)
-            want = Want("w", (12, 30), (RowRange("w", 0, 12),), transpose)
+            want = TensorRequest("w", (12, 30), (RowRange("w", 0, 12),), transpose)
             options: dict[str, Any] = {"dtype": "float16", "cast": cast, "changes": changes}
             run = prepare(path, [device], wants=[want], chunk_nbytes=chunk_nbytes, **options)
             assert [p.cast for p in run.plan.placements] == ["rows"]
@@ -296,7 +296,7 @@ def test_several_devices_get_what_is_theirs(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "x.safetensors", tensors)
     devices = [RecordingDevice("A"), RecordingDevice("B", host_visible=True), RecordingDevice("C")]
     wants = [
-        Want(n, tuple(t[1]), (RowRange(n, 0, t[1][0]),), device="ABC"[i % 3])
+        TensorRequest(n, tuple(t[1]), (RowRange(n, 0, t[1][0]),), device="ABC"[i % 3])
         for i, (n, t) in enumerate(tensors.items())
     ]
     run = prepare(tmp_path, devices, wants=wants, chunk_nbytes=100)

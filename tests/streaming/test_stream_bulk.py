@@ -35,7 +35,7 @@ from streamload.errors import (
 )
 from streamload.planning.plan import Plan
 from streamload.planning.planner import make_plan
-from streamload.planning.requests import DTypePolicy, Want
+from streamload.planning.requests import DTypePolicy, TensorRequest
 from streamload.streaming.loop import stream
 from streamload.streaming.sink import ModelTarget
 
@@ -232,7 +232,7 @@ def spread(
         for d in devices
     ]
     wants = [
-        Want(
+        TensorRequest(
             name,
             tuple(tensors[name].shape),
             (RowRange(name, 0, len(tensors[name])),),

@@ -32,10 +32,10 @@ from streamload.devices.base import (
 from streamload.devices.host import HostDevice, HostFramework
 from streamload.devices.staging import DONE, HostStaging
 from streamload.errors import AllocationError, TruncatedFileError
-from streamload.planning.chunks import Chunk, Cut, Pack, chunks
+from streamload.planning.chunks import Chunk, Cut, SmallTensorBatch, chunks
 from streamload.planning.plan import Plan
 from streamload.planning.planner import make_plan
-from streamload.planning.requests import DeviceSpec, DTypePolicy, Want, Wants
+from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest, TensorRequests
 from streamload.streaming.loop import stream
 from streamload.streaming.sink import ModelTarget
 
@@ -56,7 +56,7 @@ def write(folder: Path, sizes: Sequence[int], *, shards: int = 1) -> Mapping[str
 
 def planned(checkpoint: Checkpoint, spec: DeviceSpec, skipped: Sequence[str] = ()) -> Plan:
     """A plan for all of a checkpoint, but for some."""
-    wants: Sequence[Want] = Wants.every(checkpoint)
+    wants: Sequence[TensorRequest] = TensorRequests.every(checkpoint)
     if skipped:
         wants = [want for want in wants if want.name not in skipped]
     return make_plan(
@@ -87,8 +87,8 @@ def test_packs_are_the_chunks_of_small_neighbours(tmp_path: Path, seed: int) -> 
     )
     flat: list[Chunk] = []
     for piece in cut:
-        flat += piece if isinstance(piece, Pack) else [piece]
-        if isinstance(piece, Pack):
+        flat += piece if isinstance(piece, SmallTensorBatch) else [piece]
+        if isinstance(piece, SmallTensorBatch):
             assert 32 <= len(piece) <= most
             assert sum(-(-(c.stop - c.start) // 64) * 64 for c in piece) <= room
             assert all(a.runs[0].stop == b.runs[0].start for a, b in pairwise(piece))

@@ -25,10 +25,10 @@ from streamload.core.system import filesystem_and_length
 from streamload.core.tensors import RowRange, RowTranspose
 from streamload.files.local import DIRECT_FILESYSTEMS
 from streamload.files.page_cache import resident_fraction
-from streamload.planning.chunks import Chunk, Run
+from streamload.planning.chunks import Chunk, StridedRead
 from streamload.planning.plan import Plan
 from streamload.planning.planner import make_plan
-from streamload.planning.requests import DeviceSpec, DTypePolicy, Want
+from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest
 from streamload.streaming.loop import stream
 from streamload.streaming.sink import ModelTarget
 from streamload.streaming.state import StreamStats, file_ranges
@@ -96,7 +96,7 @@ def run(
     device: RecordingDevice,
     *,
     reader: Sequence[Any] = ("mmap",),
-    wants: Sequence[Want] | None = None,
+    wants: Sequence[TensorRequest] | None = None,
     chunk_nbytes: int = 20_000,
     threads: int = 2,
     resident: Sequence[int] = (),
@@ -106,7 +106,7 @@ def run(
     checkpoint = open_checkpoint(path)
     if wants is None:
         wants = [
-            Want(name, info.shape, (RowRange(name, 0, info.shape[0]),))
+            TensorRequest(name, info.shape, (RowRange(name, 0, info.shape[0]),))
             for name, info in checkpoint.tensors.items()
         ]
     made = make_plan(
@@ -136,7 +136,7 @@ def run(
     return made, stats
 
 
-def expected_bytes(checkpoint: Checkpoint, want: Want) -> bytes:
+def expected_bytes(checkpoint: Checkpoint, want: TensorRequest) -> bytes:
     """The parameter that a want asks for, by plain reads."""
     parts = []
     for rows in want.source:
@@ -260,9 +260,9 @@ def test_direct_reads_of_rows_in_another_order(disk: Path) -> None:
     disk.joinpath("c").mkdir()
     write_safetensors(disk / "c" / "x.safetensors", tensors)
     wants = [
-        Want("rows", (64, 300), (RowRange("t0", 0, 64),), RowTranspose(2, 4, 8)),
-        Want("part", (20, 301), (RowRange("t1", 11, 31),)),
-        Want("two", (70, 303), (RowRange("t3", 30, 64), RowRange("t3", 0, 36))),
+        TensorRequest("rows", (64, 300), (RowRange("t0", 0, 64),), RowTranspose(2, 4, 8)),
+        TensorRequest("part", (20, 301), (RowRange("t1", 11, 31),)),
+        TensorRequest("two", (70, 303), (RowRange("t3", 30, 64), RowRange("t3", 0, 36))),
     ]
     for threads in (0, 2):
         for reader in ("direct", "mmap"):
@@ -343,7 +343,9 @@ def test_what_a_failed_load_brought_in_is_dropped_too(disk: Path) -> None:
 
 def test_ranges_of_a_unit() -> None:
     """Neighbours are one range, however many: a unit of small tensors is told of once."""
-    chunks = tuple(Chunk(i, 0, 0, 10, (Run(100 + 10 * i, 110 + 10 * i, 0),)) for i in range(256))
+    chunks = tuple(
+        Chunk(i, 0, 0, 10, (StridedRead(100 + 10 * i, 110 + 10 * i, 0),)) for i in range(256)
+    )
     assert list(file_ranges(chunks)) == [(100, 2660)]
     gap = (chunks[0], Chunk(1, 0, 0, 0, ()), chunks[2], chunks[3])
     assert list(file_ranges(gap)) == [(100, 110), (120, 140)]

@@ -14,7 +14,7 @@ from streamload.devices.base import DeviceInfo
 from streamload.files.header import Header
 from streamload.planning.plan import Plan
 from streamload.planning.planner import make_plan
-from streamload.planning.requests import DeviceSpec, DTypePolicy, Want
+from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest
 
 
 def checkpoint_of(
@@ -33,10 +33,10 @@ def checkpoint_of(
     return from_headers(Path("model"), headers, config or {})
 
 
-def wants_of(checkpoint: Checkpoint, **changes: Any) -> list[Want]:
+def wants_of(checkpoint: Checkpoint, **changes: Any) -> list[TensorRequest]:
     """Every tensor of a checkpoint as it is there."""
     return [
-        Want(
+        TensorRequest(
             info.name,
             info.shape,
             (RowRange(info.name, 0, info.shape[0] if info.shape else 1),),
@@ -55,7 +55,7 @@ def device_spec(name: str, budget_nbytes: int, **given: Any) -> DeviceSpec:
 def plan_of(
     checkpoint: Checkpoint,
     *specs: DeviceSpec,
-    wants: Sequence[Want] | None = None,
+    wants: Sequence[TensorRequest] | None = None,
     dtype: Any = "checkpoint",
     fp16_cast: Any = None,
     **changes: Any,

@@ -16,7 +16,7 @@ from streamload.core.memory import STAGING, Ledger
 from streamload.core.tensors import RowRange
 from streamload.planning.plan import Plan
 from streamload.planning.planner import make_plan
-from streamload.planning.requests import DeviceSpec, DTypePolicy, Want
+from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest
 from streamload.planning.transforms import NO_CHANGES, Changes
 from streamload.streaming.loop import stream
 from streamload.streaming.sink import ModelTarget
@@ -71,7 +71,7 @@ def prepare(
     path: Path,
     devices: Sequence[RecordingDevice],
     *,
-    wants: Sequence[Want] | None = None,
+    wants: Sequence[TensorRequest] | None = None,
     dtype: Any = "checkpoint",
     chunk_nbytes: int = 2**20,
     threads: int = 2,
@@ -85,7 +85,9 @@ def prepare(
     checkpoint = open_checkpoint(path)
     if wants is None:
         wants = [
-            Want(name, info.shape, (RowRange(name, 0, info.shape[0] if info.shape else 1),))
+            TensorRequest(
+                name, info.shape, (RowRange(name, 0, info.shape[0] if info.shape else 1),)
+            )
             for name, info in checkpoint.tensors.items()
         ]
     specs = [
