@@ -29,7 +29,6 @@ from streamload.loading.options import (
     DEFAULTS,
     NameOptions,
     SplitOptions,
-    Strictness,
     WeightOptions,
     takes,
 )
@@ -190,9 +189,9 @@ def load_state_dict(
     def read(me: Member) -> Asked:
         if verify not in ("crc32", "none"):
             raise ValueError(f"verify is crc32 or none, not {verify!r}")
-        own, strictness = own_device(device, me), Strictness.read(options)
+        own = own_device(device, me)
         read = Options.read(**options)
-        return Asked(path, read, split, options, own, verify, strictness, layers)
+        return Asked(path, read, split, options, own, verify, layers)
 
     with _meeting(group, timeout) as session:
         asked = session.step("its arguments", lambda: read(session.me))
@@ -267,11 +266,11 @@ def offload(
     clock = Clock()
 
     def read(me: Member) -> Asked:
-        own, strictness = own_device(device, me), Strictness.read(options)
+        own = own_device(device, me)
         every = {**DEFAULTS, **options}
         asked = OffloadAsked.read(tokens, stay, (), host, every, on_overrun)
         known = Options.read(**options)
-        return Asked(path, known, "layers", options, own, "none", strictness, layers, asked)
+        return Asked(path, known, "layers", options, own, "none", layers, asked)
 
     begun: list[Offloaded] = []
     try:
@@ -327,7 +326,7 @@ def _gathered(session: Session, agreed: Agreement, load: Decision) -> Iterator[G
     whole = agreed.index.checkpoint
     shared = shared_ranges(whole, agreed.plan.placements.values())
     mine = shared_ranges(load.checkpoint, load.plan.placements)
-    reader = agreed.options.knobs.reader
+    reader = agreed.options.reader
     kinds = {header.path: resolve_reader(header.path, reader) for header in whole.shards}
     with Gatherer(session.group, whole, shared, mine, kinds, agreed.block_nbytes) as gatherer:
         yield gatherer
@@ -421,7 +420,7 @@ def _verified(
 
     Digests are compared, of names and of checksums: what differs is looked for only where they do.
     """
-    complete = asked.strictness == Strictness()
+    complete = asked.options.strict and asked.options.shapes == "error"
     plan, name_of = agreed.plan, agreed.names
     replicas = plan.replicas()
     sums: dict[str, int | None] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +30,7 @@ from streamload.errors import (
     Suggestion,
 )
 from streamload.loading.load import split
-from streamload.loading.options import DEFAULTS, NameOptions, Strictness, WeightOptions
+from streamload.loading.options import DEFAULTS, NameOptions, WeightOptions
 from streamload.loading.prepare import Decision, Options, Place
 from streamload.offloading.offload import OffloadAsked, Prepared
 from streamload.planning.dequantise import asked as weights_asked
@@ -66,7 +66,6 @@ class Asked:
     given: Mapping[str, Any]  # the options as they were given
     device: str | None
     verify: str = "crc32"
-    strictness: Strictness = field(default_factory=Strictness)
     layers: LayerNumbers | None = None
     offload: OffloadAsked | None = None  # None: each rank loads its share
 
@@ -76,7 +75,7 @@ class Asked:
             raise ValueError(f"layers is a function of the part, such as {LOCAL_LAYERS}")
         if self.layers is not None and self.split != "layers":
             raise ValueError('layers= needs split="layers": only then a part is of whole layers')
-        if self.options.room.cache is not None and self.split not in ("layers", "replicate"):
+        if self.options.cache is not None and self.split not in ("layers", "replicate"):
             raise ValueError('context= needs split="layers" or "replicate": caches are of layers')
         if not isinstance(self.path, (str, os.PathLike)):
             raise ValueError(
@@ -97,12 +96,12 @@ class Asked:
             dtype = rules["*"]
         said = {
             "dtype": dtype,
-            "out_of_range": self.options.knobs.out_of_range,
-            "context": self.options.room.cache,
+            "out_of_range": self.options.out_of_range,
+            "context": self.options.cache,
             "split": self.split if isinstance(self.split, str) else "a function",
             "verify": self.verify,
-            "strict": self.strictness.strict,
-            "shapes": self.strictness.shapes,
+            "strict": self.options.strict,
+            "shapes": self.options.shapes,
             "offload": self.offload is not None,
             "tokens": self.offload and self.offload.tokens,
             "stay": self.offload and self.offload.stay,
@@ -173,11 +172,11 @@ class Agreement:
             room = options.budget.host_nbytes // sharing - MIN_HOST_NBYTES
         undecided = TensorRequests.every(checkpoint).needs_native_bf16(options.policy)
         if model is None and not undecided and options.budget.is_stated(name):
-            nbytes = options.budget.resolve(name, None) - options.room.reserve_nbytes
+            nbytes = options.budget.resolve(name, None) - options.reserve_nbytes
             return {"room": room, "budget": max(nbytes, 0), "bf16": None}
         self.place = self._look(model, options)
         (spec,) = self.place.specs(options, undecided)
-        nbytes, reserved = spec.budget_nbytes, options.room.reserve_nbytes
+        nbytes, reserved = spec.budget_nbytes, options.reserve_nbytes
         if not options.budget.is_stated(spec.name) and spec.info.shared_memory:
             # all ranks of this host found the same memory free, and each keeps some of it so
             nbytes = max((nbytes + reserved) // sharing - reserved, 0)
@@ -226,15 +225,15 @@ class Agreement:
         infos = [device.info for device in opened.values()]
         stated = options.budget.host_stated
         staging, held = options.budget.host_nbytes // sharing, 0
-        nbytes = max(self._budgets[session.me.rank] + options.room.reserve_nbytes, 1)
-        reader, reserve_nbytes = options.knobs.reader, options.room.reserve_nbytes
+        nbytes = max(self._budgets[session.me.rank] + options.reserve_nbytes, 1)
+        reader, reserve_nbytes = options.reader, options.reserve_nbytes
         if self._asked.split == "replicate" and session.group.size > 1:
             if reader in ("mmap", "direct"):
                 raise ValueError(
                     'split="replicate" reads files by pread, for all ranks together, and not with '
                     f'reader="{reader}"'
                 )
-            if options.knobs.page_cache == "drop":
+            if options.page_cache == "drop":
                 raise ValueError(
                     'split="replicate" leaves the page cache: page_cache="drop" is not'
                 )
@@ -255,8 +254,8 @@ class Agreement:
         return replace(
             options,
             budget=Budget(dict.fromkeys(opened, nbytes) or nbytes, host=staging),
-            knobs=replace(options.knobs, reader=reader),
-            room=replace(options.room, reserve_nbytes=reserve_nbytes),
+            reader=reader,
+            reserve_nbytes=reserve_nbytes,
             cpus=max(available_cpus() // sharing, 1),
             host_held_nbytes=held,
             is_part=True,
@@ -308,7 +307,7 @@ class Agreement:
         """The options of a plan of all nodes."""
         asked = self._asked
         given = {name: value for name, value in asked.given.items() if name in _PLANNED}
-        return given | {"out_of_range": asked.options.knobs.out_of_range}
+        return given | {"out_of_range": asked.options.out_of_range}
 
     def _split_offload(self, nodes: Sequence[Node], asked: OffloadAsked) -> OffloadSplit:
         tokens, stay = asked.tokens, asked.stay
@@ -391,8 +390,7 @@ class Agreement:
             own, part, options, fill, suggest = self._own(place)
             assert self._asked.offload is not None
             found = Prepared.make(
-                *(own, part, options, (fill, [], {}), self._asked.strictness),
-                self._asked.offload,
+                *(own, part, options, (fill, [], {}), self._asked.offload),
                 suggest=suggest,
                 part=self.plan.mine,
             )
@@ -405,8 +403,7 @@ class Agreement:
     def _own_load(self, place: Place) -> Decision:
         """Plan the load of this rank's share."""
         own, part, options, fill, suggest = self._own(place)
-        strictness = self._asked.strictness
-        return Decision.make(own, part, options, (fill, [], {}), strictness, suggest, ())
+        return Decision.make(own, part, options, (fill, [], {}), suggest, ())
 
     def _own(
         self, place: Place
@@ -440,7 +437,7 @@ class Agreement:
         ]
         if plan.split == "layers" and not plan.mine.layers:
             # of no layers: the names here tell of none
-            options = replace(options, room=replace(options.room, cache=None))
+            options = replace(options, cache=None)
         given = self._asked.given
         asked = Wanted(whole, place.parameters, given["mapping"], given["rename"], is_part=True)
         own = replace(place, parameters=parameters)

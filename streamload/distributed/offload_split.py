@@ -142,9 +142,8 @@ def split_offload(
     check_nodes(nodes)
     checkpoint, read, (fill, _, tied) = read_call(path, **options)
     # how this machine reads, and its CPUs, are nothing to nodes: of what reading takes, the least
-    knobs = replace(read.knobs, reader="pread", page_cache="keep", threads=_THREADS)
-    knobs = replace(knobs, chunk_nbytes=knobs.chunk_nbytes or LEAST_CHUNK_NBYTES)
-    read = replace(read, knobs=knobs)
+    read = replace(read, reader="pread", page_cache="keep", threads=_THREADS)
+    read = replace(read, chunk_nbytes=read.chunk_nbytes or LEAST_CHUNK_NBYTES)
     wants = wants_of(checkpoint, fill)
     check_patterns("stay", kept, wants.names)
     specs = read.casting(node_specs(read, nodes))
@@ -256,7 +255,7 @@ def _whole(
         replace(spec, budget_nbytes=ENDLESS_NBYTES, free_nbytes=None, reserve_nbytes=0)
         for spec in specs
     ]
-    free = replace(read, room=replace(read.room, cache=None, reserve_nbytes=0))
+    free = replace(read, cache=None, reserve_nbytes=0)
     made = free.plan(checkpoint, here, endless, {}, engine_of(read))
 
     def with_part(mine: DevicePlan) -> DevicePlan:

@@ -33,7 +33,6 @@ from streamload.loading.options import (
     LoadOptions,
     PlanOptions,
     SplitOptions,
-    Strictness,
     takes,
 )
 from streamload.loading.place import UNSEEN_GRANULARITY_NBYTES, open_devices, unseen_spec
@@ -155,7 +154,6 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
     errors, say which. Calling again completes the load.
     """
     clock = Clock()
-    strictness = Strictness.read(options)
     with uncollected():
         checkpoint, read, found = read_call(path, model, **options)
         kept = _blocks_kept(model, checkpoint, read, found)
@@ -167,7 +165,7 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
         place = Place.look(model, checkpoint, read, options["device"])
         wanted = Wanted(
             *(checkpoint, place.parameters, options["mapping"], options["rename"]),
-            strict=strictness.strict,
+            strict=read.strict,
         )
 
         def instead(error: PlanInfeasibleError, match: Match, wants: TensorRequests) -> list[str]:
@@ -177,7 +175,7 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
 
         try:
             decided = Decision.make(
-                *(place, checkpoint, read, found, strictness, wanted.suggestions),
+                *(place, checkpoint, read, found, wanted.suggestions),
                 instead=instead,
             )
         except StateDictMismatchError as error:
@@ -289,7 +287,7 @@ def described(
     names = [device or "device"] if isinstance(device, str) or device is None else list(device)
     read.check_names(names, device)
     _check_distinct(names)
-    cast, reserved = read.knobs.cast, read.room.reserve_nbytes
+    cast, reserved = read.cast, read.reserve_nbytes
     if all(map(read.budget.is_stated, names)) and cast != "device" and not bf16_undecided:
         unseen = [unseen_spec(name, read.budget.resolve(name, None)) for name in names]
         return _less_reserve(unseen, reserved)
@@ -342,7 +340,7 @@ def node_specs(read: Options, nodes: Sequence[Node]) -> list[DeviceSpec]:
     rounds = UNSEEN_GRANULARITY_NBYTES
     infos = [DeviceInfo(n.name, "", granularity_nbytes=rounds, threads=2) for n in nodes]
     specs = [DeviceSpec(i, n.budget, own_host=True) for i, n in zip(infos, nodes, strict=True)]
-    return _less_reserve(specs, read.room.reserve_nbytes)
+    return _less_reserve(specs, read.reserve_nbytes)
 
 
 def _check_distinct(names: Sequence[str]) -> None:
@@ -369,7 +367,7 @@ def _planned(
 ) -> Plan:
     """Plan a load of everything onto devices, which may depend on whether they compute in bf16."""
     fill, _, tied = found
-    engine: CastChoice = "llvm" if read.knobs.cast == "auto" else read.knobs.cast
+    engine: CastChoice = "llvm" if read.cast == "auto" else read.cast
 
     def planned(quant: QuantPolicy) -> Plan:
         wants = replace(read, quant=quant).quantised(checkpoint, fill)

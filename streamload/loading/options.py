@@ -8,17 +8,14 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, TypeVar, cast, get_args, get_type_hints
 
 from streamload.codecs.cast_table import OutOfRange
 from streamload.core.dtypes import DTypeArgument, DTypeLike
 from streamload.core.memory import BudgetLike
 from streamload.core.progress import Progress
-from streamload.core.units import parse_bytes
 from streamload.files.local import ReaderKind
 from streamload.files.page_cache import PageCacheKind
-from streamload.planning.kv_cache import CacheRequest
 from streamload.planning.match import Shapes
 from streamload.planning.planner import Residence
 from streamload.planning.quant_policy import QuantArgument
@@ -280,63 +277,22 @@ def _sections(
     return lines[:start], entries, []
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What stays free beside the weights.
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that stay as they are given, checked.
 
-    Attributes:
-        reserve_nbytes: on each device or node, of its budget and of what is free.
-        cache: the KV cache to leave room for; None for none.
+    Raises:
+        ValueError: one is none of its choices, or not such a number.
     """
-
-    reserve_nbytes: int
-    cache: CacheRequest | None = None
-
-    @classmethod
-    def read(cls, options: Mapping[str, Any]) -> "Room":
-        """Read those of all options; raises ValueError for one that is invalid."""
-        cache = CacheRequest.read(options["context"], options["batch"], options["cache_dtype"])
-        return cls(parse_bytes(options["reserve"]), cache)
-
-
-@dataclass(frozen=True, slots=True)
-class Strictness:
-    """What of a mismatch between a model and a checkpoint is an error."""
-
-    strict: bool = True
-    shapes: Shapes = "error"
-
-    @classmethod
-    def read(cls, options: Mapping[str, Any]) -> "Strictness":
-        """Read those of all options; raises ValueError for one that is invalid."""
-        strict, shapes = options["strict"], options["shapes"]
-        if not isinstance(strict, bool):
-            raise ValueError(f"strict is True or False, not {strict!r}")
-        if shapes not in get_args(Shapes):
-            raise ValueError(f"shapes is one of {', '.join(get_args(Shapes))}, not {shapes!r}")
-        return cls(strict, shapes)
-
-
-@dataclass(frozen=True, slots=True)
-class Knobs:
-    """How bytes are read, cast and moved: the `StreamOptions`, checked."""
-
-    out_of_range: OutOfRange
-    cast: CastArgument
-    reader: ReaderKind
-    page_cache: PageCacheKind
-    chunk_nbytes: int | None
-    threads: int | None
-
-    @classmethod
-    def read(cls, options: Mapping[str, Any]) -> "Knobs":
-        """Read those of all options; raises ValueError for one that is invalid."""
-        given = {name: options[name] for name in StreamOptions.__annotations__}
-        for name, value in given.items():
-            choices = get_args(StreamOptions.__annotations__[name])
-            if int in choices:
-                if value is not None and (type(value) is not int or value < 1):
-                    raise ValueError(f"{name} is a whole number of at least 1, not {value!r}")
-            elif value not in choices:
-                raise ValueError(f"{name} is one of {', '.join(choices)}, not {value!r}")
-        return cls(**given)
+    names = (*StreamOptions.__annotations__, "residence", "strict", "shapes")
+    found = {name: options[name] for name in names}
+    for name, value in found.items():
+        choices = get_args(LoadOptions.__annotations__[name])
+        if not choices:
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} is True or False, not {value!r}")
+        elif int in choices:
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} is a whole number of at least 1, not {value!r}")
+        elif value not in choices:
+            raise ValueError(f"{name} is one of {', '.join(choices)}, not {value!r}")
+    return found

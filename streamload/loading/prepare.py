@@ -11,14 +11,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Unpack, get_args
+from typing import Any, Unpack
 
 from streamload.checkpoint.open import Checkpoint
+from streamload.codecs.cast_table import OutOfRange
 from streamload.codecs.scheme import CodedWeight
 from streamload.core.location import Location, Url
 from streamload.core.memory import STAGING, Budget, available_cpus, canonical_device
 from streamload.core.pagemap import reusable_nbytes
-from streamload.core.units import format_bytes
+from streamload.core.units import format_bytes, parse_bytes
 from streamload.devices.base import NO_SWAP, Framework, Parameter, Swap, nothing
 from streamload.devices.names import (
     default_framework,
@@ -31,14 +32,15 @@ from streamload.errors import (
     ResidenceError,
     Suggestion,
 )
-from streamload.files.local import ReaderChoice, choose_reader
+from streamload.files.local import ReaderChoice, ReaderKind, choose_reader
+from streamload.files.page_cache import PageCacheKind
 from streamload.files.strided import thread_nbytes
 from streamload.loading.engine import host_engine
-from streamload.loading.options import DEFAULTS, Knobs, LoadOptions, Room, Strictness
+from streamload.loading.options import DEFAULTS, CastArgument, LoadOptions, plain_options
 from streamload.loading.place import Devices, host_room_nbytes, open_devices
-from streamload.loading.read_choice import Reading, ahead_nbytes, reader_choices
-from streamload.planning.kv_cache import KvCache
-from streamload.planning.match import Match, wants_of
+from streamload.loading.read_choice import Reading, ahead_nbytes, reader_choice
+from streamload.planning.kv_cache import CacheRequest, KvCache
+from streamload.planning.match import Match, Shapes, wants_of
 from streamload.planning.match import match as match_parameters
 from streamload.planning.plan import Plan
 from streamload.planning.planner import DEFAULT_CHUNK_NBYTES, CastChoice, Residence, make_plan
@@ -65,9 +67,17 @@ class Options:
 
     budget: Budget
     policy: DTypePolicy
-    knobs: Knobs
-    room: Room
-    residence: Residence = "memory"
+    out_of_range: OutOfRange
+    cast: CastArgument
+    reader: ReaderKind
+    page_cache: PageCacheKind
+    chunk_nbytes: int | None
+    threads: int | None
+    residence: Residence
+    strict: bool
+    shapes: Shapes
+    reserve_nbytes: int = 0  # kept free on each device or node, of its budget and of what is free
+    cache: CacheRequest | None = None
     changes: Changes = NO_CHANGES
     quant: QuantPolicy = NO_QUANT
     # by parameter, weights whose blocks stay as they are stored, in modules that hold such
@@ -81,16 +91,13 @@ class Options:
     def read(cls, **given: Unpack[LoadOptions]) -> Options:
         """Read the options; raises ValueError for one that is invalid."""
         options: LoadOptions = {**DEFAULTS, **given}
-        if options["residence"] not in get_args(Residence):
-            names = ", ".join(get_args(Residence))
-            raise ValueError(f"residence is one of {names}, not {options['residence']!r}")
         return cls(
-            room=Room.read(options),
-            knobs=Knobs.read(options),
             budget=Budget.parse(options["budget"]),
             policy=DTypePolicy.parse(options["dtype"], environment_fp16_cast()),
-            residence=options["residence"],
             quant=QuantPolicy.parse(options["quant"]),
+            reserve_nbytes=parse_bytes(options["reserve"]),
+            cache=CacheRequest.read(options["context"], options["batch"], options["cache_dtype"]),
+            **plain_options(options),
         )
 
     def quantised(self, checkpoint: Checkpoint, fill: Mapping[str, Source]) -> TensorRequests:
@@ -111,7 +118,7 @@ class Options:
 
     def casting(self, specs: Iterable[DeviceSpec]) -> list[DeviceSpec]:
         """The devices, of which none casts where the host is asked to, with what stays free."""
-        casts, reserved = self.knobs.cast in ("auto", "device"), self.room.reserve_nbytes
+        casts, reserved = self.cast in ("auto", "device"), self.reserve_nbytes
         return [
             replace(
                 spec,
@@ -133,8 +140,8 @@ class Options:
         reading: Reading = "ahead",
     ) -> Plan:
         """Plan under these options, and within what is free on the host (None: not looked at)."""
-        knobs, free, budget = self.knobs, host_free_nbytes, self.budget.host_nbytes
-        asked, path = self.room.cache, checkpoint.path
+        free, budget = host_free_nbytes, self.budget.host_nbytes
+        asked, path = self.cache, checkpoint.path
         held = thread_nbytes(view for header in checkpoint.shards for view in header.views)
         make = partial(
             make_plan,
@@ -142,12 +149,12 @@ class Options:
             wants=wants,
             devices=specs,
             dtype=self.policy,
-            out_of_range=knobs.out_of_range,
+            out_of_range=self.out_of_range,
             cast=cast,
             tied=tied,
             host_budget_nbytes=budget if free is None else min(budget, free),
             host_limit="budget" if free is None or budget <= free else "free memory",
-            page_cache=knobs.page_cache,
+            page_cache=self.page_cache,
             cache=None if asked is None else KvCache.of(checkpoint.config, asked, path=path),
             residence=self.residence,
             mappable=[self._is_mappable(header.path) for header in checkpoint.shards],
@@ -157,7 +164,11 @@ class Options:
         staged = not any(spec.info.host_visible for spec in specs)
 
         def made(reading: Reading) -> Plan:
-            choices = reader_choices(checkpoint.shards, knobs, reading, staged=staged)
+            whole = staged if reading == "ahead" else reading == "direct"
+            choices = [
+                reader_choice(header, self.reader, self.page_cache, reading, whole_slots=whole)
+                for header in checkpoint.shards
+            ]
             how = self._reading(checkpoint, specs, choices)
             try:
                 return make(**how, ahead=reading == "ahead")
@@ -176,7 +187,7 @@ class Options:
             raise PlanInfeasibleError("host", taken, free, limit="free memory")
         if free - taken >= ahead_nbytes(found):
             return found
-        if knobs.reader == "mmap":
+        if self.reader == "mmap":
             return _mapped_in_little(found, taken, free)
         left = format_bytes(max(free - taken, 0))
         note = f"the kernel reads nothing ahead: the host would be left with {left}"
@@ -204,8 +215,8 @@ class Options:
         return {
             "readers": [choice.kind for choice in choices],
             "reader_reasons": [choice.reason for choice in choices],
-            "chunk_nbytes": self.knobs.chunk_nbytes or most_nbytes,
-            "threads": self.knobs.threads or threads,
+            "chunk_nbytes": self.chunk_nbytes or most_nbytes,
+            "threads": self.threads or threads,
         }
 
     def _is_mappable(self, path: Location) -> bool:
@@ -315,7 +326,6 @@ class Place:
         checkpoint: Checkpoint,
         options: Options,
         found: Found,
-        strictness: Strictness,
         suggest: Callable[[], Sequence[Suggestion]] = tuple,
     ) -> Match:
         """Match the model to a checkpoint, by name and shape; the arguments are `Decision.make`'s.
@@ -328,7 +338,7 @@ class Place:
             *(checkpoint, self.parameters, fill, tied, self.keep, options.policy),
             *(self.reusable, self.coded, options.blocks),
         )
-        match.check(checkpoint.path, strictness.strict, strictness.shapes, suggest)
+        match.check(checkpoint.path, options.strict, options.shapes, suggest)
         if fill or skipped:  # a rank may have nothing to load
             match.warn_of_little(checkpoint.path, suggest)
         return match
@@ -347,10 +357,10 @@ class Place:
             (devices or self.devices).specs(
                 options.budget,
                 options.policy,
-                options.knobs.cast,
+                options.cast,
                 self.held,
                 bf16_undecided=bf16_undecided,
-                reserve_nbytes=options.room.reserve_nbytes,
+                reserve_nbytes=options.reserve_nbytes,
                 of_model=self.owner is not None,
             )
         )
@@ -409,7 +419,6 @@ class Decision:
         checkpoint: Checkpoint,
         options: Options,
         found: Found,
-        strictness: Strictness,
         suggest: Callable[[], Sequence[Suggestion]] = tuple,
         offers: Collection[str] = ("quant", "residence", "device"),
         instead: Callable[[PlanInfeasibleError, Match, TensorRequests], Sequence[str]]
@@ -422,7 +431,6 @@ class Decision:
             checkpoint: the headers.
             options: those of the load.
             found: what fills each parameter; see `sources`.
-            strictness: whether model and checkpoint must have the same names and shapes.
             suggest: says what to write where they have not.
             offers: what the entrance takes of the options that may make a load fit.
             instead: says which other calls there are for a model that does not fit.
@@ -430,7 +438,7 @@ class Decision:
         fill, _, tied = found
         match = None
         if place.owner is not None:
-            match = place.match(checkpoint, options, found, strictness, suggest)
+            match = place.match(checkpoint, options, found, suggest)
             tied = {}  # the model says what is tied
 
         def demanded(quant: QuantPolicy) -> _Demand:
@@ -546,7 +554,7 @@ class _Demand:
     def planned(self, devices: Devices) -> tuple[Plan, int | None]:
         """Plan for these devices; beside it, the bytes of the process as memory was looked at."""
         options, policy = self.options, self.options.policy
-        cast, clamp = options.knobs.cast, options.knobs.out_of_range == "clamp"
+        cast, clamp = options.cast, options.out_of_range == "clamp"
         specs = self.place.specs(options, self.wants.needs_native_bf16(policy), devices)
         specs, refused = devices.compile_casts(
             specs, self.wants, policy, clamp=clamp, required=cast == "device"

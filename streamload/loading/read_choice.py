@@ -8,14 +8,13 @@ cache, and others in pieces of 256 KiB.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
 from streamload.core.location import Url
 from streamload.files.header import Header
-from streamload.files.local import ReaderChoice, choose_reader
-from streamload.loading.options import Knobs
+from streamload.files.local import ReaderChoice, ReaderKind, choose_reader
+from streamload.files.page_cache import PageCacheKind
 from streamload.planning.plan import Plan
 
 #: "ahead" lets the kernel read ahead. The others do not: "direct" reads cold files past the page
@@ -39,28 +38,18 @@ def reading_of(plan: Plan) -> Reading:
     return "ahead" if plan.ahead else "direct" if "direct" in plan.readers else "exact"
 
 
-def reader_choices(
-    headers: Sequence[Header], knobs: Knobs, reading: Reading, *, staged: bool
-) -> list[ReaderChoice]:
-    """How each file is read.
-
-    Args:
-        headers: of the files.
-        knobs: what was asked for.
-        reading: what comes into the page cache.
-        staged: all files are read into staging slots.
-    """
-    return [_choice(header, knobs, reading, staged=staged) for header in headers]
-
-
-def _choice(header: Header, knobs: Knobs, reading: Reading, *, staged: bool) -> ReaderChoice:
+def reader_choice(
+    header: Header,
+    reader: ReaderKind,
+    page_cache: PageCacheKind,
+    reading: Reading,
+    *,
+    whole_slots: bool,
+) -> ReaderChoice:
+    """How a file is read; ``whole_slots`` is for `choose_reader`."""
     if header.views and not isinstance(header.path, Url):
         return ReaderChoice("pread", "some of its tensors are views with strides")
-    # only whole slots, as long as there is memory: see `choose_reader` for what it costs elsewhere
-    whole = staged if reading == "ahead" else reading == "direct"
-    choice = choose_reader(
-        header.path, knobs.reader, page_cache=knobs.page_cache, whole_slots=whole
-    )
+    choice = choose_reader(header.path, reader, page_cache=page_cache, whole_slots=whole_slots)
     if reading == "ahead" or choice.kind != "mmap":
         return choice
     return replace(choice, kind="pread", reason="not mapped: the host has little memory")

@@ -55,8 +55,8 @@ def device_of(
     place: Place, options: Options, wants: TensorRequests
 ) -> tuple[DeviceSpec, CastChoice]:
     """The device, and the cast engine."""
-    policy, knobs = options.policy, options.knobs
+    policy = options.policy
     specs = place.specs(options, wants.needs_native_bf16(policy))
-    clamp, required = knobs.out_of_range == "clamp", knobs.cast == "device"
+    clamp, required = options.out_of_range == "clamp", options.cast == "device"
     (spec,), _ = place.devices.compile_casts(specs, wants, policy, clamp=clamp, required=required)
     return spec, engine_of(options)

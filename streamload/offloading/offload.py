@@ -14,7 +14,7 @@ from streamload.core.units import parse_bytes
 from streamload.devices.base import Device
 from streamload.errors import OffloadError, StateDictMismatchError, Suggestion
 from streamload.loading.load import described, read_call, run, uncollected
-from streamload.loading.options import NO_TRANSFER, LoadOptions, PlanOptions, Strictness, takes
+from streamload.loading.options import NO_TRANSFER, LoadOptions, PlanOptions, takes
 from streamload.loading.prepare import Decision, Options, Place
 from streamload.loading.report import Clock, LoadReport
 from streamload.offloading.experts import ExpertCache
@@ -148,7 +148,6 @@ class Prepared:
         checkpoint: Checkpoint,
         read: Options,
         found: Found,
-        strictness: Strictness,
         asked: OffloadAsked,
         *,
         suggest: Callable[[], Sequence[Suggestion]] = tuple,
@@ -161,13 +160,12 @@ class Prepared:
             checkpoint: the headers.
             read: the options.
             found: what fills each parameter.
-            strictness: whether model and checkpoint must have the same names and shapes.
             asked: what was asked for beside.
             suggest: says what to write where they have not.
             part: what a rank has of the model; None for all of it.
         """
         check_place(place)
-        match = place.match(checkpoint, read, found, strictness, suggest)
+        match = place.match(checkpoint, read, found, suggest)
         wants = match.quantised(checkpoint, place.coded, read.changes.by_tensor)
         spec, cast = device_of(place, read, wants)
         adapter = adapter_of(place, match, asked.layers)
@@ -195,7 +193,7 @@ class Prepared:
         made = planned_by_layers(asked.layers, grouped, planned, wants, sizes)
         stays = {*made.residency.stays}
         kept = [wants.names[at] for g in made.groups if g.name in stays for at in g.wants]
-        load = load_of_stays(made, place, checkpoint, read, found, kept, strictness)
+        load = load_of_stays(made, place, checkpoint, read, found, kept)
         return cls(made, load, wants, spec, read, checkpoint, adapter)
 
     @property
@@ -214,7 +212,7 @@ class Prepared:
             made, rounds, kept_file = begin(
                 made, checkpoint, self.wants, self.spec, device, adapter, self.read
             )
-            out_of_range = self.read.knobs.out_of_range
+            out_of_range = self.read.out_of_range
             if made.residency.absent:
                 adapter.put(made, checkpoint, self.wants, self.dsts, device, rounds, out_of_range)
             elif made.tokens is not None or made.cached_tokens:
@@ -298,18 +296,17 @@ def offload(
     weights as they are (it keeps a view, or writes into them). The model can run again after it.
     """
     clock = Clock()
-    strictness = Strictness.read(options)
     asked = OffloadAsked.read(tokens, stay, layers, host, options, on_overrun)
     with uncollected():
         checkpoint, read, found = read_call(path, model, **options)
         place = Place.look(model, checkpoint, read, options["device"])
         wanted = Wanted(
             *(checkpoint, place.parameters, options["mapping"], options["rename"]),
-            strict=strictness.strict,
+            strict=read.strict,
         )
         try:
             prepared = Prepared.make(
-                *(place, checkpoint, read, found, strictness, asked), suggest=wanted.suggestions
+                *(place, checkpoint, read, found, asked), suggest=wanted.suggestions
             )
         except StateDictMismatchError as error:
             call = call_of_library(model, checkpoint.path, offload=True)
@@ -395,7 +392,6 @@ def load_of_stays(
     read: Options,
     found: Found,
     names: Sequence[str],
-    strictness: Strictness,
 ) -> Decision:
     """Decide the load of what stays."""
     fill, _, tied = found
@@ -406,9 +402,8 @@ def load_of_stays(
     rest = {name: source for name, source in fill.items() if name in theirs}
     ties = {name: other for name, other in tied.items() if name in theirs}
     room = made.cache_nbytes + made.activation_nbytes + made.reserve_nbytes
-    room_beside = replace(read.room, reserve_nbytes=room, cache=None)
-    options = replace(read, room=room_beside, one_device=True)
-    return Decision.make(part, checkpoint, options, (rest, [], ties), strictness)
+    options = replace(read, reserve_nbytes=room, cache=None, one_device=True)
+    return Decision.make(part, checkpoint, options, (rest, [], ties))
 
 
 class Memory(Protocol):

@@ -373,7 +373,7 @@ def decide(
             return plan
         return made(chunk_nbytes or _EXACT_CHUNK_NBYTES, room, reading)
 
-    chunks = [options.knobs.chunk_nbytes] if options.knobs.chunk_nbytes else _CHUNKS
+    chunks = [options.chunk_nbytes] if options.chunk_nbytes else _CHUNKS
     # what is read past the page cache takes memory where it is unaligned
     ways: list[tuple[int | None, Reading]] = [(n, "direct") for n in chunks]
     for chunk_nbytes, reading in [*ways, (chunks[-1], "exact")]:
@@ -411,14 +411,14 @@ def least_scratch_nbytes(
     found = choose(sizes, least(sizes))
     if found is None or not (found.streams or found.experts):
         return 0
-    chunk_nbytes = options.knobs.chunk_nbytes or LEAST_CHUNK_NBYTES
+    chunk_nbytes = options.chunk_nbytes or LEAST_CHUNK_NBYTES
     stream = _streamed(options, checkpoint, wants, spec, groups, found, cast, chunk_nbytes)
     return stream.devices[0].scratch_nbytes
 
 
 def engine_of(options: Options) -> CastChoice:
     """Which cast engine streams."""
-    return "llvm" if options.knobs.cast == "auto" else options.knobs.cast
+    return "llvm" if options.cast == "auto" else options.cast
 
 
 def streamed_from(
@@ -494,15 +494,14 @@ def _streamed(
     for name in found.experts:
         layers += _experts(by_name[name], wants, spec.name)
     mine = TensorRequests.of(checkpoint, [want for layer in layers for want in layer])
-    knobs = options.knobs
-    if knobs.page_cache == "auto":
+    if options.page_cache == "auto":
         # passes come again: a file that fits is read through the page cache, others are not kept
         cached = _is_cached(options, spec, found)
-        knobs = replace(knobs, page_cache="keep" if cached else "drop")
+        options = replace(options, page_cache="keep" if cached else "drop")
     if chunk_nbytes is not None:
-        knobs = replace(knobs, chunk_nbytes=chunk_nbytes)
+        options = replace(options, chunk_nbytes=chunk_nbytes)
     endless = replace(spec, budget_nbytes=ENDLESS_NBYTES, host_free_nbytes=None)
-    made = _planned(replace(options, knobs=knobs), checkpoint, mine, endless, cast, reading)
+    made = _planned(options, checkpoint, mine, endless, cast, reading)
     names = [[want.name for want in layer] for layer in layers]
     return replace(made, placements=_in_order(made.placements, names))
 
@@ -540,7 +539,7 @@ def _planned(
     reading: Reading = "ahead",
 ) -> Plan:
     """Plan a load within the budget alone: what is free, a cache and a reserve are counted."""
-    alone = replace(options, room=replace(options.room, cache=None, reserve_nbytes=0))
+    alone = replace(options, cache=None, reserve_nbytes=0)
     free = replace(spec, free_nbytes=None, reserve_nbytes=0)
     return alone.plan(checkpoint, wants, [free], {}, cast, reading=reading)
 
@@ -567,8 +566,8 @@ def _experts(group: Group, wants: TensorRequests, device: str) -> list[list[Tens
 
 def _is_cached(options: Options, spec: DeviceSpec, found: Residency) -> bool:
     """Whether the page cache of this host has room for what streams, beside what is to be held."""
-    if options.knobs.page_cache != "auto":
-        return options.knobs.page_cache == "keep"
+    if options.page_cache != "auto":
+        return options.page_cache == "keep"
     free = free_host_nbytes()
     if free is None:
         return True
@@ -591,7 +590,7 @@ def _are_views(
     Not where the host has little memory, and files that are not in the page cache: they are read
     past it.
     """
-    if not spec.info.maps or options.knobs.reader not in ("auto", "mmap"):
+    if not spec.info.maps or options.reader not in ("auto", "mmap"):
         return Viewable()
     if not stream.ahead and "direct" in stream.readers:
         return Viewable()

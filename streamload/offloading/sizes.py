@@ -94,7 +94,7 @@ def cache_of(options: Options, checkpoint: Checkpoint, tokens: int | None) -> Kv
     Raises:
         CheckpointError: one was asked for, and how much it takes is not known.
     """
-    asked, config = options.room.cache, checkpoint.config
+    asked, config = options.cache, checkpoint.config
     if asked is not None:
         return KvCache.of(config, asked, path=checkpoint.path)
     if tokens is None or config.get("use_cache") is False:

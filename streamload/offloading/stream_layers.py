@@ -16,7 +16,7 @@ from streamload.core.units import parse_bytes
 from streamload.devices.base import Buffer, Device
 from streamload.errors import OffloadError
 from streamload.loading.load import read_call, run, uncollected
-from streamload.loading.options import PlanOptions, Strictness, takes
+from streamload.loading.options import PlanOptions, takes
 from streamload.loading.prepare import Place
 from streamload.loading.report import Clock, LoadReport
 from streamload.offloading.groups import Step, steps_of_checkpoint
@@ -290,7 +290,7 @@ def stream_layers(
         )
         stays = {*made.residency.stays}
         names = [wants.names[at] for group in groups if group.name in stays for at in group.wants]
-        decided = load_of_stays(made, place, checkpoint, read, found, names, Strictness())
+        decided = load_of_stays(made, place, checkpoint, read, found, names)
     report = run(decided, False, clock)
     memory = _Memory(place.devices.framework.name)
     made, rounds, kept_file = begin(made, checkpoint, wants, spec, device, memory, read)

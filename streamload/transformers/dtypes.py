@@ -12,11 +12,10 @@ import torch
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.core.dtypes import BF16, F16, DType, DTypeArgument, parse_dtype
-from streamload.core.memory import Budget, BudgetLike
 from streamload.devices.names import environment_fp16_cast
 from streamload.errors import CheckpointError
-from streamload.loading.options import CastArgument
 from streamload.loading.place import Devices
+from streamload.loading.prepare import Options
 from streamload.planning.requests import DTypePolicy
 from streamload.transformers.configuration import folder_of
 from streamload.transformers.internals import build_glob_alternation, plan_of_dtypes
@@ -43,8 +42,7 @@ class Dtypes:
         checkpoint: Checkpoint,
         config: Any,
         asked: DTypeArgument,
-        budget: BudgetLike,
-        cast: CastArgument,
+        options: Options,
         devices: Devices,
     ) -> Dtypes:
         """Settle the model's dtype; computes on the devices where it depends on them."""
@@ -62,7 +60,7 @@ class Dtypes:
         if main is None:  # no floats
             main = parse_dtype(_name(torch.get_default_dtype()))
         if main is BF16 and "*" not in rules:
-            specs = devices.specs(Budget.parse(budget), policy, cast, {}, bf16_undecided=True)
+            specs = devices.specs(options.budget, policy, options.cast, {}, bf16_undecided=True)
             if policy.fp16_cast is not None or not all(spec.native_bf16 for spec in specs):
                 main = F16
         return cls(asked, main)

@@ -16,8 +16,8 @@ from streamload.core.dtypes import F32, parse_dtype
 from streamload.core.tensors import whole
 from streamload.devices.names import framework
 from streamload.errors import StreamloadError
-from streamload.loading.options import Strictness
 from streamload.loading.place import open_devices
+from streamload.loading.prepare import Options
 from streamload.transformers.configuration import Wanted, configuration_of, first_line, on_meta
 from streamload.transformers.dtypes import COMPUTED_IN
 from streamload.transformers.internals import should_convert_module
@@ -25,8 +25,6 @@ from streamload.transformers.names import Names
 from streamload.transformers.prepared import Prepared
 from streamload.transformers.quantizers.stored import method_of, missing, stated_in
 from streamload.transformers.saving import METHOD, left_by_theirs, own_config, would_be_floats
-
-_STRICT = Strictness(strict=True, shapes="error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ def holding(checkpoint: Checkpoint, formats: Mapping[str, str]) -> Holding | Non
         dtype = parse_dtype(stated) if stated in COMPUTED_IN else F32
         model = on_meta(checkpoint, config, Wanted(), dtype)
         names = Names.of(model, checkpoint)
-        names.check(model, checkpoint, _STRICT)
+        names.check(model, checkpoint, Options.read())
     except Exception:  # whatever transformers, or code of a model's own, raises
         return None
     alone = {
@@ -123,10 +121,8 @@ def why_not_opened(folder: Path) -> str:
             str(folder),
             Wanted(),
             open_devices("cpu", framework("torch"), {}),
-            dtype=None,
-            budget=None,
-            cast="auto",
-            strictness=_STRICT,
+            None,
+            Options.read(),
         )
     except StreamloadError as error:
         return "" if "does not run on" in str(error) else first_line(error)

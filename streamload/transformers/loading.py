@@ -15,8 +15,9 @@ from streamload.core.location import Url
 from streamload.core.patterns import Patterns
 from streamload.devices.names import framework
 from streamload.errors import DeviceError, OffloadError
-from streamload.loading.options import Strictness, takes
+from streamload.loading.options import takes
 from streamload.loading.place import open_devices
+from streamload.loading.prepare import Options
 from streamload.offloading.overrun import OnOverrun
 from streamload.transformers.adapters import Adapter
 from streamload.transformers.arguments import found_at, takes_those_of_transformers
@@ -155,7 +156,13 @@ def from_pretrained(
             accelerate is not installed.
         ValueError: an argument is invalid.
     """
-    device, strictness = options["device"], Strictness.read(options)
+    device = options["device"]
+    read = Options.read(
+        budget=options["budget"],
+        cast=options["cast"],
+        strict=options["strict"],
+        shapes=options["shapes"],
+    )
     if not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"expected the path of a checkpoint, not {type(path).__name__}")
     _check_accelerate(device)
@@ -199,10 +206,8 @@ def from_pretrained(
         name if adapter is None else adapter.base,
         wanted,
         devices,
-        dtype=options["dtype"],
-        budget=options["budget"],
-        cast=options["cast"],
-        strictness=strictness,
+        options["dtype"],
+        read,
     )
     if offload:
         offloaded = load_untied(lambda: prepared.offload(devices, options, asked), prepared)

@@ -13,7 +13,7 @@ import torch
 from streamload.checkpoint.open import Checkpoint
 from streamload.core.tensors import whole as all_of
 from streamload.errors import ShapeMismatch, StateDictMismatchError
-from streamload.loading.options import Strictness
+from streamload.loading.prepare import Options
 from streamload.planning.match import skipping_shapes, warn_of_little
 from streamload.planning.sources import Source, model_shape
 from streamload.transformers.configuration import first_line
@@ -185,15 +185,15 @@ class Names:
         for new, source in sources.items():
             self._add(new, source)
 
-    def check(self, model: Any, checkpoint: Checkpoint, strictness: Strictness) -> None:
+    def check(self, model: Any, checkpoint: Checkpoint, options: Options) -> None:
         """Raise StateDictMismatchError for all that is wrong, in one go.
 
         Args:
             model: on the meta device.
             checkpoint: the headers.
-            strictness: whether missing and unexpected names and other shapes are wrong.
+            options: whether missing and unexpected names and other shapes are wrong.
         """
-        strict = strictness.strict
+        strict = options.strict
         state = model.state_dict(keep_vars=True)
         known = [*self.fill, *self.refused]
         filled = {id(state[name]) for name in known if name in state}
@@ -215,7 +215,7 @@ class Names:
         problems = [f"{name}: {why}" for name, why in self.refused.items()]
         loaded, left_out = len(filled) - len(shapes), len(missing) + len(shapes)
         tensors = loaded + len(unexpected) + len(shapes)
-        if strictness.shapes == "skip":
+        if options.shapes == "skip":
             shapes = []
         if problems or shapes or (strict and (missing or unexpected)):
             raise StateDictMismatchError(

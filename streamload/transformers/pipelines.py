@@ -40,8 +40,9 @@ from streamload.errors import (
 )
 from streamload.files.header import parse_json_object
 from streamload.loading.load import load_state_dict
-from streamload.loading.options import DEFAULTS, StreamOptions, Strictness, takes
+from streamload.loading.options import DEFAULTS, StreamOptions, takes
 from streamload.loading.place import Devices, open_devices
+from streamload.loading.prepare import Options
 from streamload.loading.report import LoadReport
 from streamload.planning.planner import Residence
 from streamload.planning.sources import Source
@@ -420,10 +421,8 @@ def _part(
         str(folder),
         Wanted(model_class=model_class, changes=changes),
         devices,
-        dtype=asked,
-        budget=options["budget"],
-        cast=options["cast"],
-        strictness=Strictness(),
+        asked,
+        Options.read(budget=options["budget"], cast=options["cast"]),
     )
 
 

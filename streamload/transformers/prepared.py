@@ -16,15 +16,13 @@ from streamload.devices.names import framework
 from streamload.errors import OffloadError, PlanInfeasibleError, StateDictMismatchError
 from streamload.loading.load import load_state_dict
 from streamload.loading.options import (
-    CastArgument,
     ChangeOptions,
     LoadOptions,
     StreamOptions,
-    Strictness,
     WeightOptions,
 )
 from streamload.loading.place import Devices
-from streamload.loading.prepare import on_unstored
+from streamload.loading.prepare import Options, on_unstored
 from streamload.loading.report import LoadReport
 from streamload.offloading.offload import Offloaded, offload
 from streamload.offloading.overrun import OnOverrun
@@ -92,11 +90,8 @@ class Prepared:
         name: str,
         wanted: Wanted,
         devices: Devices,
-        *,
         dtype: DTypeArgument,
-        budget: BudgetLike,
-        cast: CastArgument,
-        strictness: Strictness,
+        options: Options,
     ) -> Prepared:
         """Build a model and match it; nothing is read but headers and ``config.json``.
 
@@ -105,10 +100,8 @@ class Prepared:
             name: what the model calls the place that it comes from.
             wanted: see `Wanted`.
             devices: where it goes.
-            dtype: as in `from_pretrained`; so are the rest.
-            budget: the bytes that it may take.
-            cast: what casts.
-            strictness: whether names and shapes must match.
+            dtype: as in `from_pretrained`.
+            options: the budget, what casts, and whether names and shapes must match.
         """
         config = configuration_of(checkpoint, wanted)
         blocks = asked(checkpoint, DTypePolicy(), blocks=True)
@@ -117,7 +110,7 @@ class Prepared:
             checkpoint = replace(checkpoint, config=config.to_dict())
         config.name_or_path = name
         quantised = quantised_as(checkpoint, config, wanted.quantization)
-        dtypes = Dtypes.choose(checkpoint, config, dtype, budget, cast, devices)
+        dtypes = Dtypes.choose(checkpoint, config, dtype, options, devices)
         if quantised is not None:
             dtypes = dtypes.updated(quantised.quantizer)
         model = on_meta(checkpoint, config, wanted, dtypes.main)
@@ -128,7 +121,7 @@ class Prepared:
         names = Names.of(model, checkpoint, mapping, quantizer)
         if quantised is not None:
             quantised.check(model, names)
-        names.check(model, checkpoint, strictness)
+        names.check(model, checkpoint, options)
         untie(model, checkpoint, names, stored_otherwise)
         if quantised is not None:
             quantised.stage(model, names)
