@@ -411,7 +411,7 @@ class Rounds:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = started(self._serve, "streamload-rounds")
+            self._thread = started(self._serve, "streamload-rounds", self._wake)
 
     def _wake(self) -> None:
         if self._crew is not None:
@@ -504,7 +504,7 @@ class Rounds:
             self._crew = crew
         while True:
             with self._changed:
-                if self._closed:
+                if self._closed or (self._runner is None and _program_ends()):
                     break
                 picked = self._pick()
                 if picked is not None:
@@ -536,7 +536,7 @@ class Rounds:
         crew.drain()
 
     def _is_idle(self, since: float) -> bool:
-        if not threading.main_thread().is_alive():
+        if _program_ends():
             return True
         busy = self._runner is not None
         busy = busy or bool(self._filling) or any(self._computing.values())
@@ -582,3 +582,7 @@ class Rounds:
                 self._drop_spoiled(number)
             self._changed.notify_all()
             self._wake()
+
+
+def _program_ends() -> bool:
+    return not threading.main_thread().is_alive()

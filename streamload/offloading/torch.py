@@ -253,6 +253,7 @@ class TorchModel(ModelAdapter):
     def end_putting(self, plan: OffloadPlan, rounds: Rounds | None) -> None:
         """Count passes, and refuse what cannot be."""
         self._wrap(Pass(self._model, self.room, self.timed, self._stays, self._trains))
+        self._watch_encoder()
         absent = plan.residency.absent
         holders = [
             module
@@ -269,6 +270,14 @@ class TorchModel(ModelAdapter):
     def watch(self) -> None:
         """Count the tokens of passes."""
         self._wrap(Watched(self._model, self.room))
+        self._watch_encoder()
+
+    def _watch_encoder(self) -> None:
+        """Count the tokens of transformers' encoder, which `generate` calls before the model."""
+        if getattr(getattr(self._model, "config", None), "is_encoder_decoder", False):
+            encoder = self._model.get_encoder()
+            if encoder is not self._model:
+                self._wrap(Watched(encoder, self.room, has_cache=False))
 
     def take_out(self) -> None:
         """Let the model be as a load that failed leaves it: what streamed holds nothing."""
@@ -289,10 +298,11 @@ class TorchModel(ModelAdapter):
 class Watched(Wrapped):
     """The ``forward`` of a model, whose tokens are counted."""
 
-    def __init__(self, model: nn.Module, room: TokenRoom) -> None:
-        """Change nothing yet."""
+    def __init__(self, model: nn.Module, room: TokenRoom, *, has_cache: bool = True) -> None:
+        """Change nothing yet; ``has_cache``: the KV cache has the tokens, too."""
         super().__init__(model)
         self._room, self._signature = room, inspect.signature(self._own())
+        self._has_cache = has_cache
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Count, and compute."""
@@ -317,7 +327,8 @@ class Watched(Wrapped):
                 named[name] = value
         if "input_ids" not in self._signature.parameters:  # of images and sounds, not of tokens
             named.pop("encoder_outputs", None)
-        self._room.see(*tokens_of(named, _has_integers))
+        tokens, cached = tokens_of(named, _has_integers)
+        self._room.see(tokens, cached if self._has_cache else 0)
 
 
 def _has_integers(value: Any) -> bool:

@@ -1,24 +1,31 @@
-"""What stands in the place of a method of a user's object, and looks like that in every way."""
+"""An object that stands in the place of a method of a user's object, and looks like it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from streamload.errors import OffloadError
 
-# What a face answers itself; all else its method answers.
+# Attributes that a face has itself; its method answers for all others.
 _OWN = frozenset(("__call__", "__reduce_ex__", "__reduce__", "__deepcopy__"))
 
 
 class Face:
     """Looks like a method, and calls something else.
 
-    Everything that is asked of it the method answers: its class, signature, name, docstring,
-    annotations, code, object. Packages read arguments of a model's ``forward`` off its signature.
+    Its method answers for its class, signature, name, docstring, annotations, code and object.
+    Packages read arguments of a model's ``forward`` off its signature.
     """
 
-    __slots__ = ("__weakref__", "_call", "_method", "_refusal")
+    __slots__ = ("__weakref__", "_call", "_function", "_method", "_refusal")
+
+    def __new__(cls, method: Callable[..., Any], call: Any, refusal: str = "") -> Any:
+        """Make a face, or bind its function to an object as `weakref.WeakMethod` does."""
+        if type(method) is Face:
+            return MethodType(method, call)
+        return object.__new__(cls)
 
     def __init__(
         self, method: Callable[[], Any], call: Callable[..., Any], refusal: str = ""
@@ -26,55 +33,63 @@ class Face:
         """Make one.
 
         Args:
-            method: gives the method. It should not keep the object, which would keep it in turn.
+            method: returns the method. It must not keep the object, which would keep it too.
             call: what is called.
             refusal: why it is neither copied nor pickled.
         """
-        object.__setattr__(self, "_method", method)
-        object.__setattr__(self, "_call", call)
-        object.__setattr__(self, "_refusal", refusal)
+        own = {"_method": method, "_call": call, "_refusal": refusal, "_function": None}
+        for name, value in own.items():
+            object.__setattr__(self, name, value)
 
     def __getattribute__(self, name: str) -> Any:
         if name in _OWN:
             return object.__getattribute__(self, name)
         if name == "_torchdynamo_disable":  # dynamo would go round it, into the method's code
             return True
-        method = object.__getattribute__(self, "_method")()
-        found = getattr(method, name)
+        method = _get(self, "_method")()
         if name != "__func__":
-            return found
-        call, refusal = (object.__getattribute__(self, each) for each in ("_call", "_refusal"))
-        owner = id(method.__self__)
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            """Call what is called, for the object itself; for another of its class the function."""
-            if args and id(args[0]) == owner:
-                return call(*args[1:], **kwargs)
-            return found(*args, **kwargs)
-
-        return Face(lambda: found, called, refusal)
+            return getattr(method, name)
+        function = _get(self, "_function")
+        if function is None:  # one object each time: packages keep weak references to it
+            function = _function_of(method, _get(self, "_call"), _get(self, "_refusal"))
+            object.__setattr__(self, "_function", function)
+        return function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call what is called instead."""
-        return object.__getattribute__(self, "_call")(*args, **kwargs)
+        return _get(self, "_call")(*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
-        method = object.__getattribute__(self, "_method")()
-        if type(other) is Face:
-            other = object.__getattribute__(other, "_method")()
-        return bool(method == other)
+        other = _get(other, "_method")() if type(other) is Face else other
+        return bool(_get(self, "_method")() == other)
 
     def __hash__(self) -> int:
-        return hash(object.__getattribute__(self, "_method")())
+        return hash(_get(self, "_method")())
 
     def __repr__(self) -> str:
-        return repr(object.__getattribute__(self, "_method")())
+        return repr(_get(self, "_method")())
 
     def __dir__(self) -> list[str]:
-        return dir(object.__getattribute__(self, "_method")())
+        return dir(_get(self, "_method")())
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise OffloadError(object.__getattribute__(self, "_refusal"))
+        raise OffloadError(_get(self, "_refusal"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise OffloadError(object.__getattribute__(self, "_refusal"))
+        raise OffloadError(_get(self, "_refusal"))
+
+
+_get = object.__getattribute__
+
+
+def _function_of(method: Any, call: Callable[..., Any], refusal: str) -> Face:
+    """A face of a method's function; for another object of the class it is that function."""
+    function, owner = method.__func__, id(method.__self__)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if args and id(args[0]) == owner:
+            return call(*args[1:], **kwargs)
+        return function(*args, **kwargs)
+
+    found: Face = Face(lambda: function, called, refusal)
+    return found

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
 import pickle
 import typing
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import MethodType
@@ -343,10 +345,19 @@ def test_methods_look_like_those_of_the_model_loaded(tmp_path: Path) -> None:
         assert other.forward.__self__ is other
         assert other.forward == MethodType(type(own).forward, other)
         assert repr(other.forward) == repr(MethodType(type(own).forward, other))
+        kept = weakref.WeakMethod(other.forward)
+        gc.collect()
+        found = kept()
+        assert found == other.forward
+        assert hash(found) == hash(other.forward)
+        assert inspect.signature(found) == inspect.signature(own.forward)
         assert type(other) is type(own)
     for name in ("state_dict", "load_state_dict", "_apply"):
         assert inspect.signature(getattr(model, name)) == inspect.signature(getattr(plain, name))
         assert getattr(model, name).__doc__ == getattr(plain, name).__doc__
+    x = torch.arange(4)
+    assert torch.equal(weakref.WeakMethod(model.forward)()(x), plain(x))
+    assert handle.report.passes == 1
     assert not hasattr(model, "save_pretrained")
     for (name, own), (_, other) in zip(
         plain.named_parameters(), model.named_parameters(), strict=True

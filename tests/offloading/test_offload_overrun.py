@@ -115,6 +115,20 @@ def test_prompts_of_an_encoder_are_counted(tmp_path: Path) -> None:
     assert "a pass of 36 tokens, and the plan has room for 18" in said
 
 
+@pytest.mark.parametrize("budget", ["9MB", "60MB"])
+def test_an_encoder_that_is_called_alone_is_counted(tmp_path: Path, budget: str) -> None:
+    """Before it computes, whether its layers stream or stay."""
+    models.built("t5").save_pretrained(tmp_path)
+    model = _offloaded(tmp_path, budget, tokens=18, on_overrun="error")
+    assert bool(model.streamload_offload.plan.residency.streams) == (budget == "9MB")
+    encoder = model.get_encoder()
+    with torch.no_grad():
+        encoder(IDS)
+        with pytest.raises(OffloadError, match=r"a pass of 36 tokens.*room for 18"):
+            encoder(input_ids=IDS.repeat(1, 2))
+    model.streamload_offload.close()
+
+
 def test_a_module_of_an_own_is_counted_by_its_first_argument(tmp_path: Path) -> None:
     """Integers are tokens; states of three axes are so many as their rows."""
 
