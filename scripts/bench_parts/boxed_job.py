@@ -1,29 +1,62 @@
-"""What the section boxed runs in a box: an entrance of the library, in a process of its own."""
+"""The job of the section boxed: an entrance of the library, in a process of its own."""
 
 from __future__ import annotations
 
+import json
+import struct
 import time
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 import streamload
-from bench_parts.torture_job import NUMPY, tensors_of
 from streamload.errors import BudgetError
 
+NUMPY = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+}
+_CODES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 TOKENS = 16
 PASSES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """A tensor in a file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+def tensors_of(path: Path) -> dict[str, Raw]:
+    """The tensors of a folder or file, by a reader of headers that is not the library's."""
+    found = {}
+    for file in [path] if path.is_file() else sorted(path.glob("*.safetensors")):
+        with open(file, "rb") as data:
+            (length,) = struct.unpack("<Q", data.read(8))
+            header = json.loads(data.read(length))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            start = 8 + length + entry["data_offsets"][0]
+            found[name] = Raw(file, _CODES[entry["dtype"]], tuple(entry["shape"]), start)
+    return found
 
 
 class Job:
     """A call of an entrance: "stream_layers", "offload" or "in place"."""
 
     def __init__(self, entrance: str, path: str, budget: str | None, **options: Any) -> None:
-        """Import what it takes, and make what is filled."""
+        """Import its framework, and make the model."""
         self._run = {"stream_layers": self._stream, "offload": self._offload}.get(
             entrance, self._in_place
         )
@@ -38,7 +71,7 @@ class Job:
             self._model = _llama(path)
 
     def __call__(self) -> Mapping[str, Any]:
-        """Run it; what it says of itself, or how it was refused."""
+        """Run it; its rate, or its refusal."""
         begun = time.perf_counter()
         try:
             read_nbytes, seconds = self._run()
@@ -79,7 +112,7 @@ class Job:
         return report.read_nbytes, report.transfer_seconds
 
     def check(self) -> Mapping[str, Any]:
-        """What is wrong of it: every byte is compared, or the logits."""
+        """Compare every byte, or the logits."""
         wanted: dict[str, int] = {}
         if "logits" in self._found:
             import torch

@@ -9,61 +9,33 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from make_checkpoint import many_of_size, shape_of_size
 
+from bench_parts.compared import TIMEOUT_S, add, compared, need, peer_targets, runs_of
 from bench_parts.section import NotHereError, Options, Section, checkpoint
-from streamload.bench.compare import Options as Compared
-from streamload.bench.compare import compare, resolve
+from streamload.bench.compare import resolve
 from streamload.bench.loaders import LOADERS, OURS
 from streamload.bench.processes import MeasurementError, call, measure
-from streamload.bench.results import Comparison, Run
+from streamload.bench.results import Comparison
 from streamload.core.dtypes import parse_dtype
 from streamload.core.units import format_bytes
-from streamload.devices.probing import probe
-from streamload.errors import DeviceNotFoundError
 
 MIB = 2**20
 FEW_CORES = 2
 MANY_SHARDS = 100
 LEAST_RUNS = 3  # of loaders that are far slower: their medians decide nothing
-TIMEOUT_S = 120.0  # for each load
 BUFFERED = "instanttensor"
 REFUSAL = "bench_parts.jobs:refusal"
 
 
-def _need(device: str) -> None:
-    """Raise NotHereError where a device does not work."""
-    try:
-        found = probe(*resolve(device))
-    except DeviceNotFoundError as error:
-        raise NotHereError(str(error)) from error
-    if not found.works:
-        raise NotHereError(f"{device}: {found.problem}")
-
-
-def _compared(options: Options, path: Path, device: str, **more: Any) -> Compared:
-    """What `streamload.bench.compare` is to do."""
-    given = LOADERS if more.get("peers") is None else more["peers"]
-    to = resolve(device)
-    sites = {p: site for p, site in options.sites.items() if p in given and LOADERS[p].takes(*to)}
-    compared = Compared(
-        path=str(path),
-        device=device,
-        runs=options.runs,
-        seconds=options.seconds,
-        timeout_s=TIMEOUT_S,
-        again=2,
-        least_runs=LEAST_RUNS,
-        together=True,
-        sites=sites,
-        say=options.say,
+def _compared(options: Options, path: Path, device: str, **more: Any) -> Comparison:
+    return compared(
+        options, path, device, **{"again": 2, "least_runs": LEAST_RUNS, "together": True, **more}
     )
-    return replace(compared, **more)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -91,57 +63,9 @@ def _medium(
     return _checkpoint(options, name, nbytes, keep=plain, shape=shape, **more)
 
 
-# --- what was found -------------------------------------------------------------------------------
-
-
-def _add(section: Section, found: Comparison, what: str = "", arrived: str = "") -> None:
-    """Add all that a comparison found; with `arrived`, targets that tensors equal the files'."""
-    section.raw.append({"what": what} | found.to_json())
-    chart = "-".join(filter(None, (section.name, what.replace(" ", "-").replace(",", ""))))
-    section.charts[chart] = found.svg()
-    rows = [row for state in found.states() for row in found.rows(state)]
-    rows += [
-        {
-            "loader": f"limit: {limit.how}",
-            "cache": key,
-            "runs": len(limit.rates),
-            "GB/s": limit.median,
-        }
-        for key, limit in found.limits.items()
-    ]
-    rows += [{"loader": n, "cache": f"not compared: {why}"} for n, why in found.skipped.items()]
-    rows += [{"loader": "note", "cache": note} for note in found.notes]
-    for row in rows:
-        short = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in row.items()}
-        section.rows.append({"what": what} | short)
-    if arrived:
-        for name, of in found.loaders.items():
-            if name.startswith(OURS):
-                target = f"{arrived}: tensors equal to the file's"
-                section.target(target, of.checked or 0, at_least=1)
-        if OURS in found.skipped:
-            section.target(f"{arrived}: loads", 0, at_least=1)
-
-
-def _ours(found: Comparison, name: str = OURS) -> list[Run]:
-    """The warm runs of streamload."""
-    of = found.loaders.get(name)
-    return of.runs.get("warm", []) if of else []
-
-
 def _pinned(section: Section, found: Comparison, at_most: int) -> None:
-    pinned = max((run.pinned_nbytes or 0 for run in _ours(found)), default=0)
+    pinned = max((run.pinned_nbytes or 0 for run in runs_of(found)), default=0)
     section.target("pinned bytes", pinned, at_most=at_most)
-
-
-def _peers(
-    section: Section, found: Comparison, state: str, wanted: Mapping[str, float], others: float
-) -> None:
-    """A target for each peer that was compared."""
-    for name in found.loaders:
-        times = found.times(name, state)
-        if name != OURS and times is not None:
-            section.target(f"{state}: times {name}", times, at_least=wanted.get(name, others))
 
 
 # --- one comparison each --------------------------------------------------------------------------
@@ -156,10 +80,10 @@ def _compare(
     **more: Any,
 ) -> Comparison:
     """Add one comparison of a checkpoint and a device to a section; ``more`` is its `Compared`."""
-    _need(device)
+    need(device)
     with made(options) as path:
-        found = compare(_compared(options, path, device, **more))
-    _add(section, found, arrived=arrived)
+        found = _compared(options, path, device, **more)
+    add(section, found, arrived=arrived)
     return found
 
 
@@ -175,7 +99,7 @@ def warm(options: Options) -> Section:
     share = found.share("warm") or 0
     section.target("transfer, share of the slowest wire", share, at_least=0.9)
     _pinned(section, found, 64 * MIB)
-    _peers(section, found, "warm", {BUFFERED: 1.15}, 2.0)
+    peer_targets(section, found, "", {BUFFERED: 1.15}, 2.0)
     return section
 
 
@@ -184,7 +108,7 @@ def cores(options: Options) -> Section:
     section = Section("gpu-cores", f"the file in the page cache, {FEW_CORES} cores")
     more = {"cores": FEW_CORES, "again": 0, "least_runs": 2}
     found = _compare(section, options, options.torch_device, _large, "two cores", **more)
-    _peers(section, found, "warm", {"safetensors": 3.0}, 1.0)
+    peer_targets(section, found, "", {"safetensors": 3.0}, 1.0)
     _pinned(section, found, 0)
     return section
 
@@ -193,13 +117,13 @@ def cold(options: Options) -> Section:
     """Against a plain O_DIRECT reader."""
     section = Section("gpu-cold", "the file dropped from the page cache before each load")
     device = options.torch_device
-    _need(device)
+    need(device)
     wanted = ("safetensors", "instanttensor-direct")
     peers = tuple(peer for peer in wanted if LOADERS[peer].takes(*resolve(device)))
     found = _compare(section, options, device, _medium, "cold", states=("cold",), peers=peers)
     share = found.share("cold") or 0
     section.target("transfer, share of an O_DIRECT reader", share, at_least=0.95)
-    _peers(section, found, "cold", {}, 1.0)
+    peer_targets(section, found, "", {}, 1.0)
     return section
 
 
@@ -209,7 +133,7 @@ def tinygrad(options: Options) -> Section:
     more: dict[str, Any] = {"peers": ("tinygrad",), "again": 1, "limits": False}
     found = _compare(section, options, options.tinygrad_device, _large, "tinygrad", **more)
     section.target("times tinygrad", found.times("tinygrad", "warm") or 0, at_least=20)
-    grown = max((run.memory.anon_nbytes for run in _ours(found)), default=0)
+    grown = max((run.memory.anon_nbytes for run in runs_of(found)), default=0)
     section.target("growth of host memory, bytes", grown, at_most=100e6)
     return section
 
@@ -221,7 +145,7 @@ def casts(options: Options) -> Section:
     more: dict[str, Any] = {"peers": (), "limits": False, "least_runs": None}
     more["variants"] = {narrow: {"dtype": "float16"}}
     found = _compare(section, options, options.torch_device, _large, **more)
-    runs = {name: _ours(found, name) for name in (OURS, narrow)}
+    runs = {name: runs_of(found, name) for name in (OURS, narrow)}
     if not all(runs.values()):
         section.target("both load", 0, at_least=1)
         return section
@@ -252,7 +176,7 @@ def budget(options: Options) -> Section:
     section = Section("gpu-budget", "a budget of exactly the plan's peak, and of one MiB less")
     with _medium(options) as path:
         for device in (options.torch_device, options.tinygrad_device):
-            _need(device)
+            need(device)
             for dtype in ("checkpoint", "float16", "float32"):
                 what = f"{device}, {dtype}"
                 options.say(f"gpu-budget: {what}")
@@ -300,13 +224,13 @@ def _against_plain(
             break
         more: dict[str, Any] = {"runs": 1, "peers": (), "limits": False, "again": int(number == 0)}
         for what, path in paths.items():
-            one = compare(_compared(options, path, device, **more))
+            one = _compared(options, path, device, **more)
             first = found.setdefault(what, one)
-            if first is not one and _ours(one) and _ours(first):
-                _ours(first).extend(_ours(one))
+            if first is not one and runs_of(one) and runs_of(first):
+                runs_of(first).extend(runs_of(one))
             first.skipped |= one.skipped
     for what, one in found.items():
-        _add(section, one, f"{what}, {device}", arrived=f"{what}, {device}")
+        add(section, one, f"{what}, {device}", arrived=f"{what}, {device}")
     plain = found["plain"]
     for what, one in found.items():
         for name, mine, theirs in (
@@ -321,7 +245,7 @@ def _against_plain(
 
 def small(options: Options) -> Section:
     """Many small tensors, to torch and to tinygrad."""
-    _need(options.torch_device)
+    need(options.torch_device)
     section = Section(
         "gpu-small",
         f"{options.tensors} tensors of one size beside a Llama of the same bytes; tinygrad makes a "
@@ -335,12 +259,12 @@ def small(options: Options) -> Section:
         paths = {"plain": plain, "small": many}
         for device, at_least in ((options.torch_device, 0.6), (options.tinygrad_device, None)):
             try:
-                _need(device)
+                need(device)
             except NotHereError as error:
                 section.rows.append({"what": f"not here: {error}"})
                 continue
             found = _against_plain(options, section, device, paths, at_least)
-            seconds = [run.seconds for run in _ours(found["small"])]
+            seconds = [run.seconds for run in runs_of(found["small"])]
             if seconds:
                 section.rows.append(
                     {
@@ -354,7 +278,7 @@ def small(options: Options) -> Section:
 
 def files(options: Options) -> Section:
     """A hundred shards, 8-bit and 16-bit files."""
-    _need(options.torch_device)
+    need(options.torch_device)
     section = Section(
         "gpu-files", f"{MANY_SHARDS} shards, fp8, fp16, beside bf16 in {options.shards} shards"
     )

@@ -1,6 +1,6 @@
-"""What sections time: each function gets ready in a process of its own, and returns a lap.
+"""Jobs of sections and tests: each function prepares a process of its own, and returns a lap.
 
-`streamload.bench.processes.call` names them: "bench_parts.jobs:memcpy".
+`streamload.bench.processes.call` names them: "bench_parts.jobs:cast".
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import importlib
 import importlib.util
 import json
 import math
-import mmap
 import os
 import subprocess
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bench_parts.torture_job import make_target, tensors_of
+import numpy as np
+
+from bench_parts.boxed_job import tensors_of
 from streamload.bench.loaders import RUNTIMES
 from streamload.errors import PlanInfeasibleError
 
@@ -33,19 +33,30 @@ CAST_NBYTES = 32 * CAST_WINDOW_NBYTES
 # --- loads ----------------------------------------------------------------------------------------
 
 
-def _model(path: str, device: str, float32: bool = False) -> Any:
-    """What is loaded into: tensors of float16 without values, or of float32 with some."""
-    state = "resident" if float32 else "empty" if device == "host" else "lazy"
-    held = "float32" if float32 else "float16"
-    case = {"device": device, "state": state, "held": held, "kind": "dict"}
-    return make_target(case, tensors_of(Path(path)))
+def _model(path: str, device: str, dtype: str) -> dict[str, Any]:
+    """Tensors to load into: of float16 without values, or of float32 with some."""
+    raws = tensors_of(Path(path))
+    if device == "host":
+        make: Callable[..., Any] = np.ones if dtype == "float32" else np.empty
+        return {name: make(raw.shape, dtype) for name, raw in raws.items()}
+    from tinygrad import Device, Tensor, dtypes
+
+    made = getattr(dtypes, dtype)
+    tensors = {n: Tensor.empty(*r.shape, dtype=made, device=device) for n, r in raws.items()}
+    if dtype == "float32":
+        buffers = [tensor.uop.base.buffer.ensure_allocated() for tensor in tensors.values()]
+        ones = memoryview(bytearray(b"\1") * max(buffer.nbytes for buffer in buffers))
+        for buffer in buffers:
+            Device[device].allocator._copyin(buffer._buf, ones[: buffer.nbytes])
+        Device[device].synchronize()
+    return tensors
 
 
 def streamload(path: str, device: str, model: str = "empty", **options: Any) -> Lap:
     """Load a checkpoint as float16, each lap into one model: "empty", or of "float32" values."""
     from streamload import load_state_dict
 
-    into = _model(path, device, model == "float32")
+    into = _model(path, device, "float32" if model == "float32" else "float16")
 
     def lap() -> dict[str, int]:
         report = load_state_dict(
@@ -73,7 +84,7 @@ def tinygrad(path: str, device: str, way: str) -> Lap:
         raw = tensor.bitcast(dtypes.uint16).to(device).cast(dtypes.uint32)
         return raw.lshift(16).bitcast(dtypes.float32).cast(dtypes.float16)
 
-    model = _model(path, device)
+    model = _model(path, device, "float16")
 
     def lap() -> None:
         state = {name: cast(tensor) for name, tensor in safe_load(Path(path)).items()}
@@ -164,58 +175,7 @@ def refusal(path: str, device: str, dtype: str = "checkpoint") -> Lap:
     return lap
 
 
-# --- memory ---------------------------------------------------------------------------------------
-
-
-def _fresh(nbytes: int, kind: str = "private") -> ctypes.Array[ctypes.c_char]:
-    """Anonymous memory ("private" or "shared") in pages of the base size, which are not there."""
-    flag = {"private": mmap.MAP_PRIVATE, "shared": mmap.MAP_SHARED}[kind]
-    memory = mmap.mmap(-1, nbytes, flags=flag | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return (ctypes.c_char * nbytes).from_buffer(memory)
-
-
-def _split(nbytes: int, threads: int, work: Callable[[int, int], object]) -> None:
-    """Run ``work(start, nbytes)`` on equal parts, one thread each; ctypes drops the GIL."""
-    edges = [nbytes * i // threads // 4096 * 4096 for i in range(threads)] + [nbytes]
-    with ThreadPoolExecutor(threads) as crew:
-        list(crew.map(lambda at, stop: work(at, stop - at), edges, edges[1:]))
-
-
-def _fill(memory: ctypes.Array[ctypes.c_char], threads: int) -> None:
-    _split(len(memory), threads, lambda at, n: ctypes.memset(ctypes.byref(memory, at), 1, n))
-
-
-def memset(nbytes: int, threads: int, kind: str = "private") -> Lap:
-    """A plain memset of fresh memory, without huge pages."""
-    memory = _fresh(nbytes, kind)
-    return lambda: _fill(memory, threads)
-
-
-def memcpy(nbytes: int, threads: int) -> Lap:
-    """A plain memcpy between memory that exists."""
-    source, target = _fresh(nbytes), _fresh(nbytes)
-    for memory in (source, target):
-        _fill(memory, threads)
-
-    def copy(at: int, n: int) -> None:
-        ctypes.memmove(ctypes.byref(target, at), ctypes.byref(source, at), n)
-
-    return lambda: _split(nbytes, threads, copy)
-
-
-def pread(path: str, threads: int) -> Lap:
-    """Read a file that is in the page cache into memory that exists, without a cast."""
-    fd = os.open(path, os.O_RDONLY)
-    memory = _fresh(os.fstat(fd).st_size)
-    _fill(memory, threads)
-    view = memoryview(memory).cast("B")
-
-    def read(start: int, n: int) -> None:
-        for at in range(start, start + n, CAST_WINDOW_NBYTES):
-            os.preadv(fd, [view[at : min(at + CAST_WINDOW_NBYTES, start + n)]], at)
-
-    return lambda: _split(len(view), threads, read)
+# --- casts ----------------------------------------------------------------------------------------
 
 
 def cast(engine: str) -> Lap:
@@ -225,7 +185,6 @@ def cast(engine: str) -> Lap:
     and its own float32 becomes float16.
     """
     import ml_dtypes
-    import numpy as np
 
     from streamload.codecs.cast_table import make_cast
     from streamload.core.dtypes import BF16, F16
@@ -304,7 +263,6 @@ def _by_cp(source: Path, target: Path) -> None:
 
 def _by_numpy(source: Path, target: Path) -> None:
     """Tensor by tensor into a dict."""
-    import numpy as np
     from safetensors.numpy import save_file
 
     raw = np.memmap(source, np.uint8, "r")

@@ -19,14 +19,12 @@ from rich.text import Text
 
 from bench_parts import sections
 from bench_parts.boxed_section import boxed_entrances
-from bench_parts.experts_section import experts
 from bench_parts.gpu_section import GPU_SECTIONS
 from bench_parts.nodes_section import nodes
 from bench_parts.offload_section import offload
 from bench_parts.quant_section import QUANT_SECTIONS
 from bench_parts.section import NotHereError, Options, Section
 from bench_parts.torch_section import torch_box
-from bench_parts.torture_section import torture
 from streamload.bench import machine
 from streamload.bench.loaders import LOADERS
 from streamload.core.units import parse_bytes
@@ -34,14 +32,7 @@ from streamload.devices.probing import probe
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECTIONS = {**sections.SECTIONS, "nodes": nodes, "torch": torch_box}
-ASKED_FOR = {
-    "torture": torture,
-    "boxed": boxed_entrances,
-    "offload": offload,
-    "experts": experts,
-    **QUANT_SECTIONS,
-    **GPU_SECTIONS,
-}  # the first takes many minutes
+ASKED_FOR = {"boxed": boxed_entrances, "offload": offload, **QUANT_SECTIONS, **GPU_SECTIONS}
 KNOWN: dict[str, Callable[[Options], Section]] = SECTIONS | ASKED_FOR
 _OPTIONS = {field.name for field in fields(Options)}
 
@@ -53,7 +44,7 @@ def main() -> None:
     command = shlex.join(["scripts/bench", *sys.argv[1:]])
     facts = machine.facts()
     # opening a device takes its time: not where none of these is used
-    wanted = args.devices.split(",") if set(args.sections) - {*GPU_SECTIONS, "experts"} else ()
+    wanted = args.devices.split(",") if set(args.sections) - {*GPU_SECTIONS} else ()
     devices = [n for n in wanted if probe("host" if n == "host" else "tinygrad", n).works]
     facts["devices that do not work"] = ", ".join(n for n in wanted if n not in devices)
     report: dict[str, Any] = {"command": command, "machine": facts, "sections": {}}
@@ -96,9 +87,9 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench",
-        description="Measure streamload on this machine, beside tinygrad's own loader, memset, "
-        "memcpy, numpy and ml_dtypes, and beside the loaders of torch, transformers and accelerate "
-        "where they are installed. Each measurement is a process of its own.",
+        description="Measure streamload on this machine against the loaders of tinygrad, torch, "
+        "transformers and accelerate where they are installed, and against numpy, ml_dtypes and "
+        "the machine's own rates. Each measurement is a process of its own.",
     )
     add = parser.add_argument
     add(
@@ -116,10 +107,6 @@ def _arguments() -> argparse.Namespace:
     add("--ways", nargs="+", default=[], metavar="NAME", help=ways)
     small = "small ones, of the sections many and gpu-small (%(default)s)"
     add("--tensors", type=int, default=50_000, help=small)
-    add("--seed", type=int, default=0, help="of the sections torture and experts (%(default)s)")
-    add("--only", type=int, metavar="N", help="of the section torture: run N alone")
-    usable = "of the section torture: find how much of a box can be used, instead"
-    add("--usable", action="store_true", help=usable)
     # not the system's temporary folder: that may be in memory
     add(
         "--work",

@@ -87,10 +87,6 @@ class Options:
     devices: tuple[str, ...] = ()  # names of the devices, as far as they work here
     ways: Sequence[str] = ()
     tensors: int = 50_000
-    seed: int = 0
-    # the number of the one load of the section torture; None: the first ``runs``
-    only: int | None = None
-    usable: bool = False
     cold_nbytes: int = 4_000_000_000
     shards: int = 4
     seconds: float = 60.0

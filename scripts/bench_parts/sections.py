@@ -1,10 +1,9 @@
-"""The sections box, memory, speed, cast, convert and many: against tinygrad, numpy and copies."""
+"""The sections box, memory, speed, cast, convert and many."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import Any
 from boxes import Boxes, BoxRun
 from make_checkpoint import many_of_size
 
+from bench_parts.compared import add, compared, peer_targets, runs_of
 from bench_parts.jobs import WAYS
 from bench_parts.section import (
     FILES,
@@ -31,7 +31,8 @@ from bench_parts.section import (
     need_memory,
     read_all,
 )
-from streamload.bench.processes import Measured, MeasurementError, call, command, measure
+from streamload.bench.loaders import OURS
+from streamload.bench.processes import Measured, call, command, measure
 from streamload.core.dtypes import BF16
 from streamload.core.units import format_bytes
 
@@ -120,137 +121,51 @@ SAMPLE_S = 0.0005
 
 
 def memory(options: Options) -> Section:
-    """Peak of a load over that of a load of 1 MB, as another process sees it."""
+    """Peak of a load by each reader, beyond its weights."""
     need_memory(2 * options.nbytes)
     section = Section(
         "memory",
-        "peak RssAnon + RssShmem, sampled twice a millisecond by another process; excess is over "
-        "the weights and the peak of a 1 MB load",
+        "bf16 to fp16; host: growth of RssAnon + RssShmem during a load, sampled by another "
+        "process; excess is over the weights",
     )
-
-    def load(path: Path, **arguments: Any) -> Measured:
-        return measure(call(JOBS + "streamload", path=str(path), **arguments), sample_s=SAMPLE_S)
-
-    with checkpoint(options, options.nbytes) as path, checkpoint(options, SMALL_NBYTES) as small:
+    ways = {
+        f"{reader}, {threads} threads": {"options": {"reader": reader, "threads": threads}}
+        for reader in ("mmap", "pread")
+        for threads in (1, 2)
+    }
+    plain: dict[str, Any] = {"dtype": "float16", "peers": (), "limits": False, "again": 0}
+    worst = 0
+    with checkpoint(options, options.nbytes) as path:
         for device in options.devices:
-            for reader in ("mmap", "pread"):
-                least = load(small, device=device, reader=reader)
-                for threads in (1, 2):
-                    options.say(f"memory: {device}, {reader}, {threads} threads")
-                    done = load(path, device=device, reader=reader, threads=threads)
-                    section.rows.append(
-                        {
-                            "device": device,
-                            "reader": reader,
-                            "threads": threads,
-                            "weights": format_bytes(done.first["nbytes"]),
-                            "1 MB load": format_bytes(least.peak_nbytes),
-                            "peak": format_bytes(done.peak_nbytes),
-                            "excess_nbytes": done.peak_nbytes - least.peak_nbytes - options.nbytes,
-                        }
-                    )
-    worst = max((row["excess_nbytes"] for row in section.rows), default=0)
+            found = compared(options, path, device, variants=ways, **plain)
+            add(section, found, device)
+            peaks = [run.memory.anon_nbytes for name in ways for run in runs_of(found, name)]
+            worst = max(worst, *(nbytes - found.nbytes for nbytes in peaks))
     section.target("largest excess, bytes", worst, at_most=SLACK_NBYTES)
     return section
 
 
 # --- speed ----------------------------------------------------------------------------------------
 
-#: Fresh memory as each device takes it, and tinygrad's targets: times its wall time, share of CPU.
-FRESH = {"CL": "private", "CPU": "shared", "host": "private"}
+#: Of tinygrad by device: least times its rate, most of its CPU time.
 TINYGRAD_TARGETS = {"CL": (5.0, 1 / 5), "CPU": (3.0, 1 / 2)}
-RELOADS = 3
 
 
 def speed(options: Options) -> Section:
-    """Against tinygrad's own load, memset of fresh memory, and memcpy."""
+    """Against the loaders of each device, and the page cache."""
     need_memory(int(4.2 * options.nbytes))
-    section = Section(
-        "speed",
-        "medians; the file is in the page cache; processes take turns; bf16 to fp16. memset: fresh "
-        "anonymous memory (private for CL and host, shared for CPU) without huge pages; memcpy: "
-        "memory that exists; both with streamload's threads where it is not said otherwise",
-    )
+    section = Section("speed", "bf16 to fp16, the file in the page cache; processes take turns")
     with checkpoint(options, options.nbytes) as path:
         for device in options.devices:
-            _speed_of(device, options, path, section)
+            found = compared(options, path, device, dtype="float16")
+            times, share = TINYGRAD_TARGETS.get(device, (1.0, 1.0))
+            add(section, found, device)
+            peer_targets(section, found, device, {"tinygrad": times}, 1.0)
+            ours, theirs = ([r.cpu_s for r in runs_of(found, n)] for n in (OURS, "tinygrad"))
+            if ours and theirs:
+                what = f"{device}: share of tinygrad's CPU time"
+                section.target(what, median(ours) / median(theirs), at_most=share)
     return section
-
-
-def _speed_of(device: str, options: Options, path: Path, section: Section) -> None:
-    def job(name: str, laps: int = 1, **arguments: Any) -> Callable[[], Measured]:
-        return partial(measure, call(JOBS + name, **arguments), laps=laps)
-
-    options.say(f"speed: {device}: touching memory, warming caches")
-    # a virtual machine's host may not have backed it yet
-    job("memset", nbytes=int(4 * options.nbytes), threads=os.cpu_count() or 1)()
-    ours = job("streamload", path=str(path), device=device)().first
-    threads, nbytes = int(ours["threads"]), int(ours["nbytes"])
-    file = str(path / "model.safetensors")
-    way = _fastest_way(device, options, file, section)
-    same: dict[str, Any] = {"nbytes": nbytes, "threads": threads}
-    jobs = {
-        "streamload": job("streamload", 1 + RELOADS, path=str(path), device=device),
-        "memset, fresh": job("memset", **same, kind=FRESH[device]),
-        "memcpy, in place": job("memcpy", RELOADS, **same),
-        "memcpy, in place, one thread": job("memcpy", RELOADS, nbytes=nbytes, threads=1),
-        "pread, in place, no cast": job("pread", RELOADS, path=file, threads=threads),
-    }
-    theirs = f"tinygrad, {way}"
-    if way:
-        jobs[theirs] = job("tinygrad", path=file, device=device, way=way)
-    found = in_turns(options, f"speed: {device}", path, jobs)
-    laps = {name: [lap for run in runs for lap in run.laps] for name, runs in found.items()}
-    again = [lap for run in found["streamload"] for lap in run.laps[1:]]
-    fresh = [run.first for run in found["streamload"]]
-    laps = {"streamload": fresh, "streamload, in place": again} | {
-        name: of for name, of in laps.items() if name != "streamload"
-    }
-    wall, cpu = (
-        {name: median(lap[key] for lap in of) for name, of in laps.items()}
-        for key in ("seconds", "cpu_s")
-    )
-    for name in laps:
-        # laps after the first are no part of a plain load
-        runs = found[name] if name in ("streamload", theirs) else []
-        whole = [run.wall_s - sum(lap["seconds"] for lap in run.laps[1:]) for run in runs]
-        section.rows.append(
-            {
-                "device": device,
-                "what": name,
-                "wall_s": round(wall[name], 3),
-                "cpu_s": round(cpu[name], 3),
-                "GB/s": round(nbytes / 1e9 / wall[name], 2),
-                "process_wall_s": round(median(whole), 3) if whole else None,
-            }
-        )
-    one = wall["streamload"]
-    if way and device in TINYGRAD_TARGETS:
-        times, share = TINYGRAD_TARGETS[device]
-        section.target(f"{device}: times tinygrad's speed", wall[theirs] / one, at_least=times)
-        what = f"{device}: share of tinygrad's CPU"
-        section.target(what, cpu["streamload"] / cpu[theirs], at_most=share)
-    what = f"{device}: share of memset's rate, fresh"
-    section.target(what, wall["memset, fresh"] / one, at_least=0.8)
-    # one thread's: the page cache bounds a file's bytes to about that, while two threads copy
-    # memory that is mapped already nearly twice as fast
-    share = wall["memcpy, in place, one thread"] / wall["streamload, in place"]
-    what = f"{device}: share of one thread's memcpy rate, in place"
-    section.target(what, share, at_least=0.9)
-
-
-def _fastest_way(device: str, options: Options, file: str, section: Section) -> str:
-    """The way of tinygrad's that is fastest here, each tried once; "" where none works."""
-    seconds: dict[str, float] = {}
-    for way in WAYS if device != "host" else ():
-        options.say(f"speed: {device}: tinygrad, {way}")
-        job = call(JOBS + "tinygrad", path=file, device=device, way=way)
-        try:
-            measure(job)  # compiles
-            seconds[way] = measure(job).first["seconds"]
-        except MeasurementError as error:
-            section.rows.append({"device": device, "what": f"tinygrad, {way}: {error}"})
-    return min(seconds, key=lambda way: seconds[way], default="")
 
 
 # --- the cast -------------------------------------------------------------------------------------

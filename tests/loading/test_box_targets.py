@@ -11,7 +11,7 @@ from typing import Any
 
 import needs
 import pytest
-from bench_parts.torture_section import run_boxed
+from box_load import run_boxed
 from boxes import Boxes
 from make_checkpoint import ManyTensors, make_checkpoint, shape_of_size
 from parameters import product
@@ -204,7 +204,7 @@ def test_a_budget_of_exactly_the_peak_is_enough(cgroup: Boxes, folder: Path) -> 
         cgroup, folder / "large", "host", "none", peak + ROOM_NBYTES, **said | {"budget": peak}
     )
     assert (found["outcome"], found["why"]) == ("loaded", ""), found
-    assert "pread" in found["said"]["plan"]
+    assert "pread" in found["said"]["readers"]
 
 
 @pytest.mark.parametrize(

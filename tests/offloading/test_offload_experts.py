@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import needs
+import numpy as np
 import pytest
 from make_checkpoint import make_header
 
@@ -671,3 +672,31 @@ def test_split_rows() -> None:
         (RowRange("a", 3, 4), RowRange("b", 2, 4)),
     ]
     assert split(rows, 8, 12) is None
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.1], ids=["skewed", "drifting"])
+def test_hit_rates_on_traces(drift: float) -> None:
+    """Well above least-recently-used if a router prefers some experts, and few have slots."""
+    layers, experts, slots = 12, 32, 48
+    random = np.random.default_rng(0)
+    weights = np.arange(1, experts + 1) ** -1.2
+    likely = np.stack([random.permutation(weights) for _ in range(layers)])
+    cache = ExpertCache([experts] * layers, slots)
+    recent: dict[tuple[int, int], None] = {}
+    hits = asked = 0
+    for token in range(200):
+        for layer in range(layers):
+            if random.random() < drift:
+                likely[layer] = np.roll(likely[layer], 1)
+            keys = np.log(likely[layer]) + random.gumbel(size=experts)
+            chosen = sorted(map(int, np.argpartition(-keys, 4)[:4]))
+            if token % 100 == 0:  # a prompt
+                chosen = [*range(experts)]
+            visit(cache, layer, chosen)
+            for key in ((layer, expert) for expert in chosen):
+                asked, hits = asked + 1, hits + (key in recent)
+                recent.pop(key, None)
+                recent[key] = None
+                if len(recent) > slots:
+                    del recent[next(iter(recent))]
+    assert sum(cache.hits) / asked > hits / asked + 0.1
