@@ -687,7 +687,8 @@ def test_hit_rates_on_traces(drift: float) -> None:
     for token in range(200):
         for layer in range(layers):
             if random.random() < drift:
-                likely[layer] = np.roll(likely[layer], 1)
+                a, b = random.integers(experts, size=2)
+                likely[layer, [a, b]] = likely[layer, [b, a]]
             keys = np.log(likely[layer]) + random.gumbel(size=experts)
             chosen = sorted(map(int, np.argpartition(-keys, 4)[:4]))
             if token % 100 == 0:  # a prompt
