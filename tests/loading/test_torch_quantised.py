@@ -503,6 +503,31 @@ def test_what_peft_merges_is_quantised_again(
     assert 0 < model.layers[0].up.requantized.relative < most
 
 
+def test_peft_wraps_no_codes(saved: tuple[Any, Path]) -> None:
+    """A weight named in ``target_parameters`` is refused, others are wrapped."""
+    peft = needs.module("peft", needed=False)
+    _, path = saved
+    model = empty()
+    load(model, path, quant={"*up*": "int8"}, device="cpu")
+    config = peft.LoraConfig(target_modules=[], target_parameters=["down.weight"])
+    assert "lora_A" in str(peft.get_peft_model(copy.deepcopy(model), config))
+    config = peft.LoraConfig(target_modules=[], target_parameters=["up.weight"])
+    with pytest.raises(ValueError, match=r"layers\.0\.up\.weight by target_parameters=.*codes"):
+        peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("name", ["int8", "nf4-nested"])
+def test_torch_fx_traces_quantised_modules(saved: tuple[Any, Path], name: str) -> None:
+    """As leaves, as it traces those that they were."""
+    _, path = saved
+    model = empty()
+    load(model, path, quant=name, device="cpu")
+    traced = torch.fx.symbolic_trace(model)
+    assert torch.equal(traced(IDS), model(IDS))
+    called = {str(node.target) for node in traced.graph.nodes if node.op == "call_module"}
+    assert {"layers.0.up", "layers.1.down"} <= called
+
+
 @pytest.mark.slow
 def test_compiled_code_loses_no_write(saved: tuple[Any, Path]) -> None:
     """It raises there, too, and reads are right."""

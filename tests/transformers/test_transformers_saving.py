@@ -250,9 +250,13 @@ def test_adapters_of_peft(tmp_path: Path) -> None:
     assert not (tmp_path / "adapter" / "config.json").exists()
     assert load(tmp_path / "in", quant="q8_0").generate(ids, max_new_tokens=2).shape == (1, 10)
     model = load(tmp_path / "in", quant="q8_0")
-    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
-    model.save_pretrained(tmp_path / "own")
-    assert (tmp_path / "own" / "adapter_model.safetensors").is_file()
+    filled = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "in")
+    streamload.load_state_dict(filled, tmp_path / "in", quant="q8_0", progress=False)
+    for name, each in {"own": model, "filled": filled, "copied": copy.deepcopy(filled)}.items():
+        each.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+        each.save_pretrained(tmp_path / name)
+        files = [path.name for path in (tmp_path / name).glob("*.safetensors")]
+        assert files == ["adapter_model.safetensors"]
 
 
 def test_what_is_saved_is_offloaded(tmp_path: Path) -> None:

@@ -239,7 +239,12 @@ def origin_of(tensor: torch.Tensor) -> Origin | None:
 
 
 def _as_weight(tensor: torch.Tensor, origin: Origin, is_weight: bool) -> DecodedWeight:
-    made: DecodedWeight = tensor.as_subclass(DecodedWeight)
+    # torch 2.11 follows `_base` of what it compiles: that of a weight is None, of a view the weight
+    made: DecodedWeight = (
+        torch.Tensor._make_subclass(DecodedWeight, tensor)
+        if is_weight
+        else tensor.as_subclass(DecodedWeight)
+    )
     made._streamload_origin, made._streamload_is_weight = origin, is_weight
     return made
 

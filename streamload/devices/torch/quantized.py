@@ -26,7 +26,12 @@ from streamload.codecs.schemes.int8 import BITSANDBYTES_STEP
 from streamload.core.dtypes import BY_NAME, F32, DType
 from streamload.devices.base import Swap
 from streamload.devices.torch.decoded import Origin, decoded, interpreted, origin_of
-from streamload.devices.torch.refused import allow_saving, refuse_moves, refuse_saving
+from streamload.devices.torch.refused import (
+    allow_saving,
+    refuse_moves,
+    refuse_saving,
+    refuse_wrapping,
+)
 from streamload.devices.torch.tensors import CODED, tie_key
 
 _Parts = Mapping[str, torch.Tensor]
@@ -273,6 +278,12 @@ class Coded(nn.Module):
             self._buffers.update(held)
         return self
 
+    def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, Any]]:
+        """The parameters, which weights in codes are not."""
+        refuse_wrapping({self.address(leaf) for leaf in getattr(self, CODED)})
+        own: Iterator[tuple[str, Any]] = super().named_parameters(*arguments, **options)
+        return own
+
     def _save_to_state_dict(self, *arguments: Any) -> None:
         """Add the parts to a state; accelerate asks for one before it begins to move tensors."""
         for leaf in self._buffers.keys() & getattr(self, CODED).keys():  # none: see `set_aside`
@@ -340,6 +351,11 @@ class _Product(Coded):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The product with the weight, dequantised for the call."""
+        if isinstance(input, torch.fx.Proxy):  # a leaf of its graph, as torch's own modules are
+            tracer: Any = input.tracer
+            path = tracer.path_of_module(self)
+            node: torch.Tensor = tracer.create_proxy("call_module", path, (input,), {})
+            return node
         bias = None if self.bias is None else self.bias.to(input.dtype)
         weight = self.dense("weight", input.dtype, device=input.device)
         return functional.linear(input, weight, bias)

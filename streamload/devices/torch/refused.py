@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,8 @@ from streamload.devices.torch.decoded import caller, interpreted
 _MOVERS = ("accelerate.hooks", "accelerate.utils.modeling")
 #: What of it asks for states before it begins.
 _ASKS = "accelerate.big_modeling"
+#: peft's function that looks for the parameters of `target_parameters`.
+_WRAPS = "_inject_parameters"
 #: Where the classes stand whose models are saved with a configuration.
 _SAVED = frozenset(("transformers.modeling_utils", "diffusers.models.modeling_utils"))
 _SAVE = "save_pretrained"
@@ -36,6 +40,20 @@ def refuse_moves(name: str) -> None:
         )
 
 
+def refuse_wrapping(names: Iterable[str]) -> None:
+    """Raise ValueError if peft looks for parameters to wrap, and one is held as codes."""
+    frame = sys._getframe(2)
+    if frame.f_code.co_name != _WRAPS:
+        return
+    wanted = frame.f_locals.get("target_names", ())
+    for name in names:
+        if any(f".{name}".endswith(f".{each}") for each in wanted):
+            raise ValueError(
+                f"cannot add an adapter to {name} by target_parameters=: it is held as codes, and "
+                "is no parameter; name modules in target_modules=, or leave it out of quant="
+            )
+
+
 def refuse_saving(model: nn.Module, coded: type[nn.Module]) -> list[nn.Module]:
     """Let no model of transformers or diffusers be saved whose configuration names no codes.
 
@@ -51,7 +69,7 @@ def refuse_saving(model: nn.Module, coded: type[nn.Module]) -> list[nn.Module]:
         bases = {base.__module__ for base in type(each).__mro__}
         said = getattr(type(each), "saves_codes", False) or _SAVE in each.__dict__
         if _SAVED & bases and not said and any(isinstance(m, coded) for m in each.modules()):
-            each.__dict__[_SAVE] = partial(_refuse_saving, type(each).__name__)
+            each.__dict__[_SAVE] = partial(_refuse_saving, each)
             found.append(each)
     return found
 
@@ -62,10 +80,13 @@ def allow_saving(model: nn.Module) -> None:
         del model.__dict__[_SAVE]
 
 
-def _refuse_saving(kind: str, *_: Any, **__: Any) -> None:
-    """In place of ``save_pretrained``."""
+def _refuse_saving(model: Any, *args: Any, **named: Any) -> None:
+    """In place of ``save_pretrained``, which saves an adapter alone if transformers added one."""
+    if getattr(model, "_hf_peft_config_loaded", False):
+        type(model).save_pretrained(model, *args, **named)
+        return
     raise ValueError(
-        f"cannot save {kind}: its weights are codes and its configuration does not say so, so that "
-        "they would be opened as floats; load it with "
+        f"cannot save {type(model).__name__}: its weights are codes and its configuration does not "
+        "say so, so that they would be opened as floats; load it with "
         "streamload.transformers.from_pretrained(path, quant=...), and save that"
     )
