@@ -19,10 +19,10 @@ StreamloadError
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from os import PathLike, fspath
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 
 def printable(text: str) -> str:
@@ -98,10 +98,58 @@ def _listed(names: Sequence[object]) -> str:
     return f" ({shown}{f', and {rest} more' if rest > 0 else ''})"
 
 
+_Given = TypeVar("_Given")
+_Kept = TypeVar("_Kept")
+_T = TypeVar("_T")
+
+
+class _Converted(Generic[_Given, _Kept]):
+    """A fact of an error that is converted as it is set; without a default it is required."""
+
+    def __init__(self, convert: Callable[[_Given], _Kept], *default: _Kept) -> None:
+        self._convert, self._default = convert, default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, error: object, owner: type) -> _Kept:
+        if error is not None:
+            return error.__dict__[self._name]  # type: ignore[no-any-return]
+        if not self._default:
+            raise AttributeError(self._name)
+        return self._default[0]
+
+    def __set__(self, error: object, value: _Given) -> None:
+        error.__dict__[self._name] = self._convert(value)
+
+
+def _text(path: str | PathLike[str]) -> str:
+    return fspath(path)
+
+
+def _optional_text(path: str | PathLike[str] | None) -> str | None:
+    return None if path is None else fspath(path)
+
+
+def _tuple(values: Sequence[_T]) -> tuple[_T, ...]:
+    return tuple(values)
+
+
+_Path: TypeAlias = _Converted[str | PathLike[str], str]
+_OptionalPath: TypeAlias = _Converted[str | PathLike[str] | None, str | None]
+_Tuple: TypeAlias = _Converted[Sequence[_T], tuple[_T, ...]]
+
+
 def _rebuild(cls: type[StreamloadError], facts: dict[str, Any], rest: dict[str, Any]) -> Any:
     error = cls(**facts)
     error.__dict__.update(rest)
     return error
+
+
+def _where(path: str | None, tensor: str | None) -> str:
+    """The beginning of a message about a tensor of a file."""
+    at = f"{path}: " if path is not None else ""
+    return at + (f"tensor {tensor!r}: " if tensor is not None else "")
 
 
 class StreamloadError(Exception):
@@ -114,65 +162,59 @@ class StreamloadError(Exception):
     state: LoadState | None = None
     _has_lines = False  # whether its message may have several: of a compiler, and of no file
 
-    def __init__(self, message: str, **facts: Any) -> None:
-        super().__init__(printed(message.split("\n")) if self._has_lines else printable(message))
-        self._facts = facts
-        for key, value in facts.items():
-            setattr(self, key, value)
+    def __init__(self, message: str) -> None:
+        self._show(message)
+
+    def __post_init__(self) -> None:
+        self._show(self._message())
+
+    def _message(self) -> str:
+        raise NotImplementedError  # each class with facts builds its message from them
+
+    def _show(self, message: str) -> None:
+        text = printed(message.split("\n")) if self._has_lines else printable(message)
+        super().__init__(text)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # facts may have been completed after construction (a tensor's name, the state)
-        facts = {key: getattr(self, key) for key in self._facts}
-        rest = {k: v for k, v in self.__dict__.items() if k != "_facts" and k not in facts}
+        names = getattr(self, "__dataclass_fields__", {})
+        facts = {name: getattr(self, name) for name in names}
+        rest = {name: value for name, value in vars(self).items() if name not in facts}
         return _rebuild, (type(self), facts, rest)
 
 
+@dataclass(eq=False, repr=False)
 class CheckpointError(StreamloadError, ValueError):
     """A checkpoint that is not what it should be.
 
     Attributes:
-        path: the file or folder.
+        path (str): the file or folder.
         problem: what is wrong, in a few words.
         tensor: the tensor concerned, or None.
         expected: what the format or the header calls for, or None.
         found: what is there, or None.
     """
 
-    path: str
-    problem: str
-    tensor: str | None
-    expected: object
-    found: object
+    path: _Path = _Converted(_text)
+    problem: str = ""
+    expected: object = None
+    found: object = None
+    _: KW_ONLY
+    tensor: str | None = None
 
-    def __init__(
-        self,
-        path: str | PathLike[str],
-        problem: str,
-        expected: object = None,
-        found: object = None,
-        *,
-        tensor: str | None = None,
-    ) -> None:
-        where = f"{fspath(path)}: " + (f"tensor {tensor!r}: " if tensor is not None else "")
-        detail = [f"expected {expected}"] if expected is not None else []
-        detail += [f"found {found}"] if found is not None else []
-        super().__init__(
-            where + problem + (": " + ", ".join(detail) if detail else ""),
-            path=fspath(path),
-            problem=problem,
-            tensor=tensor,
-            expected=expected,
-            found=found,
-        )
+    def _message(self) -> str:
+        detail = [f"expected {self.expected}"] * (self.expected is not None)
+        detail += [f"found {self.found}"] * (self.found is not None)
+        said = self.problem + (": " + ", ".join(detail) if detail else "")
+        return _where(self.path, self.tensor) + said
 
     def of_tensor(self, tensor: str | None) -> Self:
         """The same error, with the tensor's name."""
-        facts = {key: getattr(self, key) for key in self._facts}
-        return type(self)(**facts | {"tensor": tensor})
+        return replace(self, tensor=tensor)
 
     def again(self) -> Self:
         """The same error, to be raised by another thread, or once more."""
-        return self.of_tensor(self.tensor)
+        return replace(self)
 
 
 class HeaderError(CheckpointError):
@@ -186,6 +228,7 @@ class TruncatedFileError(CheckpointError):
     """
 
 
+@dataclass(eq=False, repr=False)
 class FileChangedError(CheckpointError):
     """A file that is not what it was when its header was read, or is about to be changed.
 
@@ -194,82 +237,50 @@ class FileChangedError(CheckpointError):
             whatever was taken from the file may be wrong.
     """
 
-    held_back: bool
-
-    def __init__(
-        self,
-        path: str | PathLike[str],
-        problem: str,
-        expected: object = None,
-        found: object = None,
-        *,
-        tensor: str | None = None,
-        held_back: bool = False,
-    ) -> None:
-        super().__init__(path, problem, expected, found, tensor=tensor)
-        self._facts["held_back"] = self.held_back = held_back
+    _: KW_ONLY
+    held_back: bool = False
 
 
 class ShardNotFoundError(CheckpointError):
     """A checkpoint, or a file that its index names, that is not there."""
 
 
+@dataclass(eq=False, repr=False)
 class StateDictMismatchError(StreamloadError, ValueError):
     """Names or shapes of the model and the checkpoint that do not agree; raised before any I/O.
 
     Attributes:
-        path: the checkpoint.
-        missing: names that the model has and the checkpoint lacks.
-        unexpected: names that the checkpoint has and the model lacks.
-        wrong_shape: names in both, with both shapes.
-        problems: anything else that stands between a parameter and its tensor, one sentence each.
-        suggestions: what to write in the call instead.
+        path (str): the checkpoint.
+        missing (tuple[str, ...]): names that the model has and the checkpoint lacks.
+        unexpected (tuple[str, ...]): names that the checkpoint has and the model lacks.
+        wrong_shape (tuple[ShapeMismatch, ...]): names in both, with both shapes.
+        problems (tuple[str, ...]): any other reason why a parameter cannot be loaded, one sentence
+            each.
+        suggestions (tuple[Suggestion, ...]): what to write in the call instead.
         instead: the call of the model's own library that renames its tensors, or "".
     """
 
-    path: str
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    wrong_shape: tuple[ShapeMismatch, ...]
-    problems: tuple[str, ...]
-    suggestions: tuple[Suggestion, ...]
-    instead: str
+    path: _Path = _Converted(_text)
+    _: KW_ONLY
+    missing: _Tuple[str] = _Converted(_tuple, ())
+    unexpected: _Tuple[str] = _Converted(_tuple, ())
+    wrong_shape: _Tuple[ShapeMismatch] = _Converted(_tuple, ())
+    problems: _Tuple[str] = _Converted(_tuple, ())
+    suggestions: _Tuple[Suggestion] = _Converted(_tuple, ())
+    instead: str = ""
 
-    def __init__(
-        self,
-        path: str | PathLike[str],
-        *,
-        missing: Sequence[str] = (),
-        unexpected: Sequence[str] = (),
-        wrong_shape: Sequence[ShapeMismatch] = (),
-        problems: Sequence[str] = (),
-        suggestions: Sequence[Suggestion] = (),
-        instead: str = "",
-    ) -> None:
-        found = [
-            f"{len(names)} {kind}{_listed(names)}"
-            for kind, names in (
-                ("missing from the checkpoint", missing),
-                ("unexpected in the checkpoint", unexpected),
-                ("of another shape", wrong_shape),
-                ("that cannot be loaded", problems),
-            )
-            if names
+    def _message(self) -> str:
+        kinds: list[tuple[str, Sequence[object]]] = [
+            ("missing from the checkpoint", self.missing),
+            ("unexpected in the checkpoint", self.unexpected),
+            ("of another shape", self.wrong_shape),
+            ("that cannot be loaded", self.problems),
         ]
-        said = [f"write {each}" for each in suggestions]
-        if instead:
-            said.insert(0, f"its library renames tensors as it loads: write model = {instead}")
-        super().__init__(
-            f"{fspath(path)}: the model and the checkpoint do not match: "
-            + "; ".join([*found, *said]),
-            path=fspath(path),
-            missing=tuple(missing),
-            unexpected=tuple(unexpected),
-            wrong_shape=tuple(wrong_shape),
-            problems=tuple(problems),
-            suggestions=tuple(suggestions),
-            instead=instead,
-        )
+        parts = [f"{len(names)} {kind}{_listed(names)}" for kind, names in kinds if names]
+        if self.instead:
+            parts.append(f"its library renames tensors as it loads: write model = {self.instead}")
+        parts += [f"write {each}" for each in self.suggestions]
+        return f"{self.path}: the model and the checkpoint do not match: " + "; ".join(parts)
 
     def or_by(self, call: str) -> StateDictMismatchError:
         """The same error with the call of a library, where names differ and no argument fills all.
@@ -280,29 +291,27 @@ class StateDictMismatchError(StreamloadError, ValueError):
         filled = any(s.filled == s.parameters for s in self.suggestions)
         if not call or filled or not (self.missing or self.unexpected):
             return self
-        return StateDictMismatchError(**{**self._facts, "instead": call})
+        return replace(self, instead=call)
 
 
+@dataclass(eq=False, repr=False)
 class ResidenceError(StreamloadError, ValueError):
     """A parameter that ``residence="mapped"`` cannot leave in its file.
 
     Attributes:
         parameter: its name.
-        path: the file.
+        path (str): the file.
         reason: what keeps it from being a view.
     """
 
     parameter: str
-    path: str
-    reason: str
+    path: _Path = _Converted(_text)
+    reason: str = ""
 
-    def __init__(self, parameter: str, path: str | PathLike[str], reason: str) -> None:
-        super().__init__(
-            f"{fspath(path)}: parameter {parameter!r} cannot be a view on the mapped file: "
-            f'{reason}; residence="auto" loads it',
-            parameter=parameter,
-            path=fspath(path),
-            reason=reason,
+    def _message(self) -> str:
+        return (
+            f"{self.path}: parameter {self.parameter!r} cannot be a view on the mapped file: "
+            f'{self.reason}; residence="auto" loads it'
         )
 
 
@@ -310,6 +319,7 @@ class BudgetError(StreamloadError, MemoryError):
     """More bytes than there is room for."""
 
 
+@dataclass(eq=False, repr=False)
 class PlanInfeasibleError(BudgetError):
     """A load that cannot fit; raised before any data is read or any memory is allocated.
 
@@ -318,55 +328,38 @@ class PlanInfeasibleError(BudgetError):
         needed_nbytes: the predicted peak there, in bytes.
         budget_nbytes: the bytes that it may take.
         limit: what sets ``budget_nbytes``: "budget", "free memory", "largest allocation", ....
-        largest: the largest contributors, (name, bytes), largest first.
-        would_fit: what would fit, one sentence each; empty where nothing would.
+        largest (tuple[tuple[str, int], ...]): the largest contributors first, as (name, bytes).
+        would_fit (tuple[str, ...]): what would fit, one sentence each; empty where nothing would.
         reason: why more is needed than one might expect, or "".
     """
 
     device: str
     needed_nbytes: int
     budget_nbytes: int
-    limit: str
-    largest: tuple[tuple[str, int], ...]
-    would_fit: tuple[str, ...]
-    reason: str
+    _: KW_ONLY
+    limit: str = "budget"
+    largest: _Tuple[tuple[str, int]] = _Converted(_tuple, ())
+    would_fit: _Tuple[str] = _Converted(_tuple, ())
+    reason: str = ""
 
-    def __init__(
-        self,
-        device: str,
-        needed_nbytes: int,
-        budget_nbytes: int,
-        *,
-        limit: str = "budget",
-        largest: Sequence[tuple[str, int]] = (),
-        would_fit: Sequence[str] = (),
-        reason: str = "",
-    ) -> None:
-        message = (
-            f"does not fit on {device}: needs {_bytes(needed_nbytes)}, "
-            f"but the {limit} is {_bytes(budget_nbytes)}"
-        )
-        if reason:
-            message += f"; {reason}"
-        if largest:
-            message += "; largest: " + ", ".join(f"{n} {_bytes(b, False)}" for n, b in largest[:3])
-        if would_fit:
-            message += "; would fit: " + "; or ".join(would_fit)
-        super().__init__(
-            message,
-            device=device,
-            needed_nbytes=needed_nbytes,
-            budget_nbytes=budget_nbytes,
-            limit=limit,
-            largest=tuple(largest),
-            would_fit=tuple(would_fit),
-            reason=reason,
-        )
+    def _message(self) -> str:
+        parts = [
+            f"does not fit on {self.device}: needs {_bytes(self.needed_nbytes)}, "
+            f"but the {self.limit} is {_bytes(self.budget_nbytes)}"
+        ]
+        if self.reason:
+            parts.append(self.reason)
+        if self.largest:
+            shown = (f"{name} {_bytes(nbytes, False)}" for name, nbytes in self.largest[:3])
+            parts.append("largest: " + ", ".join(shown))
+        if self.would_fit:
+            parts.append("would fit: " + "; or ".join(self.would_fit))
+        return "; ".join(parts)
 
     def without(self, *beginnings: str) -> PlanInfeasibleError:
         """The same error without what would fit and begins so."""
         kept = [line for line in self.would_fit if not line.startswith(beginnings)]
-        return PlanInfeasibleError(**{**self._facts, "would_fit": kept})
+        return replace(self, would_fit=kept)
 
     def calling(self, call: str, instead: str) -> PlanInfeasibleError:
         """The same error with other words for a call that would fit; without it for ""."""
@@ -376,17 +369,11 @@ class PlanInfeasibleError(BudgetError):
 
     def suggesting(self, also: Sequence[str], reason: str = "") -> PlanInfeasibleError:
         """The same error with more that would fit, and with another reason if one is given."""
-        return PlanInfeasibleError(
-            self.device,
-            self.needed_nbytes,
-            self.budget_nbytes,
-            limit=self.limit,
-            largest=self.largest,
-            would_fit=(*self.would_fit, *also),
-            reason=reason or self.reason,
-        )
+        fits = (*self.would_fit, *also)
+        return replace(self, would_fit=fits, reason=reason or self.reason)
 
 
+@dataclass(eq=False, repr=False)
 class BudgetExceededError(BudgetError):
     """A reservation that the ledger refused; nothing was allocated for it.
 
@@ -402,28 +389,18 @@ class BudgetExceededError(BudgetError):
     requested_nbytes: int
     held_nbytes: int
     budget_nbytes: int
-    reason: str
+    _: KW_ONLY
+    reason: str = ""
 
-    def __init__(
-        self,
-        device: str,
-        requested_nbytes: int,
-        held_nbytes: int,
-        budget_nbytes: int,
-        *,
-        reason: str = "",
-    ) -> None:
-        super().__init__(
-            f"{device}: reserving {_bytes(requested_nbytes)} on top of {_bytes(held_nbytes)} "
-            f"would exceed the budget of {_bytes(budget_nbytes)}" + (f": {reason}" * bool(reason)),
-            device=device,
-            requested_nbytes=requested_nbytes,
-            held_nbytes=held_nbytes,
-            budget_nbytes=budget_nbytes,
-            reason=reason,
+    def _message(self) -> str:
+        return (
+            f"{self.device}: reserving {_bytes(self.requested_nbytes)} on top of "
+            f"{_bytes(self.held_nbytes)} would exceed the budget of {_bytes(self.budget_nbytes)}"
+            + (f": {self.reason}" if self.reason else "")
         )
 
 
+@dataclass(eq=False, repr=False)
 class MemoryTakenError(BudgetError):
     """Memory that a load was promised and others took while it ran; raised while it can stop.
 
@@ -439,16 +416,10 @@ class MemoryTakenError(BudgetError):
     free_nbytes: int
     taken_nbytes: int
 
-    def __init__(
-        self, device: str, needed_nbytes: int, free_nbytes: int, taken_nbytes: int
-    ) -> None:
-        super().__init__(
-            f"{device}: others took {_bytes(taken_nbytes)} of memory while the load ran: it still "
-            f"needs {_bytes(needed_nbytes)}, and {_bytes(free_nbytes)} are free",
-            device=device,
-            needed_nbytes=needed_nbytes,
-            free_nbytes=free_nbytes,
-            taken_nbytes=taken_nbytes,
+    def _message(self) -> str:
+        return (
+            f"{self.device}: others took {_bytes(self.taken_nbytes)} of memory while the load ran: "
+            f"it still needs {_bytes(self.needed_nbytes)}, and {_bytes(self.free_nbytes)} are free"
         )
 
 
@@ -456,6 +427,7 @@ class CastError(StreamloadError, ValueError):
     """A dtype conversion that cannot or must not be done."""
 
 
+@dataclass(eq=False, repr=False)
 class UnsupportedCastError(CastError):
     """No cast leads from one dtype to the other, or the device cannot hold the result.
 
@@ -464,68 +436,47 @@ class UnsupportedCastError(CastError):
         dst: name of the target dtype.
         reason: why not, or "".
         tensor: the tensor concerned, or None.
-        path: its file, or None.
+        path (str | None): its file, or None.
     """
 
     src: str
     dst: str
-    reason: str
-    tensor: str | None
-    path: str | None
+    _: KW_ONLY
+    reason: str = ""
+    tensor: str | None = None
+    path: _OptionalPath = _Converted(_optional_text, None)
 
-    def __init__(
-        self,
-        src: str,
-        dst: str,
-        *,
-        reason: str = "",
-        tensor: str | None = None,
-        path: str | PathLike[str] | None = None,
-    ) -> None:
-        where = f"{fspath(path)}: " if path is not None else ""
-        where += f"tensor {tensor!r}: " if tensor is not None else ""
-        what = f"cannot cast {src} to {dst}" if src != dst else f"cannot hold {src}"
-        super().__init__(
-            where + what + (f": {reason}" if reason else ""),
-            src=src,
-            dst=dst,
-            reason=reason,
-            tensor=tensor,
-            path=None if path is None else fspath(path),
-        )
+    def _message(self) -> str:
+        same = self.src == self.dst
+        what = f"cannot hold {self.src}" if same else f"cannot cast {self.src} to {self.dst}"
+        return _where(self.path, self.tensor) + what + (f": {self.reason}" if self.reason else "")
 
 
+@dataclass(eq=False, repr=False)
 class OutOfRangeError(CastError):
     """Finite values that the target dtype cannot represent, under ``out_of_range="error"``.
 
     Attributes:
         tensor: the tensor.
-        path: its file.
+        path (str): its file.
         src: name of the source dtype.
         dst: name of the target dtype.
         overflowed: how many values overflowed where the load stopped (at least 1).
     """
 
     tensor: str
-    path: str
-    src: str
-    dst: str
-    overflowed: int
+    path: _Path = _Converted(_text)
+    src: str = ""
+    dst: str = ""
+    overflowed: int = 1
 
-    def __init__(
-        self, tensor: str, path: str | PathLike[str], src: str, dst: str, overflowed: int
-    ) -> None:
-        super().__init__(
-            f"{fspath(path)}: tensor {tensor!r}: {overflowed} or more finite {src} values are "
-            f"out of range of {dst}",
-            tensor=tensor,
-            path=fspath(path),
-            src=src,
-            dst=dst,
-            overflowed=overflowed,
+    def _message(self) -> str:
+        return _where(self.path, self.tensor) + (
+            f"{self.overflowed} or more finite {self.src} values are out of range of {self.dst}"
         )
 
 
+@dataclass(eq=False, repr=False)
 class OffloadError(StreamloadError, RuntimeError):
     """A model whose layers stream through slots was used in a way that it cannot be.
 
@@ -535,10 +486,11 @@ class OffloadError(StreamloadError, RuntimeError):
 
     problem: str
 
-    def __init__(self, problem: str) -> None:
-        super().__init__(problem, problem=problem)
+    def _message(self) -> str:
+        return self.problem
 
 
+@dataclass(eq=False, repr=False)
 class DeviceError(StreamloadError, RuntimeError):
     """A device that failed, or cannot do what was asked.
 
@@ -551,30 +503,27 @@ class DeviceError(StreamloadError, RuntimeError):
     problem: str
     _has_lines = True
 
-    def __init__(self, device: str, problem: str) -> None:
-        super().__init__(f"{device}: {problem}", device=device, problem=problem)
+    def _message(self) -> str:
+        return f"{self.device}: {self.problem}"
 
 
+@dataclass(eq=False, repr=False)
 class DeviceNotFoundError(DeviceError):
     """A device that is not there or does not work.
 
     Attributes:
-        working: names of the devices that do.
+        working (tuple[str, ...]): names of the devices that do.
     """
 
-    working: tuple[str, ...]
+    _: KW_ONLY
+    working: _Tuple[str] = _Converted(_tuple, ())
 
-    def __init__(self, device: str, problem: str, *, working: Sequence[str] = ()) -> None:
-        here = f"; devices that work here: {', '.join(working)}" if working else ""
-        StreamloadError.__init__(
-            self,
-            f"device {device}: {problem}{here}",
-            device=device,
-            problem=problem,
-            working=tuple(working),
-        )
+    def _message(self) -> str:
+        here = f"; devices that work here: {', '.join(self.working)}" if self.working else ""
+        return f"device {self.device}: {self.problem}{here}"
 
 
+@dataclass(eq=False, repr=False)
 class AllocationError(DeviceError):
     """Memory that the device's allocator refused.
 
@@ -582,18 +531,14 @@ class AllocationError(DeviceError):
         nbytes: the size asked for.
     """
 
+    _: KW_ONLY
     nbytes: int
 
-    def __init__(self, device: str, problem: str, *, nbytes: int) -> None:
-        StreamloadError.__init__(
-            self,
-            f"{device}: could not allocate {_bytes(nbytes)}: {problem}",
-            device=device,
-            problem=problem,
-            nbytes=nbytes,
-        )
+    def _message(self) -> str:
+        return f"{self.device}: could not allocate {_bytes(self.nbytes)}: {self.problem}"
 
 
+@dataclass(eq=False, repr=False)
 class NodeError(StreamloadError, RuntimeError):
     """A load across nodes that failed.
 
@@ -605,8 +550,8 @@ class NodeError(StreamloadError, RuntimeError):
     node: str
     problem: str
 
-    def __init__(self, node: str, problem: str) -> None:
-        super().__init__(f"node {node}: {problem}", node=node, problem=problem)
+    def _message(self) -> str:
+        return f"node {self.node}: {self.problem}"
 
 
 class PeerFailedError(NodeError):
