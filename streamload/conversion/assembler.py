@@ -1,4 +1,4 @@
-"""Elements of tensors that are put together of others: see `streamload.formats.writer.Made`."""
+"""Elements of tensors that are put together of others: see `streamload.formats.writer.Joined`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamload.codecs.group import Packed
 from streamload.codecs.permute import Elements, Make, Read, read_lines, turned
 from streamload.core.dtypes import DType
 from streamload.core.tensors import TensorInfo
-from streamload.formats.writer import Made, Piece
+from streamload.formats.writer import Joined, Slice
 
 
 class Gatherer:
@@ -39,7 +39,7 @@ class Gatherer:
         self._dtype, self._n = dtype, dtype.itemsize
         self._casts, self._decoders, self._read, self._most = casts, decoders, read, most_nbytes
 
-    def elements(self, made: Made, first: int, stop: int, out: memoryview) -> CastCounts:
+    def elements(self, made: Joined, first: int, stop: int, out: memoryview) -> CastCounts:
         """Write elements ``first`` to ``stop`` (exclusive); gives what their casts did not keep."""
         turn = made.turn
         if turn is None:
@@ -54,7 +54,7 @@ class Gatherer:
         return turned(width, self._n, first, stop, out, fill, most, grain)
 
     def straight(
-        self, made: Made, first: int, stop: int
+        self, made: Joined, first: int, stop: int
     ) -> Iterator[tuple[int, int, TensorInfo | None, int]]:
         """Elements by the pieces that they are of.
 
@@ -77,7 +77,7 @@ class Gatherer:
             at += piece.numel
 
     def _flat(
-        self, pieces: tuple[Piece, ...], first: int, stop: int, out: memoryview
+        self, pieces: tuple[Slice, ...], first: int, stop: int, out: memoryview
     ) -> CastCounts:
         """The same of pieces one after the other."""
         counts, at = ZERO, 0
@@ -90,7 +90,7 @@ class Gatherer:
             at += piece.numel
         return counts
 
-    def _piece(self, piece: Piece, first: int, stop: int, out: memoryview) -> CastCounts:
+    def _piece(self, piece: Slice, first: int, stop: int, out: memoryview) -> CastCounts:
         info, turn = piece.info, piece.turn
         if info is None:
             out[:] = piece.data[first * self._n : stop * self._n] or bytes(len(out))
@@ -129,7 +129,7 @@ class Gatherer:
             return self._casts[info.dtype, self._dtype](data, out)
 
     def _lines(
-        self, made: Made, start: int, pitch: int, to: np.ndarray[tuple[int, ...], np.dtype]
+        self, made: Joined, start: int, pitch: int, to: np.ndarray[tuple[int, ...], np.dtype]
     ) -> CastCounts:
         """Lines of all pieces: at once those of one that lies as models have it."""
         lines, numel = len(to), math.prod(to.shape[1:])

@@ -87,7 +87,7 @@ class Block:
         if tensor is None:
             return
         info, dtype = tensor.out.info, tensor.out.dtype
-        if tensor.out.lies_elsewhere:
+        if tensor.out.is_assembled:
             self._add_gathered(tensor, start, stop, block_nbytes)
             return
         # where nothing is cast bytes are bytes, also of dtypes below one
@@ -103,7 +103,7 @@ class Block:
             before = window[-1].tensor.out
             if (
                 before.info.shard == info.shard
-                and not before.lies_elsewhere  # it has a window of its own
+                and not before.is_assembled  # it has a window of its own
                 and window[-1].read_stop == read
                 and part.read_stop - window[0].read <= block_nbytes
             ):

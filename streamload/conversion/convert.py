@@ -256,7 +256,7 @@ def convert(
         options = options.asked_of_models(checkpoint, judging)
         # to list what is written takes memory, too: the first look says if there is any
         plan = plan_conversion(checkpoint, expanded(Path(destination)), options)
-        codes = [t for _, _, t in plan.tensors() if t.coding is not None and not t.is_beside]
+        codes = [t for _, _, t in plan.tensors() if t.coding is not None and not t.is_auxiliary]
         weights = [coded(t.coding, t.src) for t in codes if t.coding is not None]
         turned = any(t.made is not None for _, _, t in plan.tensors())
         if codes or turned:

@@ -45,12 +45,11 @@ from streamload.files.header import SAFETENSORS, is_text
 from streamload.files.local import ResolvedKind
 from streamload.formats.safetensors import parse_header
 from streamload.formats.writer import (
-    Entry,
     FormatWriter,
     Model,
     OutFile,
     OutTensor,
-    Wanted,
+    Target,
     writers,
 )
 from streamload.loading.load import split
@@ -86,7 +85,7 @@ class ConvertOptions:
     selection: Selection = field(default_factory=Selection)
     rename: Rename | None = None
     quant: QuantPolicy = NO_QUANT
-    writer: FormatWriter = field(default_factory=lambda: writers()[SAFETENSORS])
+    writer: type[FormatWriter] = field(default_factory=lambda: writers()[SAFETENSORS])
     runtime: Runtime | None = None
     notes: tuple[str, ...] = ()
     verdict: Verdict | None = None  # of transformers, on what is quantised
@@ -345,7 +344,7 @@ class ConvertPlan:
             (t.info.dtype.name, t.became)
             for file in self.files
             for t in file.tensors
-            if t.became != t.info.dtype.name and not t.is_beside
+            if t.became != t.info.dtype.name and not t.is_auxiliary
         )
         others = [file.path for file in (*self.indexes, *self.small)]
         return printed(
@@ -374,18 +373,17 @@ def plan_conversion(
         UnsupportedCastError: a dtype cannot be cast, or must not be.
         ValueError: a pattern matches no tensor, none is left, or a node's name is no folder's.
     """
-    writer = options.writer
-    if options.nodes and writer.name != SAFETENSORS:
-        raise ValueError(f"{writer.name} files are not split over nodes")
+    if options.nodes and options.writer.name != SAFETENSORS:
+        raise ValueError(f"{options.writer.name} files are not split over nodes")
     chosen, fill, dtypes = _chosen(checkpoint, options)
     wanted = wanted_of(chosen, fill, dtypes, options.quant)
     notes = kept_back(checkpoint, dtypes, options.policy)
     beside, left = files_beside(checkpoint)
-    model = _model(checkpoint, wanted, beside, options)
-    lists = all_entries(writer.tensors(model), options.quant)
+    writer = options.writer(_model(checkpoint, wanted, beside, options))
+    lists = all_entries(writer.tensors(), options.quant)
     _check_names(checkpoint, [e.name for one in lists for each in one for e in each], wanted)
-    notes += writer.notes(model)
-    if writer.keeps_beside:
+    notes += writer.notes()
+    if writer.keeps_companions:
         by_tensor = {each[0].info.name: each for listed in lists for each in listed}
         notes += options.notes
         notes += _follow(checkpoint, dtypes, by_tensor, beside, left, options)
@@ -404,9 +402,9 @@ def plan_conversion(
         listed = [
             [e for entries in one for e in entries] for one in together(checkpoint.members, rows)
         ]
-        here = writer.files(model, listed, options.max_shard_nbytes)
+        here = writer.files(listed, options.max_shard_nbytes)
         files += (replace(file, path=in_folder(folder, file.path)) for file in here)
-        documents = [*_documents(writer, model, here, folder)]
+        documents = [*_documents(writer, here, folder)]
         small += documents[:-1]
         indexes += documents[-1:]
         small += [replace(f, path=in_folder(folder, name)) for name, f in beside.items()]
@@ -427,7 +425,7 @@ def plan_conversion(
 
 def _model(
     checkpoint: Checkpoint,
-    wanted: Mapping[str, Wanted],
+    wanted: Mapping[str, Target],
     beside: Mapping[str, SmallFile],
     options: ConvertOptions,
 ) -> Model:
@@ -444,7 +442,7 @@ def _model(
 
 
 def _check_names(
-    checkpoint: Checkpoint, names: Sequence[str], wanted: Mapping[str, Wanted]
+    checkpoint: Checkpoint, names: Sequence[str], wanted: Mapping[str, Target]
 ) -> None:
     """Refuse two tensors of one name in the output."""
     if any(each.quant is not None for each in wanted.values()):
@@ -454,13 +452,11 @@ def _check_names(
         raise CheckpointError(checkpoint.path, f"{count} tensors would be called {twice!r}")
 
 
-def _documents(
-    writer: FormatWriter, model: Model, files: Sequence[OutFile], folder: str
-) -> Iterator[SmallFile]:
+def _documents(writer: FormatWriter, files: Sequence[OutFile], folder: str) -> Iterator[SmallFile]:
     """The documents of a format, in order; some are made when all files are whole."""
     start = in_folder(folder, "")
     sums = {file.path: "0" * _SUM_DIGITS for file in files}
-    for name, data in writer.documents(model, files, sums).items():
+    for name, data in writer.documents(files, sums).items():
         path = in_folder(folder, name)
         if not writer.wants_sums:
             yield document(path, data)
@@ -468,7 +464,7 @@ def _documents(
 
         def late(found: Mapping[str, str], name: str = name) -> bytes:
             mine = {path.removeprefix(start): digest for path, digest in found.items()}
-            return writer.documents(model, files, mine)[name]
+            return writer.documents(files, mine)[name]
 
         yield SmallFile(path, late, len(data))
 
@@ -476,7 +472,7 @@ def _documents(
 def _follow(
     checkpoint: Checkpoint,
     dtypes: Mapping[str, DType],
-    made: Mapping[str, Sequence[Entry]],
+    made: Mapping[str, Sequence[OutTensor]],
     beside: dict[str, SmallFile],
     left: Sequence[str],
     options: ConvertOptions,
@@ -550,8 +546,8 @@ def _dtype(checkpoint: Checkpoint, name: str, policy: DTypePolicy) -> DType:
 
 
 def _parts(
-    chosen: Checkpoint, options: ConvertOptions, lists: Sequence[Sequence[Sequence[Entry]]]
-) -> tuple[dict[str, list[Sequence[Entry]]], dict[str, Any]]:
+    chosen: Checkpoint, options: ConvertOptions, lists: Sequence[Sequence[Sequence[OutTensor]]]
+) -> tuple[dict[str, list[Sequence[OutTensor]]], dict[str, Any]]:
     """By folder, what each list of tensors becomes there; and of nodes, what they hold."""
     if not options.nodes:
         return {"": [[e for entries in listed for e in entries] for listed in lists]}, {}
@@ -570,7 +566,7 @@ def _parts(
         out_of_range=options.out_of_range,
         rename=options.rename,
     )
-    parts: dict[str, list[Sequence[Entry]]] = {node.name: [] for node in options.nodes}
+    parts: dict[str, list[Sequence[OutTensor]]] = {node.name: [] for node in options.nodes}
     for p in plan.placements:
         as_made = made[p.source[0].tensor]
         if p.coding is None:  # a head that shares the embedding's weight has a name of its own

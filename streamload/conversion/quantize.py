@@ -15,7 +15,7 @@ from streamload.conversion.openable import Verdict
 from streamload.core.dtypes import DType
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, UnsupportedCastError
-from streamload.formats.writer import Entry, Made, Wanted
+from streamload.formats.writer import Joined, OutTensor, Target
 from streamload.planning.dequantise import all_dequantised
 from streamload.planning.families import is_conv1d
 from streamload.planning.match import wants_of
@@ -44,7 +44,7 @@ def coded_otherwise(checkpoint: Checkpoint, policy: QuantPolicy) -> list[str]:
 
 def wanted_of(
     chosen: Checkpoint, fill: Mapping[str, Source], dtypes: Mapping[str, DType], policy: QuantPolicy
-) -> dict[str, Wanted]:
+) -> dict[str, Target]:
     """What is written of a checkpoint as models have it, by the names of the output.
 
     Args:
@@ -57,24 +57,26 @@ def wanted_of(
     if policy:  # else it may be a part of a quantised weight, without the others
         formats = policy.formats(chosen, wants_of(chosen, fill))
     stored = {name: one for header in chosen.shards for name, one in header.stored.items()}
-    out: dict[str, Wanted] = {}
+    out: dict[str, Target] = {}
     # one by one: there may be very many, and a want takes much more than what is kept of it
     for (name, source), format in zip(fill.items(), formats, strict=True):
         info = chosen.tensors[source.rows[0].tensor]
         made, shape = None, shape_in_models(info)
         if info.name in chosen.turns and source.transpose is not None:
-            made = Made.of(info, source.transpose)
+            made = Joined.of(info, source.transpose)
             shape = source.shape or shape
         turns = format is not None and ALL_FORMATS[format].turns_conv1d and len(shape) == 2
         if turns and is_conv1d(chosen.config, info.name):
-            made = (made or Made.of(info)).transposed(*shape)
+            made = (made or Joined.of(info)).transposed(*shape)
             shape = shape[::-1]
         known = stored.get(info.name) if not isinstance(info, Packed) else None
-        out[name] = Wanted(name, info, dtypes[info.name], shape, format, made, known)
+        out[name] = Target(name, info, dtypes[info.name], shape, format, made, known)
     return out
 
 
-def all_entries(lists: Iterable[Sequence[Wanted]], policy: QuantPolicy) -> list[list[list[Entry]]]:
+def all_entries(
+    lists: Iterable[Sequence[Target]], policy: QuantPolicy
+) -> list[list[list[OutTensor]]]:
     """What each tensor of each list is in the output; see `entries_of`.
 
     Raises:
@@ -83,7 +85,7 @@ def all_entries(lists: Iterable[Sequence[Wanted]], policy: QuantPolicy) -> list[
     """
     refused: dict[str, UnsupportedCastError] = {}
     taken: list[str] = []
-    out: list[list[list[Entry]]] = []
+    out: list[list[list[OutTensor]]] = []
     for listed in lists:
         out.append([])
         for wanted in listed:
@@ -101,7 +103,7 @@ def all_entries(lists: Iterable[Sequence[Wanted]], policy: QuantPolicy) -> list[
     return out
 
 
-def entries_of(wanted: Wanted) -> list[Entry]:
+def entries_of(wanted: Target) -> list[OutTensor]:
     """What a tensor is in the output: itself, or the parts of what it becomes.
 
     Raises:
@@ -114,15 +116,15 @@ def entries_of(wanted: Wanted) -> list[Entry]:
     if wanted.quant is None:
         if not (info.dtype is wanted.dtype or isinstance(info, Packed)):
             _check_dtypes(info, wanted)
-        return [Entry(wanted.name, info, wanted.dtype, wanted.shape, None, made)]
+        return [OutTensor(wanted.name, info, wanted.dtype, wanted.shape, None, made)]
     src = info.dtype if made is None else made.src
     return [
-        Entry(part.name(wanted.name), info, part.dtype, part.shape, coding, made)
+        OutTensor(part.name(wanted.name), info, part.dtype, part.shape, coding, made)
         for part, coding in codings_of(info, wanted.shape, src, wanted.quant)
     ]
 
 
-def _check_dtypes(info: TensorInfo, wanted: Wanted) -> None:
+def _check_dtypes(info: TensorInfo, wanted: Target) -> None:
     """Refuse what cannot be cast, and elements that are no whole bytes."""
     dst = wanted.dtype if wanted.quant is None else wanted.source.src
     if isinstance(info, Packed):
@@ -156,7 +158,7 @@ def kept_back(
 
 def described(
     checkpoint: Checkpoint,
-    made: Mapping[str, Sequence[Entry]],
+    made: Mapping[str, Sequence[OutTensor]],
     main: str,
     policy: QuantPolicy,
     verdict: Verdict | None,
@@ -224,7 +226,7 @@ def described(
     return {"quantization_config": config}, notes
 
 
-def _left(tensors: Iterable[Entry]) -> list[str]:
+def _left(tensors: Iterable[OutTensor]) -> list[str]:
     """The modules with matrices that are left as they are."""
     return [
         each.name.removesuffix(_WEIGHT)
@@ -237,7 +239,7 @@ def _left(tensors: Iterable[Entry]) -> list[str]:
 
 
 def _check_transposed(
-    checkpoint: Checkpoint, codes: Mapping[str, Entry], policy: QuantPolicy
+    checkpoint: Checkpoint, codes: Mapping[str, OutTensor], policy: QuantPolicy
 ) -> None:
     """Refuse weights of Conv1D in a format whose library has no module for them."""
     refused: dict[str, UnsupportedCastError] = {}

@@ -38,7 +38,7 @@ from streamload.core.system import direct_memory
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, OutOfRangeError
 from streamload.files.header import Header
-from streamload.formats.writer import Made, OutFile, OutTensor
+from streamload.formats.writer import Joined, OutFile, OutTensor
 from streamload.planning.quant_policy import encoder_of
 
 # Of the time that a conversion takes, the part that goes into making finished tensors last: the
@@ -135,7 +135,7 @@ class Writer:
             self._unread.update(_reads(t))
             if t.coding is not None:
                 of_weight = beside.setdefault((folder_of(file.out.path), weight_of(t)), [])
-                if t.is_beside:
+                if t.is_auxiliary:
                     of_weight.append(tensor)
                     continue
                 tensor.beside = of_weight
@@ -331,7 +331,7 @@ class Writer:
         errors: list[QuantCounts] = []
         for window in block.windows:
             info, start, stop = window[0].tensor.out.info, window[0].read, window[-1].read_stop
-            if window[0].tensor.out.lies_elsewhere:
+            if window[0].tensor.out.is_assembled:
                 part = window[0]
                 with memory[part.start - block.start : part.stop - block.start] as out:
                     errors.append(self._gather(part, out, room))
@@ -359,7 +359,7 @@ class Writer:
     def _gather(self, part: Part, out: memoryview, room: Room) -> QuantCounts:
         """Put together what a part is made of: dequantise, turn, cast, and perhaps quantise it."""
         tensor, t = part.tensor, part.tensor.out
-        made = t.made or Made.of(t.info)
+        made = t.made or Joined.of(t.info)
         dtype = t.dtype if t.coding is None else t.src
 
         def read(info: TensorInfo) -> Read:
@@ -465,7 +465,7 @@ class Writer:
                     if not part.tensor.left_nbytes:
                         done.append(part.tensor)
         for out in (tensor.out for tensor in done):
-            if out.lies_elsewhere:
+            if out.is_assembled:
                 self._has_read(_reads(out))
                 for info in out.infos:
                     self._decoders.drop(info.name, out.dtype if out.coding is None else out.src)
@@ -533,7 +533,7 @@ def weight_of(out: OutTensor) -> object:
 
 def _reads(out: OutTensor) -> Counter[Location]:
     """Bytes that are read for a tensor, by file."""
-    if out.made is None or out.is_beside:
+    if out.made is None or out.is_auxiliary:
         return Counter({out.info.shard: out.read_nbytes})
     found: Counter[Location] = Counter()
     for piece in out.made.pieces:

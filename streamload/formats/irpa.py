@@ -23,7 +23,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -37,13 +36,14 @@ from streamload.files.header import Header, View, describe, parse_json_object
 from streamload.files.limits import check_nbytes, most_nbytes
 from streamload.formats.reader import File, FormatReader, read_exactly, register_reader
 from streamload.formats.writer import (
-    Entry,
     FormatWriter,
-    Model,
     OutFile,
-    Wanted,
+    OutTensor,
+    index_document,
+    numbered,
     placed,
     register_writer,
+    shards,
 )
 
 _SINGLE = "model.irpa"
@@ -356,78 +356,59 @@ def _said(metadata: bytes, path: Location, fail: _Fail) -> _Said | None:
 class IrpaWriter(FormatWriter):
     """Writes ``model.irpa``, byte for byte as IREE does; see `FormatWriter`.
 
-    Or ``model-00001-of-00002.irpa`` and so on, where files are not to be longer than that; IREE
-    takes several archives for one scope.
+    Or ``model-00001-of-00002.irpa`` and so on for a smaller `max_shard_size`; IREE takes several
+    archives for one scope. It does not read the index.
     """
 
     name = "irpa"
     max_shard_size = "16TiB"  # it is one file
-    keeps_beside = True
+    keeps_companions = True
 
-    def tensors(self, model: Model) -> Sequence[Sequence[Wanted]]:
-        """All as they are."""
-        return [(wanted,) for wanted in model.tensors.values()]
-
-    def files(
-        self, model: Model, entries: Sequence[Sequence[Entry]], max_nbytes: int
-    ) -> Sequence[OutFile]:
+    def files(self, lists: Sequence[Sequence[OutTensor]], max_nbytes: int) -> Sequence[OutFile]:
         """See `FormatWriter.files`."""
-        shards: list[list[Entry]] = []
-        left = -1
-        for listed in entries:
-            nbytes = sum(map(_most_nbytes, listed))
-            if nbytes > left:
-                shards.append([])
-                left = max_nbytes // _PAGE * _PAGE - _HEADER_NBYTES - _ALIGNMENT
-            shards[-1] += listed
-            left -= nbytes
-        count = len(shards)
-        names = [f"model-{i:05}-of-{count:05}.irpa" for i in range(1, count + 1)]
-        return list(map(_file, names if count > 1 else [_SINGLE], shards))
+        room = max_nbytes // _PAGE * _PAGE - _HEADER_NBYTES - _ALIGNMENT
+        found = shards(lists, room, _most_nbytes)
+        return [
+            _file(name, [each for listed in shard for each in listed])
+            for name, shard in zip(numbered(len(found), ".irpa"), found, strict=True)
+        ]
 
-    def documents(
-        self, model: Model, files: Sequence[OutFile], sums: Mapping[str, str]
-    ) -> Mapping[str, bytes]:
-        """The index of several files, as safetensors have it: IREE does not read it."""
-        if len(files) == 1:
-            return {}
-        weight_map = {t.name: file.path for file in files for t in file.tensors}
-        return {_INDEX: json.dumps({"weight_map": weight_map}, indent=2).encode() + b"\n"}
+    def documents(self, files: Sequence[OutFile], sums: Mapping[str, str]) -> Mapping[str, bytes]:
+        """See `FormatWriter.documents`."""
+        return index_document(_INDEX, files)
 
 
-def _metadata(entry: Entry) -> bytes:
-    """What IREE's own Python says of a tensor."""
-    said = {"type": "Tensor", "dtype": entry.dtype.name, "shape": list(entry.shape)}
+def _metadata(tensor: OutTensor) -> bytes:
+    """The metadata of a tensor as IREE's own Python writes them."""
+    said = {"type": "Tensor", "dtype": tensor.dtype.name, "shape": list(tensor.shape)}
     return _SAYS_TENSOR[0] + json.dumps(said).encode()
 
 
-def _most_nbytes(entry: Entry) -> int:
-    """The most bytes that an entry adds to a file."""
-    nbytes = round_up(_DATA_NBYTES, _ENTRY_ALIGNMENT) + round_up(entry.nbytes, _ALIGNMENT)
-    return nbytes + len(entry.name.encode()) + len(_metadata(entry))
+def _most_nbytes(tensor: OutTensor) -> int:
+    """The most bytes that a tensor adds to a file."""
+    nbytes = round_up(_DATA_NBYTES, _ENTRY_ALIGNMENT) + round_up(tensor.nbytes, _ALIGNMENT)
+    return nbytes + len(tensor.name.encode()) + len(_metadata(tensor))
 
 
-def _file(path: str, entries: Sequence[Entry]) -> OutFile:
-    """An archive with these entries, in their order."""
+def _file(path: str, tensors: Sequence[OutTensor]) -> OutFile:
     table, texts, stop = bytearray(), bytearray(), 0
-    for entry in entries:
-        name, said = entry.name.encode(), _metadata(entry)
+    for each in tensors:
+        name, said = each.name.encode(), _metadata(each)
         at = round_up(stop, _ALIGNMENT)
         ranges = len(texts), len(name), len(texts) + len(name), len(said)
         table += bytes(-len(table) % _ENTRY_ALIGNMENT)
         table += _ENTRY.pack(_DATA_NBYTES, _IS_DATA, 0, *ranges, _ALIGNMENT)
-        table += _RANGE.pack(at, entry.nbytes)
+        table += _RANGE.pack(at, each.nbytes)
         texts += name + said
-        stop = at + entry.nbytes
+        stop = at + each.nbytes
     begin = round_up(_HEADER_NBYTES, _ENTRY_ALIGNMENT)
     storage = round_up(begin + len(table) + len(texts), _ALIGNMENT)
     segments = begin, len(table), begin + len(table), len(texts), storage, stop
     header = _PREFIX.pack(_MAGIC, 0, 0, _HEADER_NBYTES, 0, 0)
-    header += _SEGMENTS.pack(len(entries), *segments)
+    header += _SEGMENTS.pack(len(tensors), *segments)
     header = (header.ljust(begin, b"\0") + table + texts).ljust(storage, b"\0")
-    file = placed(path, header, entries, _ALIGNMENT)
-    return replace(file, nbytes=round_up(file.nbytes, _PAGE))
+    return placed(path, header, tensors, _ALIGNMENT, _PAGE)
 
 
 register_reader(Irpa())
-register_writer(IrpaWriter())
+register_writer(IrpaWriter)

@@ -20,11 +20,11 @@ from typing import Any
 from streamload.core.dtypes import BF16, F32, parse_dtype
 from streamload.core.units import round_up
 from streamload.formats.writer import (
-    Entry,
     FormatWriter,
     Model,
     OutFile,
-    Wanted,
+    OutTensor,
+    Target,
     placed,
     register_writer,
 )
@@ -34,7 +34,6 @@ _VERSIONS = {F32: 3, BF16: 5}
 _HEADER_INTS = 256
 _ROWS = 128  # the embedding has a multiple of these
 
-_PREFIX = re.compile(r"transformer\.")
 _DROPPED = re.compile(r"h\.\d+\.attn\.(masked_)?bias|lm_head\.weight")
 _FIRST = ("wte.weight", "wpe.weight")
 _LAST = ("ln_f.weight", "ln_f.bias")
@@ -53,8 +52,8 @@ _LAYER = {
     "mlp.c_proj.weight": (4, 1),
     "mlp.c_proj.bias": (1,),
 }
-#: What the configuration says, in the order of the header, and what GPT-2 has where it is silent.
-_NUMBERS = {
+#: Keys of the configuration in the order of the header, and GPT-2's defaults.
+_NUMBERS: dict[str, int | None] = {
     "n_positions": 1024,
     "vocab_size": 50257,
     "n_layer": 12,
@@ -76,7 +75,8 @@ class LlmC(FormatWriter):
     name = "llm.c"
     max_shard_size = "16TiB"  # it is one file
 
-    def asked(self, dtype: Any, quant: Any) -> tuple[Any, Any]:
+    @staticmethod
+    def asked(dtype: Any, quant: Any) -> tuple[Any, Any]:
         """One dtype for all, float32 unless it is said; nothing is quantised."""
         if quant is not None:
             raise ValueError(f'llm.c reads no quantised weights: dtype="bfloat16", not {quant!r}')
@@ -88,67 +88,64 @@ class LlmC(FormatWriter):
             raise ValueError(f"llm.c reads files of one dtype: dtype={known}, not {dtype!r}")
         return found.name, None
 
-    def tensors(self, model: Model) -> Sequence[Sequence[Wanted]]:
+    def tensors(self) -> Sequence[Sequence[Target]]:
         """Each kind of all layers, as C reads them."""
-        numbers = _numbers(model)
-        _, vocabulary, layers, _, width = numbers.values()
-        by_name = {_PREFIX.sub("", name): each for name, each in model.tensors.items()}
+        model, numbers = self.model, _numbers(self.model)
+        width = numbers["n_embd"]
         shapes = {
-            "wte.weight": (vocabulary, width),
+            "wte.weight": (numbers["vocab_size"], width),
             "wpe.weight": (numbers["n_positions"], width),
             **{
                 f"h.{layer}.{name}": tuple(count * width for count in counts)
                 for name, counts in _LAYER.items()
-                for layer in range(layers)
+                for layer in range(numbers["n_layer"])
             },
             **{name: (width,) for name in _LAST},
         }
+        by_name = model.by_name("transformer.")
         unknown = [n for n in by_name if n not in shapes and not _DROPPED.fullmatch(n)]
         if unknown:
             model.refuse("llm.c has no place for it", "a tensor of GPT-2", tensor=unknown[0])
         out = []
         for name, shape in shapes.items():
-            wanted = by_name.get(name)
-            if wanted is None:
+            target = by_name.get(name)
+            if target is None:
                 model.refuse("a tensor is missing", f"transformer.{name}", "no such tensor")
-            if wanted.shape != shape:
-                found = list(wanted.shape)
-                model.refuse("its shape is not GPT-2's", list(shape), found, wanted.info.name)
-            out.append((_as_read(name, wanted),))
+            if target.shape != shape:
+                found = list(target.shape)
+                model.refuse("its shape is not GPT-2's", list(shape), found, target.info.name)
+            out.append((_as_read(name, target),))
         return out
 
-    def files(
-        self, model: Model, entries: Sequence[Sequence[Entry]], max_nbytes: int
-    ) -> Sequence[OutFile]:
+    def files(self, lists: Sequence[Sequence[OutTensor]], max_nbytes: int) -> Sequence[OutFile]:
         """One file."""
-        numbers = _numbers(model)
-        flat = [entry for listed in entries for entry in listed]
+        numbers = _numbers(self.model)
+        flat = [each for listed in lists for each in listed]
         fields = [_MAGIC, _VERSIONS[flat[0].dtype], *numbers.values()]
         fields.append(round_up(numbers["vocab_size"], _ROWS))
         header = struct.pack(f"<{_HEADER_INTS}i", *fields, *[0] * (_HEADER_INTS - len(fields)))
         return [placed("model.bin", header, flat)]
 
 
-def _as_read(name: str, wanted: Wanted) -> Wanted:
+def _as_read(name: str, target: Target) -> Target:
     """A tensor as C reads it: the embedding padded, matrices of layers transposed."""
-    made, shape = wanted.made, wanted.shape
+    made, shape = target.made, target.shape
     if name == "wte.weight":
         rows = round_up(shape[0], _ROWS)
-        made, shape = wanted.source.padded((rows - shape[0]) * shape[1]), (rows, shape[1])
+        made, shape = target.source.padded((rows - shape[0]) * shape[1]), (rows, shape[1])
     elif name not in _FIRST and len(shape) == 2:
-        made, shape = wanted.source.transposed(*shape), shape[::-1]
-    return Wanted(name, wanted.info, wanted.dtype, shape, made=made)
+        made, shape = target.source.transposed(*shape), shape[::-1]
+    return Target(name, target.info, target.dtype, shape, made=made)
 
 
 def _numbers(model: Model) -> dict[str, int]:
-    """What the header says of a model; refuses any but GPT-2."""
+    """The numbers of the header; refuses any model but GPT-2."""
     if model.family != "gpt2":
         found = repr(model.family) if model.family else "no model_type"
         model.refuse("llm.c reads GPT-2 alone", 'model_type "gpt2" in config.json', found)
-    model.check_values(
-        "llm.c", _VALUES | {"n_inner": (None, 4 * model.number("n_embd", _NUMBERS["n_embd"]))}
-    )
-    return {key: model.number(key, otherwise) for key, otherwise in _NUMBERS.items()}
+    width = model.number("n_embd", _NUMBERS["n_embd"])
+    model.check_values("llm.c", _VALUES | {"n_inner": (None, 4 * width)})
+    return model.numbers(**_NUMBERS)
 
 
-register_writer(LlmC())
+register_writer(LlmC)

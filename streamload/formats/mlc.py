@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from streamload.codecs.group import Packed
@@ -28,15 +29,15 @@ from streamload.codecs.schemes.mlc import CODES
 from streamload.core.bounded_json import parse_json
 from streamload.core.dtypes import F16, F32
 from streamload.formats.writer import (
-    Entry,
     FormatWriter,
-    Made,
+    Joined,
     Model,
     OutFile,
-    PerModel,
-    Wanted,
+    OutTensor,
+    Target,
     placed,
     register_writer,
+    shards,
 )
 
 CACHE, CHAT_CONFIG = "tensor-cache.json", "mlc-chat-config.json"
@@ -171,7 +172,7 @@ def _says(model: Model, key: str, otherwise: bool = False) -> bool:
 
 def _llama_numbers(model: Model) -> dict[str, int]:
     keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
-    found = {key: model.number(key) for key in (*keys, "vocab_size")}
+    found = model.numbers(**dict.fromkeys((*keys, "vocab_size")))
     heads = found["num_attention_heads"]
     found["num_key_value_heads"] = model.number("num_key_value_heads", heads)
     found["head_dim"] = model.number("head_dim", found["hidden_size"] // heads)
@@ -180,7 +181,7 @@ def _llama_numbers(model: Model) -> dict[str, int]:
 
 def _gpt2_numbers(model: Model) -> dict[str, int]:
     keys = ("vocab_size", "n_embd", "n_layer", "n_head", "n_positions")
-    found = {key: model.number(key) for key in keys}
+    found = model.numbers(**dict.fromkeys(keys))
     return {**found, "n_inner": model.number("n_inner", 4 * found["n_embd"])}
 
 
@@ -257,7 +258,7 @@ class _Family(NamedTuple):
     config: Callable[[Model], dict[str, Any]]
     values: Mapping[str, tuple[object, ...]]
     dropped: re.Pattern[str]
-    prefix: re.Pattern[str]
+    prefix: str
 
 
 _LLAMA = _Family(
@@ -269,7 +270,7 @@ _LLAMA = _Family(
         "partial_rotary_factor": (1.0, None),
     },
     re.compile(r".*\.rotary_emb\.inv_freq|lm_head\.weight"),
-    re.compile(r"(?!)"),
+    "",
 )
 _GPT2 = _Family(
     _gpt2,
@@ -280,7 +281,7 @@ _GPT2 = _Family(
         "scale_attn_weights": (True,),
     },
     re.compile(r"h\.\d+\.attn\.(masked_)?bias|lm_head\.weight"),
-    re.compile(r"transformer\."),
+    "transformer.",
 )
 _FAMILIES = {**dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA), "gpt2": _GPT2}
 
@@ -297,12 +298,9 @@ class MLC(FormatWriter):
     copied = _TOKENIZER_FILES
     wants_sums = True
 
-    def __init__(self) -> None:
-        # `documents` is asked three times, and a server for the tokenizer
-        self._chat_configs = PerModel(lambda model: _json(_chat_config(model)))
-
-    def asked(self, dtype: Any, quant: Any) -> tuple[Any, Any]:
-        """``quant`` says all: what weights are, and the dtype of the rest."""
+    @staticmethod
+    def asked(dtype: Any, quant: Any) -> tuple[Any, Any]:
+        """``quant`` decides everything: the weights, and the dtype of the rest."""
         known = (*_QUANTS, *_PLAIN)
         if quant not in known:
             raise ValueError(f"mlc needs quant=, one of {', '.join(known)}, not {quant!r}")
@@ -310,24 +308,24 @@ class MLC(FormatWriter):
             raise ValueError(f"mlc takes no dtype=: quant={quant!r} says what all tensors are")
         return (_PLAIN[quant].name, None) if quant in _PLAIN else (F16.name, quant)
 
-    def tensors(self, model: Model) -> Sequence[Sequence[Wanted]]:
+    def tensors(self) -> Sequence[Sequence[Target]]:
         """MLC's parameters in the order of the layers."""
-        family = _family(model)
+        model, family = self.model, _family(self.model)
         model.check_values(f"MLC's {model.family}", family.values)
-        by_name = {family.prefix.sub("", name, 1): each for name, each in model.tensors.items()}
+        by_name = model.by_name(family.prefix)
         out = []
         used: set[str] = set()
         for each in family.parameters(model):
             parts = []
             for name, shape in each.sources.items():
-                wanted = by_name.get(name)
-                if wanted is None:
+                target = by_name.get(name)
+                if target is None:
                     model.refuse("a tensor is missing", name, "no such tensor")
-                if wanted.shape != shape:
-                    found = list(wanted.shape)
+                if target.shape != shape:
+                    found = list(target.shape)
                     problem = f"its shape is not that of a {model.family} by config.json"
-                    model.refuse(problem, list(shape), found, wanted.name)
-                parts.append(wanted)
+                    model.refuse(problem, list(shape), found, target.name)
+                parts.append(target)
             used.update(each.sources)
             out.append((_as_read(model, each, parts),))
         for name in by_name.keys() - used:
@@ -335,28 +333,26 @@ class MLC(FormatWriter):
                 model.refuse(f"MLC's {model.family} has no place for it", tensor=by_name[name].name)
         return out
 
-    def files(
-        self, model: Model, entries: Sequence[Sequence[Entry]], max_nbytes: int
-    ) -> Sequence[OutFile]:
-        """One file after the other, each as full as it gets."""
-        lists: list[list[Entry]] = []
-        nbytes = max_nbytes
-        for entry in (entry for listed in entries for entry in listed):
-            nbytes += entry.nbytes
-            if nbytes > max_nbytes:
-                lists.append([])
-                nbytes = entry.nbytes
-            lists[-1].append(entry)
-        return [placed(f"params_shard_{i}.bin", b"", some) for i, some in enumerate(lists)]
+    def files(self, lists: Sequence[Sequence[OutTensor]], max_nbytes: int) -> Sequence[OutFile]:
+        """See `FormatWriter.files`; a tensor and its scales may be in two files."""
+        single = [(each,) for listed in lists for each in listed]
+        found = shards(single, max_nbytes, lambda each: each.nbytes)
+        return [
+            placed(f"params_shard_{i}.bin", b"", [each for (each,) in shard])
+            for i, shard in enumerate(found)
+        ]
 
-    def documents(
-        self, model: Model, files: Sequence[OutFile], sums: Mapping[str, str]
-    ) -> Mapping[str, bytes]:
-        """What says which model it is, and what says where its tensors are."""
-        return {CHAT_CONFIG: self._chat_configs.of(model), CACHE: _json(_cache(model, files, sums))}
+    @cached_property
+    def _chat_config(self) -> bytes:
+        """Kept: `documents` is called three times, and may ask a server for the tokenizer."""
+        return _json(_chat_config(self.model))
 
-    def notes(self, model: Model) -> Sequence[str]:
-        """What the configuration lacks."""
+    def documents(self, files: Sequence[OutFile], sums: Mapping[str, str]) -> Mapping[str, bytes]:
+        """The model's configuration, and the places of its tensors."""
+        return {CHAT_CONFIG: self._chat_config, CACHE: _json(_cache(files, sums))}
+
+    def notes(self) -> Sequence[str]:
+        """Name what the configuration lacks."""
         return (
             f"{CHAT_CONFIG} has no conv_template, for the source does not say it: to chat, give it "
             "one of MLC's (mlc_llm gen_config --conv-template)",
@@ -380,29 +376,29 @@ def _quantisation(model: Model) -> str:
     return model.quant or next(name for name, dtype in _PLAIN.items() if dtype is model.dtype)
 
 
-def _as_read(model: Model, parameter: _Parameter, parts: Sequence[Wanted]) -> Wanted:
+def _as_read(model: Model, parameter: _Parameter, parts: Sequence[Target]) -> Target:
     """A tensor as MLC reads it: put together, transposed where it is Conv1D's, perhaps quantised.
 
-    What is quantised as it lies has no `Made`: it is read at once. What is dequantised before has
+    What is quantised as it lies has no `Joined`: it is read at once. What is dequantised before has
     one, and so has the second of two tensors that one weight becomes.
     """
     first, name = parts[0], parameter.name
     dtype = F32 if model.dtype is F32 else F16
-    made = parts[0].made if len(parts) == 1 else Made.joined([each.source for each in parts])
+    made = parts[0].made if len(parts) == 1 else Joined.joined([each.source for each in parts])
     shape = (sum(each.shape[0] for each in parts), *first.shape[1:])
     is_turned = model.quant == _TURNED and parameter.is_linear
     if parameter.is_conv1d:
         shape = shape[::-1]
         made = first.source if is_turned else first.source.transposed(*first.shape)
     if model.quant is None or not (parameter.is_linear or parameter.is_embedding):
-        return Wanted(name, first.info, dtype, shape, made=made)
+        return Target(name, first.info, dtype, shape, made=made)
     if made is None and (isinstance(first.info, Packed) or _is_shared(parameter)):
         made = first.source
     if is_turned:
         made, shape = _strips(model, parameter, made or first.source, first, shape)
     quant = _NOT_TURNED if model.quant == _TURNED and not is_turned else model.quant
     name = name.removesuffix("weight") + CODES
-    return Wanted(name, first.info, dtype, shape, quant, made)
+    return Target(name, first.info, dtype, shape, quant, made)
 
 
 def _is_shared(parameter: _Parameter) -> bool:
@@ -411,8 +407,8 @@ def _is_shared(parameter: _Parameter) -> bool:
 
 
 def _strips(
-    model: Model, parameter: _Parameter, made: Made, first: Wanted, shape: tuple[int, ...]
-) -> tuple[Made, tuple[int, ...]]:
+    model: Model, parameter: _Parameter, made: Joined, first: Target, shape: tuple[int, ...]
+) -> tuple[Joined, tuple[int, ...]]:
     """A weight as (groups of a row, rows, 32): the order in which it is stored transposed."""
     rows, columns = shape
     groups, rest = divmod(columns, _GROUP)
@@ -420,13 +416,13 @@ def _strips(
         problem = f"{_TURNED} has groups of {_GROUP} elements of a row: write {_NOT_TURNED}"
         model.refuse(problem, f"rows of a multiple of {_GROUP}", columns, first.name)
     if parameter.is_conv1d:
-        made = Made.joined([made]).turned(groups, _GROUP, rows)
+        made = Joined.joined([made]).permuted(groups, _GROUP, rows)
     else:
-        made = Made.joined([made]).turned(1, rows, groups)
+        made = Joined.joined([made]).permuted(1, rows, groups)
     return made, (groups, rows, _GROUP)
 
 
-def _cache(model: Model, files: Sequence[OutFile], sums: Mapping[str, str]) -> dict[str, Any]:
+def _cache(files: Sequence[OutFile], sums: Mapping[str, str]) -> dict[str, Any]:
     """The content of tensor-cache.json."""
     tensors = [t for file in files for t in file.tensors]
     nbytes = sum(t.nbytes for t in tensors)
@@ -463,15 +459,15 @@ def _chat_config(model: Model) -> dict[str, Any]:
     """The content of mlc-chat-config.json, as far as the source tells."""
     config = _family(model).config(model)
     said = [model.config]
-    if _GENERATION_CONFIG in model.beside:
-        said.insert(0, parse_json(model.beside[_GENERATION_CONFIG]()))
+    if _GENERATION_CONFIG in model.companions:
+        said.insert(0, parse_json(model.companions[_GENERATION_CONFIG]()))
     generation = {}
     for key, otherwise in _GENERATION.items():
         values = (one[key] for one in said if isinstance(one, Mapping) and one.get(key) is not None)
         generation[key] = next(values, otherwise)
     info = {}
-    if _TOKENIZER in model.beside:
-        info = _tokenizer_info(model.beside[_TOKENIZER]())
+    if _TOKENIZER in model.companions:
+        info = _tokenizer_info(model.companions[_TOKENIZER]())
     return {
         "version": _CHAT_CONFIG_VERSION,
         "model_type": model.family,
@@ -486,7 +482,7 @@ def _chat_config(model: Model) -> dict[str, Any]:
         "pipeline_parallel_stages": 1,
         "active_vocab_size": config["vocab_size"],
         **generation,
-        "tokenizer_files": [name for name in _TOKENIZER_FILES if name in model.beside],
+        "tokenizer_files": [name for name in _TOKENIZER_FILES if name in model.companions],
         "tokenizer_info": info,
     }
 
@@ -521,4 +517,4 @@ def _steps(raw: bytes, key: str, several: str) -> list[Mapping[str, Any]]:
     return []
 
 
-register_writer(MLC())
+register_writer(MLC)

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import json
 import sys
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, chain, pairwise, repeat
+from itertools import chain, repeat
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -43,13 +42,14 @@ from streamload.files.header import (
 from streamload.files.limits import check_nbytes
 from streamload.formats.reader import File, FormatReader, register_reader
 from streamload.formats.writer import (
-    Entry,
     FormatWriter,
-    Model,
     OutFile,
     OutTensor,
-    Wanted,
+    index_document,
+    numbered,
+    placed,
     register_writer,
+    shards,
 )
 
 SINGLE = "model.safetensors"
@@ -323,102 +323,50 @@ class SafetensorsWriter(FormatWriter):
     """
 
     name = SAFETENSORS
-    keeps_beside = True
+    keeps_companions = True
 
-    def tensors(self, model: Model) -> Sequence[Sequence[Wanted]]:
-        """All as they are."""
-        return [(wanted,) for wanted in model.tensors.values()]
-
-    def files(
-        self, model: Model, entries: Sequence[Sequence[Entry]], max_nbytes: int
-    ) -> Sequence[OutFile]:
+    def files(self, lists: Sequence[Sequence[OutTensor]], max_nbytes: int) -> Sequence[OutFile]:
         """See `FormatWriter.files`."""
-        return _files(entries, {"format": "pt", **model.metadata}, max_nbytes)
+        metadata = {"format": "pt", **self.model.metadata}
+        overhead_nbytes = len(_file("", (), metadata).header) + _ALIGNMENT
 
-    def documents(
-        self, model: Model, files: Sequence[OutFile], sums: Mapping[str, str]
-    ) -> Mapping[str, bytes]:
-        """The index of several files."""
-        if len(files) == 1:
-            return {}
-        weight_map = {t.name: file.path for file in files for t in file.tensors}
+        def header_nbytes(each: OutTensor) -> int:
+            """The most; no offset has more digits than the length of a file of several lists."""
+            return len(_entry(each, max_nbytes, max_nbytes)) + 1
+
+        found = [
+            [each for listed in part for each in listed]
+            for shard in shards(
+                lists, max_nbytes - overhead_nbytes, lambda each: header_nbytes(each) + each.nbytes
+            )
+            for part in shards(shard, MAX_HEADER_NBYTES - overhead_nbytes, header_nbytes)
+        ]
+        names = numbered(len(found), ".safetensors")
+        return [_file(name, part, metadata) for name, part in zip(names, found, strict=True)]
+
+    def documents(self, files: Sequence[OutFile], sums: Mapping[str, str]) -> Mapping[str, bytes]:
+        """See `FormatWriter.documents`."""
         total_nbytes = sum(t.nbytes for file in files for t in file.tensors)
-        index = {"metadata": {"total_size": total_nbytes}, "weight_map": weight_map}
-        return {INDEX: json.dumps(index, indent=2).encode() + b"\n"}
+        return index_document(INDEX, files, metadata={"total_size": total_nbytes})
 
 
-def _files(
-    tensors: Sequence[Sequence[Entry]], metadata: Mapping[str, str], max_nbytes: int
-) -> list[OutFile]:
-    """Fill files one after the other, in the order given; what is in one list stays in one file."""
-    shards: list[Sequence[Entry]] = []
-    first = 0
-    while first < len(tensors):
-        count = _most(tensors, first, metadata, max_nbytes)
-        shards.append([each for listed in tensors[first : first + count] for each in listed])
-        first += count
-    names = [SINGLE]
-    if len(shards) > 1:
-        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    return [_file(name, shard, metadata) for name, shard in zip(names, shards, strict=True)]
-
-
-def _most(
-    tensors: Sequence[Sequence[Entry]], first: int, metadata: Mapping[str, str], max_nbytes: int
-) -> int:
-    """How many lists of tensors from one on go into a file; one does in any case.
-
-    How long a header is depends on the digits of all offsets, and so on the order of the tensors in
-    the file. Where bounds on that do not decide, headers are made to see.
-    """
-    header_nbytes = len(_file("", (), metadata).header)
-    data_nbytes = sure = count = 0
-    number = 0  # of tensors
-    for i in range(first, len(tensors)):
-        for each in tensors[i]:
-            # with offsets of one digit; where tensors are few the padding decides
-            header_nbytes += len(_entry(each, 0, 0)) + 1
-            data_nbytes += each.nbytes
-            number += 1
-        least = header_nbytes - _ALIGNMENT + 1
-        if least + data_nbytes > max_nbytes or least - 8 > MAX_HEADER_NBYTES:
-            break
-        count += 1
-        most = header_nbytes + _ALIGNMENT + 2 * number * len(str(data_nbytes))
-        if most + data_nbytes <= max_nbytes and most - 8 <= MAX_HEADER_NBYTES:
-            sure = count
-
-    def too_long(lists: int) -> bool:
-        tried = [each for listed in tensors[first : first + lists] for each in listed]
-        file = _file("", tried, metadata)
-        return file.nbytes > max_nbytes or len(file.header) - 8 > MAX_HEADER_NBYTES
-
-    return max(1, sure + bisect_right(range(sure + 1, count + 1), False, key=too_long))
-
-
-def _file(path: str, tensors: Sequence[Entry], metadata: Mapping[str, str]) -> OutFile:
-    """A file with these tensors, one after the other."""
+def _file(path: str, tensors: Sequence[OutTensor], metadata: Mapping[str, str]) -> OutFile:
     # stable: but for the few of odd lengths, in the order in which they are read
     ordered = sorted(tensors, key=lambda each: -_divisor(each.nbytes))
-    stops = list(accumulate((each.nbytes for each in ordered), initial=0))
+    at = 0
     # grown in place: there may be very many tensors
-    text = bytearray(8)
+    text = bytearray(PREFIX_NBYTES)
     text += b'{"__metadata__":' + _json(dict(metadata))
-    for each, place in zip(ordered, pairwise(stops), strict=True):
-        text += b"," + _entry(each, *place)
+    for each in ordered:
+        text += b"," + _entry(each, at, at := at + each.nbytes)
     text += b"}"
     text += b" " * (-len(text) % _ALIGNMENT)
-    at = len(text)
-    text[:8] = (at - 8).to_bytes(8, "little")
-    header = bytes(text)
-    del text
-    places = zip(ordered, pairwise(stops), strict=True)
-    out = (OutTensor(*wanted, at + start, at + stop) for wanted, (start, stop) in places)
-    return OutFile(path, header, at + stops[-1], tuple(out))
+    text[:PREFIX_NBYTES] = (len(text) - PREFIX_NBYTES).to_bytes(PREFIX_NBYTES, "little")
+    return placed(path, bytes(text), ordered)
 
 
-def _entry(each: Entry, start: int, stop: int) -> bytes:
-    """What a header says of a tensor."""
+def _entry(each: OutTensor, start: int, stop: int) -> bytes:
+    """The member of the header for a tensor."""
     said = {"dtype": each.dtype.code, "shape": list(each.shape), "data_offsets": [start, stop]}
     return _json(each.name) + b":" + _json(said)
 
@@ -436,4 +384,4 @@ def _json(document: object) -> bytes:
 
 
 register_reader(Safetensors())
-register_writer(SafetensorsWriter())
+register_writer(SafetensorsWriter)

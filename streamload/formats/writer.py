@@ -1,31 +1,30 @@
-"""What a format that is written offers: which tensors, made of what, and where each lies.
+"""Formats that `convert` writes: the tensors of a file, their sources and their places.
 
-A format is a file of this package. To add one that `convert --to NAME` writes: write a class that
-derives from `FormatWriter`, and call `register_writer` with one of it at the end of the file. All
-that it does is pure, from headers alone, in two steps. `FormatWriter.tensors` says what is written:
-`Wanted` tensors with the format's own names and dtypes, each made of tensors of the source (`Made`:
-as they are, row-permuted, transposed, one after the other, with zeros or constants between them),
-and perhaps quantised. The planner makes an `Entry` of each, or several where its quantisation has
-several parts. `FormatWriter.files` says where these lie: the bytes of each file's header, and each
-entry's place (`placed`). `FormatWriter.documents` makes small files beside them.
+A format is a file of this package. To add one that `convert --to NAME` writes, derive a class from
+`FormatWriter` and call `register_writer` with it at the end of the file. An instance serves one
+conversion. It works on headers alone, in two steps. `FormatWriter.tensors` lists `Target` tensors
+with the format's own names and dtypes, each joined from tensors of the source (`Joined`: permuted,
+transposed, padded, with constants between them), and perhaps quantized. The planner makes an
+`OutTensor` of each, or several if its quantization has several parts. `FormatWriter.files` gives
+the bytes of each file's header and the place of each tensor (`placed`); `FormatWriter.documents`
+makes small files for the same folder.
 
-The bytes are read, cast, quantised, digested, written, journaled, resumed and verified by
-`streamload.conversion`, which knows nothing of the format. What lies between the header and the
-tensors, between these and behind the last one is zeros.
+`streamload.conversion` reads, casts, quantizes, digests, writes, journals, resumes and verifies the
+bytes, and knows nothing of the format. Gaps between the header and the tensors are zeros.
 
-What a format cannot take is one error: `Model.refuse` for a family or a configuration, and
-UnsupportedCastError for a dtype, that names the tensor and what to write instead.
+A format refuses a family or a configuration by `Model.refuse`, and a dtype by UnsupportedCastError,
+which names the tensor and the dtype to write instead.
 """
 
 from __future__ import annotations
 
+import json
 import math
-import weakref
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from streamload.codecs.group import Packed
 from streamload.core.dtypes import F32, DType
@@ -38,20 +37,18 @@ from streamload.formats.reader import import_all
 
 _T = TypeVar("_T")
 
-#: Most bytes of a file where nothing else is said: what huggingface_hub splits at.
+#: Most bytes of a file by default: huggingface_hub splits there.
 DEFAULT_SHARD_SIZE = "5GB"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Slice:
     """Elements ``first`` to ``stop`` (exclusive) of a tensor as models have it, or constants.
 
     Attributes:
         info: the tensor; None for constants.
-        first: number of the first element.
-        stop: number of the last one, exclusive.
-        turn: how the tensor's rows lie in its file, where models have them otherwise.
-        data: of constants, their bytes in the dtype that is written; b"" for zeros.
+        turn: the order of the tensor's rows in its file, if models have another one.
+        data: bytes of constants in the dtype that is written; b"" for zeros.
     """
 
     info: TensorInfo | None
@@ -74,42 +71,41 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Made:
-    """What a tensor is made of: the elements of pieces, one after the other, perhaps turned.
+class Joined:
+    """Slices joined in order, optionally permuted.
 
     Attributes:
-        pieces: the pieces.
-        turn: a permutation of all of them: see `RowTranspose`; a row is as many elements as there
-            are for each of its rows.
+        pieces: the slices.
+        turn: a permutation of all of them, see `RowTranspose`; rows are of equal lengths.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Slice, ...]
     turn: RowTranspose | None = None
 
     @classmethod
-    def of(cls, info: TensorInfo, turn: RowTranspose | None = None) -> Made:
-        """All of a tensor, whose rows lie in the file as ``turn`` says."""
-        return cls((Piece(info, 0, info.numel, turn),))
+    def of(cls, info: TensorInfo, turn: RowTranspose | None = None) -> Joined:
+        """All of a tensor, whose file has its rows in the order ``turn``."""
+        return cls((Slice(info, 0, info.numel, turn),))
 
     @classmethod
-    def constant(cls, numel: int, data: bytes = b"") -> Made:
+    def constant(cls, numel: int, data: bytes = b"") -> Joined:
         """Constants, by their bytes in the dtype that is written; zeros without any."""
-        return cls((Piece(None, 0, numel, None, data),))
+        return cls((Slice(None, 0, numel, None, data),))
 
     @classmethod
-    def joined(cls, parts: Sequence[Made]) -> Made:
-        """Elements of several, one after the other: rows of matrices of one width, for one.
+    def joined(cls, parts: Sequence[Joined]) -> Joined:
+        """The elements of several, such as rows of matrices of one width.
 
         Raises:
-            ValueError: a part is turned, and is no single tensor.
+            ValueError: a part is permuted, and is not a single tensor.
         """
         return cls(tuple(piece for part in parts for piece in part._flat()))
 
-    def turned(self, groups: int, outer: int, inner: int) -> Made:
-        """The same with its rows in another order, see `RowTranspose`; back again is as before.
+    def permuted(self, groups: int, outer: int, inner: int) -> Joined:
+        """The same with permuted rows, see `RowTranspose`; a permutation and its inverse cancel.
 
         Raises:
-            ValueError: it is turned otherwise already.
+            ValueError: it has another permutation already.
         """
         turn, undone = RowTranspose(groups, outer, inner), RowTranspose(groups, inner, outer)
         if outer == 1 or inner == 1:
@@ -119,16 +115,16 @@ class Made:
         if self.turn is not None:
             raise ValueError(f"a tensor is turned twice, by {self.turn} and {turn}")
         if len(self.pieces) == 1 and self.pieces[0].turn == undone:
-            return Made((replace(self.pieces[0], turn=None),))
+            return Joined((replace(self.pieces[0], turn=None),))
         return replace(self, turn=turn)
 
-    def transposed(self, rows: int, columns: int) -> Made:
+    def transposed(self, rows: int, columns: int) -> Joined:
         """The transpose of a matrix of so many rows and columns."""
-        return self.turned(1, rows, columns)
+        return self.permuted(1, rows, columns)
 
-    def padded(self, numel: int) -> Made:
-        """With so many zeros behind it."""
-        return Made.joined([self, Made.constant(numel)]) if numel else self
+    def padded(self, numel: int) -> Joined:
+        """With so many zeros appended."""
+        return Joined.joined([self, Joined.constant(numel)]) if numel else self
 
     @property
     def numel(self) -> int:
@@ -137,12 +133,12 @@ class Made:
 
     @property
     def infos(self) -> tuple[TensorInfo, ...]:
-        """The tensors that it is made of."""
+        """Its source tensors."""
         return tuple(piece.info for piece in self.pieces if piece.info is not None)
 
     @property
     def src(self) -> DType:
-        """The dtype in which it is put together before it is quantised."""
+        """The dtype in which it is joined before it is quantized."""
         dtypes = {info.dtype for info in self.infos}
         plain = len(dtypes) == 1 and not any(isinstance(info, Packed) for info in self.infos)
         return dtypes.pop() if plain else F32
@@ -152,7 +148,7 @@ class Made:
         """Bytes that are read for it."""
         return sum(piece.read_nbytes for piece in self.pieces)
 
-    def _flat(self) -> tuple[Piece, ...]:
+    def _flat(self) -> tuple[Slice, ...]:
         if self.turn is None:
             return self.pieces
         (piece, *more) = self.pieces
@@ -162,18 +158,15 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A tensor that is to be written; in a `Model`, one of the source as models have it.
+class Target:
+    """A tensor to write; in a `Model`, one of the source as models have it.
 
     Attributes:
-        name: its name.
-        info: the tensor of the source that messages name, and all it is made of without ``made``.
-        dtype: what elements become where it is not quantised.
-        shape: its shape.
-        quant: the format that it is quantised to; None leaves it as it is.
-        made: what it is made of; None for ``info`` as it lies in its file.
-        stored: how ``info`` is stored, where it is blocks of a quantised weight that are not
-            dequantised: ``shape`` is then that of bytes.
+        info: the tensor of the source that messages name, and the whole source without ``made``.
+        dtype: of the elements unless they are quantized.
+        quant: the format that it is quantized to; None for none.
+        made: its source; None for ``info`` as its file has it.
+        stored: of ``info``, if its blocks are written as they are stored: ``shape`` counts bytes.
     """
 
     name: str
@@ -181,13 +174,13 @@ class Wanted:
     dtype: DType
     shape: tuple[int, ...]
     quant: str | None = None
-    made: Made | None = None
+    made: Joined | None = None
     stored: Stored | None = None
 
     @property
-    def source(self) -> Made:
-        """What it is made of."""
-        return self.made or Made.of(self.info)
+    def source(self) -> Joined:
+        """The slices of its source."""
+        return self.made or Joined.of(self.info)
 
     @property
     def numel(self) -> int:
@@ -195,17 +188,14 @@ class Wanted:
         return math.prod(self.shape)
 
 
-class Entry(NamedTuple):
-    """A tensor of the output without its place: a `Wanted`, or one part of what it becomes.
+class OutTensor(NamedTuple):
+    """A tensor of the output: a `Target`, or one part of a quantized one.
 
     Attributes:
-        name: its name.
-        info: see `Wanted`.
-        dtype: of its elements; of codes, as their format says.
-        shape: of the same.
-        coding: how it is made of a weight that is quantised; ``coding.format`` and
-            ``coding.shape`` are the weight's.
-        made: see `Wanted`.
+        dtype: of its elements; the codes of a format have the format's.
+        coding: how the codes are computed from the weight; None if it is not quantized.
+        made: see `Target`.
+        start: first byte, counted from the start of its file; 0 before it is `placed`.
     """
 
     name: str
@@ -213,31 +203,18 @@ class Entry(NamedTuple):
     dtype: DType
     shape: tuple[int, ...]
     coding: Coding | None = None
-    made: Made | None = None
+    made: Joined | None = None
+    start: int = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of data."""
         return self.dtype.nbytes(math.prod(self.shape))
 
-
-@dataclass(frozen=True, slots=True)
-class OutTensor:
-    """A tensor as it will be written; see `Entry`."""
-
-    name: str  # in the output
-    info: TensorInfo  # what it is read from, or the first of that
-    dtype: DType  # in the output
-    shape: tuple[int, ...]  # in the output
-    coding: Coding | None  # what it is of a weight that is quantised
-    made: Made | None  # what it is made of, where that is not ``info`` as it lies
-    start: int  # first byte, counted from the start of its file
-    stop: int  # last byte, exclusive
-
     @property
-    def nbytes(self) -> int:
-        """Bytes of data."""
-        return self.stop - self.start
+    def stop(self) -> int:
+        """Last byte, exclusive."""
+        return self.start + self.nbytes
 
     @property
     def infos(self) -> tuple[TensorInfo, ...]:
@@ -246,7 +223,7 @@ class OutTensor:
 
     @property
     def turn(self) -> RowTranspose | None:
-        """How all of its rows lie elsewhere than in their order."""
+        """The permutation of all of its rows."""
         if self.made is None:
             return None
         inner = self.made.pieces[0].turn if len(self.made.pieces) == 1 else None
@@ -254,23 +231,23 @@ class OutTensor:
 
     @property
     def src(self) -> DType:
-        """The dtype that is quantised, or cast."""
+        """The dtype that is quantized, or cast."""
         return self.info.dtype if self.made is None else self.made.src
 
     @property
-    def is_beside(self) -> bool:
-        """Whether it is made when the codes of its weight are there, without reading."""
+    def is_auxiliary(self) -> bool:
+        """Whether it is computed with the codes of its weight, without reading."""
         return self.coding is not None and bool(self.coding.part)
 
     @property
-    def lies_elsewhere(self) -> bool:
-        """Whether its bytes are made of others than those that lie in their order in the file."""
+    def is_assembled(self) -> bool:
+        """Whether the output is not one contiguous byte range of the source."""
         return self.made is not None or isinstance(self.info, Packed)
 
     @property
     def read_nbytes(self) -> int:
         """Bytes that are read for it."""
-        if self.is_beside:
+        if self.is_auxiliary:
             return 0
         return self.info.nbytes if self.made is None else self.made.read_nbytes
 
@@ -291,59 +268,94 @@ class OutFile:
 
 
 def placed(
-    path: str,
-    header: bytes,
-    entries: Sequence[Entry],
-    alignment: int = 1,
-    *,
-    pads_end: bool = False,
+    path: str, header: bytes, tensors: Sequence[OutTensor], alignment: int = 1, page: int = 1
 ) -> OutFile:
-    """A file with these entries one after the other, each at a multiple of ``alignment``.
-
-    The first follows the header, at such a multiple, too. With ``pads_end``, the file's length is
-    one as well.
-    """
+    """A file with tensors at multiples of ``alignment`` after its header, of whole pages."""
     at, out = len(header), []
-    for entry in entries:
+    for each in tensors:
         at = round_up(at, alignment)
-        out.append(OutTensor(*entry, at, at + entry.nbytes))
-        at = out[-1].stop
-    return OutFile(path, header, round_up(at, alignment) if pads_end else at, tuple(out))
+        out.append(each._replace(start=at))
+        at += each.nbytes
+    return OutFile(path, header, round_up(at, page), tuple(out))
+
+
+def shards(
+    lists: Sequence[Sequence[_T]],
+    most_nbytes: int,
+    nbytes_of: Callable[[_T], int],
+    first_nbytes: int = 0,
+) -> list[list[Sequence[_T]]]:
+    """Fill files in order with lists of tensors, at least one list each.
+
+    Args:
+        lists: tensors of one list stay in one file.
+        most_nbytes: of all tensors of a file.
+        nbytes_of: the most that a tensor adds to a file.
+        first_nbytes: what the first file holds besides.
+    """
+    out: list[list[Sequence[_T]]] = []
+    left = -1
+    for listed in lists:
+        nbytes = sum(map(nbytes_of, listed))
+        if nbytes > left:
+            left = most_nbytes - (0 if out else first_nbytes)
+            out.append([])
+        out[-1].append(listed)
+        left -= nbytes
+    return out
+
+
+def numbered(count: int, suffix: str, stem: str = "model") -> list[str]:
+    """The names of a set of files; one alone has no number."""
+    if count == 1:
+        return [stem + suffix]
+    return [f"{stem}-{i:05}-of-{count:05}{suffix}" for i in range(1, count + 1)]
+
+
+def index_document(
+    name: str, files: Sequence[OutFile], **metadata: Mapping[str, int]
+) -> Mapping[str, bytes]:
+    """The index of several files, as Hugging Face has it; none of one file."""
+    if len(files) == 1:
+        return {}
+    weight_map = {t.name: file.path for file in files for t in file.tensors}
+    index = {**metadata, "weight_map": weight_map}
+    return {name: json.dumps(index, indent=2).encode() + b"\n"}
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is converted: everything that a writer decides by.
+    """The model that is converted.
 
     Attributes:
         path: the source, for errors.
-        config: what config.json says.
+        config: the content of config.json.
         tensors: by name, as models have them, with the dtypes and formats that were asked for.
-        metadata: what the source says of itself, for formats that keep it.
-        beside: the files that go with the source, by name: each gives its bytes.
-        dtype: the dtype that was asked for all tensors; None where none was, or by pattern.
+        metadata: of the source, for formats that keep it.
+        companions: the other files of the source, by name: each returns its bytes.
+        dtype: asked for all tensors; None if there was none, or one by pattern.
         quant: the format that was asked for with the pattern "*", or None.
     """
 
     path: Location
     config: Mapping[str, Any]
-    tensors: Mapping[str, Wanted]
+    tensors: Mapping[str, Target]
     metadata: Mapping[str, str]
-    beside: Mapping[str, Callable[[], bytes]]
+    companions: Mapping[str, Callable[[], bytes]]
     dtype: DType | None = None
     quant: str | None = None
 
     @cached_property
     def family(self) -> str:
-        """``model_type`` of the configuration; "" where it says none."""
+        """``model_type`` of the configuration; "" without one."""
         found = self.config.get("model_type")
         return found if isinstance(found, str) else ""
 
     def number(self, key: str, otherwise: int | None = None) -> int:
-        """A whole number above 0 that the configuration says, or ``otherwise``.
+        """A whole number above 0 of the configuration, or ``otherwise``.
 
         Raises:
-            CheckpointError: it says something else, or nothing where nothing is known otherwise.
+            CheckpointError: it is something else, or is missing and has no default.
         """
         found = self.config.get(key)
         found = otherwise if found is None else found
@@ -351,21 +363,26 @@ class Model:
             self.refuse(f"{key} of config.json is invalid", "a whole number above 0", repr(found))
         return found
 
+    def numbers(self, **defaults: int | None) -> dict[str, int]:
+        """Several of them; raises as `number`."""
+        return {key: self.number(key, otherwise) for key, otherwise in defaults.items()}
+
     def check_values(self, runtime: str, values: Mapping[str, tuple[object, ...]]) -> None:
-        """Hold the configuration to what a runtime computes.
+        """Refuse a configuration that a runtime does not compute.
 
         Args:
             runtime: its name, for the message.
-            values: by key, all that it has code for; the first is what silence means.
-
-        Raises:
-            CheckpointError: a key has another value.
+            values: by key, those with code in the runtime; the first is the default.
         """
         for key, known in values.items():
             found = self.config.get(key, known[0])
             if found not in known:
                 expected = " or ".join(map(repr, known))
                 self.refuse(f"{runtime} has no such {key} in config.json", expected, repr(found))
+
+    def by_name(self, prefix: str) -> dict[str, Target]:
+        """The tensors without a prefix of their names."""
+        return {name.removeprefix(prefix): each for name, each in self.tensors.items()}
 
     def refuse(
         self, problem: str, expected: object = None, found: object = None, tensor: str | None = None
@@ -376,104 +393,81 @@ class Model:
         raise CheckpointError(where, problem, expected, found, tensor=tensor)
 
 
-class PerModel(Generic[_T]):
-    """What a writer makes of a model once, for those of its methods that need it.
-
-    It is held for one model at a time, which may be gone.
-    """
-
-    def __init__(self, make: Callable[[Model], _T]) -> None:
-        """Hold nothing yet; ``make`` is called for each model."""
-        self._make = make
-        self._made: tuple[weakref.ref[Model], _T] | None = None
-
-    def of(self, model: Model) -> _T:
-        """What was made of this model; threads may ask for others meanwhile."""
-        made = self._made
-        if made is None or made[0]() is not model:
-            self._made = made = weakref.ref(model), self._make(model)
-        return made[1]
-
-    def drop(self) -> None:
-        """Hold nothing again."""
-        self._made = None
-
-
-class FormatWriter(Protocol):
-    """Writes a format; its file says where the format's description is.
+class FormatWriter(ABC):
+    """Writes one model in a format; the module's docstring names the format's description.
 
     Attributes:
         name: of the format, as users write it: ``convert --to NAME``.
-        max_shard_size: most bytes of a file where users say nothing.
+        max_shard_size: most bytes of a file by default.
         quants: names of formats that only its files have, see `streamload.codecs.scheme.register`.
-        keeps_beside: whether the files beside the source (tokenizer, configuration) are copied.
+        keeps_companions: whether the other files of the source (tokenizer, configuration) are
+            copied.
         copied: without that, the names of those that are.
         wants_sums: whether `documents` needs the md5 sums of the files.
-        takes_blocks: whether blocks of GGUF files stay as they are where no dtype is asked for.
+        takes_blocks: whether blocks of GGUF files stay as they are if no dtype is asked for.
     """
 
     name: str
     max_shard_size: str = DEFAULT_SHARD_SIZE
     quants: tuple[str, ...] = ()
-    keeps_beside: bool = False
+    keeps_companions: bool = False
     copied: tuple[str, ...] = ()
     wants_sums: bool = False
     takes_blocks: bool = False
 
-    def asked(self, dtype: Any, quant: Any) -> tuple[Any, Any]:
-        """What ``dtype=`` and ``quant=`` of `convert` stand for in this format.
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    @staticmethod
+    def asked(dtype: Any, quant: Any) -> tuple[Any, Any]:
+        """``dtype=`` and ``quant=`` of `convert` for this format.
 
         Raises:
-            ValueError: the format has no such thing; the message says what it has.
+            ValueError: the format has no such thing; the message names what it has.
         """
         return dtype, quant
 
-    @abstractmethod
-    def tensors(self, model: Model) -> Sequence[Sequence[Wanted]]:
-        """What is written, in order; what is in one list stays in one file.
+    def tensors(self) -> Sequence[Sequence[Target]]:
+        """The tensors to write, in order; those of one list stay in one file.
 
         Raises:
             CheckpointError: the format cannot take the model.
             UnsupportedCastError: it cannot take a dtype.
         """
+        return [(target,) for target in self.model.tensors.values()]
 
     @abstractmethod
-    def files(
-        self, model: Model, entries: Sequence[Sequence[Entry]], max_nbytes: int
-    ) -> Sequence[OutFile]:
-        """The files, of at most ``max_nbytes`` each unless one list of entries is longer.
+    def files(self, lists: Sequence[Sequence[OutTensor]], max_nbytes: int) -> Sequence[OutFile]:
+        """The files, of at most ``max_nbytes`` each unless one list of tensors is longer.
 
         Raises:
             CheckpointError: the format cannot hold them.
         """
 
-    def documents(
-        self, model: Model, files: Sequence[OutFile], sums: Mapping[str, str]
-    ) -> Mapping[str, bytes]:
-        """Small files beside them, by name; the last one is published after all other files.
+    def documents(self, files: Sequence[OutFile], sums: Mapping[str, str]) -> Mapping[str, bytes]:
+        """Small files for the folder, by name; the last one is published after all other files.
 
         Args:
-            model: the model.
             files: the files.
-            sums: with `wants_sums` by path the md5 sum of each file, in hexadecimal. It is called
-                once with zeros in their place, to know how long the documents are.
+            sums: with `wants_sums` by path the md5 sum of each file, in hexadecimal. The first
+                call, which counts the documents' bytes, has zeros in their place.
         """
         return {}
 
-    def notes(self, model: Model) -> Sequence[str]:
-        """What a user may want to know of, one sentence each."""
+    def notes(self) -> Sequence[str]:
+        """Notes for users, one sentence each."""
         return ()
 
 
-_writers: dict[str, FormatWriter] = {}
+_writers: dict[str, type[FormatWriter]] = {}
 
 
-def register_writer(writer: FormatWriter) -> None:
-    """Make a format known by its name: its file calls this when it is imported."""
+def register_writer(writer: type[FormatWriter]) -> None:
+    """Register a format by its name; its file calls this when it is imported."""
     assert _writers.setdefault(writer.name, writer) is writer, writer.name
 
 
-def writers() -> Mapping[str, FormatWriter]:
+def writers() -> Mapping[str, type[FormatWriter]]:
     """All writers by their names; imports the files of this package."""
     import_all()
     return dict(sorted(_writers.items(), key=lambda item: (item[0] != SAFETENSORS, item[0])))

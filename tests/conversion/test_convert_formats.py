@@ -41,12 +41,12 @@ from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.formats import writer as writing
 from streamload.formats.writer import (
-    Entry,
     FormatWriter,
-    Made,
+    Joined,
     Model,
     OutFile,
-    Wanted,
+    OutTensor,
+    Target,
     placed,
     register_writer,
 )
@@ -200,25 +200,21 @@ class Puzzle(FormatWriter):
 
     name = "puzzle"
     wants_sums = True
-    make: Callable[[Model], Sequence[Wanted]]
+    make: Callable[[Model], Sequence[Target]]
 
-    def tensors(self, model: Model) -> Sequence[Sequence[Wanted]]:
+    def tensors(self) -> Sequence[Sequence[Target]]:
         """What the test wants."""
-        return [[wanted] for wanted in type(self).make(model)]
+        return [[wanted] for wanted in type(self).make(self.model)]
 
-    def files(
-        self, model: Model, entries: Sequence[Sequence[Entry]], max_nbytes: int
-    ) -> Sequence[OutFile]:
+    def files(self, lists: Sequence[Sequence[OutTensor]], max_nbytes: int) -> Sequence[OutFile]:
         """A file for every two lists, at multiples of 32, and as long as a multiple of it."""
-        flat = [entry for listed in entries for entry in listed]
+        flat = [each for listed in lists for each in listed]
         return [
-            placed(f"{at // 2}.puzzle", b"header", flat[at : at + 2], 32, pads_end=True)
+            placed(f"{at // 2}.puzzle", b"header", flat[at : at + 2], 32, 32)
             for at in range(0, len(flat), 2)
         ]
 
-    def documents(
-        self, model: Model, files: Sequence[OutFile], sums: Mapping[str, str]
-    ) -> Mapping[str, bytes]:
+    def documents(self, files: Sequence[OutFile], sums: Mapping[str, str]) -> Mapping[str, bytes]:
         """Where everything is, and the sums."""
         places = {t.name: [f.path, t.start, t.stop] for f in files for t in f.tensors}
         return {"note.txt": b"note", "index.json": json.dumps([places, dict(sums)]).encode()}
@@ -228,7 +224,7 @@ class Puzzle(FormatWriter):
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The format, known during a test."""
     monkeypatch.setattr(writing, "_writers", dict(writing.writers()))
-    register_writer(Puzzle())
+    register_writer(Puzzle)
     yield
 
 
@@ -267,7 +263,7 @@ def source(folder: Path) -> dict[str, Array]:
 
 
 def convert(
-    folder: Path, out: Path, make: Callable[[Model], Sequence[Wanted]], **options: Any
+    folder: Path, out: Path, make: Callable[[Model], Sequence[Target]], **options: Any
 ) -> dict[str, bytes]:
     """What is written of each tensor, by plain reads."""
     Puzzle.make = staticmethod(make)
@@ -281,9 +277,9 @@ def convert(
     return {n: (out / path).read_bytes()[a:z] for n, (path, a, z) in places.items()}
 
 
-def wanted(model: Model, name: str, of: str, made: Made, dtype: DType = F32) -> Wanted:
+def wanted(model: Model, name: str, of: str, made: Joined, dtype: DType = F32) -> Target:
     """A tensor of one axis that is made of others."""
-    return Wanted(name, model.tensors[of].info, dtype, (made.numel,), made=made)
+    return Target(name, model.tensors[of].info, dtype, (made.numel,), made=made)
 
 
 @pytest.mark.usefixtures("blocks")
@@ -292,20 +288,20 @@ def test_elements_are_those_of_numpy(tmp_path: Path, dtype: DType) -> None:
     """Permuted, transposed, joined, padded and constant, of several dtypes and files."""
     arrays = source(tmp_path / "in")
 
-    def make(model: Model) -> list[Wanted]:
+    def make(model: Model) -> list[Target]:
         q, k, v, odd, wide, stack = (model.tensors[name].source for name in list(SHAPES)[:6])
-        permuted = q.turned(4, 2, 8)
+        permuted = q.permuted(4, 2, 8)
         made = {
             "permuted": permuted,
-            "back": permuted.turned(4, 8, 2),
+            "back": permuted.permuted(4, 8, 2),
             "transposed": odd.transposed(37, 53),
             "wide": wide.transposed(3, 7000),
-            "stack": stack.turned(4, 33, 21),
-            "joined": Made.joined([permuted, k, v]),
-            "joined, transposed": Made.joined([q, k, v]).transposed(96, 96),
-            "permuted, joined, transposed": Made.joined([permuted, k, v]).transposed(96, 96),
+            "stack": stack.permuted(4, 33, 21),
+            "joined": Joined.joined([permuted, k, v]),
+            "joined, transposed": Joined.joined([q, k, v]).transposed(96, 96),
+            "permuted, joined, transposed": Joined.joined([permuted, k, v]).transposed(96, 96),
             "padded": odd.padded(1000),
-            "constant": Made.constant(3, np.array([1, 2, 3], dtype.numpy).tobytes()),
+            "constant": Joined.constant(3, np.array([1, 2, 3], dtype.numpy).tobytes()),
         }
         return [wanted(model, name, "q", one, dtype) for name, one in made.items()]
 
@@ -334,14 +330,14 @@ def test_what_is_put_together_is_quantised(tmp_path: Path) -> None:
     """The codes of joined, transposed and plain tensors are those of the whole."""
     arrays = source(tmp_path / "in")
 
-    def make(model: Model) -> list[Wanted]:
+    def make(model: Model) -> list[Target]:
         q, k, v = (model.tensors[name].source for name in "qkv")
-        info, joined = model.tensors["q"].info, Made.joined([q.turned(4, 2, 8), k, v])
+        info, joined = model.tensors["q"].info, Joined.joined([q.permuted(4, 2, 8), k, v])
         return [
-            Wanted("qkv", info, F32, (96, 96), "q8_0", joined),
-            Wanted("turned", info, F32, (96, 64), "q4_0", q.transposed(64, 96)),
-            Wanted("int8", info, F32, (96, 64), "int8", q.transposed(64, 96)),
-            Wanted("plain", info, F32, (64, 96), "q8_0"),
+            Target("qkv", info, F32, (96, 96), "q8_0", joined),
+            Target("turned", info, F32, (96, 64), "q4_0", q.transposed(64, 96)),
+            Target("int8", info, F32, (96, 64), "int8", q.transposed(64, 96)),
+            Target("plain", info, F32, (64, 96), "q8_0"),
         ]
 
     found = convert(tmp_path / "in", tmp_path / "out", make)
@@ -365,7 +361,7 @@ def test_a_conversion_that_was_cut_short_goes_on(tmp_path: Path) -> None:
     """With sums of files that an earlier call wrote."""
     source(tmp_path / "in")
 
-    def make(model: Model) -> list[Wanted]:
+    def make(model: Model) -> list[Target]:
         return list(model.tensors.values())
 
     whole = convert(tmp_path / "in", tmp_path / "whole", make)
@@ -385,19 +381,19 @@ def test_what_cannot_be_made_is_one_error(tmp_path: Path) -> None:
     source(tmp_path / "in")
     write_safetensors(tmp_path / "in" / "2.safetensors", {"ids": ("I64", (4,), bytes(32))})
 
-    def cast(model: Model) -> list[Wanted]:
+    def cast(model: Model) -> list[Target]:
         return [wanted(model, "ids", "ids", model.tensors["ids"].source)]
 
     with pytest.raises(UnsupportedCastError, match=r"ids.*cannot cast int64 to float32"):
         convert(tmp_path / "in", tmp_path / "out", cast)
 
-    def twice(model: Model) -> list[Wanted]:
+    def twice(model: Model) -> list[Target]:
         return [model.tensors["q"], model.tensors["q"]]
 
     with pytest.raises(CheckpointError, match="2 tensors would be called 'q'"):
         convert(tmp_path / "in", tmp_path / "out", twice)
 
-    def refuse(model: Model) -> list[Wanted]:
+    def refuse(model: Model) -> list[Target]:
         model.refuse("puzzles have no such tensor", "none", "one", "odd")
 
     with pytest.raises(CheckpointError, match=r"odd.*no such tensor"):
@@ -405,7 +401,7 @@ def test_what_cannot_be_made_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"to is one of safetensors, .*puzzle.*, not 'nothing'"):
         quiet(tmp_path / "in", tmp_path / "out", to="nothing")
     with pytest.raises(ValueError, match="turned twice"):
-        Made.of(TensorInfo("a", F32, (6, 4), tmp_path, 0, 96)).turned(1, 2, 3).turned(1, 3, 3)
+        Joined.of(TensorInfo("a", F32, (6, 4), tmp_path, 0, 96)).permuted(1, 2, 3).permuted(1, 3, 3)
     assert not (tmp_path / "out").exists()
 
 

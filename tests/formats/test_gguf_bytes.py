@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +8,14 @@ import pytest
 
 from streamload.formats.gguf.constants import ALIGNMENT, TENSOR_TYPE_OF
 from streamload.formats.gguf.layout import (
+    OVERHEAD_NBYTES,
     Described,
     file_nbytes,
     header,
     metadata_bytes,
-    numbered,
-    split,
     split_metadata,
 )
+from streamload.formats.writer import numbered, shards
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
 
@@ -86,18 +85,17 @@ def test_split_files_equal_gguf_pys(tmp_path: Path) -> None:
     files = [ENTRIES[:2], ENTRIES[2:4], ENTRIES[4:]]
     assert _ours(files) == _theirs(tmp_path / "x.gguf", split_max_tensors=2)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == list(numbered("x", 3))
-    assert list(numbered("x", 1)) == ["x.gguf"]
+    assert names == numbered(3, ".gguf", "x")
+    assert numbered(1, ".gguf", "x") == ["x.gguf"]
 
 
 @pytest.mark.parametrize("max_nbytes", [1, 400, 600, 1000, 10**6])
 def test_files_are_no_longer_than_asked(max_nbytes: int) -> None:
     """Each is filled in order; one tensor alone may be longer."""
-    raw = metadata_bytes(METADATA)
-    counts = split([file_nbytes(entry) for entry in ENTRIES], max_nbytes, len(raw))
-    rest = iter(ENTRIES)
-    files = [list(islice(rest, count)) for count in counts]
-    assert sum(counts) == len(ENTRIES)
+    raw, listed = metadata_bytes(METADATA), [[entry] for entry in ENTRIES]
+    found = shards(listed, max_nbytes - OVERHEAD_NBYTES, file_nbytes, len(raw))
+    files = [[entry for (entry,) in shard] for shard in found]
+    assert [entry for file in files for entry in file] == ENTRIES
     for number, nbytes in enumerate(map(len, _ours(files))):
         assert nbytes <= max_nbytes or len(files[number]) == 1
     assert (len(files) == 1) == (max_nbytes == 10**6)

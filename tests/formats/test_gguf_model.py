@@ -1,22 +1,22 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from streamload.core.dtypes import BF16 as BFLOAT16
+from streamload.core.dtypes import F16 as FLOAT16
+from streamload.core.dtypes import F32 as FLOAT32
+from streamload.core.tensors import RowTranspose, TensorInfo
 from streamload.errors import CheckpointError
 from streamload.formats.gguf.constants import TENSOR_TYPE_OF
 from streamload.formats.gguf.layout import Described
-from streamload.formats.gguf.model import (
-    Given,
-    architecture_of,
-    metadata,
-    placed,
-    rope_freqs,
-    type_of,
-)
+from streamload.formats.gguf.model import architecture_of, metadata, rope_freqs, type_of
+from streamload.formats.gguf.writer import GGUF
+from streamload.formats.writer import Model, Target
 
 F32, F16, BF16, Q8_0, Q4_0 = (TENSOR_TYPE_OF[n] for n in ("F32", "F16", "BF16", "Q8_0", "Q4_0"))
 LLAMA: dict[str, Any] = {
@@ -44,10 +44,16 @@ GPT2: dict[str, Any] = {
 _LAYER = "model.layers.0."
 
 
-def _placed(config: dict[str, Any], shapes: dict[str, tuple[int, ...]], kind: Any = Q8_0) -> Any:
-    architecture = architecture_of("m", config)
-    found = placed("m", config, architecture, [Given(n, s, kind) for n, s in shapes.items()])
-    return {each.entry.name: each for each in found}
+def _targets(
+    config: dict[str, Any], shapes: dict[str, tuple[int, ...]], quant: str = "q8_0"
+) -> dict[str, Target]:
+    path = Path("m")
+    tensors = {
+        name: Target(name, TensorInfo(name, BFLOAT16, shape, path, 0, 0), BFLOAT16, shape, quant)
+        for name, shape in shapes.items()
+    }
+    found = GGUF(Model(path, config, tensors, {}, {})).tensors()
+    return {target.name: target for (target,) in found}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +84,7 @@ def test_llama() -> None:
         f"{_LAYER}mlp.down_proj.weight": (64, 96),
         "lm_head.weight": (32, 64),
     }
-    found = _placed(LLAMA, shapes)
+    found = _targets(LLAMA, shapes)
     assert list(found) == [
         "token_embd.weight",
         "blk.0.attn_q.weight",
@@ -86,9 +92,10 @@ def test_llama() -> None:
         "blk.0.ffn_down.weight",
         "output.weight",
     ]
-    orders = [(o.groups, o.outer, o.inner) for p in found.values() if (o := p.order) is not None]
-    assert orders == [(4, 2, 8), (2, 2, 8)]
-    assert found["blk.0.attn_k.bias"].entry.kind is F32
+    orders = [target.made and target.made.turn for target in found.values()]
+    assert orders == [None, RowTranspose(4, 2, 8), RowTranspose(2, 2, 8), None, None]
+    bias = found["blk.0.attn_k.bias"]
+    assert (bias.dtype, bias.quant) == (FLOAT32, None)
 
 
 def test_gpt2() -> None:
@@ -102,7 +109,7 @@ def test_gpt2() -> None:
             f"{prefix}h.0.attn.c_attn.bias": (192,),
             "lm_head.weight": (32, 64),
         }
-        found = _placed(GPT2, shapes, Q4_0)
+        found = _targets(GPT2, shapes, "q4_0")
         assert list(found) == [
             "token_embd.weight",
             "position_embd.weight",
@@ -110,20 +117,20 @@ def test_gpt2() -> None:
             "blk.0.attn_qkv.bias",
         ]
         qkv = found["blk.0.attn_qkv.weight"]
-        assert qkv.transposed
-        assert qkv.entry == Described("blk.0.attn_qkv.weight", (192, 64), Q4_0)
+        assert qkv.made is not None and qkv.made.turn == RowTranspose(1, 64, 192)
+        assert (qkv.shape, qkv.dtype, qkv.quant) == ((192, 64), FLOAT16, "q4_0")
 
 
 def test_tied_embeddings() -> None:
     """A head that config.json ties is not written, whatever the checkpoint holds."""
     shapes = {"model.embed_tokens.weight": (32, 64), "lm_head.weight": (32, 64)}
     tied = LLAMA | {"tie_word_embeddings": True}
-    assert list(_placed(tied, shapes)) == ["token_embd.weight"]
-    assert len(_placed(LLAMA, shapes)) == 2
+    assert list(_targets(tied, shapes)) == ["token_embd.weight"]
+    assert len(_targets(LLAMA, shapes)) == 2
     del shapes["lm_head.weight"]
-    assert len(_placed(tied, shapes)) == 1
+    assert len(_targets(tied, shapes)) == 1
     with pytest.raises(CheckpointError, match=r"expected lm_head\.weight, found no such tensor"):
-        _placed(LLAMA, shapes)
+        _targets(LLAMA, shapes)
 
 
 ERRORS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]], str]] = {
@@ -149,7 +156,7 @@ def test_errors(case: str) -> None:
     """Each says what is expected, and what to write or use instead."""
     config, shapes, said = ERRORS[case]
     with pytest.raises(CheckpointError, match=said) as raised:
-        _placed(config, shapes)
+        _targets(config, shapes)
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
 

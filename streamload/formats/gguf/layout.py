@@ -1,9 +1,9 @@
 """The bytes of a GGUF file up to its data, from metadata and tensors.
 
-A file is the magic, the version, the number of tensors and of keys, the metadata, an entry for each
-tensor (name, lengths of the axes from the last to the first, type, offset from the start of the
-data), and the data. That begins at a multiple of the alignment, as every tensor does; zeros fill
-the gaps, and what is after the last tensor up to such a multiple.
+A file has the magic, the version, the number of tensors and of keys, the metadata, an entry for
+each tensor (name, lengths of the axes from the last to the first, type, offset from the start of
+the data), and the data. The data and each tensor begin at a multiple of the alignment; zeros fill
+the gaps, and the end of the file up to such a multiple.
 
 Source: docs/gguf.md in github.com/ggml-org/ggml. The bytes equal those of `GGUFWriter` of gguf-py
 0.19 for the same keys and tensors in the same order.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,23 +34,23 @@ from streamload.formats.gguf.constants import (
 
 _VERSION = 3
 _NUMBER_OF = {np.dtype(f"<{code}"): number for number, code in SCALARS.items()}
-#: What `metadata_bytes` takes: numpy's scalars and arrays say their type, an int is a UINT32, a
-#: float a FLOAT32, and a list holds strings.
+#: Numpy's scalars and arrays have their type, an int is a UINT32, a float a FLOAT32, and a list
+#: holds strings.
 Metadata = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A tensor as a file's header has it."""
+    """A tensor in a file's header."""
 
     name: str
-    shape: tuple[int, ...]  # the last axis is that of the rows' elements
+    shape: tuple[int, ...]
     kind: TensorType
 
     @property
     def nbytes(self) -> int:
         """Bytes of data."""
-        return math.prod(self.shape) // self.kind.numel * self.kind.nbytes
+        return self.kind.dtype.nbytes(math.prod(self.shape))
 
 
 def metadata_bytes(metadata: Metadata) -> bytes:
@@ -86,13 +86,7 @@ def _scalar(value: Any) -> bytes:
 
 
 def header(metadata: bytes, keys: int, entries: Sequence[Described]) -> bytes:
-    """A file's bytes up to the data.
-
-    Args:
-        metadata: what `metadata_bytes` gave, of one or several parts.
-        keys: how many there are in it.
-        entries: the tensors, in the order of their data.
-    """
+    """A file's bytes up to the data; ``metadata`` has so many keys."""
     offset = 0
     out = bytearray(MAGIC + struct.pack("<IQQ", _VERSION, len(entries), keys))
     out += metadata
@@ -114,33 +108,10 @@ def split_metadata(number: int, count: int, tensors: int) -> dict[str, Any]:
     }
 
 
-def split(sizes: Sequence[int], max_nbytes: int, first_nbytes: int) -> list[int]:
-    """How many tensors go into each file, in their order: one at least.
-
-    Args:
-        sizes: what `file_nbytes` says of each tensor.
-        max_nbytes: the most that a file may have.
-        first_nbytes: what the metadata take of the first file.
-    """
-    counts = [0]
-    overhead = len(metadata_bytes(split_metadata(0, 0, 0))) + 2 * ALIGNMENT
-    taken = first_nbytes + overhead
-    for nbytes in sizes:
-        if counts[-1] and taken + nbytes > max_nbytes:
-            counts.append(0)
-            taken = overhead
-        counts[-1] += 1
-        taken += nbytes
-    return counts
+#: What a file of a set has besides its tensors and the metadata of the model, at most.
+OVERHEAD_NBYTES = len(metadata_bytes(split_metadata(0, 0, 0))) + 2 * ALIGNMENT
 
 
 def file_nbytes(entry: Described) -> int:
-    """What a tensor takes of a file: its entry in the header, and its data."""
+    """The most bytes that a tensor takes of a file: its entry in the header, and its data."""
     return len(_text(entry.name)) + 16 + 8 * len(entry.shape) + round_up(entry.nbytes, ALIGNMENT)
-
-
-def numbered(name: str, count: int) -> Iterable[str]:
-    """The names of the files of a set, as llama.cpp looks for them; one has the name as it is."""
-    if count == 1:
-        return [f"{name}.gguf"]
-    return [f"{name}-{i:05}-of-{count:05}.gguf" for i in range(1, count + 1)]

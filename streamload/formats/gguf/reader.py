@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
-from streamload.core.dtypes import BY_CODE, PACKED, DType
+from streamload.core.dtypes import BY_CODE, DType
 from streamload.core.location import Location, Url
 from streamload.core.tensors import TensorInfo, records
 from streamload.core.units import round_up
@@ -45,6 +45,7 @@ from streamload.formats.gguf.constants import (
     SCALARS,
     STRING,
     TENSOR_TYPES,
+    TYPE_NAMES,
     VERSIONS,
     TensorType,
 )
@@ -57,6 +58,7 @@ from streamload.formats.gguf.names import (
     unsaid_of,
 )
 from streamload.formats.reader import File, FormatReader, open_file, register_reader
+from streamload.formats.writer import numbered
 
 _FIRST_NBYTES = 2**18  # what a server is asked for at first
 _MOST_NBYTES = 2**22  # that are read at once
@@ -67,7 +69,6 @@ _LEAST_PAIR_NBYTES, _LEAST_TENSOR_NBYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
 _MOST_U64 = 2**64 - 1
 _MEMBER = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf", re.ASCII)
 
-_READ = {n: each for n, each in TENSOR_TYPES.items() if each.code or each.kind in PACKED}
 #: What follows the number of axes in what is said of a tensor: the axes, its type, its offset.
 _AFTER_AXES = [struct.Struct(f"<{axes}QIQ") for axes in range(_MOST_AXES + 1)]
 #: What is said of a tensor: its name, its shape, the number of its type, its offset.
@@ -137,7 +138,8 @@ class GGUF(FormatReader):
     def siblings(self, header: Header) -> Sequence[str]:
         """See `FormatReader.siblings`."""
         match = _MEMBER.fullmatch(header.path.name)
-        return () if match is None else _set_of(match["stem"], int(match["total"]))
+        total = 1 if match is None else int(match["total"])
+        return () if match is None or total == 1 else numbered(total, ".gguf", match["stem"])
 
     def documents(self, headers: Sequence[Header]) -> Mapping[str, bytes]:
         """The tokenizer; see `FormatReader.documents`."""
@@ -174,9 +176,9 @@ def _header(
         if known is not None and each.name == ROPE_FREQS:
             continue
         name = (known and known.to_hugging_face(each.name)) or each.name
-        dtype, shape = BY_CODE.get(each.type.code), each.shape
-        if dtype is None:
-            stored[name] = Stored(each.type.kind, shape, (each.type.numel,), 8)
+        dtype, shape = each.type.dtype, each.shape
+        if dtype.is_packed:
+            stored[name] = Stored(dtype.name, shape, (dtype.block,), 8)
             dtype = BY_CODE["U8"]
             shape = (*shape[:-1], shape[-1] // each.type.numel * each.type.nbytes)
         names.append(name)
@@ -222,17 +224,13 @@ def _turn(
 def _freqs(file: File, tensors: Sequence[_Tensor]) -> Sequence[float]:
     """The values of `ROPE_FREQS`, or none."""
     found = next((each for each in tensors if each.name == ROPE_FREQS), None)
-    if found is None or found.type.code != "F32" or found.stop - found.start > _FIRST_NBYTES:
+    if found is None or found.type.name != "F32" or found.stop - found.start > _FIRST_NBYTES:
         return ()
     raw = file.read(found.start, found.stop)
     return tuple(np.frombuffer(raw, "<f4").tolist())
 
 
 # --- sets of files --------------------------------------------------------------------------------
-
-
-def _set_of(stem: str, count: int) -> list[str]:
-    return [f"{stem}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
 
 
 def _others(path: Location, number: int, count: int) -> list[Location]:
@@ -251,7 +249,7 @@ def _others(path: Location, number: int, count: int) -> list[Location]:
     if match is None or (int(match["number"]) - 1, int(match["total"])) != (number, count):
         expected = f"a name that ends with -{number + 1:05}-of-{count:05}.gguf"
         raise HeaderError(path, "is one file of a set, and has another name", expected, path.name)
-    return [path.parent / name for name in _set_of(match["stem"], count)]
+    return [path.parent / name for name in numbered(count, ".gguf", match["stem"])]
 
 
 def _read_other(path: Location) -> tuple[dict[str, Any], list[_Tensor], int]:
@@ -334,20 +332,19 @@ def _placed(file: File, said: Sequence[_Said], alignment: int, data_start: int) 
         raise HeaderError(file.path, problem, expected, found, tensor=name)
 
     for name, shape, number, offset in said:
-        kind = _READ.get(number)
+        kind = TENSOR_TYPES.get(number)
         if kind is None:
-            given = TENSOR_TYPES.get(number)
-            known = ", ".join(each.name for each in _READ.values())
-            refuse("its type is not read", known, number if given is None else given.name)
-        numel = math.prod(shape)
-        if kind.numel > 1 and (width := shape[-1] if shape else 1) % kind.numel:
-            refuse(f"its rows are not blocks of {kind.name}", f"a multiple of {kind.numel}", width)
+            known = ", ".join(each.name for each in TENSOR_TYPES.values())
+            refuse("its type is not read", known, TYPE_NAMES.get(number, number))
+        numel, block = math.prod(shape), kind.dtype.block
+        if block > 1 and (width := shape[-1] if shape else 1) % block:
+            refuse(f"its rows are not blocks of {kind.name}", f"a multiple of {block}", width)
         if numel > _MOST_U64:
             refuse("the shape is too large", "at most 2**64 - 1 elements", list(shape))
         if offset % alignment:
             refuse("its offset is not aligned", f"a multiple of {alignment}", offset)
         start = data_start + offset
-        stop = start + numel // kind.numel * kind.nbytes
+        stop = start + kind.dtype.nbytes(numel)
         if stop > most:
             raise TruncatedFileError(
                 file.path, "is shorter than its header says", stop, most, tensor=name

@@ -2,7 +2,7 @@
 
 One file ``model.gguf``, or with a smaller ``max_shard_size`` a set of them in the names that
 llama.cpp looks for; the tokenizer is in the metadata. ``quant`` is "q8_0" or "q4_0", and is of all
-matrices: the embedding and the head too. What `streamload.formats.gguf.model` says of types holds.
+matrices: the embedding and the head too. See `streamload.formats.gguf.model` for the types.
 
 Source: docs/gguf.md in github.com/ggml-org/ggml, and the names of split files in
 ``llama_split_path`` of llama.cpp.
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import cached_property
 from typing import Any
 
 from streamload.codecs.group import Packed
@@ -24,39 +24,32 @@ from streamload.core.system import trim_heap
 from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.formats.gguf.constants import ALIGNMENT, BLOCKS_OF, TENSOR_TYPE_OF, TensorType
 from streamload.formats.gguf.layout import (
+    OVERHEAD_NBYTES,
     Described,
     file_nbytes,
     header,
     metadata_bytes,
-    numbered,
-    split,
     split_metadata,
 )
-from streamload.formats.gguf.model import (
-    EMBEDDING,
-    Given,
-    Placed,
-    architecture_of,
-    metadata,
-    placed,
-    rope_freqs,
-)
-from streamload.formats.gguf.names import ROPE_FREQS, is_computed
+from streamload.formats.gguf.model import architecture_of, metadata, rope_freqs, type_of
+from streamload.formats.gguf.names import ROPE_FREQS, Architecture, is_computed
 from streamload.formats.gguf.vocabulary_out import no_vocabulary, parse_tokenizer, to_gguf
 from streamload.formats.writer import (
-    Entry,
     FormatWriter,
-    Made,
+    Joined,
     Model,
     OutFile,
-    PerModel,
-    Wanted,
+    OutTensor,
+    Target,
+    numbered,
+    placed,
     register_writer,
+    shards,
 )
-from streamload.formats.writer import placed as laid_out
 
 _QUANTS = ("q8_0", "q4_0")
 _DTYPES = ("F32", "F16", "BF16")
+EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _ALL = "**"  # "*" stands for the weights of layers alone
 _TOKENIZER = "tokenizer.json"
 _SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
@@ -67,7 +60,7 @@ _OTHERS = ("tokenizer.model", "vocab.json", "tekken.json", "spiece.model", "tikt
 
 @dataclass(frozen=True, slots=True)
 class _Tokenizer:
-    """The metadata of a tokenizer as bytes: as values they take five times the memory."""
+    """The metadata of a tokenizer as bytes: values take five times the memory."""
 
     raw: bytes
     keys: frozenset[str]
@@ -84,12 +77,10 @@ class GGUF(FormatWriter):
     name = "gguf"
     max_shard_size = "1TB"  # one file: what runs it maps it
     takes_blocks = True
+    _tokenizer: _Tokenizer | None = None
 
-    def __init__(self) -> None:
-        # read once for a model's notes and its files
-        self._vocabularies = PerModel(self._vocabulary)
-
-    def asked(self, dtype: Any, quant: Any) -> tuple[Any, Any]:
+    @staticmethod
+    def asked(dtype: Any, quant: Any) -> tuple[Any, Any]:
         """See `FormatWriter.asked`: "*" stands for all matrices."""
         rules = quant if isinstance(quant, Mapping) else {"*": quant} if quant is not None else {}
         for found in rules.values():
@@ -100,62 +91,122 @@ class GGUF(FormatWriter):
         wider = {_ALL if pattern == "*" else pattern: found for pattern, found in rules.items()}
         return dtype, wider or None
 
-    def tensors(self, model: Model) -> Sequence[Sequence[Wanted]]:
-        """See `FormatWriter.tensors`."""
-        architecture = architecture_of(model.path, model.config)
-        model.check_values("llama.cpp", architecture.values)
-        found = self._placed(model)
-        out = [[_wanted(model.tensors[each.source], each)] for each in found]
-        data = rope_freqs(model.path, model.config, architecture)
-        if data:
-            infos = [model.tensors[each.source].info for each in found]
-            first = next((info for info in infos if info.dtype.kind == "float"), infos[0])
-            made = Made.constant(len(data) // 4, data)
-            out.insert(0, [Wanted(ROPE_FREQS, first, F32, (len(data) // 4,), made=made)])
-        return out
+    @cached_property
+    def _architecture(self) -> Architecture:
+        found = architecture_of(self.model.path, self.model.config)
+        self.model.check_values("llama.cpp", found.values)
+        return found
 
-    def _placed(self, model: Model) -> list[Placed]:
-        architecture = architecture_of(model.path, model.config)
-        kept = {name: w for name, w in model.tensors.items() if not is_computed(name)}
-        for name, wanted in kept.items():
+    @cached_property
+    def _targets(self) -> dict[str, Target]:
+        """What is written, by GGUF's names."""
+        model, architecture = self.model, self._architecture
+        kept = {name: t for name, t in model.tensors.items() if not is_computed(name)}
+        for name, target in kept.items():
             if architecture.to_gguf(name) is not None:
-                _check_kind(model, name, wanted)
+                _check_kind(model, name, target)
         if not kept:
             model.refuse("no tensor of it is written as GGUF")
-        given = [_given(name, wanted) for name, wanted in kept.items()]
-        return placed(model.path, model.config, architecture, given)
+        sources: dict[str, str] = {}
+        found: dict[str, Target] = {}
+        for name, target in kept.items():
+            own = architecture.to_gguf(name)
+            if own is None or not own.endswith((".weight", ".bias")):
+                raise CheckpointError(
+                    model.path,
+                    f"it has no name in GGUF for the architecture {architecture.name}: leave it "
+                    f'out with exclude=["{name}"] (--exclude)',
+                    tensor=name,
+                )
+            if own == _HEAD and self._is_tied:
+                continue
+            if own in found:
+                problem = f"{sources[own]!r} would have the same name in GGUF, {own}"
+                raise CheckpointError(model.path, problem, tensor=name)
+            sources[own], found[own] = name, self._target(own, name, target)
+        if EMBEDDING in found and _HEAD not in found and self._is_tied is False:
+            raise CheckpointError(
+                model.path,
+                "the head is missing, and config.json does not tie it to the embedding "
+                "(tie_word_embeddings is false): save the model with it",
+                "lm_head.weight",
+                "no such tensor",
+            )
+        data = rope_freqs(model.path, model.config, architecture)
+        if not data:
+            return found
+        infos = [target.info for target in found.values()]
+        first = next((info for info in infos if info.dtype.kind == "float"), infos[0])
+        made = Joined.constant(len(data) // 4, data)
+        return {ROPE_FREQS: Target(ROPE_FREQS, first, F32, (len(data) // 4,), made=made), **found}
 
-    def files(
-        self, model: Model, entries: Sequence[Sequence[Entry]], max_nbytes: int
-    ) -> Sequence[OutFile]:
+    @property
+    def _is_tied(self) -> bool | None:
+        """Whether the head is the embedding; None if a head, if there is one, is written."""
+        stated = self.model.config.get("tie_word_embeddings")
+        if stated is None:
+            return True if self._architecture.name == "gpt2" else None
+        return stated if isinstance(stated, bool) else None
+
+    def _target(self, own: str, name: str, target: Target) -> Target:
+        """A tensor by GGUF's name: permuted or transposed as GGUF has it, and of its type."""
+        made, shape, stays = target.made, target.shape, target.stored is not None
+        stays = stays and _stored_type(target) is not None
+        if self._architecture.is_transposed(own) and not stays:
+            made, shape = target.source.transposed(*shape), shape[::-1]
+        try:
+            order = self._architecture.interleaved(
+                own, target.shape[0] if target.shape else 1, self.model.config
+            )
+        except ValueError as error:
+            problem = f"its rows cannot be reordered: {error}"
+            raise CheckpointError(self.model.path, problem, tensor=name) from error
+        if order is not None:
+            made = target.source.permuted(order.groups, order.outer, order.inner)
+        if stays:
+            return replace(target, name=own, made=made)
+        # vectors have a type of their own, and may be of a dtype that matrices may not
+        asked = (target.quant or target.dtype.code).upper()
+        kind = type_of(own, shape, TENSOR_TYPE_OF.get(asked, TENSOR_TYPE_OF["F32"]))
+        if not kind.dtype.is_packed:
+            return Target(own, target.info, kind.dtype, shape, None, made)
+        if isinstance(target.info, Packed):
+            made = made or target.source  # dequantized to F32, and quantized again
+        return Target(own, target.info, F16, shape, kind.dtype.name, made)
+
+    def tensors(self) -> Sequence[Sequence[Target]]:
+        """See `FormatWriter.tensors`."""
+        return [[target] for target in self._targets.values()]
+
+    def files(self, lists: Sequence[Sequence[OutTensor]], max_nbytes: int) -> Sequence[OutFile]:
         """See `FormatWriter.files`."""
-        listed = [entry for each in entries for entry in each]
-        known = {each.entry.name: each.entry for each in self._placed(model)}
-        known[ROPE_FREQS] = Described(ROPE_FREQS, listed[0].shape, TENSOR_TYPE_OF["F32"])
-        described = [known[entry.name] for entry in listed]
-        vocabulary = self._vocabularies.of(model)
-        keys = metadata(model.path, model.config, described)
+        vocabulary = self._vocabulary()
+        described = {
+            out.name: _described(self._targets[out.name]) for listed in lists for out in listed
+        }
+        keys = metadata(self.model.path, self.model.config, list(described.values()))
         keys = {key: value for key, value in keys.items() if key not in vocabulary.keys}
-        raw = metadata_bytes(keys) + vocabulary.raw
-        counts = split([file_nbytes(each) for each in described], max_nbytes, len(raw))
-        rest = iter(zip(listed, described, strict=True))
+        raw, count = metadata_bytes(keys) + vocabulary.raw, len(keys) + len(vocabulary.keys)
+        room = max_nbytes - OVERHEAD_NBYTES
+        found = shards(lists, room, lambda out: file_nbytes(described[out.name]), len(raw))
         out = []
-        for number, path in enumerate(numbered("model", len(counts))):
-            mine = list(islice(rest, counts[number]))
-            said, count = (raw, len(keys) + len(vocabulary.keys)) if not number else (b"", 0)
-            if len(counts) > 1:
-                more = split_metadata(number, len(counts), len(listed))
-                said, count = said + metadata_bytes(more), count + len(more)
-            head = header(said, count, [each for _, each in mine])
-            out.append(laid_out(path, head, [e for e, _ in mine], ALIGNMENT, pads_end=True))
-        self._vocabularies.drop()  # the header has a copy, of MBs
-        del raw, said, head, vocabulary
+        for number, path in enumerate(numbered(len(found), ".gguf")):
+            mine = [each for listed in found[number] for each in listed]
+            if len(found) > 1:
+                more = split_metadata(number, len(found), len(described))
+                raw, count = raw + metadata_bytes(more), count + len(more)
+            head = header(raw, count, [described[each.name] for each in mine])
+            out.append(placed(path, head, mine, ALIGNMENT, ALIGNMENT))
+            raw, count = b"", 0
+        self._tokenizer = None  # the header has a copy, of MBs
+        del head, vocabulary
         trim_heap()
         return out
 
-    def notes(self, model: Model) -> Sequence[str]:
+    def notes(self) -> Sequence[str]:
         """See `FormatWriter.notes`."""
-        kinds = Counter(w.stored.kind for w in model.tensors.values() if w.stored is not None)
+        model = self.model
+        kinds = Counter(t.stored.kind for t in model.tensors.values() if t.stored is not None)
         stay = [f"{n} tensors stay as they are stored: {kind}" for kind, n in kinds.items()]
         window = model.config.get("sliding_window")
         if window and model.family == "mistral":
@@ -163,76 +214,60 @@ class GGUF(FormatWriter):
                 f"llama.cpp reads no sliding_window ({window}) of Mistral: tokens attend to all "
                 "that come before"
             )
-        return [*self._vocabularies.of(model).notes, *stay]
+        return [*self._vocabulary().notes, *stay]
 
-    def _vocabulary(self, model: Model) -> _Tokenizer:
-        """What is known of the tokenizer."""
-        found = _read_tokenizer(model, self._placed(model))
-        trim_heap()  # tens of MB of small objects are gone
-        return found
+    def _vocabulary(self) -> _Tokenizer:
+        """The tokenizer, read once for the notes and the files."""
+        if self._tokenizer is None:
+            embedding = self._targets.get(EMBEDDING)
+            rows = embedding.shape[0] if embedding else self.model.config.get("vocab_size")
+            self._tokenizer = _read_tokenizer(self.model, rows, self._architecture.name)
+            trim_heap()  # tens of MB of small objects are gone
+        return self._tokenizer
 
 
-def _check_kind(model: Model, name: str, wanted: Wanted) -> None:
-    """Refuse weights that are stored quantised, and dtypes that no program computes with."""
-    if _stored_kind(wanted) is not None:
+def _check_kind(model: Model, name: str, target: Target) -> None:
+    """Refuse weights that are stored quantized, and dtypes that no program computes with."""
+    if _stored_type(target) is not None or target.quant is not None:
         return
-    if wanted.dtype.kind != "float" and wanted.quant is None:
+    if target.dtype.kind != "float":
         model.refuse(
             "its weights are quantised already, and not as they would be in GGUF",
             'dtype="float16" (--dtype float16), which dequantises them, or first '
             f"streamload convert {model.path} plain/ --dtype float16",
-            wanted.info.dtype.name,
+            target.info.dtype.name,
             name,
         )
-    if wanted.quant is None and wanted.dtype.code not in _DTYPES and len(wanted.shape) > 1:
+    if target.dtype.code not in _DTYPES and len(target.shape) > 1:
         names = ", ".join(BY_CODE[code].name for code in _DTYPES)
         raise UnsupportedCastError(
-            wanted.info.dtype.name,
-            wanted.dtype.name,
+            target.info.dtype.name,
+            target.dtype.name,
             reason=f'what runs GGUF has {names}: write dtype="float16" (--dtype float16)',
             tensor=name,
-            path=wanted.info.shard,
+            path=target.info.shard,
         )
 
 
-def _given(name: str, wanted: Wanted) -> Given:
-    kind = _stored_kind(wanted)
-    if wanted.stored is not None and kind is not None:
-        return Given(name, wanted.stored.shape, kind, stays=True)
-    # of vectors, which have their own type, any will do
-    asked = TENSOR_TYPE_OF.get((wanted.quant or wanted.dtype.code).upper(), TENSOR_TYPE_OF["F32"])
-    return Given(name, wanted.shape, asked)
+def _stored_type(target: Target) -> TensorType | None:
+    """The type of blocks that stay as they are stored; None if there are none, or not GGUF's."""
+    return BLOCKS_OF.get(target.stored.kind) if target.stored is not None else None
 
 
-def _stored_kind(wanted: Wanted) -> TensorType | None:
-    """The type of blocks that stay as they are stored; None where GGUF has no such blocks."""
-    return BLOCKS_OF.get(wanted.stored.kind) if wanted.stored is not None else None
+def _described(target: Target) -> Described:
+    """A tensor in the header; the stored shape of blocks counts bytes."""
+    if target.stored is not None:
+        return Described(target.name, target.stored.shape, BLOCKS_OF[target.stored.kind])
+    kind = TENSOR_TYPE_OF[(target.quant or target.dtype.code).upper()]
+    return Described(target.name, target.shape, kind)
 
 
-def _wanted(wanted: Wanted, each: Placed) -> Wanted:
-    """What is written of a tensor."""
-    entry, made = each.entry, wanted.made
-    if each.transposed:
-        made = wanted.source.transposed(*wanted.shape)
-    elif each.order is not None:
-        made = wanted.source.turned(each.order.groups, each.order.outer, each.order.inner)
-    if _stored_kind(wanted) is not None:
-        return replace(wanted, name=entry.name, made=made)
-    quant = entry.kind.name.lower() if entry.kind.numel > 1 else None
-    if quant is not None and isinstance(wanted.info, Packed):
-        made = made or wanted.source  # dequantised to F32, and quantised again
-    dtype = BY_CODE[entry.kind.code] if quant is None else F16
-    return Wanted(entry.name, wanted.info, dtype, entry.shape, quant, made)
-
-
-def _read_tokenizer(model: Model, found: Sequence[Placed]) -> _Tokenizer:
-    rows = [each.entry.shape[0] for each in found if each.entry.name == EMBEDDING]
-    count = rows[0] if rows else model.config.get("vocab_size")
+def _read_tokenizer(model: Model, count: object, architecture: str) -> _Tokenizer:
     if type(count) is not int:
         model.refuse("nothing says how many tokens there are", "an embedding, or vocab_size")
     folder = _folder(model)
-    if _TOKENIZER not in model.beside:
-        other = next((name for name in _OTHERS if name in model.beside), None)
+    if _TOKENIZER not in model.companions:
+        other = next((name for name in _OTHERS if name in model.companions), None)
         if other is not None:
             model.refuse(
                 "its tokenizer is read from tokenizer.json alone; this writes it: "
@@ -242,27 +277,26 @@ def _read_tokenizer(model: Model, found: Sequence[Placed]) -> _Tokenizer:
                 other,
             )
         note = "there is no tokenizer.json: what runs the file takes and gives numbers of tokens"
-        name = architecture_of(model.path, model.config).name
-        return _Tokenizer.of(no_vocabulary(count, name), [note])
+        return _Tokenizer.of(no_vocabulary(count, architecture), [note])
     settings: dict[str, Any] = {}
     for name in _SETTINGS:
-        if name in model.beside:
+        if name in model.companions:
             settings |= _object(model, name)
-    if _TEMPLATE in model.beside:
-        settings["chat_template"] = model.beside[_TEMPLATE]().decode("utf-8", "replace")
+    if _TEMPLATE in model.companions:
+        settings["chat_template"] = model.companions[_TEMPLATE]().decode("utf-8", "replace")
     tokenizer = _object(model, _TOKENIZER, parse_tokenizer)
     return _Tokenizer.of(*to_gguf(folder / _TOKENIZER, tokenizer, settings, model.config, count))
 
 
 def _folder(model: Model) -> Location:
-    """Where the files beside a model are, which is where its tensors are."""
+    """The folder of a model's files."""
     return next(iter(model.tensors.values())).info.shard.parent
 
 
 def _object(model: Model, name: str, parse: Callable[[bytes], Any] = parse_json) -> dict[str, Any]:
-    """What a file beside a model says; raises CheckpointError where that is no object of JSON."""
+    """The content of a companion; raises CheckpointError unless it is an object of JSON."""
     try:
-        found = parse(model.beside[name]())
+        found = parse(model.companions[name]())
     except CheckpointError:  # a ValueError, too
         raise
     except (ValueError, RecursionError) as error:
@@ -272,4 +306,4 @@ def _object(model: Model, name: str, parse: Callable[[bytes], Any] = parse_json)
     return found
 
 
-register_writer(GGUF())
+register_writer(GGUF)
