@@ -27,6 +27,7 @@ from types import MappingProxyType
 from typing import Any
 
 from streamload.core.dtypes import BF16, BY_NAME, F16, F32, F64, DType, DTypeLike, parse_dtype
+from streamload.core.model_config import language_part, stated
 from streamload.errors import CheckpointError
 
 #: What models compute in, and so keep their cache in where nothing else is asked for.
@@ -151,19 +152,6 @@ class KvCache:
 
 _MOST_LAYERS = 100_000  # what a file says is not to be a list without end
 
-#: Under which key the configuration of the language model is, in that of a model of several parts.
-_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
-
-#: Other names of the same numbers.
-_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
-        "num_attention_heads": ("n_head", "n_heads", "num_heads"),
-        "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
-        "hidden_size": ("n_embd", "n_embed", "d_model"),
-    }
-)
-
 # fmt: off
 _HEADS_OF_128 = (
     "afmoe", "cohere2_moe", "cwm", "ernie4_5", "glm", "glm4", "helium", "internlm3", "llama4_text",
@@ -263,11 +251,7 @@ class _Text:
         Raises:
             CheckpointError: it is not.
         """
-        values, kind = config, str(config.get("model_type"))
-        while part := next((v for k in _PARTS if isinstance(v := values.get(k), Mapping)), None):
-            # a part that does not say what it is: the text of "gemma3" is "gemma3_text"
-            kind = str(part.get("model_type", f"{kind}_text"))
-            values = part
+        values, kind = language_part(config)
         if kind not in _BY_HEADS | _LATENT or config.get("is_encoder_decoder"):
             raise _unknown(where, f"model_type {kind!r}")
         return cls(values, kind, where)
@@ -292,9 +276,8 @@ class _Text:
 
     def find(self, key: str) -> Any:
         """What is under a key or another name of it; None where nothing is."""
-        names = (key, *_NAMES.get(key, ()))
-        found = (self.values[name] for name in names if self.values.get(name) is not None)
-        return next(found, _DEFAULTS.get(self.kind, {}).get(key))
+        value = stated(self.values, key)
+        return _DEFAULTS.get(self.kind, {}).get(key) if value is None else value
 
     def number(self, key: str, *, least: int = 1, most: int = 2**40) -> int:
         """A whole number that has to be there.

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from streamload.core.model_config import integer, language_part
 from streamload.errors import CheckpointError
 
 #: What products on the CPU take for packed weights, and threads for their stacks: 8 MiB.
@@ -27,32 +28,11 @@ HOST_WORKSPACE_NBYTES = 2**23
 CUDA_WORKSPACE_NBYTES = 2**25
 
 _USUALLY_CHOSEN = 8
-_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
-_NAMES: Mapping[str, tuple[str, ...]] = {
-    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
-    "inner": ("intermediate_size", "n_inner", "ffn_dim", "d_ff"),
-    "heads": ("num_attention_heads", "n_head", "num_heads"),
-    "kv_heads": ("num_key_value_heads",),
-    "head_dim": ("head_dim",),
-    "vocabulary": ("vocab_size",),
-    "experts": (
-        *("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "top_k_experts"),
-    ),
-    "expert_inner": ("moe_intermediate_size",),
-}
 
 
 def experts_chosen(config: Mapping[str, Any]) -> int:
     """How many experts a token chooses; what is usual where the configuration does not tell."""
-    return _values(config)["experts"] or _USUALLY_CHOSEN
-
-
-def _values(config: Mapping[str, Any]) -> dict[str, int | None]:
-    values = next((config[part] for part in _PARTS if isinstance(config.get(part), dict)), config)
-    return {
-        name: next((values[key] for key in keys if type(values.get(key)) is int), None)
-        for name, keys in _NAMES.items()
-    }
+    return integer(language_part(config)[0], "num_experts_per_tok") or _USUALLY_CHOSEN
 
 
 def activation_nbytes(
@@ -77,21 +57,23 @@ def activation_nbytes(
     Raises:
         CheckpointError: the configuration does not tell.
     """
-    found = _values(config)
-    hidden, vocabulary, heads = found["hidden"], found["vocabulary"], found["heads"]
+    keys = ("hidden_size", "vocab_size", "num_attention_heads")
+    values, _ = language_part(config)
+    found = [integer(values, key) for key in keys]
+    hidden, vocabulary, heads = found
     if not hidden or not vocabulary or not heads:
         raise CheckpointError(
             str(path),
             "how much a pass of so many tokens takes, config.json tells",
             expected="hidden_size, vocab_size and num_attention_heads in config.json, or the bytes "
             "as reserve=",
-            found="none of them" if not any(found.values()) else "some of them",
+            found="some of them" if any(found) else "none of them",
         )
-    head_dim = found["head_dim"] or hidden // heads
-    kv_heads = found["kv_heads"] or heads
-    inner = found["inner"] or 4 * hidden
-    if found["experts"]:
-        inner = max(inner, (found["expert_inner"] or inner) * found["experts"])
+    head_dim = integer(values, "head_dim") or hidden // heads
+    kv_heads = integer(values, "num_key_value_heads") or heads
+    inner = integer(values, "intermediate_size") or 4 * hidden
+    if chosen := integer(values, "num_experts_per_tok"):
+        inner = max(inner, (integer(values, "moe_intermediate_size") or inner) * chosen)
     norm = 2 * tokens * hidden * 4
     attention = tokens * (4 * heads + 4 * kv_heads) * head_dim * itemsize
     attention += tokens * tokens * itemsize

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.codecs.group import Packed
+from streamload.core.model_config import head_size, stated
 from streamload.core.patterns import check_names, did_you_mean
 from streamload.core.tensors import (
     END,
@@ -457,12 +458,11 @@ def _rotation(
 ) -> RowTranspose:
     """The permutation of query or key rows, head by head."""
     config: Mapping[str, Any] = checkpoint.config
-    queries = config.get("num_attention_heads", config.get("n_heads"))
-    heads = queries
-    if kind == "k":
-        stated = config.get("num_key_value_heads", config.get("n_kv_heads"))
-        heads = queries if stated is None else stated  # null: as many as there are queries
-    if "_norm" in name and rows == _head_size(config, queries):
+    heads = stated(config, "num_attention_heads")
+    if kind == "k":  # null: as many as there are queries
+        shared = stated(config, "num_key_value_heads")
+        heads = heads if shared is None else shared
+    if "_norm" in name and rows == head_size(config):
         heads = 1  # one vector of head size, shared by all heads
     if type(heads) is not int or heads < 1 or rows % (2 * heads):
         raise CheckpointError(
@@ -475,12 +475,3 @@ def _rotation(
         )
     half = rows // heads // 2
     return RowTranspose(heads, 2, half) if interleave else RowTranspose(heads, half, 2)
-
-
-def _head_size(config: Mapping[str, Any], queries: object) -> object:
-    """Rows of one head by config.json, or None where it does not say."""
-    stated = config.get("head_dim")
-    width = config.get("hidden_size", config.get("dim"))
-    if stated is not None or type(width) is not int or type(queries) is not int or queries < 1:
-        return stated
-    return width // queries

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from streamload.core.model_config import head_size
 from streamload.core.tensors import RowTranspose
 
 ARCHITECTURE = "general.architecture"
@@ -363,14 +364,6 @@ def _count(given: Mapping[str, Any], key: str) -> int:
     if type(value) is not int or not 0 <= value < 2**32:
         raise ValueError(f"{key} is a whole number, not {value!r}")
     return value
-
-
-def head_size(config: Mapping[str, Any]) -> int | None:
-    """Elements of an attention head; None where config.json does not say."""
-    width, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    if isinstance(config.get("head_dim"), int):
-        return int(config["head_dim"])
-    return width // heads if isinstance(width, int) and isinstance(heads, int) and heads else None
 
 
 def shortest(value: float) -> float:
