@@ -10,18 +10,20 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import get_args
+
+import numpy as np
 
 from streamload.checkpoint.digests import SIDECAR, Digests
 from streamload.checkpoint.open import Checkpoint, CheckpointLike, opened
 from streamload.checkpoint.shards import AHEAD_NBYTES, BLOCK_NBYTES, Room, Shards, cut
 from streamload.codecs.cast_table import OutOfRange, supported
-from streamload.codecs.decode import Decoders, check_target, scales_nbytes
+from streamload.codecs.decode import check_target, scales_nbytes
 from streamload.codecs.group import Packed, shape_in_models
 from streamload.codecs.stored import by_weight, kept_dtype
 from streamload.core.dtypes import DType, DTypeArgument
@@ -29,10 +31,9 @@ from streamload.core.location import Location, Url
 from streamload.core.memory import first_that_fits
 from streamload.core.patterns import Patterns, Selection, check_names, check_patterns
 from streamload.core.progress import Progress, reporting
-from streamload.core.tensors import Coding, TensorInfo, whole
+from streamload.core.tensors import Coding, RowTranspose, TensorInfo, whole
 from streamload.core.units import format_bytes, format_table, round_up
 from streamload.errors import CheckpointError, UnsupportedCastError
-from streamload.files.header import Turn
 from streamload.files.local import ReaderKind, ResolvedKind, choose_reader
 from streamload.planning.dequantise import all_names, as_in_models, asked, dequantised
 from streamload.planning.quant_policy import (
@@ -45,7 +46,8 @@ from streamload.planning.quant_policy import (
 )
 from streamload.planning.requests import DTypePolicy, TensorRequest, TensorRequests
 from streamload.planning.sources import Rename, model_shape, sources
-from streamload.verification.reference import Pair, TensorDifference, weights
+from streamload.verification.difference import TensorDifference, ValueComparison
+from streamload.verification.reference import PART_NUMEL, Expected, Read
 
 #: (bytes looked at at once, how files are read): the first that memory is enough for.
 _WAYS: Sequence[tuple[int, ReaderKind]] = (
@@ -188,49 +190,37 @@ def diff(
     if wants is not None:
         infos = dict(zip(wants.names, wants.infos, strict=True))
     block_nbytes, kind = way([first, second], wants)
-    room_a, room_b = Room(block_nbytes, ahead=True), Room(block_nbytes, ahead=True)
     chosen.check([*names, *_names(second)])
     only_b = [name for name in second.tensors if name not in infos and name in chosen]
-    pairs = [
-        pair
-        for pair in _pairs(first, second, infos, wants, policy, out_of_range)
-        if pair.left.name in chosen
-    ]
-    infos = {name: info for name, info in infos.items() if info.name in chosen}
-    total = sum(pair.read_nbytes for pair in pairs)
-    decoders = Decoders(out_of_range)
+
+    def pairs() -> Iterator[Pair]:  # twice: there may be very many
+        found = _pairs(first, second, infos, wants, policy, out_of_range)
+        return (pair for pair in found if pair.left.name in chosen)
+
+    total = sum(pair.read_nbytes for pair in pairs())
+    differences: list[TensorDifference] = []
+    equal_count = done = nbytes = 0
+    codes: Pair | None = None
     with (
         reporting(progress, total, "compared") as tell,
         shards_of(first, kind) as files_a,
         shards_of(second, kind) as files_b,
     ):
-        done = 0
-        codes: Pair | None = None
-        for pair in pairs:
-            left, right = pair.left, pair.right
+        mine, theirs = _read(files_a, block_nbytes), _read(files_b, block_nbytes)
+        for pair in pairs():
             if codes is not None and pair.codes is not codes:
-                codes.forget()
+                codes.expected.parts.clear()
             codes = pair.codes or pair
-            read = partial(files_a.block, left.shard, room=room_a, tensor=left.name)
-            for stop, theirs in pair.cut_elements(block_nbytes):
-                with files_b.block(right.shard, *theirs, room_b, right.name) as y:
-                    pair.compare_elements(decoders, read, stop, y, block_nbytes)
-                tell(done + left.dtype.nbytes(stop))
-            decoders.drop(left.name, pair.wanted)
-            for mine, theirs in pair.cut(block_nbytes):
-                with (
-                    files_a.block(left.shard, *mine, room_a, left.name) as x,
-                    files_b.block(right.shard, *theirs, room_b, right.name) as y,
-                ):
-                    pair.compare(x, y)
-                tell(done + mine[1] - left.start)
-            for start, stop in cut(0, pair.beside_nbytes, block_nbytes):
-                first_byte, last_byte = right.start + start, right.start + stop
-                with files_b.block(right.shard, first_byte, last_byte, room_b, right.name) as y:
-                    pair.compare_beside(start, y)
+            with closing(pair.compare(mine, theirs, block_nbytes)) as steps:
+                for part_nbytes in steps:
+                    tell(done + part_nbytes)
             done += pair.read_nbytes
+            nbytes += (pair.read_nbytes + pair.right.nbytes) * pair.compared
+            found = pair.difference()
+            differences += [found] if found is not None else []
+            equal_count += found is None
             tell(done)
-    differences = tuple(found for pair in pairs if (found := pair.difference()) is not None)
+    infos = {name: info for name, info in infos.items() if info.name in chosen}
     only_a = tuple(name for name in infos if name not in second.tensors)
     of_first, of_second = weights(first), weights(second)
     listed = {name: of_first.get(infos[name].name) for name in only_a}
@@ -240,9 +230,9 @@ def diff(
         b=str(second.path),
         only_a=only_a,
         only_b=tuple(only_b),
-        differences=differences,
-        equal_count=len(pairs) - len(differences),
-        nbytes=sum(pair.read_nbytes + pair.right.nbytes for pair in pairs if pair.compared),
+        differences=tuple(differences),
+        equal_count=equal_count,
+        nbytes=nbytes,
         seconds=time.monotonic() - begun,
         quantised={name: weight for name, weight in listed.items() if weight is not None},
     )
@@ -292,6 +282,109 @@ def _quantised(
     return quantised(checkpoint, TensorRequests.of(checkpoint, listed), found)
 
 
+@dataclass(slots=True)
+class Pair:
+    """Two tensors of one name, compared block by block.
+
+    Attributes:
+        left: the first.
+        right: the second.
+        expected: what the first becomes.
+        dtype: the dtype of that.
+        shape: its shape.
+        codes: the pair of the codes, if this is another part of a quantized weight.
+    """
+
+    left: TensorInfo
+    right: TensorInfo
+    expected: Expected
+    dtype: DType
+    shape: tuple[int, ...]
+    codes: Pair | None
+    _values: ValueComparison = field(init=False)
+
+    def __post_init__(self) -> None:
+        payloads = self.expected.coding is not None or self.dtype is self.left.dtype
+        self._values = ValueComparison(self.dtype, self.right.dtype, payloads)
+
+    @property
+    def _part(self) -> str:
+        """The suffix of a part other than codes, or ""."""
+        return self.expected.coding.part if self.expected.coding is not None else ""
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes of the left tensor that are read."""
+        return 0 if self._part or self.shape != self.right.shape else self.left.nbytes
+
+    @property
+    def compared(self) -> bool:
+        """Whether the values can be compared."""
+        if self.shape != self.right.shape:
+            return False
+        if self._part:
+            return self.dtype is self.right.dtype and self.codes is not None and self.codes.compared
+        floats = all(
+            d.kind == "float" and d.numpy is not None for d in (self.dtype, self.right.dtype)
+        )
+        return self.dtype is self.right.dtype or (floats and self.expected.coding is None)
+
+    def compare(self, mine: Read, theirs: Read, block_nbytes: int) -> Generator[int]:
+        """Compare the values, if they can be; yields how many bytes of the left are done."""
+        at = self.right.start
+        for data in self._blocks(mine, block_nbytes) if self.compared else ():
+            numel = len(data) * 8 // self._read_as.bits
+            stop = at + self.right.dtype.nbytes(numel)
+            with theirs(self.right, at, stop) as other:
+                self._compare(data, other, (at - self.right.start) * 8 // self.right.dtype.bits)
+            at = stop
+            yield self.read_nbytes * (at - self.right.start) // self.right.nbytes
+
+    @property
+    def _read_as(self) -> DType:
+        """The dtype of what `_blocks` yields."""
+        return self.expected.src if self.expected.coding is None else self.dtype
+
+    def _blocks(self, read: Read, block_nbytes: int) -> Iterator[memoryview | bytes]:
+        if self._part:
+            assert self.codes is not None, self.right.name
+            data = self.codes.expected.parts[self._part]
+            return (data[start:stop] for start, stop in cut(0, len(data), block_nbytes))
+        if self.expected.coding is not None:
+            return self.expected.codes(read, block_nbytes)
+        src = self.expected.src  # a block of the right file is no longer than this one, either
+        return self.expected.values(
+            read, block_nbytes * src.bits // max(src.bits, self.right.dtype.bits)
+        )
+
+    def _compare(self, mine: memoryview | bytes, theirs: memoryview, first: int) -> None:
+        x, y = np.frombuffer(mine, np.uint8), np.frombuffer(theirs, np.uint8)
+        src, right = self._read_as, self.right.dtype
+        if src is self.dtype is right and np.array_equal(x, y):
+            return
+        for start, stop in cut(0, len(x) * 8 // src.bits, PART_NUMEL):
+            # copies: numpy is only fast, or right, on aligned elements
+            part = x[src.nbytes(start) : src.nbytes(stop)].copy()
+            other = y[right.nbytes(start) : right.nbytes(stop)].copy()
+            if src is not self.dtype:
+                part = self.expected.cast(part)
+            self._values.compare(part, other, first + start)
+
+    def difference(self) -> TensorDifference | None:
+        """The difference that was found, or None."""
+        right, values = self.right, self._values.difference(math.prod(self.shape), self.shape)
+        same_dtype, same_shape = self.dtype is right.dtype, self.shape == right.shape
+        if values is None and same_shape and same_dtype:
+            return None
+        return TensorDifference(
+            right.name,
+            None if same_dtype else (self.dtype.name, right.dtype.name),
+            None if same_shape else (self.shape, right.shape),
+            values,
+            self.compared,
+        )
+
+
 def _pairs(
     first: Checkpoint,
     second: Checkpoint,
@@ -300,42 +393,41 @@ def _pairs(
     policy: DTypePolicy,
     out_of_range: OutOfRange,
 ) -> Iterator[Pair]:
-    """What both have, of what is in ``infos``; parts of a quantised weight follow its codes."""
+    """The tensors of ``infos`` that both have; parts of a quantized weight follow its codes."""
     codes: Pair | None = None
-    made: Iterable[tuple[Coding | None, object]] = repeat((None, None))
+    quantized: Iterable[tuple[Coding | None, RowTranspose | None]] = repeat((None, None))
     if wants is not None:
-        made = zip(wants.codings, wants.transposes, strict=True)
-    for (name, info), (coding, transpose) in zip(infos.items(), made, strict=False):
+        quantized = zip(wants.codings, wants.transposes, strict=True)
+    for (name, info), (coding, transpose) in zip(infos.items(), quantized, strict=False):
         right = second.tensors.get(name)
         if coding is not None and not coding.part:
             codes = None
         if right is None:
             continue
+        order = _order(first, second, info, right)
+        source, range_ = [(info, whole(info))], out_of_range
         if coding is None:
-            turn = _turn(first, second, info, right)
-            shape = model_shape(first, info.name) if turn is not None else shape_in_models(info)
             wanted = _wanted(first, policy, info)
-            yield Pair(info, right, wanted, out_of_range, shape, turn=turn)
+            shape = shape_in_models(info) if order is None else model_shape(first, info.name)
+            if isinstance(info, Packed) and info.lies_turned and order is None:
+                order = RowTranspose(math.prod(info.shape[:-2]), *info.shape[-2:])
+            yield Pair(info, right, Expected(source, wanted, range_, order), wanted, shape, None)
             continue
         parts = coded(coding, info.dtype).parts
         part = next(part for part in parts if part.suffix == coding.part)
-        is_turned = transpose is not None
-        turn = _turn(first, second, info, right)
-        pair = Pair(
-            *(info, right, part.dtype, out_of_range, part.shape, coding, codes, is_turned),
-            turn=None if coding.part or is_turned else turn,
-        )
+        made = Expected(source, info.dtype, range_, transpose or order, coding)
+        pair = Pair(info, right, made, part.dtype, part.shape, codes if coding.part else None)
         codes = codes if coding.part else pair
         yield pair
 
 
-def _turn(
+def _order(
     first: Checkpoint, second: Checkpoint, info: TensorInfo, right: TensorInfo
-) -> Turn | None:
-    """How rows of the first lie, where those of the second lie otherwise.
+) -> RowTranspose | None:
+    """The row order from the first file to the second, if theirs differ.
 
     Raises:
-        CheckpointError: those of the second lie in another order than models have them.
+        CheckpointError: the rows of the second are not in the order that models have.
     """
     mine, theirs = first.turns.get(info.name), second.turns.get(right.name)
     if mine == theirs:
@@ -344,7 +436,9 @@ def _turn(
         problem = "its rows lie in another order than models have them: give this checkpoint first"
         raise CheckpointError(right.shard, problem, tensor=right.name)
     blocks = not isinstance(info, Packed) and info.name in first.stored
-    return None if blocks and mine is not None and mine.shape is not None else mine
+    if mine is None or (blocks and mine.shape is not None):
+        return None
+    return RowTranspose(mine.groups, mine.outer, mine.inner)
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -357,6 +451,12 @@ def shards_of(checkpoint: Checkpoint, kind: ReaderKind) -> Shards:
         return choose_reader(shard, kind if isinstance(shard, Path) else "auto").kind
 
     return Shards(checkpoint.shards, choose, most_open=_MOST_OPEN)
+
+
+def _read(files: Shards, block_nbytes: int) -> Read:
+    """Reads of a checkpoint's files by one thread, in blocks of at most `block_nbytes`."""
+    room = Room(block_nbytes, ahead=True)
+    return lambda info, start, stop: files.block(info.shard, start, stop, room, info.name)
 
 
 def way(
@@ -403,3 +503,15 @@ def way(
 def tensors_text(count: int) -> str:
     """A number of tensors, for people."""
     return f"{count} tensor{'s' * (count != 1)}"
+
+
+def weights(checkpoint: Checkpoint) -> dict[str, str]:
+    """Map each tensor of a quantized weight to the weight's name, for messages.
+
+    Returns:
+        {} if a quantized weight is invalid: its tensors are then compared one by one.
+    """
+    try:
+        return {name: f"{group.name} ({group.kind})" for name, group in checkpoint.members.items()}
+    except CheckpointError:
+        return {}

@@ -1,401 +1,232 @@
-"""How two tensors differ: block by block, after numpy casts, quantises or dequantises the first."""
+"""The bytes that tensors should hold, computed by numpy: the oracle of `verify` and `diff`.
+
+Row orders are computed here; casts and quantized layouts are numpy forms of `streamload.codecs`.
+No kernel and no chunk of a load or a conversion takes part, so that their errors show.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
-from streamload.checkpoint.open import Checkpoint
 from streamload.checkpoint.shards import cut
 from streamload.codecs.cast_reference import Array, cast_array, cast_bytes
 from streamload.codecs.cast_table import OutOfRange
 from streamload.codecs.decode import Decoders
 from streamload.codecs.group import Packed
-from streamload.codecs.permute import Elements, Read
-from streamload.codecs.scheme import Encoder
 from streamload.core.dtypes import DType
-from streamload.core.tensors import Coding, TensorInfo
-from streamload.errors import CheckpointError, OutOfRangeError
-from streamload.files.header import Turn
+from streamload.core.tensors import Coding, RowRange, RowTranspose, TensorInfo, byte_ranges, whole
+from streamload.errors import OutOfRangeError
 from streamload.planning.quant_policy import coded
 
-_PART_NUMEL = 2**16  # elements looked at one by one: temporaries of a few MB
-_LISTED_DIMS = 8
+#: Elements that are cast or compared at once: temporaries of a few MB.
+PART_NUMEL = 2**16
 
-
-@dataclass(frozen=True, slots=True)
-class ValueDifference:
-    """How the values of two tensors of one shape differ.
-
-    Attributes:
-        count: elements that differ: in their bits, or as numbers where the dtypes differ.
-        numel: elements in all.
-        bits_only: of those that differ, how many are the same number in other bits: 0 and -0, or
-            two NaN.
-        first: index of the first element that differs, in row-major order.
-        a: that element in the first checkpoint (cast, where a cast was asked for), and its bits.
-        b: the same in the second.
-        largest: the largest absolute difference of two numbers; inf where an infinity is against
-            another number; None for bools, for dtypes of less than a byte, and where NaN is in
-            each pair.
-    """
-
-    count: int
-    numel: int
-    bits_only: int
-    first: tuple[int, ...]
-    a: str
-    b: str
-    largest: float | int | None
-
-    def __str__(self) -> str:
-        text = f"{self.count} of {self.numel} values differ"
-        if self.bits_only:
-            text += f" ({self.bits_only} only in bits: zeros of other sign, NaN of other payload)"
-        text += f", first at {list(self.first)}: {self.a}, {self.b}"
-        return text if self.largest is None else f"{text}; largest difference {self.largest:g}"
-
-
-@dataclass(frozen=True, slots=True)
-class TensorDifference:
-    """How two tensors of one name differ.
-
-    Attributes:
-        name: the name, in the second checkpoint.
-        dtypes: both dtypes where they are not the same; the first is what the cast makes of it.
-        shapes: both shapes where they are not the same.
-        values: how the values differ; None where they do not, or were not compared.
-        compared: whether the values were compared: of one shape, and of one dtype or both floats
-            of at least a byte, compared as numbers then.
-    """
-
-    name: str
-    dtypes: tuple[str, str] | None
-    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None
-    values: ValueDifference | None
-    compared: bool
-
-    def __str__(self) -> str:
-        parts = []
-        if self.dtypes is not None:
-            parts.append(f"dtype {self.dtypes[0]}, {self.dtypes[1]}")
-        if self.shapes is not None:
-            parts.append(f"shape {shape_text(self.shapes[0])}, {shape_text(self.shapes[1])}")
-        if self.values is not None:
-            parts.append(str(self.values))
-        elif self.compared:
-            parts.append("the same numbers")
-        elif self.shapes is None:
-            parts.append("values not compared")
-        return "; ".join(parts)
+#: Opens bytes of a tensor's file, from one to another, exclusive; valid inside the ``with``.
+Read = Callable[[TensorInfo, int, int], AbstractContextManager[memoryview]]
+_Piece = tuple[TensorInfo, int, int]  # bytes of a tensor's values, from one to another, exclusive
+_Lengths = tuple[int, int, int]  # groups, outer and inner of rows whose last two axes are swapped
 
 
 @dataclass(slots=True)
-class Pair:
-    """Two tensors of one name, compared block by block."""
+class Expected:
+    """What one tensor should hold.
 
-    left: TensorInfo
-    right: TensorInfo
-    wanted: DType  # of the left one
-    out_of_range: OutOfRange
-    shape: tuple[int, ...]  # of what the left one becomes
-    coding: Coding | None = None  # where it is quantised
-    codes: Pair | None = None  # of a part beside codes, the codes
-    turned: bool = False  # the transpose of the left one is quantised
-    turn: Turn | None = None  # how the left one's rows lie, where the right one's lie otherwise
-    _encoder: Encoder | None = None  # of codes
-    _beside: Mapping[str, memoryview] = field(default_factory=dict)  # of codes, when all are there
-    _at: int = 0  # elements compared so far
-    _count: int = 0
-    _bits_only: int = 0
-    _first: tuple[int, str, str] | None = None
-    _largest: float | int | None = None
-
-    @property
-    def _cast(self) -> bool:
-        return self.coding is None and self.wanted is not self.left.dtype
-
-    @property
-    def lies_elsewhere(self) -> bool:
-        """Whether what is compared is made of other bytes than those in their order in a file."""
-        return self.turned or self.turn is not None or isinstance(self.left, Packed)
-
-    @property
-    def read_nbytes(self) -> int:
-        """Bytes of the left one that are read."""
-        is_beside = self.coding is not None and self.coding.part
-        return 0 if is_beside or not self.same_shape else self.left.nbytes
-
-    @property
-    def beside_nbytes(self) -> int:
-        """Bytes of a part beside codes that are compared."""
-        return self.right.nbytes if self.codes is not None and self.compared else 0
-
-    @property
-    def _same_dtype(self) -> bool:
-        return self.wanted is self.right.dtype
-
-    @property
-    def same_shape(self) -> bool:
-        """Whether the elements correspond."""
-        return self.shape == self.right.shape
-
-    @property
-    def compared(self) -> bool:
-        """Whether the values can be compared."""
-        dtypes = (self.wanted, self.right.dtype)
-        if self.coding is not None:
-            is_made = not self.coding.part or (self.codes is not None and self.codes.compared)
-            return self.same_shape and self._same_dtype and is_made
-        return self.same_shape and (
-            self._same_dtype or all(d.kind == "float" and d.numpy is not None for d in dtypes)
-        )
-
-    def cut(self, block_nbytes: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-        """Bytes of the left and of the right file that hold the same elements, block by block.
-
-        Nothing where the values cannot be compared.
-        """
-        left, right = self.left.dtype, self.right.dtype
-        x, y = self.left.start, self.right.start
-        if self.lies_elsewhere:
-            return
-        if self.coding is not None:
-            yield from self._cut_units(self.coding, block_nbytes)
-            return
-        # a multiple of 8: whole bytes of any dtype
-        step = block_nbytes * 8 // max(left.bits, right.bits) // 8 * 8
-        for start, stop in cut(0, self.left.numel if self.compared else 0, step):
-            yield (
-                (x + left.nbytes(start), x + left.nbytes(stop)),
-                (y + right.nbytes(start), y + right.nbytes(stop)),
-            )
-
-    def cut_elements(self, block_nbytes: int) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Of what `lies_elsewhere`, blocks: the last element, exclusive; bytes of the right file.
-
-        Nothing of any other, and where the values cannot be compared.
-        """
-        if not self.lies_elsewhere or not self.compared:
-            return
-        if self.coding is not None:
-            left, n = self.left.start, self.left.dtype.itemsize
-            for (_, stop), theirs in self._cut_units(self.coding, block_nbytes):
-                yield (stop - left) // n, theirs
-            return
-        # bytes hold whole values of 4 bits then
-        right = self.right.dtype
-        step = block_nbytes // max(self.wanted.itemsize, right.itemsize) // 8 * 8
-        for start, stop in cut(0, self.left.numel, step):
-            first, last = (self.right.start + right.nbytes(n) for n in (start, stop))
-            yield stop, (first, last)
-
-    def _cut_units(
-        self, coding: Coding, block_nbytes: int
-    ) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-        """The same for codes: whole units."""
-        if coding.part or not self.compared:
-            return
-        left, right = self.left, self.right
-        src, dst = coding.src_unit_nbytes, coding.dst_unit_nbytes
-        units = -(-left.nbytes // src)
-        for start, stop in cut(0, units, block_nbytes // src):
-            yield (
-                (left.start + start * src, min(left.start + stop * src, left.stop)),
-                (right.start + start * dst, min(right.start + stop * dst, right.stop)),
-            )
-        if self._encoder is not None:
-            self._beside, self._encoder = self._encoder.finish(), None
-
-    def forget(self) -> None:
-        """Let go of the parts beside codes, when all of them are compared."""
-        self._beside = {}
-
-    def compare_beside(self, start: int, theirs: memoryview) -> None:
-        """Compare bytes of a part beside codes, from one on."""
-        assert self.codes is not None, self.right.name
-        assert self.coding is not None, self.right.name
-        made = self.codes._beside[self.coding.part]
-        self._compare(made[start : start + theirs.nbytes], theirs, self.wanted)
-
-    def compare_elements(
-        self, decoders: Decoders, read: Read, stop: int, theirs: memoryview, most_nbytes: int
-    ) -> None:
-        """Make the next elements, up to one, and compare; see `quant.elements.Elements`."""
-        info, dtype = self.left, self.wanted
-        if not isinstance(info, Packed):
-            src, first = info.dtype, self._at if self.coding is None else self._first_element
-            data = memoryview(bytearray(src.nbytes(stop - first)))
-            turned = Elements(info, None, src, read, most_nbytes, self.turn)
-            turned.write(first, stop, data)
-            self.compare(data, theirs)
-            return
-        decoder = decoders.of(info, dtype, "numpy")
-        made = memoryview(bytearray(dtype.nbytes(stop - self._at)))
-        elements = Elements(info, decoder, dtype, read, most_nbytes, self.turn)
-        found = elements.write(self._at, stop, made)
-        if found.overflowed and self.out_of_range == "error":
-            of = info.dtype.name
-            raise OutOfRangeError(info.name, info.shard, of, dtype.name, found.overflowed)
-        self._compare(made, theirs, dtype)
-
-    @property
-    def _first_element(self) -> int:
-        """Of codes, the number of the first element that comes next."""
-        assert self.coding is not None, self.right.name
-        units = self._at * self.right.dtype.itemsize // self.coding.dst_unit_nbytes
-        return units * self.coding.unit_numel
-
-    def compare(self, mine: memoryview, theirs: memoryview) -> None:
-        """Compare the next block: its bytes of the left, and of the right tensor."""
-        if self.coding is None:
-            self._compare(mine, theirs, self.left.dtype)
-            return
-        info, dtype = self.left, self.left.dtype
-        if self._encoder is None:
-            self._encoder = coded(self.coding, dtype).encoder(dtype, "numpy")
-        made = memoryview(bytearray(theirs.nbytes))
-        found = self._encoder.encode(mine, made, self._first_element)
-        if found.overflowed and self.out_of_range == "error":
-            name = self.coding.format
-            raise OutOfRangeError(info.name, info.shard, dtype.name, name, found.overflowed)
-        self._compare(made, theirs, self.wanted)
-
-    def _compare(self, mine: memoryview, theirs: memoryview, left: DType) -> None:
-        x, y = np.frombuffer(mine, np.uint8), np.frombuffer(theirs, np.uint8)
-        right = self.right.dtype
-        numel = len(x) * 8 // left.bits
-        is_made = left is self.wanted
-        if is_made and self._same_dtype and np.array_equal(x, y):
-            self._at += numel
-            return
-        for start, stop in cut(0, numel, _PART_NUMEL):
-            # copies: numpy is only fast, or right, on aligned elements
-            part = x[left.nbytes(start) : left.nbytes(stop)].copy()
-            other = y[right.nbytes(start) : right.nbytes(stop)].copy()
-            self._compare_part(part if is_made else self._expected(part), other)
-            self._at += stop - start
-
-    def difference(self) -> TensorDifference | None:
-        """What was found; None where nothing differs."""
-        right, numel = self.right, math.prod(self.shape)
-        values = None
-        if self._first is not None:
-            at, mine, theirs = self._first
-            index = tuple(int(i) for i in np.unravel_index(at, self.shape)) if self.shape else ()
-            values = ValueDifference(
-                self._count, numel, self._bits_only, index, mine, theirs, self._largest
-            )
-        if values is None and self.same_shape and self._same_dtype:
-            return None
-        return TensorDifference(
-            right.name,
-            None if self._same_dtype else (self.wanted.name, right.dtype.name),
-            None if self.same_shape else (self.shape, right.shape),
-            values,
-            self.compared,
-        )
-
-    def _expected(self, part: Array) -> Array:
-        """The bytes that elements of the left tensor become."""
-        src, dst = self.left.dtype, self.wanted
-        cast = cast_array(part.view(src.numpy), dst)
-        if self.out_of_range != "inf" and np.isinf(cast).any():
-            clamp = self.out_of_range == "clamp"
-            overflowed, _, _ = cast_bytes(
-                src, dst, part.data, cast.view(np.uint8).data, clamp=clamp
-            )
-            if overflowed and not clamp:
-                info = self.left
-                raise OutOfRangeError(info.name, info.shard, src.name, dst.name, overflowed)
-        return cast.view(np.uint8)
-
-    def _compare_part(self, x: Array, y: Array) -> None:
-        a, b = self.wanted, self.right.dtype
-        if self._same_dtype and np.array_equal(x, y):
-            return
-        if a.numpy is None or b.numpy is None:
-            self._note(np.flatnonzero(_different_bits(x, y, a)), x, y)
-            return
-        p, q = _numbers(x, a), _numbers(y, b)
-        both_nan = np.isnan(p) & np.isnan(q)
-        differs = _different_bits(x, y, a) if self._same_dtype else p != q
-        if self._cast or not self._same_dtype:
-            differs &= ~both_nan
-        where = np.flatnonzero(differs)
-        self._note(where, x, y)
-        if not len(where) or a.kind == "bool":
-            return
-        self._bits_only += int(np.count_nonzero(differs & ((p == q) | both_nan)))
-        # of all elements, since taking out those that differ takes longer; unless that says nothing
-        largest = _largest_difference(p, q) or _largest_difference(p[where], q[where])
-        if largest is not None:
-            self._largest = max(self._largest or 0, largest)
-
-    def _note(self, where: Array, x: Array, y: Array) -> None:
-        """Count the elements of a part that differ, and keep the first of all."""
-        self._count += len(where)
-        if self._first is None and len(where):
-            i = int(where[0])
-            mine, theirs = _element(x, i, self.wanted), _element(y, i, self.right.dtype)
-            self._first = (self._at + i, mine, theirs)
-
-
-def _different_bits(x: Array, y: Array, dtype: DType) -> Array:
-    """Whether each element differs, of bytes of one dtype."""
-    if dtype.bits >= 8:
-        unsigned = np.dtype(f"u{dtype.itemsize}")
-        differs: Array = x.view(unsigned) != y.view(unsigned)
-        return differs
-    bits = np.unpackbits(np.bitwise_xor(x, y).view(np.uint8), bitorder="little")
-    one_differs: Array = np.bitwise_or.reduce(bits.reshape(-1, dtype.bits), axis=1) != 0
-    return one_differs
-
-
-def _numbers(data: Array, dtype: DType) -> Array:
-    """Elements as numbers, all of them exactly: float64, complex128, or integers as they are."""
-    values: Array = data.view(dtype.numpy)
-    wide = {"float": np.float64, "complex": np.complex128}.get(dtype.kind)
-    with np.errstate(invalid="ignore"):  # a signalling NaN
-        return values if wide is None else values.astype(wide)
-
-
-def _largest_difference(p: Array, q: Array) -> float | int | None:
-    if p.dtype.kind in "ui":
-        # of the larger and the smaller, modulo 2**64: exact also where int64 would overflow
-        high, low = np.maximum(p, q).astype(np.uint64), np.minimum(p, q).astype(np.uint64)
-        return int((high - low).max())
-    with np.errstate(all="ignore"):
-        found = np.fmax.reduce(np.abs(p - q))  # NaN is passed over: also of equal infinities
-    return None if np.isnan(found) else float(found)
-
-
-def _element(data: Array, index: int, dtype: DType) -> str:
-    """An element and its bits, for people."""
-    if dtype.numpy is None:
-        bits = np.unpackbits(data, bitorder="little")[index * dtype.bits : (index + 1) * dtype.bits]
-        return f"0x{int(np.packbits(bits, bitorder='little')[0]):02x}"
-    raw = data[index * dtype.itemsize : (index + 1) * dtype.itemsize]
-    code = int.from_bytes(raw.tobytes(), "little")
-    return f"{raw.view(dtype.numpy)[0]} (0x{code:0{dtype.itemsize * 2}x})"
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    """A shape's first dimensions, for people."""
-    rest = " ..." * (len(shape) > _LISTED_DIMS)
-    return " x ".join(map(str, shape[:_LISTED_DIMS])) + rest or "scalar"
-
-
-def weights(checkpoint: Checkpoint) -> dict[str, str]:
-    """Map each tensor of a quantized weight to the weight's name, for messages.
-
-    Returns:
-        {} if a quantized weight is invalid: its tensors are then compared one by one.
+    Attributes:
+        sources: the rows of tensors that are joined, in order.
+        dtype: what floats and quantized weights become; before quantization, if `coding` is given.
+        out_of_range: what becomes of values that `dtype` cannot represent.
+        order: permutes the joined rows.
+        coding: how the result is quantized.
+        on_cuda: kernels of CUDA may have quantized it.
+        parts: the parts next to the codes by suffix, once `codes` has ended.
     """
-    try:
-        return {name: f"{group.name} ({group.kind})" for name, group in checkpoint.members.items()}
-    except CheckpointError:
-        return {}
+
+    sources: Sequence[tuple[TensorInfo, RowRange]]
+    dtype: DType
+    out_of_range: OutOfRange
+    order: RowTranspose | None = None
+    coding: Coding | None = None
+    on_cuda: bool = False
+    parts: dict[str, memoryview] = field(default_factory=dict)
+
+    @property
+    def src(self) -> DType:
+        """The dtype of `values`: weights are dequantized, and nothing else is cast."""
+        return self._values_dtype(self.sources[0][0])
+
+    def values(self, read: Read, block_nbytes: int) -> Iterator[memoryview | bytes]:
+        """Blocks of whole elements in order, before any cast; each is valid until the next."""
+        decoders = Decoders(self.out_of_range)
+        whole_nbytes = self.src.nbytes(8)
+        for pieces, lengths in self._blocks(max(block_nbytes // whole_nbytes, 1) * whole_nbytes):
+            if lengths is None and len(pieces) == 1:
+                with self._stored(read, decoders, *pieces[0]) as data:
+                    yield data
+                continue
+            joined = bytearray()
+            for piece in pieces:
+                with self._stored(read, decoders, *piece) as data:
+                    joined += data
+            yield bytes(joined) if lengths is None else _swapped(joined, lengths)
+
+    def codes(
+        self, read: Read, block_nbytes: int, found: Callable[[int, int], bytes] | None = None
+    ) -> Iterator[bytes]:
+        """The codes of a quantized weight, in blocks of whole units.
+
+        CUDA's kernels multiply by a reciprocal that may be one step from the nearest. Each unit may
+        have the codes of any of these reciprocals; `found` reads the codes that are compared.
+        """
+        assert self.coding is not None
+        info, src = self.sources[0][0], self.src
+        weight = coded(self.coding, src)
+        variants = weight.on_cuda if self.on_cuda else (weight,)
+        encoder, *others = (variant.encoder(src, "numpy") for variant in variants)
+        at = first = 0
+        for data in _whole_units(self.values(read, block_nbytes), src.nbytes(weight.unit_numel)):
+            numel = len(data) // src.itemsize
+            units, rest = divmod(numel, weight.unit_numel)
+            rest_nbytes = -(-rest * weight.unit_nbytes // weight.unit_numel)
+            out = bytearray(units * weight.unit_nbytes + rest_nbytes)
+            counts = encoder.encode(memoryview(data), memoryview(out), first)
+            if counts.overflowed and self.out_of_range == "error":
+                name = self.coding.format
+                raise OutOfRangeError(info.name, info.shard, src.name, name, counts.overflowed)
+            there = found(at, at + len(out)) if others and found is not None else out
+            for other in others if there != out else ():
+                tried = bytearray(len(out))
+                other.encode(memoryview(data), memoryview(tried), first)
+                for start, stop in cut(0, len(out), weight.unit_nbytes):
+                    if tried[start:stop] == there[start:stop]:
+                        out[start:stop] = tried[start:stop]
+            first += numel
+            at += len(out)
+            yield bytes(out)
+        self.parts.update(encoder.finish())
+
+    def cast(self, data: memoryview | bytes | Array) -> Array:
+        """Bytes of `values` after the cast to `dtype`.
+
+        Raises:
+            OutOfRangeError: a value cannot be represented, and `out_of_range` is "error".
+        """
+        src, dst = self.src, self.dtype
+        given = np.frombuffer(data, np.uint8)
+        if src is dst:
+            return given
+        made = []
+        for start in range(0, given.size, PART_NUMEL * src.itemsize):
+            # copy: numpy is only fast, or right, on aligned elements
+            part = given[start : start + PART_NUMEL * src.itemsize].copy()
+            out = cast_array(part.view(src.numpy), dst)
+            if self.out_of_range != "inf" and np.isinf(out).any():
+                to, clamp = out.view(np.uint8).data, self.out_of_range == "clamp"
+                overflowed, _, _ = cast_bytes(src, dst, part.data, to, clamp=clamp)
+                if overflowed and not clamp:
+                    info = self.sources[0][0]
+                    raise OutOfRangeError(info.name, info.shard, src.name, dst.name, overflowed)
+            made.append(out.view(np.uint8))
+        return made[0] if len(made) == 1 else np.concatenate(made)
+
+    def _values_dtype(self, info: TensorInfo) -> DType:
+        return self.dtype if isinstance(info, Packed) else info.dtype
+
+    def _extents(self) -> Iterator[_Piece]:
+        for info, rows in self.sources:
+            dtype = self._values_dtype(info)
+            nbytes = dtype.nbytes(info.numel)
+            if rows == whole(info):  # rows of less than a byte each end anywhere
+                yield info, 0, nbytes
+                continue
+            values = TensorInfo(info.name, dtype, info.shape, info.shard, 0, nbytes)
+            yield from ((info, *each) for each in byte_ranges(values, rows))
+
+    def _blocks(self, most: int) -> Iterator[tuple[list[_Piece], _Lengths | None]]:
+        """The pieces of each block of at most ``most`` bytes, and how its rows are swapped."""
+        if self.order is not None:
+            yield from self._permuted(self.order, most)
+            return
+        pieces: list[_Piece] = []
+        nbytes = 0
+        for info, start, stop in self._extents():
+            for begin, end in cut(start, stop, most):
+                if nbytes + end - begin > most:
+                    yield pieces, None
+                    pieces, nbytes = [], 0
+                pieces.append((info, begin, end))
+                nbytes += end - begin
+        if pieces:
+            yield pieces, None
+
+    def _permuted(self, order: RowTranspose, most: int) -> Iterator[tuple[list[_Piece], _Lengths]]:
+        """Whole groups; or columns of one group; or some rows of a single column."""
+        extents = [*self._extents()]
+        ends = [*accumulate(stop - start for _, start, stop in extents)]
+        row = ends[-1] // order.rows if order.rows else 0
+        group = order.outer * order.inner * row
+
+        def located(begin: int, end: int) -> Iterator[_Piece]:
+            while begin < end:
+                at = bisect_right(ends, begin)
+                info, _, stop = extents[at]
+                upto, shift = min(end, ends[at]), stop - ends[at]
+                yield info, begin + shift, upto + shift
+                begin = upto
+
+        for g, h in cut(0, order.groups if row else 0, max(most // max(group, 1), 1)):
+            if group <= most:
+                yield [*located(g * group, h * group)], (h - g, order.outer, order.inner)
+                continue
+            for left, right in cut(0, order.inner, max(most // (order.outer * row), 1)):
+                lines = max(most // ((right - left) * row), 1)  # all, unless a column is too long
+                for first, last in cut(0, order.outer, lines):
+                    for begin, end in cut(left * row, right * row, most):
+                        starts = [
+                            (g * order.outer + n) * order.inner * row for n in range(first, last)
+                        ]
+                        pieces = [p for at in starts for p in located(at + begin, at + end)]
+                        yield pieces, (1, last - first, right - left)
+
+    @contextmanager
+    def _stored(
+        self, read: Read, decoders: Decoders, info: TensorInfo, start: int, stop: int
+    ) -> Iterator[memoryview]:
+        """Bytes of a tensor's values as they follow each other in its file, dequantized."""
+        if not isinstance(info, Packed):
+            with read(info, info.start + start, info.start + stop) as data:
+                yield data
+            return
+        first, last = start // self.dtype.itemsize, stop // self.dtype.itemsize
+        begin, end = (info.start + at for at in info.dtype.span(first, last))
+        out = memoryview(bytearray(stop - start))
+        with read(info, begin, end) as data:
+            counts = decoders.of(info, self.dtype, "numpy").decode(data, out, first)
+        if counts.overflowed and self.out_of_range == "error":
+            names = info.dtype.name, self.dtype.name
+            raise OutOfRangeError(info.name, info.shard, *names, counts.overflowed)
+        yield out
+
+
+def _swapped(data: bytearray, lengths: _Lengths) -> bytes:
+    nbytes = len(data) // (lengths[0] * lengths[1] * lengths[2])
+    kind = f"u{nbytes}" if nbytes in (1, 2, 4, 8) else f"V{nbytes}"
+    return np.frombuffer(data, kind).reshape(lengths).swapaxes(1, 2).tobytes()
+
+
+def _whole_units(blocks: Iterator[memoryview | bytes], nbytes: int) -> Iterator[bytes]:
+    """The same bytes in multiples of a unit's; the last unit may be short."""
+    held = b""
+    for block in blocks:
+        held += block
+        whole = len(held) // nbytes * nbytes
+        if whole:
+            yield held[:whole]
+        held = held[whole:]
+    if held:
+        yield held

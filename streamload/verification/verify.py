@@ -14,29 +14,22 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from itertools import chain
+from dataclasses import asdict, dataclass, field
+from functools import cache, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from streamload.checkpoint.digests import SIDECAR, Digest, Digests, digest_of
 from streamload.checkpoint.open import Checkpoint, CheckpointLike, open_checkpoint, opened
-from streamload.checkpoint.shards import Room, cut, open_shard
-from streamload.codecs.cast_reference import cast_bytes
-from streamload.codecs.cast_table import OutOfRange
-from streamload.codecs.decode import Decoder, Decoders
-from streamload.codecs.group import Packed
+from streamload.checkpoint.shards import Room, open_shard
 from streamload.codecs.stored import by_weight
-from streamload.core.dtypes import DType
 from streamload.core.location import Location, Url
 from streamload.core.memory import first_that_fits
 from streamload.core.patterns import Patterns, Selection
 from streamload.core.progress import Progress, reporting
-from streamload.core.tensors import TensorInfo, byte_ranges
+from streamload.core.tensors import TensorInfo
 from streamload.core.units import format_bytes, format_table
 from streamload.devices.base import Device, Framework, Parameter
 from streamload.devices.names import framework, framework_of
@@ -47,16 +40,15 @@ from streamload.loading.report import LoadReport
 from streamload.planning.dequantise import dequantised
 from streamload.planning.plan import Placement
 from streamload.planning.quant_policy import coded
-from streamload.verification.diff import shards_of, tensors_text, way
-from streamload.verification.reference import shape_text, weights
+from streamload.verification.diff import shards_of, tensors_text, way, weights
+from streamload.verification.difference import shape_text
+from streamload.verification.reference import Expected, Read
 
 _BLOCK_NBYTES = 4 * 2**20
 _SMALL_BLOCK_NBYTES = 2**18
 # A block is held as it is read, gathered, cast, read back and compared, and pages are read ahead.
 _BLOCKS = 7
 _CAST_NBYTES = 4 * 2**20  # numpy's temporaries
-
-_Read = Callable[[int, int], bytes]  # (first byte, most bytes) of a file; fewer at its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,38 +100,53 @@ def verify(
     scales_nbytes = 2 * max((p.scales_nbytes for p, _ in report.plan.placements.counted), default=0)
     needed = [(nbytes, _BLOCKS * nbytes + _CAST_NBYTES + scales_nbytes) for nbytes in sizes]
     block_nbytes = first_that_fits(needed, [("reading back", needed[-1][1])])
-    clamp = report.plan.out_of_range == "clamp"
     packed = [p for p in report.plan.placements if p.src.is_packed]
     checkpoint = dequantised(checkpoint, dict.fromkeys(r.tensor for p in packed for r in p.source))
     out = []
     done = 0
-    parts: dict[str, bytes] = {}  # beside codes, which come first
+    parts: dict[str, bytes] = {}  # of quantized weights, by name: their codes come first
     for placement, device, buffer in _buffers(report, model):
         at = 0
-        if placement.cast == "part":
-            reference = iter([parts.pop(placement.name)])
-        elif placement.coding is not None:
-            there = partial(device.read, buffer)
-            reference = _codes(placement, checkpoint, block_nbytes, parts, there)
-        elif placement.src.is_packed:
-            reference = _products(placement, checkpoint, report.plan.out_of_range, block_nbytes)
-        else:
-            raw = _reference(placement, checkpoint, block_nbytes)
-            reference = (_cast(placement, data, clamp) for data in raw)
-        for expected in reference:
-            read = device.read(buffer, at, at + len(expected))
-            if read != expected:
-                element = _first_difference(placement, expected, read)
-                if element is not None:
-                    n = placement.dst.itemsize
-                    found = slice(element * n, (element + 1) * n)
-                    hexes = expected[found].hex(), read[found].hex()
-                    out.append(Mismatch(placement.name, at // n + element, *hexes))
-                    break
+        found = partial(device.read, buffer)
+        for expected in _blocks(placement, checkpoint, report, block_nbytes, parts, found):
+            read = found(at, at + len(expected))
+            element = _first_difference(placement, expected, read) if read != expected else None
+            if element is not None:
+                n = placement.dst.itemsize
+                where = slice(element * n, (element + 1) * n)
+                hexes = expected[where].hex(), read[where].hex()
+                out.append(Mismatch(placement.name, at // n + element, *hexes))
+                break
             at += len(expected)
             done += len(expected)
             progress(done)
     return out
+
+
+def _blocks(
+    p: Placement,
+    checkpoint: Checkpoint,
+    report: LoadReport,
+    block_nbytes: int,
+    parts: dict[str, bytes],
+    found: Callable[[int, int], bytes],
+) -> Iterator[bytes]:
+    """The bytes that a parameter should hold; codes put the weight's other parts in ``parts``."""
+    if p.cast == "part":
+        yield parts.pop(p.name)
+        return
+    sources = [(checkpoint.tensors[rows.tensor], rows) for rows in p.source]
+    dtype, on_cuda = p.dst if p.coding is None else p.src, p.cast == "device"
+    out_of_range = report.plan.out_of_range
+    expected = Expected(sources, dtype, out_of_range, p.transpose, p.coding, on_cuda)
+    with _plain_reads(checkpoint) as read:
+        if p.coding is None:
+            nbytes = block_nbytes // 2 if p.src.is_packed else block_nbytes
+            yield from (expected.cast(data).tobytes() for data in expected.values(read, nbytes))
+            return
+        yield from expected.codes(read, block_nbytes // 8, found)
+    of = {part.suffix: part.name(p.name) for part in coded(p.coding, p.src).parts}
+    parts.update({of[suffix]: bytes(data) for suffix, data in expected.parts.items()})
 
 
 def checksums(report: LoadReport, names: Set[str], model: Any = None) -> dict[str, int]:
@@ -212,194 +219,42 @@ def _first_difference(p: Placement, expected: bytes, found: bytes) -> int | None
     return int(where[0]) if len(where) else None
 
 
-def _codes(
-    p: Placement,
-    checkpoint: Checkpoint,
-    block_nbytes: int,
-    parts: dict[str, bytes],
-    there: Callable[[int, int], bytes],
-) -> Iterator[bytes]:
-    """The codes of a weight by the format's numpy, block by block; ``parts`` gets the others.
-
-    CUDA's kernels take a reciprocal that may be a step from the nearest: each unit is right that
-    has the codes of one of these. What is ``there`` decides which is expected.
-    """
-    assert p.coding is not None, p.name
-    made = coded(p.coding, p.src)
-    on_cuda = made.on_cuda if p.cast == "device" else (made,)
-    encoder, *others = (one.encoder(p.src, "numpy") for one in on_cuda)
-    unit, at = p.stored_nbytes(made.unit_numel), 0
-    left, first = bytearray(), 0
-    for data in chain(_reference(p, checkpoint, max(block_nbytes // 8, unit)), [bytearray()]):
-        left += data
-        whole = len(left) // unit * unit if data else len(left)
-        if whole:
-            numel = whole // p.src.itemsize
-            given = memoryview(bytes(left[:whole]))
-            out = bytearray(p.placed_nbytes(numel))
-            encoder.encode(given, memoryview(out), first)
-            read = there(at, at + len(out)) if others else out
-            for other in others if read != out else ():
-                tried = bytearray(len(out))
-                other.encode(given, memoryview(tried), first)
-                for start, stop in cut(0, len(out), made.unit_nbytes):
-                    if tried[start:stop] == read[start:stop]:
-                        out[start:stop] = tried[start:stop]
-            del left[:whole]
-            first += numel
-            at += len(out)
-            yield bytes(out)
-    finished = encoder.finish()
-    parts.update({part.name(p.name): bytes(finished[part.suffix]) for part in made.parts[1:]})
-
-
-def _products(
-    p: Placement, checkpoint: Checkpoint, out_of_range: OutOfRange, block_nbytes: int
-) -> Iterator[bytes]:
-    """What numpy makes of quantised values, in the order of the parameter, block by block.
-
-    Each weight is read as if it were a file of its elements, which are dequantised as it is read.
-    """
-    decoders, made = Decoders(out_of_range), {}
-    shards = dict.fromkeys(checkpoint.tensors[r.tensor].shard for r in p.source)
-    with ExitStack() as stack:
-        opened = {shard: stack.enter_context(_open(shard, checkpoint)) for shard in shards}
-        files: dict[Location, _Read] = {}
-        for tensor in dict.fromkeys(r.tensor for r in p.source):
-            info = checkpoint.tensors[tensor]
-            assert isinstance(info, Packed), info.name
-            decoder, path = decoders.of(info, p.dst, "numpy"), Path(str(len(files)))
-            files[path] = partial(_decoded, opened[info.shard], info, decoder, p.dst)
-            nbytes = p.dst.nbytes(info.numel)
-            made[tensor] = TensorInfo(tensor, p.dst, info.shape, path, 0, nbytes)
-        elements = replace(checkpoint, tensors=MappingProxyType(made))
-        for data in _gathered(replace(p, src=p.dst), elements, files, block_nbytes // 2):
-            yield bytes(data)
-
-
-def _decoded(
-    read: _Read, info: Packed, decoder: Decoder, dtype: DType, start: int, most_nbytes: int
-) -> bytes:
-    """Bytes of a weight's elements from one on."""
-    first, stop = start // dtype.itemsize, (start + most_nbytes) // dtype.itemsize
-    begin, end = (info.start + at for at in info.dtype.span(first, stop))
-    data, out = read(begin, end - begin), bytearray(most_nbytes)
-    if len(data) < end - begin:
-        problem = "the file ended"
-        raise TruncatedFileError(info.shard, problem, end, begin + len(data), tensor=info.name)
-    decoder.decode(memoryview(data), memoryview(out), first)
-    return bytes(out)
-
-
-def _reference(p: Placement, checkpoint: Checkpoint, block_nbytes: int) -> Iterator[bytearray]:
-    """The values in the file, in the order of the parameter, block by block."""
-    shards = dict.fromkeys(checkpoint.tensors[r.tensor].shard for r in p.source)
-    with ExitStack() as stack:
-        files = {shard: stack.enter_context(_open(shard, checkpoint)) for shard in shards}
-        yield from _gathered(p, checkpoint, files, block_nbytes)
-
-
-def _gathered(
-    p: Placement, checkpoint: Checkpoint, files: Mapping[Location, _Read], block_nbytes: int
-) -> Iterator[bytearray]:
-    """The same of open files."""
-    block = max(block_nbytes // p.src.itemsize, 1) * p.src.itemsize
-    gathered = bytearray()
-    if p.turned:
-        yield from _columns(p, checkpoint, files, block)
-        return
-    for shard, start, stop in _extents(p, checkpoint):
-        while start < stop:
-            data = files[shard](start, min(stop - start, block - len(gathered)))
-            if not data:
-                raise TruncatedFileError(
-                    shard, "the file ended", stop, start, tensor=p.source[0].tensor
-                )
-            gathered += data
-            start += len(data)
-            if len(gathered) == block:
-                yield gathered
-                gathered = bytearray()
-    if gathered:
-        yield gathered
-
-
 @contextmanager
-def _open(shard: Location, checkpoint: Checkpoint) -> Iterator[_Read]:
-    """Reads of a file, which raise CheckpointError when it has changed."""
-    header = checkpoint.headers[shard]
-    if isinstance(shard, Path) and not header.views:
-        with open_regular(shard) as file:
+def _plain_reads(checkpoint: Checkpoint) -> Iterator[Read]:
+    """Reads of a checkpoint's files, each opened once; an error if one changes."""
+    with ExitStack() as stack:
+
+        @cache
+        def opened(shard: Location) -> Callable[[int, int], bytes]:
+            header = checkpoint.headers[shard]
+            if not isinstance(shard, Path) or header.views:
+                reader = stack.enter_context(open_shard(header))
+
+                def fetch(start: int, nbytes: int) -> bytes:
+                    data = bytearray(min(nbytes, reader.nbytes - start))
+                    reader.read_into(start, memoryview(data))
+                    return bytes(data)
+
+                return fetch
+            file = stack.enter_context(open_regular(shard))
             guard = Guard(file, shard, header.state, refusal="none is needed")
 
-            def read(start: int, most_nbytes: int) -> bytes:
+            def read(start: int, nbytes: int) -> bytes:
                 with guard:
                     file.seek(start)
-                    return file.read(most_nbytes)
+                    return file.read(nbytes)
 
-            yield read
-        return
-    with open_shard(header) as reader:
+            return read
 
-        def fetch(start: int, most_nbytes: int) -> bytes:
-            data = bytearray(min(most_nbytes, reader.nbytes - start))
-            reader.read_into(start, memoryview(data))
-            return bytes(data)
+        @contextmanager
+        def read_tensor(info: TensorInfo, start: int, stop: int) -> Iterator[memoryview]:
+            data = opened(info.shard)(start, stop - start)
+            if (end := start + len(data)) < stop:
+                problem = "the file ended"
+                raise TruncatedFileError(info.shard, problem, stop, end, tensor=info.name)
+            yield memoryview(data)
 
-        yield fetch
-
-
-def _extents(p: Placement, checkpoint: Checkpoint) -> Iterator[tuple[Location, int, int]]:
-    """(file, first byte, stop) of the parameter's values in their order."""
-    if p.nbytes == 0:
-        return
-    if p.transpose is None:
-        for r in p.source:
-            info = checkpoint.tensors[r.tensor]
-            yield from ((info.shard, *each) for each in byte_ranges(info, r))
-        return
-    row_nbytes = p.src.nbytes(p.row_numel)
-    numbers = [np.arange(r.start, r.stop) for r in p.source]
-    rows = np.concatenate([np.stack([np.full_like(n, i), n], 1) for i, n in enumerate(numbers)])
-    t = p.transpose
-    for which, row in rows.reshape(t.groups, t.outer, t.inner, 2).swapaxes(1, 2).reshape(-1, 2):
-        info = checkpoint.tensors[p.source[which].tensor]
-        start = info.start + int(row) * row_nbytes
-        yield info.shard, start, start + row_nbytes
-
-
-def _columns(
-    p: Placement, checkpoint: Checkpoint, files: Mapping[Location, _Read], block_nbytes: int
-) -> Iterator[bytearray]:
-    """The same where the parts of lines are exchanged: some columns of all lines at a time."""
-    t = p.transpose
-    assert t is not None
-    part_nbytes = p.src_nbytes // max(t.rows, 1)
-    line_nbytes = t.inner * part_nbytes
-    lines = []  # where each begins
-    for r in p.source if line_nbytes else ():
-        info = checkpoint.tensors[r.tensor]
-        ((start, stop),) = byte_ranges(info, r)
-        lines += [(info.shard, at) for at in range(start, stop, line_nbytes)]
-    step = max(block_nbytes // (t.outer * part_nbytes), 1) * part_nbytes if lines else 1
-    for first in range(0, len(lines), t.outer):
-        for at in range(0, line_nbytes, step):
-            nbytes = min(step, line_nbytes - at)
-            found = [files[shard](start + at, nbytes) for shard, start in lines[first:][: t.outer]]
-            if any(len(data) < nbytes for data in found):
-                shard, start = lines[first]
-                problem, name = "the file ended", p.source[0].tensor
-                raise TruncatedFileError(shard, problem, start + at + nbytes, None, tensor=name)
-            parts = np.frombuffer(b"".join(found), f"V{part_nbytes}").reshape(len(found), -1)
-            yield bytearray(parts.T.tobytes())
-
-
-def _cast(p: Placement, data: bytearray, clamp: bool) -> bytes:
-    if p.src is p.dst:
-        return bytes(data)
-    out = bytearray(len(data) // p.src.itemsize * p.dst.itemsize)
-    cast_bytes(p.src, p.dst, memoryview(data), memoryview(out), clamp=clamp)
-    return bytes(out)
+        yield read_tensor
 
 
 # --- a checkpoint against its sidecar -------------------------------------------------------------

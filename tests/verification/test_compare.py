@@ -38,7 +38,7 @@ from streamload.errors import (
     TruncatedFileError,
     UnsupportedCastError,
 )
-from streamload.verification.reference import TensorDifference, ValueDifference
+from streamload.verification.difference import TensorDifference, ValueDifference
 from streamload.verification.verify import Changed
 
 Tensors = Mapping[str, tuple[str, Sequence[int], bytes]]
@@ -622,6 +622,33 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     ok, count, grown_kib = done.stdout.split()
     assert (ok, int(count)) == ("True", 25_000_000)
     assert int(grown_kib) < 40_000
+
+
+def test_no_kernel_takes_part(tmp_path: Path) -> None:
+    """Casts, codes, dequantized weights and transposes are computed without LLVM."""
+    weight = RNG.standard_normal((64, 96)).astype(np.float32).tobytes()
+    plain = written(tmp_path / "plain", {"h.0.attn.c_attn.weight": ("F32", (64, 96), weight)})
+    (plain / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2Model"]}')
+    codes, half, back = (tmp_path / name for name in ("codes", "half", "back"))
+    streamload.convert(plain, codes, quant="nf4", progress=False)
+    streamload.convert(plain, half, dtype="float16", progress=False)
+    streamload.convert(codes, back, dtype="float16", progress=False)
+    code = (
+        "import sys, streamload\n"
+        "plain, codes, half, back = sys.argv[1:]\n"
+        "for a, b, to in ((plain, codes, {'quant': 'nf4'}), (plain, half, {'dtype': 'float16'}),"
+        " (codes, back, {'dtype': 'float16'})):\n"
+        "    assert streamload.diff(a, b, progress=False, **to).ok, b\n"
+        "    assert not streamload.diff(a, b, progress=False).ok, b\n"
+        "print('llvmlite' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, plain, codes, half, back],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "False\n"
 
 
 # --- the commands ---------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import streamload
 from streamload import RowRange, Source, open_checkpoint
 from streamload.core.tensors import RowTranspose
 from streamload.planning.quant_policy import coded
-from streamload.verification.verify import Mismatch, _codes, verify
+from streamload.verification.verify import Mismatch, _blocks, verify
 
 TENSORS = {
     "bf": ("BF16", (4, 8), np.arange(32, dtype=np.float32).astype(ml_dtypes.bfloat16).tobytes()),
@@ -239,7 +239,7 @@ def test_codes_of_cuda_are_those_of_a_near_reciprocal(tmp_path: Path, format: st
         beside: dict[str, bytes] = {}
         placed = replace(p, cast="device")
         read = lambda start, stop: there[start:stop]  # noqa: E731
-        made = b"".join(_codes(placed, open_checkpoint(path), 2**16, beside, read))
+        made = b"".join(_blocks(placed, open_checkpoint(path), report, 2**19, beside, read))
         assert len(beside) == len(made_parts)
         return made
 
