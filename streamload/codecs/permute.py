@@ -1,194 +1,210 @@
-"""Elements of tensors in the order in which models have them: cast, dequantised or turned."""
+"""Rows in another order: matrices are transposed in tiles, by a kernel if the CPU has one.
+
+A block of 8 lines of 8 elements becomes its transpose in three rounds that interleave the lines of
+its first half with those of its second: each round rotates the bits of an element's number, those
+of line and column, by one.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from ctypes import CFUNCTYPE, c_size_t, c_void_p
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 
+from streamload.codecs.cast import Vector
 from streamload.codecs.cast_table import ZERO, CastCounts
-from streamload.codecs.decode import Decoder
-from streamload.codecs.group import Packed
-from streamload.codecs.transposing import transpose
-from streamload.core.dtypes import DType
-from streamload.core.tensors import TensorInfo
-from streamload.files.header import Turn
-
-#: Opens bytes of a file, from one to another, exclusive.
-Read = Callable[[int, int], AbstractContextManager[memoryview]]
-#: What becomes of stored elements: (bytes of lines, out, number of the first, lines, elements from
-#: one line's beginning to the next one's).
-Make = Callable[[memoryview, memoryview, int, int, int], CastCounts]
-#: Writes lines of elements: (number of the first, elements from one line's beginning to the next
-#: one's, where to: an array by line).
-Fill = Callable[[int, int, "_Array"], CastCounts]
+from streamload.codecs.kernels import kept_object, loop
+from streamload.codecs.llvm import link_kernel
 
 _Array = np.ndarray[Any, Any]
-# Elements of a line that becomes a column go to as many places: so many lines at once stay in the
-# CPU's cache, where they lie at distances that are no multiple of a page.
+#: Writes rows by line: (number of the first element, elements from one line's start to the next
+#: one's, an array of lines of rows).
+Fill = Callable[[int, int, _Array], CastCounts]
+
+# A tile stays in the CPU's cache; its lines become columns, each element of them in another page.
 _LINES = 128
 _TILE_NBYTES = 2**20
-_APART_NBYTES = 64
+
+_SYMBOL = "transpose"
+_BLOCK = 8  # lines, and columns
+_LINE_NBYTES = 64  # of a line, read at once: what the CPU's cache has at least
+_ITEMSIZES = (1, 2, 4, 8)
+_KERNEL = """
+define void @{symbol}(
+    ptr %src, ptr %out, i64 %lines, i64 %columns, i64 %src.pitch, i64 %out.pitch
+) nounwind {{
+entry:
+  {body}
+  ret void
+}}
+"""
+_KERNEL_TYPE = CFUNCTYPE(None, c_void_p, c_void_p, *4 * [c_size_t])
+_compiling = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
-class Elements:
-    """Writes elements of a tensor in the order of models: dequantised, or as they are.
+class Permutation:
+    """Rows seen as (groups, outer, inner), with the last two axes swapped; see `RowTranspose`.
 
     Attributes:
-        info: the tensor.
-        decoder: of it; None for elements as they are, of the transpose of a plain matrix where
-            there is no ``turn``.
-        dtype: what elements become.
-        read: reads its file.
-        most_nbytes: the most that is read at once; of a tensor that lies as models have it, as
-            much is read as the elements take.
-        turn: how its rows lie in its file, where its header says that models have them otherwise.
+        outer: lines of a group.
+        inner: rows of a line.
+        row: elements of a row.
+        grain: rows of a line are read in multiples of this.
     """
 
-    info: TensorInfo
-    decoder: Decoder | None
-    dtype: DType
-    read: Read
-    most_nbytes: int
-    turn: Turn | None = None
+    outer: int
+    inner: int
+    row: int
+    grain: int = 1
 
-    def write(self, first: int, stop: int, out: memoryview) -> CastCounts:
-        """Write some elements.
+    def write(self, first: int, out: _Array, fill: Fill, most_numel: int) -> CastCounts:
+        """Write permuted elements.
 
         Args:
             first: number of the first element, in the order of the output.
-            stop: of the last one, exclusive.
-            out: the elements, written.
+            out: unsigned integers as wide as elements.
+            fill: reads rows of some lines.
+            most_numel: the most elements that `fill` reads at once, with those between lines; of
+                one line it may read a longer row.
         """
-        info, decoder = self.info, self.decoder
-        width = None
-        if self.turn is not None:
-            groups, outer, inner, _ = self.turn
-            width = (outer, inner, info.numel // (groups * outer * inner))
-        elif decoder is None or (isinstance(info, Packed) and info.lies_turned):
-            width = (info.shape[-2], info.shape[-1], 1)
-        if width is not None:
-            most, unit = info.dtype.numel(self.most_nbytes), info.dtype.unit
-            grain = unit // math.gcd(unit, width[2])
-            return turned(width, self.dtype.itemsize, first, stop, out, self._fill, most, grain)
-        assert decoder is not None, info.name
-        begin, end = info.dtype.span(first, stop)
-        with self.read(info.start + begin, info.start + end) as data:
-            return decoder.decode(data, out, first)
+        grain, column = self.grain, self.outer * self.row
+        matrix = self.inner * column
+        counts, at, stop = ZERO, first, first + out.size
+        while at < stop:
+            base = at // matrix * matrix
+            begin, end = at - base, min(stop - base, matrix)
+            left = begin // column // grain * grain
+            right = min(-(-end // (column * grain)) * grain, self.inner)
+            # columns that begin before are counted by the call that has their beginning
+            counted = left if left * column == begin else min(left + grain, right)
+            part = out[at - first :][: end - begin]
+            exact = begin == left * column and end == right * column
+            whole = part if exact else np.empty((right - left) * column, out.dtype)
+            rows = whole.view(kind_of(self.row * out.itemsize)).reshape(right - left, self.outer).T
+            for a, b in ((left, counted), (counted, right)):
+                for start, upto, line, last in self._tiles(a, b, out.itemsize, most_numel):
+                    number = base + (line * self.inner + start) * self.row
+                    tile = rows[line:last, start - left : upto - left]
+                    found = fill(number, self.inner * self.row, tile)
+                    counts += found if a == counted else ZERO
+            if not exact:
+                part[:] = whole[begin - left * column :][: end - begin]
+            at += end - begin
+        return counts
 
-    def _fill(self, start: int, pitch: int, to: _Array) -> CastCounts:
-        make = None if self.decoder is None else self.decoder.decode
-        return read_lines(self.info, make, self.read, start, pitch, to)
+    def _tiles(
+        self, left: int, right: int, itemsize: int, most_numel: int
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """Rows and lines that are read at once: (first row, last, first line, last), exclusive."""
+        step = max(most_numel // (self.row * self.grain), 1) * self.grain
+        for start in range(left, right, step):
+            stop = min(start + step, right)
+            numel = (stop - start) * self.row
+            lines = max(_LINES, _TILE_NBYTES // (numel * itemsize))
+            lines = min(lines, max((most_numel - numel) // (self.inner * self.row) + 1, 1))
+            for line in range(0, self.outer, lines):
+                yield start, stop, line, min(line + lines, self.outer)
 
 
-def turned(
-    width: tuple[int, int, int],
-    itemsize: int,
-    first: int,
-    stop: int,
-    out: memoryview,
-    fill: Fill,
-    most_numel: int,
-    grain: int = 1,
-) -> CastCounts:
-    """Elements of rows that are seen as (groups, outer, inner), with the last two axes swapped.
+def kind_of(nbytes: int) -> str:
+    """The numpy dtype that moves elements of so many bytes fastest."""
+    return f"u{nbytes}" if nbytes in _ITEMSIZES else f"V{nbytes}"
 
-    Args:
-        width: outer, inner, and elements of a row.
-        itemsize: bytes of an element of the output.
-        first: number of the first element, in the order of the output.
-        stop: of the last one, exclusive.
-        out: the elements, written.
-        fill: writes the elements of some lines, of ``inner`` rows each, from one element on.
-        most_numel: the most that ``fill`` may read, from the first line's beginning to the last
-            one's end; of one line alone it may be asked for a longer row.
-        grain: rows of a line are asked for in multiples of this.
+
+def transpose(found: _Array, to: _Array) -> None:
+    """``to[...] = found``, of matrices of one dtype; fast if columns of ``to`` are contiguous."""
+    n = to.itemsize
+    if n in _ITEMSIZES and to.strides[0] == n == found.strides[1]:
+        with _compiling:
+            kernel = _compile(n)
+        if callable(kernel):
+            lines, columns = (
+                of // step * step for of, step in zip(to.shape, _steps(n), strict=True)
+            )
+            at, out = (array.__array_interface__["data"][0] for array in (found, to))
+            kernel(at, out, lines, columns, found.strides[0], to.strides[1])
+            to[lines:] = found[lines:]
+            to[:lines, columns:] = found[:lines, columns:]
+            return
+    to[...] = found
+
+
+def compile_transpose(itemsizes: Iterable[int]) -> None:
+    """Compile the kernels for elements of so many bytes, as far as there are any."""
+    for itemsize in set(itemsizes).intersection(_ITEMSIZES):
+        with _compiling:
+            _compile(itemsize)
+
+
+def _steps(itemsize: int) -> tuple[int, int]:
+    """The kernel takes multiples of so many lines and columns."""
+    return _BLOCK, _LINE_NBYTES // itemsize
+
+
+@cache
+def _compile(itemsize: int) -> Callable[..., None] | str:
+    """The kernel for this CPU, or why there is none."""
+    text = _kernel_ir(itemsize)
+    found: Callable[..., None] | str = link_kernel(
+        lambda native_half, architecture: text, _SYMBOL, _KERNEL_TYPE, kept_object
+    )
+    return found
+
+
+def _kernel_ir(itemsize: int) -> str:
+    """LLVM IR of ``void transpose(src, out, lines, columns, source pitch, output pitch)``.
+
+    Pitches are bytes from one line's start to the next one's. A step reads a cache line of 8 lines
+    and goes down the lines, so that it writes a few columns one element after the other.
     """
-    outer, inner, row = width
-    matrix, column = outer * inner * row, outer * row
-    counts, at = ZERO, first
-    while at < stop:
-        base = at // matrix * matrix
-        begin, end = at - base, min(stop - base, matrix)
-        left = begin // column // grain * grain
-        right = min(-(-end // (column * grain)) * grain, inner)
-        # columns that begin before are counted by the part that has their beginning
-        counted = left if left * column == begin else min(left + grain, right)
-        part = out[(at - first) * itemsize : (at - first + end - begin) * itemsize]
-        to = np.frombuffer(part, f"u{itemsize}")
-        exact = begin == left * column and end == right * column
-        whole = to if exact else np.empty((right - left) * column, to.dtype)
-        columns = whole.reshape(right - left, outer, row)
-        for a, b in ((left, counted), (counted, right)):
-            for left_of, right_of, line, upto in _tiles(a, b, width, itemsize, most_numel, grain):
-                start = base + (line * inner + left_of) * row
-                by_line = columns[left_of - left : right_of - left, line:upto].transpose(1, 0, 2)
-                found = fill(start, inner * row, by_line)
-                counts += found if a == counted else ZERO
-        if not exact:
-            to[:] = whole[begin - left * column :][: end - begin]
-        at += end - begin
-    return counts
+    v, item = Vector(1, False), f"i{8 * itemsize}"
+    line_step, column_step = _steps(itemsize)
+
+    def place(start: str, pitch: str, line: str, offset: int, element: str) -> str:
+        number = v.op("add", "i64", line, offset)
+        begin = v.op("mul", "i64", number, pitch)
+        line_start = v.emit(f"getelementptr i8, ptr {start}, i64 {begin}")
+        return v.emit(f"getelementptr {item}, ptr {line_start}, i64 {element}")
+
+    def step(column: str, line: str) -> None:
+        starts = [place("%src", "%src.pitch", line, i, column) for i in range(_BLOCK)]
+        of = f"<{_BLOCK} x {item}>"
+        for first in range(0, column_step, _BLOCK):
+            rows = []
+            for start in starts:
+                at = v.emit(f"getelementptr {item}, ptr {start}, i64 {first}")
+                rows.append(v.emit(f"load {of}, ptr {at}, align 1"))
+            for i, row in enumerate(_transposed(v, of, rows), first):
+                at = place("%out", "%out.pitch", column, i, line)
+                v.lines.append(f"store {of} {row}, ptr {at}, align 1")
+
+    def down(column: str, _: list[str]) -> Sequence[str]:
+        def body(line: str, _: list[str]) -> Sequence[str]:
+            step(column, line)
+            return ()
+
+        return loop(v, "0", "%lines", line_step, (), body)
+
+    loop(v, "0", "%columns", column_step, (), down)
+    return _KERNEL.format(symbol=_SYMBOL, body="\n  ".join(v.lines))
 
 
-def _tiles(
-    left: int, right: int, width: tuple[int, int, int], itemsize: int, most_numel: int, grain: int
-) -> Iterator[tuple[int, int, int, int]]:
-    """Rows of lines, and lines, that are read at once: (left, right, first line, last line)."""
-    outer, inner, row = width
-    step = max(most_numel // (row * grain), 1) * grain
-    for a in range(left, right, step):
-        b = min(a + step, right)
-        lines = max(_LINES, _TILE_NBYTES // ((b - a) * row * itemsize))
-        lines = min(lines, max((most_numel - (b - a) * row) // (inner * row) + 1, 1))
-        for line in range(0, outer, lines):
-            yield a, b, line, min(line + lines, outer)
-
-
-def read_lines(
-    info: TensorInfo, make: Make | None, read: Read, start: int, pitch: int, to: _Array
-) -> CastCounts:
-    """Read lines of a tensor's elements, as they are stored, and write what they become.
-
-    Args:
-        info: the tensor.
-        make: what becomes of them; None where bytes stay as they are.
-        read: reads the tensor's file.
-        start: number of the first element; a multiple of `DType.unit`, as ``pitch`` is.
-        pitch: elements from one line's beginning to the next one's.
-        to: the elements, written: an array of unsigned integers by line.
-    """
-    lines, numel = len(to), math.prod(to.shape[1:])
-    is_turned = to.ndim == 3 and to.shape[-1] == 1  # each element of a line goes elsewhere
-    nbytes, step = info.dtype.nbytes(numel), info.dtype.nbytes(pitch)
-    begin = info.start + info.dtype.nbytes(start)
-    with read(begin, begin + (lines - 1) * step + nbytes) as view:
-        apart = np.ndarray((lines, nbytes), np.uint8, view, strides=(step, 1))
-        if make is None:
-            found = apart.view(to.dtype)
-            if is_turned and transpose(found, to[:, :, 0]):
-                del apart, found
-                return ZERO
-            if to.shape[-1] * to.itemsize < _APART_NBYTES:
-                some = np.empty((lines, numel + _APART_NBYTES // to.itemsize), to.dtype)[:, :numel]
-                some[...] = found
-                found = some
-            if to.ndim == 3:  # a row at once, not its elements one by one
-                row = f"V{to.shape[-1] * to.itemsize}"
-                to, found = to.view(row), found.view(row)
-            to[...] = found.reshape(to.shape)
-            del apart, found
-            return ZERO
-        data = np.array(apart)
-        del apart
-    made = np.empty(to.shape, to.dtype)
-    given, became = (memoryview(each.data).cast("B") for each in (data, made))
-    counts = make(given, became, start, lines, pitch)
-    if not (is_turned and transpose(made[:, :, 0], to[:, :, 0])):
-        to[...] = made
-    return counts
+def _transposed(v: Vector, of: str, rows: list[str]) -> list[str]:
+    half = _BLOCK // 2
+    masks = [
+        ", ".join(f"i32 {i}, i32 {i + _BLOCK}" for i in range(start, start + half))
+        for start in (0, half)
+    ]
+    for _ in range(_BLOCK.bit_length() - 1):
+        rows = [
+            v.emit(f"shufflevector {of} {a}, {of} {b}, <{_BLOCK} x i32> <{mask}>")
+            for a, b in zip(rows[:half], rows[half:], strict=True)
+            for mask in masks
+        ]
+    return rows

@@ -1,30 +1,38 @@
-"""Elements of tensors that are put together of others: see `streamload.formats.writer.Joined`."""
+"""Elements of tensors that are joined from others: see `streamload.formats.writer.Joined`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
 
 import numpy as np
 
+from streamload.checkpoint.shards import cut
 from streamload.codecs.cast_table import ZERO, Cast, CastCounts
-from streamload.codecs.decode import Decoder, Decoders
+from streamload.codecs.decode import Decoders
 from streamload.codecs.group import Packed
-from streamload.codecs.permute import Elements, Make, Read, read_lines, turned
+from streamload.codecs.permute import Fill, Permutation, transpose
 from streamload.core.dtypes import DType
-from streamload.core.tensors import TensorInfo
+from streamload.core.tensors import RowTranspose, TensorInfo
 from streamload.formats.writer import Joined, Slice
 
+#: Opens bytes of a tensor's file, from one to another, exclusive.
+Read = Callable[[TensorInfo, int, int], AbstractContextManager[memoryview]]
+_Array = np.ndarray[Any, Any]
 
-class Gatherer:
-    """Gives elements of a tensor, in the order of the output; one for each thread's block."""
+
+class Assembler:
+    """Writes elements of a tensor in the order of the output; one for each block of a thread."""
 
     def __init__(
         self,
         dtype: DType,
         casts: Mapping[tuple[DType, DType], Cast],
         decoders: Decoders,
-        read: Callable[[TensorInfo], Read],
+        read: Read,
         most_nbytes: int,
     ) -> None:
         """Read nothing yet.
@@ -32,56 +40,20 @@ class Gatherer:
         Args:
             dtype: what elements become.
             casts: by dtypes.
-            decoders: of quantised weights.
-            read: gives what reads a tensor's file.
+            decoders: of quantized weights.
+            read: reads tensors' files.
             most_nbytes: the most that is read at once.
         """
         self._dtype, self._n = dtype, dtype.itemsize
         self._casts, self._decoders, self._read, self._most = casts, decoders, read, most_nbytes
 
     def elements(self, made: Joined, first: int, stop: int, out: memoryview) -> CastCounts:
-        """Write elements ``first`` to ``stop`` (exclusive); gives what their casts did not keep."""
-        turn = made.turn
-        if turn is None:
-            return self._flat(made.pieces, first, stop, out)
-
-        def fill(start: int, pitch: int, to: np.ndarray[tuple[int, ...], np.dtype]) -> CastCounts:
-            return self._lines(made, start, pitch, to)
-
-        width = (turn.outer, turn.inner, made.numel // turn.rows)
-        most = min((info.dtype.numel(self._most) for info in made.infos), default=self._most)
-        grain = math.lcm(*(_grain(info, width[2]) for info in made.infos))
-        return turned(width, self._n, first, stop, out, fill, most, grain)
-
-    def straight(
-        self, made: Joined, first: int, stop: int
-    ) -> Iterator[tuple[int, int, TensorInfo | None, int]]:
-        """Elements by the pieces that they are of.
-
-        Yields:
-            The first, the last (exclusive), the tensor in whose file they lie as they are wanted,
-            and the byte there; None for what `elements` has to make.
-        """
+        """Write elements ``first`` to ``stop`` (exclusive); returns what their casts changed."""
         if made.turn is not None:
-            yield first, stop, None, 0
-            return
-        at = 0
-        for piece in made.pieces:
-            begin, end, info = max(first, at), min(stop, at + piece.numel), piece.info
-            if begin < end:
-                lies = info is not None and not isinstance(info, Packed) and piece.turn is None
-                if info is None or not lies or info.dtype is not self._dtype:
-                    yield begin, end, None, 0
-                else:
-                    yield begin, end, info, info.start + (piece.first + begin - at) * self._n
-            at += piece.numel
-
-    def _flat(
-        self, pieces: tuple[Slice, ...], first: int, stop: int, out: memoryview
-    ) -> CastCounts:
-        """The same of pieces one after the other."""
+            row, fill = made.numel // made.turn.rows, partial(self._lines, made)
+            return self._permuted(made.turn, row, made.infos, fill, first, out)
         counts, at = ZERO, 0
-        for piece in pieces:
+        for piece in made.pieces:
             begin, end = max(first, at), min(stop, at + piece.numel)
             if begin < end:
                 shift = piece.first - at
@@ -90,82 +62,114 @@ class Gatherer:
             at += piece.numel
         return counts
 
+    def straight(
+        self, made: Joined, first: int, stop: int
+    ) -> Iterator[tuple[int, int, TensorInfo | None, int]]:
+        """Cut elements at the ends of pieces.
+
+        Yields:
+            The first, the last (exclusive), the tensor whose file has them as they are needed, and
+            the byte there; None if `elements` has to write them.
+        """
+        if made.turn is not None:
+            yield first, stop, None, 0
+            return
+        at = 0
+        for piece in made.pieces:
+            begin, end, info = max(first, at), min(stop, at + piece.numel), piece.info
+            if begin < end:
+                packed = isinstance(info, Packed) or piece.turn is not None
+                if info is None or packed or info.dtype is not self._dtype:
+                    yield begin, end, None, 0
+                else:
+                    yield begin, end, info, info.start + (piece.first + begin - at) * self._n
+            at += piece.numel
+
     def _piece(self, piece: Slice, first: int, stop: int, out: memoryview) -> CastCounts:
-        info, turn = piece.info, piece.turn
+        info, order = piece.info, _order(piece)
         if info is None:
             out[:] = piece.data[first * self._n : stop * self._n] or bytes(len(out))
             return ZERO
-        if turn is not None:
-
-            def fill(
-                start: int, pitch: int, to: np.ndarray[tuple[int, ...], np.dtype]
-            ) -> CastCounts:
-                return read_lines(info, self._make(info), self._read(info), start, pitch, to)
-
-            width = (turn.outer, turn.inner, info.numel // turn.rows)
-            most, grain = info.dtype.numel(self._most), _grain(info, width[2])
-            return turned(width, self._n, first, stop, out, fill, most, grain)
-        counts = ZERO
-        for a, b in self._cut(info, first, stop):
+        if order is not None:
+            row, fill = info.numel // order.rows, partial(self._read_lines, info)
+            return self._permuted(order, row, [info], fill, first, out)
+        counts, unit = ZERO, info.dtype.unit
+        step = max(info.dtype.numel(self._most) // unit, 1) * unit
+        for a, b in cut(first, stop, step, first // unit * unit):
+            begin, end = info.dtype.span(a, b)
             part = out[(a - first) * self._n : (b - first) * self._n]
-            counts += self._straight(info, a, b, part)
+            with self._read(info, info.start + begin, info.start + end) as data:
+                counts += self._make(info, data, part, a)
         return counts
 
-    def _cut(self, info: TensorInfo, first: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Elements that are read at once."""
-        unit = info.dtype.unit
-        step = max(info.dtype.numel(self._most) // unit, 1) * unit
-        for at in range(first // unit * unit, stop, step):
-            yield max(at, first), min(at + step, stop)
-
-    def _straight(self, info: TensorInfo, first: int, stop: int, out: memoryview) -> CastCounts:
-        """Elements as they follow each other in the file."""
-        read = self._read(info)
-        if isinstance(info, Packed):
-            made = Elements(info, self._decoder(info), self._dtype, read, self._most)
-            return made.write(first, stop, out)
-        n = info.dtype.itemsize
-        with read(info.start + first * n, info.start + stop * n) as data:
-            return self._casts[info.dtype, self._dtype](data, out)
-
-    def _lines(
-        self, made: Joined, start: int, pitch: int, to: np.ndarray[tuple[int, ...], np.dtype]
+    def _permuted(
+        self,
+        order: RowTranspose,
+        row: int,
+        infos: Sequence[TensorInfo],
+        fill: Fill,
+        first: int,
+        out: memoryview,
     ) -> CastCounts:
-        """Lines of all pieces: at once those of one that lies as models have it."""
-        lines, numel = len(to), math.prod(to.shape[1:])
+        """Write elements from ``first`` on, of rows of so many elements."""
+        grain = math.lcm(*(info.dtype.unit // math.gcd(info.dtype.unit, row) for info in infos))
+        most = min((info.dtype.numel(self._most) for info in infos), default=self._most)
+        to = np.frombuffer(out, f"u{self._n}")
+        return Permutation(order.outer, order.inner, row, grain).write(first, to, fill, most)
+
+    def _make(
+        self, info: TensorInfo, data: memoryview, out: memoryview, first: int, *lines: int
+    ) -> CastCounts:
+        """Dequantize or cast stored elements; see `Decoder.decode`."""
+        if isinstance(info, Packed):
+            return self._decoders.of(info, self._dtype).decode(data, out, first, *lines)
+        return self._casts[info.dtype, self._dtype](data, out)
+
+    def _lines(self, made: Joined, start: int, pitch: int, to: _Array) -> CastCounts:
+        """Write lines of rows of all pieces: several at once, if one piece has them in order."""
+        lines, numel = len(to), to.shape[1] * to.itemsize // self._n
         counts, line = ZERO, memoryview(bytearray(numel * self._n))
+        joined = Joined(made.pieces)
         pieces, at, done = iter(made.pieces), 0, 0
         piece = next(pieces)
         while done < lines:
             begin = start + done * pitch
             while begin >= at + piece.numel:
                 at, piece = at + piece.numel, next(pieces)
-            info, first = piece.info, piece.first + begin - at
             count = min((at + piece.numel - numel - begin) // pitch + 1, lines - done)
-            if count > 0 and info is not None and piece.turn is None:
-                some, read = to[done : done + count], self._read(info)
-                counts += read_lines(info, self._make(info), read, first, pitch, some)
+            if count > 0 and piece.info is not None and _order(piece) is None:
+                first = piece.first + begin - at
+                counts += self._read_lines(piece.info, first, pitch, to[done : done + count])
                 done += count
                 continue
-            counts += self._flat(made.pieces, begin, begin + numel, line)
-            to[done] = np.frombuffer(line, to.dtype).reshape(to.shape[1:])
+            counts += self.elements(joined, begin, begin + numel, line)
+            to[done] = np.frombuffer(line, to.dtype)
             done += 1
         return counts
 
-    def _decoder(self, info: Packed) -> Decoder:
-        return self._decoders.of(info, self._dtype)
+    def _read_lines(self, info: TensorInfo, first: int, pitch: int, to: _Array) -> CastCounts:
+        """Write lines of one tensor, from an element on; a multiple of `DType.unit`, as pitches."""
+        lines, numel = len(to), to.shape[1] * to.itemsize // self._n
+        nbytes, step = info.dtype.nbytes(numel), info.dtype.nbytes(pitch)
+        begin = info.start + info.dtype.nbytes(first)
+        with self._read(info, begin, begin + (lines - 1) * step + nbytes) as view:
+            found = np.ndarray((lines, nbytes), np.uint8, view, strides=(step, 1))
+            if info.dtype is self._dtype:
+                transpose(found.view(to.dtype), to)
+                del found
+                return ZERO
+            data = found.copy()
+            del found
+        made = np.empty(to.shape, to.dtype)
+        given, became = (each.view(np.uint8).reshape(-1).data for each in (data, made))
+        counts = self._make(info, given, became, first, lines, pitch)
+        transpose(made, to)
+        return counts
 
-    def _make(self, info: TensorInfo) -> Make | None:
-        """What becomes of a tensor's stored elements."""
-        if isinstance(info, Packed):
-            return self._decoder(info).decode
-        if info.dtype is self._dtype:
-            return None
-        cast = self._casts[info.dtype, self._dtype]
-        return lambda data, out, first, lines, pitch: cast(data, out)
 
-
-def _grain(info: TensorInfo, row: int) -> int:
-    """How many rows of so many elements are whole blocks, or whole bytes, of a tensor."""
-    unit = info.dtype.unit
-    return unit // math.gcd(unit, row)
+def _order(piece: Slice) -> RowTranspose | None:
+    """The row order from a piece's file to models."""
+    info = piece.info
+    if piece.turn is None and isinstance(info, Packed) and info.lies_turned:
+        return RowTranspose(math.prod(info.shape[:-2]), *info.shape[-2:])
+    return piece.turn

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,9 +21,8 @@ from streamload.checkpoint.open import Checkpoint
 from streamload.checkpoint.shards import Room, Shards, cut, file_kind, page_cache
 from streamload.codecs.cast_table import ZERO, Cast, CastCounts, OutOfRange, make_cast
 from streamload.codecs.decode import Decoders
-from streamload.codecs.permute import Read
 from streamload.codecs.scheme import QuantCounts
-from streamload.conversion.assembler import Gatherer
+from streamload.conversion.assembler import Assembler
 from streamload.conversion.blocks import Block, File, Part, Writing, least_nbytes, most_codes
 from streamload.conversion.checksums import FileSum
 from streamload.conversion.destination import OUT, Destination
@@ -362,19 +361,19 @@ class Writer:
         made = t.made or Joined.of(t.info)
         dtype = t.dtype if t.coding is None else t.src
 
-        def read(info: TensorInfo) -> Read:
-            return partial(self._shards.block, info.shard, room=room, tensor=info.name)
+        def read(info: TensorInfo, start: int, stop: int) -> AbstractContextManager[memoryview]:
+            return self._shards.block(info.shard, start, stop, room, info.name)
 
-        gatherer = Gatherer(dtype, self._casts, self._decoders, read, room.block_nbytes)
+        assembler = Assembler(dtype, self._casts, self._decoders, read, room.block_nbytes)
         if t.coding is None:
             first, stop = ((at - t.start) // dtype.itemsize for at in (part.start, part.stop))
-            self._counted(tensor, gatherer.elements(made, first, stop, out))
+            self._counted(tensor, assembler.elements(made, first, stop, out))
             return _NO_ERRORS
         assert tensor.encoder is not None, t.name
         units = t.coding.unit_numel, t.coding.dst_unit_nbytes
         first = (part.start - t.start) // units[1] * units[0]
         stop = min(-(-(part.stop - t.start) // units[1]) * units[0], made.numel)
-        runs = [*gatherer.straight(made, first, stop)]
+        runs = [*assembler.straight(made, first, stop)]
         if any(begin % units[0] for begin, *_ in runs):  # a unit is of several pieces
             runs = [(first, stop, None, 0)]
         errors, at = _NO_ERRORS, 0
@@ -383,11 +382,11 @@ class Writer:
             if end < stop:
                 to = (end - first) // units[0] * units[1]
             if info is not None:
-                with read(info)(start, start + nbytes) as view:
+                with read(info, start, start + nbytes) as view:
                     errors += tensor.encoder.encode(view, out[at:to], begin)
             else:
                 data = self._put_together(nbytes)
-                self._counted(tensor, gatherer.elements(made, begin, end, data))
+                self._counted(tensor, assembler.elements(made, begin, end, data))
                 errors += tensor.encoder.encode(data, out[at:to], begin)
             at = to
         self._check_range(tensor, errors.overflowed)

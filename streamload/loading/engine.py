@@ -5,9 +5,11 @@ What compiling takes of the process is no part of a load.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from streamload.codecs.cast_table import cast_engine, supported
+from streamload.codecs.permute import compile_transpose
+from streamload.core.dtypes import DType
 from streamload.loading.options import CastArgument
 from streamload.planning.dequantise import compile_decoders
 from streamload.planning.planner import CastChoice
@@ -37,10 +39,19 @@ def host_engine(
     """
     engine, notes = _engine(wants, policy, specs, asked)
     compile_encoders(wants)
-    if engine != "numpy":
-        for native_bf16 in {spec.native_bf16 for spec in specs}:
-            compile_decoders(wants, wants.dsts(policy, native_bf16), clamp=clamp)
+    for native_bf16 in {spec.native_bf16 for spec in specs}:
+        dsts = wants.dsts(policy, native_bf16)
+        if engine != "numpy":
+            compile_decoders(wants, dsts, clamp=clamp)
+            compile_transpose(_transposed(wants, dsts))
     return engine, notes
+
+
+def _transposed(wants: TensorRequests, dsts: Iterable[DType]) -> Iterator[int]:
+    """Bytes of the elements of matrices that are transposed, as they are read or cast."""
+    for order, shape, *dtypes in zip(wants.transposes, wants.shapes, wants.srcs, dsts, strict=True):
+        if order is not None and order.rows != (shape or (1,))[0]:
+            yield from (dtype.itemsize for dtype in dtypes)
 
 
 def _engine(

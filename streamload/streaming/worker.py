@@ -26,7 +26,7 @@ from streamload.planning.plan import STAGING_SLOTS, Placement, slot_nbytes
 from streamload.streaming.bulk import Slot, copy_of, reads_of
 from streamload.streaming.state import NO_COUNTS, Counts, Job, WorkItem, file_ranges
 from streamload.streaming.steps import Casting, Encoding, Step, step_of
-from streamload.streaming.transpose import Turner
+from streamload.streaming.transpose import Transposer, rows_of
 
 Outcome = tuple[WorkItem, list[Counts], BaseException | None]
 
@@ -75,7 +75,7 @@ class Worker:
         self._under_way: deque[_UnderWay] = deque()
         self._finished: list[Outcome] = []  # and not told yet
         self._source = memoryview(b"")
-        self._turner = Turner(job.plan)
+        self._transposer = Transposer(job.plan)
         self._fresh = False  # it has the slot of `open` alone, and has begun nothing
 
     def open(self) -> None:
@@ -489,8 +489,8 @@ class Worker:
                 stride = p.src.nbytes(stride // p.dst.itemsize)
             if p.turned and run.rows * run.lines > 1:
                 unit = p.least_columns if p.src.is_packed else 1
-                memory = self._memory(reader)
-                self._turner.turn(reader, run, step, out, offset, stride, width, memory, unit)
+                rows = rows_of(run, out, offset, stride, width)
+                self._transposer.place(reader, run, step, rows, self._memory(reader), unit)
             elif run.lines > 1:
                 lines = out[offset : offset + run.lines * width]
                 self._read_lines(reader, run, step, lines, run.offset)
@@ -525,8 +525,9 @@ class Worker:
         begin = p.stored_nbytes(p.numel_at(chunk.start))
         move = Casting(self._job.cast_of(p.src, p.src), moves=True)
         for run in chunk.runs:
-            n, memory = run.line_nbytes // run.rows, self._memory(reader)
-            self._turner.turn(reader, run, move, raw, run.offset - begin, run.stride, n, memory)
+            n = run.line_nbytes // run.rows
+            rows = rows_of(run, raw, run.offset - begin, run.stride, n)
+            self._transposer.place(reader, run, move, rows, self._memory(reader))
         step(raw, out, at=chunk.start, start=0)
 
     def _read_lines(
