@@ -13,13 +13,13 @@ from typing import Any
 import streamload.distributed
 from streamload.bench.processes import process_memory
 from streamload.distributed.gather import BLOCK_NBYTES, UNDER_WAY
-from streamload.distributed.group import Group
+from streamload.distributed.group import ProcessGroup
 from streamload.distributed.launch import open_group
 from streamload.files.local import open_reader
 from streamload.loading.place import open_devices
 
 
-def by_layers(group: Group, path: str, **asked: Any) -> int:
+def by_layers(group: ProcessGroup, path: str, **asked: Any) -> int:
     """Whole layers to each rank."""
     report = streamload.distributed.load_state_dict(
         None, path, group=group, progress=False, **asked
@@ -27,13 +27,13 @@ def by_layers(group: Group, path: str, **asked: Any) -> int:
     return report.read_nbytes
 
 
-def by_everyone(group: Group, path: str, **asked: Any) -> int:
+def by_everyone(group: ProcessGroup, path: str, **asked: Any) -> int:
     """All to every rank, and each reads all by itself."""
     del asked["verify"], asked["timeout"]
     return streamload.load_state_dict(None, path, progress=False, **asked).read_nbytes
 
 
-def by_broadcast(group: Group, path: str, **asked: Any) -> int:
+def by_broadcast(group: ProcessGroup, path: str, **asked: Any) -> int:
     """All to every rank: rank 0 reads, block by block, and the engine broadcasts."""
     checkpoint = streamload.open_checkpoint(path) if group.rank == 0 else None
     headers = [] if checkpoint is None else [(h.path, h.file_nbytes) for h in checkpoint.shards]
@@ -53,7 +53,7 @@ def by_broadcast(group: Group, path: str, **asked: Any) -> int:
     return done
 
 
-def by_exchange(group: Group, path: str, nbytes: int) -> int:
+def by_exchange(group: ProcessGroup, path: str, nbytes: int) -> int:
     """A model's bytes, in whole blocks, from everyone to everyone, out of and into one memory."""
     part = BLOCK_NBYTES // group.size
     rooms = [memoryview(bytearray(part * group.size)) for _ in range(UNDER_WAY + 1)]

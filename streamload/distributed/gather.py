@@ -1,9 +1,8 @@
-"""Reading once what every rank needs: each reads a part of each block, and all exchange them.
+"""Collective reads of bytes that every rank needs: each reads a part of a block, all exchange them.
 
-Storage that is behind one wire sends the model once instead of once for each rank. Blocks follow
-each other in the order of the files, on every rank the same; the reading of the next one goes on
-while one is exchanged. A rank takes bytes out of a few blocks that are held, and a block makes
-room when this rank has taken all that it needs of it.
+Storage behind one link sends the model once instead of once a rank. All ranks go through the
+blocks in the order of the files, reading ahead while blocks are exchanged. A rank holds a few
+blocks, and frees one once it has copied the bytes that it needs.
 """
 
 from __future__ import annotations
@@ -22,43 +21,44 @@ from streamload.checkpoint.open import Checkpoint
 from streamload.checkpoint.shards import Shards, open_shard
 from streamload.core.location import Location
 from streamload.core.tensors import whole
-from streamload.distributed.group import Group
+from streamload.distributed.group import ProcessGroup
 from streamload.files.header import Header
 from streamload.files.local import ResolvedKind
 from streamload.files.reader import Reader
 from streamload.planning.plan import Placement
 
 BLOCK_NBYTES = 4 * 2**20
-LEAST_BLOCK_NBYTES = 2**20  # where the host's budget has no room for longer ones
-#: Blocks that are held at once: two each that are read and taken from, and four exchanged.
+LEAST_BLOCK_NBYTES = 2**20  # if the host's budget is small
+#: Blocks in memory: two each that are read and copied from, and four exchanged.
 BLOCKS = 8
-
-_JOIN_S = 0.5  # for what is under way; what waits for a lost rank ends by the group's timeout
-# One alone waits for each answer; more take the wire from exchanges (docs/measurements.md).
-_READERS = 2
+#: Exchanges at once.
 UNDER_WAY = 4
+
+_JOIN_S = 0.5  # for threads; waits for a lost rank end by the group's timeout
+# one alone waits for each answer; more slow the exchanges (docs/measurements.md)
+_READERS = 2
 
 Ranges = Sequence[tuple[int, int]]  # first byte and end, ascending, disjoint
 
 
 def held_nbytes(checkpoint: Checkpoint, ranks: int, block_nbytes: int = BLOCK_NBYTES) -> int:
-    """Host memory that a gathered load takes, beside what it takes otherwise."""
+    """Additional host memory of a collective load."""
     longest = max((h.reach_nbytes - h.data_start for h in checkpoint.shards), default=0)
     return BLOCKS * min(_most(ranks, block_nbytes), -(-longest // ranks) * ranks)
 
 
 def _most(ranks: int, block_nbytes: int) -> int:
-    """Bytes of a block, of equal parts."""
+    """Bytes of a block of equal parts."""
     return max(block_nbytes // ranks, 1) * ranks
 
 
 def shared_ranges(
     checkpoint: Checkpoint, placements: Iterable[Placement]
 ) -> dict[Location, list[tuple[int, int]]]:
-    """File ranges that are read from front to back, once, whoever loads these placements.
+    """File ranges that a load of these placements reads in order, and once.
 
-    Those of whole tensors. Rows that are put in another order, or taken from several tensors, are
-    read where they lie, and so are tensors that share bytes.
+    They are of whole tensors. Permuted or joined rows, and tensors that share bytes, are read
+    directly from the file.
     """
     uses: dict[str, int] = {}
     plain: list[str] = []
@@ -77,7 +77,7 @@ def shared_ranges(
 
 
 def _apart(ranges: Ranges) -> list[tuple[int, int]]:
-    """Those that share no byte with another one."""
+    """Drop ranges that overlap."""
     ends = list(accumulate((stop for _, stop in ranges), max, initial=0))
     nexts = [*(start for start, _ in ranges[1:]), sys.maxsize]
     rows = zip(ranges, ends, nexts, strict=False)
@@ -96,35 +96,35 @@ def _joined(ranges: Ranges) -> list[tuple[int, int]]:
 
 @dataclass(slots=True)
 class _Block:
-    """A part of a file that is exchanged at once."""
+    """A part of a file, exchanged at once."""
 
     shard: Location
     start: int
     stop: int
-    left_nbytes: int  # of what this rank has still to take
-    held: memoryview | None = field(default=None, repr=False)  # once it is there, and until taken
+    left_nbytes: int  # that this rank has yet to copy
+    held: memoryview | None = field(default=None, repr=False)  # from the exchange to the last copy
 
 
-class Gatherer:
-    """The blocks of one load, in their order."""
+class CollectiveReader:
+    """Reads, exchanges and holds the blocks of one load, in order."""
 
     def __init__(
         self,
-        group: Group,
+        group: ProcessGroup,
         checkpoint: Checkpoint,
         shared: Mapping[Location, Ranges],
         mine: Mapping[Location, Ranges],
         kinds: Mapping[Location, ResolvedKind],
         block_nbytes: int = BLOCK_NBYTES,
     ) -> None:
-        """Begin to read.
+        """Start reading.
 
         Args:
-            group: the ranks; no one else uses its collectives until this is closed.
+            group: nothing else may use its collectives until this is closed.
             checkpoint: the headers.
-            shared: what is exchanged, the same on every rank; see `shared_ranges`.
-            mine: what this rank takes of it.
-            kinds: how each file is read here.
+            shared: the ranges to exchange, equal on all ranks; see `shared_ranges`.
+            mine: those that this rank needs.
+            kinds: the reader of each file.
             block_nbytes: most bytes of a block.
         """
         self._group = group
@@ -143,10 +143,10 @@ class Gatherer:
         self._free = [memoryview(bytearray(room)) for _ in range(BLOCKS)]
         order = list(chain.from_iterable(self._blocks.values()))
         self._to_read = iter(enumerate(order))
-        self._left = Counter(block.shard for block in order)  # blocks to be read, of each file
-        self._read: dict[int, tuple[_Block, memoryview]] = {}  # by this rank, to be exchanged
+        self._left = Counter(block.shard for block in order)  # blocks to read of each file
+        self._read: dict[int, tuple[_Block, memoryview]] = {}  # read here, to be exchanged
         self._changed = threading.Condition()
-        self.read_nbytes = 0  #: file bytes that this rank has read by itself
+        self.read_nbytes = 0  #: file bytes that this rank has read
         self._error: BaseException | None = None
         self._stopped = False
         self._done = False
@@ -161,8 +161,8 @@ class Gatherer:
             thread.start()
 
     def open(self, header: Header, kind: ResolvedKind) -> Reader:
-        """A reader of a file: from the blocks where they have it, else from the file."""
-        return GatheredReader(self, header, kind)
+        """A reader of a file's blocks, and of the file for other bytes."""
+        return _CollectiveShard(self, header, kind)
 
     def __enter__(self) -> Self:
         return self
@@ -171,29 +171,29 @@ class Gatherer:
         self.close()
 
     def stop(self) -> None:
-        """Wake all waiters, and end all waits for a server."""
+        """Wake all waiters, and cancel all requests."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
         self._shards.stop()
 
     def close(self) -> None:
-        """End; an exchange that waits for a rank that is lost ends by the group's own timeout."""
+        """End; an exchange with a lost rank ends by the group's timeout."""
         self.stop()
         until = time.monotonic() + _JOIN_S
         for thread in self._threads:
             thread.join(max(until - time.monotonic(), 0))
-        self._shards.close_all()  # files that were not read to their end
-        with self._changed:  # the traceback of an error may refer to this for long
+        self._shards.close_all()  # not read to their end
+        with self._changed:  # a traceback, or a thread that waits for a lost rank, may keep this
             self._free.clear()
             self._read.clear()
-            self._error = None  # a thread that waits for a lost rank would keep what it refers to
+            self._error = None
             for block in chain.from_iterable(self._blocks.values()):
                 block.held = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that are held."""
+        """Bytes of memory in blocks."""
         with self._changed:
             held = (block.held for block in chain.from_iterable(self._blocks.values()))
             read = (room for _, room in self._read.values())
@@ -201,24 +201,17 @@ class Gatherer:
             return sum(room.nbytes for room in rooms)
 
     def wait(self, most_s: float) -> bool:
-        """Wait until all blocks are exchanged: others may still need this rank's part of them.
+        """Wait up to ``most_s`` seconds until all blocks are exchanged; whether they are.
 
-        Args:
-            most_s: seconds to wait.
-
-        Returns:
-            Whether all are.
-
-        Raises:
-            PeerFailedError: a rank was lost.
+        Other ranks may still need this rank's parts. Raises PeerFailedError for a lost rank.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._done or self._error is not None, most_s)
             self._check()
             return self._done
 
-    def take(self, shard: Location, start: int, out: memoryview, beside: Reader) -> None:
-        """Fill ``out`` with bytes of a file: from blocks, and from the file what none has.
+    def take(self, shard: Location, start: int, out: memoryview, file: Reader) -> None:
+        """Fill ``out`` with bytes of a file: from its blocks, else by ``file``.
 
         Raises:
             PeerFailedError: a rank was lost.
@@ -233,7 +226,7 @@ class Gatherer:
             block = blocks[which] if which < len(blocks) else None
             if block is None or block.start > at:
                 until = min(stop, block.start) if block is not None else stop
-                beside.read_into(at, out[at - start : until - start])
+                file.read_into(at, out[at - start : until - start])
                 with self._changed:
                     self.read_nbytes += until - at
             else:
@@ -275,7 +268,7 @@ class Gatherer:
                 self._changed.notify_all()
 
     def _read_all(self) -> None:
-        """Read this rank's part of one block after the other, as far ahead as there is room."""
+        """Read this rank's parts of the blocks, as far ahead as memory allows."""
         size, rank = self._group.size, self._group.rank
         while (found := self._next()) is not None:
             index, block, room, reader = found
@@ -294,7 +287,7 @@ class Gatherer:
                 self._changed.notify_all()
 
     def _next(self) -> tuple[int, _Block, memoryview, Reader] | None:
-        """The next block to be read, and room for it; None where there is no more to be done."""
+        """The next block to read, memory for it, and its reader; None at the end."""
         with self._changed:
             while not self._free:
                 if self._stopped or self._error is not None:
@@ -306,7 +299,7 @@ class Gatherer:
             return index, block, self._free.pop(), self._shards.reader(block.shard)
 
     def _exchange_all(self) -> None:
-        """Exchange one block after the other, a few at once: a wire waits for none of them."""
+        """Exchange the blocks in order, a few at once to keep the link busy."""
         size, rank = self._group.size, self._group.rank
         under_way: deque[tuple[_Block, memoryview, Callable[[], None]]] = deque()
         index, count = 0, sum(map(len, self._blocks.values()))
@@ -336,7 +329,7 @@ class Gatherer:
             if block.left_nbytes:
                 block.held = room
             else:
-                self._free.append(room)  # nothing here needs it
+                self._free.append(room)  # this rank needs none of it
             self._changed.notify_all()
 
 
@@ -350,24 +343,24 @@ def _overlap(ranges: Ranges, start: int, stop: int) -> int:
     return total
 
 
-class GatheredReader(Reader):
-    """A shard whose bytes come from the blocks of a `Gatherer`; see `Reader`."""
+class _CollectiveShard(Reader):
+    """A shard whose bytes come from the blocks of a `CollectiveReader`."""
 
     _how = "by several ranks together"
 
-    def __init__(self, gatherer: Gatherer, header: Header, kind: ResolvedKind) -> None:
+    def __init__(self, blocks: CollectiveReader, header: Header, kind: ResolvedKind) -> None:
         super().__init__(header.path, header.reach_nbytes)
-        self._gatherer = gatherer
-        self._beside = open_shard(header, kind)
+        self._blocks = blocks
+        self._file = open_shard(header, kind)
 
     def stop(self) -> None:
         """See `Reader.stop`."""
-        self._gatherer.stop()
-        self._beside.stop()
+        self._blocks.stop()
+        self._file.stop()
 
     def close(self) -> None:
         """See `Reader.close`."""
-        self._beside.close()
+        self._file.close()
 
     def _read(self, start: int, target: memoryview, nbytes: int) -> None:
-        self._gatherer.take(self.path, start, target, self._beside)
+        self._blocks.take(self.path, start, target, self._file)

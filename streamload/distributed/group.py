@@ -1,8 +1,8 @@
-"""What loading across nodes asks of the engine underneath, and the group of one.
+"""Groups of processes: the interface of engines, their common base, and the group of one.
 
 A group is a fixed set of processes, its ranks. Every rank calls the same collectives in the same
-order, from one thread at a time; the key-value store is for everything else, from any thread, also
-while a collective waits. Engines: ``nodes/torch.py`` and ``nodes/mpi.py``.
+order, from one thread at a time; the key-value store serves any thread at any time. Engines:
+``torch.py`` and ``mpi.py``.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from typing import Any, Protocol, runtime_checkable
 from streamload.errors import NodeError, PeerFailedError
 
 _SHORT_NBYTES = 1016
-_PART_NBYTES = 2**30  # of a broadcast at once: one count of MPI's is an int
+_PART_NBYTES = 2**30  # of a broadcast at once: a count of MPI is an int
 
 
 class Store(Protocol):
-    """A key-value store that all ranks reach, from any thread, while a collective runs or not.
+    """A key-value store for all ranks and threads.
 
-    Every method raises PeerFailedError where the rank that keeps the store does not answer.
+    Every method raises PeerFailedError if the rank that keeps the store does not answer.
     """
 
     def set(self, key: str, value: bytes) -> None:
-        """Write a value; the last one written holds."""
+        """Write a value, replacing an earlier one."""
 
     def get(self, key: str) -> bytes | None:
-        """A value, or None where there is none yet; does not wait for one."""
+        """A value, or None if there is none yet; does not wait."""
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Values of several keys, by position, in as few messages as the engine can."""
+        """Values of several keys, by position, as they were at one moment."""
 
 
 @runtime_checkable
-class Group(Protocol):
+class ProcessGroup(Protocol):
     """The ranks that load together.
 
     A collective that fails, or takes longer than the group's timeout, raises PeerFailedError from
-    the engine's own error; the group is then of no use but for ``close``.
+    the engine's own error; then the group failed and only ``close`` may be called.
 
     Attributes:
         rank: this process, from 0.
@@ -59,7 +59,7 @@ class Group(Protocol):
         """Everyone's bytes, by rank; lengths may differ. For small messages."""
 
     def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
-        """The root's bytes, of any length; ``data`` of the other ranks is not looked at."""
+        """The root's bytes, of any length; ``data`` of the other ranks is ignored."""
 
     def all_gather_into(self, mine: memoryview, out: memoryview) -> None:
         """Everyone's block, by rank, into one buffer.
@@ -71,33 +71,32 @@ class Group(Protocol):
         self.all_gather_begin(mine, out)()
 
     def all_gather_begin(self, mine: memoryview, out: memoryview) -> Callable[[], None]:
-        """The same, begun: what is returned waits for its end.
+        """Start `all_gather_into`; the returned function waits for its end.
 
-        Several may be under way, and are waited for in their order, before any other collective.
+        Several may run, and are waited for in their order, before any other collective.
         """
 
     def close(self, failed: bool = False) -> None:
-        """Let go of the engine; takes seconds at most, and closing twice does nothing.
+        """Release the engine within seconds; closing twice does nothing.
 
         Args:
-            failed: a rank is known to be lost, which the engine need not have noticed: nothing
-                waits for it, at the end of the program either.
+            failed: a rank is known to be lost: nothing waits for it, at exit either.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What a launcher told this process."""
+    """The variables of a launcher, read."""
 
-    launcher: str  # what told it, for messages
-    engine_hint: str  # the engine that goes with it: "torch" or "mpi"
+    launcher: str  # for messages
+    engine_hint: str  # "torch" or "mpi"
     rank: int  # this process, from 0
-    size: int | None  # how many there are, or None where only the engine knows
-    local_rank: int | None  # which one on this host, or None where not told
-    local_size: int | None  # how many on this host, or None where not told
+    size: int | None  # None if only the engine knows
+    local_rank: int | None  # on this host, if known
+    local_size: int | None  # ranks on this host, if known
     host: str  # the name of this host
-    meeting: str = ""  # where torch's ranks meet, as a URL, or "" where nothing says so
-    attempt: str = "0"  # which start of the program this is, where the launcher starts it again
+    meeting: str = ""  # the URL at which torch's ranks meet, if known
+    attempt: str = "0"  # counts restarts by the launcher
 
 
 class MemoryStore(Store):
@@ -118,23 +117,23 @@ class MemoryStore(Store):
             return [self._values.get(key) for key in keys]
 
 
-class Engine(Group):
-    """The collectives of a `Group`, over the two of a library that may fail once and for all.
+class Engine(ProcessGroup):
+    """The collectives of a `ProcessGroup` over the two of a library; the first failure is final.
 
-    A subclass sets `engine` and `store`, and has what these names stand for.
+    A subclass sets `engine`, `store`, and these.
     """
 
     _errors: tuple[type[Exception], ...]  # of the library
-    _told: Callable[[Exception], str]
-    _start: Callable[..., Callable[[], None]]  # as `_begin`, and as the library fails
+    _message: Callable[[Exception], str]
+    _start: Callable[..., Callable[[], None]]  # as `_begin`, raising the library's errors
 
     def __init__(self, library: Any, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self._library = library  # whose methods are called; None when the group is closed
+        self._library = library  # None once the group is closed
         self._failed = False
 
     def allgather(self, data: bytes) -> list[bytes]:
-        """Everyone's bytes: short messages by one collective, others by two."""
+        """Everyone's bytes, by one collective if all are short, else by two."""
         head = len(data).to_bytes(8, "little") + data[:_SHORT_NBYTES]
         found = self._blocks(head, 8 + _SHORT_NBYTES)
         lengths = [int.from_bytes(block[:8], "little") for block in found]
@@ -145,13 +144,13 @@ class Engine(Group):
         return [block[8 : 8 + length] for block, length in zip(found, lengths, strict=True)]
 
     def _blocks(self, data: bytes, nbytes: int) -> list[bytes]:
-        """Everyone's bytes, each made as long as ``nbytes``."""
+        """Everyone's bytes, each padded to ``nbytes``."""
         out = bytearray(self.size * nbytes)
         self.all_gather_into(memoryview(data.ljust(nbytes, b"\0")), memoryview(out))
         return [bytes(out[rank * nbytes : (rank + 1) * nbytes]) for rank in range(self.size)]
 
     def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
-        """The root's bytes: first the length."""
+        """The root's bytes, after their length."""
         data = sent(data, root, self)
         length = memoryview(bytearray(len(data).to_bytes(8, "little")))
         self._broadcast(length, root)
@@ -165,7 +164,7 @@ class Engine(Group):
         """Send bytes, or receive them in place."""
 
     def _begin(self, name: str, *arguments: object) -> Callable[[], None]:
-        """Begin a call of the library; what is returned waits for its end."""
+        """Start a call of the library; the returned function waits for its end."""
         if self._library is None:
             raise NodeError(f"rank {self.rank}", "the group is closed")
         if self._failed:
@@ -185,11 +184,11 @@ class Engine(Group):
             yield
         except self._errors as error:
             self._failed = True
-            raise lost(self._told(error)) from error
+            raise lost(self._message(error)) from error
 
 
 class Alone(Engine):
-    """The group of one."""
+    """The group of one rank."""
 
     engine = "none"
 
@@ -204,15 +203,11 @@ class Alone(Engine):
         return lambda: None
 
     def close(self, failed: bool = False) -> None:
-        """Nothing to let go of."""
+        """Nothing to release."""
 
 
-def sent(data: bytes | None, root: int, group: Group) -> bytes:
-    """What the root of a broadcast sends.
-
-    Raises:
-        ValueError: there is no such rank, or this is the root and has nothing to send.
-    """
+def sent(data: bytes | None, root: int, group: ProcessGroup) -> bytes:
+    """Check the arguments of a broadcast; the bytes that this rank sends."""
     if not 0 <= root < group.size:
         raise ValueError(f"root {root} of a group of {group.size}")
     if group.rank != root:
@@ -223,11 +218,7 @@ def sent(data: bytes | None, root: int, group: Group) -> bytes:
 
 
 def check_blocks(mine: memoryview, out: memoryview, size: int) -> None:
-    """Refuse blocks that do not fit together, before anyone waits for anyone.
-
-    Raises:
-        ValueError: not contiguous, read-only, or of the wrong lengths.
-    """
+    """Refuse blocks that are not contiguous, not writable or of wrong lengths, before waiting."""
     if not (mine.c_contiguous and out.c_contiguous) or out.readonly:
         raise ValueError("blocks are contiguous bytes, and the output is writable")
     if out.nbytes != size * mine.nbytes:
@@ -235,5 +226,5 @@ def check_blocks(mine: memoryview, out: memoryview, size: int) -> None:
 
 
 def lost(problem: str, rank: int | None = None) -> PeerFailedError:
-    """The error of a peer that is gone, from an engine that may not know which one."""
+    """The error of a lost peer; an engine may not know its rank."""
     return PeerFailedError("unknown" if rank is None else f"rank {rank}", problem)

@@ -1,9 +1,9 @@
-"""Knowing that the other ranks are alive, while each of them is busy with itself.
+"""Heartbeats: each rank knows within the timeout that another one is lost.
 
-Every rank writes a beat into the group's store, twice a second, from a thread of its own. Rank 0
-looks at everyone's, and writes down who is lost; the others look at that, and at rank 0's beat. A
-second thread watches the first: where the store's host is gone, asking it may never return. Only
-the first asks the store, so that what a rank says comes in order, and nobody else waits for it.
+A thread of every rank writes a beat into the group's store twice a second. Rank 0 reads all beats
+and writes the first loss; the others read that, and rank 0's beat. A second thread watches the
+first: if the store's host is lost, a request may never return. Only the first thread uses the
+store, so that a rank's messages stay in order.
 """
 
 from __future__ import annotations
@@ -17,66 +17,67 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from streamload.core.bounded_json import parse_json
-from streamload.distributed.group import Group
+from streamload.distributed.group import ProcessGroup
 from streamload.errors import PeerFailedError
 
 T = TypeVar("T")
 
-#: Seconds between beats; fewer where losses must be known within a few seconds.
+#: Seconds between beats; fewer if the timeout is a few seconds.
 EVERY_S = 0.5
 
-_BEATS = 20  # at least, within the time in which a loss must be known
-_QUICK_S = 2.5e-4  # between looks while someone waits for the others, for each of the ranks
-_TOLD = ("beat", "node", "stage", "all_at", "left", "done_nbytes", "total_nbytes")  # of a `Peer`
+_BEATS = 20  # at least, within the timeout
+_QUICK_S = 2.5e-4  # between polls while a rank waits for others, for each rank
+_WRITTEN = ("beat", "node", "stage", "all_at", "left", "done_nbytes", "total_nbytes")  # of a `Peer`
 
 
 @dataclass(slots=True)
 class Peer:
-    """What is known of a rank."""
+    """The state of a rank."""
 
-    node: str  # its node, or "rank 3" until it has said
-    beat: int = -1  # the number of its last beat that was seen
-    silent_s: float = 0.0  # seconds since then in which this process looked for another one
-    done_nbytes: int = 0  # file bytes that it has loaded
-    total_nbytes: int = 0  # file bytes that it will load
-    stage: int = 0  # the last stage that it has come to; see `Heartbeat.arrive`
-    all_at: int = 0  # of rank 0: the last stage that all have come to
-    left: bool = False  # whether it has ended
+    node: str  # its node, or "rank 3" until known
+    beat: int = -1  # the number of its last beat
+    silent_s: float = 0.0  # seconds since then in which this process polled
+    done_nbytes: int = 0  # file bytes loaded
+    total_nbytes: int = 0  # file bytes to load
+    stage: int = 0  # its last stage; see `Heartbeat.arrive`
+    all_at: int = 0  # of rank 0: the last stage of all ranks
+    left: bool = False  # it has ended
 
 
 class Heartbeat:
     """The beats of a group, seen from one rank."""
 
-    def __init__(self, group: Group, node: str, timeout_s: float, *, prefix: str = "") -> None:
-        """Begin to beat.
+    def __init__(
+        self, group: ProcessGroup, node: str, timeout_s: float, *, prefix: str = ""
+    ) -> None:
+        """Start both threads.
 
         Args:
             group: the ranks.
             node: this rank's node.
-            timeout_s: within how many seconds the loss of a rank must be known everywhere.
-            prefix: of the keys; another one for each use of a group.
+            timeout_s: every rank knows a loss within this time.
+            prefix: of the keys; unique for each use of a group.
         """
         self.peers = [Peer(f"rank {rank}") for rank in range(group.size)]
         self.peers[group.rank].node = node
-        #: called with the bytes that all ranks have done, on rank 0, by the thread that loads
+        #: called on rank 0 with the bytes that all ranks have loaded, by the thread that loads
         self.on_progress: Callable[[int], None] = _ignore
         self._group = group
         self._prefix = prefix
         self._mine = self.peers[group.rank]
-        # Half of the time for noticing that beats have stopped; the rest for telling and for ending
-        # what is under way.
+        # half of the time to notice missing beats; the rest to spread the loss and to stop
         self._stale_s = timeout_s / 2
         self._every_s = min(EVERY_S, timeout_s / _BEATS)
-        self._most_s = self._stale_s / 4  # that count at once: more, and this process was stopped
+        self._most_s = self._stale_s / 4  # counted at once: longer gaps mean a suspended process
         self._quick_s = min(_QUICK_S * group.size, self._every_s / 2)
-        self._named = False  # whether all know each other's nodes
+        self._named = False  # whether all ranks know each other's nodes
         self._loss: PeerFailedError | None = None
         self._listener: Callable[[PeerFailedError], None] = _ignore
-        self._to_tell: tuple[str, str] | None = None  # the loss that others have to hear of
+        self._to_write: tuple[str, str] | None = None  # the loss to write
         self._news = threading.Condition()
         self._wake = threading.Event()
         self._ended = threading.Event()
-        self._closing_s: float | None = None  # when that began
+        self._closing_s: float | None = None  # when `close` began
         self._answers = 0  # of the store
         self._looked_s = self._spoke_s = time.monotonic()
         self._said: Sequence[object] = ()
@@ -89,30 +90,30 @@ class Heartbeat:
                 thread.start()
 
     def rename(self, nodes: Sequence[str]) -> None:
-        """Say what all have agreed to call each other, by rank."""
+        """Set the agreed names of nodes, by rank."""
         with self._news:
             self._named = True
             for peer, node in zip(self.peers, nodes, strict=True):
                 peer.node = node
 
     def progress(self, done_nbytes: int, total_nbytes: int) -> None:
-        """Say how far this rank is, and on rank 0 report how far all are."""
+        """Set this rank's progress, and report that of all on rank 0."""
         self._mine.done_nbytes, self._mine.total_nbytes = done_nbytes, total_nbytes
         self.report()
 
     def report(self) -> None:
-        """On rank 0, call `on_progress` with what all have done."""
+        """On rank 0, call `on_progress` with the bytes of all ranks."""
         if self._group.rank == 0:
             self.on_progress(sum(peer.done_nbytes for peer in self.peers))
 
     def check(self) -> None:
-        """Raise PeerFailedError where a rank was lost."""
+        """Raise PeerFailedError if a rank was lost."""
         if self._loss is not None:
             raise self._loss
 
     @contextmanager
     def listening(self, listener: Callable[[PeerFailedError], None]) -> Iterator[None]:
-        """Call a function with a loss, one from before or one that comes, from any thread."""
+        """Call ``listener`` with an earlier or a later loss, from any thread."""
         with self._news:
             self._listener = listener
             loss = self._loss
@@ -125,10 +126,10 @@ class Heartbeat:
                 self._listener = _ignore
 
     def arrive(self) -> None:
-        """Wait until all ranks have come as often as this one, however long they take.
+        """Wait without a timeout until all ranks have arrived as often as this one.
 
         Raises:
-            PeerFailedError: one of them was lost meanwhile.
+            PeerFailedError: one of them was lost.
         """
         self._mine.stage += 1
         if self._group.size == 1:
@@ -144,24 +145,24 @@ class Heartbeat:
                     self._news.wait(self._every_s)
 
     def fail(self, error: BaseException) -> None:
-        """Tell all that this rank gives up, if nothing was lost before."""
+        """Report to all ranks that this one gives up, unless another was lost before."""
         said = ": ".join(filter(None, (type(error).__name__, str(error))))
         self._lose(self._node(self._group.rank), f"gave up: {said}")
 
     def identify(self, error: PeerFailedError) -> PeerFailedError:
-        """The loss behind an engine's error, once it is known; else the error.
+        """The loss behind an engine's error, if it becomes known; else the error.
 
-        An engine sees a connection break before anyone can say whose.
+        An engine notices a broken connection before the lost rank is known.
         """
         with self._news:
             self._news.wait_for(lambda: self._loss is not None, self._stale_s + 2 * self._every_s)
         return self._loss or error
 
     def close(self) -> None:
-        """Stop beating, and say that this rank has ended.
+        """Stop the threads, and report that this rank has ended.
 
         Rank 0 may keep the store in its own process: it waits until the others have ended, after a
-        loss only for as long as they need to hear of it.
+        loss only until they can have read it.
         """
         with self._news:
             if self._closing_s is None:
@@ -170,14 +171,13 @@ class Heartbeat:
         self._wake.set()
         if self._group.size == 1:
             return
-        # one that waits for a host that is gone is left to itself
+        # a thread that waits for a lost host is abandoned
         patient = self._loss is None or self._group.rank == 0
         self._threads[0].join(self._stale_s if patient else 2 * self._every_s)
         self._ended.set()
         self._threads[1].join(self._every_s)
         with self._news:
-            # What was raised refers to all that was under way, a load's memory too: it must not
-            # stay with a thread that asks a host which is gone.
+            # a raised error refers to the load's memory: an abandoned thread must not keep it
             if self._loss is not None:
                 self._loss = PeerFailedError(self._loss.node, self._loss.problem)
 
@@ -190,7 +190,7 @@ class Heartbeat:
                     pause_s = 0.0
                 self._speak()
                 self._look()
-                self._speak()  # that all have come
+                self._speak()  # rank 0: that all have arrived
                 if self._is_over():
                     break
                 waiting = self._mine.stage > self.peers[0].all_at or self._closing_s is not None
@@ -198,12 +198,12 @@ class Heartbeat:
                 pause_s = slower_s if waiting else self._every_s
         except PeerFailedError as error:
             self._lost(error)
-        except Exception as error:  # whoever waits here would wait for ever
+        except Exception as error:  # a waiter would wait for ever
             self._lost(PeerFailedError(self._node(self._group.rank), f"its beat failed: {error!r}"))
         self._ended.set()
 
     def _watch(self) -> None:
-        """See that the store answers the thread that asks it."""
+        """Check that the store answers the other thread."""
         answers, silent_s, before = -1, 0.0, time.monotonic()
         while not self._ended.wait(self._every_s / 2):
             now = time.monotonic()
@@ -215,27 +215,27 @@ class Heartbeat:
                 return
 
     def _speak(self) -> None:
-        """Write what the others have not heard of yet, and a beat when it is time."""
+        """Write a new loss, and a beat if its time has come or the state has changed."""
         store = self._group.store
         with self._news:
-            tell, self._to_tell = self._to_tell, None
+            loss, self._to_write = self._to_write, None
         # the first loss is the reason of the others
-        if tell is not None and self._ask(lambda: store.get(self._lost_key)) is None:
-            told = json.dumps(tell).encode()
-            self._ask(lambda: store.set(self._lost_key, told))
+        if loss is not None and self._ask(lambda: store.get(self._lost_key)) is None:
+            data = json.dumps(loss).encode()
+            self._ask(lambda: store.set(self._lost_key, data))
         now = time.monotonic()
         with self._news:
-            said = [getattr(self._mine, field) for field in _TOLD[1:5]]
+            said = [getattr(self._mine, field) for field in _WRITTEN[1:5]]
             if said == self._said and now - self._spoke_s < self._every_s:
                 return
             self._said, self._spoke_s = said, now
             self._mine.beat += 1
-            record = [getattr(self._mine, field) for field in _TOLD]
+            record = [getattr(self._mine, field) for field in _WRITTEN]
         value = json.dumps(record).encode()
         self._ask(lambda: store.set(self._key(self._group.rank), value))
 
     def _look(self) -> None:
-        """Read the beats that this rank looks after, and find those that stopped."""
+        """Read the beats that this rank watches, and find ranks that stopped."""
         rank_0 = self._group.rank == 0
         watched = range(self._group.size if rank_0 else 1)
         keys = [*map(self._key, watched), self._lost_key]
@@ -249,14 +249,14 @@ class Heartbeat:
                 if peer is self._mine:
                     continue
                 last = peer.beat
-                for field, said in zip(_TOLD, parse_json(value) if value else (), strict=False):
+                for field, said in zip(_WRITTEN, parse_json(value) if value else (), strict=False):
                     if field != "node" or not self._named:
                         setattr(peer, field, said)
                 peer.silent_s = 0.0 if peer.beat != last else peer.silent_s + passed_s
                 if silent is None and not peer.left and peer.silent_s > self._stale_s:
                     silent = rank
                 if gone is None and peer.left and peer.stage < self._mine.stage:
-                    gone = rank  # it did something else, and nobody will ever meet it
+                    gone = rank  # it skipped a stage, for which the others wait
             if rank_0:
                 self._mine.all_at = min(peer.stage for peer in self.peers)
             self._news.notify_all()
@@ -269,8 +269,8 @@ class Heartbeat:
             self._lose(self._node(gone), "ended before the others: every rank makes the same calls")
 
     def _is_over(self) -> bool:
-        """Whether there is nothing more to say to anyone."""
-        if self._closing_s is None or not self._said[3] or self._to_tell is not None:
+        """Whether this rank has nothing more to write."""
+        if self._closing_s is None or not self._said[3] or self._to_write is not None:
             return False
         if self._group.rank != 0:
             return True
@@ -280,7 +280,7 @@ class Heartbeat:
         )
 
     def _node(self, rank: int) -> str:
-        """What to call a rank in an error; before they are named several may have one name."""
+        """The name of a rank in an error; names are unique once agreed."""
         node = self.peers[rank].node
         return node if self._named or node == f"rank {rank}" else f"{node} (rank {rank})"
 
@@ -289,11 +289,11 @@ class Heartbeat:
 
     @property
     def _lost_key(self) -> str:
-        """Under which the first loss is told to all."""
+        """The key of the first loss."""
         return f"{self._prefix}/lost"
 
     def _ask(self, call: Callable[[], T]) -> T:
-        """Ask the store, which rank 0 or its host keeps."""
+        """Call the store, which rank 0 or its host keeps."""
         try:
             answer = call()
         except PeerFailedError as error:
@@ -303,11 +303,11 @@ class Heartbeat:
         return answer
 
     def _lose(self, node: str, problem: str) -> None:
-        """Note a loss that the others have to hear of."""
+        """Note a loss, and write it for the others."""
         with self._news:
             if self._loss is not None:
                 return
-            self._to_tell = node, problem
+            self._to_write = node, problem
         self._lost(PeerFailedError(node, problem))
         self._wake.set()
 
@@ -322,4 +322,4 @@ class Heartbeat:
 
 
 def _ignore(_: object) -> None:
-    """Nobody asked."""
+    """Do nothing."""

@@ -1,8 +1,7 @@
-"""The headers of a checkpoint on their way from the rank that read them to all others.
+"""The headers of a checkpoint as a message of rank 0 to all others.
 
-The tensors of a safetensors file follow each other without a gap, so that their order, dtypes and
-shapes say where each one lies: 60,000 tensors take some 0.4 MB. Other formats say where each one
-begins.
+The tensors of a safetensors file have no gaps between them: order, dtypes and shapes determine
+their offsets, and 60,000 tensors take 0.4 MB. Other formats add offsets.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ from streamload.files.header import (
 
 _SAMPLES = 16
 _SAMPLE_NBYTES = 4096
-_DIGITS = 16  # of each digest that are compared
+_DIGITS = 16  # of each digest, compared
 
-#: What is said of files that were compared in parts alone.
+#: The note on files that were compared in parts.
 SAMPLED = (
     f"files were compared with rank 0's by their lengths and {_SAMPLES} blocks of 4 KiB of each: "
     f"where both have a {SIDECAR} (which `streamload convert` writes) the digests of all tensors "
@@ -49,12 +48,7 @@ SAMPLED = (
 
 
 def write_index(checkpoint: Checkpoint, host: str = "") -> bytes:
-    """Everything that the headers and config.json say, compressed.
-
-    Args:
-        checkpoint: the headers.
-        host: what tells this host from others; see `Index.is_sampled`.
-    """
+    """The headers and config.json, compressed; ``host`` is the id of this host."""
     shards = []
     for header in checkpoint.shards:
         codes: dict[str, int] = {}
@@ -80,7 +74,7 @@ def write_index(checkpoint: Checkpoint, host: str = "") -> bytes:
 
 
 def _other_than_safetensors(header: Header) -> dict[str, Any]:
-    """What a header of another format says besides; its config is the checkpoint's."""
+    """The additional facts of another format's header; its config is the checkpoint's."""
     if header.format == SAFETENSORS:
         return {}
     return {
@@ -94,21 +88,21 @@ def _other_than_safetensors(header: Header) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """A checkpoint as another rank has it."""
+    """The checkpoint of rank 0."""
 
-    checkpoint: Checkpoint  # its headers, with its files in a folder of this rank
+    checkpoint: Checkpoint  # its headers, with paths of this rank
     samples: Mapping[str, str]  # digests of blocks of each file, by its name; see `sample`
-    digests: str = ""  # the first digits of those of all tensors, if rank 0 has them
-    places: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # where rank 0's files are
+    digests: str = ""  # the first digits of the digests of all tensors, if rank 0 has them
+    places: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # of rank 0's files
 
     @classmethod
     def read(cls, data: bytes, path: Location, folder: Location) -> Index:
-        """Read what `write_index` made; nothing is opened.
+        """Read the message of `write_index`, without opening files.
 
         Args:
-            data: the index.
-            path: the checkpoint here, for messages.
-            folder: where its files are here.
+            data: the message.
+            path: the checkpoint on this rank, for messages.
+            folder: the folder of its files on this rank.
         """
         document = parse_json(zlib.decompress(data))
         shards = document["shards"]
@@ -124,17 +118,13 @@ class Index:
         return cls(made, samples, document["digests"], places)
 
     def check(self) -> list[str]:
-        """Compare the files here with those that were indexed.
+        """Compare the files of this rank with those of rank 0; the names of missing ones.
 
-        The digests of all tensors are compared where both have a sidecar with them. Lengths are
-        compared, and some blocks of 4 KiB all over each file: a checkpoint of the same shapes that
-        was trained on has other values everywhere. Of a URL nothing is looked at.
-
-        Returns:
-            The names of files that are not here.
+        Lengths are compared, and blocks of 4 KiB all over each file: training changes values
+        everywhere. If both have a sidecar, so are the digests of all tensors. URLs are not opened.
 
         Raises:
-            CheckpointError: a file is not the one that was indexed.
+            CheckpointError: a file differs.
         """
         missing = []
         for header in self.checkpoint.shards:
@@ -180,11 +170,7 @@ class Index:
         )
 
     def is_sampled(self, host: str) -> bool:
-        """Whether files here are others than rank 0's, and only blocks of them were compared.
-
-        Args:
-            host: what tells this host from others, as `write_index` was given it.
-        """
+        """Whether the files are not those on rank 0's disk, and only blocks were compared."""
         local = [h for h in self.checkpoint.shards if not isinstance(h.path, Url) and h.state]
         alike = all(_place(h, host) == list(self.places.get(h.path.name, ())) for h in local)
         return not alike and not (self.digests and _digests(self.checkpoint))
@@ -192,10 +178,10 @@ class Index:
 
 def _header(shard: Mapping[str, Any], path: Location) -> Header:
     state = None
-    if isinstance(path, Url):  # every answer is compared with it
+    if isinstance(path, Url):  # every answer must have this version
         path = path.of_version(shard["version"])
     else:
-        with suppress(OSError):  # `Index.check` says what is missing, and compares what is there
+        with suppress(OSError):  # `Index.check` finds missing files
             state = FileState.of(path)
     dtypes = [BY_CODE[code] for code in shard["codes"]]
     at = shard["data_start"]
@@ -221,7 +207,7 @@ def _header(shard: Mapping[str, Any], path: Location) -> Header:
 
 
 def _place(header: Header, host: str) -> list[Any]:
-    """Where a file is: on the same host, filesystem and inode it is the same one."""
+    """Host, filesystem and inode, which identify a file."""
     return [host, header.state.device, header.state.inode] if header.state is not None else []
 
 
@@ -230,16 +216,16 @@ def _folder(checkpoint: Checkpoint) -> Location:
 
 
 def _digests(checkpoint: Checkpoint) -> str:
-    """The first digits of the digests that a sidecar has of all tensors; "" where there is none.
+    """The first digits of a sidecar's digests of all tensors; "" if it lacks any.
 
-    The tensors of other formats than safetensors have other names there, and their own digests.
+    The sidecar names tensors of other formats differently, and has their own digests.
     """
     folder = _folder(checkpoint) if checkpoint.shards else None
     if not isinstance(folder, Path) or not (folder / SIDECAR).is_file():
         return ""
     try:
         known = Digests.read(folder / SIDECAR).tensors
-    except CheckpointError:  # of a newer version, or not to be read: it says nothing here
+    except CheckpointError:  # of a newer version, or unreadable
         return ""
     infos = checkpoint.tensors.values()
     found = [known.get(info.name) for info in infos]
@@ -254,16 +240,12 @@ def _at(digests: str, at: int) -> str:
 
 
 def _tuples(values: Sequence[Any]) -> Iterator[Any]:
-    """Values of a record, with the tuples that JSON made lists of."""
+    """Values of a record, with lists of JSON as tuples."""
     return (tuple(value) if isinstance(value, list) else value for value in values)
 
 
 def check_present(checkpoint: Checkpoint, missing: Sequence[str]) -> None:
-    """Refuse to load from files that are not there.
-
-    Raises:
-        ShardNotFoundError: tensors are in files that `Index.check` missed.
-    """
+    """Raise ShardNotFoundError if tensors are in files that `Index.check` missed."""
     wanted = {info.shard.name for info in checkpoint.tensors.values()}
     gone = [name for name in missing if name in wanted]
     if gone:

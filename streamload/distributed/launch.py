@@ -1,4 +1,4 @@
-"""How this process was launched, and the group that goes with it."""
+"""The launcher of this process, and its group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamload.distributed.group import Alone, Group, Launch
+from streamload.distributed.group import Alone, Launch, ProcessGroup
 from streamload.errors import NodeError, PeerFailedError
 
 _TORCH_LOG = "TORCH_CPP_LOG_LEVEL"
@@ -21,7 +21,7 @@ _PORTS = range(20_000, 32_000)  # free of services, and below what systems hand 
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """The environment variables of a launcher, in the order in which they count."""
+    """The environment variables of a launcher; the first of several that is set counts."""
 
     name: str
     engine: str
@@ -34,7 +34,7 @@ class _Launcher:
 
 _STEP = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS")  # set by srun, and not in a batch script
 
-#: The one asked for most directly first: a program under torchrun under srun sees both.
+#: The most specific first: a program under torchrun under srun sees both.
 _LAUNCHERS = (
     _Launcher(
         "RANK and WORLD_SIZE",
@@ -68,18 +68,15 @@ _LAUNCHERS = (
     ),
 )
 
-#: Engines by launcher's hint, in the order in which they are tried.
+#: Engines by a launcher's hint, in the order of trial.
 _ENGINES = {"torch": ("torch",), "mpi": ("mpi", "torch")}
 
-#: What to install for each.
+#: The packages of each engine.
 _PACKAGES = {"torch": "torch", "mpi": "mpi4py and an MPI library (streamload[mpi])"}
 
 
 def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
-    """What the launcher of this process told it, or None where there is none.
-
-    Args:
-        environ: environment variables; those of the process where left out.
+    """The launcher's variables in ``environ`` (default: of the process); None if there is none.
 
     Raises:
         NodeError: variables that are no numbers, or a rank outside of the group.
@@ -109,12 +106,12 @@ def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
 
 
 def node_name() -> str:
-    """What to call this host in plans: ``STREAMLOAD_NODE_ID``, else the host's name."""
+    """The name of this host in plans: ``STREAMLOAD_NODE_ID``, else the host's name."""
     return os.environ.get("STREAMLOAD_NODE_ID") or socket.gethostname()
 
 
 def host_id() -> str:
-    """What tells this host from others: boards made from one image have the same name."""
+    """A unique id of this host: boards with one image have the same name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux
@@ -122,19 +119,20 @@ def host_id() -> str:
     return f"{socket.gethostname()} {boot}"
 
 
-def open_group(group: object = None, timeout: float = 60.0) -> Group:
-    """The group that this process loads with.
+def open_group(group: object = None, timeout: float = 60.0) -> ProcessGroup:
+    """The group of this process.
 
     Args:
-        group: a Group, a ``torch.distributed.ProcessGroup``, an mpi4py communicator, or None for
-            what the program has set up (``init_process_group``) or else the launcher has told.
-        timeout: seconds that the meeting and each collective may take.
+        group: a ``distributed.Group``, returned as it is; a ``torch.distributed.ProcessGroup``; an
+            mpi4py communicator; or None: torch's default group (``init_process_group``) if it
+            exists, else the launcher's.
+        timeout: seconds for the meeting and each collective.
 
     Returns:
-        A group, to be closed by the caller; one that was given as a Group is returned as it is.
+        A group; the caller closes it, unless it was given.
 
     Raises:
-        NodeError: there is a launcher, and no engine to go with it is installed or works.
+        NodeError: no engine for the launcher is installed or works.
         PeerFailedError: not all ranks came.
         TypeError: ``group`` is none of these.
     """
@@ -144,11 +142,11 @@ def open_group(group: object = None, timeout: float = 60.0) -> Group:
             launch = find_launch()
             return Alone() if launch is None or launch.size == 1 else _launched(launch, timeout)
         group = distributed.group.WORLD
-    if isinstance(group, Group):
+    if isinstance(group, ProcessGroup):
         return group
     for engine, module in (("torch", "torch"), ("mpi", "mpi4py.MPI")):
         if module in sys.modules and _engine(engine).is_group(group):
-            wrapped: Group = _engine(engine).wrap(group, timeout)
+            wrapped: ProcessGroup = _engine(engine).wrap(group, timeout)
             return wrapped
     raise TypeError(
         f"{type(group).__name__} is not a group: give a streamload Group, a "
@@ -156,16 +154,16 @@ def open_group(group: object = None, timeout: float = 60.0) -> Group:
     )
 
 
-def _launched(launch: Launch, timeout: float) -> Group:
+def _launched(launch: Launch, timeout: float) -> ProcessGroup:
     problems = []
     for engine in _ENGINES[launch.engine_hint]:
         try:
-            opened: Group = _engine(engine).launched(launch, timeout)
+            opened: ProcessGroup = _engine(engine).launched(launch, timeout)
         except PeerFailedError:
             raise
         except NodeError as error:
             problems.append(f"{engine}: {error.problem}")
-        except (ImportError, OSError, RuntimeError) as error:  # not there, or its library is not
+        except (ImportError, OSError, RuntimeError) as error:  # it or its library is missing
             problems.append(f"{engine}: {error}: install {_PACKAGES[engine]}")
         else:
             return opened
@@ -175,7 +173,7 @@ def _launched(launch: Launch, timeout: float) -> Group:
 
 
 def _number(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    """The first of the variables that is set."""
+    """The number in the first variable that is set."""
     for name in names:
         if name in env:
             if not env[name].isdecimal():
@@ -185,7 +183,7 @@ def _number(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
 
 
 def _meeting(env: Mapping[str, str]) -> str:
-    """Where torch's ranks meet, as a URL; "" where nothing says so."""
+    """The URL at which torch's ranks meet; "" if unknown."""
     if env.get("MASTER_ADDR") and env.get("MASTER_PORT"):
         return "env://"
     if not all(name in env for name in (*_STEP, "SLURM_JOB_ID", "SLURM_STEP_NODELIST")):
@@ -198,8 +196,7 @@ def _meeting(env: Mapping[str, str]) -> str:
 
 
 def _engine(name: str) -> Any:
-    # Read once, when torch is loaded. Where the program has not done that, c10d alone would say
-    # anything, and what it warns of is raised in one line.
+    # torch reads it once, at import; c10d's warnings are raised as errors of one line
     quiet = _TORCH_LOG not in os.environ and "torch" not in sys.modules
     if quiet:
         os.environ[_TORCH_LOG] = "ERROR"

@@ -1,4 +1,4 @@
-"""`load_state_dict`, `offload` and `plan` of a group of ranks, stage by stage."""
+"""`load_state_dict`, `offload` and `plan` of a group of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from streamload.core.interrupt import deferred_interrupt
 from streamload.core.memory import BudgetLike
 from streamload.core.patterns import Patterns
 from streamload.core.progress import Progress, reporting
-from streamload.distributed.gather import Gatherer, shared_ranges
+from streamload.distributed.gather import CollectiveReader, shared_ranges
 from streamload.distributed.launch import host_id, node_name, open_group
 from streamload.distributed.negotiate import Agreement, Asked, own_device
 from streamload.distributed.session import Session
@@ -42,10 +42,10 @@ from streamload.verification.verify import checksums
 
 Verify = Literal["crc32", "none"]
 
-_LOOK_S = 0.1  # between looks for Ctrl-C and losses, while others need what this rank reads
-_LISTED = 8  # names shown in a message
-_REPORTED = ("tensors", "read", "resident", "seconds", "pass")  # of a rank, when all have loaded
-_PARTS = 256  # that are compared at once, where a tensor is looked for
+_LOOK_S = 0.1  # between checks for Ctrl-C and losses, while others need this rank's blocks
+_LISTED = 8  # names in a message
+_REPORTED = ("tensors", "read", "resident", "seconds", "pass")  # of each rank, after the load
+_PARTS = 256  # compared at once in the search for a tensor that differs
 
 
 class ClusterPlanOptions(WeightOptions, NameOptions, total=False):
@@ -144,7 +144,7 @@ def load_state_dict(
             each need a budget in bytes.
         group: all ranks. None: what the launcher says (torchrun, mpirun, srun, or the
             environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT). Or a
-            torch.distributed ProcessGroup, an mpi4py communicator, or a `nodes.group.Group`.
+            torch.distributed ProcessGroup, an mpi4py communicator, or a `Group`.
         split: "layers": contiguous whole layers, the fullest share as small as can be, embedding
             and head where they are used. "replicate": everything on every rank. "balanced": whole
             tensors, in no order. Or a function of the nodes and of the bytes by parameter name,
@@ -208,7 +208,7 @@ def load_state_dict(
             read_nbytes = gatherer.read_nbytes if gatherer is not None else report.read_nbytes
         dtypes = {p.name: p.dst.name for p in load.plan.placements}
         with _stated(load):
-            nodes = _verified(session, asked, agreed, dtypes, report, read_nbytes, 0, model)
+            nodes = _verified(agreed, dtypes, report, (read_nbytes, 0), model)
         notes = (*report.notes, *agreed.notes)
         return replace(report, nodes=nodes, seconds=clock.seconds, notes=notes)
 
@@ -287,7 +287,7 @@ def offload(
             dtypes = dict(zip(prepared.wants.names, (d.name for d in prepared.dsts), strict=True))
             each_nbytes = report.read_nbytes, prepared.plan.read_nbytes
             with _stated(prepared.load):
-                nodes = _verified(session, asked, agreed, dtypes, report, *each_nbytes, model)
+                nodes = _verified(agreed, dtypes, report, each_nbytes, model)
     except BaseException:
         for offloaded in begun:
             offloaded.close()
@@ -299,16 +299,16 @@ def offload(
 
 @contextmanager
 def _meeting(group: object, timeout: float) -> Iterator[Session]:
-    """Meet the others; what this rank raises ends it for all."""
+    """Meet the others; an error of this rank ends the session for all."""
     if not (isinstance(timeout, (int, float)) and timeout > 0 and math.isfinite(timeout)):
         raise ValueError(f"timeout is a number of seconds above zero, not {timeout!r}")
     opened = open_group(group, timeout)
-    torn = True  # whether ranks may wait for each other in a collective
+    torn = True  # whether ranks may still wait in a collective
     try:
         with Session(opened, node_name(), host_id(), timeout_s=timeout) as session:
             try:
                 yield session
-            except Exception as error:  # that of a stage is raised by all
+            except Exception as error:  # all raise the error of a stage
                 torn = session.loading or isinstance(error, PeerFailedError)
                 raise
         torn = False
@@ -318,8 +318,10 @@ def _meeting(group: object, timeout: float) -> Iterator[Session]:
 
 
 @contextmanager
-def _gathered(session: Session, agreed: Agreement, load: Decision) -> Iterator[Gatherer | None]:
-    """What is read by all ranks together, where all load the same."""
+def _gathered(
+    session: Session, agreed: Agreement, load: Decision
+) -> Iterator[CollectiveReader | None]:
+    """Read files together, if all ranks load the same tensors."""
     if agreed.plan.split != "replicate" or session.group.size == 1:
         yield None
         return
@@ -328,7 +330,9 @@ def _gathered(session: Session, agreed: Agreement, load: Decision) -> Iterator[G
     mine = shared_ranges(load.checkpoint, load.plan.placements)
     reader = agreed.options.reader
     kinds = {header.path: resolve_reader(header.path, reader) for header in whole.shards}
-    with Gatherer(session.group, whole, shared, mine, kinds, agreed.block_nbytes) as gatherer:
+    with CollectiveReader(
+        session.group, whole, shared, mine, kinds, agreed.block_nbytes
+    ) as gatherer:
         yield gatherer
 
 
@@ -337,19 +341,10 @@ def _loaded(
     load: Decision,
     begin: Callable[[Progress], LoadReport],
     total: int,
-    gatherer: Gatherer | None,
+    gatherer: CollectiveReader | None,
     progress: Progress,
 ) -> LoadReport:
-    """Stream this rank's part, and wait until all have.
-
-    Args:
-        session: the ranks.
-        load: what this rank loads.
-        begin: loads it.
-        total: the bytes that all read.
-        gatherer: what is read by all together.
-        progress: what is told of it.
-    """
+    """Stream this rank's part, and wait until all have; ``total`` counts the bytes of all ranks."""
     heartbeat = session.heartbeat
     session.loading = True
     with reporting(progress if session.me.rank == 0 else False, total) as tell:
@@ -385,7 +380,7 @@ def _loaded(
 
 @contextmanager
 def _stated(load: Decision) -> Iterator[None]:
-    """Say of an error that it came when this rank's own part was done."""
+    """Note on an error that this rank's own part is loaded."""
     try:
         yield
     except BaseException as error:
@@ -397,29 +392,24 @@ def _stated(load: Decision) -> Iterator[None]:
 
 
 def _verified(
-    session: Session,
-    asked: Asked,
     agreed: Agreement,
     dtypes: Mapping[str, str],
     report: LoadReport,
-    read_nbytes: int,
-    pass_nbytes: int,
+    read_nbytes: tuple[int, int],
     model: Any,
 ) -> tuple[NodeReport, ...]:
-    """See that each parameter is where it was planned, and that replicas agree.
+    """Check that each parameter is on its planned rank, and that replicas agree.
+
+    Ranks exchange digests of names and checksums, and search for tensors only if digests differ.
 
     Args:
-        session: the ranks.
-        asked: what was asked for.
-        agreed: what was planned.
-        dtypes: of each parameter of this rank's model that is there now, or streams.
-        report: what loading did.
-        read_nbytes: file bytes that this rank read.
-        pass_nbytes: file bytes that a pass reads.
+        agreed: the plan.
+        dtypes: of each parameter of this rank's model that is loaded, or streams.
+        report: of this rank.
+        read_nbytes: file bytes that this rank read, and that a pass reads.
         model: the model.
-
-    Digests are compared, of names and of checksums: what differs is looked for only where they do.
     """
+    session, asked = agreed.session, agreed.asked
     complete = asked.options.strict and asked.options.shapes == "error"
     plan, name_of = agreed.plan, agreed.names
     replicas = plan.replicas()
@@ -444,14 +434,14 @@ def _verified(
             "names": _digest([name for name in mine if name in dtypes]),
             "dtypes": [_digest([dtypes.get(n) for n in names]) for _, names in replicas],
             "sums": [_digest([sums.get(n) for n in names]) for _, names in replicas],
-            "read": read_nbytes,
+            "read": read_nbytes[0],
             "resident": report.resident_nbytes,
             "seconds": report.seconds,
-            "pass": pass_nbytes,
+            "pass": read_nbytes[1],
         }
 
     answers = session.exchange("what it loaded", loaded)
-    planned: dict[int, str] = {}  # replicas have one list
+    planned: dict[int, str] = {}  # replicas share a list
     for share in plan.shares:
         digest = planned.setdefault(id(share.parameters), _digest(share.parameters))
         if complete and answers[share.rank]["names"] != digest:
@@ -474,7 +464,7 @@ def _digest(values: Sequence[object]) -> str:
 def _raise_odd(
     session: Session, ranks: Sequence[int], names: Sequence[str], sums: Mapping[str, int | None]
 ) -> NoReturn:
-    """Raise NodeError for the replica that is not as most are; all ranks call this."""
+    """Raise NodeError for the replica that differs from most; all ranks call this."""
     while len(names) > 1:
         step = -(-len(names) // _PARTS)
         parts = [names[at : at + step] for at in range(0, len(names), step)]

@@ -1,11 +1,10 @@
 """A group over MPI, by mpi4py, on a communicator of its own.
 
-MPI's own waits keep a processor busy and have no end; here every wait is a loop of tests and naps
-with a deadline. MPI is started when the first group is opened, unless the program has started it.
+MPI's own waits spin without end; here every wait is a loop of tests and sleeps with a deadline.
+The first group initializes MPI, unless the program did.
 
-What MPI does about a process that died is up to it and its launcher: by default ``mpirun`` ends
-all the others. Where it lets them go on (``mpirun --enable-recovery``), or where the process only
-hangs, they get PeerFailedError.
+If a process dies, ``mpirun`` by default ends all others. If it lets them run
+(``mpirun --enable-recovery``), or the process hangs, they get PeerFailedError.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from streamload.distributed.group import Engine, Group, Launch, Store, check_blocks, lost
-from streamload.distributed.store import open_store
+from streamload.distributed.group import Engine, Launch, ProcessGroup, check_blocks, lost
+from streamload.distributed.store import SharedStore, open_store
 from streamload.errors import NodeError
 
 _NAPS_S = (2e-5, 1e-2)  # the shortest and the longest; between them, a thousandth of the wait
 
-#: What a lost peer left unfinished: requests, and their memory, which MPI may still write to. If
-#: there is any, MPI cannot be ended in order: that would wait for the peer.
+#: Requests that a lost peer left unfinished, with their memory, which MPI may still write to.
+#: If there are any, MPI is not finalized: that would wait for the peer.
 _unfinished: list[object] = []
 
 
@@ -38,23 +37,22 @@ class MpiGroup(Engine):
         self._errors = (mpi.Exception, TimeoutError)
         self._mpi = mpi
         self._timeout = timeout
-        self._shared = open_store(self, timeout)
-        self.store: Store = self._shared
+        self.store: SharedStore = open_store(self, timeout)
 
     def _broadcast(self, part: memoryview, root: int) -> None:
         self._begin("Ibcast", [part, self._mpi.BYTE], root)()
 
     def all_gather_begin(self, mine: memoryview, out: memoryview) -> Callable[[], None]:
-        """See `Group.all_gather_begin`."""
+        """See `ProcessGroup.all_gather_begin`."""
         check_blocks(mine, out, self.size)
         here = self.rank * mine.nbytes
-        # through its own place in the output: MPI forbids that the two overlap
+        # in place: MPI forbids that input and output overlap
         out.cast("B")[here : here + mine.nbytes] = mine.cast("B")
         return self._begin("Iallgather", self._mpi.IN_PLACE, [out, mine.nbytes, self._mpi.BYTE])
 
     def close(self, failed: bool = False) -> None:
-        """Leave the store, rank 0 last, and give back the communicator."""
-        self._shared.close()
+        """Leave the store, rank 0 last, and free the communicator."""
+        self.store.close()
         if failed:
             _unfinished.append(self._library)
         elif self._library is not None and not self._failed:
@@ -71,16 +69,12 @@ class MpiGroup(Engine):
 
         return wait
 
-    def _told(self, error: Exception) -> str:
+    def _message(self, error: Exception) -> str:
         return f"MPI: {error}"
 
 
-def launched(launch: Launch, timeout: float) -> Group:
-    """The group of all ranks that ``mpirun``, ``mpiexec`` or ``srun`` started.
-
-    Args:
-        launch: what it told.
-        timeout: seconds of each collective.
+def launched(launch: Launch, timeout: float) -> ProcessGroup:
+    """The group of all ranks of ``mpirun``, ``mpiexec`` or ``srun``.
 
     Raises:
         PeerFailedError: not all of them came.
@@ -99,16 +93,8 @@ def launched(launch: Launch, timeout: float) -> Group:
     return wrap(world, timeout)
 
 
-def wrap(comm: Any, timeout: float) -> Group:
-    """A group of the ranks of an mpi4py communicator, over a duplicate of it.
-
-    Args:
-        comm: an ``mpi4py.MPI.Intracomm``.
-        timeout: seconds of each collective.
-
-    Raises:
-        PeerFailedError: a rank does not answer.
-    """
+def wrap(comm: Any, timeout: float) -> ProcessGroup:
+    """A group over a duplicate of an ``mpi4py.MPI.Intracomm``."""
     mpi = _start()
     own, request = comm.Idup()
     try:
@@ -121,17 +107,17 @@ def wrap(comm: Any, timeout: float) -> Group:
 
 
 def is_group(thing: object) -> bool:
-    """Whether something is a communicator of mpi4py's."""
+    """Whether this is a communicator of mpi4py."""
     from mpi4py import MPI
 
     return isinstance(thing, MPI.Intracomm)
 
 
 def _start() -> Any:
-    """MPI, running; it ends with the program."""
+    """Initialize MPI; it is finalized at exit."""
     import mpi4py
 
-    # importing it would start it, and have it wait at exit for processes that are gone
+    # by default the import initializes MPI, and exit waits for lost processes
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
     from mpi4py import MPI
 
@@ -150,13 +136,13 @@ def _start() -> Any:
 def _finish() -> None:
     from mpi4py import MPI
 
-    # nor after an exception that nobody caught: the others may wait for this rank
+    # nor after an uncaught exception: the others may wait for this rank
     if not _unfinished and not hasattr(sys, "last_value") and not MPI.Is_finalized():
         MPI.Finalize()
 
 
 def _wait(request: Any, timeout: float) -> None:
-    """Test, nap, and again; MPI moves data in the tests only."""
+    """Test and sleep in a loop; MPI moves data in tests only."""
     shortest, longest = _NAPS_S
     began = time.monotonic()
     while not request.Test():

@@ -1,7 +1,4 @@
-"""What the ranks of a load agree on before any of them loads: who loads what, and how.
-
-These are the stages INDEX, OFFER and PLAN of `streamload.distributed`.
-"""
+"""The stages INDEX, OFFER and PLAN of `streamload.distributed`: one plan for all ranks."""
 
 from __future__ import annotations
 
@@ -50,15 +47,15 @@ from streamload.planning.shares import (
 from streamload.planning.sources import Source
 from streamload.planning.suggest import Wanted
 
-#: The options that decide what a plan is, whatever a rank's budget is.
+#: The options that determine a plan, besides budgets.
 _PLANNED = (WeightOptions.__annotations__ | NameOptions.__annotations__).keys() - {"reserve"}
 _Suggest = Callable[[], Sequence[Suggestion]]
-_REPLANS = 3  # how often nodes may find that a plan does not fit with their staging
+_REPLANS = 3  # tries, if a plan does not fit with a node's staging
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a call asks for, the same on every rank but for the path, the budget and the device."""
+    """The arguments of a call; path, budget and device may differ by rank."""
 
     path: str | os.PathLike[str]
     options: Options
@@ -89,7 +86,7 @@ class Asked:
 
     @property
     def terms(self) -> dict[str, str]:
-        """What must be the same on every rank, as text, beside what a plan's digest is of."""
+        """The arguments that must agree on all ranks and are not in the plan's digest, as text."""
         rules = {p: dtype.name if dtype else "checkpoint" for p, dtype in self.options.policy.rules}
         dtype: object = rules or None
         if rules.keys() == {"*"}:
@@ -110,43 +107,40 @@ class Asked:
 
 
 class Agreement:
-    """What all ranks know before anyone loads.
+    """The plan of all ranks, and this rank's part of it.
 
     Attributes:
+        session: the ranks.
+        asked: the arguments of the call.
         index: the checkpoint.
-        place: the model and the device of this rank; None where no device was looked at.
-        options: with this rank's part of the host.
-        block_nbytes: most that is exchanged at once, under "replicate".
-        plan: who loads what.
-        notes: what a user may want to know, one sentence each.
-        names: by the names of this rank's model, what the plan calls its parameters.
+        place: the model and the device of this rank; None if no device was opened.
+        options: with this rank's share of the host.
+        block_nbytes: most bytes exchanged at once, under "replicate".
+        plan: the share of each rank.
+        notes: for the report, one sentence each.
+        names: names of parameters in the plan, by their names in this rank's model.
     """
 
     def __init__(self, session: Session, asked: Asked, model: Any) -> None:
-        """Go through the stages up to the plan; without a model, of a part without one."""
-        self._session, self._asked = session, asked
+        self.session, self.asked = session, asked
         self.place: Place | None = None
 
         def write() -> bytes:
             found = open_checkpoint(asked.path)
-            # decided once for all; that all ask alike is seen when they have planned
-            blocks = model is not None  # which has floats, unless a dtype is asked for
+            # rank 0 decides for all; plans are compared later
+            blocks = model is not None  # a model has floats, unless a dtype is given
             weights = weights_asked(found, asked.options.policy, blocks=blocks)
             return json.dumps(weights).encode() + b"\n" + write_index(found, session.me.host)
 
         weights, _, data = session.share("the checkpoint", write).partition(b"\n")
 
-        checked: list[tuple[Index, list[str]]] = []
-
-        def check() -> bool:
+        def check() -> tuple[tuple[Index, list[str]], bool]:
             index = Index.read(data, *locate(asked.path))
             missing = index.check()
             made = dequantised(index.checkpoint, json.loads(weights))
-            checked.append((replace(index, checkpoint=made), missing))
-            return index.is_sampled(session.me.host)
+            return (replace(index, checkpoint=made), missing), index.is_sampled(session.me.host)
 
-        sampled = session.exchange("its files", check)
-        ((self.index, self._missing),) = checked
+        (self.index, self._missing), sampled = session.stage("its files", check)
         nodes = [member.node for member in session.members if sampled[member.rank]]
         self.notes = (f"{', '.join(nodes)}: {SAMPLED}",) if nodes else ()
         offers = session.exchange("its device", lambda: self._offer(model) | {"terms": asked.terms})
@@ -162,11 +156,10 @@ class Agreement:
         self.options = session.step("its options", self._mine)
 
     def _offer(self, model: Any) -> dict[str, Any]:
-        """What this rank's device may hold, and how it would decide about bfloat16."""
-        options, name = self._asked.options, self._asked.device or "device"
-        checkpoint, sharing = self.index.checkpoint, self._session.me.local_size
-        # what is exchanged is a part of what was stated for the host; else it comes beside what is
-        # staged, 32 MiB of a host for all ranks there or a little more
+        """Offer this rank's budget, its memory for blocks, and whether it computes in bfloat16."""
+        options, name = self.asked.options, self.asked.device or "device"
+        checkpoint, sharing = self.index.checkpoint, self.session.me.local_size
+        # blocks are part of a stated host budget; else they add about 32 MiB a host to the staging
         room = BLOCKS * BLOCK_NBYTES // sharing
         if options.budget.host_stated:
             room = options.budget.host_nbytes // sharing - MIN_HOST_NBYTES
@@ -178,13 +171,13 @@ class Agreement:
         (spec,) = self.place.specs(options, undecided)
         nbytes, reserved = spec.budget_nbytes, options.reserve_nbytes
         if not options.budget.is_stated(spec.name) and spec.info.shared_memory:
-            # all ranks of this host found the same memory free, and each keeps some of it so
+            # all ranks of this host see the same free memory
             nbytes = max((nbytes + reserved) // sharing - reserved, 0)
         return {"room": room, "budget": nbytes, "bf16": spec.native_bf16 if undecided else None}
 
     def _look(self, model: Any, options: Options) -> Place:
-        """The model, and the one device that this rank loads to."""
-        place = Place.look(model, self.index.checkpoint, options, self._asked.device)
+        """Open the model and the one device of this rank."""
+        place = Place.look(model, self.index.checkpoint, options, self.asked.device)
         if len(place.devices.opened) != 1:
             raise ValueError(
                 f"a rank loads to one device, not {len(place.devices.opened)}: start a rank for "
@@ -193,9 +186,9 @@ class Agreement:
         return place
 
     def _check_terms(self, offers: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse ranks that were asked for different things."""
-        here, wanted = self._session.members[0].node, offers[0]["terms"]
-        for member in self._session.members:
+        """Refuse arguments that differ."""
+        here, wanted = self.session.members[0].node, offers[0]["terms"]
+        for member in self.session.members:
             terms = offers[member.rank]["terms"]
             for name in (name for name in terms if terms[name] != wanted[name]):
                 raise PlanMismatchError(
@@ -205,8 +198,8 @@ class Agreement:
                 )
 
     def _check_alike(self, offers: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse devices that would not hold the same dtypes, where no dtype was asked for."""
-        members = self._session.members
+        """Refuse devices that would choose other dtypes, if no dtype was given."""
+        members = self.session.members
         runs = {True: "computes in bfloat16", False: "has no bfloat16", None: "was not asked"}
         for member in members:
             here, first = offers[member.rank]["bf16"], offers[0]["bf16"]
@@ -218,8 +211,8 @@ class Agreement:
                 )
 
     def _mine(self) -> Options:
-        """The options with this rank's part of its host."""
-        options, session = self._asked.options, self._session
+        """The options with this rank's share of its host."""
+        options, session = self.asked.options, self.session
         sharing = session.me.local_size
         opened = self.place.devices.opened if self.place is not None else {}
         infos = [device.info for device in opened.values()]
@@ -227,7 +220,7 @@ class Agreement:
         staging, held = options.budget.host_nbytes // sharing, 0
         nbytes = max(self._budgets[session.me.rank] + options.reserve_nbytes, 1)
         reader, reserve_nbytes = options.reader, options.reserve_nbytes
-        if self._asked.split == "replicate" and session.group.size > 1:
+        if self.asked.split == "replicate" and session.group.size > 1:
             if reader in ("mmap", "direct"):
                 raise ValueError(
                     'split="replicate" reads files by pread, for all ranks together, and not with '
@@ -262,8 +255,8 @@ class Agreement:
         )
 
     def _planned(self, budgets: Sequence[int]) -> ClusterPlan:
-        """Plan, and see that all planned the same."""
-        session, asked, checkpoint = self._session, self._asked, self.index.checkpoint
+        """Plan, and compare the digests of all ranks."""
+        session, asked, checkpoint = self.session, self.asked, self.index.checkpoint
         passes: dict[str, int] = {}
 
         def planned(nodes: Sequence[Node]) -> Plan:
@@ -273,22 +266,19 @@ class Agreement:
             passes.update(found.pass_nbytes)
             return found.plan
 
-        made: list[ClusterPlan] = []
-        problems: list[StreamloadError] = []
-
-        def plan() -> str:
+        def plan() -> tuple[ClusterPlan | StreamloadError, str]:
             rank, path = session.me.rank, str(checkpoint.path)
             try:
                 weight_of = {name: group.name for name, group in checkpoint.members.items()}
                 asked_for = (budgets, asked.split, planned, weight_of)
                 fits = asked.offload is None
                 found = make_shares(path, rank, session.members, *asked_for, fits=fits)
-                made.append(found.with_passes(passes))
-            except (PlanInfeasibleError, NodeError) as error:  # found by all, if all asked alike
-                problems.append(error)
-            return made[0].digest if made else str(problems[0])
+                found = found.with_passes(passes)
+            except (PlanInfeasibleError, NodeError) as error:  # of all ranks, if arguments agree
+                return error, str(error)
+            return found, found.digest
 
-        plans = session.exchange("its plan", plan)
+        made, plans = session.stage("its plan", plan)
         here, first = session.members[0].node, plans[0]
         for member in session.members:
             if plans[member.rank] != first:
@@ -298,14 +288,14 @@ class Agreement:
                     "split must give the same on every rank; where each rank's model numbers its "
                     f"own layers, write {LOCAL_LAYERS}",
                 )
-        if problems:
-            raise self._or_offload(problems[0])
-        return made[0]
+        if isinstance(made, StreamloadError):
+            raise self._or_offload(made)
+        return made
 
     @property
     def _given(self) -> dict[str, Any]:
-        """The options of a plan of all nodes."""
-        asked = self._asked
+        """The options of a plan for all nodes."""
+        asked = self.asked
         given = {name: value for name, value in asked.given.items() if name in _PLANNED}
         return given | {"out_of_range": asked.options.out_of_range}
 
@@ -315,15 +305,15 @@ class Agreement:
         return split_offload(checkpoint, nodes=nodes, tokens=tokens, stay=stay, **self._given)
 
     def _or_offload(self, error: StreamloadError) -> StreamloadError:
-        """The error of what does not fit, which names what would let it run."""
-        asked, members = self._asked, self._session.members
+        """Add to an error of size that `offload` would run the model, if so."""
+        asked, members = self.asked, self.session.members
         layers = asked.split == "layers" and asked.offload is None and not asked.options.quant
         if not isinstance(error, PlanInfeasibleError) or not layers:
             return error
         try:
             nodes = ordered(Node(m.node, self._offered[m.rank]) for m in members)
             found = self._split_offload(nodes, OffloadAsked.read(None, (), (), 0, DEFAULTS))
-        except (StreamloadError, ValueError):  # nor is that a way
+        except (StreamloadError, ValueError):  # it would not, either
             return error
         read = format_bytes(max(found.pass_nbytes.values()))
         return error.suggesting(
@@ -331,29 +321,27 @@ class Agreement:
         )
 
     def prepare(self) -> Decision:
-        """Plan this rank's own load, and see that all can.
+        """Plan this rank's own load; all ranks do.
 
-        What a load takes beside weights (scratch, the allocator's rounding) is known to the rank
-        alone. Where it does not fit, all plan again with that node's budget made smaller by as
-        much.
+        Only the rank knows the auxiliary memory of a load (scratch, the allocator's rounding). If
+        that does not fit, all plan again with that node's budget reduced by the difference.
         """
-        made: list[Decision] = []
 
-        def prepare(last: bool) -> int:
+        def prepare(last: bool) -> tuple[Decision | None, int]:
             place = self.place or self._look(None, self.options)
             try:
-                made.append(self._own_load(place))
+                own, part, options, fill, suggest = self._own(place)
+                load = Decision.make(own, part, options, (fill, [], {}), suggest, ())
             except PlanInfeasibleError as error:
                 if last or error.device not in place.devices.opened:
                     raise self._or_offload(error) from None
-                return error.needed_nbytes - error.budget_nbytes
-            return 0
+                return None, error.needed_nbytes - error.budget_nbytes
+            return load, 0
 
-        again = _REPLANS if self._asked.split in ("layers", "balanced") else 0
+        again = _REPLANS if self.asked.split in ("layers", "balanced") else 0
         for left in range(again, -1, -1):
-            made.clear()
-            short = self._session.exchange("its part", partial(prepare, not left))
-            if not any(short):
+            load, short = self.session.stage("its part", partial(prepare, not left))
+            if load is not None and not any(short):
                 break
             share = {s.rank: s.nbytes for s in self.plan.shares}
             self._budgets = tuple(
@@ -363,54 +351,43 @@ class Agreement:
             try:
                 self.plan = self._planned(self._budgets)
             except PlanInfeasibleError as error:
-                members = self._session.members
+                members = self.session.members
                 rank = next((m.rank for m in members if m.node == error.device), None)
                 if rank is None:
                     raise
-                raise PlanInfeasibleError(  # of what was stated, with what else the load takes
+                raise PlanInfeasibleError(  # of the stated budget, with the auxiliary memory
                     error.device,
                     error.needed_nbytes + self._offered[rank] - self._budgets[rank],
                     self._offered[rank],
                     largest=error.largest,
                     would_fit=error.would_fit,
                 ) from None
-        return made[0]
+        assert load is not None
+        return load
 
     def prepare_offload(self) -> tuple[Prepared, int]:
-        """Decide what of this rank's share stays, and see that all can; beside it, what all read.
+        """Decide which part of this rank's share stays; with the bytes that all ranks read."""
 
-        Raises:
-            PlanInfeasibleError: this rank's budget is too small for the least of its share.
-            NodeError: that of another is.
-        """
-        made: list[Prepared] = []
-
-        def prepare() -> int:
+        def prepare() -> tuple[Prepared, int]:
             place = self.place or self._look(None, self.options)
             own, part, options, fill, suggest = self._own(place)
-            assert self._asked.offload is not None
+            assert self.asked.offload is not None
             found = Prepared.make(
-                *(own, part, options, (fill, [], {}), self._asked.offload),
+                *(own, part, options, (fill, [], {}), self.asked.offload),
                 suggest=suggest,
                 part=self.plan.mine,
             )
-            made.append(found)
-            return found.load.read_nbytes
+            return found, found.load.read_nbytes
 
-        nbytes = self._session.exchange("its part", prepare)
-        return made[0], sum(nbytes)
-
-    def _own_load(self, place: Place) -> Decision:
-        """Plan the load of this rank's share."""
-        own, part, options, fill, suggest = self._own(place)
-        return Decision.make(own, part, options, (fill, [], {}), suggest, ())
+        found, nbytes = self.session.stage("its part", prepare)
+        return found, sum(nbytes)
 
     def _own(
         self, place: Place
     ) -> tuple[Place, Checkpoint, Options, Mapping[str, Source], _Suggest]:
-        """The model, the checkpoint, the options and the sources of this rank's share."""
+        """Model, checkpoint, options and sources of this rank's share, and suggestions for it."""
         plan, whole, options = self.plan, self.index.checkpoint, self.options
-        mine, of_model = plan.mine, self._asked.layers
+        mine, of_model = plan.mine, self.asked.layers
         self.names = {name: name for name in mine.parameters}
         if of_model is not None:
             self.names = plan.renumbered(mine, list(of_model(mine)))
@@ -427,7 +404,7 @@ class Agreement:
         check_present(part, self._missing)
         options = replace(options, quant=QuantPolicy.of_plan(plan.placements.values()))
         others = plan.placements.keys() - self.names.keys()
-        if of_model is not None:  # a layer that the model has is one of its own
+        if of_model is not None:  # the model has no layers of others
             others -= {item.name for unit in plan.layers() for item in unit.items}
         parameters = [
             p
@@ -436,9 +413,9 @@ class Agreement:
             if others.isdisjoint(names) or not self.names.keys().isdisjoint(names)
         ]
         if plan.split == "layers" and not plan.mine.layers:
-            # of no layers: the names here tell of none
+            # names without layers: no cache
             options = replace(options, cache=None)
-        given = self._asked.given
+        given = self.asked.given
         asked = Wanted(whole, place.parameters, given["mapping"], given["rename"], is_part=True)
         own = replace(place, parameters=parameters)
 
@@ -448,9 +425,9 @@ class Agreement:
         return own, part, options, fill, suggest
 
     def _local_layers(self, parameters: Sequence[Parameter]) -> Iterator[Suggestion]:
-        """What to write where a model numbers its own layers from 0, and is filled better so."""
+        """Suggest LOCAL_LAYERS if that fills more of a model that numbers its layers from 0."""
         plan, mine = self.plan, self.plan.mine
-        if self._asked.layers is not None or not mine.layers:
+        if self.asked.layers is not None or not mine.layers:
             return
         needed = [{*p.names, *p.wrapped} for p in parameters if not p.is_computed()]
         local = plan.renumbered(mine, range(len(mine.layers)))
@@ -463,10 +440,7 @@ class Agreement:
 
 
 def own_device(device: str | None, me: Member) -> str | None:
-    """A device by its number, where several ranks of a host ask for one without: each has its own.
-
-    tinygrad does not tell how many it has, and where there are fewer than ranks they may share.
-    """
+    """Number torch's device by local rank, if given without a number and there are enough."""
     if not isinstance(device, str) or me.local_size == 1:
         return device
     named, name = split_name(device)

@@ -1,4 +1,4 @@
-"""`split_offload`: a model over nodes, each of which offloads its share where that does not fit."""
+"""`split_offload`: a model over nodes that offload their shares if these do not fit."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class OffloadSplit:
         for mine, made in zip(self.plan.devices, self.offloads, strict=True):
             has = {"layers": mine.layers, "embedding": mine.embedding, "head": mine.head}
             said = json.loads(made.to_json())
-            for what in ("device", "host", "places", "views"):  # of a machine that was looked at
+            for what in ("device", "host", "places", "views"):  # of an opened machine
                 del said[what]
             seconds = {} if rate is None else {"seconds": made.seconds(rate)}
             nodes[made.device] = has | said | seconds
@@ -100,7 +100,7 @@ class OffloadSplit:
 
 
 def _streams(made: OffloadPlan) -> str:
-    """What of a node does not stay, in words."""
+    """The part of a node's share that streams, in words."""
     found = made.residency
     said = [f"{len(found.streams)} of {len(made.bounded) + len(found.streams)} layers"]
     said = said if found.streams else []
@@ -141,17 +141,13 @@ def split_offload(
     kept = check_asked(tokens, stay, {**DEFAULTS, **options})
     check_nodes(nodes)
     checkpoint, read, (fill, _, tied) = read_call(path, **options)
-    # how this machine reads, and its CPUs, are nothing to nodes: of what reading takes, the least
+    # nodes do not read as this machine does: assume the least memory for reading
     read = replace(read, reader="pread", page_cache="keep", threads=_THREADS)
     read = replace(read, chunk_nbytes=read.chunk_nbytes or LEAST_CHUNK_NBYTES)
     wants = wants_of(checkpoint, fill)
     check_patterns("stay", kept, wants.names)
     specs = read.casting(node_specs(read, nodes))
-    computed = [0, 0]  # without logits, and with them
-    if tokens is not None:
-        each = (checkpoint, wants, specs[0], tokens)
-        computed = [computed_nbytes(read, *each, has_head=has_head) for has_head in (False, True)]
-    parts, placed, where = _assigned(checkpoint, read, wants, specs, tied, kept, tokens, computed)
+    parts, placed, where = _assigned(checkpoint, read, wants, specs, tied, kept, tokens)
     numbers: dict[str, list[int]] = {spec.name: [] for spec in specs}
     for at, name in enumerate(where):
         numbers[name].append(at)
@@ -182,21 +178,13 @@ def _assigned(
     tied: Mapping[str, str],
     stay: Sequence[str],
     tokens: int | None,
-    computed: Sequence[int],
 ) -> tuple[dict[str, Part], TensorRequests, list[str]]:
-    """Who has what: as a load splits it where all shares fit, else so that all least fit.
-
-    Args:
-        checkpoint: the headers.
-        read: the options.
-        wants: all parameters.
-        specs: the nodes.
-        tied: names that share another name's tensor.
-        stay: patterns of names of parameters that stay.
-        tokens: leave room for what a pass of so many computes.
-        computed: what that is, without logits and with them, in bytes.
-    """
+    """Assign parameters to nodes: as a load does if all shares fit, else by least needs."""
     spec, policy = specs[0], read.policy
+    computed = [0, 0]  # bytes of a pass without logits, and with them
+    if tokens is not None:
+        each = (checkpoint, wants, spec, tokens)
+        computed = [computed_nbytes(read, *each, has_head=has_head) for has_head in (False, True)]
     cache, caches = cache_of(read, checkpoint, tokens), []
     if cache is not None:
         caches = CacheRoom.of(checkpoint, wants, policy, cache, spec.native_bf16).layers
@@ -221,7 +209,7 @@ def _assigned(
 def _needs(
     wants: TensorRequests, groups: Sequence[Group], sizes: Sequence[LayerSize], logits_nbytes: int
 ) -> Callable[[Unit], Need]:
-    """What each unit of a split needs of a node at least."""
+    """The least memory that each unit of a split needs on a node."""
     group_of = {wants.names[at]: n for n, group in enumerate(groups) for at in group.wants}
 
     def needs(unit: Unit) -> Need:
@@ -249,7 +237,7 @@ def _whole(
     specs: Sequence[DeviceSpec],
     parts: Mapping[str, Part],
 ) -> Plan:
-    """All parameters on their nodes, under budgets that hold nothing back."""
+    """All parameters on their nodes, under unlimited budgets."""
     here = [replace(want, device=name) for want, name in zip(wants, where, strict=True)]
     endless = [
         replace(spec, budget_nbytes=ENDLESS_NBYTES, free_nbytes=None, reserve_nbytes=0)

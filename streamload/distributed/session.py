@@ -1,4 +1,4 @@
-"""One load of a group: every stage is waited for together, and an error of one ends it for all."""
+"""One load of a group: all wait for each stage, and an error of one rank ends it for all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
 from streamload.core.bounded_json import parse_json
-from streamload.distributed.group import Group
+from streamload.distributed.group import ProcessGroup
 from streamload.distributed.heartbeat import Heartbeat
 from streamload.errors import NodeError, PeerFailedError, StreamloadError
 from streamload.planning.shares import Member
@@ -23,25 +23,20 @@ _LISTED = 3
 
 
 class Session:
-    """A group that does one thing together, stage by stage."""
+    """A group in one load, stage by stage."""
 
-    def __init__(self, group: Group, node: str, host: str, *, timeout_s: float) -> None:
+    def __init__(self, group: ProcessGroup, node: str, host: str, *, timeout_s: float) -> None:
         """Meet the others.
 
         Args:
             group: the ranks; the session does not close it.
-            node: this rank's node id; ranks of the same one get "/0", "/1" appended.
+            node: this rank's node id; ranks with the same id get "/0", "/1" appended.
             host: this rank's host.
-            timeout_s: within how many seconds the loss of a rank is known everywhere.
-
-        Raises:
-            PeerFailedError: a rank was lost.
-            NodeError: a rank runs another version.
+            timeout_s: every rank knows the loss of another within this time.
         """
         self.group = group
-        #: whether each rank is busy with its own, where an error is not one of all
-        self.loading = False
-        # what this group's ranks wrote in another session is not taken for what they write in this
+        self.loading = False  #: whether ranks stream, and an error of one is not raised by all
+        # a key of its own: the store may hold messages of an earlier session
         token = group.broadcast(secrets.token_bytes(8) if group.rank == 0 else None)
         self.heartbeat = Heartbeat(group, node, timeout_s, prefix=token.hex())
         try:
@@ -54,7 +49,7 @@ class Session:
 
     def _meet(self, node: str, host: str) -> tuple[Member, ...]:
         said = self.exchange("the greeting", lambda: [PROTOCOL, node, host])
-        for other, (protocol, name, *_) in enumerate(said):  # another version may say more
+        for other, (protocol, name, *_) in enumerate(said):  # another version may send more
             if protocol != said[0][0]:
                 raise NodeError(
                     f"{name} (rank {other})",
@@ -97,14 +92,15 @@ class Session:
         self.heartbeat.close()
 
     def exchange(self, what: str, make: Callable[[], Any]) -> list[Any]:
-        """Tell each other what each of us found; what one rank raises, all raise.
+        """Exchange JSON values, by rank; an error of one rank is raised by all."""
+        return self.stage(what, lambda: (None, make()))[1]
 
-        Args:
-            what: the stage, for messages.
-            make: this rank's part, as JSON has it.
+    def step(self, what: str, make: Callable[[], T]) -> T:
+        """Wait until all ranks have run ``make``; an error of one rank is raised by all."""
+        return self.stage(what, lambda: (make(), None))[0]
 
-        Returns:
-            Everyone's, by rank.
+    def stage(self, what: str, make: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
+        """Keep the first value of ``make``, and exchange the second, a JSON value, by rank.
 
         Raises:
             NodeError: ``make`` of another rank raised.
@@ -112,7 +108,8 @@ class Session:
         """
         own: Exception | None = None
         try:
-            said = json.dumps({"value": make()})
+            kept, value = make()
+            said = json.dumps({"value": value})
         except PeerFailedError:
             raise
         except Exception as error:
@@ -134,21 +131,15 @@ class Session:
             more += [f"and {len(failed) - _LISTED} more"] if len(failed) > _LISTED else []
             rank, first = failed[0]
             raise NodeError(names[rank], f"{what}: {'; '.join([first, *more])}")
-        return [answer["value"] for answer in found]
-
-    def step(self, what: str, make: Callable[[], T]) -> T:
-        """What this rank makes, when all have made theirs; what one rank raises, all raise."""
-        made: list[T] = []
-        self.exchange(what, lambda: made.append(make()))
-        return made[0]
+        return kept, [answer["value"] for answer in found]
 
     def share(self, what: str, make: Callable[[], bytes]) -> bytes:
-        """What rank 0 makes; what it raises, all raise."""
+        """Broadcast the bytes that rank 0 makes; its error is raised by all."""
         mine = self.step(what, lambda: make() if self.group.rank == 0 else None)
         return self.together(lambda: self.group.broadcast(mine))
 
     def together(self, call: Callable[[], T]) -> T:
-        """Run a collective; where it fails, raise the loss behind it."""
+        """Run a collective; raise the loss behind its failure."""
         try:
             return call()
         except PeerFailedError as error:

@@ -1,10 +1,10 @@
-"""The key-value store of a group: kept by rank 0, asked by the others over one connection each.
+"""The key-value store of a group: kept by rank 0; the others have one connection each.
 
-Engines bring collectives only. MPI has no store, and that of torch waits without end for a host
-that has gone silent; here every wait of a client ends at its timeout, by the kernel's clock. The
-messages are those of ``multiprocessing.connection``, with its mutual proof of a shared key. They
-carry JSON and no pickles: ``{"set": key, "value": text}`` is answered by ``null``, ``{"get":
-[key, ...]}`` by a list of texts and nulls. A text holds bytes as Latin-1.
+Engines have collectives only: MPI has no store, and that of torch waits without end for a silent
+host. Here every wait of a client has a timeout. The messages are those of
+``multiprocessing.connection``, with its mutual proof of a shared key. They are JSON, no pickles:
+the answer to ``{"set": key, "value": text}`` is ``null``, to ``{"get": [key, ...]}`` a list of
+texts and nulls. A text holds bytes as Latin-1.
 """
 
 from __future__ import annotations
@@ -23,34 +23,27 @@ import time
 from collections.abc import Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import answer_challenge, deliver_challenge
-from typing import Any, Protocol
+from typing import Any
 
 from streamload.core.bounded_json import parse_json
-from streamload.distributed.group import Group, MemoryStore, Store, lost
+from streamload.distributed.group import MemoryStore, ProcessGroup, Store, lost
 from streamload.errors import NodeError
 
 _LARGEST_NBYTES = 1 << 30  # of one message
-_PART_NBYTES = 1 << 20  # of a message that are read at once: a length alone takes no memory
+_PART_NBYTES = 1 << 20  # of a message, read at once: a length alone takes no memory
 _PROOF_S = 10.0  # for a connection to prove that it knows the key
-_STRANGERS = 64  # connections beside those of the ranks that may be about to prove it
+_STRANGERS = 64  # unproven connections besides those of the ranks
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_PAUSE_S = 0.05  # for what was given back then
+_PAUSE_S = 0.05  # for the kernel to release resources
 _CONNECT_S = 3.0  # for one of several addresses to answer
 _LAST_PORT = 65535
 _FAREWELL_S = 5.0  # at most, for the others to leave before the keeper does
-_FAREWELL_SHARE = 0.1  # of the group's timeout, which is a promise
+_FAREWELL_SHARE = 0.1  # of the group's timeout
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface, netdevice(7)
 
-#: What a broken, silent or foreign connection raises.
+#: Errors of a broken, silent or foreign connection.
 # (AssertionError: Python 3.11 asserts how a challenge begins)
 _BROKEN = (OSError, EOFError, ValueError, AuthenticationError, AssertionError)
-
-
-class SharedStore(Store, Protocol):
-    """A store, and the way to leave it."""
-
-    def close(self) -> None:
-        """Leave; takes seconds at most, and may be called twice."""
 
 
 class _Channel:
@@ -63,7 +56,7 @@ class _Channel:
         self.allow(seconds)
 
     def allow(self, seconds: float | None) -> None:
-        """Let all that follows take so long together; None for any time."""
+        """Set the deadline of all following calls; None for none."""
         self._end = None if seconds is None else time.monotonic() + seconds
 
     def send_bytes(self, data: bytes) -> None:
@@ -96,7 +89,7 @@ class _Channel:
 
 
 class _Keeper(MemoryStore):
-    """The store of rank 0, and the threads that answer for it."""
+    """The store of rank 0, and its server threads."""
 
     def __init__(self, key: bytes, size: int, timeout: float, address: str, port: int = 0) -> None:
         super().__init__()
@@ -110,7 +103,7 @@ class _Keeper(MemoryStore):
             dualstack_ipv6=both,
             backlog=1024,
         )
-        self._listener.settimeout(None)  # also where the program has a default for sockets
+        self._listener.settimeout(None)  # despite a default of the program
         self._unproven: dict[socket.socket, None] = {}  # the oldest first
         self._clients: set[socket.socket] = set()
         self._changed = threading.Condition()
@@ -138,10 +131,7 @@ class _Keeper(MemoryStore):
                 self._forget(client)
 
     def _drop_strangers(self, most: int) -> None:
-        """Hang up on all but the newest of those that have not proved to know the key.
-
-        One of ours does so within milliseconds: the oldest are strangers.
-        """
+        """Hang up on all but the newest unproven clients: a rank proves itself in milliseconds."""
         with self._changed:
             for client in list(self._unproven)[: max(len(self._unproven) - most, 0)]:
                 _hang_up(client)
@@ -155,7 +145,7 @@ class _Keeper(MemoryStore):
 
     def _serve(self, client: socket.socket) -> None:
         try:
-            # what is broken here: the client left, or never was one of ours
+            # broken: the client left, or is not of the group
             with contextlib.suppress(*_BROKEN):
                 channel = _Channel(client, _PROOF_S)
                 _prove(channel, self._key, first=True)
@@ -182,10 +172,10 @@ class _Keeper(MemoryStore):
         raise ValueError(f"not a request: {request}")
 
     def close(self) -> None:
-        """Stop answering, when the others have left or after a few seconds."""
+        """Stop answering once the others have left, or after a few seconds."""
         with self._changed:
             if not self._closed:
-                # also after a failure: the others may not have read here yet which rank was lost
+                # also after a failure: the others may still have to read which rank was lost
                 self._changed.wait_for(lambda: not self._clients, self._farewell_s)
             self._closed = True
             for client in (*self._clients, *self._unproven):
@@ -195,7 +185,7 @@ class _Keeper(MemoryStore):
 
 
 class _Client(Store):
-    """The store as the other ranks see it."""
+    """The store of the other ranks."""
 
     def __init__(self, addresses: Sequence[str], port: int, key: bytes, timeout: float) -> None:
         self._lock = threading.Lock()
@@ -207,7 +197,7 @@ class _Client(Store):
             except _BROKEN as error:
                 problems.append(f"{address}: {error}")
             else:
-                self._ask({"get": []})  # answered when the keeper counts this client as one
+                self._ask({"get": []})  # answered once the keeper counts this client
                 return
         tried = "; ".join(problems)
         raise lost(f"its store on port {port} cannot be reached ({tried})", rank=0)
@@ -221,13 +211,13 @@ class _Client(Store):
                     self._channel.recv_bytes(_LARGEST_NBYTES)
                 )
         except _BROKEN as error:
-            # a late answer must not be taken for that to another question
+            # a late answer must not answer the next request
             _hang_up(self._socket)
             raise lost("its store does not answer", rank=0) from error
         return answer
 
     def set(self, key: str, value: bytes) -> None:
-        """Write a value; it is there when this returns."""
+        """Write a value, and wait for it."""
         self._ask({"set": key, "value": value.decode("latin-1")})
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
@@ -236,23 +226,26 @@ class _Client(Store):
         return [None if text is None else text.encode("latin-1") for text in texts]
 
     def close(self) -> None:
-        """Leave; a thread that waits for an answer ends at once."""
+        """Leave; a thread that waits for an answer fails at once."""
         _hang_up(self._socket)
         with self._lock:
             self._socket.close()
 
 
-def open_store(group: Group, timeout: float, address: str = "") -> SharedStore:
-    """Make the store of a group with a broadcast of its own: every rank calls this.
+SharedStore = _Keeper | _Client
+
+
+def open_store(group: ProcessGroup, timeout: float, address: str = "") -> SharedStore:
+    """Make the store of a group by a broadcast; every rank calls this.
 
     Args:
-        group: the group, whose collectives work already.
-        timeout: seconds that an answer of rank 0 may take.
-        address: where rank 0 listens, and nowhere else; "" for the interface that
-            ``GLOO_SOCKET_IFNAME`` names, or all of them.
+        group: its collectives work already.
+        timeout: seconds for an answer of rank 0.
+        address: rank 0 listens on this alone; "" for the interface of ``GLOO_SOCKET_IFNAME``, or
+            all interfaces.
 
     Raises:
-        PeerFailedError: rank 0 is gone, or cannot be reached from here.
+        PeerFailedError: rank 0 is lost, or cannot be reached from here.
         NodeError: rank 0 cannot listen on the port of STREAMLOAD_STORE_PORT.
     """
     if group.rank == 0:
@@ -281,7 +274,7 @@ def open_store(group: Group, timeout: float, address: str = "") -> SharedStore:
 
 
 def _chosen_port() -> int:
-    """The port that ``STREAMLOAD_STORE_PORT`` names; 0 for one of the system's choice."""
+    """The port of ``STREAMLOAD_STORE_PORT``; 0 lets the system choose."""
     text = os.environ.get("STREAMLOAD_STORE_PORT", "") or "0"
     if not text.isascii() or not text.isdecimal() or int(text) > _LAST_PORT:
         raise ValueError(f"{text!r} is no port: expected a number up to {_LAST_PORT}")
@@ -300,9 +293,9 @@ def _connect(address: str, port: int, key: bytes, seconds: float) -> tuple[socke
 
 
 def _prove(channel: Any, key: bytes, *, first: bool) -> None:
-    """Show each other that both know the key; the keeper asks first."""
+    """Prove to each other that both know the key; the keeper asks first."""
     for step in (deliver_challenge, answer_challenge)[:: 1 if first else -1]:
-        step(channel, key)  # which need a channel's two methods
+        step(channel, key)  # uses send_bytes and recv_bytes alone
 
 
 def _hang_up(connected: socket.socket) -> None:
@@ -312,7 +305,7 @@ def _hang_up(connected: socket.socket) -> None:
 
 
 def gloo_interfaces() -> list[str]:
-    """The network interfaces that ``GLOO_SOCKET_IFNAME`` names, separated by commas."""
+    """The network interfaces of ``GLOO_SOCKET_IFNAME``, separated by commas."""
     return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
 
@@ -328,7 +321,7 @@ def interface_address(name: str) -> str:
 
 
 def _addresses() -> list[str]:
-    """Where this host may be reached, loopback last."""
+    """The addresses of this host, loopback last."""
     found = [address for _, name in socket.if_nameindex() if (address := interface_address(name))]
     with contextlib.suppress(OSError):  # a host whose name does not resolve
         own = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)

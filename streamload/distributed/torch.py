@@ -1,8 +1,7 @@
 """A group over torch.distributed: a gloo group of its own, with a timeout of its own.
 
-It is made next to whatever the program does with torch.distributed, from a store alone: that of
-the program's own process group where there is one, else that of the launcher (``env://``). No
-group of the program's is used, counted or changed, and none has to exist.
+It needs a store only: that of the program's process group, if there is one, else that of the
+launcher (``env://``). No group of the program is used, counted or changed.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from streamload.distributed.group import Engine, Group, Launch, Store, check_blocks, lost
-from streamload.distributed.store import gloo_interfaces, interface_address, open_store
+from streamload.distributed.group import Engine, Launch, ProcessGroup, check_blocks, lost
+from streamload.distributed.store import SharedStore, gloo_interfaces, interface_address, open_store
 from streamload.errors import NodeError, PeerFailedError
 
-_NAPS_S = (2e-4, 5e-3)  # between looks at what is under way, the shortest and the longest
+_NAPS_S = (2e-4, 5e-3)  # between polls of a collective, the shortest and the longest
 _NAP_SHARE = 0.1  # of the time waited so far
-_LOOK_S = 0.05  # between looks for ranks that are to come
+_LOOK_S = 0.05  # between polls for other ranks
 _FAREWELL_S = 3.0  # at most, for the others to see which ranks did not come
-_AWAY = "away"  # in the place of what a rank says when it comes
-_TWICE = "twice"  # why two processes cannot meet as one rank
-_ME = secrets.token_hex(8)  # tells processes of one number, in containers, from each other
+_AWAY = "away"  # the value of a rank that did not come
+_TWICE = "twice"  # the key of the error of two processes with one rank
+_ME = secrets.token_hex(8)  # distinguishes processes with equal ids, in containers
 
-#: The launcher's store, by (meeting, rank, size): kept for good. Rank 0 may be its server, on a
+#: The launcher's store, by (meeting, rank, size), never closed: rank 0 may be its server, on a
 #: port that the program's own init_process_group shares, before or after.
 _launched: dict[tuple[str, int, int], Any] = {}
 
@@ -52,14 +51,13 @@ class TorchGroup(Engine):
 
     def __init__(self, gloo: Any, timeout: float, address: str = "") -> None:
         super().__init__(gloo, gloo.rank(), gloo.size())
-        self._shared = open_store(self, timeout, address)
-        self.store: Store = self._shared
+        self.store: SharedStore = open_store(self, timeout, address)
 
     def _broadcast(self, part: memoryview, root: int) -> None:
         self._begin("broadcast", _bytes_of(part), root)()
 
     def all_gather_begin(self, mine: memoryview, out: memoryview) -> Callable[[], None]:
-        """See `Group.all_gather_begin`; a thread of gloo's does it."""
+        """See `ProcessGroup.all_gather_begin`; runs in a thread of gloo."""
         check_blocks(mine, out, self.size)
         if not mine.nbytes:
             return lambda: None
@@ -68,10 +66,10 @@ class TorchGroup(Engine):
         return self._begin(name, _bytes_of(out), _bytes_of(mine))
 
     def close(self, failed: bool = False) -> None:
-        """Leave the store, rank 0 last, and let go of gloo."""
-        self._shared.close()
+        """Leave the store, rank 0 last, and release gloo."""
+        self.store.close()
         if failed and self._library is not None:
-            # its end would wait for what is under way with the rank that is lost, until the timeout
+            # its destructor would wait for the lost rank until the timeout
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._library))
         self._library = None
 
@@ -79,8 +77,7 @@ class TorchGroup(Engine):
         work = getattr(self._library, name)(*arguments)
 
         def wait() -> None:
-            # Not in gloo: when the program ends, Python ends a thread of its own that comes
-            # back from C++ in a way that C++ takes for a crash.
+            # not in gloo: at exit Python ends a thread that returns from C++, which then aborts
             began = time.monotonic()
             while not work.is_completed():
                 waited = time.monotonic() - began
@@ -89,20 +86,16 @@ class TorchGroup(Engine):
 
         return wait
 
-    def _told(self, error: Exception) -> str:
+    def _message(self, error: Exception) -> str:
         return f"gloo: {_summary(error)}"
 
 
-def launched(launch: Launch, timeout: float) -> Group:
-    """The group of all ranks that a launcher started.
-
-    Args:
-        launch: what it told; ``meeting`` is for ``torch.distributed.rendezvous``.
-        timeout: seconds, of the meeting and of each collective.
+def launched(launch: Launch, timeout: float) -> ProcessGroup:
+    """The group of all ranks of a launcher; ``timeout`` is for the meeting and each collective.
 
     Raises:
         PeerFailedError: not all of them came.
-        NodeError: nothing says where to meet, or it cannot be there.
+        NodeError: the address of the meeting is unknown or invalid.
     """
     if not launch.meeting or launch.size is None:
         raise NodeError(launch.host, "set MASTER_ADDR and MASTER_PORT, so that ranks can meet")
@@ -115,8 +108,7 @@ def launched(launch: Launch, timeout: float) -> Group:
         if found not in _launched:
             if launch.rank != keeper:
                 _await_server(launch.meeting, keeper, end)
-            # Of one rank: the server would wait until all have come, and this rank could not say
-            # that it has.
+            # of size 1: else the server waits for all before this rank can announce itself
             met = dist.rendezvous(*found[:2], 1, timeout=timedelta(seconds=timeout))
             _launched[found] = _store(launch, met, timeout, serves=launch.rank == keeper)
         _claim(_launched[found], launch, outlived=agents)
@@ -135,7 +127,7 @@ def _prefix(launch: Launch) -> str:
 
 
 def _store(launch: Launch, met: Any, timeout: float, *, serves: bool) -> Any:
-    """The store of a meeting; raises PeerFailedError where it cannot be served here."""
+    """The store of a meeting; PeerFailedError if it cannot be served here."""
     try:
         store, *_ = next(met)
     except RuntimeError as error:
@@ -143,7 +135,7 @@ def _store(launch: Launch, met: Any, timeout: float, *, serves: bool) -> Any:
             raise
         host, port = _where(launch.meeting)
         if (other := _connected(host, port, min(timeout, _FAREWELL_S))) is not None:
-            _claim(other, launch)  # where the server is another rank 0, it says so
+            _claim(other, launch)  # raises if the server is another rank 0
         problem = (
             f"its store cannot be at {host}, port {port} (MASTER_ADDR and MASTER_PORT): another "
             "process listens there: choose another port, on all ranks"
@@ -153,7 +145,7 @@ def _store(launch: Launch, met: Any, timeout: float, *, serves: bool) -> Any:
 
 
 def _connected(host: str, port: int, seconds: float) -> Any:
-    """The store that is served there; None if there is none, or it does not answer in time."""
+    """The store served at an address; None if none answers in time."""
     found: list[Any] = []
 
     def connect() -> None:  # c10d waits without end for a server of another kind
@@ -167,15 +159,10 @@ def _connected(host: str, port: int, seconds: float) -> Any:
 
 
 def _claim(store: Any, launch: Launch, *, outlived: bool = False) -> None:
-    """Say that this process has its rank.
-
-    Args:
-        store: where ranks meet.
-        launch: what the launcher told.
-        outlived: the store stays when this process ends, and another may have the rank then.
+    """Claim this process's rank; ``outlived``: release it at exit, since the store stays.
 
     Raises:
-        PeerFailedError: another process has; all that wait for others learn of it, too.
+        PeerFailedError: another process has the rank; waiting ranks raise it, too.
     """
     prefix, rank = _prefix(launch), launch.rank
     mine = f"{launch.host}, process {os.getpid()}"
@@ -203,7 +190,7 @@ def _give_back(store: Any, place: str, key: str) -> None:
 
 
 def _where(meeting: str) -> tuple[str, int]:
-    """Host and port of a meeting; raises ValueError where nothing says them."""
+    """Host and port of a meeting; ValueError if unknown."""
     where = urlsplit(meeting)
     if where.scheme == "env":
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -211,17 +198,12 @@ def _where(meeting: str) -> tuple[str, int]:
 
 
 def _await_server(meeting: str, keeper: int | None, end: float) -> None:
-    """Wait until the store's server can be reached; c10d would complain to the terminal meanwhile.
-
-    Raises:
-        PeerFailedError: it cannot be in time.
-        ValueError: nothing says where it is.
-    """
+    """Wait until the store's server can be reached; c10d would warn on the terminal."""
     host, port = _where(meeting)
     while True:
         try:
             socket.create_connection((host, port), max(end - time.monotonic(), _NAPS_S[1])).close()
-        except OSError as error:  # also of a name that is not known yet
+        except OSError as error:  # also if a name does not resolve yet
             if time.monotonic() > end:
                 problem = f"its store at {host}, port {port}, cannot be reached: {error}"
                 raise lost(problem, keeper) from error
@@ -230,19 +212,11 @@ def _await_server(meeting: str, keeper: int | None, end: float) -> None:
             return
 
 
-def wrap(group: Any, timeout: float) -> Group:
-    """A group of the ranks of a process group, over a gloo group of its own.
+def wrap(group: Any, timeout: float) -> ProcessGroup:
+    """A gloo group of the ranks of a ``torch.distributed.ProcessGroup`` of any backend.
 
-    The ranks meet in the store of the group given, which itself is not used: its timeout (30
-    minutes unless set) and its order of collectives are the program's.
-
-    Args:
-        group: a ``torch.distributed.ProcessGroup`` of any backend.
-        timeout: seconds, of the meeting and of each collective.
-
-    Raises:
-        PeerFailedError: not all of them came.
-        NodeError: the group has no store.
+    The ranks meet in its store. The group itself is not used: its timeout (30 minutes unless set)
+    and its order of collectives belong to the program.
     """
     rank, size = group.rank(), group.size()
     try:
@@ -257,7 +231,7 @@ def wrap(group: Any, timeout: float) -> Group:
 
 
 def is_group(thing: object) -> bool:
-    """Whether something is a process group of torch's."""
+    """Whether this is a process group of torch."""
     return isinstance(thing, dist.ProcessGroup)
 
 
@@ -269,19 +243,19 @@ def _group(
     timeout: float,
     end: float,
     keeper: int | None = None,
-) -> Group:
-    """Meet in a store of all ranks; ``end`` is until when the others are waited for."""
+) -> ProcessGroup:
+    """Meet in a store of all ranks, waiting for the others until ``end`` (`time.monotonic`)."""
     interfaces = gloo_interfaces()
     try:
-        # first: a rank that cannot take part does not say that it has come
+        # first: a rank that cannot take part does not announce itself
         devices = [c10d.ProcessGroupGloo.create_device(interface=name) for name in interfaces]
     except RuntimeError as error:
         problem = f"GLOO_SOCKET_IFNAME={','.join(interfaces)}: {_summary(error)}"
         raise NodeError(socket.gethostname(), problem) from error
     try:
-        # a connection of our own: a wait on one holds up every other thread that uses it
+        # a connection of its own: a wait blocks all other threads on the same one
         store = store.clone() if hasattr(store, "clone") else store
-        # each rank counts for itself how often it was here: no message, and the same number
+        # each rank counts its own meetings: equal numbers without a message
         opened = store.add(f"{prefix}/{rank}", 1)
         store = dist.PrefixStore(f"{prefix}/{opened}", store)
         # Gloo alone takes what the host's name resolves to, which on many systems is 127.0.1.1.
@@ -297,7 +271,7 @@ def _group(
                 remote = [a for a in addresses if not ipaddress.ip_address(a).is_loopback]
                 mine = _way_to(remote[0], server[1]) if remote else mine
             devices = [c10d.ProcessGroupGloo.create_device(hostname=mine)]
-        # one that was lost while others were still to come is found here, and not by gloo
+        # finds a rank that was lost while others were still to come, before gloo waits for it
         late = time.monotonic() + timeout
         _roll_call(store, "came, and does not answer any more", rank, size, "", late)
         options = c10d.ProcessGroupGloo._Options()
@@ -314,18 +288,18 @@ def _group(
 
 
 def _roll_call(store: Any, missed: str, rank: int, size: int, said: str, end: float) -> list[str]:
-    """Wait until all ranks have come here; what they said, by rank.
+    """Wait until all ranks have come; exchange texts, by rank.
 
-    Looks again and again, since a wait that fails is told to the terminal by c10d. The first rank
-    whose time is over writes that down in the place of each that is missing: all name the same.
+    Polls, since c10d prints each failed wait. The first rank to time out marks all missing ones in
+    the store, so that all ranks name the same.
 
     Args:
-        store: where they meet.
-        missed: what a rank is said to have done that is not here; no two calls have the same.
-        rank: this one.
-        size: how many there are.
-        said: what the others are told.
-        end: until when they are waited for.
+        store: of the meeting.
+        missed: the error of a missing rank; the key of this call.
+        rank: of this process.
+        size: of the group.
+        said: the text of this rank.
+        end: the deadline, by `time.monotonic`.
     """
     keys = [f"{missed}/{other}" for other in range(size)]
     if store.check([keys[rank]]):
@@ -345,7 +319,7 @@ def _roll_call(store: Any, missed: str, rank: int, size: int, said: str, end: fl
     away = [other for other in range(size) if found[other] == _AWAY]
     if not away:
         return [answer[1:] for answer in found]
-    # with rank 0 the store may go: it waits for the others to see this
+    # the store may end with rank 0: it waits until the others have seen this
     store.set(f"{missed}/seen/{rank}", "")
     seen = [f"{missed}/seen/{other}" for other in range(size) if other not in away]
     until = time.monotonic() + _FAREWELL_S
@@ -355,14 +329,14 @@ def _roll_call(store: Any, missed: str, rank: int, size: int, said: str, end: fl
 
 
 def _server(store: Any) -> tuple[str, int] | None:
-    """Host and port of the store's server, where it has one."""
+    """Host and port of the store's server, if it has one."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
 
 
 def _own_address() -> str:
-    """What the host's name resolves to, if that is this host's, else loopback."""
+    """The address that the host's name resolves to, if it is this host's, else loopback."""
     with suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(
             socket.gethostname(), 0, type=socket.SOCK_STREAM
@@ -374,7 +348,7 @@ def _own_address() -> str:
 
 
 def _way_to(host: str, port: int) -> str:
-    """The address of this host from which packets to another leave; none is sent."""
+    """The address of this host on the route to another; no packet is sent."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as unsent:
         unsent.connect(address)
@@ -382,14 +356,14 @@ def _way_to(host: str, port: int) -> str:
 
 
 def _bytes_of(memory: memoryview) -> torch.Tensor:
-    """A tensor over memory, of its bytes."""
+    """A tensor of uint8 over memory."""
     with warnings.catch_warnings():
-        # torch has no read-only tensors and says so; what is sent is only read
+        # torch warns that it has no read-only tensors; sent memory is only read
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _summary(error: BaseException) -> str:
-    """What an error of torch's says, without its place in C++, advice and trace."""
+    """The message of an error of torch, without its place in C++, advice and trace."""
     line = next(iter(str(error).splitlines()), type(error).__name__)
     return re.sub(r"^\[[^\]]*\] ", "", line).partition(" This is typically")[0].rstrip(".")

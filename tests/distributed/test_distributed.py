@@ -27,7 +27,7 @@ from thread_group import ThreadGroup, World, run
 import streamload
 from streamload import distributed
 from streamload.distributed import negotiate as agreement
-from streamload.distributed.gather import Gatherer
+from streamload.distributed.gather import CollectiveReader
 from streamload.errors import (
     CheckpointError,
     NodeError,
@@ -81,7 +81,7 @@ def nothing_left() -> None:
     """Assert that no file is open and no ring of blocks is held; `run` looks at threads."""
     gc.collect()
     assert open_files() == set()
-    assert sum(held.nbytes for held in gc.get_objects() if type(held) is Gatherer) == 0
+    assert sum(held.nbytes for held in gc.get_objects() if type(held) is CollectiveReader) == 0
 
 
 def everything(nodes: Sequence[Node], sizes: Mapping[str, int]) -> dict[str, list[str]]:
@@ -155,13 +155,13 @@ def test_replicas_larger_than_all_blocks(
     """
     held: list[int] = []
 
-    class Seen(Gatherer):
+    class Seen(CollectiveReader):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             longest = max(block.stop - block.start for block in self._blocks[file])
             held.append(longest)
 
-    monkeypatch.setattr("streamload.distributed.load.Gatherer", Seen)
+    monkeypatch.setattr("streamload.distributed.load.CollectiveReader", Seen)
     generator = np.random.default_rng(0)
     tensors = {
         "a": ("U8", (5,), generator.bytes(5)),

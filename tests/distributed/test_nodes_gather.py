@@ -19,7 +19,7 @@ from streamload.core.tensors import RowRange
 from streamload.distributed.gather import (
     BLOCK_NBYTES,
     BLOCKS,
-    Gatherer,
+    CollectiveReader,
     Ranges,
     held_nbytes,
     shared_ranges,
@@ -52,15 +52,17 @@ def ranges_of(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> dic
 
 def gatherer(
     group: ThreadGroup, checkpoint: Checkpoint, mine: Mapping[Any, Ranges] | None = None
-) -> Gatherer:
+) -> CollectiveReader:
     """All tensors are shared; this rank takes these."""
     shared = ranges_of(checkpoint)
     kinds = {header.path: "pread" for header in checkpoint.shards}
-    return Gatherer(group, checkpoint, shared, shared if mine is None else mine, kinds, BLOCK)
+    return CollectiveReader(
+        group, checkpoint, shared, shared if mine is None else mine, kinds, BLOCK
+    )
 
 
 def take_all(
-    held: Gatherer, checkpoint: Checkpoint, names: Sequence[str], *, threads: int, unit: int
+    held: CollectiveReader, checkpoint: Checkpoint, names: Sequence[str], *, threads: int, unit: int
 ) -> dict[str, bytes]:
     """Read tensors as a load does: front to back, by workers that each take the next unit."""
     out = {name: bytearray(checkpoint.tensors[name].nbytes) for name in names}
@@ -189,7 +191,7 @@ def test_a_rank_that_cannot_read(wrong: int, tmp_path: Path) -> None:
     with file.open("r+b") as shrunk:
         shrunk.truncate(checkpoints[wrong].shards[0].data_start + BLOCK * 10)
     world = World(size, timeout_s=5)
-    helds: list[Gatherer] = []
+    helds: list[CollectiveReader] = []
     raised = threading.Event()
 
     def body(group: ThreadGroup) -> Any:
@@ -328,7 +330,7 @@ def test_what_is_beside_the_blocks_comes_from_the_file(tmp_path: Path) -> None:
 
     def body(group: ThreadGroup) -> Any:
         shared = ranges_of(checkpoint, names)
-        with Gatherer(group, checkpoint, shared, shared, {path: "pread"}, 8) as held:
+        with CollectiveReader(group, checkpoint, shared, shared, {path: "pread"}, 8) as held:
             with held.open(checkpoint.shards[0], "pread") as reader:
                 assert (reader.mapped, reader.has_file, reader.nbytes) == (False, False, len(data))
                 with reader.view(0, len(data)) as view:

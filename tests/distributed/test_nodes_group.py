@@ -26,7 +26,7 @@ import pytest
 from nodes_group_helpers import Rank
 
 from streamload.distributed import store as stores
-from streamload.distributed.group import Alone, Group
+from streamload.distributed.group import Alone, ProcessGroup
 from streamload.distributed.launch import find_launch, node_name, open_group
 from streamload.distributed.store import SharedStore, open_store
 from streamload.errors import NodeError, PeerFailedError
@@ -145,7 +145,7 @@ def test_the_same_body_under_every_launcher(
 def test_alone() -> None:
     """Without a launcher there is a group of one, whose collectives copy."""
     group = open_group() if find_launch() is None else Alone()
-    assert isinstance(group, Group)
+    assert isinstance(group, ProcessGroup)
     assert (group.rank, group.size, group.engine) == (0, 1, "none")
     assert group.allgather(b"x") == [b"x"]
     assert group.broadcast(b"y") == b"y"

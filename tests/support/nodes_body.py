@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from streamload.distributed.group import Group
+from streamload.distributed.group import ProcessGroup
 from streamload.distributed.launch import open_group
 from streamload.errors import PeerFailedError
 
@@ -42,7 +42,7 @@ def raised(call: Callable[[], object]) -> PeerFailedError:
     raise AssertionError("no error")
 
 
-def collectives(group: Group) -> None:
+def collectives(group: ProcessGroup) -> None:
     """Lengths that differ, that are zero, and that are large."""
     assert group.allgather(b"x" * group.rank) == [b"x" * rank for rank in range(group.size)]
     assert group.allgather(b"") == [b""] * group.size
@@ -70,7 +70,7 @@ def collectives(group: Group) -> None:
         raise AssertionError("blocks that do not fit were taken")
 
 
-def store_while_a_collective_waits(group: Group) -> None:
+def store_while_a_collective_waits(group: ProcessGroup) -> None:
     """Rank 0 joins the collective only after the others' threads have used the store."""
     done = [f"done/{rank}" for rank in range(1, group.size)]
 
