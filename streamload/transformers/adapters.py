@@ -1,4 +1,4 @@
-"""A folder that holds an adapter of peft: its base is streamed, and peft adds it."""
+"""Adapters of peft: their base is streamed, and peft adds them."""
 
 from __future__ import annotations
 
@@ -19,23 +19,15 @@ _LARGEST_ITEMSIZE = 4  # peft computes in float32, whatever is stored
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter, and what it belongs to.
-
-    Attributes:
-        folder: of the adapter.
-        base: the checkpoint of the model that it is added to.
-        nbytes: the most bytes that its weights take.
-    """
+    """The folder of an adapter, its base model, and the most bytes of its weights."""
 
     folder: Path
-    base: str
+    base: str  # the path or repository of the model
     nbytes: int
 
     @classmethod
     def at(cls, found: Location) -> Adapter | None:
-        """The adapter in a folder; None where there is none.
-
-        The folder of a model with an adapter beside it is its own base, as transformers has it.
+        """The adapter in a folder, if any; a model in the same folder is its base.
 
         Raises:
             CheckpointError: it is invalid, or peft is not installed.
@@ -64,5 +56,5 @@ class Adapter:
         return cls(found, base, nbytes)
 
     def add(self, model: Any, name: str | None) -> None:
-        """Add it to its base, as transformers does; ``name`` is what peft calls it."""
+        """Add it to its base under a name, as transformers does."""
         model.load_adapter(str(self.folder), adapter_name=name)

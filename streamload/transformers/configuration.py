@@ -1,4 +1,4 @@
-"""The configuration of a model, its class, and the model on the meta device."""
+"""Read the configuration of a model, and build the model on the meta device."""
 
 from __future__ import annotations
 
@@ -25,18 +25,7 @@ from streamload.loading.options import DEFAULTS
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a caller says about a model, beside how it is loaded.
-
-    Attributes:
-        model_class: a class of transformers, or None for the one that the configuration names.
-        config: a configuration, the path of one, or None for ``config.json``.
-        changes: attributes of the configuration, by name.
-        implementations: of attention and experts, by the names of transformers' arguments.
-        trust_remote_code: run the code that lies beside the checkpoint.
-        key_mapping: patterns of names in the checkpoint to what they become.
-        generation_config: in place of the one beside the checkpoint.
-        quantization: how weights are quantised on the way into modules of bitsandbytes.
-    """
+    """The arguments of `from_pretrained` that describe the model."""
 
     model_class: Any = None
     config: Any = None
@@ -49,7 +38,7 @@ class Wanted:
 
 
 def folder_of(checkpoint: Checkpoint) -> Path:
-    """The folder of a checkpoint, where its configuration is; raises for one behind a URL."""
+    """The folder of a checkpoint and its configuration; raises CheckpointError for a URL."""
     path = checkpoint.path
     if isinstance(path, Url):
         raise CheckpointError(
@@ -61,7 +50,7 @@ def folder_of(checkpoint: Checkpoint) -> Path:
 
 
 def configuration_of(checkpoint: Checkpoint, wanted: Wanted) -> Any:
-    """A configuration that is ours to change, with the changes that are wanted."""
+    """A copy of the configuration, changed."""
     given, changes = wanted.config, dict(wanted.changes)
     if isinstance(given, transformers.PreTrainedConfig):
         config = copy.deepcopy(given)
@@ -93,7 +82,7 @@ def configuration_of(checkpoint: Checkpoint, wanted: Wanted) -> Any:
 def _read(
     checkpoint: Checkpoint, given: Any, changes: dict[str, Any], trust_remote_code: bool
 ) -> tuple[Any, list[str]]:
-    """The configuration of a file, changed; and the names of changes that it does not know."""
+    """The configuration of a file, changed; and the names of unknown changes."""
     if given is None and checkpoint.says_config:
         config_class = transformers.AutoConfig.for_model(checkpoint.config["model_type"]).__class__
         said = dict(checkpoint.config)
@@ -121,20 +110,15 @@ def _read(
     return config, [name for name in unused if name in changes]
 
 
-def _parts(config: Any) -> list[Any]:
-    """The configuration, and those of the models that the model consists of."""
-    inner = (getattr(config, key, None) for key in config.sub_configs)
-    return [config, *(part for part in inner if part is not None)]
-
-
 def on_meta(checkpoint: Checkpoint, config: Any, wanted: Wanted, dtype: DType) -> Any:
-    """The model, tied, on the meta device: it takes no memory."""
+    """The model, tied, on the meta device."""
     model_class = wanted.model_class
     if model_class is None:
         model_class = _class_of(checkpoint, config, wanted.trust_remote_code)
-    for part in _parts(config):
-        part.dtype = getattr(torch, dtype.name)
     options = {"dtype": getattr(torch, dtype.name), **wanted.implementations}
+    for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
+        if part is not None:
+            part.dtype = options["dtype"]
     if _is_model_class(model_class):
         build = model_class._from_config
     elif hasattr(model_class, "from_config"):  # an Auto class
@@ -144,7 +128,7 @@ def on_meta(checkpoint: Checkpoint, config: Any, wanted: Wanted, dtype: DType) -
         raise ValueError(
             f"model_class is a class of transformers, not {model_class!r}{_class_like(model_class)}"
         )
-    # drop-path rates and the like are read while a model is built: not from the meta device
+    # models read drop-path rates and the like while they are built: not from the meta device
     readable = getattr(initialization, "meta_device_safe_creation_ops", nullcontext)
     with torch.device("meta"), readable():
         return build(config, **options)
@@ -160,7 +144,7 @@ def _class_of(checkpoint: Checkpoint, config: Any, trust_remote_code: bool) -> A
             return get_class_from_dynamic_module(reference, folder, local_files_only=True)
     try:
         found = getattr(transformers, named, None) if isinstance(named, str) else None
-    except ImportError as error:  # which does not say why
+    except ImportError as error:  # its message lacks the reason
         problem = f"transformers cannot import {named}: {error.__cause__ or error}"
         raise ImportError(problem, name=error.name) from error
     if not _is_model_class(found):
@@ -174,7 +158,7 @@ def _class_of(checkpoint: Checkpoint, config: Any, trust_remote_code: bool) -> A
 
 
 def _class_like(named: object) -> str:
-    """What to write in place of a class's name, if there is such a class."""
+    """The class to write in place of its name, if there is one."""
     if not isinstance(named, str):
         return ""
     name = named.rpartition(".")[2]

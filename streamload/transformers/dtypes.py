@@ -1,4 +1,4 @@
-"""Which dtype the weights of a model get."""
+"""Choose the dtypes of a model's weights."""
 
 from __future__ import annotations
 
@@ -26,15 +26,10 @@ COMPUTED_IN = ("float16", "bfloat16", "float32", "float64")  # what torch takes 
 
 @dataclass(frozen=True, slots=True)
 class Dtypes:
-    """Which dtype the weights get.
+    """The dtype of a model, and the rules for its weights."""
 
-    Attributes:
-        asked: what the caller asked for.
-        main: the dtype of the model, in which it is built.
-    """
-
-    asked: DTypeArgument
-    main: DType
+    asked: DTypeArgument  # by the caller
+    main: DType  # in which the model is built
 
     @classmethod
     def choose(
@@ -45,7 +40,7 @@ class Dtypes:
         options: Options,
         devices: Devices,
     ) -> Dtypes:
-        """Settle the model's dtype; computes on the devices where it depends on them."""
+        """Choose the model's dtype; computes on the devices if it depends on them."""
         policy = DTypePolicy.parse(asked, environment_fp16_cast())
         rules = dict(policy.rules)
         rest = rules.get("*")
@@ -66,18 +61,14 @@ class Dtypes:
         return cls(asked, main)
 
     def updated(self, quantizer: Any) -> Dtypes:
-        """The same, where nothing is asked for with the dtype that a quantiser wants instead."""
+        """Take the dtype that a quantizer wants, if the caller asked for none."""
         if self.asked is not None:
             return self
         return replace(self, main=parse_dtype(_name(quantizer.update_dtype(_torch(self.main)))))
 
     def rules(self, model: Any, checkpoint: Checkpoint, names: Names) -> DTypeArgument:
-        """The dtypes to load with: what is asked for, and what transformers has otherwise."""
-        if isinstance(self.asked, Mapping):
-            given = dict(self.asked)
-        else:
-            given = {} if self.asked is None else {"*": self.asked}
-        rest = given.pop("*", self.main)
+        """Dtypes by pattern: those asked for, and weights that transformers keeps in another."""
+        given, rest = split_rules(self.asked, self.main)
         if rest == "checkpoint":
             return {**given, "*": rest}
         out = dict(given)
@@ -94,6 +85,14 @@ class Dtypes:
         return {**out, "*": rest}
 
 
+def split_rules(asked: DTypeArgument, otherwise: DType | None) -> tuple[dict[str, Any], Any]:
+    """Dtypes by pattern, and the one of all other tensors."""
+    if isinstance(asked, Mapping):
+        given = dict(asked)
+        return given, given.pop("*", otherwise)
+    return {}, otherwise if asked is None else asked
+
+
 def _torch(dtype: DType) -> Any:
     return getattr(torch, dtype.name)
 
@@ -103,7 +102,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _stated(checkpoint: Checkpoint, config: Any) -> DType | None:
-    """The dtype in the configuration, if there is one."""
+    """The dtype in the configuration, if any."""
     stated = getattr(config, "dtype", None)
     if stated is None:
         return None
@@ -118,7 +117,7 @@ def _stated(checkpoint: Checkpoint, config: Any) -> DType | None:
 
 
 def _stored(checkpoint: Checkpoint) -> list[DType]:
-    """The dtypes of the checkpoint's floats, in the order in which transformers looks at them."""
+    """The dtypes of the checkpoint's floats, in transformers' order."""
     infos = sorted(checkpoint.tensors.values(), key=lambda info: (info.shard, info.name))
     found = dict.fromkeys(info.dtype for info in infos if info.dtype.name in COMPUTED_IN)
     blocks = any(info.dtype.is_packed for info in infos)  # beside them, few others are float32
@@ -126,7 +125,7 @@ def _stored(checkpoint: Checkpoint) -> list[DType]:
 
 
 def _kept(model: Any, dtype: torch.dtype) -> Any:
-    """A function from parameter names to the dtype that transformers keeps them in, or None."""
+    """A function from a parameter's name to the dtype that transformers keeps it in, or None."""
     plan = plan_of_dtypes(model, dtype)
     if not plan:
         return lambda name: None

@@ -1,6 +1,6 @@
-"""Which weights of a checkpoint modules can hold quantised, and whether a checkpoint is opened.
+"""The judge of conversions: which weights modules can hold quantized, and what opens.
 
-The model is built on the meta device; nothing is read but headers and ``config.json``.
+Models are built on the meta device; only headers and ``config.json`` are read.
 """
 
 from __future__ import annotations
@@ -29,32 +29,16 @@ from streamload.transformers.saving import METHOD, left_by_theirs, own_config, w
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What modules can hold of the weights that are to be quantised.
+    """The weights that modules can hold quantized; see `streamload.conversion.openable.Verdict`."""
 
-    Attributes:
-        holders: the classes of modules that can hold quantised weights, in words.
-        left: by tensor that is in none of them, the class of its module.
-        modules: modules that transformers' quantiser has to leave as they are to open the others;
-            None where it has no modules for these.
-        said: the ``quantization_config`` by which streamload alone opens them, or None.
-    """
-
-    holders: str
+    holders: str  # the classes of such modules, in words
     left: Mapping[str, str]
     modules: list[str] | None
     said: Mapping[str, Any] | None
 
 
 def holding(checkpoint: Checkpoint, formats: Mapping[str, str]) -> Holding | None:
-    """Look which of the weights modules of the model can hold.
-
-    Args:
-        checkpoint: the headers.
-        formats: by tensor that is to be quantised, its format.
-
-    Returns:
-        None where transformers does not open the checkpoint as it is.
-    """
+    """Match formats by tensor to modules; None if transformers does not open the checkpoint."""
     try:
         config = configuration_of(checkpoint, Wanted())
         stated = str(getattr(config, "dtype", None)).removeprefix("torch.")
@@ -96,7 +80,7 @@ def holding(checkpoint: Checkpoint, formats: Mapping[str, str]) -> Holding | Non
 
 
 def _kept_in_float32(model: Any, tensors: Mapping[str, str], formats: set[str]) -> list[str]:
-    """Tensors of modules that bitsandbytes' quantiser of transformers leaves as they are."""
+    """Tensors of modules that transformers' quantizer for bitsandbytes does not replace."""
     said = FORMATS[next(iter(formats))].config([], "float32") if len(formats) == 1 else None
     kept = list(model._keep_in_fp32_modules or ())
     if said is None or said["quant_method"] != "bitsandbytes" or not kept:
@@ -106,9 +90,9 @@ def _kept_in_float32(model: Any, tensors: Mapping[str, str], formats: set[str]) 
 
 
 def why_not_opened(folder: Path) -> str:
-    """Open a checkpoint on the meta device, as `from_pretrained` does; "" where it is opened.
+    """Why `from_pretrained` does not open a checkpoint; "" if it does.
 
-    What needs a package that is not installed, or another machine, counts as opened.
+    "" also if that needs a package that is not installed, or another machine.
     """
     checkpoint = open_checkpoint(folder)
     try:

@@ -1,4 +1,4 @@
-"""What fills each parameter, as transformers names and fuses the checkpoint's tensors."""
+"""Match tensors of a checkpoint to parameters, as transformers renames and fuses them."""
 
 from __future__ import annotations
 
@@ -30,29 +30,17 @@ from streamload.transformers.rows import Narrow, NotRowsError, Numbered, renumbe
 
 @dataclass(frozen=True, slots=True)
 class Renames:
-    """The names that tensors of a checkpoint get in a model.
+    """The names that tensors of a checkpoint get in a model."""
 
-    Attributes:
-        transforms: transformers' own, of names and of values.
-        renamings: those of names alone.
-        converters: those of values.
-        prefix: of the names of the model without its head.
-        state: the model's tensors by name.
-    """
-
-    transforms: list[Any]
+    transforms: list[Any]  # transformers' own: `renamings` and `converters`
     renamings: list[Any]
-    converters: list[Any]
-    prefix: str
-    state: Mapping[str, Any]
+    converters: list[Any]  # of values
+    prefix: str  # of the names of the model without its head
+    state: Mapping[str, Any]  # the model's tensors by name
 
     @classmethod
     def of(cls, model: Any, key_mapping: Mapping[str, str] | None, quantizer: Any) -> Renames:
-        """Ask transformers; see `Names.of`.
-
-        Operations of its quantisers on single weights are left out: the modules hold the stored
-        values.
-        """
+        """Ask transformers; drop its quantizers' operations: modules hold the stored values."""
         transforms = get_model_conversion_mapping(model, key_mapping, quantizer)
         transforms = [
             one
@@ -64,7 +52,7 @@ class Renames:
         return cls(transforms, renamings, converters, model.base_model_prefix, model.state_dict())
 
     def __call__(self, tensor: str) -> tuple[str, str | None]:
-        """The name of a tensor, and the pattern of the converter that takes it, if one does."""
+        """The name of a tensor, and the pattern of its converter, if any."""
         lists, rest = (self.renamings, self.converters), (self.prefix, self.state)
         found: tuple[str, str | None] = rename_source_key(tensor, *lists, *rest)
         if found[0] not in self.state and tensor in self.state:  # it has its new name already
@@ -73,27 +61,19 @@ class Renames:
 
 
 def _of_quantizer(operation: Any) -> bool:
-    """Whether an operation is one of transformers' quantisers."""
+    """Whether an operation belongs to a quantizer of transformers."""
     return hasattr(operation, "hf_quantizer")
 
 
 @dataclass(slots=True)
 class Names:
-    """What fills each parameter, as transformers names and fuses the checkpoint's tensors.
+    """The source of each parameter, and what does not match."""
 
-    Attributes:
-        fill: sources by parameter name.
-        first: by checkpoint tensor, the parameter that it goes to, or the first of several.
-        unexpected: by checkpoint tensor, the name that the model lacks.
-        refused: parameters that rows of tensors do not make up, and why.
-        transforms: transformers' own that were used.
-    """
-
-    fill: dict[str, Source] = field(default_factory=dict)
-    first: dict[str, str] = field(default_factory=dict)
-    unexpected: dict[str, str] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-    transforms: list[Any] = field(default_factory=list)
+    fill: dict[str, Source] = field(default_factory=dict)  # by parameter
+    first: dict[str, str] = field(default_factory=dict)  # by tensor, its first parameter
+    unexpected: dict[str, str] = field(default_factory=dict)  # by tensor, the name that is missing
+    refused: dict[str, str] = field(default_factory=dict)  # by parameter, why rows do not fill it
+    transforms: list[Any] = field(default_factory=list)  # those of transformers that were used
 
     @classmethod
     def of(
@@ -103,23 +83,14 @@ class Names:
         key_mapping: Mapping[str, str] | None = None,
         quantizer: Any = None,
     ) -> Names:
-        """Ask transformers for all names; nothing is read.
-
-        Args:
-            model: on the meta device.
-            checkpoint: the headers.
-            key_mapping: patterns of names in the checkpoint to what they become first.
-            quantizer: transformers' own, of a quantised checkpoint.
-        """
-        out = cls()
-        renames = Renames.of(model, key_mapping, quantizer)
-        transforms, state = renames.transforms, renames.state
+        """Ask transformers for all names; reads nothing."""
+        out, renames = cls(), Renames.of(model, key_mapping, quantizer)
         by_pattern = {p: one for one in renames.converters for p in one.source_patterns}
         fused: dict[str, list[tuple[str, str]]] = {}
         plain: dict[str, str] = {}
         for tensor in sorted(checkpoint.tensors, key=dot_natural_key):
             name, pattern = renames(tensor)
-            if name not in state:
+            if name not in renames.state:
                 out.unexpected[tensor] = name
                 continue
             out.first[tensor] = name
@@ -132,7 +103,9 @@ class Names:
                 out._add(name, whole(checkpoint, tensor))
         for name, members in fused.items():
             out._convert(model, checkpoint, by_pattern[members[0][0]], name, members)
-        out.transforms = [one for one in transforms if getattr(one, "was_used", lambda: True)()]
+        out.transforms = [
+            one for one in renames.transforms if getattr(one, "was_used", lambda: True)()
+        ]
         return out
 
     def _add(self, name: str, source: Source) -> None:
@@ -149,7 +122,7 @@ class Names:
         name: str,
         members: Sequence[tuple[str, str]],
     ) -> None:
-        """Run transformers' operations on row numbers in place of rows, and see where they go."""
+        """Run transformers' operations on row numbers to learn which rows they join."""
         if any(map(_of_quantizer, converter.operations)):
             self.refused[name] = (
                 "transformers dequantises its parts to put them together: such experts are opened "
@@ -172,8 +145,7 @@ class Names:
             sources = {new: numbered.source(ids) for new, ids in made.items()}
         except Exception as error:  # whatever an operation of transformers raises
             operations = ", ".join(map(repr, converter.operations))
-            tensors = [tensor for _, tensor in members]
-            listed = ", ".join(tensors[:4]) + (", ..." if len(tensors) > 4 else "")
+            listed = ", ".join([tensor for _, tensor in members[:4]] + ["..."] * (len(members) > 4))
             first, *others = converter.target_patterns
             self.refused[name] = (
                 f"transformers makes it of {listed} by {operations}, "
@@ -186,13 +158,7 @@ class Names:
             self._add(new, source)
 
     def check(self, model: Any, checkpoint: Checkpoint, options: Options) -> None:
-        """Raise StateDictMismatchError for all that is wrong, in one go.
-
-        Args:
-            model: on the meta device.
-            checkpoint: the headers.
-            options: whether missing and unexpected names and other shapes are wrong.
-        """
+        """Raise one StateDictMismatchError for all that does not match."""
         strict = options.strict
         state = model.state_dict(keep_vars=True)
         known = [*self.fill, *self.refused]
@@ -233,10 +199,9 @@ class Names:
 
 
 def _of_the_body(model: Any, checkpoint: Checkpoint, unexpected: list[str]) -> list[str]:
-    """Of tensors that a model lacks, without those of a head that it is not to have.
+    """Drop unexpected tensors of a head, if a model without one opens the checkpoint of a larger.
 
-    A model without a head takes its own out of the checkpoint of a larger one: there, they have a
-    prefix that the head's have not.
+    There the names of the body have a prefix that those of the head lack.
     """
     prefix = f"{model.base_model_prefix}."
     is_body = bool(model.base_model_prefix) and model.base_model is model
@@ -246,5 +211,5 @@ def _of_the_body(model: Any, checkpoint: Checkpoint, unexpected: list[str]) -> l
 
 
 def whole(checkpoint: Checkpoint, tensor: str) -> Source:
-    """All of a tensor, as it is."""
+    """All of a tensor, unchanged."""
     return Source((all_of(checkpoint.tensors[tensor]),), shape=model_shape(checkpoint, tensor))

@@ -29,7 +29,6 @@ from streamload.checkpoint.variants import is_of
 from streamload.core.dtypes import DTypeArgument
 from streamload.core.memory import BudgetLike
 from streamload.core.progress import Progress
-from streamload.core.units import parse_bytes
 from streamload.devices.names import framework
 from streamload.errors import (
     CheckpointError,
@@ -48,8 +47,9 @@ from streamload.planning.planner import Residence
 from streamload.planning.sources import Source
 from streamload.transformers.arguments import found_at, takes_those_of_transformers
 from streamload.transformers.configuration import Wanted
+from streamload.transformers.dtypes import split_rules
 from streamload.transformers.names import whole
-from streamload.transformers.prepared import Prepared, load_untied, without_stale_notes
+from streamload.transformers.prepared import Prepared, filling, load_untied, without_stale_notes
 
 __all__ = ["from_pretrained"]
 
@@ -361,8 +361,7 @@ class _Diffused:
 
     def rules(self) -> DTypeArgument:
         """The dtypes to load with."""
-        given = dict(self.asked) if isinstance(self.asked, Mapping) else {}
-        rest = given.pop("*", None) if isinstance(self.asked, Mapping) else self.asked
+        given, rest = split_rules(self.asked, None)
         if rest == "checkpoint":
             return {**given, "*": rest}
         kept = set(self.model._keep_in_fp32_modules or ())
@@ -448,15 +447,8 @@ def _load(
             rules |= {f"{name}.{pattern}": dtype for pattern, dtype in named.items()}
             fill |= {f"{name}.{key}": _below(name, source) for key, source in part.fill.items()}
         beside_nbytes = sum(part.beside_nbytes(devices) for part in parts.values())
-        asked: dict[str, Any] = {
-            **options,
-            "dtype": rules or None,
-            "rename": lambda name: name if name in fill else None,
-            "mapping": fill,
-            "strict": False,  # each has been matched
-            "reserve": parse_bytes(options["reserve"]) + beside_nbytes,
-        }
         try:
+            asked = filling(options, fill, rules or None, beside_nbytes)
             return load_state_dict(model, checkpoint, **asked)
         except PlanInfeasibleError as error:  # what is no option here would not help
             raise error.without("quant=", "device=", "streamload.offload(") from None

@@ -1,4 +1,4 @@
-"""A model on the meta device, what fills it, and what makes it ready for use after the load."""
+"""Build a model on the meta device, match it to a checkpoint, load it, and finish it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ModelOptions(WeightOptions, ChangeOptions, StreamOptions, total=False):
 
 
 class OffloadOptions(TypedDict):
-    """What says how a model is offloaded; see `streamload.offload`."""
+    """The options of offloading; see `streamload.offload`."""
 
     tokens: int | None
     stay: Patterns
@@ -93,19 +93,9 @@ class Prepared:
         dtype: DTypeArgument,
         options: Options,
     ) -> Prepared:
-        """Build a model and match it; nothing is read but headers and ``config.json``.
-
-        Args:
-            checkpoint: the headers.
-            name: what the model calls the place that it comes from.
-            wanted: see `Wanted`.
-            devices: where it goes.
-            dtype: as in `from_pretrained`.
-            options: the budget, what casts, and whether names and shapes must match.
-        """
+        """Build and match a model, whose ``name_or_path`` is `name`; reads headers only."""
         config = configuration_of(checkpoint, wanted)
-        blocks = asked(checkpoint, DTypePolicy(), blocks=True)
-        checkpoint = dequantised(checkpoint, blocks)
+        checkpoint = dequantised(checkpoint, asked(checkpoint, DTypePolicy(), blocks=True))
         if wanted.config is not None or wanted.changes:  # what it needs to run follows from it, too
             checkpoint = replace(checkpoint, config=config.to_dict())
         config.name_or_path = name
@@ -133,42 +123,31 @@ class Prepared:
         return self.names.fill
 
     def rules(self) -> DTypeArgument:
-        """The dtypes to load with."""
+        """Dtypes by pattern."""
         return self.dtypes.rules(self.model, self.checkpoint, self.names)
 
     def beside_nbytes(self, devices: Devices) -> int:
-        """Bytes that it takes on a device beside what the checkpoint fills."""
+        """Bytes per device for tensors that the checkpoint does not fill."""
         running_nbytes = 0 if self.quantised is None else self.quantised.beside_nbytes
         return beside_nbytes(self.model, self.names, devices) + running_nbytes
 
     def load(self, devices: Devices, beside_nbytes: int, options: ModelOptions) -> LoadReport:
-        """Fill it.
-
-        Args:
-            devices: where it goes.
-            beside_nbytes: what else will be added to it.
-            options: those of the load, as the caller gave them.
-        """
+        """Load the model and leave `beside_nbytes` free for an adapter."""
         asked = self._asked(devices, beside_nbytes, options)
         try:
             report = load_state_dict(self.model, self.checkpoint, **asked)
         except PlanInfeasibleError as error:
-            streams = self.quantised is None or not self.quantised.stays
-            whole = streams and not beside_nbytes
-            raise error.calling(OFFLOAD, "offload=True" if whole else "") from None
+            stays = beside_nbytes or (self.quantised is not None and self.quantised.stays)
+            raise error.calling(OFFLOAD, "" if stays else "offload=True") from None
         return self._noted(report)
 
     def _noted(self, report: LoadReport) -> LoadReport:
-        """A report with what is said of quantised weights."""
+        """Add the notes on quantised weights."""
         notes = () if self.quantised is None else self.quantised.notes
         return replace(report, notes=(*report.notes, *notes))
 
     def offload(self, devices: Devices, options: ModelOptions, how: OffloadOptions) -> Offloaded:
-        """Let what does not fit stream; the arguments are those of `load` and `offload`.
-
-        Raises:
-            OffloadError: its modules do not compute on the stored bytes.
-        """
+        """Offload the model; raises OffloadError if its modules cannot compute on stored bytes."""
         if self.quantised is not None and self.quantised.stays:
             raise OffloadError(f"{self.checkpoint.path}: {self.quantised.stays}")
         asked = self._asked(devices, 0, options)
@@ -177,27 +156,16 @@ class Prepared:
         return offloaded
 
     def _asked(self, devices: Devices, beside_nbytes: int, options: ModelOptions) -> LoadOptions:
-        """What a load is asked for."""
-        fill = self.fill
-        asked: LoadOptions = {
-            **options,
-            "dtype": self.rules(),
-            "rename": lambda name: name if name in fill else None,
-            "mapping": fill,
-            "strict": False,  # `names.check` knows what may be ignored
-            "shapes": "skip",
-            "reserve": parse_bytes(options["reserve"])
-            + beside_nbytes
-            + self.beside_nbytes(devices),
-        }
-        return asked
+        """Options of the load; `names.check` has matched names and shapes."""
+        beside_nbytes += self.beside_nbytes(devices)
+        return {**filling(options, self.fill, self.rules(), beside_nbytes), "shapes": "skip"}
 
     def untied(self) -> bool:
-        """Leave apart what is tied and stored with different values; whether anything was."""
+        """Untie weights that are stored with different values; whether there were any."""
         return untie(self.model, self.checkpoint, self.names, different_values)
 
     def finish(self, report: LoadReport) -> None:
-        """Compute what no checkpoint holds, and make the model ready for use."""
+        """Initialize what the checkpoint lacks, and make the model ready for use."""
         if self.quantised is not None:
             self.quantised.assemble(self.model)
         initialise_the_rest(self.model, self.checkpoint, report)
@@ -208,18 +176,32 @@ class Prepared:
 
 
 def quantised_as(checkpoint: Checkpoint, config: Any, asked: Any) -> Quantised | None:
-    """How a model is quantised: as its checkpoint is, or as a caller asks; None where neither."""
+    """How a model is quantised: as its checkpoint is, else as `asked`; None for neither."""
     stored = CodedCheckpoint.of(checkpoint, config) or Quantised.of(checkpoint, config, asked)
     if stored is not None or asked is None:
         return stored
     return Quantising.asked(checkpoint, config, asked)
 
 
-def load_untied(load: Callable[[], _Loaded], *parts: Any) -> _Loaded:
-    """Load; again, where what is tied turned out to be stored with different values.
+def filling(
+    options: Any, fill: Mapping[str, Source], dtype: DTypeArgument, beside_nbytes: int
+) -> LoadOptions:
+    """Options of a load whose names have been matched, with `beside_nbytes` more in reserve."""
+    asked: LoadOptions = {
+        **options,
+        "dtype": dtype,
+        "rename": lambda name: name if name in fill else None,
+        "mapping": fill,
+        "strict": False,
+        "reserve": parse_bytes(options["reserve"]) + beside_nbytes,
+    }
+    return asked
 
-    A load compares it when it knows that all fits, and has read and allocated nothing else.
-    transformers leaves apart what differs.
+
+def load_untied(load: Callable[[], _Loaded], *parts: Any) -> _Loaded:
+    """Load, and again with weights untied if their stored values turn out to differ.
+
+    A load compares them after planning, before it reads or allocates anything else.
     """
     try:
         return load()
@@ -230,6 +212,6 @@ def load_untied(load: Callable[[], _Loaded], *parts: Any) -> _Loaded:
 
 
 def without_stale_notes(report: LoadReport, model: Any) -> LoadReport:
-    """A report without what it says about buffers that have values by now, or will have."""
+    """Drop the notes on buffers that get their values after the load."""
     stale = on_unstored(framework("torch").unstored(model), report.plan)
     return replace(report, notes=tuple(note for note in report.notes if note not in stale))

@@ -1,4 +1,4 @@
-"""Ties, what no checkpoint holds, and what comes after a load."""
+"""Untie weights, initialize what the checkpoint lacks, and finish a loaded model."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ from streamload.transformers.names import Names
 
 _log = logging.getLogger("streamload")
 
-# What is allocated for transformers to compute is filled with a mark first, and looked at again
-# afterwards, a block at a time.
-_BLOCK_NBYTES = 2**16
-_FEWEST_MARKED = 16  # of bools and the like, whose marks are patterns: fewer could be meant
+# Tensors that transformers is to compute are filled with a mark, to notice those it does not.
+_BLOCK_NBYTES = 2**16  # marked and compared at once
+_FEWEST_MARKED = 16  # bools and the like whose mark is a pattern: fewer may have it by chance
 _SEED = 0x5EED
 
 
@@ -45,12 +44,9 @@ def untie(
     names: Names,
     differ: Callable[[Checkpoint, Source, Source], bool],
 ) -> bool:
-    """Leave apart what the configuration ties and the checkpoint stores twice and differently.
+    """Untie weights that the checkpoint stores twice and that differ; whether there were any.
 
-    So does transformers. What is stored twice and is the same is loaded once.
-
-    Returns:
-        Whether anything was.
+    So does transformers. Equal weights are loaded once.
     """
     found = False
     for target, source in list(model.all_tied_weights_keys.items()):
@@ -74,26 +70,20 @@ def untie(
 
 
 def stored_otherwise(checkpoint: Checkpoint, a: Source, b: Source) -> bool:
-    """Whether the headers say that two sources are not the same; reads no data."""
+    """Whether two sources differ in dtype or shape; reads no data."""
     one, other = (checkpoint.tensors[source.rows[0].tensor].dtype for source in (a, b))
     return a.shape != b.shape or one is not other
 
 
 def different_values(checkpoint: Checkpoint, a: Source, b: Source) -> bool:
-    """Whether two sources hold different bytes; reads them."""
+    """Whether the bytes of two sources differ; reads them."""
     return not same_bytes(checkpoint, a, b)
 
 
 def beside_nbytes(model: Any, names: Names, devices: Devices) -> int:
-    """Bytes that will be allocated on a device beside what the checkpoint fills.
+    """Bytes of a model's tensors that the checkpoint does not fill: missing, or of another shape.
 
-    For parameters that it does not hold or holds in another shape, and for buffers that no
-    checkpoint holds. All of them are counted for each device: where they go is not known yet.
-
-    Args:
-        model: on the meta device, with the dtypes that it will have.
-        names: what fills it.
-        devices: where it goes.
+    Each device counts all of them, since their places are not known yet.
     """
     state = model.state_dict(keep_vars=True)
     filled = {
@@ -109,7 +99,7 @@ def beside_nbytes(model: Any, names: Names, devices: Devices) -> int:
 
 
 def initialise_the_rest(model: Any, checkpoint: Checkpoint, report: LoadReport) -> None:
-    """Let transformers compute what no checkpoint holds, where the load has put its module.
+    """Let transformers compute what the checkpoint lacks, on the devices of its modules.
 
     Raises:
         StateDictMismatchError: something has no values after that.
@@ -128,7 +118,7 @@ def initialise_the_rest(model: Any, checkpoint: Checkpoint, report: LoadReport) 
                     made[id(old)] = old, _on(torch.device(device_of(name, report)), old)
                 entries[key] = made[id(old)][1]
         if hasattr(module, CODED):
-            module._is_hf_initialized = True  # its weights are codes, and are there
+            module._is_hf_initialized = True  # its weights are codes
     with stood_in(model):
         model.initialize_weights()
         model.tie_weights(recompute_mapping=False)
@@ -144,7 +134,7 @@ def initialise_the_rest(model: Any, checkpoint: Checkpoint, report: LoadReport) 
 
 
 def _on(device: torch.device, old: torch.Tensor) -> torch.Tensor:
-    """A tensor in the place of one of the meta device; what it holds shows that nobody set it."""
+    """A tensor on a device; one from the meta device gets the marks of `_marked`."""
     if old.device.type == "meta":
         new = torch.empty_like(old, device=device, memory_format=torch.contiguous_format)
         for block, mark in _marked(new):
@@ -155,28 +145,23 @@ def _on(device: torch.device, old: torch.Tensor) -> torch.Tensor:
 
 
 def _is_unset(tensor: torch.Tensor) -> bool:
-    """Whether a tensor still holds what `_on` put there: every byte of it."""
+    """Whether each byte of a tensor is still that of its mark."""
     if not tensor.numel() or (not _has_mark(tensor.dtype) and tensor.numel() < _FEWEST_MARKED):
         return False
     return all(torch.equal(block, mark) for block, mark in _marked(tensor))
 
 
 def _has_mark(dtype: torch.dtype) -> bool:
-    """Whether a dtype has a value that nothing is expected to compute: NaN, or the least integer.
-
-    Floats of 8 bits may have no NaN, and the least unsigned integer is 0.
-    """
+    """Whether a dtype has NaN or a negative least integer, which no model computes."""
     if dtype.is_floating_point or dtype.is_complex:
         return bool(dtype.itemsize > 1)
     return bool(dtype.is_signed)
 
 
 def _marked(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The bytes of a contiguous tensor in blocks, and for each those that mark it as unset.
+    """The bytes of a contiguous tensor in blocks, each with the bytes that mark it as unset.
 
-    They are one value where the dtype has one that nothing computes, else a fixed pattern that
-    looks random, else, where a few elements may be anything, zeros. In blocks: a model's mask may
-    be large, and is not to be held twice.
+    These are one unlikely value, or a random pattern; for a few elements of other dtypes, zeros.
     """
     dtype = tensor.dtype
     if _has_mark(dtype):
@@ -187,7 +172,7 @@ def _marked(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
     elif tensor.numel() < _FEWEST_MARKED:
         mark = torch.zeros(tensor.nbytes, dtype=torch.uint8, device="cpu")
     else:
-        # numbers of its own: those with which transformers initialises are the caller's
+        # a generator of its own: torch's is the caller's
         numbers = np.random.default_rng(_SEED)
         most = 2 if dtype is torch.bool else 256
         mark = torch.from_numpy(numbers.integers(most, size=_BLOCK_NBYTES, dtype=np.uint8))
@@ -199,10 +184,7 @@ def _marked(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
 def device_of(name: str, report: LoadReport) -> str | int:
-    """Where a tensor belongs: with the smallest module around it whose place is known.
-
-    Where none is, since nothing was loaded: on the first device.
-    """
+    """The device of the innermost loaded module around a tensor, else the first device."""
     parts = name.split(".")
     around = (".".join(parts[:count]) for count in range(len(parts), -1, -1))
     places = report.device_map
@@ -213,15 +195,7 @@ def device_of(name: str, report: LoadReport) -> str | int:
 def finish(
     model: Any, checkpoint: Checkpoint, names: Names, report: LoadReport, wanted: Wanted
 ) -> None:
-    """Make the model ready for use, as transformers' own ``from_pretrained`` does.
-
-    Args:
-        model: loaded.
-        checkpoint: the headers.
-        names: what filled it.
-        report: of the load.
-        wanted: of generation, what is in place of what lies beside the checkpoint.
-    """
+    """Make a loaded model ready for use, as transformers' own ``from_pretrained`` does."""
     model._weight_conversions = names.transforms  # `save_pretrained` goes back by them
     model.eval()
     folder = folder_of(checkpoint)
@@ -248,5 +222,5 @@ def finish(
     if len(set(places.values())) > 1:
         accelerate = importlib.import_module("accelerate")
         skip = sorted(model._skip_keys_device_placement or ())
-        with set_aside(model):  # what is in codes is where it belongs
+        with set_aside(model):  # codes are on their devices
             accelerate.dispatch_model(model, device_map=places, skip_keys=skip)

@@ -1,7 +1,4 @@
-"""Which rows of which tensors an operation of transformers puts together.
-
-It runs on row numbers in place of rows: where they come out says what it does.
-"""
+"""Find the rows that an operation of transformers joins, by running it on row numbers."""
 
 from __future__ import annotations
 
@@ -25,37 +22,25 @@ COLUMNS = 4
 
 
 class NotRowsError(ValueError):
-    """A result that is not made of whole rows."""
+    """The result does not consist of whole rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """Tensors that an operation puts together, with a number for each of their rows.
+    """Tensors to join, with a number for each row: each stretch along the last axis.
 
-    A row here is everything along the last axis. It is represented by ``columns`` numbers, so that
-    whatever splits, reorders or changes it shows; all other axes are as long as they really are.
-
-    Attributes:
-        tensors: their names.
-        shapes: their shapes.
-        bases: the number of each tensor's first row, and one past the last row of all.
-        columns: how many numbers stand for a row.
-        length: how many elements a row has.
+    ``columns`` numbers represent a row, to notice operations that split, reorder or change it.
     """
 
     tensors: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    bases: tuple[int, ...]
+    bases: tuple[int, ...]  # the number of each tensor's first row, and the count of all rows
     columns: int
-    length: int
+    length: int  # elements of a row
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, tensors: Sequence[str]) -> Numbered:
-        """Number the rows of tensors, one tensor after the other.
-
-        Raises:
-            NotRowsError: their rows are not of one length.
-        """
+        """Number the rows; raises NotRowsError if they have several lengths."""
         shapes = tuple(checkpoint.tensors[tensor].shape for tensor in tensors)
         lengths = {shape[-1] if len(shape) > 1 else 1 for shape in shapes}
         length = lengths.pop()
@@ -65,7 +50,7 @@ class Numbered:
         return cls(tuple(tensors), shapes, bases, min(COLUMNS, length), length)
 
     def ids(self, index: int) -> torch.Tensor:
-        """The numbers in place of a tensor: its shape, but for the last of several axes."""
+        """The numbers of a tensor, in its shape but for the last of several axes."""
         shape = self.shapes[index]
         start, stop = (base * self.columns for base in self.bases[index : index + 2])
         small = self.bases[-1] * self.columns < 2**29  # the other numbers fit too
@@ -74,11 +59,7 @@ class Numbered:
         return numbers.view(*shape[:-1], self.columns) if len(shape) > 1 else numbers.view(shape)
 
     def source(self, ids: torch.Tensor) -> Source:
-        """Read off which rows make up a result.
-
-        Raises:
-            NotRowsError: it is not made of whole rows along the first axis of these tensors.
-        """
+        """The rows of a result; raises NotRowsError if it is not whole rows of the first axis."""
         if ids.dtype not in (torch.int32, torch.int64):
             raise NotRowsError("the dtype changes")
         shape = tuple(ids.shape)
@@ -109,7 +90,7 @@ class Numbered:
 
 
 def renumbered(ids: torch.Tensor) -> torch.Tensor:
-    """Other numbers for the same rows: what only moves them about does the same with both."""
+    """Other numbers for the same rows, to notice operations that compute with values."""
     return ids * -3 - 7
 
 
@@ -118,13 +99,13 @@ def _row_count(shape: tuple[int, ...]) -> int:
 
 
 class Narrow:
-    """A model whose parameters are as wide as numbered rows, for operations that ask for shapes."""
+    """A model whose parameters have the width of numbered rows."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        """A parameter's stand-in, on the meta device."""
+        """A narrow parameter on the meta device."""
         shape = tuple(self._model.get_parameter(name).shape)
         narrow = (*shape[:-1], min(COLUMNS, shape[-1])) if len(shape) > 1 else shape
         return torch.empty(narrow, device="meta")
