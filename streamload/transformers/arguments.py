@@ -1,6 +1,6 @@
-"""The arguments of transformers' own `from_pretrained`, as the ones that do the same here.
+"""Translate the arguments of transformers' own `from_pretrained` to ours.
 
-Each is taken, or answered by a ValueError with what to write instead. Source: its docstring and its
+Each is taken, or refused by a ValueError with the argument to write. Source: its docstring and its
 first lines, in transformers/modeling_utils.py.
 """
 
@@ -23,14 +23,14 @@ from streamload.devices.names import framework
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-#: They change nothing: nothing is downloaded or unpickled, and all is low on memory.
+#: Arguments without effect here: nothing is downloaded or unpickled, and all is low on memory.
 _WITHOUT_EFFECT = (
     *("local_files_only", "token", "use_auth_token", "proxies", "resume_download", "tqdm_class"),
     *("low_cpu_mem_usage", "weights_only", "offload_state_dict", "offload_buffers", "mirror"),
     *("_fast_init", "code_revision", "adapter_kwargs", "_commit_hash"),
     *("_from_auto", "_from_pipeline"),
 )
-#: What to write in place of those that are not there; None, False and "" are as if not given.
+#: Arguments that are refused, and why; None, False and "" count as not given.
 _INSTEAD: Mapping[str, str] = {
     "cache_dir": "set HF_HUB_CACHE in the environment, or give the folder of the snapshot",
     "distributed_config": "streamload.distributed.load_state_dict shares a model over ranks",
@@ -47,17 +47,17 @@ _INSTEAD: Mapping[str, str] = {
     "tp_size": "streamload.distributed.load_state_dict shares a model over ranks",
     "use_kernels": "load, and then call model.set_use_kernels(True)",
 }
-#: Those that ask for bitsandbytes' formats, and what asks for them here.
+#: Arguments for bitsandbytes' formats, and ours.
 _QUANTISING = {"load_in_8bit": 'quant="int8"', "load_in_4bit": 'quant="nf4"'}
-#: The file, or index, that torch.save's weights have in a folder; and with a variant.
+#: Files and indexes of torch.save's weights in a folder; and with a variant.
 _TORCH_FILES = (
     ("pytorch_model.bin.index.json", "pytorch_model.bin.index.{}.json"),
     ("pytorch_model.bin", "pytorch_model.{}.bin"),
 )
-_DISK = "disk"  # what accelerate calls it in a device_map
+_DISK = "disk"  # accelerate's name in a device_map
 _FROM_FILES = "layers that do not fit stream from the checkpoint's own files"
 _OTHERS = frozenset({"config_changes", "components"})
-#: How like an option a name is that is taken for a slip, and not for one of the configuration.
+#: Similarity to an option from which an unknown name is a slip, not a name of the configuration.
 _NEAR = 0.8
 #: Values of ``device_map`` that leave the choice to accelerate.
 _EVERYWHERE = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -66,8 +66,7 @@ _EVERYWHERE = ("auto", "balanced", "balanced_low_0", "sequential")
 def takes_those_of_transformers(function: _Function) -> _Function:
     """Let a function take the arguments of transformers, too.
 
-    Those that neither knows by name reach it as one dict, ``config_changes`` or ``components``:
-    transformers changes its configuration by them, and diffusers takes them for components.
+    Unknown ones reach it as one dict: ``config_changes``, or ``components`` of diffusers.
     """
     known = frozenset(inspect.signature(function).parameters)
 
@@ -75,9 +74,7 @@ def takes_those_of_transformers(function: _Function) -> _Function:
     def entrance(*args: Any, **given: Any) -> Any:
         if (named := given.pop("pretrained_model_name_or_path", None)) is not None:
             if args or "path" in given:
-                raise ValueError(
-                    "pretrained_model_name_or_path and path say the same: leave one of them out"
-                )
+                raise _twice("pretrained_model_name_or_path", "path")
             given["path"] = named
         path = args[0] if args else given.get("path")
         return function(*args, **translated(given, known, path))
@@ -88,35 +85,25 @@ def takes_those_of_transformers(function: _Function) -> _Function:
 def translated(
     given: Mapping[str, Any], known: frozenset[str], path: object = None
 ) -> dict[str, Any]:
-    """The arguments of ours that mean the same.
-
-    Args:
-        given: those that a caller wrote.
-        known: the names of ours.
-        path: the checkpoint, if it is one.
-
-    Raises:
-        ValueError: one has no counterpart, or contradicts another; says what to write.
-    """
+    """Our arguments, named in `known`, for those given; raises ValueError if there are none."""
     rest = {name: value for name, value in given.items() if name not in _WITHOUT_EFFECT}
     out = {name: rest.pop(name) for name in list(rest) if name in known}
     for name, instead in _INSTEAD.items():
         if name not in known and _is_given(rest.pop(name, None)):
-            raise ValueError(f"{name} has no counterpart here: {instead}")
-    _refuse_offload_folder(rest.pop("offload_folder", None), known)
+            raise _unknown(name, instead)
+    if _is_given(rest.pop("offload_folder", None)):
+        fits = "a pipeline fits as a whole: leave it out"
+        streams = f"{_FROM_FILES}: write offload=True"
+        raise _unknown("offload_folder", streams if "offload" in known else fits)
     for name, instead in _QUANTISING.items():
         if not _is_given(rest.get(name)):
             rest.pop(name, None)
         elif "quant" in known:
-            raise ValueError(
-                f"{name} has no counterpart here: weights are quantised on the way: write {instead}"
-            )
+            raise _unknown(name, f"weights are quantised on the way: write {instead}")
     if _is_given(file := rest.pop("gguf_file", None)):
         found = _found(path, out) / file if _is_path(path) else file
-        raise ValueError(
-            f"gguf_file={file!r} has no counterpart here: a GGUF is opened by its path: write "
-            f"{_opening(found)}"
-        )
+        instead = f"a GGUF is opened by its path: write {_opening(found)}"
+        raise _unknown(f"gguf_file={file!r}", instead)
     if rest.pop("use_safetensors", None) is False:
         _check_torch_files(path, out, known)
     if rest.pop("disable_mmap", None):
@@ -139,12 +126,20 @@ def translated(
     return out | rest
 
 
+def _unknown(name: str, instead: str) -> ValueError:
+    return ValueError(f"{name} has no counterpart here: {instead}")
+
+
+def _twice(name: str, ours: str) -> ValueError:
+    return ValueError(f"{name} and {ours} say the same: leave one of them out")
+
+
 def _is_given(value: object) -> bool:
     return value is not None and value is not False and value != ""
 
 
 def found_at(path: str | os.PathLike[str], revision: str | None, subfolder: str) -> Location:
-    """Where the checkpoint is; a folder on this machine has no revisions."""
+    """Find a checkpoint; a local folder has no revisions."""
     name = os.fsdecode(path.href if isinstance(path, Url) else path)
     local = os.path.exists(os.path.expanduser(name)) or is_url(name)
     if revision is not None and not local and "@" not in name:
@@ -166,15 +161,13 @@ def _opening(path: object) -> str:
 
 
 def _check_torch_files(path: Any, out: Mapping[str, Any], known: frozenset[str]) -> None:
-    """Raise ValueError where use_safetensors=False chooses other files than a folder's path does.
+    """Raise ValueError if use_safetensors=False chooses other files than a folder's path does.
 
     A folder without safetensors files is opened by those that torch.save wrote.
     """
     if "components" in known:
-        raise ValueError(
-            "use_safetensors=False has no counterpart here: files that torch.save wrote are read "
-            "where there are no others: leave it out"
-        )
+        instead = "files that torch.save wrote are read where there are no others: leave it out"
+        raise _unknown("use_safetensors=False", instead)
     if not _is_path(path):
         return
     folder = _found(path, out)
@@ -187,25 +180,17 @@ def _check_torch_files(path: Any, out: Mapping[str, Any], known: frozenset[str])
         raise ValueError(
             f"use_safetensors=False: {folder} holds no {' and no '.join(names)}: leave it out"
         )
-    raise ValueError(
-        "use_safetensors=False has no counterpart here: a folder is opened by its safetensors "
-        f"files, and those that torch.save wrote by their path: write {_opening(file)}"
+    raise _unknown(
+        "use_safetensors=False",
+        "a folder is opened by its safetensors files, and those that torch.save wrote by their "
+        f"path: write {_opening(file)}",
     )
-
-
-def _refuse_offload_folder(folder: object, known: frozenset[str]) -> None:
-    if not _is_given(folder):
-        return
-    instead = "a pipeline fits as a whole: leave it out"
-    if "offload" in known:
-        instead = f"{_FROM_FILES}: write offload=True"
-    raise ValueError(f"offload_folder has no counterpart here: {instead}")
 
 
 def _refuse_disk(
     name: str, devices: Sequence[str], known: frozenset[str], budget: object = None
 ) -> None:
-    """Raise ValueError for devices among which the disk is."""
+    """Raise ValueError if the disk is among the devices."""
     if _DISK not in devices:
         return
     others = [device for device in devices if device != _DISK]
@@ -220,30 +205,28 @@ def _refuse_disk(
 def _place(out: dict[str, Any], device_map: Any, max_memory: Any, known: frozenset[str]) -> None:
     """Read ``device_map`` and ``max_memory`` as a device and a budget."""
     if max_memory is not None:
-        names = [_device(name) for name in max_memory]
-        sizes = [size for name, size in max_memory.items() if name != _DISK]
-        _refuse_disk("max_memory", names, known, sizes[0] if sizes else None)
+        sizes = {_device(name): size for name, size in max_memory.items()}
+        first = next((size for name, size in sizes.items() if name != _DISK), None)
+        _refuse_disk("max_memory", list(sizes), known, first)
         if out.get("budget") is not None:
-            raise ValueError("max_memory and budget say the same: leave one of them out")
-        out["budget"] = {_device(name): size for name, size in max_memory.items()}
+            raise _twice("max_memory", "budget")
+        out["budget"] = sizes
         if device_map is None or device_map in _EVERYWHERE:
-            device_map = list(max_memory)
+            device_map = list(sizes)
     if device_map is not None:
         if out.get("device") is not None:
-            raise ValueError("device_map and device say the same: leave one of them out")
+            raise _twice("device_map", "device")
         out["device"] = _devices(device_map, known)
     device = out.get("device")
-    if isinstance(device, (torch.device, int)) and not isinstance(device, bool):
-        out["device"] = _device(device)
-    elif isinstance(device, Sequence) and not isinstance(device, str):
+    if isinstance(device, Sequence) and not isinstance(device, str):
         out["device"] = [_device(one) for one in device]
+    else:
+        out["device"] = _device(device)
 
 
 def _devices(device_map: Any, known: frozenset[str]) -> Any:
     """The device, or the devices, of a ``device_map``."""
-    if isinstance(device_map, str) and device_map in _EVERYWHERE:
-        found = list(framework("torch").candidates()[:-1]) or ["cpu"]  # the last is the CPU
-    elif isinstance(device_map, Mapping):
+    if isinstance(device_map, Mapping):
         found = list(dict.fromkeys(map(_device, device_map.values())))
         _refuse_disk("device_map", found, known)
         if len(found) != 1:
@@ -253,16 +236,18 @@ def _devices(device_map: Any, known: frozenset[str]) -> Any:
                 f"device={found}".replace("'", '"')
                 + f", and budget={{{budget}}} for the sizes"
             )
+    elif isinstance(device_map, str) and device_map in _EVERYWHERE:
+        found = list(framework("torch").candidates()[:-1]) or ["cpu"]  # the last is the CPU
     elif isinstance(device_map, list):
-        found = [_device(name) for name in device_map]
+        found = device_map
     else:
-        _refuse_disk("device_map", [device_map] if device_map == _DISK else [], known)
-        return _device(device_map)
+        found = [device_map]
+        _refuse_disk("device_map", found, known)
     return found[0] if len(found) == 1 else found
 
 
 def _device(device: Any) -> Any:
-    """The name of a device of torch's: ``torch.device("cuda:0")``, ``"cuda:0"`` or ``0``."""
+    """The name of torch's device for ``torch.device("cuda:0")``, ``"cuda:0"`` or ``0``."""
     if isinstance(device, torch.device):
         return str(device)
     if not isinstance(device, int) or isinstance(device, bool):

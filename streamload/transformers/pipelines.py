@@ -1,8 +1,7 @@
 """Pipelines and models of diffusers: `from_pretrained`, streamed under one budget.
 
-diffusers and transformers build the models of a pipeline and load what is no model (schedulers,
-tokenizers); streamload moves the bytes of all models in one load. Tried with diffusers 0.35.2, 0.36
-and 0.42.
+diffusers and transformers build the models of a pipeline and load its other components (schedulers,
+tokenizers); streamload loads all models at once. Tried with diffusers 0.35.2, 0.36 and 0.42.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ from streamload.transformers.prepared import Prepared, filling, load_untied, wit
 __all__ = ["from_pretrained"]
 
 _PIPELINE = "model_index.json"
-#: Options of other loads, which diffusers would ignore as components that it does not know.
+#: Options of other loads, which diffusers would ignore as unknown components.
 _OFFLOADING = {"offload", "tokens", "stay", "layers", "host"}
-#: Those that ask for quantised weights, and the format where they do not name it.
+#: Options for quantized weights, and the format if their value does not name it.
 _QUANT = {"quant": "", "load_in_8bit": "int8", "load_in_4bit": "nf4"}
 _OTHERS = DEFAULTS.keys() | _OFFLOADING | _QUANT.keys()
 _WEIGHTS = (".safetensors", ".bin", ".msgpack", ".onnx", ".pb", ".ckpt", ".pt", ".pth")
@@ -166,12 +165,9 @@ def from_pretrained(
 
 
 def _check_names(folder: Path, given: Mapping[str, Any], place: Mapping[str, Any]) -> None:
-    """Raise ValueError for an option of other loads, with what does the same here.
+    """Raise ValueError for an option of other loads among the components in `given`.
 
-    Args:
-        folder: of the pipeline, or of its model.
-        given: the components.
-        place: the device and the budget.
+    It names the call to write, with the options in `place`.
     """
     written = [f"{name}={value!r}" for name, value in place.items() if type(value) in (str, int)]
     for name, value in given.items():
@@ -181,20 +177,13 @@ def _check_names(folder: Path, given: Mapping[str, Any], place: Mapping[str, Any
         if value and name in ("offload", *_QUANT):
             quant = value if name == "quant" else _QUANT.get(name)
             asked = [*written, f"quant={quant!r}"] if quant else written
-            instead = _by_itself(folder, given, bool(quant), ", ".join(["", *asked]))
+            instead = _alone(folder, given, bool(quant), ", ".join(["", *asked]))
         if value or name not in _QUANT:
             raise ValueError(f"{name} is no option here: {instead}")
 
 
-def _by_itself(folder: Path, given: Mapping[str, Any], fits: bool, arguments: str) -> str:
-    """What to write: the largest model of diffusers is filled by itself, and passed.
-
-    Args:
-        folder: of the pipeline, or of its model.
-        given: the components.
-        fits: whether it is loaded; if not, it is offloaded.
-        arguments: of that call, each behind a comma.
-    """
+def _alone(folder: Path, given: Mapping[str, Any], fits: bool, arguments: str) -> str:
+    """The calls that load (if it fits) or offload the largest model alone, and pass it."""
     models = {
         name: (sum(file.stat().st_size for file in where.iterdir()), where, found)
         for name, (found, where) in _classes(folder, given).items()
@@ -216,11 +205,8 @@ def _by_itself(folder: Path, given: Mapping[str, Any], fits: bool, arguments: st
     return f"fill its largest model by itself, and pass it: write {'; '.join(lines)}"
 
 
-# --- what a pipeline consists of ------------------------------------------------------------------
-
-
 def _classes(folder: Path, given: Mapping[str, Any]) -> dict[str, tuple[Any, Path]]:
-    """The class and the folder of each model, by its name; of a model's own folder, that one."""
+    """The class and the folder of each model in a pipeline, or of the one model in a folder."""
     path = folder / _PIPELINE
     if not path.is_file():
         config = folder / "config.json"
@@ -240,7 +226,7 @@ def _classes(folder: Path, given: Mapping[str, Any]) -> dict[str, tuple[Any, Pat
         if _is_model(model_class):
             out[name] = model_class, where
         elif any(file.name.endswith(_WEIGHTS) for file in where.iterdir()):
-            # diffusers would load it beside the budget
+            # diffusers would load it outside of the budget
             raise CheckpointError(
                 where,
                 "a model that is neither of diffusers nor of transformers",
@@ -256,7 +242,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _class(library: str, name: str) -> Any:
-    """A class that ``model_index.json`` names: of a library, or of one of diffusers' pipelines."""
+    """A class of a library, or of a pipeline of diffusers."""
     for module in (library, f"diffusers.pipelines.{library}"):
         try:
             return getattr(importlib.import_module(module), name)
@@ -274,19 +260,16 @@ def _has(variant: str, folder: Path) -> bool:
     return any(is_of(file.name, variant) for file in folder.iterdir())
 
 
-# --- dtypes ---------------------------------------------------------------------------------------
-
-
 def _dtypes(
     dtype: Any, checkpoints: Mapping[str, Checkpoint], given: Mapping[str, Any], *, alone: bool
 ) -> Mapping[str, Any]:
-    """The dtypes asked of each model, by pattern of the names in its own checkpoint.
+    """The dtypes of each model, by pattern of its own names; components in `given` have none.
 
     Args:
-        dtype: those asked for; as diffusers writes them by component, too.
-        checkpoints: of the models.
+        dtype: as in `from_pretrained`.
+        checkpoints: by model.
         given: components that are not loaded.
-        alone: whether there is one model, whose name is in no pattern.
+        alone: patterns do not begin with the model's name.
 
     Raises:
         ValueError: a pattern matches no tensor.
@@ -311,7 +294,7 @@ def _dtypes(
 
 
 def _inside(pattern: str, prefix: str) -> str:
-    """What is left of a pattern behind a prefix of names; "" where it matches none of them."""
+    """The rest of a pattern after a prefix of names; "" if it matches none of them."""
     literal = re.split(r"[*?[]", pattern, maxsplit=1)[0]
     if literal.startswith(prefix):
         return pattern.removeprefix(prefix)
@@ -319,12 +302,9 @@ def _inside(pattern: str, prefix: str) -> str:
     return after if prefix.startswith(literal) and after.startswith("*") else ""
 
 
-# --- one model ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Diffused:
-    """A model of diffusers with its parameters on the meta device, and what fills them."""
+    """A model of diffusers with parameters on the meta device, and their sources."""
 
     model: Any
     checkpoint: Checkpoint
@@ -333,11 +313,11 @@ class _Diffused:
 
     @classmethod
     def of(cls, model_class: Any, checkpoint: Checkpoint, folder: Path, asked: Any) -> _Diffused:
-        """Build and match it, as diffusers does; nothing is read but headers."""
+        """Build and match it as diffusers does; reads headers only."""
         config = model_class.load_config(str(folder), local_files_only=True)
         if config.get("quantization_config") is not None:
             raise CheckpointError(folder, "the checkpoint is quantised: diffusers alone loads it")
-        with accelerate.init_empty_weights():  # what the model computes itself has values
+        with accelerate.init_empty_weights():  # buffers that the model computes have values
             model = model_class.from_config(config)
         names: dict[str, Any] = {name: name for name in checkpoint.tensors}
         if len(checkpoint.shards) == 1:
@@ -360,7 +340,7 @@ class _Diffused:
         return cls(model, checkpoint, fill, asked)
 
     def rules(self) -> DTypeArgument:
-        """The dtypes to load with."""
+        """Dtypes by pattern."""
         given, rest = split_rules(self.asked, None)
         if rest == "checkpoint":
             return {**given, "*": rest}
@@ -374,18 +354,18 @@ class _Diffused:
         return out if rest is None else {**out, "*": rest}
 
     def beside_nbytes(self, devices: Devices) -> int:
-        """Bytes of buffers that no checkpoint holds."""
+        """Bytes of buffers that the checkpoint lacks."""
         return sum(buffer.nbytes for name, buffer in self._computed())
 
     def _computed(self) -> Iterator[tuple[str, Any]]:
         return (pair for pair in self.model.named_buffers() if pair[0] not in self.fill)
 
     def untied(self) -> bool:
-        """Models of diffusers tie nothing."""
+        """Models of diffusers have no tied weights."""
         return False
 
     def finish(self, report: LoadReport) -> None:
-        """Bring to the device what the model computed, and make it ready for use."""
+        """Move computed buffers to the device, and make the model ready for use."""
         device = torch.device(report.plan.devices[0].device)
         for name, buffer in list(self._computed()):
             module, _, leaf = name.rpartition(".")
@@ -406,7 +386,7 @@ def _part(
     devices: Devices,
     options: PipelineOptions,
 ) -> _Diffused | Prepared:
-    """Build one model on the meta device, and match it."""
+    """Build and match one model on the meta device."""
     if issubclass(model_class, diffusers.ModelMixin):
         return _Diffused.of(model_class, checkpoint, folder, asked)
     stored: Counter[str] = Counter()
@@ -425,16 +405,13 @@ def _part(
     )
 
 
-# --- all of them ----------------------------------------------------------------------------------
-
-
 def _load(
     folder: Path,
     parts: Mapping[str, _Diffused | Prepared],
     devices: Devices,
     options: PipelineOptions,
 ) -> LoadReport:
-    """Load all models as one, from one checkpoint in which each has its name as a prefix."""
+    """Load all models as one, from one checkpoint with their names as prefixes."""
     checkpoint = _joined(folder, parts)
     model = torch.nn.ModuleDict({name: part.model for name, part in parts.items()})
 
@@ -450,7 +427,7 @@ def _load(
         try:
             asked = filling(options, fill, rules or None, beside_nbytes)
             return load_state_dict(model, checkpoint, **asked)
-        except PlanInfeasibleError as error:  # what is no option here would not help
+        except PlanInfeasibleError as error:  # suggestions that are no options here
             raise error.without("quant=", "device=", "streamload.offload(") from None
 
     return without_stale_notes(load_untied(load, *parts.values()), model)

@@ -17,7 +17,6 @@ from streamload.errors import OffloadError, PlanInfeasibleError, StateDictMismat
 from streamload.loading.load import load_state_dict
 from streamload.loading.options import (
     ChangeOptions,
-    LoadOptions,
     StreamOptions,
     WeightOptions,
 )
@@ -155,7 +154,7 @@ class Prepared:
         offloaded.load = self._noted(offloaded.load)
         return offloaded
 
-    def _asked(self, devices: Devices, beside_nbytes: int, options: ModelOptions) -> LoadOptions:
+    def _asked(self, devices: Devices, beside_nbytes: int, options: ModelOptions) -> dict[str, Any]:
         """Options of the load; `names.check` has matched names and shapes."""
         beside_nbytes += self.beside_nbytes(devices)
         return {**filling(options, self.fill, self.rules(), beside_nbytes), "shapes": "skip"}
@@ -185,9 +184,9 @@ def quantised_as(checkpoint: Checkpoint, config: Any, asked: Any) -> Quantised |
 
 def filling(
     options: Any, fill: Mapping[str, Source], dtype: DTypeArgument, beside_nbytes: int
-) -> LoadOptions:
+) -> dict[str, Any]:
     """Options of a load whose names have been matched, with `beside_nbytes` more in reserve."""
-    asked: LoadOptions = {
+    return {
         **options,
         "dtype": dtype,
         "rename": lambda name: name if name in fill else None,
@@ -195,7 +194,6 @@ def filling(
         "strict": False,
         "reserve": parse_bytes(options["reserve"]) + beside_nbytes,
     }
-    return asked
 
 
 def load_untied(load: Callable[[], _Loaded], *parts: Any) -> _Loaded:

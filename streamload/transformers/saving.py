@@ -1,8 +1,7 @@
-"""Saving models whose modules hold quantised weights, and what such a model says of itself.
+"""Save models whose modules hold quantized weights, and count their parameters.
 
-transformers asks a model's quantiser what to save, and counts what modules hold as parameters. Here
-the weights are buffers of streamload's modules: a model gets a class beside its own, as its modules
-do, which counts them, and writes the ``quantization_config`` by which they are opened again.
+The weights are buffers of streamload's modules. As these do, a model gets a subclass of its class:
+it counts the buffers, and writes the ``quantization_config`` that opens them again.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from streamload.transformers.internals import (
     should_convert_module,
 )
 
-#: The method of layouts that transformers has no modules for.
+#: The method of layouts for which transformers has no modules.
 METHOD = "streamload"
 _FORMATS = "formats"
 _BITSANDBYTES, _COMPRESSED = "bitsandbytes", "compressed-tensors"
@@ -42,28 +41,21 @@ _WEIGHT = ".weight"
 
 
 class CodedConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """The ``quantization_config`` of a model: what a checkpoint of it says."""
+    """The ``quantization_config`` of a model."""
 
     def __init__(self, **said: Any) -> None:
-        """Take all that it says."""
+        """Take all entries."""
         self.__dict__.update(said)
 
 
 class CodedQuantizer(HfQuantizer):  # type: ignore[misc]
-    """What transformers asks about a model whose weights are codes in modules of streamload."""
+    """The quantizer of models whose weights are codes in modules of streamload."""
+
+    is_trainable = True  # by adapters
+    is_qat_trainable = True  # without adapters: what is not quantized
 
     def is_serializable(self) -> bool:
-        """Whether it can be saved: `CodedModel.save_pretrained` raises where it cannot."""
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        """Whether adapters can be trained on it."""
-        return True
-
-    @property
-    def is_qat_trainable(self) -> bool:
-        """Whether a trainer takes it without adapters: what is not quantised can be trained."""
+        """True: `CodedModel.save_pretrained` raises for models that it cannot save."""
         return True
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
@@ -74,16 +66,16 @@ class CodedQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def as_coded(model: Any, quantizer: Any = None) -> None:
-    """Let a model whose modules hold codes count them, and save them so that they are opened again.
+    """Let a loaded model, and those in it, count and save the codes that their modules hold.
 
     Args:
-        model: loaded; so are the models in it.
-        quantizer: of the library whose modules hold other weights of it, if there are such.
+        model: any loaded model.
+        quantizer: of the library whose modules hold its other weights, if any.
     """
-    if not any(hasattr(module, CODED) for module in model.modules()):
+    if not _holds_codes(model):
         return
     for each in model.modules():
-        if isinstance(each, PreTrainedModel) and any(hasattr(m, CODED) for m in each.modules()):
+        if isinstance(each, PreTrainedModel) and _holds_codes(each):
             own: Any = type(each)
             allow_saving(each)
             each.__class__ = _class_of(own)
@@ -95,25 +87,29 @@ def as_coded(model: Any, quantizer: Any = None) -> None:
         model.config.quantization_config = model.hf_quantizer.quantization_config = said
 
 
+def _holds_codes(model: nn.Module) -> bool:
+    return any(hasattr(module, CODED) for module in model.modules())
+
+
 class CodedModel:
-    """What models share whose modules hold codes."""
+    """The base of models whose modules hold codes."""
 
     saves_codes = True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle and copy by the class that it had: the one that it has is made by a load."""
+        """Pickle and copy by the model's own class; a load makes this one."""
         return _empty, (type(self).__bases__[1],), self.__dict__
 
     def num_parameters(
         self: Any, only_trainable: bool = False, exclude_embeddings: bool = False
     ) -> int:
-        """The parameters of the model, quantised ones too; see transformers."""
+        """Count parameters, quantized ones too; see transformers."""
         found = int(super().num_parameters(only_trainable, exclude_embeddings))  # type: ignore[misc]
         coded = 0 if only_trainable else sum(math.prod(w.shape) for w in _distinct(self))
         return found + int(coded)
 
     def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
-        """The bytes that the model holds; see transformers. Codes count as parameters."""
+        """Count bytes, those of codes as parameters; see transformers."""
         found = int(super().get_memory_footprint(return_buffers))  # type: ignore[misc]
         if return_buffers:
             return found
@@ -121,7 +117,7 @@ class CodedModel:
         return found + sum(parts.values())
 
     def get_expanded_tied_weights_keys(self: Any, all_submodels: bool = False) -> dict[str, str]:
-        """The weights that are tied, by name; see transformers. What is tied shares all parts."""
+        """Tied weights by name; see transformers. The parts of codes are shared with them."""
         found: dict[str, str] = super().get_expanded_tied_weights_keys(all_submodels)  # type: ignore[misc]
         beside = {
             name.removesuffix(leaf) + part
@@ -131,15 +127,15 @@ class CodedModel:
         return {name: source for name, source in found.items() if name not in beside}
 
     def half(self: Any, *_: Any) -> Any:
-        """Cast what is not quantised, and what quantised weights are decoded to."""
+        """Cast floats, and the dtype to which codes are decoded."""
         return nn.Module.half(self)
 
     def float(self: Any, *_: Any) -> Any:
-        """Cast what is not quantised, and what quantised weights are decoded to."""
+        """Cast floats, and the dtype to which codes are decoded."""
         return nn.Module.float(self)
 
     def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:
-        """Let modules hold the decoded values as floats; see transformers."""
+        """Decode all weights; see transformers."""
         if not isinstance(self.hf_quantizer, CodedQuantizer):
             return super().dequantize(dtype)  # type: ignore[misc]
         found = super().dequantize(dtype)  # type: ignore[misc]
@@ -152,10 +148,10 @@ class CodedModel:
         return found
 
     def save_pretrained(self: Any, *args: Any, **named: Any) -> None:
-        """Save it with the ``quantization_config`` by which it is opened; see transformers.
+        """Save it with the ``quantization_config`` that opens it; see transformers.
 
         Raises:
-            ValueError: nothing opens such weights, or a part of one is not in ``state_dict``.
+            ValueError: nothing opens such weights, or ``state_dict`` lacks a part of one.
         """
         own = super().save_pretrained  # type: ignore[misc]
         given = inspect.signature(own).bind(*args, **named)
@@ -190,7 +186,7 @@ class CodedModel:
 
 @cache
 def _class_of(own: Any) -> type[Any]:
-    """The class for models of a class."""
+    """The subclass for models of a class."""
     if issubclass(own, CodedModel):
         known: type[Any] = own
         return known
@@ -205,7 +201,7 @@ def _class_of(own: Any) -> type[Any]:
 
 
 def _like(own: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """A method with the name, the signature and the docstring of another."""
+    """A method with the signature and docstring of another."""
 
     @functools.wraps(own)
     def method(self: Any, *args: Any, **named: Any) -> Any:
@@ -215,14 +211,19 @@ def _like(own: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., An
 
 
 def _empty(own: Any) -> Any:
-    """A model without a state, for pickle."""
+    """A model without state, for pickle."""
     return object.__new__(_class_of(own))
 
 
 def _named(
     model: nn.Module, *, shared: bool = False
 ) -> Iterator[tuple[str, nn.Module, str, CodedWeight]]:
-    """Each weight in codes: its name, its module, its name there; shared modules once, or not."""
+    """Each weight in codes: its name, its module, and its name there.
+
+    Args:
+        model: any model.
+        shared: list a module under each of its names.
+    """
     for prefix, module in model.named_modules(remove_duplicate=not shared):
         for leaf, said in getattr(module, CODED, {}).items():
             yield f"{prefix}.{leaf}" if prefix else leaf, module, leaf, said
@@ -236,29 +237,21 @@ def _parts(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _distinct(model: nn.Module) -> Iterable[CodedWeight]:
-    """The weights in codes, shared ones once."""
+    """The weights in codes, without duplicates."""
     return {id(module._buffers[leaf]): said for _, module, leaf, said in _named(model)}.values()
 
 
 def layout(model: Any, state: Mapping[str, Any]) -> tuple[CodedConfig | None, dict[str, Any]]:
-    """What a checkpoint of a model says of its quantised weights, and what it holds.
+    """The ``quantization_config`` of a state, and the state with shared weights once.
 
-    Args:
-        model: its modules hold codes.
-        state: what is to be saved of it, by the model's names.
-
-    Returns:
-        None where no weight is in codes; and the state, with shared weights once.
-
-    Raises:
-        ValueError: it has a part of a weight, and not the others.
+    None if the state has no codes; raises ValueError if it lacks a part of a weight.
     """
     state = dict(state)
     coded: dict[str, CodedWeight] = {}
     seen: set[int] = set()
     for name, module, leaf, said in _named(model, shared=True):
         found = state.get(name)
-        if id(module._buffers[leaf]) in seen:  # it has several names
+        if id(module._buffers[leaf]) in seen:
             for part in said.names(leaf):
                 state.pop(name.removesuffix(leaf) + part, None)
             continue
@@ -280,10 +273,10 @@ def layout(model: Any, state: Mapping[str, Any]) -> tuple[CodedConfig | None, di
 
 
 def config_of(model: Any, coded: Mapping[str, CodedWeight]) -> CodedConfig:
-    """What a checkpoint says of these weights of a model.
+    """The configuration that opens these weights of a model.
 
-    That of transformers, where one of its quantisers has modules for exactly these, and finds them
-    by their names; else streamload's own, which `streamload.transformers.from_pretrained` opens.
+    A quantizer of transformers opens it if it has modules for exactly these weights and finds them
+    by their names; else streamload alone does.
     """
     left = left_by_theirs(model, coded)
     if left is not None and _come_back(model, coded):
@@ -293,7 +286,7 @@ def config_of(model: Any, coded: Mapping[str, CodedWeight]) -> CodedConfig:
 
 
 def own_config(coded: Mapping[str, CodedWeight]) -> dict[str, Any]:
-    """The configuration by which streamload alone opens weights, by their names in a checkpoint."""
+    """The configuration that streamload alone opens; `coded` has a checkpoint's names."""
     by_format: dict[str, list[str]] = {}
     for name, each in coded.items():
         by_format.setdefault(each.format, []).append(name)
@@ -301,22 +294,17 @@ def own_config(coded: Mapping[str, CodedWeight]) -> dict[str, Any]:
 
 
 def would_be_floats(coded: Iterable[CodedWeight]) -> bool:
-    """Whether transformers would take all codes for floats without a word.
+    """Whether transformers would take all codes for floats.
 
-    It skips a quantization_config that it does not know, and refuses a tensor of another shape.
+    It skips unknown quantization_configs, and refuses tensors of another shape.
     """
     return all(each.made.parts[0].shape == each.stored_shape for each in coded)
 
 
 def left_by_theirs(model: Any, coded: Mapping[str, CodedWeight]) -> list[str] | None:
-    """Look whether a quantiser of transformers has modules for exactly these weights.
+    """The modules that a quantizer of transformers must skip to open exactly these weights.
 
-    Args:
-        model: as it is, or on the meta device.
-        coded: the weights that are quantised, by the model's names.
-
-    Returns:
-        The modules that its configuration has to leave as they are; None if there is no such.
+    None if it cannot. The names are the model's, which may be on the meta device.
     """
     names = {each.format for each in coded.values()}
     format = FORMATS[next(iter(names))]
@@ -329,12 +317,12 @@ def left_by_theirs(model: Any, coded: Mapping[str, CodedWeight]) -> list[str] | 
         return None
     held = Counter(id(_held(module)) for module in kinds.values())
     if any(held[id(_held(kinds[name]))] > 1 for name in taken):
-        return None  # modules share it, which those of other libraries do not
+        return None  # modules of other libraries do not share weights
     linears = (n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)))
     left = [name for name in linears if name not in taken]
     if said["quant_method"] == _COMPRESSED and _puts_together(model):
-        return None  # it dequantises what is put together, and finds floats
-    if said["quant_method"] == _BITSANDBYTES:  # what it leaves are patterns: they may match more
+        return None  # it dequantizes fused tensors, and finds floats
+    if said["quant_method"] == _BITSANDBYTES:  # the names are patterns: they may match more
         patterns = [*left, *(model._keep_in_fp32_modules or ())]
         if taken != {name for name in kinds if should_convert_module(name, patterns)}:
             return None
@@ -342,12 +330,12 @@ def left_by_theirs(model: Any, coded: Mapping[str, CodedWeight]) -> list[str] | 
 
 
 def _held(module: nn.Module) -> Any:
-    """What holds the weight of a product, or its codes."""
+    """The weight of a module, or its codes."""
     return module._parameters.get("weight", module._buffers.get("weight"))
 
 
 def _puts_together(model: Any) -> bool:
-    """Whether transformers makes parameters of several tensors of a checkpoint."""
+    """Whether transformers fuses several tensors of a checkpoint."""
     state = model.state_dict()
     return any(
         re.search(pattern, name)
@@ -359,40 +347,32 @@ def _puts_together(model: Any) -> bool:
 
 
 def _is_product(module: nn.Module) -> bool:
-    """Whether transformers' quantisers look at a module: torch's Linear, or a Conv1D."""
+    """Whether transformers' quantizers replace a module: torch's Linear, or a Conv1D."""
     own = type(module).__bases__[1] if isinstance(module, Coded) else type(module)
     return own is nn.Linear or own is Conv1D
 
 
 def _come_back(model: Any, coded: Mapping[str, CodedWeight]) -> bool:
-    """Whether the parts of weights keep together when transformers gives back names of files."""
+    """Whether the parts of weights stay together when transformers restores names of files."""
     parts = {
-        name: {
-            part: torch.empty(0, device="meta")
-            for part in (f"{name.rpartition('.')[0]}.{p}" for p in said.names("weight"))
-        }
+        name: [name.removesuffix("weight") + part for part in said.names("weight")]
         for name, said in coded.items()
     }
-    flat = {part: tensor for each in parts.values() for part, tensor in each.items()}
+    flat = {part: torch.empty(0, device="meta") for own in parts.values() for part in own}
     try:
         found = revert_weight_conversion(model, dict(flat))
-    except Exception:  # whatever an operation of transformers raises of such shapes
+    except Exception:  # any, from operations of transformers on such shapes
         return False
-    names = {id(tensor): name for name, tensor in found.items()}
+    restored = {id(tensor): name for name, tensor in found.items()}
     for name, said in coded.items():
-        new = [names.get(id(tensor)) for tensor in parts[name].values()]
-        first = new[0]
-        if first is None or new != [part.name(first) for part in said.made.parts]:
+        new = [restored.get(id(flat[part])) for part in parts[name]]
+        if new[0] is None or new != [part.name(new[0]) for part in said.made.parts]:
             return False
     return True
 
 
 def formats_of(said: Mapping[str, Any]) -> dict[str, str]:
-    """By weight, the formats that a configuration of streamload's own names.
-
-    Raises:
-        ValueError: it is not valid.
-    """
+    """The formats by weight in streamload's own configuration; ValueError if it is invalid."""
     listed = said.get(_FORMATS)
     if not isinstance(listed, Mapping) or not listed:
         raise ValueError(f"quantization_config has no {_FORMATS}")
