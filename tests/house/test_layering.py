@@ -8,7 +8,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -94,10 +94,17 @@ def _tree(module: str) -> ast.Module:
     return ast.parse(FILES[module].read_text(), FILES[module])
 
 
-def _late(tree: ast.Module) -> set[int]:
+@cache
+def _nodes(module: str) -> Sequence[ast.AST]:
+    return tuple(ast.walk(_tree(module)))
+
+
+def _late(module: str) -> set[int]:
     """Ids of nodes that run when a function is called, or that are for types alone."""
     late: set[int] = set()
-    for node in ast.walk(tree):
+    for node in _nodes(module):
+        if id(node) in late:
+            continue
         for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
         if for_types or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             late |= {id(each) for each in ast.walk(node)}
@@ -111,9 +118,8 @@ def _imports(module: str, *, at_import: bool = False) -> Iterator[str]:
         module: the file.
         at_import: only those that are imported with it.
     """
-    tree = _tree(module)
-    late = _late(tree) if at_import else set()
-    for node in ast.walk(tree):
+    late = _late(module) if at_import else set()
+    for node in _nodes(module):
         if id(node) in late:
             continue
         if isinstance(node, ast.Import):
@@ -138,7 +144,7 @@ def _inside(module: str, *, at_import: bool = False) -> set[str]:
 def _names(module: str) -> set[str]:
     """Every identifier that a file uses, as a name, an attribute or an import."""
     found: set[str] = set()
-    for node in ast.walk(_tree(module)):
+    for node in _nodes(module):
         if isinstance(node, ast.Name):
             found.add(node.id)
         elif isinstance(node, ast.Attribute):
@@ -148,12 +154,12 @@ def _names(module: str) -> set[str]:
     return found
 
 
-def _documented(tree: ast.Module) -> set[int]:
+def _documented(module: str) -> set[int]:
     """Ids of the constants that are docstrings."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
     return {
         id(node.body[0].value)
-        for node in ast.walk(tree)
+        for node in _nodes(module)
         if isinstance(node, kinds) and node.body and isinstance(node.body[0], ast.Expr)
     }
 
@@ -165,18 +171,17 @@ def test_every_file_is_in_a_room() -> None:
     assert {_room(module) for module in FILES} - set(FRONTS) == set(FLOOR)
 
 
-@pytest.mark.parametrize("module", [m for m in FILES if m not in FRONTS])
-def test_a_room_imports_from_the_floors_below(module: str) -> None:
+def test_a_room_imports_from_the_floors_below() -> None:
     """A file imports from its own room and from lower floors, lazily or not."""
-    room = _room(module)
+    rooms = {module: _room(module) for module in FILES if module not in FRONTS}
     wrong = [
-        other
+        f"{module} imports {other}"
+        for module, room in rooms.items()
         for other in _inside(module)
-        if (other == "" and room not in OF_THE_ROOT)
-        or (other in FRONTS and other and room not in OF_THE_ROOT)
+        if (other in FRONTS and room not in OF_THE_ROOT)
         or (other not in FRONTS and _room(other) != room and FLOOR[_room(other)] >= FLOOR[room])
     ]
-    assert not wrong, f"{module} imports {wrong}"
+    assert not wrong
 
 
 def test_no_files_import_each_other() -> None:
@@ -190,52 +195,50 @@ def test_no_files_import_each_other() -> None:
     tuple(graphlib.TopologicalSorter(graph).static_order())
 
 
-@pytest.mark.parametrize("module", [m for m in FILES if m not in FRONTS])
-def test_no_import_by_string_across_rooms(module: str) -> None:
+def test_no_import_by_string_across_rooms() -> None:
     """No string names a module of another room."""
-    tree = _tree(module)
-    documented = _documented(tree)
-    named = [
-        node.value
-        for node in ast.walk(tree)
+    wrong = [
+        f"{module} names {node.value}"
+        for module in FILES
+        if module not in FRONTS and _room(module) not in OF_THE_ROOT
+        for documented in [_documented(module)]
+        for node in _nodes(module)
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and id(node) not in documented
         and re.fullmatch(r"streamload(\.[a-z_0-9]+)+", node.value)
-        and node.value.removeprefix("streamload.") in FILES
+        and (other := node.value.removeprefix("streamload.")) in FILES
+        and _room(other) != _room(module)
     ]
-    room = _room(module)
-    wrong = [n for n in named if _room(n.removeprefix("streamload.")) != room]
-    assert not wrong or room in OF_THE_ROOT, f"{module} names {wrong}"
+    assert not wrong
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_a_framework_is_imported_in_its_own_files_only(module: str) -> None:
+def test_a_framework_is_imported_in_its_own_files_only() -> None:
     """tinygrad, torch and others are imported in files named for them, lazily or not."""
-    roots = {name.partition(".")[0] for name in _imports(module)}
-    parts = module.split(".")
     foreign = [
-        name
-        for name, homes in FRAMEWORKS.items()
-        if name in roots
-        and _room(module) not in OF_FRAMEWORKS
-        and not any(part == home or part.startswith(f"{home}_") for part in parts for home in homes)
+        f"{module} imports {name}"
+        for module in FILES
+        if _room(module) not in OF_FRAMEWORKS
+        for name in {name.partition(".")[0] for name in _imports(module)} & FRAMEWORKS.keys()
+        for parts in [module.split(".")]
+        if not any(
+            p == home or p.startswith(f"{home}_") for p in parts for home in FRAMEWORKS[name]
+        )
     ]
-    assert not foreign, f"{module} imports {foreign}"
+    assert not foreign
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_threads_are_started_in_few_files_only(module: str) -> None:
+def test_threads_are_started_in_few_files_only() -> None:
     """Only loads, their checksums, conversions and benches start threads; locks may be anywhere."""
-    started = _names(module) & STARTERS
-    assert not started or module in START_THREADS, f"{module} uses {started}"
+    started = {module: found for module in FILES if (found := _names(module) & STARTERS)}
+    assert started.keys() <= set(START_THREADS), started
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_the_environment_is_read_at_the_edge(module: str) -> None:
+def test_the_environment_is_read_at_the_edge() -> None:
     """Environment variables are read at the edges of the program, and nowhere else."""
-    read = _names(module) & {"environ", "environb", "getenv", "getenvb"}
-    assert not read or module in READ_ENVIRONMENT, f"{module} uses {read}"
+    reading = {"environ", "environb", "getenv", "getenvb"}
+    read = {module: found for module in FILES if (found := _names(module) & reading)}
+    assert read.keys() <= set(READ_ENVIRONMENT), read
 
 
 def test_the_lists_of_this_page_name_files() -> None:
@@ -244,10 +247,9 @@ def test_the_lists_of_this_page_name_files() -> None:
     assert all(_names(module) & STARTERS for module in START_THREADS)
 
 
-@pytest.mark.parametrize("package", sorted(PACKAGES - set(WITH_CODE)))
-def test_packages_hold_a_docstring_alone(package: str) -> None:
+def test_packages_hold_a_docstring_alone() -> None:
     """``__init__.py`` is a docstring, but for the packages that users import."""
-    assert len(_tree(package).body) == 1, package
+    assert not [p for p in PACKAGES - set(WITH_CODE) if len(_tree(p).body) != 1]
 
 
 @pytest.mark.parametrize("package", WITH_CODE)
