@@ -22,7 +22,7 @@ from streamload.codecs.cast_cuda import BLOCK_THREADS, SYMBOL, cast_ptx
 from streamload.core.dtypes import DType
 from streamload.core.memory import available_cpus
 from streamload.core.system import address_of, direct_memory, populate
-from streamload.devices.base import BulkCopier, BulkFailure, Read, Staging, Ticket
+from streamload.devices.base import BulkFailure, Read, Staging, Ticket
 from streamload.devices.bulk import Loop, addresses_of, libc_calls
 from streamload.errors import AllocationError, DeviceError
 
@@ -246,7 +246,6 @@ class _Stream:
         self._context.call("cuEventCreate", ctypes.byref(self.event), flags)
 
     def wait(self) -> None:
-        """Return when the last copy that was begun has finished."""
         if self._query(self.event) == 0:  # most have: no need to give up the interpreter's lock
             return
         status = self._slow.cuEventSynchronize(self.event)
@@ -311,8 +310,8 @@ class PinnedStaging(_Stream):
             self._context.check(failure, "giving staging back")
 
 
-class _Memory(_Stream):
-    """`devices.base.DeviceMemory`, from the driver itself: no allocator keeps any of it."""
+class DeviceMemory(_Stream):
+    """Memory besides buffers, from the driver itself and no allocator; zeros at first."""
 
     def __init__(self, context: Context, nbytes: int) -> None:
         super().__init__(context)
@@ -331,6 +330,7 @@ class _Memory(_Stream):
             raise AllocationError(context.name, error.problem, nbytes=nbytes) from error
 
     def read(self, start: int, stop: int) -> bytes:
+        """Bytes ``start`` to ``stop`` (exclusive), without waiting for other streams."""
         out = ctypes.create_string_buffer(stop - start)
         with self._context.current():
             arguments = (out, self.address + start, stop - start, self.stream)
@@ -339,12 +339,14 @@ class _Memory(_Stream):
         return out.raw
 
     def write(self, start: int, data: np.ndarray[Any, Any]) -> None:
+        """Write an array from byte ``start`` on, for later work; any thread may call it."""
         with self._context.current():
             arguments = (self.address + start, data.ctypes.data, data.nbytes, self.stream)
             self._context.call("cuMemcpyHtoDAsync_v2", *arguments)
             self._context.call("cuStreamSynchronize", self.stream)
 
     def run(self, kernel: int, blocks: int, arguments: Sequence[int]) -> None:
+        """Run a `BulkCopier.function` with arguments of 64 bits, to its end."""
         values = [ctypes.c_uint64(value) for value in arguments]
         places = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         shape = (blocks, 1, 1, BLOCK_THREADS, 1, 1)
@@ -362,31 +364,50 @@ class _Memory(_Stream):
             self._context.check(failure, "giving memory back")
 
 
-class _BulkCopier:
-    """`devices.base.BulkCopier` for one context."""
+class BulkCopier:
+    """Many reads and copies in one call."""
 
     def __init__(self, context: Context, loop: Loop, address: Callable[[Any], int]) -> None:
         self.address = address
         self._context, self._loop = context, loop
 
-    def memory(self, nbytes: int) -> _Memory:
-        return _Memory(self._context, nbytes)
+    def memory(self, nbytes: int) -> DeviceMemory:
+        """Memory for tallies and for elements to cast; raises AllocationError."""
+        return DeviceMemory(self._context, nbytes)
 
     def kernel(self, src: DType, dst: DType, clamp: bool) -> int:
+        """Handle of a cast kernel, compiled once; any thread may call it.
+
+        Raises:
+            UnsupportedCastError: it cannot be compiled.
+            DeviceError: the driver refuses it.
+        """
         return self.function(cast_ptx(src, dst, clamp=clamp), SYMBOL)
 
     def function(self, ptx: str, symbol: str) -> int:
+        """Handle of a function in PTX, loaded once; any thread may call it."""
         with _compiling:
             return _function(self._context, ptx, symbol)
 
     def ticket(self, slot: Staging) -> Ticket:
-        """A slot is its own ticket."""
+        """A slot is the ticket of the copies that were begun from it last."""
         assert isinstance(slot, _Stream)
         return slot
 
     def run(
         self, fd: int, reads: Sequence[Read], slots: Sequence[Staging], busy: int
     ) -> BulkFailure | None:
+        """Read into the slots in turn, and begin the copies, without the interpreter's lock.
+
+        Afterwards any slot that was used may have copies under way: see `ticket`.
+
+        Args:
+            fd: the file.
+            reads: read ``i`` goes to slot ``i % len(slots)``.
+            slots: where to.
+            busy: how many of the slots, the last ones, may have copies under way; they are waited
+                for before they are filled.
+        """
         flat = []
         for index, slot in enumerate(slots):
             assert isinstance(slot, PinnedStaging)
@@ -463,14 +484,12 @@ class Copies:
         self.context = context
         self._address = address
         loop = _loop()
-        self.bulk: BulkCopier | None = _BulkCopier(context, loop, address) if loop else None
+        self.bulk: BulkCopier | None = BulkCopier(context, loop, address) if loop else None
 
     def staging(self, nbytes: int) -> PinnedStaging:
-        """Page-locked memory."""
         return PinnedStaging(self.context, nbytes)
 
     def copy(self, staging: Staging, start: int, nbytes: int, buffer: Any, offset: int) -> Ticket:
-        """An asynchronous copy on the slot's stream."""
         assert isinstance(staging, PinnedStaging)
         self.context.copy(staging, start, nbytes, self._address(buffer) + offset)
         return staging

@@ -35,7 +35,6 @@ class HostDevice(HeapDevice):
 
     @property
     def info(self) -> DeviceInfo:
-        """The host has no limits of its own but what is free."""
         # numpy takes large arrays from the kernel in whole pages, small ones in multiples of 16
         return DeviceInfo(
             "host",
@@ -48,7 +47,6 @@ class HostDevice(HeapDevice):
         )
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        """An uninitialised array; no page of it is touched."""
         nbytes = dtype.nbytes(math.prod(shape))
         try:
             if nbytes < _HUGE_NBYTES or sys.platform != "linux":
@@ -60,11 +58,9 @@ class HostDevice(HeapDevice):
     def view(
         self, memory: mmap.mmap, start: int, dtype: DType, shape: tuple[int, ...]
     ) -> np.ndarray[Any, Any]:
-        """An array over mapped bytes."""
         return np.ndarray(shape, dtype.numpy, memory, start)
 
     def address(self, buffer: np.ndarray[Any, Any]) -> int:
-        """Where its memory begins."""
         address: int = buffer.__array_interface__["data"][0]
         return address
 
@@ -171,7 +167,6 @@ class HostParameter(SlotParameter):
         return entry._kept if isinstance(entry, InvalidArray) else entry
 
     def buffer(self) -> np.ndarray[Any, Any]:
-        """The array."""
         array: np.ndarray[Any, Any] = self._value()
         return array
 
@@ -197,7 +192,6 @@ class HostParameter(SlotParameter):
         return "something else still refers to the array"
 
     def attach(self, buffer: np.ndarray[Any, Any], dtype: DType) -> None:
-        """Put the array into the state dict."""
         self._swap(lambda _: buffer)
 
     def invalidate(self, keep: bool) -> None:
@@ -208,7 +202,6 @@ class HostParameter(SlotParameter):
         self._swap(lambda _: entry)
 
     def revive(self) -> None:
-        """Put the kept array back into the state dict."""
         value = self._value()
         self._swap(lambda _: value)
 
@@ -230,26 +223,21 @@ class HostFramework(Framework):
         return make_parameters(slots, lambda slot: id(slot[0][slot[1]]), HostParameter)
 
     def canonical(self, name: str) -> str:
-        """There is one host."""
         if name.lower() != "host":
             raise DeviceNotFoundError(name, "arrays of numpy live on the host", working=("host",))
         return "host"
 
     def device(self, name: str) -> HostDevice:
-        """The host."""
         self.canonical(name)
         return HostDevice()
 
     def candidates(self) -> Sequence[str]:
-        """The host."""
         return ("host",)
 
     def trusted(self, name: str) -> bool:
-        """numpy computes in this process anyway."""
         return True
 
     def probe(self, name: str, full: bool = True) -> ProbeResult:
-        """The host works; dtypes that numpy itself lacks are computed by ml_dtypes."""
         return ProbeResult(
             "host",
             True,

@@ -7,6 +7,7 @@ import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from streamload.codecs.cast_table import supported
 from streamload.codecs.decode import TARGETS, there_nbytes
@@ -17,7 +18,7 @@ from streamload.core.memory import OVERHEAD_NBYTES, Budget, available_host_nbyte
 from streamload.core.memory import reserve_nbytes as guessed_reserve_nbytes
 from streamload.core.units import format_bytes
 from streamload.devices.allocators import AllocatorKind
-from streamload.devices.base import BulkCopier, Device, DeviceInfo, Framework
+from streamload.devices.base import Device, DeviceInfo, Framework
 from streamload.devices.names import (
     default_framework,
     environment_device,
@@ -36,6 +37,9 @@ from streamload.errors import (
 from streamload.loading.options import CastArgument
 from streamload.planning.plan import Plan
 from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequests
+
+if TYPE_CHECKING:
+    from streamload.devices.cuda import BulkCopier
 
 # By framework: how a device of CUDA that nobody looks at has its memory.
 _CUDA_ALLOCATORS: Mapping[str, AllocatorKind] = {

@@ -23,7 +23,7 @@ from streamload.core.dtypes import DType
 from streamload.core.location import Location
 from streamload.core.system import populate_shared, unmap_pages
 from streamload.core.tensors import first_byte
-from streamload.devices.base import Buffer, Device, OnFiles
+from streamload.devices.base import Buffer, Device
 from streamload.errors import CheckpointError
 from streamload.files.header import unreadable
 from streamload.files.local import Reader
@@ -101,7 +101,6 @@ class FileViews:
             FileChangedError: a file is not what it was when its header was read.
             CheckpointError: a file cannot be opened or mapped.
         """
-        assert isinstance(device, OnFiles), device
         self._device, self._keeps, self._ahead = device, keeps, plan.ahead
         self._checkpoint = checkpoint
         self._open: dict[Location, Reader] = {}  # with a lease each, while passes go on

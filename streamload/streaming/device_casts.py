@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,10 +22,13 @@ from streamload.codecs.group import Packed
 from streamload.codecs.kernels import Tally
 from streamload.codecs.scheme import QuantCounts, Quantised
 from streamload.codecs.schemes.bitsandbytes_nested import MAP_NBYTES, dynamic_map
-from streamload.devices.base import BulkCopier, Copy, Device
+from streamload.devices.base import Copy, Device
 from streamload.errors import AllocationError
 from streamload.planning.plan import STAGING_SLOTS, STATISTIC_NBYTES, Placement, Plan, senders
 from streamload.planning.quant_policy import coded
+
+if TYPE_CHECKING:
+    from streamload.devices.cuda import BulkCopier
 
 
 class DeviceCasts:

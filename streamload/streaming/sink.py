@@ -17,7 +17,7 @@ from streamload.core.memory import Ledger
 from streamload.core.pagemap import reusable_nbytes
 from streamload.core.tensors import first_byte
 from streamload.devices.allocators import TRIM_NBYTES
-from streamload.devices.base import Addressed, Buffer, Device, Framework, OnFiles, Parameter
+from streamload.devices.base import Addressed, Buffer, Device, Framework, Parameter
 from streamload.errors import AllocationError, LoadState
 from streamload.planning.plan import Plan
 
@@ -100,7 +100,6 @@ class ModelTarget:
             if info.shard not in maps:
                 maps[info.shard] = map_shard(checkpoint.headers[info.shard])
             device = self._devices[kind.device]
-            assert isinstance(device, OnFiles), kind.device
             if kind.action == "replace":
                 self._release(index)
             start = first_byte(info, row)

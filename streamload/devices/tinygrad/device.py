@@ -112,7 +112,6 @@ class TinygradDevice(Device):
 
     @property
     def info(self) -> DeviceInfo:
-        """What it is and has."""
         backend = backend_of(self.name)
         return DeviceInfo(
             name=self.name,
@@ -149,7 +148,6 @@ class TinygradDevice(Device):
         return buffer
 
     def staging(self, nbytes: int) -> Staging:
-        """Plain host memory."""
         return HostStaging(nbytes)
 
     def cast_copy(
@@ -162,7 +160,6 @@ class TinygradDevice(Device):
         offset: int,
         dst: DType,
     ) -> None:
-        """Bring raw ``src`` bits up, cast them with tinygrad's own kernel, write them at offset."""
         raw = self._brought_up(staging, start, nbytes, src)
         result = raw.cast(TO_TINYGRAD[dst.name])
         self._store(result, buffer, offset, dst.nbytes(nbytes // src.itemsize))
@@ -179,7 +176,6 @@ class TinygradDevice(Device):
         Tensor(UOp.from_buffer(view.ensure_allocated())).assign(result).realize()
 
     def read(self, buffer: Any, start: int, stop: int) -> bytes:
-        """Read raw bytes back."""
         out = bytearray(stop - start)
         if out:
             self._read(buffer, start, out)
@@ -190,13 +186,11 @@ class TinygradDevice(Device):
         self._device.allocator._copyout(memoryview(out), view)
 
     def release(self, buffer: Buffer) -> None:
-        """Give the memory back: the caller's was the last reference."""
         if buffer.is_allocated():
             buffer.deallocate()
         self.trim()
 
     def trim(self) -> None:
-        """Empty the allocator's cache of freed buffers."""
         empty_cache(self._device.allocator)
 
     def synchronize(self) -> None:
@@ -205,7 +199,6 @@ class TinygradDevice(Device):
             self._device.synchronize()
 
     def allocated_nbytes(self) -> int | None:
-        """tinygrad's own count for this device."""
         return int(GlobalCounters.mem_used_per_device[self.name])
 
 
@@ -221,14 +214,12 @@ class _HostVisibleDevice(TinygradDevice):
 
     @contextlib.contextmanager
     def window(self, buffer: Buffer, start: int, stop: int) -> Iterator[memoryview]:
-        """The device's own memory."""
         with self._view(buffer)[start:stop] as view:
             yield view
 
     def copy(
         self, staging: Staging, start: int, nbytes: int, buffer: Buffer, offset: int
     ) -> Ticket:
-        """A copy on the host."""
         self._device.synchronize()
         with self.window(buffer, offset, offset + nbytes) as view:
             view[:] = staging.view[start : start + nbytes]
@@ -282,7 +273,6 @@ class _OpenCLDevice(TinygradDevice):
 
     @property
     def info(self) -> DeviceInfo:
-        """What it is, from clGetDeviceInfo."""
         cl, wide = self._cl, ctypes.c_uint64
         total = self._query(cl.CL_DEVICE_GLOBAL_MEM_SIZE, wide)
         align = self._query(cl.CL_DEVICE_MEM_BASE_ADDR_ALIGN, ctypes.c_uint32) // 8
@@ -297,7 +287,6 @@ class _OpenCLDevice(TinygradDevice):
 
     @contextlib.contextmanager
     def window(self, buffer: Buffer, start: int, stop: int) -> Iterator[memoryview]:
-        """Map the bytes for writing, unmap them at the end."""
         flags = self._cl.CL_MAP_WRITE_INVALIDATE_REGION
         status, address = map_opencl(self._device, buffer, flags, start, stop - start)
         self._check(status, "clEnqueueMapBuffer")
@@ -309,7 +298,6 @@ class _OpenCLDevice(TinygradDevice):
     def copy(
         self, staging: Staging, start: int, nbytes: int, buffer: Buffer, offset: int
     ) -> Ticket:
-        """A blocking write at the offset."""
         source = ctypes.c_void_p(address_of(staging.view) + start)
         self._enqueue("clEnqueueWriteBuffer", buffer._buf, True, offset, nbytes, source)
         return DONE
@@ -342,7 +330,6 @@ class _CUDADevice(cuda.Copies, TinygradDevice):
 
     @property
     def info(self) -> DeviceInfo:
-        """What it is, from the driver, and does where the copies are made in bulk."""
         free, total = ctypes.c_uint64(), ctypes.c_uint64()
         text = ctypes.create_string_buffer(256)
         with self.context.current():
@@ -371,7 +358,6 @@ class _CUDADevice(cuda.Copies, TinygradDevice):
             super()._read(buffer, start, out)
 
     def release(self, buffer: Buffer) -> None:
-        """Give the memory back: the caller's was the last reference."""
         with self.context.current():  # without a cache (LRU=0), tinygrad frees it here
             super().release(buffer)
 
@@ -399,7 +385,6 @@ class _TensorDevice(TinygradDevice):
     """
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> Any:
-        """A tensor of bytes."""
         nbytes = dtype.nbytes(math.prod(shape))
         self.trim()
         try:
@@ -409,7 +394,6 @@ class _TensorDevice(TinygradDevice):
             raise AllocationError(self.name, str(error), nbytes=nbytes) from error
 
     def copy(self, staging: Staging, start: int, nbytes: int, buffer: Any, offset: int) -> Ticket:
-        """Assign a slice of bytes."""
         self._assign(buffer, offset, self._bytes(staging, start, nbytes))
         self._device.synchronize()
         return DONE
@@ -433,7 +417,6 @@ class _TensorDevice(TinygradDevice):
         out[:] = bytes(buffer[start : start + len(out)].contiguous().data())
 
     def release(self, buffer: Any) -> None:
-        """The tensor goes with its last reference."""
         self.trim()
 
 
@@ -461,11 +444,9 @@ class TinygradFramework(Framework):
     swap = staticmethod(swapping)
 
     def canonical(self, name: str) -> str:
-        """tinygrad's own form: upper case, without ":0"."""
         return str(_Devices.canonicalize(name)) if name else self.default_device()
 
     def device(self, name: str) -> TinygradDevice:
-        """Open a device by the fastest way in that it has."""
         name = self.canonical(name)
         way = _WAYS.get(backend_of(name), _TensorDevice)
         try:
@@ -486,7 +467,6 @@ class TinygradFramework(Framework):
             raise DeviceNotFoundError(name, f"tinygrad cannot open it: {problem}") from error
 
     def default_device(self) -> str:
-        """tinygrad's default."""
         try:
             return str(_Devices.DEFAULT)
         except Exception as error:
@@ -521,11 +501,9 @@ class TinygradFramework(Framework):
         return "\n".join(parts)
 
     def tensor(self, device: Device, buffer: Any, dtype: DType, shape: tuple[int, ...]) -> Tensor:
-        """tinygrad's tensor over a buffer, without a copy."""
         return Tensor(over(buffer, dtype, shape))
 
     def probe(self, name: str, full: bool) -> ProbeResult:
-        """Compute there; see `Framework.probe`."""
         name = self.canonical(name)
         return computed(
             self,
@@ -538,7 +516,6 @@ class TinygradFramework(Framework):
         )
 
     def dtype_status(self, name: str, dtype: DType) -> DTypeStatus:
-        """Write ones to a real buffer, double them on the device, read the bytes back."""
         if dtype.name in _UNSUPPORTED:
             return "absent"
         device, kind = self.device(name), TO_TINYGRAD[dtype.name]

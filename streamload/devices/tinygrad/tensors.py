@@ -261,11 +261,9 @@ class TinygradParameter(EntryParameter):
         return ((address + first, stop - first),)
 
     def buffer(self) -> Buffer:
-        """The memory that it holds."""
         return _stands_on(self._tensors[0].uop).buffer.ensure_allocated()
 
     def release(self) -> str:
-        """Let go of the memory, and see that it is gone."""
         if self.fixed:
             return self.fixed
         # without a cache (LRU=0), tinygrad frees the memory as soon as it is let go of
@@ -332,11 +330,9 @@ class TinygradParameter(EntryParameter):
         return _HELD
 
     def attach(self, buffer: Any, dtype: DType) -> None:
-        """Make every tensor of it one over the buffer."""
         self._put(over(buffer, dtype, self.shape))
 
     def invalidate(self, keep: bool) -> None:
-        """Put memory in its place that raises when it is used."""
         first = self._tensors[0]
         numel = math.prod(self.shape)
         if numel == 0:
@@ -347,7 +343,6 @@ class TinygradParameter(EntryParameter):
         self._put(UOp.from_buffer(buffer).reshape(self.shape))
 
     def revive(self) -> None:
-        """Put the kept memory back in its place."""
         invalid = invalid_buffer(self._tensors[0].uop)
         if invalid is not None and invalid.kept is not None:
             self._put(invalid.kept)
@@ -393,18 +388,15 @@ class ShardParameter(EntryParameter):
         self.fixed = f"it is one of {len(devices)} shards"
 
     def memory(self) -> Sequence[tuple[int, int]]:
-        """The bytes of this shard, on devices that show them."""
         address = None if self.span is None else _address(self.buffer().base)
         if self.span is None or address is None:
             return ()
         return ((address + self.span[1], self.span[2] - self.span[1]),)
 
     def buffer(self) -> Buffer:
-        """The memory of this shard."""
         return _spread(_stands_on(self._entries[0].uop)).bufs[self._at]
 
     def is_computed(self) -> bool:
-        """Whether the whole is."""
         return self._whole.is_computed()
 
     def release(self) -> str:

@@ -111,7 +111,6 @@ class TorchDevice(Device):
 
     @property
     def info(self) -> DeviceInfo:
-        """What it is and has, where torch tells."""
         free, total = self._memory()
         return DeviceInfo(
             name=self.name,
@@ -146,7 +145,6 @@ class TorchDevice(Device):
         return found
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
-        """An uninitialised tensor."""
         try:
             kind = TO_TORCH[dtype.name]
             modes = torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
@@ -187,13 +185,11 @@ class TorchDevice(Device):
     address = staticmethod(torch.Tensor.data_ptr)
 
     def staging(self, nbytes: int) -> Staging:
-        """Plain host memory."""
         return HostStaging(nbytes)
 
     def copy(
         self, staging: Staging, start: int, nbytes: int, buffer: torch.Tensor, offset: int
     ) -> Ticket:
-        """A blocking copy."""
         target = _flat_bytes(buffer)[offset : offset + nbytes]
         with self._translated("a copy"):
             target.copy_(_staged(staging, start, nbytes))
@@ -210,7 +206,6 @@ class TorchDevice(Device):
         offset: int,
         dst: DType,
     ) -> None:
-        """Bring raw bits up, and let torch cast them there."""
         with self._translated("a cast"):
             raw = self._brought_up(staging, start, nbytes)
             size = dst.nbytes(nbytes // src.itemsize)
@@ -233,7 +228,6 @@ class TorchDevice(Device):
             raise DeviceError(self.name, f"{what} failed: {_first_line(error)}") from error
 
     def read(self, buffer: torch.Tensor, start: int, stop: int) -> bytes:
-        """Read raw bytes back."""
         if start == stop:
             return b""
         with self._translated("reading"):
@@ -245,14 +239,12 @@ class TorchDevice(Device):
         self.trim()
 
     def trim(self) -> None:
-        """Hand back what the backend's allocator keeps, where it has such a call."""
         empty_cache = self._call("empty_cache")
         if empty_cache is not None:
             with self._translated("giving memory back"):
                 empty_cache()
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         synchronize = self._call("synchronize")
         if synchronize is not None:
             with self._translated("earlier work on the device"):
@@ -292,7 +284,6 @@ class CPUDevice(TorchDevice, HeapDevice):
             return flat.view(shape)
 
     def trim(self) -> None:
-        """Hand freed heap memory back to the kernel, where the C library can."""
         trim_heap()
 
 
@@ -322,7 +313,6 @@ class _Event:
         self._device, self._event = device, event
 
     def wait(self) -> None:
-        """Return when it has ended."""
         with self._device._translated("what a model computed"):
             self._event.synchronize()
 
@@ -332,7 +322,6 @@ class ROCmDevice(TorchDevice):
 
     @property
     def info(self) -> DeviceInfo:
-        """What it is, from the driver and the caching allocator."""
         with self._translated("asking what it is"), torch.cuda.device(self.torch_device):
             native = torch.cuda.is_bf16_supported(including_emulation=False)
         return replace(
@@ -353,22 +342,18 @@ class ROCmDevice(TorchDevice):
         return free, total
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         with self._translated("earlier work on the device"):
             torch.cuda.synchronize(self.torch_device)
 
     def mark(self) -> Ticket | None:
-        """An event on the current stream; a wait for it sleeps."""
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self.torch_device))
         return _Event(self, event)
 
     def allocated_nbytes(self) -> int | None:
-        """What the caching allocator has handed out."""
         return int(torch.cuda.memory_allocated(self.torch_device))
 
     def counters(self) -> Mapping[str, int]:
-        """The caching allocator's own: they begin with the process, or where they were reset."""
         return {
             call.__name__: int(call(self.torch_device))
             for call in (
@@ -392,7 +377,6 @@ class CUDADevice(cuda.Copies, ROCmDevice):
 
     @property
     def info(self) -> DeviceInfo:
-        """What it is, and does where the copies are made in bulk."""
         return replace(super().info, casts=self.bulk is not None)
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
@@ -406,7 +390,6 @@ class CUDADevice(cuda.Copies, ROCmDevice):
         return tensor
 
     def allocate_all(self, kinds: Sequence[tuple[DType, tuple[int, ...]]]) -> list[torch.Tensor]:
-        """Several of them; no queued work uses any."""
         tensors = super().allocate_all(kinds)
         self.context.finish(_raw_stream(self._index))
         return tensors
@@ -469,7 +452,6 @@ class TorchFramework(Framework):
     coded = staticmethod(coded_of)
 
     def swap(self, model: Any, formats: Mapping[str, str]) -> Swap:
-        """Of Linears, transformers' Conv1D and its fused experts."""
         from streamload.devices.torch.quantized import swapping
 
         return swapping(model, places_of(model), formats)
@@ -484,7 +466,6 @@ class TorchFramework(Framework):
             raise DeviceNotFoundError(name, problem) from error
 
     def device(self, name: str) -> TorchDevice:
-        """Open a device by the fastest way in that it has."""
         name = self.canonical(name)
         kind = name.partition(":")[0]
         if kind == "meta":
@@ -503,7 +484,6 @@ class TorchFramework(Framework):
         return super().default_device()
 
     def candidates(self) -> Sequence[str]:
-        """All accelerators, then the CPU."""
         names = []
         for kind in ("cuda", "xpu", "mps"):
             module = getattr(torch, kind, None)
@@ -523,7 +503,6 @@ class TorchFramework(Framework):
         return self.canonical(name).startswith("cuda") and bool(torch.version.cuda)
 
     def fingerprint(self, name: str) -> str:
-        """Versions of torch and of the driver, the GPUs, and the settings that matter to them."""
         parts = [str(torch.__version__), str(torch.version.cuda), str(torch.version.hip)]
         parts += [str(torch.__file__), sys.platform, *nvidia_parts()]
         parts += [f"{key}={value}" for key, value in sorted(environment(_SETTINGS).items())]

@@ -152,11 +152,9 @@ class TorchParameter(SlotParameter):
         return [_local(getattr(entry, _BEFORE, entry)) for entry in self._objects()]
 
     def memory(self) -> Sequence[tuple[int, int]]:
-        """The tensor's own bytes, on the CPU."""
         return super().memory() if self.device == "cpu" else ()
 
     def buffer(self) -> torch.Tensor:
-        """The memory that it holds."""
         self._lent = self._tensors()[0].detach()
         return self._lent
 
