@@ -64,6 +64,8 @@ class Url:
             whole = parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
             # of hosts, only IPv6 addresses have %: else it may be the @ that ends a password
             whole = whole and ("%" not in parts.netloc.rpartition("@")[2] or "[" in parts.netloc)
+            # nor does a host with a port end at "#" before an @: that is a password
+            whole = whole and (parts.port is None or bool(parts.path) or "@" not in parts.fragment)
         except ValueError:  # brackets, or a port that is no number
             whole = False
         if not whole or not text.isprintable() or " " in text:
@@ -174,7 +176,8 @@ def without_secrets(text: str) -> str:
     scheme = _SCHEME.match(text.lstrip())
     if scheme is not None:
         return f"{scheme[0]}..."
-    if re.search(r"^[^/]*@|(:|//).*@", text, re.DOTALL):
+    before, at, _ = text.rpartition("@")
+    if at and (":" in before or "//" in before or "/" not in text.partition("@")[0]):
         return "..."
     before, mark, _ = text.partition("?")
     return before + "?..." * bool(mark)

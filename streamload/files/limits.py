@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -40,8 +41,10 @@ class _Count:
     """What was read so far; files of a set are read again for each other, and count once."""
 
     limits: Limits
-    nbytes: dict[tuple[str, str], int] = field(default_factory=dict)
-    tensors: dict[str, int] = field(default_factory=dict)
+    nbytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    tensors: Counter[str] = field(default_factory=Counter)
+    all_nbytes: int = 0  # kept, since there may be very many files
+    all_tensors: int = 0
 
 
 _count: ContextVar[_Count | None] = ContextVar("limits", default=None)
@@ -62,7 +65,7 @@ def most_nbytes(path: Location, what: str = "") -> int:
     count = _count.get()
     if count is None or count.limits.header_nbytes is None:
         return MAX_HEADER_NBYTES
-    others = sum(n for key, n in count.nbytes.items() if key != (str(path), what))
+    others = count.all_nbytes - count.nbytes[str(path), what]
     return max(min(MAX_HEADER_NBYTES, count.limits.header_nbytes - others), 0)
 
 
@@ -77,6 +80,7 @@ def check_nbytes(path: Location, problem: str, nbytes: int, what: str = "") -> N
         limit = "" if most == MAX_HEADER_NBYTES else ", by limits="
         raise HeaderError(path, problem, f"at most {most} bytes{limit}", nbytes)
     if (count := _count.get()) is not None:
+        count.all_nbytes += nbytes - count.nbytes[str(path), what]
         count.nbytes[str(path), what] = nbytes
 
 
@@ -85,7 +89,8 @@ def check_tensors(path: Location, tensors: int) -> None:
     count = _count.get()
     if count is None or count.limits.tensors is None:
         return
+    count.all_tensors += tensors - count.tensors[str(path)]
     count.tensors[str(path)] = tensors
-    if (found := sum(count.tensors.values())) > count.limits.tensors:
+    if count.all_tensors > count.limits.tensors:
         expected = f"at most {count.limits.tensors}, by limits="
-        raise HeaderError(path, "there are too many tensors", expected, found)
+        raise HeaderError(path, "there are too many tensors", expected, count.all_tensors)

@@ -78,7 +78,8 @@ class StridedReader(Reader):
         if start < own:
             self._reader.read_into(start, target[: min(stop, own) - start])
         first = max(bisect_right(self._views, start, key=attrgetter("start")) - 1, 0)
-        for view in self._views[first:]:
+        for number in range(first, len(self._views)):
+            view = self._views[number]
             begin, end = max(start, view.start), min(stop, view.stop)
             if view.start >= stop:
                 break

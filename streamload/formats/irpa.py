@@ -116,6 +116,7 @@ class _Contents:
         self._after = round_up(file.nbytes, _PAGE) + _PAGE  # where the next splat has its place
         self._most_nbytes = min(file.nbytes, most_nbytes(file.path))
         self._left = self._most_nbytes
+        self._checked_nbytes = 0
 
     def take(self, nbytes: int) -> None:
         """Count bytes of headers: several archives may name the same ones over and over.
@@ -131,7 +132,8 @@ class _Contents:
             raise HeaderError(path, "the headers are too long", f"at most {most} bytes", found)
         self._left -= nbytes
         needed_nbytes = _MEMORY * (most - self._left)
-        if needed_nbytes >= 2**20:
+        if needed_nbytes >= self._checked_nbytes + 2**20:  # a look takes a millisecond
+            self._checked_nbytes = needed_nbytes
             first_that_fits([(None, needed_nbytes)], [(f"the header of {path}", needed_nbytes)])
 
     def add(self, name: str, dtype: DType, shape: tuple[int, ...], start: int, stop: int) -> None:

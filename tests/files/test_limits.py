@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors_files import write_safetensors
 
 from streamload import Limits, open_checkpoint
 from streamload.errors import HeaderError
+from streamload.files.limits import check_nbytes, check_tensors, limited, most_nbytes
 
 _EMPTY = struct.pack("<IQ", 0, 0)  # F32, at the beginning of the data
 _ONE = ("U8", (1,), b"x")
@@ -88,6 +90,17 @@ def test_each_format_heeds_limits(tmp_path: Path, name: str) -> None:
     files = [p for p in tmp_path.iterdir() if p.is_file()]
     assert max(p.stat().st_size for p in files) // 4 < least < sum(p.stat().st_size for p in files)
     assert opens(header_nbytes=least, tensors=4)
+
+
+def test_very_many_files_take_little_time(tmp_path: Path) -> None:
+    """What was counted is not added up anew for each of them."""
+    begun = time.thread_time()
+    with limited(Limits(header_nbytes=10**8, tensors=10**6)):
+        for path in map(Path, map(str, range(20_000))):
+            check_nbytes(path, "too long", 100)
+            check_tensors(path, 1)
+        assert most_nbytes(Path("new")) == 10**8 - 20_000 * 100
+    assert time.thread_time() - begun < 2
 
 
 def test_limits_are_of_one_call(tmp_path: Path) -> None:

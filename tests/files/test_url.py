@@ -408,6 +408,15 @@ def test_no_command_shows_a_secret(site: Site, tmp_path: Path, name: str) -> Non
 def test_what_has_no_secret_is_shown(text: str, shown: str) -> None:
     """Paths, repositories and addresses without a user or a query are named in full."""
     assert without_secrets(text) == shown
+    assert without_secrets(":x?" * 100_000)  # soon
+
+
+def test_a_password_with_a_hash() -> None:
+    """It would be a port and a fragment: neither user nor password is shown."""
+    with pytest.raises(CheckpointError, match=r"^http:\.\.\.: is not a URL") as caught:
+        Url.parse("http://someone:12#34@host/x")
+    assert "12" not in str(caught.value)
+    assert str(Url.parse("http://host:12/x#a@b")) == "http://host:12/x"
 
 
 def test_a_file_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -352,6 +353,15 @@ def test_metadata_of_something_else_are_bytes(tmp_path: Path) -> None:
     (tmp_path / "model.irpa").write_bytes(archive(items))
     found = streamload.open_checkpoint(tmp_path / "model.irpa").tensors.values()
     assert [(info.dtype.code, info.shape) for info in found] == [("U8", (8,))] * len(others)
+
+
+def test_very_many_archives_take_little_time(tmp_path: Path) -> None:
+    """Memory is looked at now and then, and not for each: that would take 100 s for 2 MB."""
+    last = archive([])
+    (tmp_path / "model.irpa").write_bytes(archive([], next=len(last)) * 4000 + last)
+    begun = time.thread_time()
+    assert len(streamload.open_checkpoint(tmp_path / "model.irpa")) == 0
+    assert time.thread_time() - begun < 1.5
 
 
 def test_a_long_header_of_a_long_file(tmp_path: Path) -> None:

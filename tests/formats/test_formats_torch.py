@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import pickle
+import time
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -376,6 +377,19 @@ def test_views_of_any_strides(
     path = tmp_path_factory.getbasetemp() / "strided.pth"
     torch.save({**value, "whole": whole}, path)
     check(path, of_torch(path), chunk_nbytes=chunk_nbytes)
+
+
+def test_a_read_takes_as_long_for_many_views(tmp_path: Path) -> None:
+    """A reader looks at those that a read touches alone."""
+    path, seconds = write(tmp_path / "file", bytes(1000)), []
+    for count in (100, 200_000):
+        views = [View(4096 + 64 * i, 0, 4, (4,), (8,)) for i in range(count)]
+        with open_reader(path, 1000, "pread", views=views) as reader:
+            begun = time.thread_time()
+            for view in views[:100] * 3:
+                reader.read_into(view.start, memoryview(bytearray(16)))
+            seconds.append(time.thread_time() - begun)
+    assert seconds[1] < 8 * seconds[0]
 
 
 @pytest.mark.parametrize("host_visible", [False, True])

@@ -296,10 +296,13 @@ def test_a_pickle_that_memory_has_no_room_for(
     from streamload.core import memory as budget
     from streamload.errors import PlanInfeasibleError
 
-    path = write(tmp_path / "model.pth", archive(pickle_of(b"}" * 2**19)))
     monkeypatch.setattr(budget, "available_host_nbytes", lambda: 2**24)
-    with pytest.raises(PlanInfeasibleError, match="objects of a pickle"):
-        open_checkpoint(path)
+    small = b"}(" + b"".join(b"K" + bytes([n]) + b"N" for n in range(200)) + b"u"
+    copies = b"q\0" + b"ccollections\nOrderedDict\nq\1" + b"h\1h\0\x85R" * 1500 + bytes(2**19)
+    for body in (b"}" * 2**19, small + copies):
+        path = write(tmp_path / "model.pth", archive(pickle_of(body)))
+        with pytest.raises(PlanInfeasibleError, match="objects of a pickle"):
+            open_checkpoint(path)
 
 
 # --- archives -------------------------------------------------------------------------------------
@@ -430,6 +433,10 @@ ARCHIVES: Mapping[str, tuple[bytes, str]] = {
         "does not end where it should",
     ),
     "2**60 entries": (_with_end_64(_DIRECTORY, _SIZE, 2**60), "its directory is not valid"),
+    "no entries": (
+        b"PK\3\4" + bytes(26) + struct.pack("<4s4H2IH", b"PK\5\6", *[0] * 5, 30, 0),
+        "not of",
+    ),
     "two pickles": (_made(_twice), "an entry is not unique"),
     "two folders": (_made(_folders), "not of torch.save"),
     "no pickle": (_made(lambda z: z.writestr("archive/data/0", b"")), "not of torch.save"),

@@ -117,11 +117,11 @@ class _Machine:
 
         Each dict that torch.save writes is copied once at most: time stays linear.
         """
-        self._copied += count
+        before, self._copied = self._copied, self._copied + count
         if self._copied > len(self._data):
             self.refuse("dicts of its own", f"copies of copies, {self._copied} entries")
-        if count >= _CHECKED_OPCODES:
-            self._check_memory(count)
+        if before // _CHECKED_OPCODES < self._copied // _CHECKED_OPCODES:
+            self._check_memory(max(count, _CHECKED_OPCODES))
 
     def storage(self, found: Storage) -> Storage:
         """The storage of that key: torch keeps the first, whatever else is said of it later."""

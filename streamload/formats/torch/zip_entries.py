@@ -96,7 +96,7 @@ def entries(file: File) -> Mapping[str, Entry]:
     raw = read_exactly(file, start, stop, "its directory")
     listed = sorted(_listed(file, raw, count), key=lambda entry: entry.at)
     found: dict[str, Entry] = {}
-    ends = [entry.at for entry in listed[1:]] + [start]
+    ends = [*(entry.at for entry in listed), start][1:]
     for entry, end in zip(listed, ends, strict=True):
         name = _name(file, entry)
         if name in found:
