@@ -1,7 +1,7 @@
-"""What is kept on disk for later processes: probes' results, texts of kernels, the copy loop.
+"""The disk cache for later processes: probes' results, texts of kernels, the copy loop.
 
-Some of it is run, so it counts only if nobody else can have written it. Without a place to keep it
-in, every process finds it out again.
+Some of it is run, so it counts only if nobody else can have written it. Without a writable cache,
+each process recomputes it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _SEAL_NBYTES = hashlib.sha256().digest_size
 
 
 def read_kept(kind: str, *depends_on: str) -> bytes | None:
-    """What `keep` kept of the same ``kind`` for the same texts, or None.
+    """The data that `keep` stored under the same ``kind`` and texts, or None.
 
-    As ssh asks of its keys, the file and its folder must belong to this user or to root, and nobody
-    else may write there. A digest of the data and of the file's name comes first: a damaged file
-    does not count, nor one that was kept for something else.
+    Like ssh's keys, the file and its folder must belong to this user or to root, and be writable
+    for nobody else. A digest of data and file name comes first: damaged and renamed files do not
+    count.
     """
     try:
         path = _file(kind, depends_on)
@@ -41,14 +41,9 @@ def read_kept(kind: str, *depends_on: str) -> bytes | None:
 
 
 def keep(data: bytes, kind: str, *depends_on: str) -> None:
-    """Keep what took long to find out, where there is a place that `read_kept` trusts.
+    """Store data under a kind and all texts that it depends on, if `read_kept` trusts the place.
 
     A reader sees the whole file or none.
-
-    Args:
-        data: what was found, or compiled.
-        kind: first part of the file's name.
-        depends_on: all that it was made from.
     """
     with suppress(OSError):  # nothing can be written: the next process does it again
         path = _file(kind, depends_on)
@@ -67,11 +62,7 @@ def keep(data: bytes, kind: str, *depends_on: str) -> None:
 
 
 def _file(kind: str, depends_on: tuple[str, ...]) -> Path:
-    """The file of what is kept: ``kind`` with a digest of all that it depends on.
-
-    Raises:
-        FileNotFoundError: there is no place for it.
-    """
+    """The file of a kind and a digest of its dependencies; needs a home, else FileNotFoundError."""
     digest = hashlib.sha256("\n".join((_FORMAT, *depends_on)).encode()).hexdigest()[:32]
     # a folder of its own: earlier versions made the one above under any umask
     return _cache_home() / "streamload" / "kept" / f"{kind}-{digest}"
@@ -85,7 +76,7 @@ def _cache_home() -> Path:
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder and those above it that are missing, this user's alone under any umask."""
+    """Make a folder and its missing parents, for this user alone under any umask."""
     for one in (*reversed(folder.parents), folder):
         one.mkdir(mode=0o700, exist_ok=True)
 
@@ -100,11 +91,11 @@ def _seal(path: Path, data: bytes) -> bytes:
 
 @cache
 def lend_caches() -> None:
-    """Under a home that cannot be written, lend compilers a folder until this process ends.
+    """Give compilers a temporary cache folder if the home is not writable.
 
-    Without one PoCL (POCL_CACHE_DIR) does not compile at all, and tinygrad (CACHEDB) only where it
-    keeps nothing (CACHELEVEL). The environment tells them before they are loaded; a tinygrad that
-    is loaded already has read it.
+    Without one PoCL (POCL_CACHE_DIR) does not compile at all, and tinygrad (CACHEDB) only if it
+    caches nothing (CACHELEVEL). The environment is set before they are loaded; a tinygrad that is
+    loaded already has read it, and is changed itself.
     """
     try:
         _make_private(_cache_home())

@@ -1,4 +1,4 @@
-"""Ctrl-C, and being told to stop by another thread, kept until the books are straight."""
+"""Deferral of Ctrl-C and of cancellation to safe points."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Handler = Callable[[int, FrameType | None], object] | signal.Handlers
 
 
 class Interrupt:
-    """Ctrl-C or a cancellation, kept until the books are straight."""
+    """Ctrl-C or a cancellation, deferred to a safe point."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], object] | None) -> None:
         self.wake: Callable[[], None] = nothing
@@ -23,7 +23,7 @@ class Interrupt:
         self._error: BaseException | None = None
 
     def check(self) -> None:
-        """Raise what `cancel` was given; let the handler in place have its signal, which raises."""
+        """Raise the error of `cancel`, or pass the signal to the previous handler, which raises."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -33,17 +33,17 @@ class Interrupt:
 
     @property
     def will_raise(self) -> bool:
-        """Whether `check` is sure to raise; of an application's handler nobody knows."""
+        """Whether `check` is sure to raise; an application's handler may not."""
         ends = self._pending > 0 and self._handler is signal.default_int_handler
         return ends or self._error is not None
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
-        """Note the signal and wake the streaming thread."""
+        """Record the signal and wake the streaming thread."""
         self._pending += 1
         self.wake()
 
     def cancel(self, error: BaseException) -> None:
-        """Have the thread of this interrupt raise an error; from any thread."""
+        """Raise an error in the thread of this interrupt; from any thread."""
         self._error = error
         self.wake()
 
@@ -55,16 +55,15 @@ def is_command() -> bool:
 
 
 def end_by_interrupts() -> None:
-    """Have Ctrl-C end this process at once and without a traceback, until `raise_interrupts`.
+    """Let Ctrl-C end this process at once and without a traceback, until `raise_interrupts`.
 
-    For times at which there is nothing to tidy up. Whoever else handles Ctrl-C, or ignores it, goes
-    on doing so.
+    For times without anything to clean up. Other handlers, and SIG_IGN, stay.
     """
     _change_handler(signal.default_int_handler, signal.SIG_DFL)
 
 
 def raise_interrupts() -> bool:
-    """Have Ctrl-C raise KeyboardInterrupt again; whether it ended the process before."""
+    """Let Ctrl-C raise KeyboardInterrupt again; returns whether it ended the process before."""
     return _change_handler(signal.SIG_DFL, signal.default_int_handler)
 
 
@@ -77,7 +76,7 @@ def _change_handler(old: _Handler, new: _Handler) -> bool:
 
 
 def nothing() -> None:
-    """Wake nobody."""
+    """Do nothing."""
 
 
 _OUTERMOST = threading.local()
@@ -85,13 +84,12 @@ _OUTERMOST = threading.local()
 
 @contextmanager
 def deferred_interrupt() -> Iterator[Interrupt]:
-    """Keep Ctrl-C for a point where the books are straight.
+    """Defer Ctrl-C to a safe point.
 
-    In the main thread, the handler in place (Python's or the application's) is called from
-    `Interrupt.check` instead of between any two instructions, and once more at the end of a block
-    that succeeds. One that comes while an error is on its way is dropped: the block is ending
-    already. Blocks of a thread nest; the outermost decides. A process that ignores SIGINT, or
-    leaves it to the kernel, is left alone. In other threads there is `Interrupt.cancel` alone.
+    In the main thread, `Interrupt.check` calls the previous handler (Python's or the
+    application's), and so does the end of a block that succeeds. A signal during an error is
+    dropped: the block is ending already. Blocks of a thread nest; the outermost decides. SIGINT
+    that is ignored or left to the kernel stays so. Other threads have `Interrupt.cancel` alone.
     """
     outer: Interrupt | None = getattr(_OUTERMOST, "interrupt", None)
     if outer is not None:

@@ -42,10 +42,9 @@ _Way = TypeVar("_Way")
 
 @cache
 def canonical_device(name: str) -> str:
-    """The spelling under which device names are compared.
+    """The spelling under which device names compare: lower case, no framework, no index 0.
 
-    Case, a framework's prefix and the index 0 say nothing: ``CL``, ``cl:0`` and ``tinygrad:CL``
-    are all ``cl``; ``torch:cuda:1`` is ``cuda:1``.
+    ``CL``, ``cl:0`` and ``tinygrad:CL`` are all ``cl``; ``torch:cuda:1`` is ``cuda:1``.
     """
     name = name.strip().lower()
     for framework in _FRAMEWORKS:
@@ -89,7 +88,7 @@ class Size:
         A number may be a float or numpy's, as ``0.8 * free`` is: a fraction of a byte is dropped.
 
         Raises:
-            ValueError: the value is neither, or is not above zero, or is above 100%.
+            ValueError: the value is neither, or not above zero, or above 100%.
         """
         percent = _PERCENT.fullmatch(value) if isinstance(value, str) and len(value) < 100 else None
         if percent is not None:
@@ -192,7 +191,7 @@ class Budget:
         return Size(self.host_nbytes) if key == STAGING else self.devices.get(key, self.default)
 
     def with_host(self, nbytes: int) -> str:
-        """The argument of a load that gives host staging at least ``nbytes``, as source text."""
+        """The argument of a load with at least ``nbytes`` of host staging, as source text."""
         given = [str(self.default)] if self.default is not None else []
         if self.named:
             given = ["{" + ", ".join(f'"{name}": {size}' for name, size in self.named) + "}"]
@@ -201,7 +200,7 @@ class Budget:
         return f"budget=streamload.Budget({', '.join(given)})"
 
     def is_stated(self, device: str) -> bool:
-        """Whether the budget there is a number of bytes, so that nothing need be probed."""
+        """Whether the budget there is a number of bytes, so that no probe is needed."""
         size = self.for_device(device)
         return size is not None and size.nbytes is not None
 
@@ -210,11 +209,11 @@ class Budget:
 
         Args:
             device: its name.
-            free_nbytes: what is free there; used only where `is_stated` is false.
-            held_nbytes: what the model holds there already, on top of that.
+            free_nbytes: free there; used only if `is_stated` is false.
+            held_nbytes: held by the model there already, on top of that.
 
         Raises:
-            ValueError: what is free is needed, and unknown or negative.
+            ValueError: the free bytes are needed, and unknown or negative.
         """
         size = self.for_device(device)
         if size is not None and size.nbytes is not None:
@@ -237,22 +236,21 @@ OVERHEAD_NBYTES = 12 * 2**20
 
 
 def overhead_nbytes(free_nbytes: int) -> int:
-    """What a load leaves alone of the host's memory, of ``free_nbytes`` free now, in bytes.
+    """Host bytes that a load never uses, of ``free_nbytes`` free now.
 
-    A stated budget leaves it alone, too. 12 MiB are for what no plan counts: kernels that are
-    compiled take 6.4 MB, and in a memory cgroup of just what was predicted, loads by pread needed
-    2 MB more, and loads by a map 4 to 8 MB. 1/256 is for page tables, which are 1/512 of what is
-    mapped with 4 KiB pages.
+    12 MiB are for memory that no plan counts: compiled kernels take 6.4 MB, and in a memory
+    cgroup of the predicted size loads by pread needed 2 MB more, and loads by a map 4 to 8 MB.
+    1/256 is for page tables, which are 1/512 of mapped memory with 4 KiB pages.
     """
     return min(OVERHEAD_NBYTES + free_nbytes // 256, free_nbytes)
 
 
 def reserve_nbytes(free_nbytes: int) -> int:
-    """What a budget that was guessed leaves alone, of ``free_nbytes`` that are free now.
+    """Bytes that a guessed budget never uses, of ``free_nbytes`` free now; at most half of them.
 
-    16 MiB and 2%, which leaves 94% of 1 GB and 97% of 3 GB. Beyond 4 GiB an eighth more, until that
-    is max(5%, 1 GiB), which others on a large device are left. Never more than half. Neither the
-    reserve nor what it leaves shrinks as more is free.
+    16 MiB and 2%, which leaves 94% of 1 GB and 97% of 3 GB. Beyond 4 GiB an eighth more, up to
+    max(5%, 1 GiB), for other users of a large device. Both the reserve and the rest grow with
+    ``free_nbytes``.
     """
     large = max(free_nbytes // 20, 2**30)
     small = 2**24 + free_nbytes // 50 + max(free_nbytes - 2**32, 0) // 8
@@ -261,7 +259,7 @@ def reserve_nbytes(free_nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Controller:
-    """The files of a memory controller, and the fields of its memory.stat, that matter here."""
+    """Files of a memory controller, and the fields of its memory.stat."""
 
     limits: tuple[str, ...]
     usage: str
@@ -290,52 +288,42 @@ _CONTROLLERS: Mapping[_Hierarchy, _Controller] = MappingProxyType(
 
 
 def available_host_nbytes(root: Path = Path("/")) -> int:
-    """Bytes of host memory that this process can still take without swapping or being killed.
+    """Bytes of host memory that this process can take without swapping or being killed.
 
-    The least of MemAvailable and, over every memory cgroup from this process's own up to the
-    topmost that is visible (v1 and v2; both in a hybrid system), its limit minus the usage that
-    cannot be reclaimed. That usage is the group's whole usage less the pages on its file lists:
+    The least of MemAvailable and, over every visible memory cgroup from this process's own up (v1
+    and v2; both in a hybrid system), its limit minus its usage, pages on its file lists excluded:
 
     - v1: ``memory.usage_in_bytes`` - ``total_inactive_file`` - ``total_active_file``; the limit is
-      the lesser of ``memory.limit_in_bytes`` and ``hierarchical_memory_limit``, which also knows
-      groups that are not visible from inside a container;
+      the lesser of ``memory.limit_in_bytes`` and ``hierarchical_memory_limit``, which includes
+      groups outside of a container;
     - v2: ``memory.current`` - ``inactive_file`` - ``active_file`` - ``slab_reclaimable``; the limit
       is the lesser of ``memory.max`` (killed above it) and ``memory.high`` (throttled above it).
 
     The lists, not the ``cache`` or ``file`` counters: tmpfs and shared memory count as cache but
-    live on the anon lists and cannot be reclaimed without swap; locked pages are on the
-    unevictable list. Mapped and dirty file pages are on the file lists and can be reclaimed. Swap
-    is never counted as memory. Systems other than Linux have neither: they say what is free.
+    are on the anon lists, and cannot be reclaimed without swap. Mapped and dirty file pages are on
+    the file lists and can be reclaimed; locked pages are unevictable. Swap is never counted.
     Source: Linux, Documentation/admin-guide/cgroup-v1/memory.rst (5.2 stat file) and
     cgroup-v2.rst (Memory Interface Files); proc_pid_mountinfo(5), cgroups(7).
 
-    Args:
-        root: where ``/proc`` and the mount points that it names are found.
-
     Raises:
-        DeviceError: the system does not say (Linux without /proc/meminfo).
+        DeviceError: Linux without /proc/meminfo.
     """
     return HostMemory(root).available_nbytes()
 
 
 class HostMemory:
-    """`available_host_nbytes` for those who ask again and again.
+    """Repeated `available_host_nbytes`: groups are found once, those without a limit asked once.
 
-    Groups are looked up once, and those without a limit are asked once: 1,200 microseconds for the
-    first look, 150 for each more, with one limit on 2 cores.
+    The first look takes 1,200 microseconds, each more 150, with one limit on 2 cores.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
-        """Look up the groups.
-
-        Args:
-            root: as for `available_host_nbytes`.
-        """
+        """Find the groups under ``root``, which has ``/proc`` and the mount points."""
         self._meminfo = root / "proc/meminfo"
         self._groups = list(_cgroups(root, "memory"))
 
     def available_nbytes(self) -> int:
-        """What `available_host_nbytes` says, with its error."""
+        """`available_host_nbytes` now, with its error."""
         meminfo = _fields(self._meminfo)
         # kernels before 3.14 have no MemAvailable; MemFree understates it
         system_kib = meminfo.get("MemAvailable", meminfo.get("MemFree"))
@@ -357,14 +345,10 @@ class HostMemory:
 def first_that_fits(
     ways: Sequence[tuple[_Way, int]], largest: Sequence[tuple[str, int]] = ()
 ) -> _Way:
-    """The first of several ways to do something that free host memory is enough for.
+    """The first of several ways, each with its bytes, that fits into free host memory.
 
-    Args:
-        ways: each with the bytes that it needs, from the fastest to the one that needs least.
-        largest: what the last of them needs most for, for the error.
-
-    Returns:
-        The first of all where the system does not say what is free.
+    The first of all if free memory is unknown. ``largest`` is for the error: the largest parts
+    of the last way.
 
     Raises:
         PlanInfeasibleError: none fits.
@@ -382,7 +366,7 @@ def first_that_fits(
 
 
 def _cgroup_available_nbytes(directory: Path, controller: _Controller) -> int | None:
-    """What one cgroup leaves, in bytes, or None where it has no limit."""
+    """Free bytes of one cgroup, or None if it has no limit."""
     before = _number(directory / controller.usage) or 0
     stat = _fields(directory / "memory.stat")
     after = _number(directory / controller.usage) or 0
@@ -401,17 +385,13 @@ def _cgroup_available_nbytes(directory: Path, controller: _Controller) -> int | 
 def available_cpus(root: Path = Path("/")) -> int:
     """How many CPUs this process can keep busy: at least 1.
 
-    The lesser of those that its affinity allows and, over every cpu cgroup from its own up to the
-    topmost that is visible (v1 and v2), the CPU time that the group gets in a period, in CPUs,
-    rounded up: half a CPU more is worth a thread more.
+    The lesser of its affinity and, over every visible cpu cgroup from its own up (v1 and v2), the
+    group's CPU time in a period, in CPUs, rounded up: half a CPU more is worth a thread more.
 
     - v1: ``cpu.cfs_quota_us`` / ``cpu.cfs_period_us``; a quota of -1 is no limit;
     - v2: the two numbers of ``cpu.max``, of which the first may be "max".
 
     Source: Linux, Documentation/scheduler/sched-bwc.rst and admin-guide/cgroup-v2.rst (CPU).
-
-    Args:
-        root: where ``/proc`` and the mount points that it names are found.
     """
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -502,17 +482,14 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 class Ledger:
-    """The one place that counts bytes. Safe for threads.
+    """The only count of held bytes. Safe for threads.
 
-    Every byte is reserved here before it is allocated, at the size that the allocator really
-    takes, and released after it was given back. Device names compare as `canonical_device` says.
+    Bytes are reserved before they are allocated, at the size that the allocator takes, and
+    released after they are freed. Device names compare as in `canonical_device`.
     """
 
     def __init__(self, budgets: Mapping[str, int]) -> None:
-        """Open an account for every device.
-
-        Args:
-            budgets: device name (or `STAGING`) to bytes.
+        """Open an account of bytes for each device (or `STAGING`).
 
         Raises:
             ValueError: a negative budget, or two names of one device.
@@ -542,12 +519,7 @@ class Ledger:
         return self._peak[self._key(device)]
 
     def reserve(self, device: str, nbytes: int, *, reason: str = "") -> None:
-        """Count bytes that are about to be allocated.
-
-        Args:
-            device: where.
-            nbytes: how many, at least 0.
-            reason: put into the error: why the plan did not foresee this.
+        """Count bytes that are about to be allocated; ``reason`` is for the error.
 
         Raises:
             BudgetExceededError: they do not fit; nothing was counted.
@@ -565,7 +537,7 @@ class Ledger:
             self._peak[key] = max(self._peak[key], held + nbytes)
 
     def release(self, device: str, nbytes: int) -> None:
-        """Count bytes that were given back.
+        """Count bytes that were freed.
 
         Raises:
             LookupError: the ledger has no such device.

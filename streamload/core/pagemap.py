@@ -1,9 +1,9 @@
-"""Which memory of this process can be written without taking more of the machine's.
+"""Memory of this process that can be written without taking more of the machine's.
 
 A tensor that exists need not have memory: pages of ``torch.empty``, ``np.zeros`` and
 ``Tensor.empty`` come when they are first written, those of a mapped file belong to the page cache
-until then, and those that a forked process shares are copied then. ``/proc/self/pagemap`` tells.
-Source: Linux, Documentation/admin-guide/mm/pagemap.rst.
+until then, and those shared with a forked process are copied then. ``/proc/self/pagemap`` lists
+them. Source: Linux, Documentation/admin-guide/mm/pagemap.rst.
 """
 
 from __future__ import annotations
@@ -28,17 +28,14 @@ _Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 def reusable_nbytes(ranges: Sequence[tuple[int, int]]) -> list[int] | None:
-    """How many bytes of each range are on pages that are present and this process's alone.
+    """Bytes of each (address, bytes) range on pages that are present and this process's alone.
 
     A private page counts if it is present, mapped by no other process and not of a file. A page of
-    shared anonymous memory counts if it is present. Everything else takes memory when it is
-    written: pages that were never written, the zero page, files, swap, pages shared by fork(2).
-
-    Args:
-        ranges: (address, bytes) each.
+    shared anonymous memory counts if it is present. All other pages take memory when they are
+    written: those never written, the zero page, files, swap, pages shared by fork(2).
 
     Returns:
-        Bytes for each range; None where the system does not tell (no /proc/self/pagemap).
+        Bytes for each range; None without /proc/self/pagemap.
     """
     if not ranges:
         return []

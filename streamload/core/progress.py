@@ -1,4 +1,4 @@
-"""Telling how far something is: a bar on a terminal or in a notebook, log lines, or a callable."""
+"""Progress as a bar on a terminal or in a notebook, log lines, or calls of a function."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ def reporting(
 
     Args:
         progress: "auto" is a bar on a terminal or in a notebook, and a log line every 10 s
-            elsewhere; True is a bar wherever stderr goes, and log lines where there is none; False
-            is silence; a callable gets (bytes done, bytes in all), at most ten times a second and
-            at the end.
+            elsewhere; True is a bar on any stderr, and log lines without one; False is silence; a
+            callable gets (bytes done, bytes in all), at most ten times a second and at the end.
         total_nbytes: bytes in all.
-        done_word: what has been done to them, for the log.
+        done_word: the verb for the log.
 
     Raises:
         ValueError: ``progress`` is none of these.

@@ -1,4 +1,4 @@
-"""The C library, memory, and what differs between the systems that streamload runs on."""
+"""The C library, memory, and the differences between supported systems."""
 
 from __future__ import annotations
 
@@ -114,18 +114,9 @@ def bytes_at(address: int, nbytes: int) -> memoryview:
 
 
 def map_file(fd: int, start: int, nbytes: int) -> int:
-    """Map bytes of a file, shared and read-only; `libc().munmap` ends it.
+    """Map bytes of a file, shared and read-only, and return their address; `munmap` ends it.
 
-    Args:
-        fd: the file.
-        start: a multiple of the page.
-        nbytes: how many.
-
-    Returns:
-        The address of the first byte.
-
-    Raises:
-        OSError: the system refuses.
+    ``start`` is a multiple of the page. Raises OSError if the system refuses.
     """
     return _map(nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, start)
 
@@ -138,12 +129,9 @@ def _map(nbytes: int, protection: int, flags: int, fd: int = -1, start: int = 0)
 
 
 def place_code(text: bytes) -> int:
-    """Place machine code in memory for as long as the process lives; only where `PLACES_CODE`.
+    """Place machine code in memory for good, and return its address; only if `PLACES_CODE`.
 
     The memory is never writable and executable together.
-
-    Returns:
-        The address of the first byte.
 
     Raises:
         OSError: the system refuses executable memory, as SELinux does without ``execmem``, and
@@ -159,13 +147,13 @@ def place_code(text: bytes) -> int:
 
 
 def direct_memory(nbytes: int) -> memoryview:
-    """At least one byte of memory that direct reads are fast into; its last memoryview frees it.
+    """At least one byte of memory for fast direct reads; its last memoryview frees it.
 
-    It has whole huge pages, where the system gives them (transparent_hugepage "madvise" or
-    "always") and ``nbytes`` holds one; it always begins at a page. A disk cuts a request by its
-    number of separate pieces of memory. Tried on a virtual disk of 254 pieces a request, 1 to 8
-    threads with 4 MiB each, GB/s: 1.1 to 1.3 with pages of 4 KiB, 2.8 to 3.4 with huge pages, for a
-    third of the CPU time.
+    It has whole huge pages, if the system gives them (transparent_hugepage "madvise" or "always")
+    and ``nbytes`` holds one; it always begins at a page. A disk cuts a request by its number of
+    separate pieces of memory: on a virtual disk of 254 pieces a request, 1 to 8 threads with 4 MiB
+    each read 1.1 to 1.3 GB/s with pages of 4 KiB, 2.8 to 3.4 with huge pages, for a third of the
+    CPU time.
     """
     if nbytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return memoryview(mmap.mmap(-1, nbytes, flags=_PRIVATE))[:nbytes]
@@ -179,16 +167,15 @@ def direct_memory(nbytes: int) -> memoryview:
 
 
 def trim_heap() -> None:
-    """Hand freed heap memory back to the kernel, where the C library can."""
+    """Return freed heap memory to the kernel, if the C library can."""
     if hasattr(libc(), "malloc_trim"):
         libc().malloc_trim(0)
 
 
 def populate(window: memoryview) -> None:
-    """Fill a window with fresh pages in one call of the kernel, where it can.
+    """Fill a window with fresh pages in one call of the kernel, if it can: faults cost more.
 
-    A fault for each page costs more. Huge pages are slower in some virtual machines:
-    docs/measurements.md, "Fresh memory".
+    Huge pages are slower in some virtual machines: docs/measurements.md, "Fresh memory".
     """
     if window.nbytes < _MIN_POPULATED_NBYTES or sys.platform != "linux":
         return
@@ -200,19 +187,14 @@ def populate(window: memoryview) -> None:
 
 
 def populate_shared(first: int, stop: int, *, ahead: bool = True) -> int:
-    """Map the pages of a file that addresses ``first`` to ``stop`` (exclusive) show.
+    """Map the pages of a file at addresses ``first`` to ``stop`` (exclusive), and read them.
 
-    Pages that are not in memory are read: many threads may do so at once, and wait for the disk.
-
-    Args:
-        first: the first address.
-        stop: the last one, exclusive.
-        ahead: let the kernel read ahead; else 256 KiB are on their way at once, of a map with
-            MADV_RANDOM.
+    Any thread may, and waits for the disk. Without ``ahead`` 256 KiB are read at once, of a map
+    with MADV_RANDOM.
 
     Returns:
-        0, or the errno of pages that the storage does not give. Before Linux 5.14, and elsewhere,
-        nothing is done: pages come as they are touched.
+        0, or the errno of pages that the storage fails to read. Before Linux 5.14, and elsewhere,
+        it does nothing: pages come as they are touched.
     """
     if sys.platform != "linux":
         return 0
@@ -230,10 +212,10 @@ def populate_shared(first: int, stop: int, *, ahead: bool = True) -> int:
 
 
 def unmap_pages(first: int, stop: int) -> None:
-    """Let go of the pages that addresses ``first`` to ``stop`` show of a mapped file.
+    """Unmap the pages of a mapped file at addresses ``first`` to ``stop``.
 
-    What was written there privately is lost. What lies around may go as well, up to 64 KiB, which
-    is what a fault maps: it comes again when it is touched.
+    Private writes there are lost. Up to 64 KiB around may go as well, which is the size that a
+    fault maps: they come again when they are touched.
     """
     first = first // mmap.PAGESIZE * mmap.PAGESIZE
     libc().madvise(first, stop - first, mmap.MADV_DONTNEED)
@@ -244,11 +226,7 @@ sync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk.
-
-    Raises:
-        OSError: the disk said so.
-    """
+    """Write the names in a folder to the disk; raises OSError if that fails."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -262,8 +240,7 @@ def sync_folder(folder: Path) -> None:
 def read_at(fd: int, start: int, out: memoryview) -> int:
     """Read from a file's byte ``start`` on into ``out``, which is not empty.
 
-    Returns:
-        How many bytes were read: perhaps fewer than fit; 0 at the end of the file.
+    Returns the number of bytes read: perhaps fewer than fit; 0 at the end of the file.
     """
     if hasattr(os, "preadv"):
         return os.preadv(fd, [out], start)
@@ -273,7 +250,7 @@ def read_at(fd: int, start: int, out: memoryview) -> int:
 
 
 def filesystem_and_length(path: str | os.PathLike[str]) -> tuple[str, int]:
-    """The type of a file's filesystem, "" where it is not known, and the file's length in bytes."""
+    """The type of a file's filesystem, "" if unknown, and the file's length in bytes."""
     try:
         nbytes = os.stat(path).st_size
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
@@ -284,14 +261,11 @@ def filesystem_and_length(path: str | os.PathLike[str]) -> tuple[str, int]:
 
 
 def filesystem_of(path: str, mountinfo: str) -> str:
-    """The type of the filesystem that holds ``path``, or "" where that is not said.
+    """The type of the filesystem of ``path`` (absolute, no symlinks), or "".
 
     By name and not by device number: files on btrfs and overlay have numbers that no mount has.
-
-    Args:
-        path: an absolute path without symlinks.
-        mountinfo: the text of ``/proc/self/mountinfo`` (proc(5)): the mount point is the fifth
-            field, with octal escapes, and the type the first after a lone hyphen.
+    ``mountinfo`` is the text of ``/proc/self/mountinfo`` (proc(5)): the mount point is the fifth
+    field, with octal escapes, and the type the first after a lone hyphen.
     """
     best, found = "", ""
     for line in mountinfo.split("\n"):
@@ -312,16 +286,12 @@ def scatter(
     addresses: np.ndarray[Any, np.dtype[np.int64]],
     sizes: np.ndarray[Any, np.dtype[np.int64]],
 ) -> bool:
-    """Read consecutive bytes of a file to many places at once, by one preadv(2).
+    """Read consecutive bytes of a file to many addresses at once, by one preadv(2).
 
-    Args:
-        fd: the file.
-        offset: first file byte.
-        addresses: where to; at most 1024, the least IOV_MAX of the systems that have the call.
-        sizes: how many bytes to each.
+    At most 1024 addresses, the least IOV_MAX of the systems that have the call.
 
     Returns:
-        Whether all of it was read. Otherwise what those places hold is undefined.
+        Whether all of it was read. Otherwise the contents there are undefined.
     """
     preadv = getattr(libc(), "preadv", None)
     if preadv is None or ctypes.sizeof(ctypes.c_void_p) != 8:
@@ -331,10 +301,10 @@ def scatter(
 
 
 def map_privately(file: FileIO) -> mmap.mmap:
-    """Map a file so that what is written stays in this process, in pages of its own.
+    """Map a file so that writes stay in this process, in pages of its own.
 
-    The map outlives the file's descriptor. No memory is set aside for the pages that may be
-    written: a file may be longer than memory.
+    The map outlives the file's descriptor. No memory is set aside for pages that may be written: a
+    file may be longer than memory.
     """
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
     more = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # it keeps no descriptor

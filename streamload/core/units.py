@@ -28,7 +28,7 @@ def round_up(nbytes: int, multiple: int) -> int:
 
 
 def as_number(value: object) -> float | None:
-    """A number as Python's own, where it may be numpy's; None for all else, and for a bool."""
+    """A number of Python's or numpy's as Python's own; None for all else, and for a bool."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     return int(value) if isinstance(value, Integral) else float(value)
@@ -61,12 +61,7 @@ def parse_bytes(text: str | float) -> int:
 
 
 def format_bytes(nbytes: float, *, up: bool = False) -> str:
-    """Write a size for people, in powers of 1000 with three significant digits.
-
-    Args:
-        nbytes: the size.
-        up: round up, so that what is read back is enough.
-    """
+    """A size in powers of 1000 with three digits, rounded up if it is to be read back as enough."""
     for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(nbytes) >= size:
             value = nbytes / size

@@ -55,14 +55,14 @@ TRIM_NBYTES = 4 * _MIB
 
 @dataclass(frozen=True, slots=True)
 class ObjectCosts:
-    """Objects of Python and of the framework, and what a load notes of tensors, in bytes.
+    """Bytes of Python's and the framework's objects, and of a load's records of tensors.
 
     Attributes:
-        tensor_nbytes: of each.
-        view_nbytes: more of each whose rank is not 1, where it is a view of a flat one.
-        kind_nbytes: of all that have one dtype and one shape, once.
-        shape_nbytes: of all that have one shape, once, where its rank is not 1.
-        size_nbytes: of all that have as many bytes, once.
+        tensor_nbytes: for each tensor.
+        view_nbytes: more for each whose rank is not 1, if it is a view of a flat one.
+        kind_nbytes: once for all of one dtype and shape.
+        shape_nbytes: once for each shape whose rank is not 1.
+        size_nbytes: once for each size in bytes.
     """
 
     tensor_nbytes: int = 0
@@ -73,12 +73,12 @@ class ObjectCosts:
 
     @property
     def most_nbytes(self) -> int:
-        """Of a tensor that is like no other."""
+        """For a tensor unlike all others."""
         each = self.tensor_nbytes + self.view_nbytes
         return each + self.kind_nbytes + self.shape_nbytes + self.size_nbytes
 
     def of(self, tensors: Iterable[tuple[str, tuple[int, ...], int, int]]) -> int:
-        """Of tensors, as (dtype, shape, bytes of one, how many of these) each."""
+        """For tensors, each as (dtype, shape, bytes of one, count)."""
         found = [*tensors]
         shapes = {shape for _, shape, _, _ in found if len(shape) != 1}
         return (
@@ -95,13 +95,13 @@ NO_OBJECTS = ObjectCosts()
 
 @dataclass(frozen=True, slots=True)
 class TensorCosts:
-    """What tensors take of the host beside their bytes.
+    """Host memory of tensors besides their bytes.
 
     Attributes:
-        objects: of those without a model.
-        parameters: of those that fill parameters of a model.
-        kernel_nbytes: what the kernel takes of each, which no counter of the process has.
-        left_nbytes: what stays in the heap of one that is released, since others share its pages.
+        objects: for tensors without a model.
+        parameters: for those that fill parameters of a model.
+        kernel_nbytes: for each, in the kernel, which no counter of the process includes.
+        left_nbytes: heap that stays used when one is released, since others share its pages.
     """
 
     objects: ObjectCosts = NO_OBJECTS
@@ -114,15 +114,11 @@ NO_COSTS = TensorCosts()
 
 
 def taken(kind: AllocatorKind, granularity_nbytes: int, sizes: Iterable[int]) -> Iterator[int]:
-    """What each of some allocations takes from the device, one after the other, in bytes.
+    """Bytes that each of several allocations in order newly takes from the device.
 
-    Nothing is freed in between, and the allocator begins with no free memory of its own. An
-    allocation that fits into what an earlier one left over takes nothing.
-
-    Args:
-        kind: the allocator's way.
-        granularity_nbytes: sizes are rounded up to a multiple of it ("exact").
-        sizes: what is asked for, in bytes.
+    Nothing is freed in between, and the allocator has no free memory of its own at first. An
+    allocation that fits into the rest of an earlier block takes nothing. ``granularity_nbytes``
+    is for "exact".
     """
     if kind == "exact":
         for nbytes in sizes:

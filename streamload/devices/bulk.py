@@ -1,8 +1,8 @@
 """Many reads, copies and casts in one call, without the interpreter: file to slot to device.
 
-Between two reads an interpreter's work takes some tens of microseconds, under a lock that every
-other thread wants as well: docs/measurements.md, "The copy loop". The loop is LLVM IR, compiled as
-the casts are. Where it cannot be compiled, the stream goes on in Python.
+Between two reads an interpreter's work takes some tens of microseconds, under a lock that all
+threads share: docs/measurements.md, "The copy loop". The loop is LLVM IR, compiled like the casts.
+If it cannot be compiled, streaming uses its loop in Python.
 
 A slot is filled by pread. A cast is a kernel on the copy's stream.
 """
@@ -40,7 +40,7 @@ _SYMBOL = "streamload_bulk"
 
 
 def _words(base: str, *fields: str) -> str:
-    """IR that loads a row's words, "name" or "ptr name", as ``%name``; ``%name.p`` is the place."""
+    """IR that loads a row's words, "name" or "ptr name", from ``%name.p`` as ``%name``."""
     lines = []
     for index, field in enumerate(fields):
         kind, _, name = field.rpartition(" ")
@@ -186,11 +186,7 @@ ok:
 
 
 class Loop:
-    """The compiled loop, for functions at given addresses.
-
-    Args:
-        calls: addresses by `CALLS`; those that the work does not need may be left out.
-    """
+    """The compiled loop over functions at addresses by `CALLS`; unneeded ones may be left out."""
 
     def __init__(self, calls: dict[str, int]) -> None:
         self._function = _compiled()
@@ -199,13 +195,7 @@ class Loop:
     def __call__(
         self, fd: int, reads: Sequence[Read], slots: Sequence[tuple[int, int, int, bool]]
     ) -> BulkFailure | None:
-        """Run it.
-
-        Args:
-            fd: the file.
-            reads: what to do, in order.
-            slots: (address, stream, event, whether copies may be under way) of each.
-        """
+        """Run it; each slot is (address, stream, event, whether copies may be under way)."""
         flat_reads, flat_copies = array("Q"), array("Q")
         for read in reads:
             first = len(flat_copies) // len(Copy._fields)
@@ -234,10 +224,10 @@ def _address(values: array[int]) -> int:
 
 
 def libc_calls() -> dict[str, int]:
-    """Addresses of pread (with an offset of 64 bits), and errno's place: glibc and musl.
+    """Addresses of pread (with an offset of 64 bits) and of __errno_location: glibc and musl.
 
     Raises:
-        OSError: this C library has them under other names.
+        OSError: this C library has other names for them.
     """
     try:
         return addresses_of({name: getattr(libc(), name) for name in ("pread", "errno")})
@@ -257,11 +247,11 @@ def addresses_of(functions: Mapping[str, Any]) -> dict[str, int]:
 def _compiled() -> Any:
     """The loop's function, which drops the interpreter's lock.
 
-    On x86-64 Linux its machine code, 1 kB, is kept for later processes, which then do without
+    On x86-64 Linux its machine code, 1 kB, is cached for later processes, which do not load
     llvmlite: that saves 35 to 69 ms of a first load (docs/measurements.md, "What is kept").
 
     Raises:
-        ImportError: llvmlite is not installed, and nothing is kept.
+        ImportError: llvmlite is not installed, and nothing is cached.
         OSError: its library does not load, or the system refuses executable memory.
         RuntimeError: it cannot compile for this machine.
     """

@@ -430,18 +430,12 @@ class Function(NamedTuple):
 
 
 def load_function(driver: _Driver, device: str, ptx: str, name: str = SYMBOL) -> Function:
-    """Compile PTX for the device of the current context, and load it there.
+    """Compile PTX for the device of the current context, and load a function of it.
 
-    The driver takes milliseconds, and keeps what it made in its cache for the next process.
-
-    Args:
-        driver: the driver.
-        device: the device's name, for errors.
-        ptx: see `cast_ptx`.
-        name: of the function in it.
+    It takes milliseconds; the driver caches the result for the next process.
 
     Raises:
-        DeviceError: the driver refuses, with what its compiler says.
+        DeviceError: the driver refuses, with its compiler's message.
     """
     log = ctypes.create_string_buffer(_LOG_NBYTES)
     options = (ctypes.c_int * 2)(_LOG_BUFFER, _LOG_BUFFER_NBYTES)

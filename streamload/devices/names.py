@@ -1,4 +1,4 @@
-"""Names of frameworks and devices, and what the environment says of them."""
+"""Names of frameworks and devices, and the environment variables about them."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def framework(name: str) -> Framework:
 
 
 def framework_of(model: Any) -> str | None:
-    """Name of the framework whose tensors a model holds, without importing any; None if empty.
+    """Name of the framework of a model's tensors, without importing any; None if it has none.
 
-    Looks at the classes of the model and of what it holds, a few levels deep, in order. Arrays of
-    numpy decide where there is nothing else: models of every framework keep some beside.
+    Reads the classes of the model and of its members, a few levels deep, in order. Arrays of
+    numpy decide only if there is nothing else: models of every framework keep some.
     """
     seen: set[int] = set()
     found: str | None = None
@@ -95,7 +95,7 @@ def installed(framework_name: str) -> bool:
 
 
 def default_framework() -> str:
-    """The framework where neither a model nor a device's name says one: the first installed."""
+    """The first installed framework, if neither a model nor a device's name decides."""
     return next(name for name in _FRAMEWORKS if installed(name))
 
 

@@ -1,4 +1,4 @@
-"""Where models keep their tensors, which of those are tied, and what their parameters share."""
+"""Slots of tensors in models, their ties, and the base of parameters over them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,7 @@ _Parameter = TypeVar("_Parameter", bound=Parameter)
 
 
 class EntryParameter(Parameter):
-    """A parameter made of entries of a model.
-
-    Args:
-        names: all names under which the model has it.
-        entries: what the model has by those names.
-        collect: collects garbage cycles, which may hold memory.
-    """
+    """A parameter over entries of a model; ``collect`` collects garbage cycles."""
 
     def __init__(
         self,
@@ -35,14 +29,14 @@ class EntryParameter(Parameter):
 
     @abstractmethod
     def _look(self) -> None:
-        """Find out what the entries are, and what memory they hold."""
+        """Read the entries, and find the memory that they hold."""
 
 
 class SlotParameter(EntryParameter):
     """A parameter whose entries are slots: other objects can be put into them."""
 
     def _objects(self) -> list[Any]:
-        """What stands in the slots now, each object once."""
+        """The objects in the slots now, each once."""
         if len(self._entries) == 1:
             container, key = self._entries[0]
             return [container[key]]
@@ -50,11 +44,11 @@ class SlotParameter(EntryParameter):
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """Where the model has it."""
+        """(dict, key) of each entry."""
         return self._entries
 
     def _swap(self, new: Callable[[Any], Any]) -> None:
-        """Put ``new(object)`` in the place of each object."""
+        """Replace each object by ``new(object)``."""
         made: dict[int, Any] = {}
         for container, key in self._entries:
             old = container[key]
@@ -69,13 +63,7 @@ def dict_slots(
     prefix: str = "",
     inside: tuple[int, ...] = (),
 ) -> Iterator[tuple[str, Slot]]:
-    """The tensors of a nested dict, by dotted name.
-
-    Args:
-        model: the dict.
-        kinds: classes of tensors.
-        prefix: of the names.
-        inside: ids of the dicts around it.
+    """The tensors of a nested dict, by dotted name; ``inside`` has the ids of the dicts around it.
 
     Raises:
         ValueError: the dict holds itself.
@@ -94,13 +82,10 @@ def make_parameters(
     key: Callable[[_Entry], Hashable],
     make: Callable[[tuple[str, ...], list[_Entry], Callable[[], object]], _Parameter],
 ) -> list[_Parameter]:
-    """Make one parameter of the entries of a model that stand on the same memory, in order.
+    """Make one parameter for all entries with the same key, in order.
 
-    Args:
-        entries: by name.
-        key: the same for entries that are tied.
-        make: of all names, those entries, and a function that collects garbage once for all: it is
-            slow, and nothing makes cycles meanwhile.
+    ``make`` gets names, entries and a function that collects garbage once for all parameters:
+    it is slow, and nothing creates cycles in between.
 
     Raises:
         ValueError: two entries have one name.

@@ -1,6 +1,6 @@
-"""Probes: a device works where it has computed something right.
+"""Probes: a device works if it has computed a correct result.
 
-What a framework claims is no proof, and a compiler or a driver may end the process that asks it.
+A framework's claim is no proof, and a compiler or a driver may end the process that calls it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _ROOT = str(Path(__file__).absolute().parents[2])
 def probe(
     framework_name: str, device: str, *, full: bool = False, timeout_s: float = _PROBE_TIMEOUT_S
 ) -> ProbeResult:
-    """Compute on a device, in a child process if need be, and remember what came out.
+    """Compute on a device, in a child process if need be, and cache the result.
 
-    An addition always; with ``full`` every dtype and the device's own casts too (seconds).
+    An addition always; ``full`` adds every dtype and the device's own casts (seconds).
 
-    The child takes nothing from compile caches, since a warm one hides a missing compiler, and its
-    stderr is captured. Results are kept on disk under a fingerprint of what they depend on
-    (versions, drivers, GPUs, compilers), where a cache directory can be written: the first kernels
-    of a process took 18 of the 50 ms before the first read of a load to one H200. A child that
-    takes longer than ``timeout_s`` is ended, with all that it started: the device does not work.
+    The child uses no compile caches, since a warm one hides a missing compiler, and its stderr is
+    captured. Results are cached on disk under a fingerprint of their dependencies (versions,
+    drivers, GPUs, compilers): the first kernels of a process took 18 of the 50 ms before the
+    first read of a load to one H200. A child that takes longer than ``timeout_s`` is ended, with
+    all its children: the device does not work.
     """
     owner = framework(framework_name)
     key = (framework_name, owner.canonical(device), full)
@@ -64,9 +64,9 @@ def probe(
 
 
 def nvidia_parts() -> list[str]:
-    """What NVIDIA's driver for Linux says of itself and of each GPU: for fingerprints.
+    """Versions of NVIDIA's driver for Linux and of each GPU, for fingerprints.
 
-    Folders that are kept may be shared by machines that differ in their GPUs alone.
+    Cache folders may be shared by machines that differ in their GPUs alone.
     """
     root = Path("/proc/driver/nvidia")
     parts = []
@@ -127,7 +127,7 @@ def _probe_in_child(framework_name: str, device: str, full: bool, timeout_s: flo
 
 
 def _nameless_file() -> BinaryIO:
-    """A file in no folder, where the system has such: no folder need be writable."""
+    """A file in no folder, if the system has such: no folder need be writable."""
     if hasattr(os, "memfd_create"):
         return open(os.memfd_create("streamload"), "w+b")
     return tempfile.TemporaryFile()
@@ -157,16 +157,16 @@ def computed(
     held: Iterable[str],
     casts: Iterable[tuple[DType, DType]],
 ) -> ProbeResult:
-    """Add numbers on a device; with ``full`` try every dtype and cast on real buffers.
+    """Add numbers on a device; ``full`` tries every dtype and cast on real buffers.
 
     Args:
         owner: the framework.
         name: the device's canonical name.
         full: try all of it.
         add_one: adds one to each number, on the device.
-        problem: the line of an error that says what is wrong, without the device's name.
-        held: long names of the dtypes that the framework has; the others are absent.
-        casts: pairs that the device may cast.
+        problem: the line of an error that names the problem, without the device's name.
+        held: long names of the framework's dtypes; the others are absent.
+        casts: (src, dst) pairs that the device may cast.
     """
     try:
         device = owner.device(name)
@@ -184,11 +184,9 @@ def computed(
 
 
 def doubles(dtype: DType, double: Callable[[bytes], bytes]) -> bool:
-    """Whether a device makes twos of ones; of bools it makes the same ones.
+    """Whether a device doubles ones correctly; ``double`` gets and returns elements as bytes.
 
-    Args:
-        dtype: of the elements.
-        double: writes elements to a real buffer, computes, and reads the result back.
+    Bools stay as they are.
     """
     one, two = (np.full(4, value).astype(dtype.numpy).tobytes() for value in (1, 2))
     try:

@@ -1,4 +1,4 @@
-"""What devices share whose copies have ended when they return, from memory that is not pinned."""
+"""Staging of devices whose copies block, in memory that is not pinned."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from contextlib import suppress
 
 
 class HostStaging:
-    """Staging in a page-aligned anonymous map, which is given back when it is closed."""
+    """Staging in a page-aligned anonymous map, which `close` frees."""
 
     def __init__(self, nbytes: int) -> None:
         self._map = mmap.mmap(-1, max(nbytes, 1))
         self.view = memoryview(self._map)[:nbytes]
 
     def close(self) -> None:
-        """Give the memory back."""
         with suppress(BufferError):  # an error's traceback refers to it: it goes then
             self.view.release()
             self._map.close()
@@ -24,7 +23,7 @@ class _Done:
     """The ticket of a copy that has finished."""
 
     def wait(self) -> None:
-        """Return at once."""
+        pass
 
 
 #: The ticket of every copy that has finished when it returns.

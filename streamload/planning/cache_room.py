@@ -18,13 +18,13 @@ from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequests
 
 @dataclass(frozen=True, slots=True)
 class CacheRoom:
-    """The KV cache that there has to be room for when the load is done.
+    """The KV cache to leave room for when the load is done.
 
     Attributes:
-        cache: what each layer keeps.
+        cache: the cache of each layer.
         dtype: its dtype.
         path: of the checkpoint, for errors.
-        on: which layers each device holds, when that is known.
+        on: the layers of each device, once known.
     """
 
     cache: KvCache
@@ -41,13 +41,12 @@ class CacheRoom:
         cache: KvCache,
         native_bf16: bool,
     ) -> CacheRoom:
-        """Say in which dtype a cache is.
+        """Choose the dtype: the requested one, else that of most weights, else the configured one.
 
-        What was asked for, or what most bytes of the weights become, if models compute in that,
-        or what the configuration names.
+        That of weights counts only if models compute in it.
 
         Raises:
-            CheckpointError: none of them is there.
+            CheckpointError: there is none of these.
         """
         dtype = cache.request.dtype
         if dtype is None:
@@ -69,7 +68,7 @@ class CacheRoom:
 
     @property
     def request(self) -> CacheRequest:
-        """What was asked for, with the dtype."""
+        """The request, with the dtype."""
         return replace(self.cache.request, dtype=self.dtype)
 
     @property
@@ -88,10 +87,10 @@ class CacheRoom:
         devices: Sequence[str],
         policy: DTypePolicy,
     ) -> CacheRoom:
-        """The same with the layers on devices: each where most of its weights are.
+        """The same with each layer on the device of most of its weights.
 
         Raises:
-            CheckpointError: the checkpoint has layers, and none is known by its name.
+            CheckpointError: no layer of the checkpoint is known by its name.
         """
         # by the checkpoint's names, which config.json counts the layers of
         names = [source[0].tensor for source in wants.sources]
@@ -119,7 +118,7 @@ class CacheRoom:
         return replace(self, on=on)
 
     def nbytes(self, spec: DeviceSpec, context: int) -> int:
-        """Bytes that the cache of so many tokens takes of a device, as its allocator rounds."""
+        """Bytes of a device for the cache of ``context`` tokens, as its allocator rounds."""
         batch = self.cache.request.batch
         sizes = (
             self.dtype.nbytes(elements)
@@ -129,7 +128,7 @@ class CacheRoom:
         return sum(spec.taken(sizes))
 
     def most_context(self, devices: Iterable[DevicePlan], specs: Mapping[str, DeviceSpec]) -> int:
-        """For how many tokens, at most, there is room on all devices; 0 for none."""
+        """The most tokens that fit on all devices; 0 for none."""
         rooms = []
         for d in devices:
             spec = specs[d.device]

@@ -55,10 +55,10 @@ class CacheRequest:
     def read(
         cls, context: int | None, batch: int, cache_dtype: DTypeLike | None
     ) -> CacheRequest | None:
-        """Read the arguments of a load; None where no cache is asked for.
+        """Read the arguments of a load; None if no cache is requested.
 
         Raises:
-            ValueError: one is not what it should be, or is given without ``context``.
+            ValueError: one is invalid, or is given without ``context``.
         """
         for name, count in (("context", context), ("batch", batch)):
             if name == "context" and count is None:
@@ -77,10 +77,10 @@ class CacheRequest:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What one layer keeps.
+    """The cache of one layer.
 
     Attributes:
-        row: of each token, elements in each of its tensors; () where it uses another's.
+        row: elements of each token in each of its tensors; () if it shares another layer's.
         window: the most tokens that it attends to, or None. It keeps more after a long prompt.
     """
 
@@ -88,7 +88,7 @@ class LayerCache:
     window: int | None = None
 
     def elements(self, context: int, batch: int) -> list[int]:
-        """How many elements each of its tensors has."""
+        """Elements of each of its tensors."""
         return [elements * context * batch for elements in self.row]
 
 
@@ -97,10 +97,10 @@ class KvCache:
     """The cache of a model, layer by layer.
 
     Attributes:
-        request: what was asked for.
-        layers: what each layer of the language model keeps, by its number.
+        request: the cache to leave room for.
+        layers: the cache of each layer of the language model, by its number.
         configured: the dtype that the configuration names, or None.
-        notes: what a user may want to know of it, one sentence each.
+        notes: facts for users, one sentence each.
     """
 
     request: CacheRequest
@@ -110,16 +110,10 @@ class KvCache:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], request: CacheRequest, *, path: object) -> KvCache:
-        """Work out the cache of a model.
-
-        Args:
-            config: its ``config.json``; empty where there is none.
-            request: the cache to leave room for.
-            path: of the checkpoint, for errors.
+        """Compute the cache of a model from its ``config.json``, empty if there is none.
 
         Raises:
-            CheckpointError: there is no configuration, or it is not one of a model whose cache is
-                known.
+            CheckpointError: there is no configuration, or the cache of its model is not known.
         """
         where = str(path)
         if not config:
@@ -246,18 +240,14 @@ class _Text:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], where: str) -> _Text:
-        """Find the language model's part, and see that its architecture is known.
-
-        Raises:
-            CheckpointError: it is not.
-        """
+        """Find the language model's part; raises CheckpointError if its architecture is unknown."""
         values, kind = language_part(config)
         if kind not in _BY_HEADS | _LATENT or config.get("is_encoder_decoder"):
             raise _unknown(where, f"model_type {kind!r}")
         return cls(values, kind, where)
 
     def at(self, layer: int, window: str | None) -> _Text:
-        """The configuration of one layer, which some models have other heads in."""
+        """The configuration of one layer, whose heads may differ in some models."""
         other: dict[str, Any]
         given = self.values.get("per_layer_config")
         if isinstance(given, Mapping):
@@ -275,16 +265,12 @@ class _Text:
         return replace(self, values={**self.values, **other})
 
     def find(self, key: str) -> Any:
-        """What is under a key or another name of it; None where nothing is."""
+        """The value under a key or another name of it, or its default; None if there is none."""
         value = stated(self.values, key)
         return _DEFAULTS.get(self.kind, {}).get(key) if value is None else value
 
     def number(self, key: str, *, least: int = 1, most: int = 2**40) -> int:
-        """A whole number that has to be there.
-
-        Raises:
-            CheckpointError: it is not there, or is something else.
-        """
+        """A required whole number; raises CheckpointError if it is missing or something else."""
         value = self.find(key)
         if type(value) is not int or not least <= value <= most:
             raise CheckpointError(
@@ -336,7 +322,7 @@ def _latent_row(text: _Text) -> tuple[int, int]:
 
 
 def _expanded(text: _Text) -> str:
-    """A note: how much an engine takes that keeps keys and values of every head."""
+    """A note: the cache of an engine that keeps keys and values of every head."""
     keys = text.number("qk_nope_head_dim") + text.number("qk_rope_head_dim")
     whole = text.number("num_attention_heads") * (keys + text.number("v_head_dim"))
     return (

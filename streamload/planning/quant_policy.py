@@ -59,12 +59,8 @@ class QuantPolicy:
     def parse(cls, value: QuantArgument, of_files: Sequence[str] = ()) -> QuantPolicy:
         """Read the name of a format, or patterns: ``{"*.mlp.*": "nf4", "*norm*": None}``.
 
-        Args:
-            value: what a user wrote.
-            of_files: formats that are known beside those of models.
-
         Raises:
-            ValueError: the format is unknown, or the value is neither a name nor patterns.
+            ValueError: the value is invalid, or no format of models or of ``of_files``.
         """
         if value is None:
             return cls()
@@ -81,13 +77,13 @@ class QuantPolicy:
 
     @classmethod
     def of_plan(cls, placements: Iterable[Placement]) -> QuantPolicy:
-        """Read from placements which format each tensor has: a plan of all decides for a part."""
+        """Read the format of each tensor from placements: a plan of all decides for a part."""
         coded = ((p.source[0].tensor, p.coding) for p in placements if p.coding is not None)
         return cls(by_tensor={tensor: coding.format for tensor, coding in coded})
 
     @classmethod
     def named(cls, value: QuantArgument, of_files: Sequence[str] = ()) -> QuantPolicy:
-        """Do what `parse` does where there is no budget; raises ValueError for "auto", too."""
+        """Like `parse`, if there is no budget: raises ValueError for "auto", too."""
         policy = cls.parse(value, of_files)
         if policy.is_auto:
             raise ValueError(
@@ -105,13 +101,10 @@ class QuantPolicy:
         return any(name == _AUTO for _, name in self.rules)
 
     def least_loss(self, attempt: Callable[[QuantPolicy], _Made]) -> tuple[_Made, list[str]]:
-        """Plan with this policy; "auto" becomes the format of least loss that fits.
-
-        Args:
-            attempt: plans with a policy that has no "auto".
+        """Plan by ``attempt``; "auto" becomes the format of least loss that fits.
 
         Returns:
-            What was made, and notes that say why.
+            The result of the attempt, and notes that explain the choice.
 
         Raises:
             PlanInfeasibleError: nothing fits.
@@ -142,11 +135,7 @@ class QuantPolicy:
 
     @classmethod
     def that_fits(cls, attempt: Callable[[QuantPolicy], Plan]) -> list[str]:
-        """What to write where weights do not fit as they are, and what it takes; [] for nothing.
-
-        Args:
-            attempt: plans with a policy.
-        """
+        """The ``quant=`` with which ``attempt`` fits, with the bytes that it needs; or []."""
         for name in _TRIED:
             # MemoryError: it does not fit, or its statistics alone do not
             with suppress(MemoryError, UnsupportedCastError, ValueError):
@@ -166,10 +155,7 @@ class QuantPolicy:
         return next((r for r in self.rules if r[0] == "*" or fnmatchcase(name, r[0])), None)
 
     def formats(self, checkpoint: Checkpoint, wants: TensorRequests) -> list[str | None]:
-        """The format of each tensor.
-
-        None leaves it as it is: all of one axis, and what is stored quantised.
-        """
+        """The format of each tensor; None leaves it as it is: one axis, or stored quantized."""
         if not self:
             return [None] * len(wants)
         if self.by_tensor:
@@ -204,15 +190,15 @@ def _of_layers(names: Iterable[str]) -> frozenset[str]:
 
 @cache
 def coded(coding: Coding, src: DType) -> Quantised:
-    """What a weight becomes."""
+    """The quantized weight of a coding."""
     return ALL_FORMATS[coding.format].of(coding.shape, src)
 
 
 def coded_want(coded: CodedWeight, want: TensorRequest) -> TensorRequest:
-    """Ask for a weight as it is quantised: a matrix.
+    """Request a weight as the matrix that is quantized.
 
     Raises:
-        ValueError: the mapping transposes what the module has transposed.
+        ValueError: both the mapping and the module transpose it.
     """
     if not coded.transposed:
         return replace(want, shape=coded.matrix)
@@ -235,19 +221,19 @@ def quantised(
     beside: Mapping[str, TensorRequest] = MappingProxyType({}),
     policy: QuantPolicy | None = None,
 ) -> TensorRequests:
-    """Ask for the parts of what is quantised in place of it.
+    """Request the parts of quantized weights in place of the weights.
 
     Args:
         checkpoint: the headers.
         wants: the parameters.
         formats: the format of each; None leaves it as it is.
         changed: tensors whose rows functions change on the way.
-        beside: what a model holds now of the parts beside the codes, by their names.
-        policy: what decided the formats, for messages.
+        beside: the model's current parts besides the codes, by their names.
+        policy: the source of the formats, for messages.
 
     Raises:
-        UnsupportedCastError: tensors cannot be in their formats, or are dequantised: all of them
-            are named, with what leaves them as they are.
+        UnsupportedCastError: tensors cannot be in their formats, or are dequantized: it names all
+            of them, and the ``quant=`` that leaves them as they are.
         ValueError: parts of two tensors would have one name.
     """
     if not any(formats):
@@ -280,12 +266,7 @@ def quantised(
 
 
 def kinds_of(names: Sequence[str], others: Collection[str]) -> list[str]:
-    """Patterns of names, in which numbers may be any where all layers of a model are alike.
-
-    Args:
-        names: those that they match.
-        others: those that they do not match.
-    """
+    """Patterns of names and of no others; numbers become "*" if that holds for all layers."""
     alike: dict[str, bool] = {}
     out: dict[str, None] = {}
     for name in names:
@@ -297,13 +278,7 @@ def kinds_of(names: Sequence[str], others: Collection[str]) -> list[str]:
 
 
 def no_holder(names: Sequence[str], holders: str, classes: str) -> str:
-    """What is said where no module can hold a weight quantised.
-
-    Args:
-        names: of the weights.
-        holders: the classes of modules that can hold such, in words.
-        classes: those of their modules.
-    """
+    """The note on weights for which no module can hold codes."""
     listed = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
     return (
         f"quant: cannot quantise {listed}: the modules that can hold quantised weights are "
@@ -316,12 +291,9 @@ def leaving(
     taken: Collection[str],
     policy: QuantPolicy | None = None,
 ) -> UnsupportedCastError:
-    """The first of several errors, with the ``quant=`` under which none of them is raised.
+    """The first of several errors by tensor, with the ``quant=`` that avoids all of them.
 
-    Args:
-        refused: by tensor, why it cannot be in its format.
-        taken: the tensors that can be.
-        policy: what decided the formats; None: one format for all.
+    ``taken`` are the tensors that can be quantized; without a policy, one format is for all.
     """
     first = next(iter(refused.values()))
     rules = dict(policy.rules) if policy is not None and policy.rules else {"*": first.dst}
@@ -339,12 +311,7 @@ def leaving(
 
 
 def check_distinct(names: Collection[str], before: Collection[str]) -> None:
-    """Raise ValueError where two tensors would have one name.
-
-    Args:
-        names: of all tensors, when weights are quantised.
-        before: of the tensors as they are asked for.
-    """
+    """Raise ValueError if two tensors would have one name after quantizing."""
     if len(set(names)) == len(names):
         return
     ((twice, _),) = Counter(names).most_common(1)
@@ -360,7 +327,7 @@ def check_distinct(names: Collection[str], before: Collection[str]) -> None:
 
 
 def compile_encoders(wants: TensorRequests) -> None:
-    """Compile what will quantise."""
+    """Compile the encoders of all codings."""
     some = {
         (coding.format, coding.of_rows, src.name): (coding, src)
         for coding, src in zip(wants.codings, wants.srcs, strict=True)
@@ -371,27 +338,23 @@ def compile_encoders(wants: TensorRequests) -> None:
 
 
 def encoder_of(coding: Coding, src: DType) -> Encoder:
-    """What quantises a weight of a dtype, or what functions made of it."""
+    """The encoder of a coding, for weights of a dtype or for rows that functions return."""
     return coded(coding, src).encoder(F32 if coding.of_rows else src)
 
 
 def said_of_dense(nbytes: int) -> str:
-    """What a forward takes that no plan counts, since weights are dequantised for it.
-
-    Args:
-        nbytes: of the largest weight that a module dequantises at once.
-    """
+    """The note on the largest weight that a forward dequantizes at once, which no plan counts."""
     size = format_bytes(nbytes, up=True)
     return f"the largest takes {size} meanwhile, which no plan counts: reserve= keeps it free"
 
 
 def held_nbytes(weight: Quantised) -> int:
-    """What the host holds of a weight until it is written: statistics, and what they become."""
+    """Host bytes of a weight until it is written: statistics, and the parts that come of them."""
     return 2 * weight.statistics_nbytes + sum(part.nbytes for part in weight.parts[1:])
 
 
 def turned(checkpoint: Checkpoint, want: TensorRequest, format: str | None) -> TensorRequest:
-    """Ask for the transpose of a Conv1D's weight, where its format's library quantises that."""
+    """Request the transpose of a Conv1D's weight, if its format's library quantizes that."""
     is_such = format is not None and FORMATS[format].turns_conv1d and len(want.shape) == 2
     if not is_such or not is_conv1d(checkpoint.config, want.source[0].tensor):
         return want
@@ -402,7 +365,7 @@ def turned(checkpoint: Checkpoint, want: TensorRequest, format: str | None) -> T
 def _codings(
     name: str, shape: tuple[int, ...], src: DType, *, of_rows: bool, in_order: bool
 ) -> tuple[tuple[Part, Coding], ...]:
-    """The parts of a weight, and how each is made: one object for all weights alike."""
+    """The parts of a weight and their codings, shared by all weights alike."""
     made = ALL_FORMATS[name].of(shape, src)
     coding = Coding(
         *(name, shape, "", made.unit_numel),
@@ -415,17 +378,10 @@ def _codings(
 def parts_of(
     checkpoint: Checkpoint, want: TensorRequest, src: DType, name: str, *, of_rows: bool
 ) -> Iterator[TensorRequest]:
-    """One want for each part of a weight in a format.
-
-    Args:
-        checkpoint: the headers.
-        want: the weight.
-        src: its dtype.
-        name: of the format.
-        of_rows: functions change its rows on the way.
+    """One request for each part of a weight in a format; ``of_rows``: functions change its rows.
 
     Raises:
-        UnsupportedCastError: the weight cannot be in the format, or is dequantised.
+        UnsupportedCastError: the weight cannot be in the format, or is dequantized.
     """
     info = checkpoint.tensors[want.source[0].tensor]
     made = quantised_of(info, want.shape, src, name)
@@ -453,16 +409,10 @@ def parts_of(
 
 
 def quantised_of(info: TensorInfo, shape: tuple[int, ...], src: DType, name: str) -> Quantised:
-    """What a weight becomes in a format.
-
-    Args:
-        info: the tensor, for messages.
-        shape: of the weight.
-        src: its dtype.
-        name: of the format.
+    """The quantized weight of a tensor; ``info`` is for messages.
 
     Raises:
-        UnsupportedCastError: the weight cannot be in the format, or is dequantised.
+        UnsupportedCastError: the weight cannot be in the format, or is dequantized.
     """
     tensor, path = info.name, info.shard
     if src.is_packed:
@@ -479,13 +429,13 @@ def quantised_of(info: TensorInfo, shape: tuple[int, ...], src: DType, name: str
 def codings_of(
     info: TensorInfo, shape: tuple[int, ...], src: DType, name: str
 ) -> Sequence[tuple[Part, Coding]]:
-    """The parts of a weight in a format, and how each is made on the host; see `quantised_of`."""
+    """The parts of a weight and their codings on the host; see `quantised_of` for errors."""
     quantised_of(info, shape, src, name)
     return _codings(name, shape, src, of_rows=False, in_order=False)
 
 
 def _unaligned(want: TensorRequest, made: Quantised) -> str:
-    """Why what fills a weight cannot be quantised piece by piece, or ""."""
+    """Why the sources of a weight cannot be quantized piece by piece, or ""."""
     numel = math.prod(want.shape)
     rows = sum(r.stop - r.start for r in want.source)
     row_numel = numel // max(rows, 1)

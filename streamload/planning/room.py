@@ -31,7 +31,7 @@ _USUALLY_CHOSEN = 8
 
 
 def experts_chosen(config: Mapping[str, Any]) -> int:
-    """How many experts a token chooses; what is usual where the configuration does not tell."""
+    """Experts that a token chooses; 8 if the configuration does not state it."""
     return integer(language_part(config)[0], "num_experts_per_tok") or _USUALLY_CHOSEN
 
 
@@ -44,18 +44,18 @@ def activation_nbytes(
     reused: bool = True,
     has_head: bool = True,
 ) -> int:
-    """Bytes that a pass of so many tokens takes at most.
+    """Bytes that a pass takes at most, of ``tokens`` of all sequences together.
 
     Args:
-        config: the checkpoint's ``config.json``; empty where there is none.
+        config: the checkpoint's ``config.json``; empty if there is none.
         tokens: of all sequences together.
         itemsize: bytes of an element of the dtype that the model computes in.
         path: of the checkpoint, for errors.
-        reused: the allocator gives what one part has freed to the next.
+        reused: the allocator gives the freed memory of one part to the next.
         has_head: logits are computed.
 
     Raises:
-        CheckpointError: the configuration does not tell.
+        CheckpointError: the configuration lacks a number.
     """
     keys = ("hidden_size", "vocab_size", "num_attention_heads")
     values, _ = language_part(config)

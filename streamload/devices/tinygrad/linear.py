@@ -162,7 +162,7 @@ def replace_linears(model: Any, formats: Callable[[str], str | None]) -> Replace
 
 
 def swapping(model: Any, formats: Mapping[str, str]) -> Swap:
-    """What `Swap` says, of a model of tinygrad.
+    """The `Swap` of a model of tinygrad.
 
     Raises:
         ValueError: there is no layer for a format, or a Linear holds values already.
@@ -203,13 +203,7 @@ def _tied(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 def _chosen(
     model: Any, shared: Iterable[Sequence[str]], wanted: Mapping[str, str | None]
 ) -> tuple[dict[str, str], list[tuple[nn.Linear, QuantLinear]]]:
-    """Layers for Linears, as `replace_linears` puts them; the model is not touched.
-
-    Args:
-        model: the model.
-        shared: the names of each tensor.
-        wanted: the format asked for each.
-    """
+    """Layers for Linears, as `replace_linears` puts them; the model is unchanged."""
     found = _modules(model, nn.Linear)
     linears = {f"{prefix}weight": linear for prefix, linear in found if linear is not model}
     replaced: dict[str, str] = {}
@@ -230,7 +224,7 @@ def _chosen(
 
 
 def _owner(model: Any, name: str) -> Any:
-    """What holds the tensor of a name."""
+    """The object that holds the tensor of a name."""
     for key in name.split(".")[:-1]:
         if isinstance(model, (list, tuple)):
             model = model[int(key)]
@@ -240,17 +234,13 @@ def _owner(model: Any, name: str) -> Any:
 
 
 def coded(model: Any) -> dict[str, CodedWeight]:
-    """The weights that layers of a model hold as codes; see `ModelTensors.coded`."""
+    """The weights that layers of a model hold as codes; see `Framework.coded`."""
     found = _modules(model, QuantLinear)
     return {f"{prefix}weight": CodedWeight(layer.format, layer.shape) for prefix, layer in found}
 
 
 def _agreed(formats: dict[str, str | None]) -> str | None:
-    """The format of a weight with several names.
-
-    Raises:
-        ValueError: they differ.
-    """
+    """The format of a weight with several names; raises ValueError if they differ."""
     (first, format), *others = formats.items()
     for name, other in others:
         if other != format:

@@ -79,11 +79,7 @@ class Origin:
         self._stamp = holder.stamp(leaf)
 
     def write(self, what: str, values: torch.Tensor | None = None) -> None:
-        """Quantise the copy again, or other values; raise for a writer that is not known.
-
-        Args:
-            what: how it is written, for the message.
-            values: None for the copy.
+        """Quantize the copy again, or other values; raise for an unknown writer.
 
         Raises:
             RuntimeError: nobody else may write, or the weight was written since it was decoded.
@@ -217,12 +213,7 @@ def _set_data(weight: DecodedWeight, new: torch.Tensor) -> None:
 
 
 def decoded(values: torch.Tensor, origin: Origin) -> torch.Tensor:
-    """What a module shows as its weight.
-
-    Args:
-        values: plain; other tensors, as those of tracers, stay as they are.
-        origin: where they are from.
-    """
+    """A module's shown weight; tensors that are not plain, as those of tracers, are returned."""
     return values if type(values) is not torch.Tensor else _as_weight(values, origin, True)
 
 

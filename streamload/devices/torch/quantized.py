@@ -127,13 +127,13 @@ class Coded(nn.Module):
         index: int | None = None,
         device: torch.device | None = None,
     ) -> torch.Tensor:
-        """A weight, dequantised in pieces: nothing else of its size is held meanwhile.
+        """A weight, dequantized in pieces: no other memory of its size is used.
 
         Args:
-            leaf: of the name of the weight.
-            dtype: of the result; each value is rounded once. None: what the weight had before.
+            leaf: last part of the weight's name.
+            dtype: of the result; each value is rounded once. None: the weight's dtype before.
             index: along the first axis of the weight; None for all of it.
-            device: where it is computed, with the parts brought there; None: where they are.
+            device: where it is computed, after moving the parts there; None: where they are.
         """
         coded: CodedWeight = getattr(self, CODED)[leaf]
         made, shape = coded.made, coded.shape
@@ -155,13 +155,7 @@ class Coded(nn.Module):
 
     @interpreted
     def shown(self, leaf: str, index: int | None = None, **options: Any) -> torch.Tensor:
-        """A weight, or a part of it, as the module's own class has it; see `DecodedWeight`.
-
-        Args:
-            leaf: of the name of the weight.
-            index: as in `dense`.
-            **options: of `dense`.
-        """
+        """A weight, or a part of it, as the module's own class has it; see `DecodedWeight`."""
         refuse_moves(self.address(leaf))
         coded: CodedWeight = getattr(self, CODED)[leaf]
         with torch.inference_mode(False):  # else nobody counts what is written to it
@@ -171,17 +165,12 @@ class Coded(nn.Module):
         return decoded(values, Origin(values, self, leaf, transposed=turned, partial=partial))
 
     def requantize(self, leaf: str, values: torch.Tensor) -> QuantCounts:
-        """Quantise other values in place of a weight, on the CPU, into the memory of its parts.
+        """Quantize other values in place of a weight, on the CPU, into the memory of its parts.
 
-        Args:
-            leaf: of the name of the weight.
-            values: of the shape in which it is quantised.
-
-        Returns:
-            What quantising did; `requantized` counts it, too.
+        `requantized` counts it, too.
 
         Raises:
-            ValueError: they have another shape, or are no floats.
+            ValueError: their shape is not the quantized one, or they are no floats.
         """
         coded: CodedWeight = getattr(self, CODED)[leaf]
         found = tuple(values.shape)
@@ -212,7 +201,7 @@ class Coded(nn.Module):
         return counts
 
     def stamp(self, leaf: str) -> tuple[int, ...]:
-        """What differs when the parts of a weight have been written."""
+        """Versions of the parts of a weight, which change when they are written."""
         parts = [self._buffers[name] for name in getattr(self, CODED)[leaf].names(leaf)]
         return tuple(0 if part.is_inference() else part._version for part in parts)
 
@@ -420,12 +409,7 @@ def _empty(own: type[Any], leaves: frozenset[str]) -> Any:
 
 
 def make_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Let modules be as they were before they held codes, with the values that these decode to.
-
-    Args:
-        model: the model.
-        dtype: of the weights; None: what they had before.
-    """
+    """Restore modules that hold codes, with decoded values; None: the weights' dtype before."""
     made: dict[int, nn.Parameter] = {}  # by the codes: modules may share them
     for module in list(model.modules()):
         if not isinstance(module, Coded):
@@ -509,15 +493,15 @@ def _tied(module: nn.Module, leaf: str) -> Any:
 def swapping(
     model: nn.Module, places: Iterable[tuple[str, _Place]], formats: Mapping[str, str]
 ) -> Swap:
-    """What `Swap` says, of a module.
+    """The `Swap` of a module.
 
     Args:
         model: the module.
         places: of all parameters, as (name, (module, leaf)); shared ones under each name.
-        formats: of what is to be quantised, by name.
+        formats: by name of a weight to quantize.
 
     Raises:
-        ValueError: there is no module here for a format.
+        ValueError: there is no module for a format.
     """
     unknown = next((format for format in formats.values() if format not in _DECODERS), None)
     if unknown is not None:

@@ -24,11 +24,7 @@ _SAVE = "save_pretrained"
 
 @interpreted
 def refuse_moves(name: str) -> None:
-    """Raise where accelerate asks for a weight: it would put decoded values in place of codes.
-
-    Args:
-        name: of the weight.
-    """
+    """Raise if accelerate asks for a weight: it would replace codes by decoded values."""
     # forwards that accelerate's hooks call, of torch's own modules, may read weights
     if caller(("streamload.",)).startswith(_MOVERS) or caller().startswith(_ASKS):
         raise RuntimeError(
@@ -55,14 +51,10 @@ def refuse_wrapping(names: Iterable[str]) -> None:
 
 
 def refuse_saving(model: nn.Module, coded: type[nn.Module]) -> list[nn.Module]:
-    """Let no model of transformers or diffusers be saved whose configuration names no codes.
-
-    Args:
-        model: may be such a model, or hold some.
-        coded: the class of modules that hold codes.
+    """Block saving of models of transformers or diffusers whose configuration names no codes.
 
     Returns:
-        Those that `allow_saving` takes.
+        Those models, for `allow_saving`.
     """
     found = []
     for each in model.modules():
