@@ -7,7 +7,7 @@ from typing import Any
 
 from bench_parts.section import NotHereError, Options, Section, checkpoint
 from streamload.bench.machine import installed_version
-from streamload.bench.offloading import OURS, measure
+from streamload.bench.offloading import OURS, PassOptions, measure
 from streamload.core.units import format_bytes
 
 _TOKENS = 16
@@ -35,7 +35,7 @@ def offload(options: Options) -> Section:
         passes: dict[str, list[float]] = {}
         with checkpoint(options, options.nbytes, offset_mod_16=offset) as path:
             for _ in range(options.runs):
-                found = measure(
+                asked = PassOptions(
                     str(path),
                     "cpu",
                     budgets=[str(budget_nbytes), str(2 * options.nbytes)],
@@ -45,6 +45,7 @@ def offload(options: Options) -> Section:
                     peer_budget=str(budget_nbytes),
                     say=options.say,
                 )
+                found = measure(asked)
                 section.raw.append(found.to_json())
                 for name, point in zip((OURS, "resident", "accelerate"), found.points, strict=True):
                     passes.setdefault(name, []).extend(point.seconds)

@@ -1,7 +1,6 @@
-"""One checkpoint, one device: streamload beside other loaders, and beside what the machine can do.
+"""Compare streamload with other loaders and the machine's limits, on one checkpoint and device.
 
-Loads take turns, each in a process of its own, so that what changes on the machine meanwhile meets
-them all alike.
+Loads alternate, each in a process of its own, so that changes on the machine affect all alike.
 """
 
 from __future__ import annotations
@@ -25,52 +24,47 @@ from streamload.devices.probing import probe
 from streamload.errors import CheckpointError, DeviceError, DeviceNotFoundError
 from streamload.files.page_cache import resident_fraction
 
-_RESIDENT = 0.99  # of a file: as much as counts as all of it
+_RESIDENT = 0.99  # of a file: counts as all of it
 _READ_NBYTES = 2**23
-_SLOW = 4.0  # times as long
+_SLOW = 4.0  # times as long as streamload
 
-#: tried in this order where no device is named
+#: tried in this order if no device is named
 _DEFAULT_DEVICES = ("cuda:0", "CL", "cpu", "CPU", "host")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is to be compared."""
+    """A checkpoint, a device, and the loaders to compare."""
 
     path: str  # the checkpoint
-    # a device's name, or None: ``STREAMLOAD_DEVICE``, or the first that works
-    device: str | None = None
-    runs: int = 5  # processes of each loader, in turn
-    # names in `LOADERS`, or None for all that load to the device
-    peers: tuple[str, ...] | None = None
+    device: str | None = None  # None: ``STREAMLOAD_DEVICE``, or the first that works
+    runs: int = 5  # processes of each loader, alternating
+    peers: tuple[str, ...] | None = None  # names in `LOADERS`; None for all of the device
     states: tuple[str, ...] = ("warm",)  # of the page cache: "warm", "cold"
-    dtype: str = "checkpoint"  # what all floats become, or "checkpoint"
-    budget: str | int | None = None  # for streamload; the others have none
+    dtype: str = "checkpoint"  # of all floats
+    budget: str | int | None = None  # of streamload
     timeout_s: float = 600.0  # for each load
-    cores: int = 0  # how many CPUs the processes may use; 0 for all
-    # for a loader, a folder that comes first on its import path
+    cores: int = 0  # CPUs of each process; 0 for all
+    # folders that come first on a loader's import path
     sites: Mapping[str, str] = field(default_factory=dict)
-    # more ways to use streamload, by a name of their own: what differs of its task ("dtype",
-    # "budget", "options")
+    # streamload with other "dtype", "budget" or "options", by a name
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    # in how many rounds the warm processes load a second time; None for all
-    again: int | None = None
+    again: int | None = None  # rounds in which warm processes load a second time; None for all
     # rounds for a loader that takes more than four times as long as streamload; None for all
     least_runs: int | None = None
-    # let the processes of a round get ready side by side: quicker on many cores
-    together: bool = False
-    limits: bool = True  # measure what the machine could do at most
-    seconds: float | None = None  # begin no further round after that time; every loader has one
-    # more arguments of `load_state_dict`, for streamload
+    together: bool = False  # start the processes of a round in parallel: faster on many cores
+    limits: bool = True  # measure the machine's limits
+    seconds: float | None = None  # start no round after this time, but the first
+    # more arguments of streamload's `load_state_dict`
     options: Mapping[str, Any] = field(default_factory=dict)
-    say: Callable[[str], None] = lambda text: None  # told what is being done
+    say: Callable[[str], None] = lambda text: None  # called with each step
 
 
 # --- the page cache -------------------------------------------------------------------------------
 
 
 def warm(files: Sequence[Path]) -> str:
-    """Bring files into the page cache, and dirty pages to the disk; says what is wrong, or ""."""
+    """Bring files into the page cache, and dirty pages to the disk; the problem, or ""."""
     block = memoryview(bytearray(_READ_NBYTES))
     for file in files:
         with open(file, "rb", buffering=0) as data:
@@ -86,12 +80,12 @@ def warm(files: Sequence[Path]) -> str:
 
 
 def forget(files: Sequence[Path]) -> str:
-    """Drop files from the page cache; says what is wrong, or ""."""
+    """Drop files from the page cache; the problem, or ""."""
     if not hasattr(os, "posix_fadvise"):
         return "this system drops no file from its page cache"
     for file in files:
         with open(file, "rb") as data:
-            os.fsync(data.fileno())  # pages that are to be written stay
+            os.fsync(data.fileno())  # dirty pages are not dropped
             os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     most = max((resident_fraction(file) or 0 for file in files), default=0)
     if most <= 1 - _RESIDENT:
@@ -103,7 +97,7 @@ class _NotColdError(Exception):
     """Files cannot be dropped from the page cache; the message says why."""
 
 
-#: By state of the page cache: what brings files into it, and whether loads make sense without.
+#: By state of the page cache: the function that prepares files, and whether loads need it.
 _STATES: dict[str, tuple[Callable[[Sequence[Path]], str], bool]] = {
     "warm": (warm, False),
     "cold": (forget, True),
@@ -115,10 +109,7 @@ STATES = tuple(_STATES)
 
 
 def resolve(device: str | None) -> tuple[str, str]:
-    """The framework and the device, in its spelling.
-
-    Args:
-        device: as in `load_state_dict`, or None: ``STREAMLOAD_DEVICE``, or the first that works.
+    """The framework of a device, and its name there; for None see `Options.device`.
 
     Raises:
         DeviceNotFoundError: none works.
@@ -133,17 +124,13 @@ def resolve(device: str | None) -> tuple[str, str]:
 
 
 def cuda_index(device: str) -> int | None:
-    """Which CUDA device a name is of, in any framework's spelling; None for another device."""
+    """The index of a CUDA device, in any framework's spelling; None for other devices."""
     kind, _, index = device.partition(":")
     return int(index or 0) if kind.lower() == "cuda" else None
 
 
 def choose(options: Options, framework: str, device: str) -> dict[str, Loader]:
-    """The loaders to compare; streamload first.
-
-    Raises:
-        ValueError: one that is named does not exist, or does not load to the device.
-    """
+    """The loaders to compare, streamload first; ValueError for an unknown or unusable name."""
     ours = dict.fromkeys((OURS, *options.variants), LOADERS[OURS])
     if options.peers is None:
         return ours | {n: one for n, one in LOADERS.items() if one.takes(framework, device)}
@@ -156,7 +143,7 @@ def choose(options: Options, framework: str, device: str) -> dict[str, Loader]:
 
 
 def compare(options: Options) -> Comparison:
-    """Measure.
+    """Measure all loaders.
 
     Raises:
         CheckpointError: the checkpoint is invalid, or not in files.
@@ -178,7 +165,7 @@ def compare(options: Options) -> Comparison:
 
 
 class _Comparing:
-    """A comparison under way."""
+    """A running comparison."""
 
     def __init__(
         self,
@@ -196,7 +183,7 @@ class _Comparing:
             raise CheckpointError(checkpoint.path, "what is measured is read from files, not URLs")
         self._index = cuda_index(device)
         self._meter: DriverMeter | None = None
-        self._ways: dict[str, dict[str, int]] = {}  # how a limit is best measured, by its name
+        self._ways: dict[str, dict[str, int]] = {}  # the fastest threads and blocks of a limit
         self.found = Comparison(
             path=str(checkpoint.path),
             nbytes=checkpoint.nbytes,
@@ -214,7 +201,7 @@ class _Comparing:
                 self.found.notes.append(f"memory of the device was not measured: {error}")
 
     def run(self) -> Comparison:
-        """All states."""
+        """Measure all states."""
         for name, loader in self._chosen.items():
             self.found.loaders[name] = Of(name, loader.what)
         for state in self._options.states:
@@ -232,7 +219,7 @@ class _Comparing:
         return self.found
 
     def _unlike(self) -> list[str]:
-        """What is said of loaders that leave the bytes in the files, which streamload reads."""
+        """Notes on loaders that only map files, which streamload reads."""
         mapped = self._options.options.get("residence", "memory") != "memory"
         if mapped or self._device != "cpu" or self._options.dtype != "checkpoint":
             return []
@@ -255,7 +242,7 @@ class _Comparing:
             self._round(state, f"{state}, round {number + 1} of {options.runs}", number, again)
 
     def _round(self, state: str, where: str, number: int, again: bool) -> None:
-        """Every limit and every loader once."""
+        """Measure every limit and every loader once."""
         measures: dict[str, tuple[Callable[[], Child], Callable[[Child], None]]] = {}
         if self._options.limits:
             for name in self._limits_of(state, where):
@@ -275,7 +262,7 @@ class _Comparing:
                 for name, (start, _) in measures.items():
                     children[name] = stack.enter_context(start())
                 for child in children.values():
-                    with suppress(MeasurementError):  # said when it is this one's turn
+                    with suppress(MeasurementError):  # raised again by its lap
                         child.ready()
             for name, (start, take) in measures.items():
                 self._options.say(f"{where}: {name}")
@@ -286,7 +273,7 @@ class _Comparing:
                     self.found.skipped[name] = str(error)
 
     def _is_due(self, name: str, state: str, number: int) -> bool:
-        """Whether a loader has its turn in a round."""
+        """Whether a loader runs in a round."""
         options = self._options
         if name in self.found.skipped:
             return False
@@ -324,17 +311,10 @@ class _Comparing:
         if of.checked is None:
             of.checked = child.check()["checked"]
         of.versions = ready["versions"]
-        of.runs.setdefault(state, []).append(
-            Run(
-                said["seconds"],
-                said["cpu_s"],
-                again_s,
-                memory,
-                said["says"],
-                ready["import_s"],
-                ready["open_s"],
-            )
-        )
+        times = {key: ready[key] for key in ("import_s", "open_s")}
+        measured = {key: said[key] for key in ("seconds", "cpu_s", "says")}
+        run = Run(**measured, again_s=again_s, memory=memory, **times)
+        of.runs.setdefault(state, []).append(run)
 
     def _prepare(self, state: str) -> None:
         prepare, needed = _STATES[state]
@@ -346,7 +326,7 @@ class _Comparing:
             self.found.notes.append(note)
 
     def _limits_of(self, state: str, where: str) -> list[str]:
-        """The limits that are measured in a state; finds the best way to do it first."""
+        """The limits of a state; first finds the fastest threads and blocks of each."""
         names = {"warm": ["cached"], "cold": ["direct"]}[state]
         for name in names:
             if name not in self._ways and f"limit: {name}" not in self.found.skipped:

@@ -1,7 +1,6 @@
-"""What the machine could do at most: reading the page cache and the disk, and copying to CUDA.
+"""The machine's limits: reading the page cache and the disk, and copying to CUDA.
 
-Nothing of the loader that is measured against them runs here: plain reads into small buffers that
-are used again, and plain copies from pinned memory.
+No code of a loader runs here: plain reads into small buffers, and plain copies from pinned memory.
 """
 
 from __future__ import annotations
@@ -24,25 +23,24 @@ from streamload.devices.cuda import Context, PinnedStaging
 from streamload.errors import DeviceError
 
 _MIB = 2**20
-# Threads wait for the interpreter's lock between two reads: large blocks hide that, small ones stay
-# in the cache of a core.
+# between reads threads wait for the GIL, which large blocks hide; small ones stay in a core's cache
 _CACHED_BLOCKS = (_MIB, 2 * _MIB, 4 * _MIB)
 _DIRECT_BLOCKS = (4 * _MIB, 16 * _MIB)
 _DIRECT_THREADS = (4, 8, 16)
 _RING_NBYTES = 64 * _MIB
 _SLOTS = (4 * _MIB, 16 * _MIB)
 _TARGET_NBYTES = 512 * _MIB
-_MOST_ROUNDS = 8  # over files that are so small
+_MOST_ROUNDS = 8  # over small files
 _SPEED = attrgetter("gigabytes_per_second")
-_WINDOW_S = 0.4  # of memory; a disk takes longer to tell
+_WINDOW_S = 0.4  # of memory; disks take longer
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Bytes moved in a time, and how."""
+    """Bytes moved in a time."""
 
-    nbytes: int  # how many
-    seconds: float  # in which time
+    nbytes: int
+    seconds: float
     how: str  # in words
     threads: int = 1  # of reads
     block_nbytes: int = 0  # each read or copy
@@ -62,13 +60,10 @@ def read(
     seconds: float | None = None,
     first_block: int = 0,
 ) -> Rate:
-    """Read files in blocks, as if they were one, each thread into one buffer of its own.
+    """Read files in blocks, as if they were one, each thread into a buffer of its own.
 
-    Blocks are multiples of 4096 bytes; ``direct`` reads go past the page cache. With ``seconds`` it
-    goes round until then, but not often, and else reads every block once.
-
-    Raises:
-        OSError: a file cannot be read like that.
+    Blocks are multiples of 4096 bytes; ``direct`` uses O_DIRECT. With ``seconds`` it repeats for
+    that time, at most 8 times; else it reads every block once. Raises OSError.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
     with ExitStack() as stack:
@@ -79,9 +74,9 @@ def read(
             blocks += [(fd, at) for at in range(0, os.fstat(fd).st_size, block_nbytes)]
         if not blocks:
             raise OSError("no bytes to read")
-        buffers = [mmap.mmap(-1, block_nbytes) for _ in range(threads)]  # at a page's beginning
+        buffers = [mmap.mmap(-1, block_nbytes) for _ in range(threads)]  # aligned to pages
         for buffer in buffers:
-            buffer.write(b"\1" * block_nbytes)  # memory that is there
+            buffer.write(b"\1" * block_nbytes)  # resident
         turns = itertools.count(first_block)
         most = first_block + len(blocks) * (1 if seconds is None else _MOST_ROUNDS)
         moved, failed = [0] * threads, []
@@ -117,9 +112,9 @@ def read(
 
 
 def fastest(paths: Sequence[str], *, direct: bool) -> Rate:
-    """The fastest of some ways to read files, each tried on other blocks.
+    """The fastest numbers of threads and sizes of blocks, each tried on other blocks.
 
-    What was read a moment ago may be in a cache below the disk.
+    Blocks that were just read may be in a cache of the disk.
     """
     affinity = getattr(os, "sched_getaffinity", None)
     cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -133,11 +128,7 @@ def fastest(paths: Sequence[str], *, direct: bool) -> Rate:
 
 
 def copy(index: int) -> Rate:
-    """The fastest of some ways to copy from 64 MiB of pinned memory to a CUDA device.
-
-    Raises:
-        DeviceError: the device is not there, or failed.
-    """
+    """The fastest copies from 64 MiB of pinned memory to a CUDA device; raises DeviceError."""
     try:
         context = Context.primary(f"cuda:{index}", index)
         driver: Any = ctypes.CDLL("libcuda.so.1")
@@ -156,7 +147,7 @@ def copy(index: int) -> Rate:
 
 
 def _copy(context: Context, address: int, slot_nbytes: int) -> Rate:
-    """Copy in turn from slots that each have a stream."""
+    """Copy from slots that each have a stream."""
     slots: list[PinnedStaging] = []
     try:
         for _ in range(_RING_NBYTES // slot_nbytes):
@@ -169,7 +160,7 @@ def _copy(context: Context, address: int, slot_nbytes: int) -> Rate:
                 slot.wait()
                 context.copy(slot, 0, slot_nbytes, next(targets))
 
-        once()  # the first use of a stream takes longer
+        once()  # the first use of a stream is slower
         for slot in slots:
             slot.wait()
         begun = time.perf_counter()
@@ -187,12 +178,7 @@ def _copy(context: Context, address: int, slot_nbytes: int) -> Rate:
 
 
 def limit(index: int | None = None, **how: Any) -> Callable[[], dict[str, Any]]:
-    """For `streamload.bench.processes.call`: what a lap measures.
-
-    Args:
-        index: of the CUDA device that is copied to; None where files are read.
-        **how: "paths" and "direct" of `fastest`; with "threads" and "block_nbytes": of `read`.
-    """
+    """A job of `streamload.bench.processes.call`: `copy` to a CUDA device, `fastest`, or `read`."""
     if index is not None:
         return lambda: asdict(copy(index))
     if "threads" not in how:

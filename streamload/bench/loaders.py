@@ -1,7 +1,6 @@
-"""The loaders that are compared: each as its own documentation says it is used.
+"""The loaders to compare, each used as its documentation recommends.
 
-Imported in the process of a measurement only. What a loader returns is looked at afterwards: a
-sample of its tensors is compared with the files.
+They run in the process of a measurement, which compares a sample of their tensors with the files.
 """
 
 from __future__ import annotations
@@ -22,39 +21,38 @@ CHECKED_NBYTES = 2**25  # of one tensor
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is to be loaded."""
+    """A checkpoint and its device."""
 
-    path: str  # the checkpoint, as it was named
+    path: str  # as it was named
     files: tuple[str, ...]  # its shards
-    framework: str  # whose tensors are made
-    device: str  # in the spelling of that framework
-    dtype: str = "checkpoint"  # what all floats become, or "checkpoint"
-    budget: str | int | None = None  # for streamload, or None
-    options: Mapping[str, Any] = field(default_factory=dict)  # more arguments for streamload
+    framework: str
+    device: str  # in the spelling of the framework
+    dtype: str = "checkpoint"  # of all floats
+    budget: str | int | None = None  # of streamload
+    options: Mapping[str, Any] = field(default_factory=dict)  # more arguments of streamload
 
     @property
     def full_device(self) -> str:
-        """The device with its framework, as streamload has it: "torch:cpu"."""
+        """The device with its framework: "torch:cpu"."""
         return self.device if self.framework == "host" else f"{self.framework}:{self.device}"
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a loader made."""
+    """The result of a loader."""
 
     tensors: dict[str, Any]  # by name
-    # what it says of itself: "pinned_nbytes", "stream_s" and so on
-    says: dict[str, Any] = field(default_factory=dict)
+    says: dict[str, Any] = field(default_factory=dict)  # its figures: "pinned_nbytes", "stream_s"
 
 
 class Runtime(Protocol):
-    """What tensors of a framework need around a measurement."""
+    """A framework around a measurement."""
 
     def open(self, device: str) -> None:
-        """Import the framework and open the device: what a program has done before it loads."""
+        """Import the framework and open the device, as a program has before a load."""
 
     def finish(self, tensors: Mapping[str, Any], device: str) -> None:
-        """Wait until all tensors are there, and can be used without a page fault."""
+        """Wait until all tensors can be used without a page fault."""
 
     def bytes_of(self, tensor: Any) -> bytes:
         """The raw bytes of a tensor."""
@@ -85,7 +83,7 @@ class _Torch(Runtime):
 
         self._synchronize(device)
         if device.partition(":")[0] == "cpu":
-            # some are views on the mapped file: a byte of each page brings it in
+            # views on a mapped file: read a byte of each page
             for tensor in tensors.values():
                 if tensor.numel():
                     tensor.reshape(-1).view(torch.uint8)[::_PAGE].sum()
@@ -149,7 +147,7 @@ RUNTIMES: dict[str, Runtime] = {"torch": _Torch(), "tinygrad": _Tinygrad(), "hos
 
 
 def _to(dtype: str) -> Callable[[Any], Any]:
-    """A function that casts a floating tensor of torch to the dtype that was asked for."""
+    """A function that casts floating tensors of torch."""
     if dtype == "checkpoint":
         return lambda tensor: tensor
     import torch
@@ -188,16 +186,27 @@ def _streamload(task: Task) -> Loaded:
     return Loaded(report.state_dict, says)
 
 
-def _safetensors(task: Task) -> Loaded:
+_Pairs = Iterator[tuple[str, Any]]
+
+
+def _casting(pairs: Callable[[Task], _Pairs]) -> Callable[[Task], Loaded]:
+    """A loader that casts each of torch's tensors as it comes."""
+
+    def load(task: Task) -> Loaded:
+        to = _to(task.dtype)
+        return Loaded({name: to(tensor) for name, tensor in pairs(task)})
+
+    return load
+
+
+@_casting
+def _safetensors(task: Task) -> _Pairs:
     from safetensors.torch import load_file
 
-    to = _to(task.dtype)
-    tensors: dict[str, Any] = {}
     for file in task.files:
         found = load_file(file, device=task.device)
         for name in list(found):
-            tensors[name] = to(found.pop(name))
-    return Loaded(tensors)
+            yield name, found.pop(name)
 
 
 def _safetensors_numpy(task: Task) -> Loaded:
@@ -209,14 +218,13 @@ def _safetensors_numpy(task: Task) -> Loaded:
     return Loaded(_cast_arrays(tensors, task.dtype))
 
 
-def _safetensors_prefetch(task: Task) -> Loaded:
+@_casting
+def _safetensors_prefetch(task: Task) -> _Pairs:
     from safetensors import safe_open
 
     if not hasattr(safe_open, "prefetch"):
         version = importlib.import_module("safetensors").__version__
         raise RuntimeError(f"safetensors {version} has no prefetch")
-    to = _to(task.dtype)
-    tensors: dict[str, Any] = {}
     with ExitStack() as stack:
 
         def begun(file: str) -> Any:
@@ -227,30 +235,26 @@ def _safetensors_prefetch(task: Task) -> Loaded:
         for following in (*task.files[1:], None):
             loader = coming
             if following is not None:
-                coming = begun(following)  # reads while the tensors of this one are taken
-            for name, tensor in loader:
-                tensors[name] = to(tensor)
+                coming = begun(following)  # reads while the tensors of this file are taken
+            yield from loader
             loader.close()
-    return Loaded(tensors)
 
 
-def _fastsafetensors(task: Task) -> Loaded:
+@_casting
+def _fastsafetensors(task: Task) -> _Pairs:
     module = importlib.import_module("fastsafetensors")
-    to = _to(task.dtype)
-    # on the CPU there is no GPUDirect Storage to ask for
-    nogds = task.device == "cpu"
+    nogds = task.device == "cpu"  # GPUDirect Storage is for GPUs
     with module.fastsafe_open(list(task.files), device=task.device, nogds=nogds) as opened:
-        tensors = {name: to(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118
-    return Loaded(tensors)
+        for name in opened.keys():  # noqa: SIM118
+            yield name, opened.get_tensor(name)
 
 
-def _runai(task: Task) -> Loaded:
+@_casting
+def _runai(task: Task) -> _Pairs:
     module = importlib.import_module("runai_model_streamer")
-    to = _to(task.dtype)
     with module.SafetensorsStreamer() as streamer:
         streamer.stream_files(list(task.files), device=task.device)
-        tensors = {name: to(tensor) for name, tensor in streamer.get_tensors()}
-    return Loaded(tensors)
+        yield from streamer.get_tensors()
 
 
 def _instanttensor(buffered: bool) -> Callable[[Task], Loaded]:
@@ -294,7 +298,7 @@ def _tinygrad(task: Task) -> Loaded:
 
 
 def _numpy(task: Task) -> Loaded:
-    """What a program without any loader does: each tensor's bytes into an array of its own."""
+    """Each tensor's bytes into an array of its own, without a loader."""
     import numpy as np
 
     from streamload.checkpoint.open import open_checkpoint
@@ -322,17 +326,14 @@ def _cast_arrays(tensors: dict[str, Any], dtype: str) -> dict[str, Any]:
 class Loader:
     """One loader."""
 
-    load: Callable[[Task], Loaded]  # what is timed
-    package: str  # the distribution whose version is told
-    what: str = ""  # how it is used, in words, or ""
-    frameworks: tuple[str, ...] = ("torch",)  # those whose tensors it makes
-    modules: tuple[str, ...] = ()  # other `imports` than the package, or none
-    # it loads to CUDA devices alone; else also to the CPU, or what shares its memory
-    cuda_only: bool = False
-    # on the CPU, and where nothing is cast, its tensors are views on the mapped files
-    maps: bool = False
-    # of the page cache in which it is compared unless it is asked for by name
-    states: tuple[str, ...] = ("warm", "cold")
+    load: Callable[[Task], Loaded]  # the timed call
+    package: str  # the distribution with its version
+    what: str = ""  # its usage, in words
+    frameworks: tuple[str, ...] = ("torch",)  # of its tensors
+    modules: tuple[str, ...] = ()  # `imports`, if not the package
+    cuda_only: bool = False  # else also to the CPU, and to devices with its memory
+    maps: bool = False  # on the CPU without a cast, its tensors are views on mapped files
+    states: tuple[str, ...] = ("warm", "cold")  # compared in these, unless named
 
     def takes(self, framework: str, device: str) -> bool:
         """Whether it loads to a device of a framework."""
@@ -341,7 +342,7 @@ class Loader:
 
     @property
     def imports(self) -> tuple[str, ...]:
-        """The modules that are imported before the time runs."""
+        """The modules to import before the measurement."""
         return self.modules or (self.package.replace("-", "_"),)
 
 
@@ -380,7 +381,7 @@ LOADERS: dict[str, Loader] = {
         "instanttensor",
         "safe_open, its default backend",
         cuda_only=True,
-        states=("cold",),  # it reads the disk whatever is cached
+        states=("cold",),  # it never reads the page cache
     ),
     "tinygrad": Loader(
         _tinygrad,
@@ -394,6 +395,6 @@ LOADERS: dict[str, Loader] = {
 
 
 def sample(names: Sequence[str]) -> Iterator[str]:
-    """Names of tensors to look at, spread over all."""
+    """Names of tensors to check, evenly spread."""
     count = min(len(names), CHECKED_TENSORS)
     return (names[i * (len(names) - 1) // max(count - 1, 1)] for i in range(count))

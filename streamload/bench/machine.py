@@ -1,4 +1,4 @@
-"""What this machine is: figures mean nothing without it."""
+"""Facts of this machine, which figures depend on."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def facts(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
 
 
 def installed_version(package: str) -> str:
-    """The version of a distribution, or "" where it is not installed."""
+    """The version of a distribution, or "" if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""Seconds a pass against the budget: a model of transformers that is offloaded, beside its peers.
+"""Seconds a pass by budget, of an offloaded model of transformers and of other libraries.
 
-Each budget, and each peer, has a process of its own.
+Each budget and each peer has a process of its own.
 """
 
 from __future__ import annotations
@@ -18,64 +18,70 @@ from streamload.errors import PlanInfeasibleError
 from streamload.offloading.offload import plan_offload
 from streamload.offloading.plan import ENDLESS_NBYTES, OffloadPlan
 
-_POINTS = 8  # budgets, where none are named
+_POINTS = 8  # budgets, if none are given
 OURS = "streamload"
 _MODULE = "streamload.bench.passes"
-#: Ways of others to run a model that does not fit, by name: what makes a pass of them.
-PEERS: Mapping[str, str] = {
-    "accelerate": f"{_MODULE}:accelerate_passes",
-    "diffusers": f"{_MODULE}:group_passes",
-    "diffusers, low memory": f"{_MODULE}:lean_group_passes",
-    "AirLLM": f"{_MODULE}:layered_passes",
+#: Other libraries that run a model larger than the device: the function of a pass, and arguments.
+PEERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "accelerate": ("accelerate_passes", {}),
+    "diffusers": ("group_passes", {}),
+    "diffusers, low memory": ("group_passes", {"low_memory": True}),
+    "AirLLM": ("layered_passes", {}),
 }
 
 
 @dataclass(frozen=True, slots=True)
+class PassOptions:
+    """A model of transformers, and the passes to measure."""
+
+    path: str  # with ``config.json``
+    device: str  # one of torch's
+    budgets: Sequence[str] = ()  # sizes; none: eight from the least that works to all
+    tokens: int = 128  # of a pass
+    runs: int = 5  # passes of each process, after one that is not counted
+    peers: Sequence[str] = ()  # names in `PEERS`
+    peer_budget: str | None = None  # device memory of peers; None: the second least budget
+    dtype: str = "checkpoint"  # of all floats
+    stay: Sequence[str] = ()  # as in `streamload.offload`
+    layers: Sequence[str] = ()  # as in `streamload.offload`
+    host: float | str = 0  # as in `streamload.offload`
+    timeout_s: float = 600.0  # for each answer of a process
+    say: Callable[[str], None] = lambda text: None  # called with a line for each process
+
+
+@dataclass(frozen=True, slots=True)
 class Point:
-    """What passes took under one budget.
+    """Passes under one budget."""
 
-    Attributes:
-        name: whose they are.
-        budget_nbytes: what the device was to hold; None where a peer has no such thing.
-        seconds: of each pass but the first.
-        pass_nbytes: what a pass reads; None of peers.
-        device_nbytes: the most that the framework had allocated; None where it does not tell.
-        host_nbytes: the most RssAnon + RssShmem of the process.
-        problem: why there is no figure, or "".
-    """
-
-    name: str
-    budget_nbytes: int | None
-    seconds: tuple[float, ...] = ()
-    pass_nbytes: int | None = None
-    device_nbytes: int | None = None
-    host_nbytes: int | None = None
-    problem: str = ""
+    name: str  # `OURS`, or a peer
+    budget_nbytes: int | None  # of the device; None for peers without one
+    seconds: tuple[float, ...] = ()  # of each pass but the first
+    pass_nbytes: int | None = None  # bytes read by a pass; None for peers
+    device_nbytes: int | None = None  # peak of the framework's allocator, if known
+    host_nbytes: int | None = None  # peak of the process's RssAnon + RssShmem
+    problem: str = ""  # the reason if there is no figure
 
     @property
-    def said(self) -> str:
-        """One line of it."""
+    def text(self) -> str:
+        """One line."""
         took = f"{median(self.seconds):.3f} s a pass" if self.seconds else self.problem
         return f"{self.name}, {_size(self.budget_nbytes)}: {took}"
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadBench:
-    """What was measured. Prints as a table.
+    """The result of `measure`."""
 
-    Attributes:
-        path: the checkpoint.
-        device: where it ran.
-        tokens: of a pass.
-        points: ours by budget, and then the peers'.
-        notes: what a reader should know.
-    """
-
-    path: str
+    path: str  # the checkpoint
     device: str
-    tokens: int
-    points: tuple[Point, ...]
+    tokens: int  # of a pass
+    points: tuple[Point, ...]  # ours by budget, then those of peers
     notes: tuple[str, ...] = ()
+
+    @property
+    def has_figures(self) -> bool:
+        """Whether anything was measured."""
+        return any(point.seconds for point in self.points)
 
     def lines(self) -> list[str]:
         """A line for each point."""
@@ -94,7 +100,7 @@ class OffloadBench:
         return [
             f"{self.path} on {self.device}, {self.tokens} tokens",
             *format_table(titles, rows, right=1),
-            *(point.said for point in self.points if point.problem),
+            *(point.text for point in self.points if point.problem),
             *(f"note: {note}" for note in self.notes),
         ]
 
@@ -121,69 +127,42 @@ def _size(nbytes: int | None) -> str:
     return "-" if nbytes is None else format_bytes(nbytes)
 
 
-def measure(
-    path: str,
-    device: str,
-    *,
-    budgets: Sequence[str] = (),
-    tokens: int = 128,
-    runs: int = 5,
-    peers: Sequence[str] = (),
-    peer_budget: str | None = None,
-    dtype: str = "checkpoint",
-    stay: Sequence[str] = (),
-    layers: Sequence[str] = (),
-    host: float | str = 0,
-    timeout_s: float = 600.0,
-    say: Callable[[str], None] = lambda text: None,
-) -> OffloadBench:
-    """Measure passes of a model of transformers under several budgets.
-
-    Args:
-        path: the checkpoint, with ``config.json``.
-        device: one of torch's.
-        budgets: sizes; none: eight from the least that will do to one that all fits in.
-        tokens: of a pass.
-        runs: passes of each process, after a first that is not counted.
-        peers: names in `PEERS`.
-        peer_budget: what peers may hold on the device; None for the second least budget.
-        dtype: what all floats become.
-        stay: as in `streamload.offload`; so are ``layers`` and ``host``.
-        layers: see ``stay``.
-        host: see ``stay``.
-        timeout_s: for each answer of a process.
-        say: told what was measured, a line for each process.
+def measure(options: PassOptions) -> OffloadBench:
+    """Measure passes under several budgets.
 
     Raises:
         PlanInfeasibleError: not even the least fits.
         CheckpointError: the checkpoint is invalid.
     """
-    how: dict[str, Any] = {"dtype": dtype, "device": device, "tokens": tokens}
-    how |= {"stay": list(stay), "layers": list(layers), "host": host}
-    sizes = [parse_bytes(budget) for budget in budgets] or _budgets(path, how)
-    points = []
-    for nbytes in sizes:
-        job = call(f"{_MODULE}:passes", path=path, budget=nbytes, **how)
-        points.append(_measured(OURS, nbytes, job, runs, timeout_s))
-        say(points[-1].said)
-    allowed = parse_bytes(peer_budget) if peer_budget else sizes[min(1, len(sizes) - 1)]
-    for name in peers:
-        job = call(PEERS[name], path=path, device=device, budget=allowed, tokens=tokens)
+    path, device, tokens = options.path, options.device, options.tokens
+    how: dict[str, Any] = {"dtype": options.dtype, "device": device, "tokens": tokens}
+    how |= {"stay": list(options.stay), "layers": list(options.layers), "host": options.host}
+    sizes = [parse_bytes(budget) for budget in options.budgets] or _budgets(path, how)
+    second = sizes[min(1, len(sizes) - 1)]
+    allowed = parse_bytes(options.peer_budget) if options.peer_budget else second
+    jobs: list[tuple[str, int | None, dict[str, Any]]]
+    jobs = [(OURS, n, call(f"{_MODULE}:passes", path=path, budget=n, **how)) for n in sizes]
+    for name in options.peers:
+        function, more = PEERS[name]
+        given = {"path": path, "device": device, "budget": allowed, "tokens": tokens, **more}
         budget = allowed if name == "accelerate" else None
-        points.append(_measured(name, budget, job, runs, timeout_s))
-        say(points[-1].said)
+        jobs.append((name, budget, call(f"{_MODULE}:{function}", **given)))
+    points = []
+    for name, budget, job in jobs:
+        points.append(_measured(name, budget, job, options.runs, options.timeout_s))
+        options.say(points[-1].text)
     notes: list[str] = []
-    with suppress(PlanInfeasibleError):  # said of its point
+    with suppress(PlanInfeasibleError):  # the problem of its point
         notes = plan_offload(path, budget=sizes[0], **how).faster
     return OffloadBench(path, device, tokens, tuple(points), tuple(notes))
 
 
 def _budgets(path: str, given: Mapping[str, Any]) -> list[int]:
-    """Budgets from the least that will do to all."""
+    """Budgets from the least that works to one for all weights."""
     whole: OffloadPlan = plan_offload(path, budget=ENDLESS_NBYTES, **given)
     most, least = whole.needed_nbytes, 1
     low, high = 0, most
-    while high - low > most // 1000:  # the least is in between
+    while high - low > most // 1000:
         middle = (low + high) // 2
         try:
             least = plan_offload(path, budget=max(middle, 1), **given).needed_nbytes

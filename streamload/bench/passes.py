@@ -1,4 +1,4 @@
-"""What runs in a process that measures passes of a model which does not fit: ours, and others'."""
+"""Passes of a model larger than its device: the jobs of `streamload.bench.offloading`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamload.errors import DeviceError
 def passes(
     path: str, device: str, budget: int, tokens: int, dtype: str, **how: Any
 ) -> Callable[[], dict[str, Any]]:
-    """Passes of ours; ``how``: what else says how it is offloaded."""
+    """Passes of `streamload.offload`; ``how`` are more of its options."""
     from streamload.transformers import from_pretrained
 
     model = from_pretrained(
@@ -33,12 +33,12 @@ def passes(
 def accelerate_passes(
     path: str, device: str, budget: int, tokens: int
 ) -> Callable[[], dict[str, Any]]:
-    """Passes of a model that transformers and accelerate keep on the disk beyond a budget."""
+    """Passes of transformers and accelerate, with the weights beyond a budget on the disk."""
     import torch
     from transformers import AutoModelForCausalLM
 
     number: int | str = torch.device(device).index or 0 if device.startswith("cuda") else "cpu"
-    folder = tempfile.mkdtemp(prefix="streamload-bench-")  # it goes with the machine's others
+    folder = tempfile.mkdtemp(prefix="streamload-bench-")
     room: dict[int | str, int] = {number: budget}
     if device.startswith("cuda"):
         room["cpu"] = 0
@@ -55,7 +55,7 @@ def accelerate_passes(
 def group_passes(
     path: str, device: str, budget: int, tokens: int, low_memory: bool = False
 ) -> Callable[[], dict[str, Any]]:
-    """Passes of a model whose layers diffusers' hooks bring by a stream."""
+    """Passes with group offloading of diffusers; ``low_memory`` is its ``low_cpu_mem_usage``."""
     import torch
     from diffusers.hooks import apply_group_offloading
     from transformers import AutoModelForCausalLM
@@ -63,7 +63,7 @@ def group_passes(
     if not device.startswith("cuda"):
         raise DeviceError(device, "group offload with streams is for CUDA")
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
-    # groups are the blocks of lists that the module itself has: the whole model has none
+    # groups are the modules of lists in the module itself: the whole model has none
     model.get_output_embeddings().to(device)
     apply_group_offloading(
         model.base_model,
@@ -77,17 +77,10 @@ def group_passes(
     return _lap(model, device, tokens, {})
 
 
-def lean_group_passes(
-    path: str, device: str, budget: int, tokens: int
-) -> Callable[[], dict[str, Any]]:
-    """The same with ``low_cpu_mem_usage``: it locks no copy of the model in memory."""
-    return group_passes(path, device, budget, tokens, low_memory=True)
-
-
 def layered_passes(
     path: str, device: str, budget: int, tokens: int
 ) -> Callable[[], dict[str, Any]]:
-    """Passes of a model that AirLLM brings layer by layer, from files that it writes first."""
+    """Passes of AirLLM, layer by layer from files that it writes first."""
     from airllm import AutoModel
     from airllm.airllm_base import AirLLMBaseModel
 
@@ -100,9 +93,9 @@ def layered_passes(
 
 
 def _lap(
-    model: Any, device: str, tokens: int, said: dict[str, Any]
+    model: Any, device: str, tokens: int, facts: dict[str, Any]
 ) -> Callable[[], dict[str, Any]]:
-    """One pass, with the counters of the framework."""
+    """A lap of one pass, with the framework's counters."""
     import torch
 
     on_cuda = device.startswith("cuda")
@@ -119,8 +112,8 @@ def _lap(
         with torch.no_grad():
             model(ids, use_cache=False)
         if not on_cuda:
-            return said
+            return facts
         torch.cuda.synchronize(device)
-        return {**said, "device_nbytes": torch.cuda.max_memory_allocated(device)}
+        return {**facts, "device_nbytes": torch.cuda.max_memory_allocated(device)}
 
     return lap

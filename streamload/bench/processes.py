@@ -1,8 +1,7 @@
-"""Measurements in processes of their own, watched from outside.
+"""Measurements in processes of their own, observed from outside.
 
-A measurement is a child that says "ready" when it has imported its framework and opened the
-device, and then does what it is told, one lap at a time. While it works this process reads
-counters of the kernel and of the driver: nothing runs inside the child but what is measured.
+A child answers once it has imported its framework and opened the device, and then runs laps on
+command. Only the parent samples counters of the kernel and of the driver.
 """
 
 from __future__ import annotations
@@ -25,13 +24,12 @@ from typing import Any, Self
 from streamload.devices.cuda import Context
 from streamload.errors import DeviceError
 
-# Reading a process's status takes 20 microseconds; what a loader allocates to keep, and rings that
-# it goes through, stand for longer than this.
+# reading a process's status takes 20 microseconds; a loader's buffers live longer than this
 _SAMPLE_S = 0.004
-_SLOW_SAMPLES = 5  # the machine and the driver take locks: they are asked once in so many
+_SLOW_SAMPLES = 5  # counters of the machine and the driver take locks: read once in so many
 _GOODBYE_S = 20.0
 
-# the child imports just what this process would import, whatever was put on its path since
+# the child has the import path of this process
 _CHILD = (
     "import json, sys; job = json.loads(sys.argv[1]); sys.path[:] = job.pop('sys_path'); "
     "from streamload.bench.worker import main; main(job)"
@@ -39,10 +37,10 @@ _CHILD = (
 
 
 class MeasurementError(Exception):
-    """A measurement did not come to its end; the message is one line that says why.
+    """A measurement failed; the message is one line.
 
     Attributes:
-        status: the exit status of its process, negative for a signal; None while that still runs.
+        status: the exit status of its process, negative for a signal; None if it still runs.
     """
 
     def __init__(self, why: str, status: int | None = None) -> None:
@@ -52,20 +50,17 @@ class MeasurementError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What was held at one time, or the most of each over a while, in bytes."""
+    """Memory at one time, or the peak of each figure."""
 
     anon_nbytes: int = 0  # the process's RssAnon + RssShmem (proc_pid_status(5))
-    file_nbytes: int = 0  # its RssFile: pages of the page cache that it has mapped
-    # its VmLck + VmPin; drivers that lock pages by other means do not count there
-    locked_nbytes: int = 0
-    # memory of the whole machine that is neither free nor page cache: what a driver allocates for a
-    # process counts here alone
+    file_nbytes: int = 0  # its RssFile: mapped pages of the page cache
+    locked_nbytes: int = 0  # its VmLck + VmPin, without pages that drivers lock by other means
+    # of the machine, neither free nor page cache: only this counts a driver's memory
     system_nbytes: int = 0
-    # memory of the device that is not free, by the driver; None without one
-    device_nbytes: int | None = None
+    device_nbytes: int | None = None  # not free on the device, by its driver, if there is one
 
     def above(self, base: Memory) -> Memory:
-        """By how much this is more than ``base``."""
+        """The growth from ``base``."""
         return self._each(base, lambda a, b: None if None in (a, b) else a - b)
 
     def most(self, other: Memory) -> Memory:
@@ -80,7 +75,7 @@ class Memory:
 
 
 def process_memory(pid: int | str) -> Memory:
-    """What a process holds now; zeros once it has ended, and where there is no /proc."""
+    """The memory of a process; zeros once it has ended, and without /proc."""
     found = proc_nbytes(f"/proc/{pid}/status")
     return Memory(
         found.get("RssAnon", 0) + found.get("RssShmem", 0),
@@ -97,7 +92,7 @@ def _system_nbytes() -> int:
 
 
 def proc_nbytes(path: str) -> dict[str, int]:
-    """The sizes in a file of /proc that tells of memory, in bytes; none where it is not there."""
+    """The sizes in a file of /proc, in bytes; none if it is missing."""
     try:
         lines = Path(path).read_bytes().decode(errors="replace").splitlines()
     except OSError:
@@ -107,11 +102,7 @@ def proc_nbytes(path: str) -> dict[str, int]:
 
 
 class DriverMeter:
-    """Bytes of a CUDA device that are not free: this process asks the driver.
-
-    Raises:
-        DeviceError: this process cannot open the device.
-    """
+    """Bytes in use on a CUDA device, by its driver; DeviceError if it cannot be opened."""
 
     def __init__(self, index: int) -> None:
         try:
@@ -131,9 +122,9 @@ class DriverMeter:
 
 
 def call(function: str, **arguments: Any) -> dict[str, Any]:
-    """A job: ``module:function`` gets ready, and returns what each lap calls.
+    """A job: ``module:function`` prepares, and returns the function that each lap calls.
 
-    Where a lap returns a dict, that is added to its "seconds" and "cpu_s".
+    A dict that a lap returns is added to its "seconds" and "cpu_s".
     """
     return {"kind": "call", "function": function, "arguments": arguments}
 
@@ -141,12 +132,12 @@ def call(function: str, **arguments: Any) -> dict[str, Any]:
 def command(
     job: Mapping[str, Any], sites: Sequence[str] = (), *, at_once: bool = False
 ) -> list[str]:
-    """The command of a job's process, which imports what this process would import.
+    """The command of a job's process, with the import path of this process after ``sites``.
 
     Args:
-        job: what `streamload.bench.worker` is to do.
-        sites: folders that come first on its path.
-        at_once: it does one lap by itself, and ends; else its standard input says what to do.
+        job: see `call`.
+        sites: folders.
+        at_once: run one lap and end; else read commands from the standard input.
     """
     path = [*sites, *(entry or os.getcwd() for entry in sys.path)]
     more = {"sys_path": path} | ({"commands": ["lap"]} if at_once else {})
@@ -154,18 +145,18 @@ def command(
 
 
 class Child:
-    """One measurement's process, which gets ready by itself.
+    """The process of a measurement, which prepares at once.
 
     Args:
-        job: what `streamload.bench.worker` is to do.
+        job: see `call`.
         timeout_s: for each answer.
-        sites: folders that come first on its path.
-        device_nbytes: tells how much of the device is taken; None where nothing does.
+        sites: folders that come first on its import path.
+        device_nbytes: measures the memory of the device.
         prefix: a command that runs the process's own.
-        sample_s: how often its memory is looked at.
+        sample_s: the period of memory samples.
 
     Attributes:
-        peak: the most that was held while it got ready and did laps.
+        peak: of its memory, while it prepared and ran laps.
         cpu_s: user and system seconds of the whole process, once it has ended.
     """
 
@@ -190,7 +181,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            start_new_session=True,  # what a loader starts is ended with it
+            start_new_session=True,  # `close` ends a loader's processes, too
         )
         self._ready: dict[str, Any] | None = None
 
@@ -201,29 +192,15 @@ class Child:
         self.close(at_once=error is not None)
 
     def ready(self) -> dict[str, Any]:
-        """Wait until it has imported what it needs and opened the device.
-
-        Returns:
-            What it says of that.
-
-        Raises:
-            MeasurementError: it failed.
-        """
+        """Wait until it has prepared; its answer."""
         if self._ready is None:
             self._ready = self._receive(self._sample)
         return self._ready
 
     def lap(self, look: Callable[[], None] | None = None) -> tuple[dict[str, Any], Memory]:
-        """Do it once.
+        """Run a lap; its answer, and the growth of memory to the peak in it.
 
-        Args:
-            look: called again and again meanwhile, in place of reading counters.
-
-        Returns:
-            What the child says, and the most that was held meanwhile above what was held before.
-
-        Raises:
-            MeasurementError: it failed, or took too long.
+        ``look`` is called repeatedly, in place of reading counters. Raises MeasurementError.
         """
         self.ready()
         before, base = self.peak, self._memory()
@@ -234,16 +211,16 @@ class Child:
         return said, lap_peak.above(base)
 
     def again(self) -> dict[str, Any]:
-        """Do it again, a short lap many times; the middle of their seconds counts."""
+        """Run laps again, short ones many times; the median of their seconds."""
         return self._ask("again")
 
     def check(self) -> dict[str, Any]:
-        """Compare what was loaded with the files; raises MeasurementError where it differs."""
+        """Compare loaded tensors with the files; raises MeasurementError if they differ."""
         return self._ask("check")
 
     def _ask(self, word: str, look: Callable[[], None] | None = None) -> dict[str, Any]:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has died: the answer says of what
+        with suppress(BrokenPipeError):  # it has ended: `_receive` finds out why
             self._process.stdin.write(word.encode() + b"\n")
             self._process.stdin.flush()
         return self._receive(look)
@@ -291,7 +268,7 @@ class Child:
         return MeasurementError(": ".join([how, *last]), status)
 
     def _ended(self, timeout_s: float) -> os.waitid_result | None:
-        """Wait for the end of the process, without reaping it: its number stays its own."""
+        """Wait for the end of the process, without reaping it: its id stays reserved."""
         until = time.monotonic() + timeout_s
         flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
         while (ended := os.waitid(os.P_PID, self._process.pid, flags)) is None:
@@ -301,7 +278,7 @@ class Child:
         return ended
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the process and what it started; may be called again."""
+        """End the process and its children; may be called again."""
         if self._process.returncode is not None:
             return
         for pipe in (self._process.stdin, self._process.stdout):
@@ -323,10 +300,10 @@ class Child:
 class Measured:
     """A process from its start to its end."""
 
-    laps: tuple[dict[str, Any], ...]  # what each lap said: "seconds", "cpu_s", and more
+    laps: tuple[dict[str, Any], ...]  # answers: "seconds", "cpu_s", and more
     wall_s: float  # from its start to its end
-    cpu_s: float  # user and system seconds, also of the processes that it waited for
-    peak_nbytes: int  # the most RssAnon + RssShmem, by the kernel's counters
+    cpu_s: float  # user and system seconds, with children that it waited for
+    peak_nbytes: int  # of RssAnon + RssShmem
 
     @property
     def first(self) -> dict[str, Any]:
@@ -337,11 +314,7 @@ class Measured:
 def measure(
     job: Mapping[str, Any], *, laps: int = 1, sample_s: float = _SAMPLE_S, timeout_s: float = 1800.0
 ) -> Measured:
-    """Run a job from its start to its end.
-
-    Raises:
-        MeasurementError: it failed, or took too long.
-    """
+    """Run a job from its start to its end; raises MeasurementError."""
     begun = time.perf_counter()
     with Child(job, timeout_s=timeout_s, sample_s=sample_s) as child:
         said = tuple(child.lap()[0] for _ in range(laps))

@@ -1,4 +1,4 @@
-"""What a comparison of loaders found: as figures, as a table, as JSON and as a chart."""
+"""The result of a comparison of loaders: figures, a table, JSON and a chart."""
 
 from __future__ import annotations
 
@@ -18,34 +18,33 @@ from streamload.core.units import format_bytes, format_table
 class Run:
     """One process of a loader."""
 
-    seconds: float  # of the first load of the checkpoint, until the device was synchronised
-    cpu_s: float  # CPU time of it, of all threads
-    again_s: float | None  # of the loads after it, by the median, or None
-    memory: Memory  # the most that was held during the first, above what was held before
-    says: dict[str, Any]  # what the loader, and its framework, say of themselves
+    seconds: float  # of the first load, until the device was synchronized
+    cpu_s: float  # of the first load, all threads
+    again_s: float | None  # of later loads, by the median
+    memory: Memory  # growth during the first load, the peak of each
+    says: dict[str, Any]  # figures of the loader and its framework
     import_s: float  # importing the loader's modules
     open_s: float  # importing the framework, opening the device, and loading a few values
 
     @property
     def pinned_nbytes(self) -> int | None:
-        """Page-locked memory, the largest of what the kernel, loader and framework say."""
+        """Page-locked memory, the largest figure of kernel, loader and framework."""
         keys = ("pinned_nbytes", "staging_nbytes", "torch_pinned_nbytes")
-        said = [int(self.says[key]) for key in keys if key in self.says]
+        known = [int(self.says[key]) for key in keys if key in self.says]
         if self.memory.locked_nbytes > 0:
-            said.append(self.memory.locked_nbytes)
-        return max(said, default=None)
+            known.append(self.memory.locked_nbytes)
+        return max(known, default=None)
 
 
 @dataclass(slots=True)
 class Of:
-    """What was seen of one loader."""
+    """The runs of one loader."""
 
     name: str  # in `LOADERS`
-    what: str  # how it is used
+    what: str  # its usage
     versions: dict[str, str] = field(default_factory=dict)  # of its packages
     runs: dict[str, list[Run]] = field(default_factory=dict)  # by state of the page cache
-    # how many of its tensors were compared with the files; None where it failed
-    checked: int | None = None
+    checked: int | None = None  # tensors compared with the files; None if that failed
 
     def median_s(self, state: str, *, again: bool = False) -> float | None:
         """Seconds of the whole call."""
@@ -55,7 +54,7 @@ class Of:
 
 @dataclass(slots=True)
 class Limit:
-    """The most that the machine did, each round."""
+    """A rate of the machine, each round."""
 
     how: str  # in words
     rates: list[float] = field(default_factory=list)  # GB/s
@@ -68,21 +67,25 @@ class Limit:
 
 @dataclass(slots=True)
 class Comparison:
-    """What was found."""
+    """All figures of a comparison."""
 
     path: str  # the checkpoint
     nbytes: int  # of its tensors
-    files: int  # how many
-    tensors: int  # how many
-    device: str  # where to
-    dtype: str  # what floats became
-    cores: int  # how many CPUs each process had
-    machine: dict[str, str]  # what it ran on
-    loaders: dict[str, Of] = field(default_factory=dict)  # what was seen, by name; streamload first
+    files: int
+    tensors: int
+    device: str
+    dtype: str  # of all floats
+    cores: int  # CPUs of each process; 0 for all
+    machine: dict[str, str]
+    loaders: dict[str, Of] = field(default_factory=dict)  # by name; streamload first
     limits: dict[str, Limit] = field(default_factory=dict)  # by "state, name" ("warm, cached")
-    # why what was asked for is not there, by name
-    skipped: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)  # what a reader should know
+    skipped: dict[str, str] = field(default_factory=dict)  # reasons, by name
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def has_figures(self) -> bool:
+        """Whether streamload was measured."""
+        return OURS in self.loaders
 
     def rate(self, name: str, state: str, *, again: bool = False) -> float | None:
         """GB/s of a loader's whole call, by the median."""
@@ -96,24 +99,24 @@ class Comparison:
         return ours / other if ours and other else None
 
     def transfer(self, state: str, name: str = OURS) -> float | None:
-        """GB/s of streamload's reading, casting and copying alone, by the median."""
+        """GB/s of reading, casting and copying alone, by the median."""
         of = self.loaders.get(name)
         runs = of.runs.get(state, ()) if of else ()
         said = [run.says for run in runs if "stream_s" in run.says]
         return _middle([says["read_nbytes"] / 1e9 / says["stream_s"] for says in said])
 
     def wire(self, state: str) -> float | None:
-        """GB/s of the slowest part of the way, by the median; None where it was not measured."""
+        """GB/s of the slowest limit, by the median; None if not measured."""
         found = [limit.median for key, limit in self.limits.items() if key.startswith(state)]
         return min(found, default=None)
 
     def share(self, state: str) -> float | None:
-        """The rate of streamload's transfer over that of the slowest part of the way."""
+        """The rate of streamload's transfer over the slowest limit."""
         transfer, wire = self.transfer(state), self.wire(state)
         return transfer / wire if transfer and wire else None
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, with each run."""
+        """All figures, of each run."""
         data = asdict(self)
         for name, of in self.loaders.items():
             rows: dict[str, Any] = {}
@@ -142,11 +145,11 @@ class Comparison:
         return data
 
     def states(self) -> list[str]:
-        """The states of the page cache in which something was measured."""
+        """The states of the page cache with figures."""
         return list(dict.fromkeys(state for of in self.loaders.values() for state in of.runs))
 
     def lines(self) -> list[str]:
-        """For people."""
+        """A table for people."""
         cores = f", {self.cores} CPUs" if self.cores else ""
         out = [
             f"{self.path}: {format_bytes(self.nbytes)}, {self.tensors} tensors in {self.files} "
@@ -168,7 +171,7 @@ class Comparison:
         return out + [f"note: {note}" for note in self.notes]
 
     def rows(self, state: str) -> Iterator[dict[str, Any]]:
-        """What was measured of each loader in a state, by column; None where nothing was."""
+        """The figures of each loader in a state, by column; None if not measured."""
         for name, of in self.loaders.items():
             runs = of.runs.get(state)
             if not runs:

@@ -1,7 +1,7 @@
-"""The process of a measurement: says "ready", and then does laps when it is told to.
+"""The process of a measurement: prepares, and then runs laps on command.
 
-Answers are lines of JSON on what was stdout; whatever a library prints goes to stderr. What fails
-is said in one line, ``{"failed": ...}``, and ends the process.
+Answers are lines of JSON on stdout; output of libraries goes to stderr. An error is one line,
+``{"failed": ...}``, and ends the process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from streamload.errors import StreamloadError
 
 _MOST_SAID = 300  # characters of an error
 _FEW = 64  # elements of a tensor
-# One lap of a small file is mostly noise: there are as many as take so long, up to so many.
+# one lap of a small file is mostly noise: repeat laps for this time, up to this number
 _LAPS_S = 0.5
 _MOST_LAPS = 50
 
@@ -37,7 +37,7 @@ Said = dict[str, Any]
 
 
 class _Load:
-    """A loader's load, again and again; what the last made is freed before the next."""
+    """Loads of a loader; each frees the tensors of the last."""
 
     def __init__(self, job: Job) -> None:
         self._loader = LOADERS[job["loader"]]
@@ -53,7 +53,7 @@ class _Load:
         package = self._loader.package
         version = getattr(sys.modules.get(package.replace("-", "_")), "__version__", "")
         self._runtime.open(self._task.device)
-        with suppress(Exception):  # what is wrong with the loader, its lap says
+        with suppress(Exception):  # the lap raises it, too
             self._load_little()
         return {
             "import_s": imported - begun,
@@ -62,9 +62,9 @@ class _Load:
         }
 
     def _load_little(self) -> None:
-        """Load a few values of each dtype, so that no lap has to import, probe or compile.
+        """Load a few values of each dtype, so that no lap imports, probes or compiles.
 
-        Otherwise what earlier loads have kept on this machine would decide which loader is faster.
+        Else caches of earlier processes would decide the comparison.
         """
         infos = open_checkpoint(self._task.path).tensors.values()
         header: dict[str, Any] = {}
@@ -113,7 +113,7 @@ class _Load:
 
 
 class _Call:
-    """A function of any module: what it returns is called by each lap; see `processes.call`."""
+    """A function of any module; see `processes.call`."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -136,7 +136,7 @@ class _Call:
 
 
 def again(lap: Callable[[], Said]) -> Said:
-    """Do a lap again, a short one many times; the middle of the seconds counts."""
+    """Repeat a lap, a short one many times; the median of the seconds."""
     seconds: list[float] = []
     while not seconds or (sum(seconds) < _LAPS_S and len(seconds) < _MOST_LAPS):
         seconds.append(lap()["seconds"])
@@ -144,9 +144,9 @@ def again(lap: Callable[[], Said]) -> Said:
 
 
 def main(job: Job) -> None:
-    """Do a job."""
+    """Run a job."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries is no answer
     try:
         if job.get("cores"):
             os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job["cores"]])
@@ -162,8 +162,8 @@ def main(job: Job) -> None:
     except BaseException as error:
         print(json.dumps({"failed": _in_words(error)}), file=answers)
         raise
-    if "commands" not in job:  # that ends as other programs do: some engines need to be told
-        os._exit(0)  # freeing what was loaded is no part of it, and takes seconds for some
+    if "commands" not in job:  # else exit in order: some engines need that
+        os._exit(0)  # freeing tensors takes seconds for some loaders
 
 
 def _in_words(error: BaseException) -> str:

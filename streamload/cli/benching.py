@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from streamload.cli import flags
 from streamload.cli.output import complain, print_lines
 from streamload.devices.names import environment_device
+
+if TYPE_CHECKING:  # other commands do not import the bench
+    from streamload.bench.offloading import OffloadBench
+    from streamload.bench.results import Comparison
 
 
 def bench(
@@ -82,36 +85,40 @@ def bench(
     with the reason.
     """
     say = (lambda text: None) if no_progress or quiet else complain
+    found: Comparison | OffloadBench
     if offload:
-        _bench_offload(
-            path,
-            device or environment_device() or "cpu",
+        from streamload.bench.offloading import PEERS, PassOptions, measure
+
+        names = [] if peers in (None, "none") else [n.strip() for n in str(peers).split(";")]
+        if unknown := [name for name in names if name not in PEERS]:
+            expected = "; ".join(PEERS)
+            raise typer.BadParameter(f"--peers: expected {expected}, found {unknown[0]}")
+        passes = PassOptions(
+            path=path,
+            device=device or environment_device() or "cpu",
             budgets=budget.split(",") if budget else (),
             tokens=tokens,
+            runs=runs,
+            peers=names,
+            dtype=dtype,
             stay=stay or (),
             layers=layers or (),
             host=host or 0,
-            runs=runs,
-            peers=[] if peers in (None, "none") else [n.strip() for n in str(peers).split(";")],
-            dtype=dtype,
             timeout_s=timeout,
             say=say,
-            json_file=json_file,
-            svg_file=svg_file,
         )
-        return
-    flags.refuse_without_offload({"stay": stay, "layers": layers, "host": host})
-    from streamload.bench.compare import Options, compare
-    from streamload.bench.loaders import OURS
+        found = measure(passes)
+    else:
+        flags.refuse_without_offload({"stay": stay, "layers": layers, "host": host})
+        from streamload.bench.compare import Options, compare
 
-    pairs = [entry.partition("=") for entry in site or ()]
-    if not all(name and folder for name, _, folder in pairs):
-        raise typer.BadParameter(f"--site: expected NAME=FOLDER, found {', '.join(site or ())}")
-    named = None
-    if peers is not None:
-        named = () if peers == "none" else tuple(name.strip() for name in peers.split(","))
-    found = compare(
-        Options(
+        pairs = [entry.partition("=") for entry in site or ()]
+        if not all(name and folder for name, _, folder in pairs):
+            raise typer.BadParameter(f"--site: expected NAME=FOLDER, found {', '.join(site or ())}")
+        named = None
+        if peers is not None:
+            named = () if peers == "none" else tuple(name.strip() for name in peers.split(","))
+        loads = Options(
             path=path,
             device=device,
             runs=runs,
@@ -126,36 +133,11 @@ def bench(
             limits=limits,
             say=say,
         )
-    )
+        found = compare(loads)
     if json_file:
         Path(json_file).expanduser().write_text(json.dumps(found.to_json(), indent=2) + "\n")
     if svg_file:
         Path(svg_file).expanduser().write_text(found.svg())
     print_lines(*found.lines())
-    if OURS not in found.loaders:
-        raise typer.Exit(1)
-
-
-def _bench_offload(
-    path: str,
-    device: str,
-    *,
-    peers: Sequence[str],
-    json_file: str | None,
-    svg_file: str | None,
-    **asked: Any,
-) -> None:
-    """Measure, print, and write what is asked for."""
-    from streamload.bench.offloading import PEERS, measure
-
-    unknown = [name for name in peers if name not in PEERS]
-    if unknown:
-        raise typer.BadParameter(f"--peers: expected {'; '.join(PEERS)}, found {unknown[0]}")
-    found = measure(path, device, peers=peers, **asked)
-    if json_file:
-        Path(json_file).expanduser().write_text(json.dumps(found.to_json(), indent=2) + "\n")
-    if svg_file:
-        Path(svg_file).expanduser().write_text(found.svg())
-    print_lines(*found.lines())
-    if all(point.problem for point in found.points):
+    if not found.has_figures:
         raise typer.Exit(1)
