@@ -17,7 +17,8 @@ import numpy as np
 
 import streamload
 from bench_parts.section import NotHereError, Options, Section
-from streamload.codecs.scheme import FORMATS, QuantCounts
+from streamload.codecs.parts import QuantCounts
+from streamload.codecs.scheme import SCHEMES
 from streamload.core.dtypes import BF16
 from streamload.planning.quant_policy import coded
 
@@ -42,8 +43,8 @@ def quant(options: Options) -> Section:
         rng = np.random.default_rng(0)
         wide = rng.standard_normal(_SHAPE, np.float32)
         data = memoryview(bytearray((wide.view(np.uint32) >> 16).astype(np.uint16).tobytes()))
-        for name in FORMATS:
-            made = FORMATS[name].of(_SHAPE, BF16)
+        for name in SCHEMES:
+            made = SCHEMES[name].of(_SHAPE, BF16)
             out = memoryview(bytearray(made.parts[0].nbytes))
 
             def encode(made: Any = made, out: memoryview = out) -> None:
@@ -122,7 +123,7 @@ def quality(options: Options) -> Section:
     path = _minilm()
     texts = list(_sentences())
     full, whole_nbytes = _embeddings(path, texts, None)
-    for name in FORMATS:
+    for name in SCHEMES:
         found, nbytes, error = _quantised(path, texts, name)
         cosines = (full * found).sum(axis=1)
         section.rows.append(

@@ -20,7 +20,7 @@ from streamload.checkpoint import variants
 from streamload.checkpoint.hub import cached_snapshot
 from streamload.checkpoint.likeness import shaped_like
 from streamload.codecs import stored
-from streamload.codecs.group import Group, Layouts
+from streamload.codecs.weights import Layouts, QuantizedWeight
 from streamload.core.bounded_json import parse_json
 from streamload.core.location import Location, Url, is_url, local
 from streamload.core.tensors import TensorInfo
@@ -125,7 +125,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         return Layouts(self.path, self.tensors, self.shards, self.config)
 
     @cached_property
-    def groups(self) -> Mapping[str, Group]:
+    def groups(self) -> Mapping[str, QuantizedWeight]:
         """The quantized weights by name, found in the headers alone.
 
         Raises:
@@ -134,7 +134,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         return stored.groups(self.layouts)
 
     @cached_property
-    def members(self) -> Mapping[str, Group]:
+    def members(self) -> Mapping[str, QuantizedWeight]:
         """Maps each tensor of a quantized weight to that weight; raises as `groups`."""
         return {
             info.name: group for group in self.groups.values() for info in group.members.values()

@@ -16,7 +16,8 @@ import typer
 from streamload.checkpoint.open import Checkpoint, CheckpointLike, open_checkpoint, opened
 from streamload.cli import flags
 from streamload.cli.output import complain, print_json, print_lines
-from streamload.codecs.stored import Group, read_states
+from streamload.codecs.stored import read_states
+from streamload.codecs.weights import QuantizedWeight
 from streamload.core.chart import ASCII, BLOCKS, Stack, draw_stacks, draw_text
 from streamload.core.location import Url
 from streamload.core.memory import available_host_nbytes
@@ -93,7 +94,7 @@ def inspect(
     _print_inspection(checkpoint, quantised)
 
 
-def _print_inspection(checkpoint: Checkpoint, quantised: Mapping[str, Group]) -> None:
+def _print_inspection(checkpoint: Checkpoint, quantised: Mapping[str, QuantizedWeight]) -> None:
     kinds: Counter[str] = Counter()
     rows = []
     told = set()

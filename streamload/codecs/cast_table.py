@@ -16,12 +16,12 @@ import numpy as np
 
 from streamload.codecs.cast import Kernel, compile_kernel
 from streamload.codecs.cast_reference import cast_bytes
-from streamload.codecs.floats import FORMATS, PAIRS
+from streamload.codecs.floats import FLOATS, PAIRS
+from streamload.codecs.llvm import Engine, kernel_for
 from streamload.core.dtypes import DType
 from streamload.errors import UnsupportedCastError
 
 OutOfRange = Literal["inf", "clamp", "error"]
-Engine = Literal["auto", "llvm", "numpy"]
 
 _SUPPORTED = frozenset(PAIRS)
 _Tally = ctypes.c_uint64 * 3
@@ -128,17 +128,12 @@ def _resolve(
     if sys.byteorder != "little":
         reason = "checkpoints are little-endian and this CPU is not"
         raise UnsupportedCastError(src.name, dst.name, reason=reason)
-    if engine != "numpy":
-        try:
-            return "llvm", compile_kernel(src, dst, clamp=clamp)
-        except UnsupportedCastError:
-            if engine == "llvm":
-                raise
-    return "numpy", None
+    kernel = kernel_for(engine, lambda: compile_kernel(src, dst, clamp=clamp))
+    return "numpy" if kernel is None else "llvm", kernel
 
 
 def _why_not(src: DType, dst: DType) -> str:
-    if src.code not in FORMATS:
+    if src.code not in FLOATS:
         return f"{src.name} is only passed unchanged"
     targets = sorted({target.name for source, target in PAIRS if source == src})
     return f"{src.name} goes to {', '.join(targets)}"

@@ -1,49 +1,45 @@
-"""What every layout offers that is dequantised on the way: values, scales, a decoder, an oracle.
+"""Decoding: weights that are dequantized during a load, by kernel or oracle.
 
-A layout is a file of this package, ``dequant_*.py``, that calls `register`. A weight of a
-`ScaledLayout` is values of 4 or 8 bits in the order of its elements, and for each block of them a
-float32 scale. An element is the product of a value and its scale, rounded once to what is asked
-for: the product is exact in float64.
+A weight of a `ScaledLayout` is values of 4 or 8 bits in the order of its elements, and for each
+block of them a float32 scale. An element is the product of a value and its scale, rounded once to
+the target: the product is exact in float64. `decode_blocks` has blocks that hold their scales.
 
 The scales of a weight are read before its values, and all of them are held while these stream.
 
 Scales that are NaN or infinite are an error that names the file and the tensor. A scale of 0 makes
-zeros, as the libraries have it; values that are not 0 and become so are counted as flushed. What
-overflows and what is rounded is counted as by any cast.
+zeros, as the libraries have it; nonzero values that become zero so are counted as flushed. Overflow
+and rounding are counted as by any cast.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib
 import math
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from abc import abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 
 import numpy as np
 
 from streamload.codecs.cast_reference import cast_bytes
 from streamload.codecs.cast_table import ZERO, CastCounts, OutOfRange
 from streamload.codecs.decode_kernels import Kernel, Values, compile_kernel
-from streamload.codecs.group import Group, Packed, read_whole
-from streamload.codecs.scheme import Array, Engine
+from streamload.codecs.llvm import Engine, kernel_for
+from streamload.codecs.parts import Array
+from streamload.codecs.scheme import Decoder, Layout, Read, layout_of
+from streamload.codecs.weights import Packed, QuantizedWeight, read_whole
 from streamload.core.dtypes import BF16, F16, F32, F64, PACKED, DType
 from streamload.core.tensors import TensorInfo
 from streamload.core.units import round_up
 from streamload.errors import CheckpointError, UnsupportedCastError
 
-#: What quantised weights become.
+#: The targets of dequantizing.
 TARGETS: tuple[DType, ...] = (BF16, F16, F32)
-#: Reads a tensor of a group, all of it.
-Read = Callable[[TensorInfo], bytes]
 
-#: What a device has before the scales of a weight: see `quant.dequant_ptx`.
+#: Bytes that a device has before the scales of a weight: see `decode_cuda`.
 PLACE_NBYTES = 64
-#: Most elements of a weight that a device dequantises: it numbers them in 32 bits.
+#: Most elements of a weight that a device dequantizes: it numbers them in 32 bits.
 MOST_NUMEL = 2**32 - 1
 
 _ORACLE_NUMEL = 1 << 15
@@ -52,17 +48,17 @@ _EXPONENTS = ("U8", "F8_E8M0")  # scales that are exponents of two, 127 more
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weight:
-    """What decodes the values of one weight: how they lie, and what each is multiplied by.
+    """The scales of one weight, and the blocks of values that they are for.
 
     Attributes:
-        values: what a value is.
+        values: how a value is stored.
         rows: of one matrix; one scale for all has one matrix.
         width: values of a row.
         tall: rows that share scales.
         wide: values of a row that share one.
         scales: float32, or bytes of exponents, one for each block of each matrix.
-        zeros: float32, as many: what is subtracted from values; none where nothing is.
-        table: float32 values by code, where the layout has them.
+        zeros: float32, as many, subtracted from values; or none.
+        table: float32 values by code, if the layout has them.
     """
 
     values: Values
@@ -85,12 +81,7 @@ class Weight:
         return -(-self.rows // self.tall) * self.per_row
 
     def products(self, codes: Array, first: int) -> tuple[Array, int]:
-        """The oracle: exact products, and how many values a scale of 0 made zero.
-
-        Args:
-            codes: bytes, one a value.
-            first: number of the first element.
-        """
+        """The oracle: exact products of codes, a byte each, and how many a scale of 0 made zero."""
         at = np.arange(first, first + codes.size)
         row, column = at // self.width, at % self.width
         matrix, row = row // self.rows, row % self.rows
@@ -106,33 +97,21 @@ class Weight:
             return value * scale.astype(np.float64), lost
 
 
-class Decoder(ABC):
-    """Dequantises one weight to a dtype; any thread may call `decode`, several at once."""
-
-    @abstractmethod
-    def decode(
-        self, data: memoryview, out: memoryview, first: int, lines: int = 1, pitch: int = 0
-    ) -> CastCounts:
-        """Dequantise elements: those that follow each other, or several lines of such.
-
-        Args:
-            data: the values from element ``first`` on, contiguous, line after line.
-            out: elements of the target, written; must not overlap ``data``.
-            first: number of the first element in the weight. Where values have 4 bits, an odd one
-                is the second of its byte, and lines begin at even ones.
-            lines: how many lines.
-            pitch: elements of the weight from one line's beginning to the next one's.
-
-        Returns:
-            How many elements the target did not keep as the products are.
-
-        Raises:
-            ValueError: the lengths do not go together.
-        """
+def check_lengths(
+    what: str, data: memoryview, out: memoryview, dst: DType, first: int, lines: int, fits: bool
+) -> None:
+    """Raise ValueError unless values fit elements, and both are contiguous."""
+    if not fits:
+        raise ValueError(
+            f"{data.nbytes} bytes of {what} from element {first} on do not become "
+            f"{out.nbytes} bytes of {dst.name} in {lines} lines"
+        )
+    if out.readonly or not (out.c_contiguous and data.c_contiguous):
+        raise ValueError("dequantizing reads contiguous bytes and writes contiguous ones")
 
 
 class _WeightDecoder(Decoder):
-    """Decodes values whose scales were read before."""
+    """Decodes values by scales that were read before."""
 
     def __init__(self, weight: Weight, dst: DType, clamp: bool, kernel: Kernel | None) -> None:
         self.weight, self._dst, self._clamp, self._kernel = weight, dst, clamp, kernel
@@ -140,18 +119,13 @@ class _WeightDecoder(Decoder):
     def decode(
         self, data: memoryview, out: memoryview, first: int, lines: int = 1, pitch: int = 0
     ) -> CastCounts:
-        """See `Decoder.decode`."""
         numel, odd = divmod(out.nbytes, self._dst.itemsize * lines)
         bits = self.weight.values.bits
         skipped = first * bits % 8 // bits  # of the first byte
         nbytes = ((skipped + numel) * bits + 7) // 8
-        if odd or data.nbytes != nbytes * lines or (lines > 1 and (skipped or pitch * bits % 8)):
-            raise ValueError(
-                f"{data.nbytes} bytes of values of {bits} bits from element {first} on do not "
-                f"become {out.nbytes} bytes of {self._dst.name} in {lines} lines"
-            )
-        if out.readonly or not (out.c_contiguous and data.c_contiguous):
-            raise ValueError("dequantising reads contiguous bytes and writes contiguous ones")
+        is_cut = lines > 1 and (skipped or pitch * bits % 8)
+        fits = not odd and data.nbytes == nbytes * lines and not is_cut
+        check_lengths(f"values of {bits} bits", data, out, self._dst, first, lines, fits)
         if not numel:
             return ZERO
         if self._kernel is None:
@@ -179,8 +153,8 @@ class _WeightDecoder(Decoder):
         addresses = [array.__array_interface__["data"][0] for array in arrays]
         tally = (ctypes.c_uint64 * 3)()
         numel = out.nbytes // self._dst.itemsize // lines
-        lying = (lines, data.nbytes // lines, numel, first, pitch)
-        place = (*lying, w.rows, w.width, w.tall, w.wide, w.per_row, w.per_matrix)
+        cut = (lines, data.nbytes // lines, numel, first, pitch)
+        place = (*cut, w.rows, w.width, w.tall, w.wide, w.per_row, w.per_matrix)
         kernel(*addresses, (ctypes.c_uint64 * len(place))(*place), tally)
         overflowed, flushed, changed = tally
         return CastCounts(overflowed, flushed, changed - overflowed - flushed)
@@ -206,120 +180,78 @@ class _WeightDecoder(Decoder):
         return counts
 
 
-class Layout(ABC):
-    """How weights of a kind are made of their tensors. Its file says where it is from."""
-
-    def refused(self, group: Group) -> str:
-        """Why a weight cannot be dequantised, or ""."""
-        return ""
-
-    @abstractmethod
-    def decoder(
-        self, info: Packed, dst: DType, read: Read, engine: Engine, out_of_range: OutOfRange
-    ) -> Decoder:
-        """See `decoder_of`."""
-
-    @abstractmethod
-    def compile(self, group: Group, dst: DType, *, clamp: bool) -> None:
-        """Compile the kernel; raises UnsupportedCastError where it cannot be."""
-
-
 class ScaledLayout(Layout):
-    """A layout of values and scales, which are tensors of their own; devices dequantise it, too.
+    """A layout of values and scales, which are tensors of their own; devices dequantize it, too.
 
-    Attributes:
-        always: what values are, where that is the same for all weights.
+    Args:
+        kind: of its weights, a key of `PACKED`.
     """
 
-    always: Values
+    #: roles of tensors with which it is not understood
+    other_roles: tuple[str, ...] = ()
 
-    def values(self, group: Group) -> Values:
-        """What its values are."""
-        return self.always
+    def __init__(self, kind: str) -> None:
+        self.dtype = PACKED[kind]
+
+    def refused(self, weight: QuantizedWeight) -> str:
+        """See `Layout.refused`."""
+        more = [role for role in self.other_roles if role in weight.members]
+        return f"it has {more[0]} beside its scales" if more else ""
 
     @abstractmethod
-    def weight(self, group: Group, read: Read) -> Weight:
+    def values(self, weight: QuantizedWeight) -> Values:
+        """How its values are stored."""
+
+    @abstractmethod
+    def weight(self, weight: QuantizedWeight, read: Read) -> Weight:
         """Read all but the values.
 
         Raises:
-            CheckpointError: what is read is invalid.
+            CheckpointError: the tensors are invalid.
         """
 
     def decoder(
         self, info: Packed, dst: DType, read: Read, engine: Engine, out_of_range: OutOfRange
     ) -> Decoder:
-        """See `Layout.decoder`."""
+        """See `decoder_of`."""
         weight = self.weight(info.group, read)
         clamp = out_of_range == "clamp"
-        kernel = None
-        if engine != "numpy":
-            try:
-                kernel = compile_kernel(weight.values, dst, clamp=clamp)
-            except UnsupportedCastError:
-                if engine == "llvm":
-                    raise
+        kernel = kernel_for(engine, lambda: compile_kernel(weight.values, dst, clamp=clamp))
         return _WeightDecoder(weight, dst, clamp, kernel)
 
-    def compile(self, group: Group, dst: DType, *, clamp: bool) -> None:
+    def compile(self, weight: QuantizedWeight, dst: DType, *, clamp: bool) -> None:
         """See `Layout.compile`."""
-        compile_kernel(self.values(group), dst, clamp=clamp)
+        compile_kernel(self.values(weight), dst, clamp=clamp)
 
 
-#: Modules that register layouts when they are imported. A new one is added here.
-_MODULES = (
-    "streamload.codecs.schemes.decode_four_bit",
-    "streamload.codecs.schemes.fp8",
-    "streamload.codecs.schemes.decode_gguf",
-    "streamload.codecs.schemes.ggml_k",
-    "streamload.codecs.schemes.decode_int8",
-    "streamload.codecs.schemes.mxfp4",
-)
-_registered: dict[str, Layout] = {}
+def _scaled(weight: QuantizedWeight) -> ScaledLayout | None:
+    """The layout of a weight, if that has scales in other tensors and can be decoded."""
+    layout = layout_of(weight.kind)
+    if isinstance(layout, ScaledLayout) and not layout.refused(weight):
+        return layout
+    return None
 
 
-def register(kind: str, layout: Layout) -> None:
-    """Make a layout known by the kind of its groups: its file calls this when it is imported."""
-    assert kind in PACKED, kind
-    assert _registered.setdefault(kind, layout) is layout, kind
-
-
-def layout_of(kind: str) -> Layout | None:
-    """The layout of groups of a kind; None where they stay as they are stored."""
-    return _layouts().get(kind)
-
-
-@cache
-def _layouts() -> dict[str, Layout]:
-    """Import the modules of all layouts."""
-    for module in _MODULES:
-        importlib.import_module(module)
-    return _registered
-
-
-def scales_nbytes(group: Group) -> int:
-    """What the host holds while the values of a weight stream: scales as stored, and as floats."""
-    others = [info for info in group.members.values() if info is not group.values]
-    if not others:
-        return 0
-    layout = layout_of(group.kind)
-    as_stored = False
-    if isinstance(layout, ScaledLayout) and not layout.refused(group):
-        as_stored = layout.values(group).exponents
+def scales_nbytes(weight: QuantizedWeight) -> int:
+    """Host bytes held while the values of a weight stream: scales as stored, and as floats."""
+    others = [info for info in weight.members.values() if info is not weight.values]
+    layout = _scaled(weight) if others else None
+    as_stored = layout is not None and layout.values(weight).exponents
     return sum(info.nbytes + (0 if as_stored else 4 * info.numel) for info in others)
 
 
-def there_nbytes(group: Group) -> int:
-    """What a device that dequantises a weight holds of it: scales as it reads them; 0 for none."""
-    layout = layout_of(group.kind)
-    if not isinstance(layout, ScaledLayout) or layout.refused(group):
+def there_nbytes(weight: QuantizedWeight) -> int:
+    """Bytes of a weight's scales on a device that dequantizes it; 0 if none does."""
+    layout = _scaled(weight)
+    if layout is None:
         return 0
-    others = [info for info in group.members.values() if info is not group.values]
-    itemsize = 1 if layout.values(group).exponents else 4
+    others = [info for info in weight.members.values() if info is not weight.values]
+    itemsize = 1 if layout.values(weight).exponents else 4
     return round_up(PLACE_NBYTES + sum(itemsize * info.numel for info in others), 8)
 
 
 def check_target(info: Packed, dst: DType) -> None:
-    """Raise UnsupportedCastError where a weight cannot be dequantised to a dtype."""
+    """Raise UnsupportedCastError if a weight cannot be dequantized to a dtype."""
     layout = layout_of(info.group.kind)
     reason = "it stays as it is stored" if layout is None else layout.refused(info.group)
     if not reason and dst not in TARGETS:
@@ -334,53 +266,45 @@ def check_target(info: Packed, dst: DType) -> None:
 def decoder_of(
     info: Packed, dst: DType, read: Read, *, engine: Engine, out_of_range: OutOfRange
 ) -> Decoder:
-    """What dequantises a weight; reads its scales.
+    """Make the decoder of a weight; reads its scales.
 
     Args:
         info: the weight.
         dst: one of `TARGETS`.
         read: reads a tensor.
-        engine: "llvm" compiles a kernel for this CPU, "numpy" does without, "auto" is "llvm" where
+        engine: "llvm" compiles a kernel for this CPU, "numpy" does without, "auto" is "llvm" if
             that works. Both give the same bits, the payload of a NaN aside.
-        out_of_range: as in `cast.table.make_cast`.
+        out_of_range: as in `cast_table.make_cast`.
 
     Raises:
         CheckpointError: scales are invalid.
-        UnsupportedCastError: it cannot be dequantised; or ``engine`` is "llvm", and there is no
+        UnsupportedCastError: it cannot be dequantized; or ``engine`` is "llvm", and there is no
             kernel for this machine.
     """
     check_target(info, dst)
-    return _layout_of(info).decoder(info, dst, read, engine, out_of_range)
+    layout = layout_of(info.group.kind)
+    assert layout is not None, info.group.kind
+    return layout.decoder(info, dst, read, engine, out_of_range)
 
 
 def weight_of(info: Packed, read: Read) -> Weight:
-    """Read all but the values of a weight of a `ScaledLayout`.
-
-    Raises:
-        CheckpointError: what is read is invalid.
-    """
-    return _scaled_layout_of(info).weight(info.group, read)
+    """Read all but the values of a weight of a `ScaledLayout`; raises CheckpointError."""
+    return _layout_of(info).weight(info.group, read)
 
 
 def values_of(info: Packed) -> Values:
-    """What the values of a weight of a `ScaledLayout` are."""
-    return _scaled_layout_of(info).values(info.group)
+    """How the values of a weight of a `ScaledLayout` are stored."""
+    return _layout_of(info).values(info.group)
 
 
-def _scaled_layout_of(info: Packed) -> ScaledLayout:
-    layout = _layout_of(info)
+def _layout_of(info: Packed) -> ScaledLayout:
+    layout = layout_of(info.group.kind)
     assert isinstance(layout, ScaledLayout), info.group.kind
     return layout
 
 
-def _layout_of(info: Packed) -> Layout:
-    layout = layout_of(info.group.kind)
-    assert layout is not None, info.group.kind
-    return layout
-
-
 class Decoders:
-    """The decoders of weights whose values stream: each is made by the first thread that asks."""
+    """The decoders of weights whose values stream; the first thread to ask for one makes it."""
 
     def __init__(self, out_of_range: OutOfRange) -> None:
         self._out_of_range = out_of_range
@@ -410,7 +334,7 @@ class Decoders:
 
 
 def compile_decoder(info: Packed, dst: DType, *, clamp: bool) -> None:
-    """Compile the kernel for a weight, where it has one."""
+    """Compile the kernel for a weight, if it has one."""
     layout = layout_of(info.group.kind)
     if layout is not None and not layout.refused(info.group) and dst in TARGETS:
         with suppress(UnsupportedCastError):
@@ -421,11 +345,7 @@ def compile_decoder(info: Packed, dst: DType, *, clamp: bool) -> None:
 
 
 def floats(info: TensorInfo, data: bytes) -> Array:
-    """A tensor of scales or the like as float32, which holds all of their dtypes.
-
-    Raises:
-        CheckpointError: a number is not finite.
-    """
+    """A tensor of scales as float32, which holds all of their dtypes; raises CheckpointError."""
     raw = np.frombuffer(data, np.uint8)
     found: Array
     if info.dtype.code in _EXPONENTS:
@@ -450,16 +370,14 @@ def check_finite(info: TensorInfo, finite: Array) -> None:
         )
 
 
-def by_blocks(group: Group, values: Values, scales: Array, zeros: Array | None = None) -> Weight:
-    """A weight whose scales are for blocks of its last two axes.
-
-    Raises:
-        CheckpointError: there are not as many scales as blocks.
-    """
-    shape = group.shape
-    assert shape is not None, group.name
+def by_blocks(
+    weight: QuantizedWeight, values: Values, scales: Array, zeros: Array | None = None
+) -> Weight:
+    """A weight with scales for blocks of its last two axes; raises CheckpointError."""
+    shape = weight.shape
+    assert shape is not None, weight.name
     width = shape[-1] if shape else 1
-    tall, wide = (max(length, 1) for length in group.block)
+    tall, wide = (max(length, 1) for length in weight.block)
     rows = shape[-2] if len(shape) > 1 else 1
     if scales.size == 1:  # one for all, or for the one matrix
         rows = tall = max(math.prod(shape[:-1]), 1)
@@ -472,7 +390,7 @@ def by_blocks(group: Group, values: Values, scales: Array, zeros: Array | None =
     numel = math.prod(shape)
     expected = numel // (made.rows * made.width) * made.per_matrix
     if numel and made.scales.size != expected:
-        info = group.members["scale"]
+        info = weight.members["scale"]
         raise CheckpointError(
             info.shard,
             f"there are not as many scales as blocks of {tall} x {wide} in {list(shape)}",

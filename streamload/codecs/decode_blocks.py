@@ -1,58 +1,60 @@
-"""Blocks that hold their scales: what GGUF's layouts share, kernel, oracle and decoder.
+"""Blocks that hold their scales: the kernel, oracle and decoder that GGUF's layouts share.
 
-A layout gives the bytes of a block, what its elements are in numpy (the oracle), and the same as
+A layout gives the bytes of a block, its elements in numpy (the oracle), and the same as
 instructions of LLVM. Both follow gguf-py 0.19 (`gguf.quants`) operation by operation in float32, so
 that float32 elements are gguf-py's bit for bit, the payload of a NaN aside. Those of 16 bits are
-these, cast as any float32 is, and counted. The oracle is the bound: there is no other error.
+these, cast as any float32 is, and counted. There is no other error.
 
-A scale that is NaN or infinite is what the file says: elements become NaN or infinite, as in
-gguf-py.
+Scales that are NaN or infinite make elements NaN or infinite, as in gguf-py.
 """
 
 from __future__ import annotations
 
-import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from ctypes import CFUNCTYPE, c_uint64, c_void_p
-from functools import cache
+from ctypes import c_uint64, c_void_p
+from functools import partial
 
 import numpy as np
 
-from streamload.codecs.cast import ENVIRONMENT, WIDEN, Vector
 from streamload.codecs.cast_table import ZERO, Cast, CastCounts, OutOfRange, make_cast
-from streamload.codecs.decode import Decoder, Layout, Read
-from streamload.codecs.group import Group, Packed
-from streamload.codecs.kernels import kept_object, loop, splat
-from streamload.codecs.llvm import link_kernel
-from streamload.codecs.scheme import Array, Engine
-from streamload.core.dtypes import F32, DType
-from streamload.errors import UnsupportedCastError
+from streamload.codecs.decode import check_lengths
+from streamload.codecs.ir import ENVIRONMENT, WIDEN, Vector, loop, splat
+from streamload.codecs.llvm import Engine, HostFunction, kernel_for
+from streamload.codecs.parts import Array
+from streamload.codecs.scheme import Decoder, Layout, Read
+from streamload.codecs.weights import Packed, QuantizedWeight
+from streamload.core.dtypes import F32, PACKED, DType
 
-SYMBOL = "decode_blocks"
+FUNCTION = HostFunction("decode_blocks", (c_void_p, c_void_p, c_uint64))
 WIDTH = 32  # elements that a kernel makes at once; blocks have a multiple
 _SCRATCH_NUMEL = 1 << 16  # float32 elements on their way to 16 bits: they stay in the CPU's cache
 _ORACLE_BLOCKS = 1 << 8
-
-#: The type of a block's bytes, from its first on.
-Bytes = Array
 
 
 class Blocks(Layout):
     """A layout of blocks.
 
-    Attributes:
-        name: of the layout, a key of `streamload.core.dtypes.PACKED`.
-        numel: elements of a block.
-        nbytes: bytes of a block.
+    Args:
+        name: of the layout, the kind of its weights.
+        dtype: of a block; that of `PACKED` by default.
     """
 
-    name: str
-    numel: int
-    nbytes: int
+    def __init__(self, name: str, dtype: DType | None = None) -> None:
+        self.name, self.dtype = name, dtype or PACKED[name]
+
+    @property
+    def numel(self) -> int:
+        """Elements of a block."""
+        return self.dtype.block
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a block."""
+        return self.dtype.nbytes(1)
 
     @abstractmethod
-    def decoded(self, blocks: Bytes) -> Array:
+    def decoded(self, blocks: Array) -> Array:
         """The oracle: bytes, a block a row, to float32 elements, a block a row."""
 
     @abstractmethod
@@ -62,21 +64,15 @@ class Blocks(Layout):
     def decoder(
         self, info: Packed, dst: DType, read: Read, engine: Engine, out_of_range: OutOfRange
     ) -> BlockDecoder:
-        """See `Layout.decoder`."""
-        kernel = None
-        if engine != "numpy":
-            try:
-                kernel = compile_kernel(self)
-            except UnsupportedCastError:
-                if engine == "llvm":
-                    raise
+        """See `decode.decoder_of`."""
+        kernel = kernel_for(engine, lambda: compile_kernel(self))
         cast = None
         if dst is not F32:
             engine = engine if kernel is not None or engine == "numpy" else "auto"
             cast = make_cast(F32, dst, engine=engine, out_of_range=out_of_range)
         return BlockDecoder(self, dst, kernel, cast)
 
-    def compile(self, group: Group, dst: DType, *, clamp: bool) -> None:
+    def compile(self, weight: QuantizedWeight, dst: DType, *, clamp: bool) -> None:
         """See `Layout.compile`."""
         compile_kernel(self)
 
@@ -92,21 +88,16 @@ class BlockDecoder(Decoder):
     def decode(
         self, data: memoryview, out: memoryview, first: int, lines: int = 1, pitch: int = 0
     ) -> CastCounts:
-        """See `Decoder.decode`; ``data`` are whole blocks, those that hold the elements."""
+        """See `Decoder.decode`."""
         layout, n = self._layout, self._dst.itemsize
         numel, odd = divmod(out.nbytes, n * lines)
         skipped = first % layout.numel
         blocks = -(-(skipped + numel) // layout.numel) * lines
         cut = skipped or numel % layout.numel
-        if odd or data.nbytes != blocks * layout.nbytes or (lines > 1 and cut):
-            raise ValueError(
-                f"{data.nbytes} bytes of {layout.name} from element {first} on do not become "
-                f"{out.nbytes} bytes of {self._dst.name} in {lines} lines"
-            )
-        if out.readonly or not (out.c_contiguous and data.c_contiguous):
-            raise ValueError("dequantising reads contiguous bytes and writes contiguous ones")
+        fits = not odd and data.nbytes == blocks * layout.nbytes and not (lines > 1 and cut)
+        check_lengths(layout.name, data, out, self._dst, first, lines, fits)
         counts, at, done = ZERO, 0, 0
-        if skipped:  # the first block is a part of what is asked for, and perhaps the last
+        if skipped:  # the first block is wanted in part; it may be the last, too
             done = min(layout.numel - skipped, numel)
             counts += self._part(data[: layout.nbytes], out[: done * n], skipped)
             at = layout.nbytes
@@ -171,7 +162,7 @@ class BlockDecoder(Decoder):
 
 
 class BlockWriter:
-    """Instructions for one block; operands are names of values. See `Vector` for the operations.
+    """Instructions for one block; operands are names of values.
 
     Attributes:
         one: for single values.
@@ -199,7 +190,7 @@ class BlockWriter:
     def half(self, offset: int) -> str:
         """A float16 of the block, as float32."""
         bits = WIDEN["F16"](self.one, self.load(offset, of="i16"))
-        return self.one.convert("bitcast", "i32", bits, "float")
+        return self.one.as_float(bits)
 
     def picked(self, a: str, b: str, of: str, count: int, order: Sequence[int]) -> str:
         """Elements of two vectors of ``count`` each, numbered through."""
@@ -280,33 +271,14 @@ def kernel_ir(layout: Blocks, *, native_half: bool, architecture: str) -> str:
     loop(b.one, "0", "%blocks", 1, [], block)
     enter, leave = ENVIRONMENT.get(architecture, ("", ""))
     body = "\n  ".join(b.lines)
-    return _KERNEL.format(symbol=SYMBOL, enter=enter, body=body, leave=leave)
+    return _KERNEL.format(symbol=FUNCTION.symbol, enter=enter, body=body, leave=leave)
 
 
-#: Addresses of blocks and of float32 elements, and how many blocks. It drops the interpreter's
-#: lock, and any number of threads may be in it.
+#: Addresses of blocks and of float32 elements, and how many blocks.
 Kernel = Callable[[int, int, int], None]
-_KERNEL_TYPE = CFUNCTYPE(None, c_void_p, c_void_p, c_uint64)
-_compiling = threading.Lock()
 
 
 def compile_kernel(layout: Blocks) -> Kernel:
-    """The kernel of a layout for this CPU, compiled once per process; any thread may call it.
-
-    Raises:
-        UnsupportedCastError: llvmlite is missing or cannot compile for this machine.
-    """
-    with _compiling:
-        found = _compile(layout)
-    if isinstance(found, str):
-        raise UnsupportedCastError(layout.name, F32.name, reason=found)
-    return found
-
-
-@cache
-def _compile(layout: Blocks) -> Kernel | str:
-    def ir(native_half: bool, architecture: str) -> str:
-        return kernel_ir(layout, native_half=native_half, architecture=architecture)
-
-    kernel: Kernel | str = link_kernel(ir, SYMBOL, _KERNEL_TYPE, kept_object)
+    """Return the kernel of a layout; see `HostFunction.kernel`."""
+    kernel: Kernel = FUNCTION.kernel(layout, (layout.name, F32.name), partial(kernel_ir, layout))
     return kernel

@@ -1,39 +1,35 @@
-"""LLVM IR that dequantises on the host, of the instructions that a layout gives: see `Values`.
+"""LLVM IR that dequantizes on the host, from the instructions that a layout gives: see `Values`.
 
-A segment is what one scale is for within a row. Nearly all vectors take the short way: a product in
-float32, narrowed. It is right where the product is normal before and after, and is no midpoint of
-the target: float32 then rounds to the same side as one rounding of the exact product would. A
+A segment is the elements of one scale within a row. Nearly all vectors take the short way: a
+product in float32, narrowed. It is right if the product is normal before and after, and no midpoint
+of the target: float32 then rounds to the same side as one rounding of the exact product would. A
 product that is a midpoint, or a number of the target, may have been rounded to that, unless scale
-and value are short enough. Such vectors, and any with zeros by a scale of 0, NaN or what is out of
-range, take the product in float64, which is exact, and `cast.kernels.careful`.
-
-Like the kernels of `cast.kernels`, these call no function of another object.
+and value are short enough. Such vectors, and any with zeros by a scale of 0, NaN or elements out of
+range, take the product in float64, which is exact, and `cast.careful`.
 """
 
 from __future__ import annotations
 
-import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from ctypes import CFUNCTYPE, c_void_p
-from functools import cache
-from typing import Protocol
+from ctypes import c_void_p
+from functools import partial
 
 import numpy as np
 
-from streamload.codecs.cast import ENVIRONMENT, LOOP, NARROW, TOLD, Vector, careful
-from streamload.codecs.floats import FORMATS, plain_range
-from streamload.codecs.kernels import kept_object, splat
-from streamload.codecs.llvm import link_kernel
-from streamload.codecs.scheme import Array
+from streamload.codecs.cast import ADD_COUNT, LOOP, careful
+from streamload.codecs.floats import FLOATS, plain_range
+from streamload.codecs.ir import ENVIRONMENT, NARROW, Vector, splat
+from streamload.codecs.llvm import HostFunction
+from streamload.codecs.parts import Array
 from streamload.core.dtypes import F32, F64, DType
-from streamload.errors import UnsupportedCastError
 
-SYMBOL = "dequantise"
+FUNCTION = HostFunction("dequantise", (c_void_p,) * 7)
 _WIDTH = 32  # elements of a step
 
 
-class Values(Protocol):
-    """How the values of a layout are stored. Layouts that are equal share a kernel.
+class Values(ABC):
+    """How the values of a layout are stored; equal ones share a kernel.
 
     Attributes:
         name: of the layout, for errors.
@@ -44,54 +40,25 @@ class Values(Protocol):
         has_zeros: something is subtracted from each value.
     """
 
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def bits(self) -> int: ...  # noqa: D102
-    @property
-    def high_first(self) -> bool: ...  # noqa: D102
-    @property
-    def significant_bits(self) -> int: ...  # noqa: D102
-    @property
-    def exponents(self) -> bool: ...  # noqa: D102
-    @property
-    def has_zeros(self) -> bool: ...  # noqa: D102
+    name: str
+    significant_bits: int
+    bits: int = 8
+    high_first: bool = False
+    exponents: bool = False
+    has_zeros: bool = False
 
-    def __hash__(self) -> int: ...
-
+    @abstractmethod
     def instructions(self, v: Vector, codes: str) -> str:
         """Instructions for codes, an i8 each, to float32 values; ``%table`` is `Weight.table`."""
 
+    @abstractmethod
     def decoded(self, codes: Array, table: Array) -> Array:
         """The oracle: codes, a byte each, to float32 values."""
 
     def unpacked(self, packed: Array) -> Array:
         """The oracle: bytes to codes, a byte each."""
-
-
-class Bytes:
-    """What layouts share that have a value in a byte."""
-
-    bits = 8
-    high_first = False
-    exponents = False
-    has_zeros = False
-
-    def unpacked(self, packed: Array) -> Array:
-        """See `Values.unpacked`."""
-        return packed
-
-
-class Pairs:
-    """What layouts share that have two values in a byte."""
-
-    bits = 4
-    high_first = False
-    exponents = False
-    has_zeros = False
-
-    def unpacked(self, packed: Array) -> Array:
-        """See `Values.unpacked`."""
+        if self.bits == 8:
+            return packed
         both = (packed >> 4, packed & 15) if self.high_first else (packed & 15, packed >> 4)
         return np.stack(both, axis=1).reshape(-1)
 
@@ -155,13 +122,13 @@ def product(
     """Elements from their codes, ``%scale``, ``%zero`` and ``%guard``, and the sums after them.
 
     Args:
-        v: where the instructions go.
-        values: what the codes are.
-        dst: what the elements are.
+        v: receives the instructions.
+        values: how codes are stored.
+        dst: dtype of the elements.
         codes: an i8 each.
-        sums: i64, what `_exact` counts.
+        sums: i64 counts, as of `cast.careful`.
         clamp: elements that overflow become the largest finite value of their sign.
-        key: what the names of labels end with; the last label is ``join`` and this.
+        key: the end of the names of labels; the last label is ``join`` and this.
     """
     value = values.instructions(v, codes)
     if values.has_zeros:
@@ -172,10 +139,10 @@ def product(
         y, ends = _exact(v, dst, value, scale, sums, clamp=clamp)
         v.lines += [f"br label %join{key}", f"join{key}:"]
         return y, ends
-    lost = FORMATS["F32"].mantissa_bits - FORMATS[dst.code].mantissa_bits
-    bits = v.convert("bitcast", "float", v.op("fmul", "float", value, scale), "i32")
+    lost = FLOATS["F32"].mantissa_bits - FLOATS[dst.code].mantissa_bits
+    bits = v.as_bits(v.op("fmul", "float", value, scale))
     start, stop = plain_range(F32, dst, direct=False)
-    magnitude = v.op("and", "i32", bits, FORMATS["F32"].magnitude)
+    magnitude = v.op("and", "i32", bits, FLOATS["F32"].magnitude)
     is_special = v.op("icmp uge", "i32", v.op("sub", "i32", magnitude, start), stop - start)
     low = v.op("and", "i32", bits, (1 << (lost - 1)) - 1)
     is_doubtful = v.op("icmp eq", "i32", low, splat(v, "i32", "%guard"))
@@ -220,7 +187,7 @@ def _segment(
         stored=of,
         y=y,
         width=width,
-        ends="".join(TOLD.format(slot=slot, value=end) for slot, end in enumerate(ends)),
+        ends="".join(ADD_COUNT.format(slot=slot, value=end) for slot, end in enumerate(ends)),
     )
 
 
@@ -361,7 +328,7 @@ def kernel_ir(
         place.append(f"%at.{name} = getelementptr i64, ptr %place, i64 {slot}")
         place.append(f"%{name} = load i64, ptr %at.{name}")
     return "".join(functions) + _KERNEL.format(
-        symbol=SYMBOL,
+        symbol=FUNCTION.symbol,
         enter=enter,
         place="\n  ".join(place),
         scale="\n  ".join(one.lines),
@@ -371,32 +338,12 @@ def kernel_ir(
     )
 
 
-#: Addresses of source, out, scales, zeros and table; place and tally: see `kernel_ir`. It drops the
-#: interpreter's lock, and any number of threads may be in it.
+#: Addresses of source, out, scales, zeros and table; place and tally: see `kernel_ir`.
 Kernel = Callable[..., None]
-_KERNEL_TYPE = CFUNCTYPE(None, *[c_void_p] * 7)
-_compiling = threading.Lock()
 
 
 def compile_kernel(values: Values, dst: DType, *, clamp: bool) -> Kernel:
-    """The kernel of a layout for this CPU, compiled once per process; any thread may call it.
-
-    Raises:
-        UnsupportedCastError: llvmlite is missing or cannot compile for this machine.
-    """
-    with _compiling:
-        found = _compile(values, dst, clamp)
-    if isinstance(found, str):
-        raise UnsupportedCastError(values.name, dst.name, reason=found)
-    return found
-
-
-@cache
-def _compile(values: Values, dst: DType, clamp: bool) -> Kernel | str:
-    def ir(native_half: bool, architecture: str) -> str:
-        return kernel_ir(
-            values, dst, clamp=clamp, native_half=native_half, architecture=architecture
-        )
-
-    kernel: Kernel | str = link_kernel(ir, SYMBOL, _KERNEL_TYPE, kept_object)
+    """Return the kernel of values; see `HostFunction.kernel`."""
+    ir = partial(kernel_ir, values, dst, clamp=clamp)
+    kernel: Kernel = FUNCTION.kernel((values, dst, clamp), (values.name, dst.name), ir)
     return kernel

@@ -1,4 +1,12 @@
-"""What all formats share: units are checked, and shared out between kernel and oracle."""
+"""Encoding: a tensor's units, checked, and shared out between kernel and oracle.
+
+The flattened tensor is cut at multiples of a scheme's unit (a block of 64 or 32 elements, a row),
+so that any cut gives the bytes of the whole.
+
+NaN and infinity, in every scheme: NaN counts as 0, and an infinity as the largest finite magnitude
+of its unit, with its sign. The rest of the unit is as exact as without them. Both are counted, and
+errors are those of the values they count as.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +16,22 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from streamload.codecs.kernels import Kernel, Recipe, Tally, compile_kernel
-from streamload.codecs.scheme import SOURCES, Array, Engine, Part, QuantCounts
+from streamload.codecs.encode_kernels import Kernel, Recipe, Tally, compile_kernel
+from streamload.codecs.llvm import Engine, kernel_for
+from streamload.codecs.parts import SOURCES, Array, Part, QuantCounts
 from streamload.core.dtypes import DType
 from streamload.errors import UnsupportedCastError
 
 _ORACLE_NUMEL = 1 << 16  # elements that the oracle takes at once: its temporaries stay small
+_NO_STATISTICS: Array = np.empty(0, np.float32)
 
 
 class Encoded(NamedTuple):
-    """What an oracle makes of units.
+    """Units from an oracle.
 
     Attributes:
         codes: bytes, one row a unit.
@@ -32,18 +42,46 @@ class Encoded(NamedTuple):
 
     codes: Array
     decoded: Array
-    statistics: Array
+    statistics: Array = _NO_STATISTICS
     overflowed: int = 0
 
 
-@dataclass(frozen=True)
-class Units(ABC):
-    """A tensor as units of one format: the base of every `Quantised`.
+class Encoder(ABC):
+    """Quantizes one tensor. Any thread may call `encode`, several at once for different units.
 
-    Args:
-        format: the format's name.
+    Attributes:
+        statistics: float32, one a unit, or none; written by `encode`, or by a device instead.
+    """
+
+    statistics: Array = _NO_STATISTICS
+
+    @abstractmethod
+    def encode(self, data: memoryview, out: memoryview, first: int) -> QuantCounts:
+        """Quantize whole units.
+
+        Args:
+            data: little-endian elements of the source from element ``first`` on, contiguous, any
+                alignment. The last unit of the tensor may be short.
+            out: their codes, written; must not overlap ``data``.
+            first: a multiple of the unit.
+
+        Raises:
+            ValueError: the elements are not whole units, or ``out`` is not as long as their codes.
+        """
+
+    @abstractmethod
+    def finish(self) -> dict[str, memoryview]:
+        """The bytes of the parts other than the codes, by suffix, once all units are encoded."""
+
+
+@dataclass(frozen=True)
+class Quantized(ABC):
+    """A quantized tensor; `Scheme.of` returns it.
+
+    Attributes:
+        format: the scheme's name.
         shape: of the tensor.
-        dtype: of the tensor.
+        dtype: of the tensor, which the parts may name.
     """
 
     format: str
@@ -52,6 +90,35 @@ class Units(ABC):
 
     #: whether a unit has a float32 statistic
     has_statistics = False
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[Part, ...]:
+        """Its arrays; the first are the codes."""
+
+    @property
+    @abstractmethod
+    def unit_numel(self) -> int:
+        """Elements of a unit: the flattened tensor is cut at multiples of so many."""
+
+    @property
+    @abstractmethod
+    def unit_nbytes(self) -> int:
+        """Bytes of the codes of a whole unit."""
+
+    @abstractmethod
+    def encoder(self, src: DType, engine: Engine = "auto") -> Encoder:
+        """Make an encoder for one tensor, from bytes of dtype ``src``.
+
+        Raises:
+            ValueError: there is no quantizing from ``src``.
+            UnsupportedCastError: ``engine`` is "llvm", and there is no kernel for this machine; or
+                the machine is not little-endian.
+        """
+
+    @abstractmethod
+    def decode(self, parts: Mapping[str, Any]) -> Array:
+        """Decode all parts, by suffix, in numpy: float32 elements of the tensor's shape."""
 
     @property
     def numel(self) -> int:
@@ -64,65 +131,26 @@ class Units(ABC):
         return -(-self.numel // self.unit_numel)
 
     @property
-    def device_parts(self) -> tuple[str, ...] | None:
-        """See `Quantised.device_parts`."""
-        return None if self.has_statistics else ()
-
-    @property
     def statistics_nbytes(self) -> int:
-        """Bytes of the statistics that an encoder holds."""
+        """Bytes of the statistics that are held until `Encoder.finish`."""
         return 4 * self.units if self.has_statistics else 0
 
     @property
-    @abstractmethod
-    def parts(self) -> tuple[Part, ...]:
-        """Arrays of the tensor when it is quantised."""
+    def device_parts(self) -> tuple[str, ...] | None:
+        """The parts that a device's kernels write besides the codes; None if they cannot.
+
+        One if statistics stay as they are, their codes and scales if they are nested.
+        """
+        return None
 
     @property
-    @abstractmethod
-    def unit_numel(self) -> int:
-        """Elements of a unit."""
-
-    @property
-    @abstractmethod
-    def unit_nbytes(self) -> int:
-        """Bytes of a unit's codes."""
-
-    @property
-    @abstractmethod
-    def recipe(self) -> Recipe:
-        """What the kernels do to a unit."""
-
-    @property
-    def device_recipe(self) -> Recipe:
-        """What CUDA's kernels do to a unit, where a library computes differently there."""
-        return self.recipe
-
-    @property
-    def on_cuda(self) -> tuple[Units, ...]:
-        """See `Quantised.on_cuda`."""
-        return (self,)
-
-    @abstractmethod
-    def encoded(self, x: Array) -> Encoded:
-        """The oracle: finite float32 units, one a row, to codes. A short last one comes alone."""
+    def on_cuda(self) -> tuple[Quantized, ...]:
+        """CPU variants; each unit of the CUDA output equals one of them."""
+        return ()
 
     def constants(self, offset: float = 0.0) -> dict[str, Array]:
-        """See `Quantised.constants`."""
+        """The parts that depend on no statistic but the mean, ``offset``, of nested ones."""
         return {}
-
-    def finished(self, statistics: Array) -> dict[str, Array]:
-        """The parts beside the codes, by suffix."""
-        own = dict.fromkeys(self.device_parts or (), statistics)
-        return {**own, **self.constants()}
-
-    @abstractmethod
-    def decode(self, parts: Mapping[str, Any]) -> Array:
-        """See `Quantised.decode`."""
-
-    @abstractmethod
-    def bound(self, parts: Mapping[str, Any]) -> Array:
-        """See `Quantised.bound`."""
 
     def codes_nbytes(self, numel: int) -> int:
         """Bytes of the codes of some elements from a unit's first on."""
@@ -139,8 +167,42 @@ class Units(ABC):
         array: Array = flat.view(part.dtype.numpy).reshape(part.shape)
         return array
 
+
+@dataclass(frozen=True)
+class Units(Quantized):
+    """A tensor whose units kernels quantize, on the host and on CUDA."""
+
+    @property
+    @abstractmethod
+    def recipe(self) -> Recipe:
+        """The kernels' instructions for a unit."""
+
+    @property
+    def device_recipe(self) -> Recipe:
+        """Those of CUDA's kernels, if a library computes differently there."""
+        return self.recipe
+
+    @abstractmethod
+    def encoded(self, x: Array) -> Encoded:
+        """Quantize finite float32 units, one a row, in numpy; a short last one comes alone."""
+
+    @property
+    def device_parts(self) -> tuple[str, ...] | None:
+        """See `Quantized.device_parts`."""
+        return None if self.has_statistics else ()
+
+    @property
+    def on_cuda(self) -> tuple[Quantized, ...]:
+        """See `Quantized.on_cuda`."""
+        return (self,)
+
+    def finished(self, statistics: Array) -> dict[str, Array]:
+        """The parts other than the codes, by suffix."""
+        own = dict.fromkeys(self.device_parts or (), statistics)
+        return {**own, **self.constants()}
+
     def encoder(self, src: DType, engine: Engine = "auto") -> UnitEncoder:
-        """See `Quantised.encoder`."""
+        """See `Quantized.encoder`."""
         if src not in SOURCES:
             raise ValueError(
                 f"{self.format} is made from {', '.join(d.name for d in SOURCES)}, not {src.name}"
@@ -148,40 +210,15 @@ class Units(ABC):
         if sys.byteorder != "little":
             reason = "checkpoints are little-endian and this CPU is not"
             raise UnsupportedCastError(src.name, self.format, reason=reason)
-        kernel = None
-        if engine != "numpy":
-            try:
-                kernel = compile_kernel(self.recipe, src, self.format)
-            except UnsupportedCastError:
-                if engine == "llvm":
-                    raise
+        kernel = kernel_for(engine, lambda: compile_kernel(self.recipe, src, self.format))
         return UnitEncoder(self, src, kernel)
 
 
-class _CutInUnits(Protocol):
-    """What `checked_numel` has to know of a weight; see `quant.base.Quantised`."""
-
-    @property
-    def format(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def unit_numel(self) -> int: ...
-
-    def codes_nbytes(self, numel: int) -> int: ...
-
-
 def checked_numel(
-    tensor: _CutInUnits, src: DType, data: memoryview, out: memoryview, first: int
+    tensor: Quantized, src: DType, data: memoryview, out: memoryview, first: int
 ) -> int:
-    """How many elements `Encoder.encode` is given: whole units, but for the tensor's last one.
-
-    Raises:
-        ValueError: they are no such units, or ``out`` has another length, or cannot be written.
-    """
-    unit, total = tensor.unit_numel, math.prod(tensor.shape)
+    """Count the elements given to `Encoder.encode`, and check them; raises ValueError."""
+    unit, total = tensor.unit_numel, tensor.numel
     numel, odd = divmod(data.nbytes, src.itemsize)
     is_last = first + numel == total
     if odd or first % unit or first + numel > total or (numel % unit and not is_last):
@@ -195,16 +232,16 @@ def checked_numel(
             f"bytes, not {out.nbytes}"
         )
     if out.readonly or not (out.c_contiguous and data.c_contiguous):
-        raise ValueError("quantising reads contiguous bytes and writes contiguous, writable ones")
+        raise ValueError("quantizing reads contiguous bytes and writes contiguous, writable ones")
     return numel
 
 
-class UnitEncoder:
-    """An `Encoder`: a kernel for whole units, the oracle for a short one and without a kernel."""
+class UnitEncoder(Encoder):
+    """A kernel for whole units, the oracle for a short one and without a kernel."""
 
     def __init__(self, tensor: Units, src: DType, kernel: Kernel | None) -> None:
         self._tensor, self._src, self._kernel = tensor, src, kernel
-        self.statistics: Array = np.zeros(tensor.statistics_nbytes // 4, np.float32)
+        self.statistics = np.zeros(tensor.statistics_nbytes // 4, np.float32)
 
     def encode(self, data: memoryview, out: memoryview, first: int) -> QuantCounts:
         """See `Encoder.encode`."""
@@ -225,7 +262,7 @@ class UnitEncoder:
     def finish(self) -> dict[str, memoryview]:
         """See `Encoder.finish`."""
         found = self._tensor.finished(self.statistics)
-        return {name: _bytes(array) for name, array in found.items()}
+        return {name: as_bytes(array) for name, array in found.items()}
 
     def _by_kernel(self, source: Array, out: Array, statistics: Array, units: int) -> QuantCounts:
         assert self._kernel is not None
@@ -261,16 +298,13 @@ class UnitEncoder:
         return counts
 
 
-def _bytes(array: Any) -> memoryview:
+def as_bytes(array: Any) -> memoryview:
+    """The bytes of an array."""
     return memoryview(array.reshape(-1).view(np.uint8))
 
 
 def cleaned(x: Array) -> tuple[Array, int, int]:
-    """Units without NaN and infinity, by the rule of `quant.base`, and how many there were.
-
-    Args:
-        x: float32, one unit a row.
-    """
+    """Float32 units, one a row, without NaN and infinity, and how many there were."""
     finite = np.isfinite(x)
     if finite.all():
         return x, 0, 0

@@ -43,7 +43,7 @@ def _ieee(bits: int, mantissa_bits: int) -> FloatFormat:
 
 
 #: safetensors code to format, for every dtype that is cast.
-FORMATS: Mapping[str, FloatFormat] = MappingProxyType(
+FLOATS: Mapping[str, FloatFormat] = MappingProxyType(
     {
         "F8_E5M2": _ieee(8, 2),
         "F8_E4M3": FloatFormat(8, 3, bias=7, max_exponent=8, special=0x7F),
@@ -56,15 +56,15 @@ FORMATS: Mapping[str, FloatFormat] = MappingProxyType(
 #: every pair of different dtypes that has a kernel, as (source, target).
 PAIRS: tuple[tuple[DType, DType], ...] = tuple(
     (BY_CODE[src], BY_CODE[dst])
-    for src in FORMATS
+    for src in FLOATS
     for dst in ("F16", "BF16", "F32", "F64")
     if src != dst
 )
 
 
 def lossless(src: DType, dst: DType) -> bool:
-    """Whether every value of ``src`` is also one of ``dst``; both are in `FORMATS`."""
-    source, target = FORMATS[src.code], FORMATS[dst.code]
+    """Whether every value of ``src`` is also one of ``dst``; both are in `FLOATS`."""
+    source, target = FLOATS[src.code], FLOATS[dst.code]
     return (
         target.mantissa_bits >= source.mantissa_bits
         and target.max_exponent >= source.max_exponent
@@ -78,7 +78,7 @@ def overflow_start(src: DType, dst: DType) -> int | None:
     The midpoint between the largest finite value and the power of two above it is a tie and goes
     to the even one, infinity. None where every finite value stays finite.
     """
-    source, target = FORMATS[src.code], FORMATS[dst.code]
+    source, target = FLOATS[src.code], FLOATS[dst.code]
     one = 1 << source.mantissa_bits
     midpoint = (target.max_exponent + source.bias + 1) * one - (one >> (target.mantissa_bits + 1))
     return midpoint if midpoint < source.special else None
@@ -90,7 +90,7 @@ def flush_stop(src: DType, dst: DType) -> int | None:
     It follows half of the smallest subnormal, which is a tie and goes to the even one, zero. None
     where nothing but zero becomes zero.
     """
-    source, target = FORMATS[src.code], FORMATS[dst.code]
+    source, target = FLOATS[src.code], FLOATS[dst.code]
     exponent = source.bias - target.bias - target.mantissa_bits
     if exponent > 0:
         return (exponent << source.mantissa_bits) + 1
@@ -108,7 +108,7 @@ def plain_range(src: DType, dst: DType, *, direct: bool) -> tuple[int, int]:
     Returns:
         The first one, and the one after the last.
     """
-    source, target = FORMATS[src.code], FORMATS[dst.code]
+    source, target = FLOATS[src.code], FLOATS[dst.code]
     exponent = source.bias - target.bias + 1
     if direct:
         exponent -= max(target.mantissa_bits - source.mantissa_bits, 0)

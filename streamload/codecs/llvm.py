@@ -1,4 +1,4 @@
-"""LLVM: IR to an object file for a CPU, what that takes from elsewhere, and into this process.
+"""LLVM IR to kernels: compiled for a CPU, checked, linked into this process, kept for later ones.
 
 Sources: llvmlite's documentation; System V Application Binary Interface, "Object Files".
 """
@@ -6,15 +6,22 @@ Sources: llvmlite's documentation; System V Application Binary Interface, "Objec
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Hashable
+from ctypes import CFUNCTYPE
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from streamload.core.disk_cache import kept
 from streamload.core.system import libc, place_code
+from streamload.errors import UnsupportedCastError
 
+#: "llvm" compiles a kernel for this CPU, "numpy" does without, "auto" is the first that works.
+Engine = Literal["auto", "llvm", "numpy"]
 ELF = b"\x7fELF"
+_K = TypeVar("_K")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,35 +176,81 @@ def link_object(image: bytes, target: Target, symbol: str, prototype: Any) -> An
     return function
 
 
-def link_kernel(
-    ir: Callable[[bool, str], str],
-    symbol: str,
-    prototype: Any,
-    compiled: Callable[[str, Target], bytes] = compile_object,
-) -> Any:
-    """Compile a kernel for this CPU, and load it, if it takes nothing from elsewhere.
+_compiling = threading.Lock()
+#: Kernels of this process by what they were compiled from, or why there is none.
+compiled: dict[Hashable, Any] = {}
 
-    Args:
-        ir: makes its IR, from whether the CPU converts between float16 and float32, and the first
-            part of the target triple.
-        symbol: the function's name.
-        prototype: its type, of ctypes.
-        compiled: `compile_object`, or what keeps its results.
 
-    Returns:
-        The function, or a text that says why there is none.
+@dataclass(frozen=True)
+class HostFunction:
+    """A C function that kernels define; calls drop the GIL, and any number of threads may call.
+
+    Attributes:
+        symbol: its name in the IR.
+        arguments: its argument types, of ctypes; it returns nothing.
+        is_kept: whether object files are kept for later processes.
     """
+
+    symbol: str
+    arguments: tuple[Any, ...]
+    is_kept: bool = True
+
+    @property
+    def prototype(self) -> Any:
+        """The function's type, of ctypes."""
+        return CFUNCTYPE(None, *self.arguments)
+
+    def kernel(self, key: Hashable, names: tuple[str, str], ir: Callable[..., str]) -> Any:
+        """Return the kernel for this CPU, compiled once per process; any thread may call it.
+
+        Args:
+            key: what the IR is made from.
+            names: source and target, for the error.
+            ir: makes the IR, from ``native_half`` (whether the CPU converts between float16 and
+                float32) and ``architecture`` (the first part of the target triple).
+
+        Raises:
+            UnsupportedCastError: llvmlite is missing or cannot compile for this machine.
+        """
+        with _compiling:
+            found = compiled.get((self.symbol, key))
+            if found is None:
+                found = compiled[self.symbol, key] = self._linked(ir)
+        if isinstance(found, str):
+            raise UnsupportedCastError(*names, reason=found)
+        return found
+
+    def _linked(self, ir: Callable[..., str]) -> Any:
+        """The function, or why there is none."""
+        try:
+            target = host_target()
+            for native_half in (True, False) if target.native_half else (False,):
+                text = ir(native_half=native_half, architecture=target.architecture)
+                image = self._object(text, target)
+                scanned = image
+                if not image.startswith(ELF):  # macOS: the same code in a format that can be read
+                    scanned = self._object(text, replace(target, triple=f"{target.triple}-elf"))
+                needed = undefined_symbols(scanned)
+                if not needed:
+                    return link_object(image, target, self.symbol, self.prototype)
+        except (ImportError, OSError, RuntimeError, ValueError) as error:
+            return f"no LLVM kernel for this machine: {error}"
+        return f"the compiled kernel would call {', '.join(needed)}"
+
+    def _object(self, ir: str, target: Target) -> bytes:
+        if not self.is_kept:
+            return compile_object(ir, target)
+        depends_on = ("quant", target.triple, target.cpu, target.features, ir)
+        return kept(lambda: compile_object(ir, target), *depends_on)
+
+
+def kernel_for(engine: Engine, compile: Callable[[], _K]) -> _K | None:
+    """Compile a kernel, unless the engine does without; raises UnsupportedCastError for "llvm"."""
+    if engine == "numpy":
+        return None
     try:
-        target = host_target()
-        for native_half in (True, False) if target.native_half else (False,):
-            text = ir(native_half, target.architecture)
-            image = compiled(text, target)
-            scanned = image
-            if not image.startswith(ELF):  # macOS: the same code in a format that can be read
-                scanned = compiled(text, replace(target, triple=f"{target.triple}-elf"))
-            needed = undefined_symbols(scanned)
-            if not needed:
-                return link_object(image, target, symbol, prototype)
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        return f"no LLVM kernel for this machine: {error}"
-    return f"the compiled kernel would call {', '.join(needed)}"
+        return compile()
+    except UnsupportedCastError:
+        if engine == "llvm":
+            raise
+    return None

@@ -7,19 +7,18 @@ of line and column, by one.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from ctypes import CFUNCTYPE, c_size_t, c_void_p
+from contextlib import suppress
+from ctypes import c_size_t, c_void_p
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
 
-from streamload.codecs.cast import Vector
 from streamload.codecs.cast_table import ZERO, CastCounts
-from streamload.codecs.kernels import kept_object, loop
-from streamload.codecs.llvm import link_kernel
+from streamload.codecs.ir import Vector, loop
+from streamload.codecs.llvm import HostFunction
+from streamload.errors import UnsupportedCastError
 
 _Array = np.ndarray[Any, Any]
 #: Writes rows by line: (number of the first element, elements from one line's start to the next
@@ -30,7 +29,6 @@ Fill = Callable[[int, int, _Array], CastCounts]
 _LINES = 128
 _TILE_NBYTES = 2**20
 
-_SYMBOL = "transpose"
 _BLOCK = 8  # lines, and columns
 _LINE_NBYTES = 64  # of a line, read at once: what the CPU's cache has at least
 _ITEMSIZES = (1, 2, 4, 8)
@@ -43,8 +41,7 @@ entry:
   ret void
 }}
 """
-_KERNEL_TYPE = CFUNCTYPE(None, c_void_p, c_void_p, *4 * [c_size_t])
-_compiling = threading.Lock()
+_FUNCTION = HostFunction("transpose", (c_void_p, c_void_p, *4 * (c_size_t,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,26 +117,24 @@ def kind_of(nbytes: int) -> str:
 def transpose(found: _Array, to: _Array) -> None:
     """``to[...] = found``, of matrices of one dtype; fast if columns of ``to`` are contiguous."""
     n = to.itemsize
+    lines = columns = 0
     if n in _ITEMSIZES and to.strides[0] == n == found.strides[1]:
-        with _compiling:
-            kernel = _compile(n)
-        if callable(kernel):
+        with suppress(UnsupportedCastError):
+            kernel = _compiled(n)
             lines, columns = (
                 of // step * step for of, step in zip(to.shape, _steps(n), strict=True)
             )
             at, out = (array.__array_interface__["data"][0] for array in (found, to))
             kernel(at, out, lines, columns, found.strides[0], to.strides[1])
-            to[lines:] = found[lines:]
-            to[:lines, columns:] = found[:lines, columns:]
-            return
-    to[...] = found
+    to[lines:] = found[lines:]
+    to[:lines, columns:] = found[:lines, columns:]
 
 
 def compile_transpose(itemsizes: Iterable[int]) -> None:
     """Compile the kernels for elements of so many bytes, as far as there are any."""
     for itemsize in set(itemsizes).intersection(_ITEMSIZES):
-        with _compiling:
-            _compile(itemsize)
+        with suppress(UnsupportedCastError):
+            _compiled(itemsize)
 
 
 def _steps(itemsize: int) -> tuple[int, int]:
@@ -147,14 +142,12 @@ def _steps(itemsize: int) -> tuple[int, int]:
     return _BLOCK, _LINE_NBYTES // itemsize
 
 
-@cache
-def _compile(itemsize: int) -> Callable[..., None] | str:
-    """The kernel for this CPU, or why there is none."""
-    text = _kernel_ir(itemsize)
-    found: Callable[..., None] | str = link_kernel(
-        lambda native_half, architecture: text, _SYMBOL, _KERNEL_TYPE, kept_object
+def _compiled(itemsize: int) -> Callable[..., None]:
+    name = f"{8 * itemsize} bits"
+    kernel: Callable[..., None] = _FUNCTION.kernel(
+        itemsize, (name, name), lambda **_: _kernel_ir(itemsize)
     )
-    return found
+    return kernel
 
 
 def _kernel_ir(itemsize: int) -> str:
@@ -192,7 +185,7 @@ def _kernel_ir(itemsize: int) -> str:
         return loop(v, "0", "%lines", line_step, (), body)
 
     loop(v, "0", "%columns", column_step, (), down)
-    return _KERNEL.format(symbol=_SYMBOL, body="\n  ".join(v.lines))
+    return _KERNEL.format(symbol=_FUNCTION.symbol, body="\n  ".join(v.lines))
 
 
 def _transposed(v: Vector, of: str, rows: list[str]) -> list[str]:

@@ -1,6 +1,6 @@
-"""Which tensors of a checkpoint make up a quantised weight, and which casts that forbids.
+"""The quantized weights of a checkpoint, and the casts that they forbid.
 
-They are recognised by names, dtypes, shapes and the configuration. Nothing is read: only
+They are recognized by names, dtypes, shapes and the configuration. Nothing is read: only
 `read_states` reads the few bytes in which some layouts keep a weight's shape.
 """
 
@@ -11,39 +11,23 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import TypeVar
 
-import numpy as np
-
-from streamload.codecs.group import Group, Layouts, Packed, read_whole
-from streamload.codecs.schemes import packed as stored_packed
-from streamload.codecs.schemes import stored_bnb, stored_scaled
-from streamload.codecs.schemes import torchao as stored_torchao
-from streamload.codecs.schemes.stored_scaled import scale_of
+from streamload.codecs.scheme import Find, complete_of, finder_of
+from streamload.codecs.weights import Layouts, Packed, QuantizedWeight, read_whole, scale_of
 from streamload.core.dtypes import BY_CODE, DType
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, UnsupportedCastError
 
-__all__ = [
-    "Group",
-    "by_weight",
-    "check_cast",
-    "groups",
-    "kept_dtype",
-    "read_states",
-    "scale_of",
-    "together",
-]
-
 _T = TypeVar("_T")
 
-#: A checkpoint without tensors of these has no group.
+#: A checkpoint without tensors of these has no quantized weight.
 _MARKS = frozenset(
     id(BY_CODE[code])
     for code in ("U8", "I8", "I32", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 )
-_NONE: Mapping[str, Group] = MappingProxyType({})
+_NONE: Mapping[str, QuantizedWeight] = MappingProxyType({})
 
 
-def groups(layouts: Layouts) -> Mapping[str, Group]:
+def groups(layouts: Layouts) -> Mapping[str, QuantizedWeight]:
     """Find the quantized weights of a checkpoint, by name, from headers alone.
 
     Raises:
@@ -52,80 +36,60 @@ def groups(layouts: Layouts) -> Mapping[str, Group]:
     dtypes = set(map(id, map(attrgetter("dtype"), layouts.tensors.values())))
     if dtypes.isdisjoint(_MARKS):
         return _NONE
-    said = {
-        name: Group(one.kind, name, {"weight": info}, one.shape, one.block, one.bits)
+    out = {
+        name: QuantizedWeight(one.kind, name, {"weight": info}, one.shape, one.block, one.bits)
         for header in layouts.shards
         for name, one in header.stored.items()
         if (info := layouts.tensors.get(name)) is not None and not isinstance(info, Packed)
     }
-    out: dict[str, Group] = dict(said)
-    owners: dict[str, Group] = dict(said)
+    owners = out.copy()
+    finders: dict[str, Find | None] = {}  # by the last component of names, which are few
     for info in layouts.tensors.values():
         if info.name in owners:
             continue
-        group = _group_of(layouts, info)
-        if group is None:
+        leaf = info.name.rpartition(".")[2]
+        if leaf not in finders:
+            finders[leaf] = finder_of(leaf)
+        find = finders[leaf]
+        weight = find(layouts, info) if find is not None else None
+        if weight is None:
             continue
-        for one in group.members.values():
-            other = owners.setdefault(one.name, group)
-            if other is not group:
+        for one in weight.members.values():
+            other = owners.setdefault(one.name, weight)
+            if other is not weight:
                 raise CheckpointError(
                     one.shard,
                     "it belongs to two quantised weights",
-                    group.name,
+                    weight.name,
                     f"{other.name} ({other.kind})",
                     tensor=one.name,
                 )
-        out[group.name] = group
+        out[weight.name] = weight
     return MappingProxyType(out)
 
 
-def _group_of(layouts: Layouts, info: TensorInfo) -> Group | None:
-    """The group that a tensor marks, if it marks one."""
-    name = info.name
-    leaf = name.rpartition(".")[2]
-    if leaf in stored_bnb.LEAVES or stored_bnb.is_state(leaf):
-        return stored_bnb.group_of(layouts, name, leaf)
-    if leaf in stored_packed.LEAVES:
-        return stored_packed.group_of(layouts, name, leaf)
-    if leaf.endswith(stored_torchao.END):
-        return stored_torchao.group_of(layouts, name)
-    if leaf.endswith(stored_scaled.ENDS):
-        return stored_scaled.group_of(layouts, name)
-    stored_scaled.int8_without_scale(layouts, info)
-    return stored_scaled.fp8_of(layouts, info)
-
-
-def read_states(layouts: Layouts, groups: Mapping[str, Group]) -> Mapping[str, Group]:
+def read_states(
+    layouts: Layouts, groups: Mapping[str, QuantizedWeight]
+) -> Mapping[str, QuantizedWeight]:
     """Return quantized weights with their shapes; reads the few bytes that hold some of them.
 
     Raises:
-        CheckpointError: as of `groups`, or what is read does not fit the headers.
+        CheckpointError: as of `groups`, or the bytes do not fit the headers.
     """
     found = dict(groups)
-    wanted = [
-        (info, group)
-        for group in found.values()
-        if group.shape is None
-        for role in ("quant_state", "shape")
-        if (info := group.members.get(role)) is not None
-    ]
-    read = read_whole(layouts.shards, [info for info, _ in wanted])
-    for (_, group), data in zip(wanted, read, strict=True):
-        if "quant_state" in group.members:
-            found[group.name] = stored_bnb.with_state(layouts, group, data)
-        else:
-            shape = np.frombuffer(data, group.members["shape"].dtype.numpy).tolist()
-            found[group.name] = stored_packed.with_shape(layouts, group, shape)
+    unknown = [weight for weight in groups.values() if weight.shape is None]
+    wanted = [(weight, one) for weight in unknown if (one := complete_of(weight)) is not None]
+    read = read_whole(layouts.shards, [info for _, (info, _) in wanted])
+    for (weight, (_, complete)), data in zip(wanted, read, strict=True):
+        found[weight.name] = complete(layouts, weight, data)
     return found
 
 
-def kept_dtype(members: Mapping[str, Group], info: TensorInfo) -> DType | None:
-    """The dtype that a tensor keeps, whatever is asked for, since it belongs to a quantised weight.
+def kept_dtype(members: Mapping[str, QuantizedWeight], info: TensorInfo) -> DType | None:
+    """The dtype that a tensor keeps under any ``dtype=``, since it belongs to a quantized weight.
 
     Returns:
-        None for other tensors, and for floats of 8 bits: where another dtype is asked for,
-        `check_cast` refuses it.
+        None for other tensors, and for floats of 8 bits: `check_cast` refuses to cast them.
     """
     group = members.get(info.name)
     if group is None:
@@ -135,13 +99,13 @@ def kept_dtype(members: Mapping[str, Group], info: TensorInfo) -> DType | None:
 
 
 def check_cast(layouts: Layouts, name: str, dst: DType, instead: str) -> None:
-    """Raise UnsupportedCastError for quantised values that would be cast without their scale.
+    """Raise UnsupportedCastError for quantized values that would be cast without their scale.
 
     Args:
         layouts: the headers.
         name: a tensor that would change its dtype.
-        dst: what it would become.
-        instead: what to write in place of the dtype.
+        dst: its new dtype.
+        instead: advice for the message.
     """
     scale = scale_of(layouts, name)
     if scale is None:
@@ -156,12 +120,10 @@ def check_cast(layouts: Layouts, name: str, dst: DType, instead: str) -> None:
     )
 
 
-def together(members: Mapping[str, Group], rows: Iterable[tuple[str, _T]]) -> list[list[_T]]:
-    """Group values by the quantised weight that their tensors belong to.
-
-    Args:
-        members: the quantized weights, by tensor.
-        rows: (tensor, value), in order.
+def together(
+    members: Mapping[str, QuantizedWeight], rows: Iterable[tuple[str, _T]]
+) -> list[list[_T]]:
+    """Group values of (tensor, value) by the quantized weights in ``members``, by tensor.
 
     Returns:
         A list for each weight and one for each other tensor, in the order of their first values.
@@ -180,23 +142,16 @@ def together(members: Mapping[str, Group], rows: Iterable[tuple[str, _T]]) -> li
     return alone
 
 
-def by_weight(
-    rows: Iterable[tuple[str, str]], quantised: Mapping[str, str]
-) -> list[tuple[str, str]]:
-    """Join lines about tensors: one row for each quantised weight, one for each other tensor.
-
-    Args:
-        rows: (tensor, text about it).
-        quantised: the weights that tensors belong to, of `weights`.
-    """
+def by_weight(rows: Iterable[tuple[str, str]], weights: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Join rows of (tensor, text): one for each quantized weight, one for each other tensor."""
     out: dict[str, str] = {}
-    for name, said in rows:
-        weight = quantised.get(name)
+    for name, text in rows:
+        weight = weights.get(name)
         if weight is None:
-            out[name] = said
+            out[name] = text
         else:
             stem = weight.rpartition(" (")[0]
             rest = name.removeprefix(stem).removeprefix(stem.rpartition(".")[0]).lstrip("._")
-            said = f"{rest or 'values'}: {said}"
-            out[weight] = f"{out[weight]}; {said}" if weight in out else said
+            text = f"{rest or 'values'}: {text}"
+            out[weight] = f"{out[weight]}; {text}" if weight in out else text
     return list(out.items())

@@ -13,8 +13,8 @@ import numpy as np
 from streamload.checkpoint.shards import cut
 from streamload.codecs.cast_table import ZERO, Cast, CastCounts
 from streamload.codecs.decode import Decoders
-from streamload.codecs.group import Packed
 from streamload.codecs.permute import Fill, Permutation, transpose
+from streamload.codecs.weights import Packed
 from streamload.core.dtypes import DType
 from streamload.core.tensors import RowTranspose, TensorInfo
 from streamload.formats.writer import Joined, Slice

@@ -9,7 +9,8 @@ from xxhash import xxh3_128
 
 from streamload.checkpoint.shards import cut
 from streamload.codecs.cast_table import ZERO, CastCounts
-from streamload.codecs.scheme import Encoder, QuantCounts
+from streamload.codecs.encode import Encoder
+from streamload.codecs.parts import QuantCounts
 from streamload.conversion.checksums import FileSum
 from streamload.conversion.disk import Output
 from streamload.conversion.journal import Finished

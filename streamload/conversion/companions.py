@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from streamload.checkpoint.digests import SIDECAR
 from streamload.checkpoint.open import Checkpoint, read_json_file
-from streamload.codecs.group import CONFIG_KEYS
+from streamload.codecs.weights import CONFIG_KEYS
 from streamload.core.bounded_json import parse_json
 from streamload.core.dtypes import DType, parse_dtype
 from streamload.core.location import Location, Url

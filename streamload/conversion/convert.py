@@ -18,8 +18,8 @@ from typing import BinaryIO
 from streamload.checkpoint.digests import SIDECAR, Digest, Digests
 from streamload.checkpoint.open import Checkpoint, CheckpointLike, expanded, opened
 from streamload.codecs.cast_table import CastCounts, OutOfRange
-from streamload.codecs.group import Packed
-from streamload.codecs.scheme import QuantCounts
+from streamload.codecs.parts import QuantCounts
+from streamload.codecs.weights import Packed
 from streamload.conversion import disk
 from streamload.conversion.companions import LARGEST_COPIED_NBYTES
 from streamload.conversion.destination import OUT, Destination

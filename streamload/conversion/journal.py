@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from streamload.checkpoint.digests import HEX
 from streamload.codecs.cast_table import CastCounts
-from streamload.codecs.scheme import QuantCounts
+from streamload.codecs.parts import QuantCounts
 from streamload.conversion.disk import WORK, Folder
 from streamload.core.bounded_json import parse_json
 from streamload.core.system import sync

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from streamload.checkpoint.open import Checkpoint
 from streamload.checkpoint.shards import AHEAD_NBYTES, BLOCK_NBYTES
 from streamload.codecs.decode import scales_nbytes
-from streamload.codecs.group import Packed
-from streamload.codecs.scheme import Quantised
+from streamload.codecs.encode import Quantized
+from streamload.codecs.weights import Packed
 from streamload.core.dtypes import DType
 from streamload.core.location import Url
 from streamload.core.memory import available_cpus, first_that_fits
@@ -65,7 +65,7 @@ class Way:
 def choose_way(
     checkpoint: Checkpoint,
     dtypes: Sequence[DType | None],
-    weights: Sequence[Quantised] = (),
+    weights: Sequence[Quantized] = (),
     *,
     nodes: bool,
     turned: bool = False,

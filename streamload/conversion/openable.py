@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol, Self
 
 from streamload.checkpoint.open import Checkpoint, open_checkpoint
-from streamload.codecs.group import Packed
+from streamload.codecs.weights import Packed
 from streamload.core.memory import HostMemory
 from streamload.core.units import format_bytes
 from streamload.errors import DeviceError, StreamloadError

@@ -21,8 +21,8 @@ from streamload.checkpoint.digests import SIDECAR, hasher
 from streamload.checkpoint.open import Checkpoint, from_headers
 from streamload.codecs.cast_table import OutOfRange, supported
 from streamload.codecs.decode import check_target
-from streamload.codecs.group import Packed
 from streamload.codecs.stored import check_cast, kept_dtype, together
+from streamload.codecs.weights import Packed
 from streamload.conversion.companions import (
     CONFIG,
     NODE_PLAN,

@@ -9,8 +9,8 @@ from typing import Any
 from streamload.checkpoint.open import Checkpoint
 from streamload.codecs.cast_table import supported
 from streamload.codecs.decode import check_target
-from streamload.codecs.group import Packed, config_key, shape_in_models
-from streamload.codecs.scheme import ALL_FORMATS, FORMATS
+from streamload.codecs.scheme import ALL_SCHEMES, SCHEMES
+from streamload.codecs.weights import Packed, config_key, shape_in_models
 from streamload.conversion.openable import Verdict
 from streamload.core.dtypes import DType
 from streamload.core.tensors import TensorInfo
@@ -65,7 +65,7 @@ def wanted_of(
         if info.name in chosen.turns and source.transpose is not None:
             made = Joined.of(info, source.transpose)
             shape = source.shape or shape
-        turns = format is not None and ALL_FORMATS[format].turns_conv1d and len(shape) == 2
+        turns = format is not None and ALL_SCHEMES[format].transposes_conv1d and len(shape) == 2
         if turns and is_conv1d(chosen.config, info.name):
             made = (made or Joined.of(info)).transposed(*shape)
             shape = shape[::-1]
@@ -191,7 +191,7 @@ def described(
             "streamload.transformers.from_pretrained opens them, and load_state_dict of tinygrad's "
             "models"
         ]
-    found = [FORMATS[name].config(left, main) for name in names]
+    found = [SCHEMES[name].config(left, main) for name in names]
     config = found[0]
     if config is None or any(other != config for other in found):
         why = "no quantization_config says both" if config else "transformers has no such weights"

@@ -21,7 +21,7 @@ from streamload.checkpoint.open import Checkpoint
 from streamload.checkpoint.shards import Room, Shards, cut, file_kind, page_cache
 from streamload.codecs.cast_table import ZERO, Cast, CastCounts, OutOfRange, make_cast
 from streamload.codecs.decode import Decoders
-from streamload.codecs.scheme import QuantCounts
+from streamload.codecs.parts import QuantCounts
 from streamload.conversion.assembler import Assembler
 from streamload.conversion.blocks import Block, File, Part, Writing, least_nbytes, most_codes
 from streamload.conversion.checksums import FileSum

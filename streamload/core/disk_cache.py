@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -59,6 +60,15 @@ def keep(data: bytes, kind: str, *depends_on: str) -> None:
             with suppress(OSError):
                 os.unlink(temporary)
             raise
+
+
+def kept(make: Callable[[], bytes], kind: str, *depends_on: str) -> bytes:
+    """Return what was kept of the same ``kind`` for the same texts, else make and keep it."""
+    found = read_kept(kind, *depends_on)
+    if found is None:
+        found = make()
+        keep(found, kind, *depends_on)
+    return found
 
 
 def _file(kind: str, depends_on: tuple[str, ...]) -> Path:

@@ -125,40 +125,38 @@ _ALL = (
 BY_CODE: Mapping[str, DType] = MappingProxyType({d.code: d for d in _ALL})
 #: long name to dtype.
 BY_NAME: Mapping[str, DType] = MappingProxyType({d.name: d for d in _ALL})
+_PACKED = {
+    kind: DType(name, "", bits, "float")
+    for kind, name, bits in (
+        ("fp8", "fp8 with scales", 8),
+        ("int8", "int8 with scales", 8),
+        ("mxfp4", "mxfp4", 4),
+        ("bnb-nf4", "nf4", 4),
+        ("bnb-fp4", "fp4", 4),
+        ("bnb-int8", "bitsandbytes' int8", 8),
+    )
+} | {
+    kind: DType(kind, "", 8 * nbytes, "float", numel)
+    for kind, numel, nbytes in (
+        ("q4_0", 32, 18),
+        ("q4_1", 32, 20),
+        ("q5_0", 32, 22),
+        ("q5_1", 32, 24),
+        ("q8_0", 32, 34),
+        ("iq4_nl", 32, 18),
+        ("gguf-mxfp4", 32, 17),
+        ("q2_k", 256, 84),
+        ("q3_k", 256, 110),
+        ("q4_k", 256, 144),
+        ("q5_k", 256, 176),
+        ("q6_k", 256, 210),
+        ("iq4_xs", 256, 136),
+    )
+}
 #: By the kind of a quantised weight, what its values are: nothing without scales in other tensors,
 #: or GGUF's blocks, which have their scales inside.
 #: These have no safetensors code, and nobody can ask for one.
-PACKED: Mapping[str, DType] = MappingProxyType(
-    {
-        kind: DType(name, "", bits, "float")
-        for kind, name, bits in (
-            ("fp8", "fp8 with scales", 8),
-            ("int8", "int8 with scales", 8),
-            ("mxfp4", "mxfp4", 4),
-            ("bnb-nf4", "nf4", 4),
-            ("bnb-fp4", "fp4", 4),
-            ("bnb-int8", "bitsandbytes' int8", 8),
-        )
-    }
-    | {
-        kind: DType(kind, "", 8 * nbytes, "float", numel)
-        for kind, numel, nbytes in (
-            ("q4_0", 32, 18),
-            ("q4_1", 32, 20),
-            ("q5_0", 32, 22),
-            ("q5_1", 32, 24),
-            ("q8_0", 32, 34),
-            ("iq4_nl", 32, 18),
-            ("gguf-mxfp4", 32, 17),
-            ("q2_k", 256, 84),
-            ("q3_k", 256, 110),
-            ("q4_k", 256, 144),
-            ("q5_k", 256, 176),
-            ("q6_k", 256, 210),
-            ("iq4_xs", 256, 136),
-        )
-    }
-)
+PACKED: Mapping[str, DType] = MappingProxyType(_PACKED)
 
 _ALIASES = {
     "half": "float16",
@@ -189,6 +187,12 @@ _NAMED = {**BY_NAME, **{d.name: d for d in PACKED.values()}}
 def named(name: str) -> DType:
     """The dtype of a name, one of `PACKED` too; KeyError where there is none."""
     return _NAMED[name]
+
+
+def add_packed(kind: str, dtype: DType) -> None:
+    """Add a dtype to `PACKED`, unless it has one for this kind."""
+    _PACKED.setdefault(kind, dtype)
+    _NAMED.setdefault(dtype.name, dtype)
 
 
 def parse_dtype(name: object) -> DType:

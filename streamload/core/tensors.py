@@ -165,7 +165,7 @@ class Coding:
     codes are one part; the others (scales, a table) are made when all codes are there.
 
     Attributes:
-        format: name of the format, one of `streamload.quant.FORMATS`.
+        format: name of the format, one of `streamload.codecs.scheme.ALL_SCHEMES`.
         shape: the shape of the weight.
         part: what the part's name has behind the weight's; "" for the codes.
         unit_numel: elements of a unit.

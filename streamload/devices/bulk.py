@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 from streamload.codecs import llvm
-from streamload.codecs.cast_cuda import BLOCK_THREADS
+from streamload.codecs.ptx import BLOCK_THREADS
 from streamload.core.disk_cache import keep, read_kept
 from streamload.core.system import PLACES_CODE, libc, place_code
 from streamload.devices.base import BulkFailure, BulkStage, Copy, CopyTable, Read

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from streamload.codecs.cast_cuda import BLOCK_THREADS, SYMBOL, cast_ptx
+from streamload.codecs.cast_cuda import SYMBOL, cast_ptx
+from streamload.codecs.ptx import BLOCK_THREADS
 from streamload.core.dtypes import DType
 from streamload.core.memory import available_cpus
 from streamload.core.system import address_of, direct_memory, populate

@@ -95,7 +95,7 @@ class Stored:
     """How the blocks of a quantised weight are stored, where its file says so.
 
     The weight is a tensor of U8 in the header, (rows, bytes of a row). It becomes the only member
-    of a `streamload.codecs.group.Group`.
+    of a `streamload.codecs.weights.QuantizedWeight`.
 
     Attributes:
         kind: how it is quantised, a key of `streamload.core.dtypes.PACKED`.

@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from streamload.codecs.group import Packed
 from streamload.codecs.schemes.mlc import CODES
+from streamload.codecs.weights import Packed
 from streamload.core.bounded_json import parse_json
 from streamload.core.dtypes import F16, F32
 from streamload.formats.writer import (

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from streamload.codecs.group import Packed
+from streamload.codecs.weights import Packed
 from streamload.core.dtypes import F32, DType
 from streamload.core.location import Location
 from streamload.core.tensors import Coding, RowTranspose, TensorInfo

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from streamload.codecs.cast_table import supported
 from streamload.codecs.decode import TARGETS, there_nbytes
 from streamload.codecs.decode_cuda import SYMBOL, packed_ptx
-from streamload.codecs.group import Packed
+from streamload.codecs.weights import Packed
 from streamload.core.dtypes import BF16, F16, DType
 from streamload.core.memory import OVERHEAD_NBYTES, Budget, available_host_nbytes, overhead_nbytes
 from streamload.core.memory import reserve_nbytes as guessed_reserve_nbytes

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from streamload.codecs.cast_table import CastCounts, OutOfRange
-from streamload.codecs.scheme import QuantCounts
+from streamload.codecs.parts import QuantCounts
 from streamload.core.chart import as_html
 from streamload.core.system import callers_level
 from streamload.core.units import format_bytes

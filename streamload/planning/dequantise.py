@@ -12,8 +12,9 @@ from types import MappingProxyType
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.codecs.decode import compile_decoder
-from streamload.codecs.group import Group, Packed
+from streamload.codecs.scheme import layout_of
 from streamload.codecs.stored import read_states
+from streamload.codecs.weights import Packed, QuantizedWeight
 from streamload.core.dtypes import PACKED, DType
 from streamload.core.location import Location
 from streamload.core.tensors import TensorInfo
@@ -23,9 +24,6 @@ from streamload.files.header import Turn
 from streamload.planning.families import is_conv1d
 from streamload.planning.requests import DTypePolicy, TensorRequests
 from streamload.planning.sources import Source
-
-#: What bitsandbytes has in a Linear alone.
-_OF_LINEARS = ("bnb-nf4", "bnb-fp4", "bnb-int8")
 
 
 def asked(checkpoint: Checkpoint, policy: DTypePolicy, *, blocks: bool = False) -> list[str]:
@@ -88,7 +86,7 @@ def _by_name(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
     return {name: p for p in parameters for name in (*p.names, *p.wrapped)}
 
 
-def _own_name(group: Group, name: str) -> str:
+def _own_name(group: QuantizedWeight, name: str) -> str:
     """What a weight is called where its values are called ``name``."""
     return name.removesuffix(group.values.name.removeprefix(group.name))
 
@@ -136,9 +134,14 @@ def holds_transposes(
             if parameter is None or not isinstance(info, Packed):
                 continue
             turned = info.shape[::-1]
-            if info.group.kind in _OF_LINEARS and info.shape != turned == parameter.shape:
+            if _is_of_linears(info) and info.shape != turned == parameter.shape:
                 return True
     return False
+
+
+def _is_of_linears(info: Packed) -> bool:
+    layout = layout_of(info.group.kind)
+    return layout is not None and layout.of_linears
 
 
 def as_in_models(checkpoint: Checkpoint) -> Checkpoint:
@@ -153,7 +156,7 @@ def as_in_models(checkpoint: Checkpoint) -> Checkpoint:
     for info in checkpoint.tensors.values():
         if (
             isinstance(info, Packed)
-            and info.group.kind in _OF_LINEARS
+            and _is_of_linears(info)
             and len(info.shape) == 2
             and min(info.shape) > 1
             and is_conv1d(checkpoint.config, info.name)
@@ -186,7 +189,7 @@ def with_blocks(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
     return replace(checkpoint, tensors=MappingProxyType(tensors))
 
 
-def _packed(checkpoint: Checkpoint, group: Group) -> Packed:
+def _packed(checkpoint: Checkpoint, group: QuantizedWeight) -> Packed:
     dtype, values, shape = PACKED[group.kind], group.values, group.shape
     assert shape is not None, group.name
     shards = dict.fromkeys(info.shard for info in group.members.values())

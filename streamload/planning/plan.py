@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Any, Literal, overload
 
 from streamload.codecs.cast_table import OutOfRange
-from streamload.codecs.kernels import Tally
+from streamload.codecs.encode_kernels import Tally
 from streamload.core.bounded_json import parse_json
 from streamload.core.chart import Stack, as_html
 from streamload.core.dtypes import BY_NAME, DType, named

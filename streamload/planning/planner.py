@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeVar
 from streamload.checkpoint.open import Checkpoint
 from streamload.codecs.cast_table import OutOfRange, supported
 from streamload.codecs.decode import MOST_NUMEL, check_target, scales_nbytes, there_nbytes
-from streamload.codecs.group import Packed
 from streamload.codecs.stored import check_cast, together
+from streamload.codecs.weights import Packed
 from streamload.core.dtypes import BF16, F16, DType
 from streamload.core.memory import DEFAULT_HOST_NBYTES
 from streamload.core.tensors import first_byte

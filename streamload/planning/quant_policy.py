@@ -16,7 +16,9 @@ from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
 from streamload.checkpoint.open import Checkpoint
-from streamload.codecs.scheme import ALL_FORMATS, FORMATS, CodedWeight, Encoder, Part, Quantised
+from streamload.codecs.encode import Encoder, Quantized
+from streamload.codecs.parts import Part
+from streamload.codecs.scheme import ALL_SCHEMES, SCHEMES, CodedWeight
 from streamload.core.dtypes import F32, DType
 from streamload.core.patterns import did_you_mean
 from streamload.core.tensors import Coding, RowRange, RowTranspose, TensorInfo
@@ -69,9 +71,9 @@ class QuantPolicy:
             if not isinstance(pattern, str):
                 raise ValueError(f"a pattern of names is a string, not {pattern!r}")
             is_text = isinstance(name, str)
-            known = *FORMATS, *of_files, _AUTO
+            known = *SCHEMES, *of_files, _AUTO
             if name is not None and not (is_text and name in known):
-                hint = did_you_mean(name, FORMATS) if is_text else ""
+                hint = did_you_mean(name, SCHEMES) if is_text else ""
                 raise ValueError(f"quant is one of {', '.join(known)}, not {name!r}{hint}")
         return cls(tuple(rules.items()))
 
@@ -88,7 +90,7 @@ class QuantPolicy:
         if policy.is_auto:
             raise ValueError(
                 'quant="auto" takes what fits a budget, and there is none here: name the format, '
-                f"one of {', '.join(FORMATS)}"
+                f"one of {', '.join(SCHEMES)}"
             )
         return policy
 
@@ -189,9 +191,9 @@ def _of_layers(names: Iterable[str]) -> frozenset[str]:
 
 
 @cache
-def coded(coding: Coding, src: DType) -> Quantised:
+def coded(coding: Coding, src: DType) -> Quantized:
     """The quantized weight of a coding."""
-    return ALL_FORMATS[coding.format].of(coding.shape, src)
+    return ALL_SCHEMES[coding.format].of(coding.shape, src)
 
 
 def coded_want(coded: CodedWeight, want: TensorRequest) -> TensorRequest:
@@ -348,14 +350,14 @@ def said_of_dense(nbytes: int) -> str:
     return f"the largest takes {size} meanwhile, which no plan counts: reserve= keeps it free"
 
 
-def held_nbytes(weight: Quantised) -> int:
+def held_nbytes(weight: Quantized) -> int:
     """Host bytes of a weight until it is written: statistics, and the parts that come of them."""
     return 2 * weight.statistics_nbytes + sum(part.nbytes for part in weight.parts[1:])
 
 
 def turned(checkpoint: Checkpoint, want: TensorRequest, format: str | None) -> TensorRequest:
     """Request the transpose of a Conv1D's weight, if its format's library quantizes that."""
-    is_such = format is not None and FORMATS[format].turns_conv1d and len(want.shape) == 2
+    is_such = format is not None and SCHEMES[format].transposes_conv1d and len(want.shape) == 2
     if not is_such or not is_conv1d(checkpoint.config, want.source[0].tensor):
         return want
     return replace(want, shape=want.shape[::-1], transpose=RowTranspose(1, *want.shape))
@@ -366,7 +368,7 @@ def _codings(
     name: str, shape: tuple[int, ...], src: DType, *, of_rows: bool, in_order: bool
 ) -> tuple[tuple[Part, Coding], ...]:
     """The parts of a weight and their codings, shared by all weights alike."""
-    made = ALL_FORMATS[name].of(shape, src)
+    made = ALL_SCHEMES[name].of(shape, src)
     coding = Coding(
         *(name, shape, "", made.unit_numel),
         *(src.nbytes(made.unit_numel), made.unit_nbytes, made.statistics_nbytes, of_rows),
@@ -408,7 +410,7 @@ def parts_of(
         )
 
 
-def quantised_of(info: TensorInfo, shape: tuple[int, ...], src: DType, name: str) -> Quantised:
+def quantised_of(info: TensorInfo, shape: tuple[int, ...], src: DType, name: str) -> Quantized:
     """The quantized weight of a tensor; ``info`` is for messages.
 
     Raises:
@@ -419,7 +421,7 @@ def quantised_of(info: TensorInfo, shape: tuple[int, ...], src: DType, name: str
         reason = "this call dequantises it: quantise what convert(dtype=...) writes"
         raise UnsupportedCastError(src.name, name, reason=reason, tensor=tensor, path=path)
     try:
-        return ALL_FORMATS[name].of(shape, src)
+        return ALL_SCHEMES[name].of(shape, src)
     except ValueError as error:
         raise UnsupportedCastError(
             src.name, name, reason=str(error), tensor=tensor, path=path
@@ -434,7 +436,7 @@ def codings_of(
     return _codings(name, shape, src, of_rows=False, in_order=False)
 
 
-def _unaligned(want: TensorRequest, made: Quantised) -> str:
+def _unaligned(want: TensorRequest, made: Quantized) -> str:
     """Why the sources of a weight cannot be quantized piece by piece, or ""."""
     numel = math.prod(want.shape)
     rows = sum(r.stop - r.start for r in want.source)

@@ -10,7 +10,7 @@ from itertools import repeat
 from typing import Any, TypeAlias
 
 from streamload.checkpoint.open import Checkpoint
-from streamload.codecs.group import Packed
+from streamload.codecs.weights import Packed
 from streamload.core.model_config import head_size, stated
 from streamload.core.patterns import check_names, did_you_mean
 from streamload.core.tensors import (

@@ -14,14 +14,15 @@ import numpy as np
 from streamload.checkpoint.open import Checkpoint
 from streamload.codecs import decode_cuda as dequant_ptx
 from streamload.codecs import encode_cuda as ptx
-from streamload.codecs import nested_ptx
 from streamload.codecs.cast_cuda import blocks
 from streamload.codecs.cast_table import CastCounts
 from streamload.codecs.decode import Weight, values_of
-from streamload.codecs.group import Packed
-from streamload.codecs.kernels import Tally
-from streamload.codecs.scheme import QuantCounts, Quantised
+from streamload.codecs.encode import Units
+from streamload.codecs.encode_kernels import Tally
+from streamload.codecs.parts import QuantCounts
+from streamload.codecs.schemes import bitsandbytes_nested_cuda as nested_ptx
 from streamload.codecs.schemes.bitsandbytes_nested import MAP_NBYTES, dynamic_map
+from streamload.codecs.weights import Packed
 from streamload.devices.base import Copy, Device
 from streamload.errors import AllocationError
 from streamload.planning.plan import STAGING_SLOTS, STATISTIC_NBYTES, Placement, Plan, senders
@@ -269,10 +270,12 @@ def _kernel(bulk: BulkCopier, p: Placement, info: Packed | None, *, clamp: bool)
     return bulk.kernel(p.src, p.dst, clamp)
 
 
-def _made(p: Placement) -> Quantised:
+def _made(p: Placement) -> Units:
     """What a placement becomes that a device quantises."""
     assert p.coding is not None, p.name
-    return coded(p.coding, p.src)
+    made = coded(p.coding, p.src)
+    assert isinstance(made, Units), p.name
+    return made
 
 
 def _counts(p: Placement, tally: bytes) -> CastCounts | QuantCounts:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from streamload.codecs.cast_table import Cast, CastCounts
-from streamload.codecs.decode import Decoder
-from streamload.codecs.group import Packed
-from streamload.codecs.scheme import QuantCounts
+from streamload.codecs.parts import QuantCounts
+from streamload.codecs.scheme import Decoder
+from streamload.codecs.weights import Packed
 from streamload.core.dtypes import F32, DType
 from streamload.errors import UnsupportedCastError
 from streamload.planning.chunks import Chunk, StridedRead

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from streamload.checkpoint.open import Checkpoint, open_checkpoint
-from streamload.codecs.scheme import FORMATS, CodedWeight
+from streamload.codecs.scheme import SCHEMES, CodedWeight
 from streamload.core.dtypes import F32, parse_dtype
 from streamload.core.tensors import whole
 from streamload.devices.names import framework
@@ -73,7 +73,9 @@ def holding(checkpoint: Checkpoint, formats: Mapping[str, str]) -> Holding | Non
     modules = said = None
     if coded:
         modules = left_by_theirs(model, {alone[tensor]: each for tensor, each in coded.items()})
-        turned = any(c.transposed and not FORMATS[c.format].turns_conv1d for c in coded.values())
+        turned = any(
+            c.transposed and not SCHEMES[c.format].transposes_conv1d for c in coded.values()
+        )
         if not turned and not would_be_floats(coded.values()):
             said = own_config(coded)
     return Holding(swap.holders, left, modules, said)
@@ -81,7 +83,7 @@ def holding(checkpoint: Checkpoint, formats: Mapping[str, str]) -> Holding | Non
 
 def _kept_in_float32(model: Any, tensors: Mapping[str, str], formats: set[str]) -> list[str]:
     """Tensors of modules that transformers' quantizer for bitsandbytes does not replace."""
-    said = FORMATS[next(iter(formats))].config([], "float32") if len(formats) == 1 else None
+    said = SCHEMES[next(iter(formats))].config([], "float32") if len(formats) == 1 else None
     kept = list(model._keep_in_fp32_modules or ())
     if said is None or said["quant_method"] != "bitsandbytes" or not kept:
         return []

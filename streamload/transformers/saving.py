@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from streamload.codecs.scheme import FORMATS, CodedWeight
+from streamload.codecs.scheme import SCHEMES, CodedWeight
 from streamload.devices.torch.quantized import Coded, make_dense
 from streamload.devices.torch.refused import allow_saving
 from streamload.devices.torch.tensors import CODED
@@ -280,7 +280,7 @@ def config_of(model: Any, coded: Mapping[str, CodedWeight]) -> CodedConfig:
     """
     left = left_by_theirs(model, coded)
     if left is not None and _come_back(model, coded):
-        format = FORMATS[next(iter(coded.values())).format]
+        format = SCHEMES[next(iter(coded.values())).format]
         return CodedConfig(**format.config(left, str(model.dtype).removeprefix("torch.")) or {})
     return CodedConfig(**own_config(coded))
 
@@ -307,13 +307,13 @@ def left_by_theirs(model: Any, coded: Mapping[str, CodedWeight]) -> list[str] | 
     None if it cannot. The names are the model's, which may be on the meta device.
     """
     names = {each.format for each in coded.values()}
-    format = FORMATS[next(iter(names))]
+    format = SCHEMES[next(iter(names))]
     said = format.config([], "float32")
     kinds = {n: m for n, m in model.named_modules() if _is_product(m)}
     taken = {name.removesuffix(_WEIGHT) for name in coded}
     if said is None or len(names) > 1 or not taken <= kinds.keys():
         return None
-    if not format.turns_conv1d and any(isinstance(kinds[name], Conv1D) for name in taken):
+    if not format.transposes_conv1d and any(isinstance(kinds[name], Conv1D) for name in taken):
         return None
     held = Counter(id(_held(module)) for module in kinds.values())
     if any(held[id(_held(kinds[name]))] > 1 for name in taken):
@@ -378,7 +378,7 @@ def formats_of(said: Mapping[str, Any]) -> dict[str, str]:
         raise ValueError(f"quantization_config has no {_FORMATS}")
     out: dict[str, str] = {}
     for format, names in listed.items():
-        if format not in FORMATS or not isinstance(names, list):
+        if format not in SCHEMES or not isinstance(names, list):
             raise ValueError(f"quantization_config: {format!r} is no format with a list of names")
         out.update(dict.fromkeys(map(str, names), str(format)))
     return out

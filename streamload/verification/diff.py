@@ -24,8 +24,8 @@ from streamload.checkpoint.open import Checkpoint, CheckpointLike, opened
 from streamload.checkpoint.shards import AHEAD_NBYTES, BLOCK_NBYTES, Room, Shards, cut
 from streamload.codecs.cast_table import OutOfRange, supported
 from streamload.codecs.decode import check_target, scales_nbytes
-from streamload.codecs.group import Packed, shape_in_models
 from streamload.codecs.stored import by_weight, kept_dtype
+from streamload.codecs.weights import Packed, shape_in_models
 from streamload.core.dtypes import DType, DTypeArgument
 from streamload.core.location import Location, Url
 from streamload.core.memory import first_that_fits

@@ -18,7 +18,7 @@ from streamload.checkpoint.shards import cut
 from streamload.codecs.cast_reference import Array, cast_array, cast_bytes
 from streamload.codecs.cast_table import OutOfRange
 from streamload.codecs.decode import Decoders
-from streamload.codecs.group import Packed
+from streamload.codecs.weights import Packed
 from streamload.core.dtypes import DType
 from streamload.core.tensors import Coding, RowRange, RowTranspose, TensorInfo, byte_ranges, whole
 from streamload.errors import OutOfRangeError

@@ -13,7 +13,7 @@ import pytest
 from safetensors_files import header_bytes, write_safetensors
 
 from streamload.checkpoint.open import Checkpoint, from_headers, open_checkpoint
-from streamload.codecs.stored import scale_of
+from streamload.codecs.weights import scale_of
 from streamload.errors import (
     CheckpointError,
     HeaderError,

@@ -16,7 +16,7 @@ import pytest
 from cast_kernels_helpers import AARCH64, BASELINE, SCANNED, on_x86
 from cast_reference_helpers import as_bits, by_reference, pair_id, samples
 
-from streamload.codecs.cast import KERNEL_TYPE, Kernel, compile_kernel, kernel_ir
+from streamload.codecs.cast import FUNCTION, Kernel, compile_kernel, kernel_ir
 from streamload.codecs.cast_reference import cast_bytes
 from streamload.codecs.floats import PAIRS, lossless, plain_range
 from streamload.codecs.llvm import (
@@ -42,7 +42,7 @@ def object_of(src: DType, dst: DType, target: Target, *, clamp: bool, native_hal
 
 def link(image: bytes, target: Target) -> Kernel:
     """The kernel of an object file, in this process."""
-    kernel: Kernel = link_object(image, target, "cast", KERNEL_TYPE)
+    kernel: Kernel = link_object(image, target, "cast", FUNCTION.prototype)
     return kernel
 
 

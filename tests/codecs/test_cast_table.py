@@ -14,18 +14,17 @@ import numpy as np
 import pytest
 from cast_reference_helpers import as_bits, by_reference, pair_id, samples
 
-from streamload.codecs import cast as kernels
 from streamload.codecs import llvm
 from streamload.codecs.cast_table import (
     ZERO,
     CastCounts,
-    Engine,
     OutOfRange,
     cast_engine,
     make_cast,
     supported,
 )
 from streamload.codecs.floats import PAIRS
+from streamload.codecs.llvm import Engine
 from streamload.core.dtypes import BF16, BY_CODE, F16, F32, F64, DType
 from streamload.errors import UnsupportedCastError
 
@@ -37,12 +36,12 @@ INTO_FLOATS = (*FLOATS, BY_CODE["F8_E4M3"], BY_CODE["F8_E5M2"])
 @pytest.fixture
 def without_llvmlite(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process in which llvmlite cannot be imported and nothing is compiled yet."""
-    kernels._compile.cache_clear()
+    llvm.compiled.clear()
     for name in [name for name in sys.modules if name.split(".")[0] == "llvmlite"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "llvmlite", None)
     yield
-    kernels._compile.cache_clear()
+    llvm.compiled.clear()
 
 
 def run(
@@ -219,7 +218,7 @@ def test_does_without_a_working_llvm(monkeypatch: pytest.MonkeyPatch) -> None:
         tried.append(image)
         return ("__truncsfhf2",)
 
-    kernels._compile.cache_clear()
+    llvm.compiled.clear()
     monkeypatch.setattr(llvm, "undefined_symbols", scan)
     monkeypatch.setattr(llvm, "link_object", None)
     try:
@@ -227,7 +226,7 @@ def test_does_without_a_working_llvm(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UnsupportedCastError, match="would call __truncsfhf2"):
             make_cast(F32, F16, engine="llvm")
     finally:
-        kernels._compile.cache_clear()
+        llvm.compiled.clear()
     assert len(set(tried)) == 1 + llvm.host_target().native_half
 
 

@@ -22,8 +22,9 @@ import streamload
 from streamload import RowRange, Source
 from streamload.checkpoint.open import open_checkpoint
 from streamload.codecs.cast_table import CastCounts
-from streamload.codecs.decode import TARGETS, Decoder, layout_of
-from streamload.codecs.group import Packed, read_whole
+from streamload.codecs.decode import TARGETS
+from streamload.codecs.scheme import Decoder, layout_of
+from streamload.codecs.weights import Packed, read_whole
 from streamload.core.dtypes import BF16, F16, F32, PACKED, DType
 from streamload.core.tensors import Columns
 from streamload.core.units import round_up

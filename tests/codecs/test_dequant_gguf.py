@@ -14,10 +14,12 @@ from needs import module
 
 from streamload.codecs.cast_reference import cast_bytes
 from streamload.codecs.cast_table import ZERO, CastCounts
-from streamload.codecs.decode import Decoder, decoder_of, layout_of, scales_nbytes, there_nbytes
+from streamload.codecs.decode import decoder_of, scales_nbytes, there_nbytes
 from streamload.codecs.decode_blocks import Blocks
-from streamload.codecs.group import Group, Packed
-from streamload.codecs.scheme import Array, Engine
+from streamload.codecs.llvm import Engine
+from streamload.codecs.parts import Array
+from streamload.codecs.scheme import Decoder, layout_of
+from streamload.codecs.weights import Packed, QuantizedWeight
 from streamload.core.dtypes import BF16, F16, F32, PACKED, DType
 from streamload.core.tensors import TensorInfo
 
@@ -35,7 +37,7 @@ def _layout(kind: str) -> Blocks:
 def _decoder(kind: str, dst: DType, engine: Engine, out_of_range: str = "inf") -> Decoder:
     path = Path("a.gguf")
     values = TensorInfo("w", PACKED["int8"], (1,), path, 0, 1)
-    group = Group(kind, "w", {"weight": values}, (1, 256), (1, 256), 8)
+    group = QuantizedWeight(kind, "w", {"weight": values}, (1, 256), (1, 256), 8)
     info = Packed("w", PACKED[kind], (1, 256), path, 0, 1, group=group, headers=())
     assert not scales_nbytes(group)
     assert not there_nbytes(group)

@@ -14,9 +14,9 @@ from dequant_ptx_helpers import BASE, FILL, Array, Counts, Task, expected_of, ex
 from dequant_samples import Sample, every
 from ptx_machine import Machine
 
-from streamload.codecs.cast_cuda import BLOCK_THREADS
 from streamload.codecs.decode import TARGETS, Weight
 from streamload.codecs.decode_cuda import blocks, dequant_ptx
+from streamload.codecs.ptx import BLOCK_THREADS
 from streamload.core.dtypes import BF16, F16, F32, DType
 
 SAMPLES = every()

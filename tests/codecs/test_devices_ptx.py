@@ -19,9 +19,10 @@ import pytest
 from cast_reference_helpers import Bits, as_bits, pair_id, samples
 from ptx_machine import Ahead, Machine
 
-from streamload.codecs.cast_cuda import BLOCK_THREADS, blocks, cast_ptx, compile_ptx
+from streamload.codecs.cast_cuda import blocks, cast_ptx
 from streamload.codecs.cast_reference import cast_bytes
 from streamload.codecs.floats import PAIRS, flush_stop, lossless, overflow_start
+from streamload.codecs.ptx import BLOCK_THREADS, compile_ptx
 from streamload.core.dtypes import BF16, BY_CODE, F16, F32, F64, DType
 from streamload.devices.cuda import load_function
 from streamload.errors import DeviceError, UnsupportedCastError

@@ -12,9 +12,10 @@ import pytest
 from cast_reference_helpers import Bits, as_bits, pair_id, samples
 from ptx_cuda_helpers import BUSY_NBYTES, CONTEXT, FILL, Gpu
 
-from streamload.codecs.cast_cuda import BLOCK_THREADS, blocks, cast_ptx
+from streamload.codecs.cast_cuda import blocks, cast_ptx
 from streamload.codecs.cast_reference import cast_bytes
 from streamload.codecs.floats import PAIRS, lossless, overflow_start
+from streamload.codecs.ptx import BLOCK_THREADS
 from streamload.core.dtypes import BF16, BY_CODE, F16, F32, DType
 from streamload.devices import cuda
 from streamload.devices.cuda import load_function

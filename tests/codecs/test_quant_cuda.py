@@ -9,9 +9,10 @@ from typing import Any
 import needs
 import numpy as np
 import pytest
+from quant_bounds import bound
 
 import streamload
-from streamload.codecs.scheme import FORMATS
+from streamload.codecs.scheme import SCHEMES
 from streamload.planning.quant_policy import coded
 from streamload.verification.verify import verify
 
@@ -48,7 +49,7 @@ def load(path: Path, device: str, **options: Any) -> streamload.LoadReport:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("name", list(SCHEMES))
 def test_codes_of_the_gpu(tmp_path: Path, name: str, dtype: Any) -> None:
     """Those of the host where arithmetic is the same, and else within the format's error."""
     tensors = checkpoint(tmp_path, dtype)
@@ -75,7 +76,7 @@ def test_codes_of_the_gpu(tmp_path: Path, name: str, dtype: Any) -> None:
             }
             whole = tensors[p.name].double().numpy()
             error = np.abs(made.decode(parts) - whole)
-            assert (error <= made.bound(parts) * (1 + 1e-5) + 1e-37).all(), p.name
+            assert (error <= bound(made, parts) * (1 + 1e-5) + 1e-37).all(), p.name
             counts, expected = gpu.errors[p.name], host.errors[p.name]
             assert counts.numel == expected.numel
             assert counts.largest == expected.largest

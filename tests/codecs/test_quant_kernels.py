@@ -14,18 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 from cast_kernels_helpers import BASELINE, SCANNED, on_x86
+from quant_bounds import bound
 from quant_kernels_helpers import BLOCKED, MATRICES, assert_same_counts, encoded
 from quant_samples import Sample, samples
 
-from streamload.codecs import kernels, llvm
-from streamload.codecs.kernels import compile_kernel, kernel_ir
-from streamload.codecs.llvm import Target
-from streamload.codecs.scheme import ALL_FORMATS, FORMATS, SOURCES, Engine, Part, QuantCounts
+from streamload.codecs import llvm
+from streamload.codecs.encode_kernels import compile_kernel, kernel_ir
+from streamload.codecs.llvm import Engine, Target
+from streamload.codecs.parts import SOURCES, Part, QuantCounts
+from streamload.codecs.scheme import ALL_SCHEMES, SCHEMES
 from streamload.codecs.schemes.bitsandbytes import FourBit
 from streamload.core.dtypes import BF16, BY_CODE, F16, F32, F64, DType
 
-NAMES = tuple(FORMATS)
-FORMS = [*FORMATS.values(), FourBit("nf4", arithmetic="cuda"), FourBit("fp4", arithmetic="cuda")]
+NAMES = tuple(SCHEMES)
+FORMS = [*SCHEMES.values(), FourBit("nf4", arithmetic="cuda"), FourBit("fp4", arithmetic="cuda")]
 
 
 def form_id(form: Any) -> str:
@@ -67,8 +69,8 @@ def test_errors_are_within_the_bound(form: Any) -> None:
         decoded = tensor.decode(parts)
         assert decoded.dtype == np.float32
         errors = np.abs(x.astype(np.float64) - decoded)
-        bound = tensor.bound(parts)
-        assert (errors <= bound).all(), (sample.name, (errors - bound).max())
+        most = bound(tensor, parts)
+        assert (errors <= most).all(), (sample.name, (errors - most).max())
         if not form.name.endswith("-nested"):
             assert counts.largest_error == pytest.approx(errors.max(), rel=1e-6, abs=1e-44)
             assert counts.largest == np.abs(x).max()
@@ -152,8 +154,8 @@ def test_nan_and_infinity(form: Any, engine: Engine) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_zeros(name: str) -> None:
     """Zeros stay zeros, without an error."""
-    tensor = FORMATS[name].of((3, 64), BF16)
-    parts, counts = encoded(FORMATS[name], np.zeros((3, 64), BF16.numpy), BF16)
+    tensor = SCHEMES[name].of((3, 64), BF16)
+    parts, counts = encoded(SCHEMES[name], np.zeros((3, 64), BF16.numpy), BF16)
     assert not tensor.decode(parts).any()
     assert counts == QuantCounts(numel=192)
     assert (counts.rms, counts.relative) == (0, 0)
@@ -163,12 +165,12 @@ def test_float16_overflow_is_counted() -> None:
     """What float16 does not reach is counted, and the error is infinite: nothing hides it."""
     x = np.ones((2, 64), np.float32)
     x[0, 3], x[0, 4] = 70_000, -1e9
-    _, counts = encoded(FORMATS["bitsandbytes-int8"], x, F32)
+    _, counts = encoded(SCHEMES["bitsandbytes-int8"], x, F32)
     assert (counts.overflowed, counts.largest_error, counts.relative) == (2, math.inf, math.inf)
     for name in BLOCKED:
-        _, counts = encoded(FORMATS[name], x, F32)
+        _, counts = encoded(SCHEMES[name], x, F32)
         assert (counts.overflowed, counts.relative) == (32, math.inf), name
-    _, counts = encoded(FORMATS["int8"], x, F32)
+    _, counts = encoded(SCHEMES["int8"], x, F32)
     assert counts.overflowed == 0
     assert math.isfinite(counts.relative)
 
@@ -189,23 +191,23 @@ def test_formats_are_found_by_name() -> None:
         *("bitsandbytes-int8", "fp4", "fp4-nested", "int8"),
         *("nf4", "nf4-nested", "q4_0", "q8_0"),
     ) == NAMES
-    assert all(FORMATS[name].name == name for name in NAMES)
+    assert all(SCHEMES[name].name == name for name in NAMES)
 
 
 def test_parts_are_planned_before_a_byte_is_read() -> None:
     """Shapes and sizes of all parts, and what is held until the end, follow from the shape."""
-    tensor = FORMATS["nf4"].of((5, 77), BF16)  # 385 elements: seven blocks
+    tensor = SCHEMES["nf4"].of((5, 77), BF16)  # 385 elements: seven blocks
     assert [(part.suffix, part.shape) for part in tensor.parts[:3]] == [
         *(("", (193, 1)), (".absmax", (7,)), (".quant_map", (16,))),
     ]
     assert (tensor.unit_numel, tensor.unit_nbytes, tensor.statistics_nbytes) == (64, 32, 28)
-    tensor = FORMATS["q8_0"].of((5, 64), BF16)
+    tensor = SCHEMES["q8_0"].of((5, 64), BF16)
     assert tensor.parts == (Part("", BY_CODE["U8"], (5, 68)),)
     assert (tensor.unit_numel, tensor.unit_nbytes, tensor.statistics_nbytes) == (32, 34, 0)
-    tensor = FORMATS["int8"].of((5, 4, 3), BF16)
+    tensor = SCHEMES["int8"].of((5, 4, 3), BF16)
     assert [part.shape for part in tensor.parts] == [(5, 4, 3), (5, 1)]
     assert (tensor.unit_numel, tensor.statistics_nbytes) == (12, 20)
-    names = [part.name("a.weight") for part in FORMATS["bitsandbytes-int8"].of((5, 4), F16).parts]
+    names = [part.name("a.weight") for part in SCHEMES["bitsandbytes-int8"].of((5, 4), F16).parts]
     assert names == ["a.weight", "a.SCB", "a.weight_format"]
 
 
@@ -230,13 +232,13 @@ def test_parts_are_planned_before_a_byte_is_read() -> None:
 def test_what_cannot_be(name: str, shape: tuple[int, ...], src: DType, why: str) -> None:
     """A tensor that a format cannot hold is refused with the reason."""
     with pytest.raises(ValueError, match=why):
-        ALL_FORMATS[name].of(shape, src)
+        ALL_SCHEMES[name].of(shape, src)
 
 
 @pytest.mark.parametrize("name", ["nf4", "q3f16_1"])
 def test_cuts_inside_units_are_refused(name: str) -> None:
     """Bytes that are no whole units, or codes of another length, are refused before any is made."""
-    tensor = ALL_FORMATS[name].of((3, 64), F16)
+    tensor = ALL_SCHEMES[name].of((3, 64), F16)
     encoder = tensor.encoder(F16)
     for nbytes, out_nbytes, first in ((126, 32, 0), (128, 32, 1), (128, 31, 0), (512, 128, 0)):
         out = bytearray(out_nbytes)
@@ -295,10 +297,10 @@ def test_kernels_of_the_least_cpu(form: Any, monkeypatch: pytest.MonkeyPatch) ->
         x[0, :2] = np.nan, np.inf
         expected, expected_counts = encoded(form, x, src)
         monkeypatch.setattr(llvm, "host_target", lambda: BASELINE)
-        kernels._compile.cache_clear()
+        llvm.compiled.clear()
         parts, counts = encoded(form, x, src, "llvm")
         monkeypatch.undo()
-        kernels._compile.cache_clear()
+        llvm.compiled.clear()
         assert parts == expected, src
         assert_same_counts(counts, expected_counts, str(src))
 
@@ -308,11 +310,10 @@ def test_without_llvmlite() -> None:
     program = """
 import sys
 sys.modules["llvmlite"] = None  # as good as not installed
-from streamload.codecs import kernels
-from streamload.codecs.scheme import FORMATS
+from streamload.codecs.scheme import SCHEMES
 from streamload.core.dtypes import F32
 from streamload.errors import UnsupportedCastError
-tensor = FORMATS["q8_0"].of((1, 32), F32)
+tensor = SCHEMES["q8_0"].of((1, 32), F32)
 out = bytearray(34)
 counts = tensor.encoder(F32).encode(memoryview(b"\\0\\0\\x80\\x3f" * 32), memoryview(out), 0)
 assert counts.numel == 32 and out[2:] == bytes([127]) * 32, out
@@ -330,7 +331,7 @@ except UnsupportedCastError as error:
 def test_what_travels_between_processes() -> None:
     """Formats and what tensors become are plain data."""
     for name in NAMES:
-        tensor = FORMATS[name].of((64, 64), F16)
+        tensor = SCHEMES[name].of((64, 64), F16)
         copy = pickle.loads(pickle.dumps(tensor))
         assert copy == tensor
         assert copy.parts == tensor.parts
@@ -338,7 +339,7 @@ def test_what_travels_between_processes() -> None:
 
 def test_a_kernel_is_compiled_once() -> None:
     """Tensors of one format and dtype share their kernel."""
-    first, second = (FORMATS["q8_0"].of(shape, F16) for shape in ((1, 32), (7, 64)))
+    first, second = (SCHEMES["q8_0"].of(shape, F16) for shape in ((1, 32), (7, 64)))
     recipes: list[Any] = [first, second]
     kernels = [compile_kernel(one.recipe, F16, one.format) for one in recipes]
     assert kernels[0] is kernels[1]
@@ -349,13 +350,15 @@ def test_kernels_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiled: list[str] = []
 
-    def compile_object(ir: str, target: Target) -> bytes:
-        compiled.append(ir)
-        return llvm.compile_object(ir, target)
+    compile_object = llvm.compile_object
 
-    monkeypatch.setattr(kernels, "compile_object", compile_object)
-    tensor: Any = FORMATS["q8_0"].of((1, 32), F16)
+    def counted(ir: str, target: Target) -> bytes:
+        compiled.append(ir)
+        return compile_object(ir, target)
+
+    monkeypatch.setattr(llvm, "compile_object", counted)
+    tensor: Any = SCHEMES["q8_0"].of((1, 32), F16)
     for _ in range(2):
-        kernels._compile.cache_clear()
+        llvm.compiled.clear()
         compile_kernel(tensor.recipe, F16, "q8_0")
     assert len(compiled) == 1

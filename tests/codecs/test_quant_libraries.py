@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from quant_samples import Sample, samples
 
-from streamload.codecs.scheme import FORMATS, Format
+from streamload.codecs.scheme import SCHEMES, Scheme
 from streamload.codecs.schemes import bitsandbytes_nested as dynamic
 from streamload.codecs.schemes.bitsandbytes import VALUES, FourBit
 from streamload.core.dtypes import BF16, F16, F32
@@ -18,7 +18,7 @@ from streamload.core.dtypes import BF16, F16, F32
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def quantised(form: Format, sample: Sample) -> tuple[dict[str, Array], Any]:
+def quantised(form: Scheme, sample: Sample) -> tuple[dict[str, Array], Any]:
     """A sample's parts, by suffix, and what it became."""
     tensor = form.of(sample.x.shape, sample.src)
     encoder = tensor.encoder(sample.src)
@@ -45,7 +45,7 @@ def test_gguf(name: str) -> None:
     gguf = pytest.importorskip("gguf", reason="gguf is not installed")
     kind = gguf.GGMLQuantizationType[name.upper()]
     for sample in samples(columns=32, non_finite=False):
-        parts, tensor = quantised(FORMATS[name], sample)
+        parts, tensor = quantised(SCHEMES[name], sample)
         with np.errstate(all="ignore"):
             expected = gguf.quants.quantize(sample.x.astype(np.float32), kind)
             decoded = gguf.quants.dequantize(expected, kind)
@@ -79,7 +79,7 @@ def test_bitsandbytes_4_bit(kind: Any, nested: bool) -> None:
             # torch's float32 sum is further from the mean where magnitudes differ widely
             units = 1 if "kind 0" in sample.name else 4
             assert abs(ours - offset) <= units * np.spacing(abs(offset)), sample.name
-            codes, scales = dynamic.quantised(_absmax(kind, sample) - offset, "cpu")
+            codes, scales = dynamic.quantized(_absmax(kind, sample) - offset, "cpu")
             assert np.array_equal(codes, expected.pop(".absmax")), sample.name
             assert np.array_equal(scales, expected.pop(".nested_absmax")), sample.name
             for name in (".absmax", ".nested_absmax"):
@@ -102,7 +102,7 @@ def test_bitsandbytes_reads_it(name: str) -> None:
     bitsandbytes = needs.runtime("bitsandbytes")
     torch = pytest.importorskip("torch")
     sample = Sample("", F32, np.random.default_rng(1).standard_normal((70, 128), np.float32), True)
-    parts, tensor = quantised(FORMATS[name], sample)
+    parts, tensor = quantised(SCHEMES[name], sample)
     given = {key[1:]: torch.from_numpy(value.copy()) for key, value in parts.items() if key}
     state = bitsandbytes.functional.QuantState.from_dict(given, device=torch.device("cpu"))
     codes = torch.from_numpy(parts[""].copy())
@@ -120,7 +120,7 @@ def test_bitsandbytes_int8() -> None:
         codes, statistics, _ = bitsandbytes.functional.int8_vectorwise_quant(
             torched(torch, sample).to(torch.float16)
         )
-        parts, tensor = quantised(FORMATS["bitsandbytes-int8"], sample)
+        parts, tensor = quantised(SCHEMES["bitsandbytes-int8"], sample)
         assert np.array_equal(parts[""], codes.numpy()), sample.name
         assert np.array_equal(parts["SCB"], statistics.numpy()), sample.name
         decoded = bitsandbytes.functional.int8_vectorwise_dequant(codes, statistics).numpy()
@@ -150,7 +150,7 @@ def test_bitsandbytes_names() -> None:
     for name, module in modules.items():
         module.load_state_dict(layer.state_dict())
         state = module.to("cpu").state_dict()
-        tensor = FORMATS[name].of((8, 64), F32)
+        tensor = SCHEMES[name].of((8, 64), F32)
         found = {part.name("weight"): (part.dtype.name, part.shape) for part in tensor.parts}
         expected = {
             key: (str(value.dtype).removeprefix("torch."), tuple(value.shape))
@@ -180,7 +180,7 @@ def test_large_nested_mean(src: Any) -> None:
     torch = pytest.importorskip("torch")
     random = np.random.default_rng(3)
     x = random.standard_normal(64 * 100_003).astype(np.float32).astype(src.numpy)
-    parts, _ = quantised(FORMATS["nf4-nested"], Sample("", src, x, True))
+    parts, _ = quantised(SCHEMES["nf4-nested"], Sample("", src, x, True))
     state = json.loads(bytes(parts[".quant_state.bitsandbytes__nf4"]))
     absmax = np.abs(x.astype(np.float32)).reshape(-1, 64).max(axis=1)
     expected = torch.from_numpy(absmax).mean().item()
@@ -200,6 +200,6 @@ def test_statistics_below_the_reciprocal(kind: Any, scale: float) -> None:
         torch.from_numpy(x), blocksize=64, compress_statistics=True, quant_type=kind
     )
     expected = state.as_dict(packed=True)
-    parts, _ = quantised(FORMATS[f"{kind}-nested"], Sample("", F32, x, True))
+    parts, _ = quantised(SCHEMES[f"{kind}-nested"], Sample("", F32, x, True))
     assert np.array_equal(parts[".absmax"], expected["absmax"].numpy())
     assert np.allclose(parts[".nested_absmax"], expected["nested_absmax"].numpy(), rtol=1e-6)

@@ -11,7 +11,7 @@ import pytest
 torch = needs.module("torch")
 transformers = needs.module("transformers")
 
-from streamload.codecs.scheme import QuantCounts  # noqa: E402
+from streamload.codecs.parts import QuantCounts  # noqa: E402
 from streamload.transformers import from_pretrained  # noqa: E402
 
 TOKENS = 48

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 from cast_kernels_helpers import BASELINE, SCANNED, on_x86
+from quant_bounds import bound
 from quant_kernels_helpers import assert_same_counts, encoded
 from quant_samples import samples
 
-from streamload.codecs import kernels, llvm
-from streamload.codecs.kernels import kernel_ir
-from streamload.codecs.scheme import ALL_FORMATS, FORMATS, SOURCES, QuantCounts
+from streamload.codecs import llvm
+from streamload.codecs.encode_kernels import kernel_ir
+from streamload.codecs.parts import SOURCES, QuantCounts
+from streamload.codecs.scheme import ALL_SCHEMES, SCHEMES
 from streamload.core.dtypes import F16, F32, DType
 from streamload.planning.quant_policy import QuantPolicy
 
@@ -65,8 +67,8 @@ def test_words_and_scales_are_as_described(name: str) -> None:
     for columns in (32, 96, 160) if name == "q4f16_0" else (1, 7, 39, 40, 41, 77, 160):
         x = np.random.default_rng(columns).standard_normal((5, columns)).astype(np.float32)
         words, scales = described(name, x)
-        parts, _ = encoded(ALL_FORMATS[name], shaped(name, x), F32)
-        made = ALL_FORMATS[name].of(shaped(name, x).shape, F32)
+        parts, _ = encoded(ALL_SCHEMES[name], shaped(name, x), F32)
+        made = ALL_SCHEMES[name].of(shaped(name, x).shape, F32)
         if name == "q4f16_0":
             words, scales = words.T, scales.T
         assert [part.shape for part in made.parts] == [words.shape, scales.shape]
@@ -76,7 +78,7 @@ def test_words_and_scales_are_as_described(name: str) -> None:
 @SEVERAL
 def test_kernels_equal_the_oracle(name: str) -> None:
     """Bytes of both parts and counts are the oracle's, for 500 tensors."""
-    form = ALL_FORMATS[name]
+    form = ALL_SCHEMES[name]
     for sample in fitting(name):
         parts, counts = encoded(form, sample.x, sample.src, "llvm")
         expected, expected_counts = encoded(form, sample.x, sample.src, "numpy")
@@ -90,18 +92,18 @@ def test_errors_are_at_most_half_a_step(name: str) -> None:
     """And what float16 does to the scale; the largest is counted."""
     most = 2 ** (BITS[name] - 1) - 1
     for sample in fitting(name, non_finite=False):
-        tensor = ALL_FORMATS[name].of(sample.x.shape, sample.src)
-        parts, counts = encoded(ALL_FORMATS[name], sample.x, sample.src)
+        tensor = ALL_SCHEMES[name].of(sample.x.shape, sample.src)
+        parts, counts = encoded(ALL_SCHEMES[name], sample.x, sample.src)
         x = sample.x.astype(np.float32)
         if counts.overflowed:
             assert math.isinf(counts.largest_error)
             continue
         decoded = tensor.decode(parts)
         assert (decoded.dtype, decoded.shape) == (np.float32, x.shape)
-        errors, bound = np.abs(x.astype(np.float64) - decoded), tensor.bound(parts)
-        assert (errors <= bound).all(), (sample.name, (errors - bound).max())
+        errors, limit = np.abs(x.astype(np.float64) - decoded), bound(tensor, parts)
+        assert (errors <= limit).all(), (sample.name, (errors - limit).max())
         scales = np.frombuffer(parts["q_scale"], np.float16).astype(np.float64)
-        assert bound.max() <= scales.max() * (0.5 + (most + 1) * 2**-11) + (most + 1) * 2**-25
+        assert limit.max() <= scales.max() * (0.5 + (most + 1) * 2**-11) + (most + 1) * 2**-25
         assert counts.largest_error == pytest.approx(errors.max(), rel=1e-6, abs=1e-44)
 
 
@@ -113,7 +115,7 @@ def test_any_cut_gives_the_bytes_of_the_whole(name: str, src: DType, columns: in
     columns = columns // 32 * 32 if name == "q4f16_0" else columns
     x = np.random.default_rng(7).standard_normal((64, columns)).astype(np.float32)
     x = shaped(name, x).astype(src.numpy)
-    form = ALL_FORMATS[name]
+    form = ALL_SCHEMES[name]
     tensor = form.of(x.shape, src)
     whole, counts = encoded(form, x, src)
     for cuts in ((1,), (tensor.units - 1,), tuple(range(1, tensor.units))):
@@ -144,7 +146,7 @@ def test_nan_infinity_zeros_and_overflow(name: str) -> None:
     holed[0, group + 7] = -np.inf
     filled[0, group + 7] = -np.delete(np.abs(x[0, group : 2 * group]), 7).max()
     holed[0, 2 * group : 3 * group] = filled[0, 2 * group : 3 * group] = 0
-    form = ALL_FORMATS[name]
+    form = ALL_SCHEMES[name]
     parts, counts = encoded(form, shaped(name, holed), F32)
     expected, plain = encoded(form, shaped(name, filled), F32)
     assert parts == expected
@@ -164,7 +166,7 @@ def test_nan_infinity_zeros_and_overflow(name: str) -> None:
 def test_kernels_call_no_other_object(name: str) -> None:
     """In each form that this machine may get."""
     target = SCANNED["host"]()
-    recipe: Any = ALL_FORMATS[name].of(shaped(name, np.zeros((64, 64))).shape, F32)
+    recipe: Any = ALL_SCHEMES[name].of(shaped(name, np.zeros((64, 64))).shape, F32)
     for src, native_half in itertools.product(SOURCES, {target.native_half, False}):
         architecture = target.architecture
         text = kernel_ir(
@@ -177,16 +179,16 @@ def test_kernels_call_no_other_object(name: str) -> None:
 @SEVERAL
 def test_kernels_of_the_least_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without AVX, FMA and float16 a kernel gives the same codes."""
-    form = ALL_FORMATS[name]
+    form = ALL_SCHEMES[name]
     for src in SOURCES:
         x = shaped(name, np.random.default_rng(13).standard_normal((9, 160)))
         x = x.astype(np.float32).astype(src.numpy)
         expected, _ = encoded(form, x, src)
         monkeypatch.setattr(llvm, "host_target", lambda: BASELINE)
-        kernels._compile.cache_clear()
+        llvm.compiled.clear()
         parts, _ = encoded(form, x, src, "llvm")
         monkeypatch.undo()
-        kernels._compile.cache_clear()
+        llvm.compiled.clear()
         assert parts == expected, src
 
 
@@ -207,7 +209,7 @@ def by_numpy(x: Array, bits: int, group: int) -> tuple[Array, Array]:
 def test_it_is_five_times_as_fast_as_numpy(name: str, src: DType) -> None:
     """And gives the same words, in the processor time of one thread."""
     x = np.random.default_rng(1).standard_normal((400, 2560)).astype(np.float32).astype(src.numpy)
-    data, form = memoryview(shaped(name, x).tobytes()), ALL_FORMATS[name]
+    data, form = memoryview(shaped(name, x).tobytes()), ALL_SCHEMES[name]
     tensor = form.of(shaped(name, x).shape, src)
     encoder, out = tensor.encoder(src), memoryview(bytearray(tensor.parts[0].nbytes))
     seconds: dict[str, list[float]] = {"mine": [], "numpy": []}
@@ -226,11 +228,11 @@ def test_it_is_five_times_as_fast_as_numpy(name: str, src: DType) -> None:
 
 def test_only_files_have_them() -> None:
     """Loads know no such format; what travels between processes is plain data."""
-    assert not set(GROUPS) & set(FORMATS) and set(GROUPS) < set(ALL_FORMATS)
+    assert not set(GROUPS) & set(SCHEMES) and set(GROUPS) < set(ALL_SCHEMES)
     with pytest.raises(ValueError, match="quant is one of"):
         QuantPolicy.parse("q4f16_1")
     with pytest.raises(KeyError):
-        FORMATS["q4f16_1"]
-    tensor = ALL_FORMATS["q3f16_1"].of((64, 64), F16)
+        SCHEMES["q4f16_1"]
+    tensor = ALL_SCHEMES["q3f16_1"].of((64, 64), F16)
     assert pickle.loads(pickle.dumps(tensor)) == tensor
     assert [part.name("a.q_weight") for part in tensor.parts] == ["a.q_weight", "a.q_scale"]

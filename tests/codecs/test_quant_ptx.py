@@ -15,12 +15,13 @@ from quant_kernels_helpers import BLOCKED, MATRICES, assert_same_counts, encoded
 from quant_ptx_helpers import KERNELS, NAMES, Array, by_oracle, kernel_id, there
 from quant_samples import samples
 
-from streamload.codecs.cast_cuda import BLOCK_THREADS
 from streamload.codecs.encode_cuda import TALLY_NBYTES, blocks, quant_ptx
-from streamload.codecs.kernels import Tally
-from streamload.codecs.nested_ptx import nested_blocks, nested_ptx
-from streamload.codecs.scheme import FORMATS, QuantCounts
+from streamload.codecs.encode_kernels import Tally
+from streamload.codecs.parts import QuantCounts
+from streamload.codecs.ptx import BLOCK_THREADS
+from streamload.codecs.scheme import SCHEMES
 from streamload.codecs.schemes import bitsandbytes_nested as dynamic
+from streamload.codecs.schemes.bitsandbytes_nested_cuda import nested_blocks, nested_ptx
 from streamload.core.dtypes import BF16, F16, F32, DType
 
 BASE = 0x7F_0000_0000
@@ -140,7 +141,7 @@ def test_short_blocks(kind: Any, numel: int) -> None:
 def test_the_host_has_other_codes() -> None:
     """Where bitsandbytes' CPU and CUDA kernels differ, so do ours: blocks of zeros, for one."""
     zeros = np.zeros((1, 64), np.float32)
-    host, _ = encoded(FORMATS["nf4"], zeros, F32)
+    host, _ = encoded(SCHEMES["nf4"], zeros, F32)
     assert (set(host[""]), set(quantised_there("nf4", F32, zeros)[0])) == ({0x77}, {0})
 
 
@@ -206,7 +207,7 @@ def test_nested_statistics(numel: int) -> None:
     values[::7] = 0
     offset = np.float32(values.mean())
     codes, scales = nested_there(values, offset)
-    expected_codes, expected_scales = dynamic.quantised(values - offset, "cuda")
+    expected_codes, expected_scales = dynamic.quantized(values - offset, "cuda")
     assert np.array_equal(codes, expected_codes)
     assert np.array_equal(scales, expected_scales)
 

@@ -19,11 +19,11 @@ from quant_ptx_helpers import KERNELS, NAMES, by_oracle, kernel_id, there
 from quant_samples import Sample, samples
 
 from streamload.codecs.encode_cuda import SYMBOL, TALLY_NBYTES, blocks, quant_ptx
-from streamload.codecs.kernels import Tally
-from streamload.codecs.nested_ptx import SYMBOL as NEST
-from streamload.codecs.nested_ptx import nested_blocks, nested_ptx
-from streamload.codecs.scheme import QuantCounts
+from streamload.codecs.encode_kernels import Tally
+from streamload.codecs.parts import QuantCounts
 from streamload.codecs.schemes import bitsandbytes_nested as dynamic
+from streamload.codecs.schemes.bitsandbytes_nested_cuda import SYMBOL as NEST
+from streamload.codecs.schemes.bitsandbytes_nested_cuda import nested_blocks, nested_ptx
 from streamload.core.dtypes import BF16, DType
 from streamload.devices import cuda
 from streamload.devices.cuda import load_function

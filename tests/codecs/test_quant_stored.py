@@ -17,7 +17,8 @@ import streamload
 from streamload.checkpoint.open import Checkpoint, open_checkpoint
 from streamload.cli import app
 from streamload.codecs import stored
-from streamload.codecs.stored import Group, kept_dtype
+from streamload.codecs.stored import kept_dtype
+from streamload.codecs.weights import QuantizedWeight
 from streamload.core.dtypes import BF16, F16, F32, parse_dtype
 from streamload.errors import CheckpointError
 from streamload.planning.partition import Node
@@ -30,12 +31,12 @@ Tensors = dict[str, _Tensor]
 SIZES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4}
 
 
-def groups(checkpoint: Checkpoint) -> Mapping[str, Group]:
+def groups(checkpoint: Checkpoint) -> Mapping[str, QuantizedWeight]:
     """Return the quantized weights by name."""
     return checkpoint.groups
 
 
-def read_states(checkpoint: Checkpoint) -> Mapping[str, Group]:
+def read_states(checkpoint: Checkpoint) -> Mapping[str, QuantizedWeight]:
     """Return the quantized weights with their shapes."""
     return stored.read_states(checkpoint.layouts, checkpoint.groups)
 
@@ -165,31 +166,31 @@ def write(
 
 #: Tensors, quantization_config, and of the group: kind, shape, block, bits, order.
 KNOWN: dict[str, tuple[Tensors, Any, tuple[Any, ...]]] = {
-    "nf4": (nf4(), None, ("bnb-nf4", (8, 128), (64,), 4, "flat")),
-    "nested": (nested(), None, ("bnb-nf4", (8, 128), (64,), 4, "flat")),
+    "nf4": (nf4(), None, ("bnb-nf4", (8, 128), (64,), 4)),
+    "nested": (nested(), None, ("bnb-nf4", (8, 128), (64,), 4)),
     "nf4-in-bf16": (
         nf4() | {"l.q.weight": filled("BF16", 256, 1)},
         None,
-        ("bnb-nf4", (8, 128), (64,), 4, "flat"),
+        ("bnb-nf4", (8, 128), (64,), 4),
     ),
-    "bnb-int8": (int8(), None, ("bnb-int8", (8, 16), (1, 16), 8, "rows")),
-    "packed": (packed(), None, ("ct-packed", (8, 64), (1, 32), 4, "rows")),
-    "packed-zeros": (packed(True), None, ("ct-packed", (8, 64), (1, 32), 4, "rows")),
-    "int8": (scaled("I8", "weight_scale", 256, 1), None, ("int8", (256, 256), (1, 256), 8, "rows")),
+    "bnb-int8": (int8(), None, ("bnb-int8", (8, 16), (1, 16), 8)),
+    "packed": (packed(), None, ("ct-packed", (8, 64), (1, 32), 4)),
+    "packed-zeros": (packed(True), None, ("ct-packed", (8, 64), (1, 32), 4)),
+    "int8": (scaled("I8", "weight_scale", 256, 1), None, ("int8", (256, 256), (1, 256), 8)),
     "fp8-row": (
         scaled("F8_E4M3", "weight_scale", 256, 1),
         None,
-        ("fp8", (256, 256), (1, 256), 8, "rows"),
+        ("fp8", (256, 256), (1, 256), 8),
     ),
     "fp8-tensor": (
         scaled("F8_E4M3", "weight_scale_inv"),
         FP8,
-        ("fp8", (256, 256), (256, 256), 8, "rows"),
+        ("fp8", (256, 256), (256, 256), 8),
     ),
     "fp8-block": (
         scaled("F8_E4M3", "weight_scale_inv", 2, 2),
         FP8,
-        ("fp8", (256, 256), (128, 128), 8, "rows"),
+        ("fp8", (256, 256), (128, 128), 8),
     ),
     "fp8-cut-block": (
         {
@@ -197,7 +198,7 @@ KNOWN: dict[str, tuple[Tensors, Any, tuple[Any, ...]]] = {
             "l.q.weight_scale_inv": filled("F32", 2, 2),
         },
         FP8,
-        ("fp8", (200, 256), (128, 128), 8, "rows"),
+        ("fp8", (200, 256), (128, 128), 8),
     ),
     "ct-fp8-block": (
         {"l.q.weight": filled("F8_E4M3", 70, 96), "l.q.weight_scale": filled("F32", 3, 3)},
@@ -205,7 +206,7 @@ KNOWN: dict[str, tuple[Tensors, Any, tuple[Any, ...]]] = {
             "quant_method": "compressed-tensors",
             "config_groups": {"g": {"weights": {"type": "float", "block_structure": [32, 32]}}},
         },
-        ("fp8", (70, 96), (32, 32), 8, "rows"),
+        ("fp8", (70, 96), (32, 32), 8),
     ),
     "fp8-experts": (
         {
@@ -213,35 +214,35 @@ KNOWN: dict[str, tuple[Tensors, Any, tuple[Any, ...]]] = {
             "l.experts.up_proj_scale_inv": filled("F32", 3, 2, 4),
         },
         None,
-        ("fp8", (3, 32, 64), (16, 16), 8, "rows"),
+        ("fp8", (3, 32, 64), (16, 16), 8),
     ),
-    "awq": (awq(), {"quant_method": "awq"}, ("awq", (32, 64), (1, 16), 4, "columns")),
-    "gptq": (gptq(), None, ("gptq", (32, 64), (1, 16), 4, "columns")),
-    "gptq-8": (gptq(8), None, ("gptq", (32, 64), (1, 16), 8, "columns")),
-    "gptq-3": (gptq(3), None, ("gptq", (32, 64), (1, 16), 3, "columns")),
-    "mxfp4": (mxfp4(), None, ("mxfp4", (2, 8, 64), (1, 32), 4, "rows")),
+    "awq": (awq(), {"quant_method": "awq"}, ("awq", (32, 64), (1, 16), 4)),
+    "gptq": (gptq(), None, ("gptq", (32, 64), (1, 16), 4)),
+    "gptq-8": (gptq(8), None, ("gptq", (32, 64), (1, 16), 8)),
+    "gptq-3": (gptq(3), None, ("gptq", (32, 64), (1, 16), 3)),
+    "mxfp4": (mxfp4(), None, ("mxfp4", (2, 8, 64), (1, 32), 4)),
     "torchao-int4": (
         {"l.q._weight_qdata": filled("U8", 8, 16), "l.q._weight_scale": filled("F32", 1, 8)},
         AO4,
-        ("torchao-Int4Tensor", (8, 32), (1, 32), 4, "rows"),
+        ("torchao-Int4Tensor", (8, 32), (1, 32), 4),
     ),
     "torchao-tiles": (
         {"l.q._weight_qdata": filled("I32", 1, 2, 32, 4), "l.q._weight_scale": filled("F32", 8)},
         TILES,
-        ("torchao-Int4TilePackedTo4dTensor", None, (1, 32), 4, "rows"),
+        ("torchao-Int4TilePackedTo4dTensor", None, (1, 32), 4),
     ),
-    "torchao": (torchao(), AO, ("torchao-Int8Tensor", (8, 16), (1, 16), 8, "rows")),
+    "torchao": (torchao(), AO, ("torchao-Int8Tensor", (8, 16), (1, 16), 8)),
 }
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_weight_is_recognised(tmp_path: Path, name: str) -> None:
-    """Kind, shape, block, bits and order; every tensor of it is a member, and others are not."""
+    """Kind, shape, block and bits; every tensor of it is a member, and others are not."""
     tensors, config, expected = KNOWN[name]
     plain = {"l.norm.weight": filled("BF16", 4), "l.q.bias": filled("BF16", 8)}
     checkpoint = write(tmp_path, plain | tensors, config)
     (group,) = read_states(checkpoint).values()
-    assert (group.kind, group.shape, group.block, group.bits, group.order) == expected
+    assert (group.kind, group.shape, group.block, group.bits) == expected
     assert {info.name for info in group.members.values()} == set(tensors)
     assert set(checkpoint.members) == set(tensors)
     assert group.nbytes == sum(len(data) for _, _, data in tensors.values())
@@ -522,7 +523,7 @@ def mixed(tmp_path: Path) -> Path:
     return folder
 
 
-def of(checkpoint: Checkpoint) -> Iterator[Group]:
+def of(checkpoint: Checkpoint) -> Iterator[QuantizedWeight]:
     """The quantised weights of a checkpoint."""
     found = groups(checkpoint)
     assert len(found) == 12

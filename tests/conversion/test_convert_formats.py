@@ -33,7 +33,7 @@ from remote_server import serve
 from safetensors_files import write_safetensors
 
 from streamload.bench.processes import call, measure
-from streamload.codecs.scheme import FORMATS
+from streamload.codecs.scheme import SCHEMES
 from streamload.conversion import convert as conversion
 from streamload.conversion.memory import Way
 from streamload.core.dtypes import BF16, BY_CODE, F16, F32, DType
@@ -347,7 +347,7 @@ def test_what_is_put_together_is_quantised(tmp_path: Path) -> None:
     expected = {"qkv": ("q8_0", F32, joined), "plain": ("q8_0", BF16, q)}
     expected |= {"turned": ("q4_0", BF16, q.T), "int8": ("int8", BF16, q.T)}
     for name, (format, src, array) in expected.items():
-        made = FORMATS[format].of(array.shape, src)
+        made = SCHEMES[format].of(array.shape, src)
         encoder = made.encoder(src, "numpy")
         codes = memoryview(bytearray(made.parts[0].nbytes))
         encoder.encode(memoryview(np.ascontiguousarray(array).tobytes()), codes, 0)

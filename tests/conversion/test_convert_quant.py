@@ -22,7 +22,8 @@ import streamload
 import streamload.transformers
 from streamload import Node, open_checkpoint
 from streamload.cli import main
-from streamload.codecs.scheme import FORMATS, QuantCounts
+from streamload.codecs.parts import QuantCounts
+from streamload.codecs.scheme import SCHEMES
 from streamload.conversion import convert as conversion
 from streamload.conversion.memory import Way
 from streamload.core.dtypes import BF16
@@ -62,7 +63,7 @@ def test_it_writes_what_loads_give(tmp_path: Path, name: str) -> None:
     assert json.loads(report.to_json())["errors"].keys() == report.errors.keys()
     written = streamload.open_checkpoint(tmp_path / "out")
     for tensor in report.errors:
-        made = FORMATS[name].of(model()[tensor].shape, BF16)
+        made = SCHEMES[name].of(model()[tensor].shape, BF16)
         assert len({written.tensors[part.name(tensor)].shard for part in made.parts}) == 1
     assert len(written.shards) > 2
     assert streamload.verify_checkpoint(tmp_path / "out", progress=False).ok

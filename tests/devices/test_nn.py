@@ -17,7 +17,7 @@ from tinygrad.helpers import GlobalCounters
 from tinygrad.nn.state import get_state_dict, load_state_dict
 
 import streamload
-from streamload.codecs.scheme import FORMATS
+from streamload.codecs.scheme import SCHEMES
 from streamload.core.dtypes import F32
 from streamload.errors import PlanInfeasibleError
 from streamload.nn import QuantLinear, replace_linears
@@ -32,7 +32,7 @@ Arrays = dict[str, Array]
 def quantised(format: str, rows: int, width: int, seed: int = 0) -> tuple[Arrays, Array]:
     """The parts of a random weight, by suffix, and what they decode to."""
     weight = np.random.default_rng(seed).standard_normal((rows, width)).astype(np.float32)
-    form = FORMATS[format].of(weight.shape, F32)
+    form = SCHEMES[format].of(weight.shape, F32)
     codes = bytearray(form.parts[0].nbytes)
     encoder = form.encoder(F32, "numpy")
     encoder.encode(memoryview(weight.tobytes()), memoryview(codes), 0)

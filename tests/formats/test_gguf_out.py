@@ -25,7 +25,7 @@ from gguf_models import (
 from safetensors_files import write_safetensors
 
 from streamload.cli import main
-from streamload.codecs.scheme import FORMATS
+from streamload.codecs.scheme import SCHEMES
 from streamload.core.dtypes import BF16
 from streamload.errors import CheckpointError, StreamloadError, UnsupportedCastError
 from streamload.formats.gguf.vocabulary import from_gguf
@@ -263,7 +263,7 @@ def test_quantising_is_five_times_as_fast_as_gguf_pys(quant: str) -> None:
     """The kernel of the pass against gguf-py's numpy, each on one thread, from bfloat16."""
     shape = (1024, 2048)
     values = np.random.default_rng(0).normal(size=shape).astype(BF16.numpy)
-    weight = FORMATS[quant].of(shape, BF16)
+    weight = SCHEMES[quant].of(shape, BF16)
     data = memoryview(values.view(np.uint8).reshape(-1))
     out = memoryview(bytearray(weight.parts[0].nbytes))
     kind = gguf.GGMLQuantizationType[quant.upper()]

@@ -21,7 +21,7 @@ from thread_group import World, run
 import streamload
 from streamload import RowRange, Source
 from streamload.cli import main
-from streamload.codecs.scheme import FORMATS
+from streamload.codecs.scheme import SCHEMES
 from streamload.core.dtypes import BY_CODE
 from streamload.core.tensors import RowTranspose
 from streamload.errors import (
@@ -42,7 +42,7 @@ STACKED = tuple(name for name in NAMES if name != "bitsandbytes-int8")  # that i
 def parts_of(name: str, array: Array, format_name: str) -> dict[str, bytes]:
     """What a whole weight becomes, by the format's numpy."""
     src = BY_CODE[CODES[array.dtype.name]]
-    made = FORMATS[format_name].of(array.shape, src)
+    made = SCHEMES[format_name].of(array.shape, src)
     encoder = made.encoder(src, "numpy")
     codes = bytearray(made.parts[0].nbytes)
     encoder.encode(memoryview(array.tobytes()), memoryview(codes), 0)

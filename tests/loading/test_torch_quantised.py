@@ -13,7 +13,7 @@ import pytest
 
 import streamload
 from streamload import LoadReport
-from streamload.codecs.scheme import FORMATS
+from streamload.codecs.scheme import SCHEMES
 from streamload.core.dtypes import F32
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 
@@ -110,7 +110,7 @@ def test_linears_hold_the_parts_and_compute_with_them(
     assert report.resident_nbytes < 0.6 * load(empty(), path, device="cpu").resident_nbytes
     assert error(model(IDS), expected(IDS)) < ERRORS.get(name, 0.15)
     module = model.layers[0].up
-    made = FORMATS[name].of((WIDE, NARROW), F32)
+    made = SCHEMES[name].of((WIDE, NARROW), F32)
     values = {p.suffix: module._buffers[p.name("weight")].numpy() for p in made.parts}
     np.testing.assert_allclose(module.weight, made.decode(values), rtol=1e-6, atol=1e-8)
     x = torch.randn(3, NARROW)

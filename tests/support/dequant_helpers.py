@@ -8,7 +8,7 @@ from typing import Any
 import streamload
 from streamload.checkpoint.open import Checkpoint, open_checkpoint
 from streamload.codecs.decode import decoder_of
-from streamload.codecs.group import Packed, read_whole
+from streamload.codecs.weights import Packed, read_whole
 from streamload.core.dtypes import DType
 from streamload.planning.dequantise import asked, dequantised
 from streamload.planning.requests import DTypePolicy

@@ -13,7 +13,7 @@ from dequant_samples import Sample, entry, write
 
 from streamload.codecs.decode import Weight
 from streamload.codecs.decode_cuda import weight_parts
-from streamload.codecs.group import Packed, read_whole
+from streamload.codecs.weights import Packed, read_whole
 from streamload.core.dtypes import DType
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cast_reference_helpers import Bits
 
-from streamload.codecs.cast_cuda import BLOCK_THREADS
+from streamload.codecs.ptx import BLOCK_THREADS
 from streamload.devices import cuda
 from streamload.errors import DeviceError
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamload.codecs.scheme import Engine, QuantCounts
+from streamload.codecs.llvm import Engine
+from streamload.codecs.parts import QuantCounts
 from streamload.core.dtypes import DType
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -10,7 +10,7 @@ import numpy as np
 from safetensors_files import write_safetensors
 
 import streamload
-from streamload.codecs.scheme import FORMATS
+from streamload.codecs.scheme import SCHEMES
 from streamload.verification.verify import verify
 
 Array = np.ndarray[Any, Any]
@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-NAMES = tuple(FORMATS)
+NAMES = tuple(SCHEMES)
 
 
 def write(path: Path, arrays: Mapping[str, Array], shards: int = 1) -> Path:

@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from streamload.codecs.scheme import FORMATS, SOURCES, QuantCounts
+from streamload.codecs.parts import SOURCES, QuantCounts
+from streamload.codecs.scheme import SCHEMES
 from streamload.codecs.schemes.bitsandbytes import FourBit
 from streamload.core.dtypes import DType
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-NAMES = tuple(name for name in FORMATS if not name.endswith("-nested"))
+NAMES = tuple(name for name in SCHEMES if not name.endswith("-nested"))
 
 
 KERNELS = [(name, src) for name in NAMES for src in SOURCES]
@@ -22,7 +23,7 @@ KERNELS = [(name, src) for name in NAMES for src in SOURCES]
 
 def there(name: str) -> Any:
     """A format as CUDA computes it."""
-    form: Any = FORMATS[name]
+    form: Any = SCHEMES[name]
     return replace(form, arithmetic="cuda") if isinstance(form, FourBit) else form
 
 

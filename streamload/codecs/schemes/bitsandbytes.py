@@ -3,7 +3,7 @@
 Layout: codes two a byte, the first in the high bits, as a column; a float32 absmax a block; the
 map of the 16 values; JSON with the rest (`QuantState.as_dict(packed=True)`). Nested ("-nested"
 after the name; transformers' ``bnb_4bit_use_double_quant``), the absmax less their mean are bytes
-of the 8-bit dynamic type (`quant.dynamic`), and the mean is in the JSON. The JSON is padded with
+of the 8-bit dynamic type (`bitsandbytes_nested`), and the mean is in the JSON. That is padded with
 spaces then: its length is planned before the mean is known.
 
 Arithmetic, bit for bit that of bitsandbytes 0.50.2 on a CPU (`quantize_4bit` of its default
@@ -20,32 +20,36 @@ of six digits and its ties go to zero on both sides, and in a block of zeros eve
 arithmetic "cuda" does that; on the host its reciprocal is the nearest, on CUDA the device's own,
 which is at most a step in the last place from it (PTX ISA, "rcp.approx.ftz.f32": 1 ulp).
 
-Error: half the widest gap between values, times absmax; nested, also that of absmax itself.
+Decoding follows ``QuantState``, `dequantize_4bit` and `dequantize_blockwise` in
+bitsandbytes/functional.py: nested statistics are the code's value times the statistic of their
+block, then the offset added, each rounded to float32. bitsandbytes rounds the product to float32
+and then to the target; here it is rounded once. The two may differ by one unit in the last place if
+the float32 product is a midpoint of the target.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 
-from streamload.codecs.cast import Vector
+from streamload.codecs.decode import ScaledLayout, Weight, check_finite, floats
+from streamload.codecs.decode_kernels import Values
 from streamload.codecs.encode import Encoded, Units
-from streamload.codecs.kernels import Packing, Scalars, magnitude_bits
-from streamload.codecs.scheme import (
-    Arithmetic,
-    Array,
-    Part,
-    check_source,
-    flushed,
-    register,
-    stepped,
-)
+from streamload.codecs.encode_kernels import Recipe, Scalars
+from streamload.codecs.ir import Vector, magnitude_bits, splat
+from streamload.codecs.parts import Arithmetic, Array, Part, check_source, flushed, stepped
+from streamload.codecs.scheme import Read, Scheme, register
 from streamload.codecs.schemes import bitsandbytes_nested as dynamic
-from streamload.core.dtypes import BY_CODE, F32, DType
+from streamload.codecs.weights import Layouts, QuantizedWeight
+from streamload.core.bounded_json import parse_json
+from streamload.core.dtypes import BY_CODE, BY_NAME, F32, DType
+from streamload.core.tensors import TensorInfo
 
 Kind = Literal["nf4", "fp4"]
 
@@ -107,15 +111,12 @@ def _ranks(kind: Kind, arithmetic: Arithmetic) -> _Ranks:
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class _Recipe(Recipe):
     kind: Kind
     numel: int
     arithmetic: Arithmetic
     approximates: bool = False  # CUDA's own reciprocal
-    packing: Packing = "pairs"
-    header_nbytes = 0
-    signed = False
-    goes_through_half = False
+    packing = "pairs"
 
     def scalars(self, one: Vector, largest: str) -> Scalars:
         if self.arithmetic == "cpu":
@@ -180,20 +181,16 @@ def _chosen(
 def flushed_ir(v: Vector, x: str) -> str:
     """Subnormal float32 values become zeros of their sign."""
     is_normal = v.op("icmp uge", "i32", magnitude_bits(v, x), 1 << 23)
-    bits = v.convert("bitcast", "float", x, "i32")
+    bits = v.as_bits(x)
     sign = v.op("and", "i32", bits, -(1 << 31))
-    return v.convert("bitcast", "i32", v.select(is_normal, "i32", bits, sign), "float")
+    return v.as_float(v.select(is_normal, "i32", bits, sign))
 
 
 @dataclass(frozen=True)
-class FourBitBlocks(Units):
-    """A tensor as nf4 or fp4.
+class _Blocks(Units):
+    """A tensor as nf4 or fp4; see `FourBit`.
 
     Args:
-        kind: the 16 values.
-        block: elements of a block.
-        nested: whether absmax are quantised as well.
-        arithmetic: the device to compute like.
         steps: of CUDA's arithmetic, how far its reciprocal is from the nearest, in the last place.
     """
 
@@ -207,17 +204,14 @@ class FourBitBlocks(Units):
 
     @property
     def unit_numel(self) -> int:
-        """Elements of a block."""
         return self.block
 
     @property
     def unit_nbytes(self) -> int:
-        """Bytes of a block's codes."""
         return self.block // 2
 
     @property
-    def on_cuda(self) -> tuple[FourBitBlocks, ...]:
-        """See `Quantised.on_cuda`."""
+    def on_cuda(self) -> tuple[_Blocks, ...]:
         return tuple(replace(self, arithmetic="cuda", steps=steps) for steps in (0, -1, 1))
 
     @property
@@ -226,7 +220,6 @@ class FourBitBlocks(Units):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Those of a state dict that transformers saved."""
         u8 = BY_CODE["U8"]
         maps = Part(".quant_map", F32, (16,))
         state = Part(self._state, u8, (self._state_nbytes,))
@@ -244,17 +237,14 @@ class FourBitBlocks(Units):
 
     @property
     def device_parts(self) -> tuple[str, ...]:
-        """See `Units.device_parts`; nested, absmax are quantised when all are there."""
         return (".absmax", ".nested_absmax") if self.nested else (".absmax",)
 
     @property
     def recipe(self) -> _Recipe:
-        """See `quant.kernels.Recipe`."""
         return _Recipe(self.kind, self.block, self.arithmetic)
 
     @property
     def device_recipe(self) -> _Recipe:
-        """See `Units.device_recipe`: CUDA's arithmetic, with its reciprocal."""
         return _Recipe(self.kind, self.block, "cuda", approximates=True)
 
     @property
@@ -277,7 +267,6 @@ class FourBitBlocks(Units):
         return json.dumps(state).encode()
 
     def encoded(self, x: Array) -> Encoded:
-        """See `Units.encoded`."""
         ranks = _ranks(self.kind, self.arithmetic)
         scaled, absmax = (self._scaled_cpu if self.arithmetic == "cpu" else self._scaled_cuda)(x)
         rank = np.searchsorted(np.array(ranks.bounds, np.float32), scaled, side="left")
@@ -310,7 +299,6 @@ class FourBitBlocks(Units):
         return scaled, absmax
 
     def constants(self, offset: float = 0.0) -> dict[str, Array]:
-        """See `Units.constants`."""
         state = self._state_json(offset).ljust(self._state_nbytes)
         found: dict[str, Array] = {
             ".quant_map": np.array(VALUES[self.kind], np.float32),
@@ -319,57 +307,36 @@ class FourBitBlocks(Units):
         return {**found, ".nested_quant_map": dynamic.dynamic_map()} if self.nested else found
 
     def finished(self, statistics: Array) -> dict[str, Array]:
-        """See `Units.finished`."""
         if not self.nested:
             return super().finished(statistics)
         offset = np.float32(statistics.mean(dtype=np.float64))
-        codes, scales = dynamic.quantised(statistics - offset, self.arithmetic)
+        codes, scales = dynamic.quantized(statistics - offset, self.arithmetic)
         nested = {".absmax": codes, ".nested_absmax": scales}
         return {**nested, **self.constants(float(offset))}
 
-    def _absmax(self, parts: Mapping[str, Any]) -> tuple[Array, Array]:
-        """Each block's absmax, and how far it is from the true one at most."""
+    def _absmax(self, parts: Mapping[str, Any]) -> Array:
         found = self.part(parts, ".absmax")
         if not self.nested:
-            return found, np.zeros(found.shape)
+            return found
         scales = self.part(parts, ".nested_absmax")
         offset = np.float32(json.loads(bytes(self.part(parts, self._state)))["nested_offset"])
-        absmax = dynamic.decoded(found, scales) + offset
-        errors = np.repeat(scales.astype(np.float64), dynamic.BLOCK)[: found.size]
-        rounded = 2.0**-23 * (np.abs(absmax.astype(np.float64)) + abs(float(offset)) + errors)
-        return absmax, errors * dynamic.LARGEST_ERROR + rounded
+        return dynamic.decoded(found, scales) + offset
 
     def decode(self, parts: Mapping[str, Any]) -> Array:
-        """See `Quantised.decode`."""
         packed = self.part(parts, "").reshape(-1)
         codes = np.stack([packed >> 4, packed & 15], axis=1).reshape(-1)[: self.numel]
-        absmax, _ = self._absmax(parts)
         values = np.array(VALUES[self.kind], np.float32)[codes]
-        decoded: Array = values * np.repeat(absmax, self.block)[: self.numel]
+        decoded: Array = values * np.repeat(self._absmax(parts), self.block)[: self.numel]
         return decoded.reshape(self.shape)
-
-    def bound(self, parts: Mapping[str, Any]) -> Array:
-        """Half the widest gap, times the largest that absmax can be; and absmax's own error.
-
-        Two more terms cover magnitudes that CPUs and CUDA take for zero, and blocks beyond 2^126,
-        where CUDA's reciprocal is zero.
-        """
-        absmax, error = self._absmax(parts)
-        largest = np.abs(absmax.astype(np.float64)) + error
-        half_gap = float(np.diff(np.sort(np.array(VALUES[self.kind]))).max()) / 2
-        bound = largest * (half_gap + 2.0**-20) + error + 2 * _NORMAL
-        if self.arithmetic == "cuda":
-            bound = np.where(largest > 2.0**125, largest, bound)
-        return np.repeat(bound, self.block)[: self.numel].reshape(self.shape)
 
 
 @dataclass(frozen=True)
-class FourBit:
-    """A format of this file.
+class FourBit(Scheme):
+    """nf4 or fp4.
 
     Attributes:
         kind: the 16 values.
-        nested: whether absmax are quantised as well.
+        nested: whether absmax are quantized as well.
         block: elements of a block, one of `BLOCKS`.
         arithmetic: the device to compute like.
     """
@@ -378,24 +345,22 @@ class FourBit:
     nested: bool = False
     block: int = 64
     arithmetic: Arithmetic = "cpu"
-    turns_conv1d = True
+    transposes_conv1d = True
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # type: ignore[override]
         """As users write it."""
         return f"{self.kind}-nested" if self.nested else self.kind
 
-    def of(self, shape: tuple[int, ...], src: DType) -> FourBitBlocks:
-        """See `Format.of`."""
+    def of(self, shape: tuple[int, ...], src: DType) -> _Blocks:
+        """See `Scheme.of`."""
         check_source(self.name, shape, src)
         if self.block not in BLOCKS:
             raise ValueError(f"{self.name}: a block is of {BLOCKS} elements, not {self.block}")
-        return FourBitBlocks(
-            self.name, shape, src, self.kind, self.block, self.nested, self.arithmetic
-        )
+        return _Blocks(self.name, shape, src, self.kind, self.block, self.nested, self.arithmetic)
 
     def config(self, left: Sequence[str], dtype: str) -> dict[str, Any]:
-        """See `Format.config`: `BitsAndBytesConfig.to_dict` in transformers 5.23."""
+        """See `Scheme.config`: `BitsAndBytesConfig.to_dict` in transformers 5.23."""
         return {
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,
@@ -408,4 +373,207 @@ class FourBit:
         }
 
 
-register(*(FourBit(kind, nested) for kind in ("nf4", "fp4") for nested in (False, True)))
+# --- decoding ---
+
+
+@dataclass(frozen=True)
+class _Values(Values):
+    name = "nf4 or fp4"
+    significant_bits = 24
+    bits, high_first = 4, True
+
+    def instructions(self, v: Vector, codes: str) -> str:
+        if v.width == 1:
+            index = v.convert("zext", "i8", codes, "i64")
+            place = v.emit(f"getelementptr float, ptr %table, i64 {index}")
+            return v.emit(f"load float, ptr {place}")
+        values = []
+        for code in range(16):
+            place = v.emit(f"getelementptr float, ptr %table, i64 {code}")
+            values.append(splat(v, "float", v.emit(f"load float, ptr {place}")))
+        wide = v.convert("zext", "i8", codes, "i32")
+        for bit in range(4):
+            is_set = v.op("icmp ne", "i32", v.op("and", "i32", wide, 1 << bit), 0)
+            pairs = zip(values[1::2], values[::2], strict=True)
+            values = [v.select(is_set, "float", *pair) for pair in pairs]
+        return values[0]
+
+    def decoded(self, codes: Array, table: Array) -> Array:
+        found: Array = table[codes]
+        return found
+
+
+class _Layout(ScaledLayout):
+    of_linears = True
+
+    def values(self, weight: QuantizedWeight) -> _Values:
+        return _Values()
+
+    def weight(self, weight: QuantizedWeight, read: Read) -> Weight:
+        absmax, values = weight.members["absmax"], weight.members["quant_map"]
+        assert weight.shape is not None, weight.name
+        if "nested_absmax" not in weight.members:
+            scales = floats(absmax, read(absmax))
+        else:
+            scales = _denested(weight, np.frombuffer(read(absmax), np.uint8), read)
+        numel = max(math.prod(weight.shape), 1)
+        table = floats(values, read(values))
+        return Weight(_Values(), 1, numel, 1, weight.block[0], scales, table=table)
+
+
+def _denested(weight: QuantizedWeight, codes: Array, read: Read) -> Array:
+    """The float32 statistics of nested ones."""
+    outer, values = weight.members["nested_absmax"], weight.members["nested_quant_map"]
+    each = np.repeat(floats(outer, read(outer)), weight.facts["nested_blocksize"])[: codes.size]
+    scales: Array = floats(values, read(values))[codes]
+    scales *= each
+    scales += np.float32(weight.facts["nested_offset"])
+    check_finite(outer, np.isfinite(scales))
+    return scales
+
+
+# --- recognizing ---
+
+_STATE = "quant_state.bitsandbytes__"
+_TYPES = ("nf4", "fp4")
+_CODES = 16  # of a value of 4 bits
+_NESTED_CODES = 256
+_FLOATS = ("float16", "bfloat16", "float32")
+_MOST_STATE_NBYTES = 2**16
+_MOST_BLOCK = 4096  # elements, of the blocks that bitsandbytes has
+
+_LEAVES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+
+
+def _marks(leaf: str) -> bool:
+    """Whether the last component of a name is that of a part, or of a state of any type."""
+    return leaf in _LEAVES or leaf.startswith("bitsandbytes__")
+
+
+def _find(layouts: Layouts, info: TensorInfo) -> QuantizedWeight | None:
+    """A weight of 4 bits; its shape is in the values of its state."""
+    leaf = info.name.rpartition(".")[2]
+    is_state = leaf.startswith("bitsandbytes__")
+    weight = (
+        info.name.partition(f".{_STATE}")[0] if is_state else info.name.removesuffix(f".{leaf}")
+    )
+    values = layouts.find(weight)
+    if values is None and not any(layouts.find(f"{weight}.{_STATE}{kind}") for kind in _TYPES):
+        return None  # a buffer of something else
+    values = layouts.need(weight, f"{weight}.absmax", "weight")
+    states = [kind for kind in _TYPES if layouts.find(f"{weight}.{_STATE}{kind}")]
+    if len(states) != 1:
+        expected = f"one of {', '.join(f'{weight}.{_STATE}{kind}' for kind in _TYPES)}"
+        names = layouts.tensors
+        other = next((name for name in names if name.startswith(f"{weight}.quant_state.")), "none")
+        found = " and ".join(states) or other
+        layouts.refuse(weight, "its quantisation state is missing or unclear", expected, found)
+    members = {"weight": values}
+    for role in ("absmax", "quant_map"):
+        members[role] = layouts.need(f"{weight}.{role}", weight, role)
+    nested = members["absmax"].dtype.code == "U8"
+    for role in ("nested_absmax", "nested_quant_map"):
+        if nested or layouts.find(f"{weight}.{role}") is not None:
+            members[role] = layouts.need(f"{weight}.{role}", weight, role)
+            layouts.check(members["absmax"], ("U8",))
+            shapes = [(_NESTED_CODES,)] if role == "nested_quant_map" else []
+            layouts.check(members[role], ("F32",), *shapes)
+    layouts.check(members["absmax"], ("F32", "U8"), (members["absmax"].numel,))
+    layouts.check(members["quant_map"], ("F32",), (_CODES,))
+    state = layouts.need(f"{weight}.{_STATE}{states[0]}", weight, "quantisation state")
+    layouts.check(state, ("U8",), (state.numel,))
+    if state.numel > _MOST_STATE_NBYTES:
+        layouts.refuse(
+            state.name,
+            "the quantisation state is too long",
+            f"at most {_MOST_STATE_NBYTES} bytes",
+            state.numel,
+        )
+    members["quant_state"] = state
+    blocks = members["absmax"].numel
+    if not 0 <= blocks <= 2 * values.nbytes or (values.nbytes and not blocks):
+        layouts.refuse(
+            members["absmax"].name,
+            "its length does not fit the bytes of the weight",
+            f"at most one for each of {2 * values.nbytes} values",
+            blocks,
+        )
+    return QuantizedWeight(f"bnb-{states[0]}", weight, members, None, (), 4)
+
+
+def _with_state(layouts: Layouts, weight: QuantizedWeight, data: bytes) -> QuantizedWeight:
+    """The weight, with the facts of its state; they are checked against the headers."""
+    info = weight.members["quant_state"]
+
+    def refuse(problem: str, expected: object, found: object) -> NoReturn:
+        layouts.refuse(info.name, f"the quantisation state {problem}", expected, found)
+
+    try:
+        state = parse_json(data)
+    except (ValueError, RecursionError) as error:
+        refuse("is not valid JSON", "an object", str(error))
+    if type(state) is not dict:
+        refuse("is not valid", "an object of JSON", type(state).__name__)
+    kind = weight.kind.removeprefix("bnb-")
+    if state.get("quant_type") != kind:
+        refuse("names another type than the tensor", kind, state.get("quant_type"))
+    if state.get("dtype") not in _FLOATS:
+        refuse("names no dtype of weights", " or ".join(_FLOATS), state.get("dtype"))
+    size = _block_size(state.get("blocksize"))
+    if size is None:
+        expected = f"a power of two up to {_MOST_BLOCK}"
+        refuse("has no valid blocksize", expected, state.get("blocksize"))
+    shape = state.get("shape")
+    if type(shape) is not list or not all(type(n) is int and n >= 0 for n in shape):
+        refuse("has no valid shape", "a list of lengths", shape)
+    numel, nbytes = math.prod(shape), weight.values.nbytes
+    itemsize = weight.values.dtype.itemsize
+    if -(-numel // 2 // itemsize) * itemsize != nbytes and -(-numel // 2) != nbytes:
+        refuse(
+            "does not fit the bytes of the weight", f"a shape of {2 * nbytes} values", list(shape)
+        )
+    _check_count(layouts, weight.members["absmax"], -(-numel // size), numel, size)
+    facts = {"blocksize": size, "quant_type": kind}
+    if "nested_absmax" in weight.members:
+        nested = _block_size(state.get("nested_blocksize"))
+        offset = state.get("nested_offset")
+        is_float32 = isinstance(offset, int | float) and abs(offset) < 2**128
+        if nested is None or not is_float32:
+            expected = "nested_blocksize and nested_offset"
+            refuse("says nothing valid of the nested statistics", expected, sorted(state))
+        blocks = weight.members["absmax"].numel
+        _check_count(layouts, weight.members["nested_absmax"], -(-blocks // nested), blocks, nested)
+        facts |= {"nested_blocksize": nested, "nested_offset": offset}
+    return replace(
+        weight,
+        shape=tuple(shape),
+        block=(size,),
+        dtype=BY_NAME[state["dtype"]],
+        facts=MappingProxyType(facts),
+    )
+
+
+def _block_size(value: object) -> int | None:
+    """A number of elements of a block, or None: a power of two that bitsandbytes has."""
+    if type(value) is not int or not 0 < value <= _MOST_BLOCK or value & (value - 1):
+        return None
+    return value
+
+
+def _check_count(layouts: Layouts, info: TensorInfo, expected: int, numel: int, size: int) -> None:
+    if info.shape != (expected,):
+        layouts.refuse(
+            info.name,
+            f"its length is not that of {numel} values in blocks of {size}",
+            [expected],
+            list(info.shape),
+        )
+
+
+register(
+    *(FourBit(kind, nested) for kind in ("nf4", "fp4") for nested in (False, True)),
+    layouts={kind: _Layout(kind) for kind in ("bnb-nf4", "bnb-fp4")},
+    find=_find,
+    marks=_marks,
+    complete={"quant_state": _with_state},
+)

@@ -1,4 +1,4 @@
-"""bitsandbytes' 8-bit dynamic type, which holds the nested statistics of 4-bit blocks.
+"""bitsandbytes' 8-bit dynamic type, in which the statistics of 4-bit blocks are nested.
 
 Source: bitsandbytes 0.50.2, `create_dynamic_map`, `quantize_cpu_impl` (csrc/cpu_ops.cpp) and
 `dQuantize` (csrc/kernels.cu). Blocks of 256 values share a scale, their largest magnitude. The CPU
@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from streamload.codecs.scheme import Arithmetic, Array, flushed
+from streamload.codecs.parts import Arithmetic, Array, flushed
 
 BLOCK = 256
 #: Bytes of `dynamic_map`.
@@ -47,7 +47,7 @@ def _codes() -> Array:
     return found
 
 
-def quantised(x: Array, arithmetic: Arithmetic) -> tuple[Array, Array]:
+def quantized(x: Array, arithmetic: Arithmetic) -> tuple[Array, Array]:
     """Float32 values to codes, and the largest magnitude of each block.
 
     Args:
@@ -56,12 +56,12 @@ def quantised(x: Array, arithmetic: Arithmetic) -> tuple[Array, Array]:
             last place of the number used here.
     """
     starts = range(0, x.size, _AT_ONCE)
-    some = [_quantised(x[start : start + _AT_ONCE], arithmetic) for start in starts]
+    some = [_quantized(x[start : start + _AT_ONCE], arithmetic) for start in starts]
     codes, scales = zip(*some, strict=True)
     return np.concatenate(codes), np.concatenate(scales)
 
 
-def _quantised(x: Array, arithmetic: Arithmetic) -> tuple[Array, Array]:
+def _quantized(x: Array, arithmetic: Arithmetic) -> tuple[Array, Array]:
     count = -(-x.size // BLOCK)
     padded = np.zeros(count * BLOCK, np.float32)
     padded[: x.size] = x
@@ -108,7 +108,3 @@ def decoded(codes: Array, scales: Array) -> Array:
     each = np.repeat(scales, BLOCK)[: codes.size]
     values: Array = dynamic_map()[codes] * each
     return values
-
-
-#: The largest distance of a value from its nearest in the map, and from its step.
-LARGEST_ERROR = float(np.diff(dynamic_map().astype(np.float64)).max()) / 2 + 2.0 / _STEPS

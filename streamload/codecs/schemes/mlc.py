@@ -1,4 +1,4 @@
-"""MLC-LLM's group quantisation: groups of 32 or 40 elements of a row, in words of 32 bits.
+"""MLC-LLM's group quantization: groups of 32 or 40 elements of a row, in words of 32 bits.
 
 A group has a float16 scale, and codes of b bits, 4 or 3. With M = 2^(b - 1) - 1 the scale is the
 largest magnitude divided by M; a code is an element divided by the scale, plus M, to nearest, ties
@@ -14,8 +14,6 @@ tensor (groups of a row, rows, 32), which is a permutation of the weight that ha
 Source: github.com/mlc-ai/mlc-llm, group_quantization.py (``_quantize``, ``_dequantize``), utils.py
 (``pack_weight``) and quantization.py (the names) of python/mlc_llm/quantization. MLC divides and
 adds in float16, here it is float32: where that rounds differently, the code here is the nearer one.
-
-Error: half a step, and what rounding the scale to float16 does to the largest code of M.
 """
 
 from __future__ import annotations
@@ -27,11 +25,20 @@ from typing import Any
 
 import numpy as np
 
-from streamload.codecs.cast import Vector
-from streamload.codecs.encode import Encoded, Units, checked_numel
-from streamload.codecs.kernels import Packing, Scalars, minimum
-from streamload.codecs.scheme import Array, Engine, Part, QuantCounts, check_source, register
-from streamload.codecs.schemes.ggml import half_scale, stored
+from streamload.codecs.encode import (
+    Encoded,
+    Encoder,
+    Quantized,
+    Units,
+    as_bytes,
+    checked_numel,
+)
+from streamload.codecs.encode_kernels import Packing, Recipe, Scalars
+from streamload.codecs.ir import Vector, minimum
+from streamload.codecs.llvm import Engine
+from streamload.codecs.parts import Array, Part, QuantCounts, check_source
+from streamload.codecs.scheme import Scheme, register
+from streamload.codecs.schemes.gguf import half_scale, stored
 from streamload.core.dtypes import BY_CODE, F16, DType
 
 #: The names of words and of scales, in place of "weight".
@@ -45,26 +52,14 @@ _ROUNDS_BITS = int(np.float32(_ROUNDS).view(np.uint32))
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class _Recipe(Recipe):
+    """Groups of codes of some bits; ``most`` is the largest code less that of 0."""
+
     bits: int
+    most: int
+    numel: int
+    packing: Packing
     header_nbytes = 2
-    signed = False
-    goes_through_half = False
-
-    @property
-    def most(self) -> int:
-        """What a code of the largest magnitude is away from that of 0."""
-        return (1 << self.bits - 1) - 1
-
-    @property
-    def numel(self) -> int:
-        """Elements of a group."""
-        return _WORDS * (32 // self.bits)
-
-    @property
-    def packing(self) -> Packing:
-        """See `quant.kernels.Recipe`."""
-        return "low pairs" if self.bits == 4 else "tens"
 
     def scalars(self, one: Vector, largest: str) -> Scalars:
         d = one.op("fdiv", "float", largest, float(self.most))
@@ -76,12 +71,16 @@ class _Recipe:
     def encode(self, v: Vector, x: str, scalars: Sequence[str]) -> tuple[str, str]:
         divisor, d = scalars
         steps = v.op("fadd", "float", v.op("fdiv", "float", x, divisor), float(self.most))
-        rounded = v.convert("bitcast", "float", v.op("fadd", "float", steps, _ROUNDS), "i32")
+        rounded = v.as_bits(v.op("fadd", "float", steps, _ROUNDS))
         code = v.op("sub", "i32", rounded, _ROUNDS_BITS)
         code = v.select(v.op("icmp slt", "i32", code, 0), "i32", 0, code)
         code = minimum(v, "i32", code, 2 * self.most)
         value = v.convert("sitofp", "i32", v.op("sub", "i32", code, self.most), "float")
         return code, v.op("fmul", "float", value, d)
+
+
+#: By bits of a code.
+_RECIPES = {4: _Recipe(4, 7, _WORDS * 8, "low pairs"), 3: _Recipe(3, 3, _WORDS * 10, "tens")}
 
 
 @dataclass(frozen=True)
@@ -92,26 +91,21 @@ class _Groups(Units):
 
     @property
     def recipe(self) -> _Recipe:
-        """See `quant.kernels.Recipe`."""
-        return _Recipe(self.bits)
+        return _RECIPES[self.bits]
 
     @property
     def unit_numel(self) -> int:
-        """Elements of a group."""
         return self.recipe.numel
 
     @property
     def unit_nbytes(self) -> int:
-        """Bytes of a group."""
         return _GROUP.itemsize
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The groups, as bytes."""
         return (Part("", BY_CODE["U8"], (self.units, self.unit_nbytes)),)
 
     def encoded(self, x: Array) -> Encoded:
-        """See `Units.encoded`."""
         most = np.float32(self.recipe.most)
         header, kept = stored(np.abs(x).max(axis=1, keepdims=True) / most)
         divisor = np.where(kept == 0, np.float32(np.inf), kept)
@@ -123,10 +117,9 @@ class _Groups(Units):
         words = np.bitwise_or.reduce(by_word, axis=2)
         both = np.concatenate([header, words.view(np.uint8)], axis=1)
         overflowed = self.unit_numel * int(np.count_nonzero(np.isinf(kept)))
-        return Encoded(both, decoded, np.empty(0, np.float32), overflowed)
+        return Encoded(both, decoded, overflowed=overflowed)
 
     def decode(self, parts: Mapping[str, Any]) -> Array:
-        """See `Quantised.decode`."""
         groups = np.frombuffer(memoryview(parts[""]), _GROUP)
         shifts = self.bits * np.arange(32 // self.bits, dtype=np.uint32)
         codes = groups["words"][:, :, None] >> shifts & (2**self.bits - 1)
@@ -135,39 +128,25 @@ class _Groups(Units):
             found: Array = steps * groups["scale"][:, None].astype(np.float32)
         return found.reshape(self.shape)
 
-    def bound(self, parts: Mapping[str, Any]) -> Array:
-        """Half a step, and M times the rounding of the scale to float16, subnormal or not."""
-        groups = np.frombuffer(memoryview(parts[""]), _GROUP)
-        d, most = groups["scale"][:, None].astype(np.float64), self.recipe.most
-        found = d * (0.5 + (most + 1) * 2.0**-11) + (most + 1) * 2.0**-25
-        return np.broadcast_to(found, (self.units, self.unit_numel)).reshape(self.shape)
-
 
 @dataclass(frozen=True)
-class MLCWeight:
-    """A tensor ``layer.q_weight`` as words and scales; see `quant.base.Quantised`.
+class MLCWeight(Quantized):
+    """A tensor ``layer.q_weight`` as words and scales.
+
+    Its shape is rows, or (groups of a row, rows, 32) if it is stored transposed.
 
     Attributes:
-        shape: of the tensor: rows, or (groups of a row, rows, 32) where it is stored transposed.
-        dtype: its dtype.
         bits: of a code.
-        is_turned: whether words and scales are stored transposed.
+        is_transposed: whether words and scales are stored transposed.
     """
 
-    format: str
-    shape: tuple[int, ...]
-    dtype: DType
     bits: int
-    is_turned: bool
-
-    statistics_nbytes = 0
-    device_parts = None
-    on_cuda = ()
+    is_transposed: bool
 
     @property
     def group_numel(self) -> int:
         """Elements of a group."""
-        return _Recipe(self.bits).numel
+        return _RECIPES[self.bits].numel
 
     @property
     def row_groups(self) -> int:
@@ -192,8 +171,8 @@ class MLCWeight:
 
     @property
     def unit_numel(self) -> int:
-        """Elements of a group; of a row where one is short, of all rows where they are turned."""
-        if self.is_turned:
+        """Elements of a group; of a row where one is short, of all rows if they are transposed."""
+        if self.is_transposed:
             return math.prod(self.shape[1:])
         return self.shape[-1] if self.has_short_groups else self.group_numel
 
@@ -208,42 +187,25 @@ class MLCWeight:
         return 4 * _WORDS * self.unit_groups
 
     @property
-    def units(self) -> int:
-        """How many units there are."""
-        return self.group_count // self.unit_groups
-
-    @property
     def parts(self) -> tuple[Part, ...]:
         """The words and the scales."""
         *rows, groups = *self.shape[:-1], self.row_groups
-        scales = tuple(rows) if self.is_turned else (*rows, groups)
-        words = (_WORDS * rows[0], *rows[1:]) if self.is_turned else (*rows, _WORDS * groups)
-        return Part("", BY_CODE["U32"], words), Part(SCALES, F16, scales, beside=True)
-
-    def codes_nbytes(self, numel: int) -> int:
-        """Bytes of the words of some whole units."""
-        return numel // self.unit_numel * self.unit_nbytes
-
-    def constants(self, offset: float = 0.0) -> dict[str, Array]:
-        """See `Quantised.constants`."""
-        return {}
+        scales = tuple(rows) if self.is_transposed else (*rows, groups)
+        words = (_WORDS * rows[0], *rows[1:]) if self.is_transposed else (*rows, _WORDS * groups)
+        return Part("", BY_CODE["U32"], words), Part(SCALES, F16, scales, is_sibling=True)
 
     def encoder(self, src: DType, engine: Engine = "auto") -> MLCEncoder:
-        """See `Quantised.encoder`."""
+        """See `Quantized.encoder`."""
         return MLCEncoder(self, src, engine)
 
     def decode(self, parts: Mapping[str, Any]) -> Array:
-        """See `Quantised.decode`."""
+        """See `Quantized.decode`."""
         return self._cut(self.groups.decode({"": self._joined(parts)}))
-
-    def bound(self, parts: Mapping[str, Any]) -> Array:
-        """See `Quantised.bound`."""
-        return self._cut(self.groups.bound({"": self._joined(parts)}))
 
     def _joined(self, parts: Mapping[str, Any]) -> Array:
         """Scales and words by group, as bytes."""
         words = np.frombuffer(memoryview(parts[""]), "<u4")
-        if self.is_turned:
+        if self.is_transposed:
             strips, rows, _ = self.shape
             words = words.reshape(strips, _WORDS, rows).transpose(0, 2, 1)
         found = np.empty(self.group_count, _GROUP)
@@ -257,14 +219,13 @@ class MLCWeight:
         return rows[:, : self.shape[-1]].reshape(self.shape)
 
 
-class MLCEncoder:
-    """An `Encoder`: of groups, whose words and scales go to different places."""
+class MLCEncoder(Encoder):
+    """Encodes groups, whose words and scales go to different places."""
 
     def __init__(self, tensor: MLCWeight, src: DType, engine: Engine) -> None:
         self._tensor, self._src = tensor, src
         self._groups = tensor.groups.encoder(src, engine)
         self._scales = np.zeros(tensor.group_count, "<f2")
-        self.statistics: Array = np.empty(0, np.float32)
 
     def encode(self, data: memoryview, out: memoryview, first: int) -> QuantCounts:
         """See `Encoder.encode`."""
@@ -273,13 +234,13 @@ class MLCEncoder:
         at = first // unit * tensor.unit_groups
         found = np.empty(numel // unit * tensor.unit_groups, _GROUP)
         whole = self._filled(data) if tensor.has_short_groups else data
-        made = _bytes(found)
+        made = as_bytes(found)
         counts = self._groups.encode(whole, made, at * tensor.group_numel)
         self._scales[at : at + len(found)] = found["scale"]
         if tensor.has_short_groups:
             counts = self._emptied(found, counts, numel)
         words = np.frombuffer(out, "<u4")
-        if tensor.is_turned:
+        if tensor.is_transposed:
             rows = tensor.shape[1]
             by_strip = found["words"].reshape(-1, rows, _WORDS)
             words.reshape(-1, _WORDS, rows)[...] = by_strip.transpose(0, 2, 1)
@@ -289,7 +250,7 @@ class MLCEncoder:
 
     def finish(self) -> dict[str, memoryview]:
         """See `Encoder.finish`."""
-        return {SCALES: _bytes(self._scales)}
+        return {SCALES: as_bytes(self._scales)}
 
     def _filled(self, data: memoryview) -> memoryview:
         """Rows with zeros up to a multiple of a group."""
@@ -297,7 +258,7 @@ class MLCEncoder:
         rows = np.frombuffer(data, f"V{self._src.itemsize}").reshape(-1, tensor.shape[-1])
         filled = np.zeros((len(rows), tensor.row_groups * tensor.group_numel), rows.dtype)
         filled[:, : tensor.shape[-1]] = rows
-        return _bytes(filled)
+        return as_bytes(filled)
 
     def _emptied(self, found: Array, counts: QuantCounts, numel: int) -> QuantCounts:
         """Clear the bits of zeros that filled rows, and count without them."""
@@ -312,36 +273,26 @@ class MLCEncoder:
         return replace(counts, numel=numel, overflowed=counts.overflowed - filled)
 
 
-def _bytes(array: Any) -> memoryview:
-    return memoryview(array.reshape(-1).view(np.uint8))
-
-
 @dataclass(frozen=True)
-class MLCGroups:
-    """A format."""
+class _Scheme(Scheme):
+    """A scheme; transformers has none of these."""
 
     name: str
     bits: int
-    is_turned: bool = False
-
-    turns_conv1d = False
+    is_transposed: bool = False
 
     def of(self, shape: tuple[int, ...], src: DType) -> MLCWeight:
-        """See `Format.of`."""
         check_source(self.name, shape, src)
-        group = _Recipe(self.bits).numel
-        if not shape or (self.is_turned and (len(shape) != 3 or shape[-1] != group)):
-            of = f"(groups, rows, {group})" if self.is_turned else "rows"
+        group = _RECIPES[self.bits].numel
+        if not shape or (self.is_transposed and (len(shape) != 3 or shape[-1] != group)):
+            of = f"(groups, rows, {group})" if self.is_transposed else "rows"
             raise ValueError(f"{self.name} is made from a tensor of {of}, not of shape {shape}")
-        return MLCWeight(self.name, shape, src, self.bits, self.is_turned)
-
-    def config(self, left: Sequence[str], dtype: str) -> None:
-        """See `Format.config`."""
+        return MLCWeight(self.name, shape, src, self.bits, self.is_transposed)
 
 
 register(
-    MLCGroups("q4f16_1", 4),
-    MLCGroups("q4f16_0", 4, is_turned=True),
-    MLCGroups("q3f16_1", 3),
+    _Scheme("q4f16_1", 4),
+    _Scheme("q4f16_0", 4, is_transposed=True),
+    _Scheme("q3f16_1", 3),
     in_models=False,
 )

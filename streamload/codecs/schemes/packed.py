@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from streamload.codecs.group import Group, Layouts
+import numpy as np
+
+from streamload.codecs.scheme import register
+from streamload.codecs.weights import Layouts, QuantizedWeight
 from streamload.core.tensors import TensorInfo
 
 _WORD_BITS = 32
@@ -18,27 +21,24 @@ _FLOATS = ("F16", "BF16", "F32")
 _SHAPE_DTYPES = ("I64", "I32")
 _AWQ_BITS = 4
 
-#: Formats whose words lie in the order of a kernel, which this module does not know.
+#: Formats whose words have the order of a kernel, which this module does not know.
 _OF_KERNELS = ("marlin", "bitblas", "gemv", "gemv_fast", "llm-awq", "qqq", "paroquant")
 
-#: Last components of names that mark a group.
-LEAVES = ("weight_packed", "qweight")
-#: Tensors that a weight of compressed-tensors may have besides.
-_BESIDE = (
+#: Other tensors that a weight of compressed-tensors may have.
+_OTHERS = (
     *("weight_zero_point", "weight_g_idx", "weight_global_scale"),
     *("input_scale", "input_zero_point", "input_global_scale"),
 )
 
 
-def group_of(layouts: Layouts, name: str, leaf: str) -> Group | None:
-    """The group of a tensor that marks one."""
-    module = name.removesuffix(leaf)
-    if leaf == "weight_packed":
-        return _compressed(layouts, module)
-    return _by_columns(layouts, module)
+def _find(layouts: Layouts, info: TensorInfo) -> QuantizedWeight | None:
+    """A weight by its packed values."""
+    if info.name.endswith("weight_packed"):
+        return _compressed(layouts, info.name.removesuffix("weight_packed"))
+    return _by_columns(layouts, info.name.removesuffix("qweight"))
 
 
-def _compressed(layouts: Layouts, module: str) -> Group | None:
+def _compressed(layouts: Layouts, module: str) -> QuantizedWeight | None:
     """A weight of compressed-tensors; of words, its width is in the values of weight_shape."""
     values = layouts.need(f"{module}weight_packed", module, "weight")
     if values.dtype.code not in ("I32", "U8") or layouts.find(f"{module}scale_packed"):
@@ -54,29 +54,26 @@ def _compressed(layouts: Layouts, module: str) -> Group | None:
     if shape is not None:
         layouts.check(shape, _SHAPE_DTYPES, (2,))
         members["shape"] = shape
-    for leaf in _BESIDE:
+    for leaf in _OTHERS:
         if (info := layouts.find(module + leaf)) is not None:
             members[leaf.removeprefix("weight_")] = info
     if values.dtype.code == "U8":  # two floats of 4 bits in a byte: nvfp4, mxfp4
         rows, width = values.shape[0], 2 * values.shape[1]
         layouts.check(scale, ("F8_E4M3", "F8_E8M0", "U8"))
         block = _groups_of(layouts, values, scale, rows, width)
-        return Group("ct-fp4", f"{module}weight", members, (rows, width), (1, block), 4)
+        return QuantizedWeight("ct-fp4", f"{module}weight", members, (rows, width), (1, block), 4)
     layouts.check(scale, _FLOATS)
     bits = _stated_bits(layouts.quantization) or 0
-    return Group("ct-packed", f"{module}weight", members, None, (), bits)
+    return QuantizedWeight("ct-packed", f"{module}weight", members, None, (), bits)
 
 
-def with_shape(layouts: Layouts, group: Group, found: list[int]) -> Group:
-    """The group, with the shape that the values of weight_shape say; checked against the headers.
-
-    Raises:
-        CheckpointError: they do not fit.
-    """
-    values, name = group.values, group.members["shape"].name
+def _with_shape(layouts: Layouts, weight: QuantizedWeight, data: bytes) -> QuantizedWeight:
+    """The weight, with the shape in the values of weight_shape; checked against the headers."""
+    values, info = weight.values, weight.members["shape"]
+    found, name = np.frombuffer(data, info.dtype.numpy).tolist(), info.name
     rows, words = values.shape
     width = found[1]
-    bits = (group.bits or _WORD_BITS * words // width) if width > 0 else 0
+    bits = (weight.bits or _WORD_BITS * words // width) if width > 0 else 0
     fits = 0 < bits <= 8 and words in (
         -(-width // (_WORD_BITS // bits)),  # whole values in each word
         -(-width * bits // _WORD_BITS),
@@ -89,14 +86,14 @@ def with_shape(layouts: Layouts, group: Group, found: list[int]) -> Group:
             f"{rows} rows of values{bits_text} in {words} words",
             found,
         )
-    block = _groups_of(layouts, values, group.members["scale"], rows, width)
-    if (zeros := group.members.get("zero_point")) is not None:
+    block = _groups_of(layouts, values, weight.members["scale"], rows, width)
+    if (zeros := weight.members.get("zero_point")) is not None:
         groups = width // block
         packed = -(-rows * bits // _WORD_BITS), -(-rows // (_WORD_BITS // bits))
         layouts.check(zeros, ("I32", "I8"), *[(n, groups) for n in (*packed, rows)])
-    if (order := group.members.get("g_idx")) is not None:
+    if (order := weight.members.get("g_idx")) is not None:
         layouts.check(order, ("I32", "I64"), (width,))
-    return replace(group, shape=(rows, width), block=(1, block), bits=bits)
+    return replace(weight, shape=(rows, width), block=(1, block), bits=bits)
 
 
 def _stated_bits(config: Mapping[str, object]) -> int | None:
@@ -135,13 +132,13 @@ def _groups_of(
     return size
 
 
-def _by_columns(layouts: Layouts, module: str) -> Group | None:
-    """A weight of AWQ or GPTQ, which lies with the inputs along its first axis."""
+def _by_columns(layouts: Layouts, module: str) -> QuantizedWeight | None:
+    """A weight of AWQ or GPTQ, with the inputs along its first axis."""
     values = layouts.need(f"{module}qweight", module, "weight")
-    said = [layouts.quantization.get(key) for key in ("checkpoint_format", "format", "version")]
-    beside = [layouts.find(module + leaf) for leaf in ("scales", "qzeros", "g_idx")]
-    known = any(beside) or layouts.method in ("awq", "gptq")
-    if values.dtype.code != "I32" or not known or any(str(s) in _OF_KERNELS for s in said):
+    stated = [layouts.quantization.get(key) for key in ("checkpoint_format", "format", "version")]
+    others = [layouts.find(module + leaf) for leaf in ("scales", "qzeros", "g_idx")]
+    known = any(others) or layouts.method in ("awq", "gptq")
+    if values.dtype.code != "I32" or not known or any(str(s) in _OF_KERNELS for s in stated):
         return None
     if len(values.shape) != 2:
         layouts.refuse(values.name, "it is no matrix", "two axes", list(values.shape))
@@ -171,10 +168,12 @@ def _by_columns(layouts: Layouts, module: str) -> Group | None:
             f"those of {outputs} outputs",
             f"qweight {list(values.shape)}, qzeros {list(zeros.shape)}",
         )
-    stated = layouts.quantization.get("bits")
+    stated_bits = layouts.quantization.get("bits")
     of_each = layouts.quantization.get("dynamic") or layouts.quantization.get("extra_config")
-    if type(stated) is int and stated != bits and not of_each:
-        layouts.refuse(values.name, "it is not of the bits of quantization_config", stated, bits)
+    if type(stated_bits) is int and stated_bits != bits and not of_each:
+        layouts.refuse(
+            values.name, "it is not of the bits of quantization_config", stated_bits, bits
+        )
     if order is not None:
         layouts.check(order, ("I32", "I64"), (inputs,))
         members["g_idx"] = order
@@ -186,4 +185,11 @@ def _by_columns(layouts: Layouts, module: str) -> Group | None:
             scales.name, f"its groups do not divide {inputs} inputs", "a divisor", groups
         )
     kind = "awq" if awq else "gptq"
-    return Group(kind, f"{module}weight", members, (outputs, inputs), (1, size), bits, "columns")
+    return QuantizedWeight(kind, f"{module}weight", members, (outputs, inputs), (1, size), bits)
+
+
+register(
+    find=_find,
+    marks=lambda leaf: leaf in ("weight_packed", "qweight"),
+    complete={"shape": _with_shape},
+)

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from streamload.codecs.group import Group, Layouts
+from streamload.codecs.scheme import register
+from streamload.codecs.weights import Layouts, QuantizedWeight
 from streamload.core.bounded_json import parse_json
 from streamload.core.tensors import TensorInfo
 
-#: The end of the last components of names that mark a group.
-END = "_qdata"
+_END = "_qdata"
 _DATA_NAMES = "_tensor_data_names"
 _PACKED_BITS = 4
 #: Classes whose values have the shape of the weight, and whose bytes have two values each; the
@@ -23,18 +23,19 @@ _PLAIN = ("Int8Tensor", "Float8Tensor")
 _NIBBLES = ("Int4Tensor",)
 
 
-def group_of(layouts: Layouts, name: str) -> Group | None:
-    """The group of a tensor ``{module}._{parameter}_qdata``."""
+def _find(layouts: Layouts, values: TensorInfo) -> QuantizedWeight | None:
+    """A weight by its tensor ``{module}._{parameter}_qdata``."""
+    name = values.name
     module, dot, leaf = name.rpartition(".")
     if not leaf.startswith("_"):
         return None
-    parameter = leaf.removeprefix("_").removesuffix(END)
+    parameter = leaf.removeprefix("_").removesuffix(_END)
     weight = f"{module}{dot}{parameter}"
-    said = next((h.metadata[weight] for h in layouts.shards if weight in h.metadata), "")
-    if not said and layouts.method != "torchao":
+    stated = next((h.metadata[weight] for h in layouts.shards if weight in h.metadata), "")
+    if not stated and layouts.method != "torchao":
         return None
-    form = _form(layouts, name, weight, said)
-    data, values = form["_data"], layouts.tensors[name]
+    form = _form(layouts, name, weight, stated)
+    data = form["_data"]
     members = {"weight": values}
     for role in form[_DATA_NAMES]:
         if role != "qdata":
@@ -51,7 +52,7 @@ def group_of(layouts: Layouts, name: str) -> Group | None:
     elif form["_type"] in _NIBBLES and values.shape:
         shape = (*values.shape[:-1], 2 * values.shape[-1])
     kind = f"torchao-{form['_type']}"
-    return Group(kind, weight, members, shape, sizes, bits, facts=MappingProxyType(data))
+    return QuantizedWeight(kind, weight, members, shape, sizes, bits, facts=MappingProxyType(data))
 
 
 def _check_scale(
@@ -68,10 +69,10 @@ def _check_scale(
         layouts.check(scale, ("F32", "BF16", "F16", "F8_E8M0"), *shapes)
 
 
-def _form(layouts: Layouts, name: str, weight: str, said: str) -> Mapping[str, Any]:
-    """What the metadata say of a weight."""
+def _form(layouts: Layouts, name: str, weight: str, stated: str) -> Mapping[str, Any]:
+    """The metadata of a weight."""
     try:
-        form = parse_json(said.encode()) if said else None
+        form = parse_json(stated.encode()) if stated else None
     except (ValueError, RecursionError):
         form = None
     names = form.get(_DATA_NAMES) if isinstance(form, dict) else None
@@ -87,6 +88,9 @@ def _form(layouts: Layouts, name: str, weight: str, said: str) -> Mapping[str, A
             name,
             f"the file's metadata do not say what {weight} is",
             f"_type, _data and {_DATA_NAMES} with qdata",
-            said[:80] or "nothing",
+            stated[:80] or "nothing",
         )
     return form
+
+
+register(find=_find, marks=lambda leaf: leaf.endswith(_END))

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 from tinygrad import Tensor, dtypes, nn
 
-from streamload.codecs.scheme import FORMATS, CodedWeight
-from streamload.codecs.schemes.ggml import BLOCK
+from streamload.codecs.scheme import SCHEMES, CodedWeight
+from streamload.codecs.schemes.gguf import BLOCK
 from streamload.core.dtypes import F32
 from streamload.devices.base import Swap
 from streamload.devices.tinygrad.tensors import TO_TINYGRAD, tie_key
@@ -63,7 +63,7 @@ class QuantLinear:
         if format not in _DECODED:
             raise ValueError(f"tinygrad computes with {', '.join(_DECODED)} only")
         self.format, self.shape, self.bias = format, (out_features, in_features), bias
-        for part in FORMATS[format].of(self.shape, F32).parts:
+        for part in SCHEMES[format].of(self.shape, F32).parts:
             kind = TO_TINYGRAD[part.dtype.name]
             setattr(self, part.name("weight"), Tensor.empty(*part.shape, dtype=kind, device=device))
 

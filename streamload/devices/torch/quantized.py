@@ -19,10 +19,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from streamload.codecs.scheme import FORMATS, SOURCES, CodedWeight, QuantCounts, Quantised
+from streamload.codecs.encode import Quantized
+from streamload.codecs.parts import SOURCES, QuantCounts
+from streamload.codecs.scheme import SCHEMES, CodedWeight
 from streamload.codecs.schemes import bitsandbytes_nested as dynamic
-from streamload.codecs.schemes.ggml import BLOCK
-from streamload.codecs.schemes.int8 import BITSANDBYTES_STEP
+from streamload.codecs.schemes.bitsandbytes_int8 import STEP
+from streamload.codecs.schemes.gguf import BLOCK
 from streamload.core.dtypes import BY_NAME, F32, DType
 from streamload.devices.base import Swap
 from streamload.devices.torch.decoded import Origin, decoded, interpreted, origin_of
@@ -51,7 +53,7 @@ def _int8(parts: _Parts, start: int, stop: int) -> torch.Tensor:
 def _bitsandbytes_int8(parts: _Parts, start: int, stop: int) -> torch.Tensor:
     width = parts[""].shape[1]
     rows = slice(start // width, stop // width)
-    return parts[""][rows].flatten(1) * parts["SCB"][rows, None] * float(BITSANDBYTES_STEP)
+    return parts[""][rows].flatten(1) * parts["SCB"][rows, None] * float(STEP)
 
 
 def _gguf_blocks(
@@ -180,7 +182,7 @@ class Coded(nn.Module):
                 f"{list(coded.shape)}, found {values.dtype} of {list(found)}"
             )
         parts = {part.suffix: self._buffers[part.name(leaf)] for part in coded.made.parts}
-        made = FORMATS[coded.format].of(coded.matrix, _source(parts))
+        made = SCHEMES[coded.format].of(coded.matrix, _source(parts))
         kept = values.dtype in _ENCODED
         src = _ENCODED[values.dtype if kept else torch.float32]
         encoder, numel = made.encoder(src), values.numel()
@@ -308,7 +310,7 @@ def _source(parts: _Parts) -> DType:
     return F32
 
 
-def _nbytes(made: Quantised, numel: int) -> int:
+def _nbytes(made: Quantized, numel: int) -> int:
     """Bytes of the codes of whole units."""
     return numel // made.unit_numel * made.unit_nbytes
 
@@ -479,7 +481,7 @@ def _said(module: nn.Module, leaf: str, format: str) -> CodedWeight | None:
         return None
     with suppress(ValueError):  # of a format that cannot hold it: the load names the tensor
         made = coded.made
-        if math.prod(shape[1:]) % made.unit_numel or any(part.beside for part in made.parts):
+        if math.prod(shape[1:]) % made.unit_numel or any(part.is_sibling for part in made.parts):
             return None  # an expert begins within a unit, or two weights would share a part's name
     return coded
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from streamload.codecs.group import Packed
+from streamload.codecs.weights import Packed
 from streamload.core.bounded_json import parse_json
 from streamload.core.dtypes import BY_CODE, F16, F32
 from streamload.core.location import Location

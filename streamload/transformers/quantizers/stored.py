@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from streamload.checkpoint.open import Checkpoint
-from streamload.codecs.stored import Group, read_states
+from streamload.codecs.stored import read_states
+from streamload.codecs.weights import QuantizedWeight
 from streamload.core.dtypes import parse_dtype
 from streamload.core.tensors import TensorInfo
 from streamload.core.units import format_bytes
@@ -69,7 +70,7 @@ class Quantised:
     beside_nbytes: int = 0
     stays: str = ""
     # (module, its parameter, the group that the parameter is made of)
-    _staged: list[tuple[str, str, Group]] = field(default_factory=list)
+    _staged: list[tuple[str, str, QuantizedWeight]] = field(default_factory=list)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: Any, asked: Any = None) -> Quantised | None:
@@ -392,7 +393,7 @@ def method_of(stated: Mapping[str, Any]) -> str:
     return str(getattr(stated.get("quant_method"), "value", stated.get("quant_method")))
 
 
-def _entries(group: Group) -> dict[str, TensorInfo]:
+def _entries(group: QuantizedWeight) -> dict[str, TensorInfo]:
     """The tensors of a weight, by the rests of their names in its module."""
     module = group.name[: group.name.rfind(".") + 1]
     return {info.name.removeprefix(module): info for info in group.members.values()}
@@ -405,7 +406,7 @@ def _unpacked(module: nn.Module, weight: torch.Tensor) -> tuple[int, ...]:
     return tuple(weight.shape)
 
 
-def _takes(module: nn.Module, weight: torch.Tensor, group: Group) -> bool:
+def _takes(module: nn.Module, weight: torch.Tensor, group: QuantizedWeight) -> bool:
     """Whether a module is one for such a weight; where not, the names will not match."""
     if group.kind.startswith("bnb-"):
         return type(module).__name__ == ("Linear8bitLt" if group.bits == 8 else "Linear4bit")

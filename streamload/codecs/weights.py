@@ -1,4 +1,4 @@
-"""The tensors of one quantised weight, and the checks of their headers."""
+"""The tensors of one quantized weight, and the checks of their headers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from streamload.core.dtypes import DType
 from streamload.core.location import Location
@@ -33,35 +33,31 @@ def read_whole(shards: Iterable[Header], infos: Sequence[TensorInfo]) -> Iterato
     return (out[info.name] for info in infos)
 
 
-#: How the values of a weight lie in its first member: as the weight itself, as its transpose, or
-#: as all of its elements in one line.
-Order = Literal["rows", "columns", "flat"]
-
 _NO_FACTS: Mapping[str, Any] = MappingProxyType({})
-#: Where config.json says how a checkpoint is quantised.
+#: The keys of config.json for the quantization of a checkpoint.
 CONFIG_KEYS = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """The tensors of one quantised weight.
+class QuantizedWeight:
+    """The tensors of one quantized weight.
 
     Attributes:
-        kind: how it is quantised: "bnb-nf4", "bnb-fp4", "bnb-int8", "ct-packed", "int8", "fp8",
-            "mxfp4", "awq", "gptq" or "torchao-" and the name of torchao's class.
-        name: the name of the weight that they stand for.
-        members: the tensors by their role, the quantised values first: "weight", "scale",
+        kind: how it is quantized: "bnb-nf4", "bnb-fp4", "bnb-int8", "ct-packed", "int8", "fp8",
+            "mxfp4", "awq", "gptq", a block type of GGUF, or "torchao-" and torchao's class.
+        name: the name of the weight.
+        members: the tensors by their role, the quantized values first: "weight", "scale",
             "zero_point", "g_idx", "shape", "global_scale", "input_scale" and other "input_"s; of
             bitsandbytes "absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state",
-            "SCB" and "weight_format"; of torchao the names that its metadata give.
-        shape: of the weight, unpacked; None where only values in the file say it (see
-            `streamload.codecs.stored.read_states`), or torchao alone knows its layout.
+            "SCB" and "weight_format"; of torchao the names in its metadata.
+        shape: of the weight, unpacked; None if only values in the file state it (see
+            `stored.read_states`), or torchao alone knows its layout.
         block: how many elements share a scale, along each of the last axes of the weight; one
-            number for elements in one line, all of it where the number is the axis's own.
-        bits: of one quantised value.
-        order: how the values lie.
-        dtype: what the weight was before, where that is stored.
-        facts: what else the layout says, by its own names.
+            number for elements in one line, the axis's length for all of it.
+        bits: of one quantized value.
+        dtype: the weight's before it was quantized, if that is stored.
+        facts: other facts of the layout, by its own names.
+        is_transposed: whether models have its transpose, of the last two axes.
     """
 
     kind: str
@@ -70,9 +66,9 @@ class Group:
     shape: tuple[int, ...] | None
     block: tuple[int, ...]
     bits: int
-    order: Order = "rows"
     dtype: DType | None = None
     facts: Mapping[str, Any] = field(default_factory=lambda: _NO_FACTS)
+    is_transposed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -87,20 +83,20 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Packed(TensorInfo):
-    """A quantised weight as one tensor: its values, under its name, with its shape.
+    """A quantized weight as one tensor: its values, under its name, with its shape.
 
     Attributes:
-        group: what belongs to it.
-        headers: of the files that these are in.
+        group: its tensors.
+        headers: of the files that hold them.
     """
 
-    group: Group = field(compare=False, repr=False)
+    group: QuantizedWeight = field(compare=False, repr=False)
     headers: tuple[Header, ...] = field(compare=False, repr=False)
 
     @property
     def lies_turned(self) -> bool:
-        """Whether models have its transpose, of the last two axes."""
-        return self.group.kind == "mxfp4"
+        """See `QuantizedWeight.is_transposed`."""
+        return self.group.is_transposed
 
 
 def shape_in_models(info: TensorInfo) -> tuple[int, ...]:
@@ -141,26 +137,20 @@ class Layouts:
         return self.tensors.get(name)
 
     def need(self, name: str, of: str, role: str) -> TensorInfo:
-        """A tensor that belongs to another one; raises CheckpointError where it is missing."""
+        """Return a tensor that belongs to another one; raises CheckpointError if it is missing."""
         found = self.find(name)
         if found is None:
             self.refuse(of, f"its {role} is missing", name, "no such tensor")
         return found
 
     def refuse(self, tensor: str, problem: str, expected: object, found: object) -> NoReturn:
-        """Raise CheckpointError for a tensor of a quantised weight."""
+        """Raise CheckpointError for a tensor of a quantized weight."""
         info = self.find(tensor)
         where = self.path if info is None else info.shard
         raise CheckpointError(where, problem, expected, found, tensor=tensor)
 
     def check(self, info: TensorInfo, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
-        """Raise CheckpointError unless a tensor has one of the dtypes, and of the shapes.
-
-        Args:
-            info: the tensor.
-            dtypes: their safetensors codes.
-            shapes: that it may have; none for any.
-        """
+        """Raise CheckpointError unless a tensor has one of the dtypes, and of the shapes."""
         if info.dtype.code not in dtypes:
             self.refuse(
                 info.name,
@@ -178,7 +168,7 @@ class Layouts:
 
 
 def config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a configuration that says how the checkpoint is quantised; empty without one."""
+    """The quantization settings of a configuration; empty if it has none."""
     for part in _parts(config):
         for key in CONFIG_KEYS:
             if isinstance(found := part.get(key), Mapping):
@@ -187,11 +177,63 @@ def config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def config_key(config: Mapping[str, Any]) -> str | None:
-    """The key by which a configuration says that the checkpoint is quantised, or None."""
+    """The key of the quantization settings of a configuration, or None."""
     return next((key for key in CONFIG_KEYS for part in _parts(config) if part.get(key)), None)
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """A configuration, and the configurations inside it, one level down."""
+    """A configuration, and those in it, one level down."""
     yield config
     yield from (value for value in config.values() if isinstance(value, dict))
+
+
+#: Names that writers of quantized checkpoints give the scale of tensor ``{module}{leaf}``.
+_SCALES = (
+    "{module}{leaf}_scale_inv",  # DeepSeek; transformers' fine-grained FP8
+    "{module}{leaf}_scale",  # compressed-tensors, ModelOpt, FBGEMM, Quark, torchao, quanto
+    "{module}{leaf}_scales",  # gpt-oss
+    "{module}{leaf}.scale",
+    "{module}{leaf}_scale_2",  # ModelOpt, of a weight_scale that is itself float8
+    "{module}{leaf}_global_scale",  # compressed-tensors, the same
+    "{module}scale_{leaf}",  # ComfyUI
+)
+#: The same, for a leaf called "weight" only.
+_WEIGHT_SCALES = (
+    "{module}scale",  # DeepSeek's own inference layout
+    "{module}scale_inv",
+    "{module}qscale_weight",  # Mistral
+)
+#: Endings of quantized values that their scale's name does not have.
+_VALUES = ("_packed", "_qdata", "_data", "_blocks", "_scale")
+
+
+def scale_of(layouts: Layouts, name: str) -> str | None:
+    """Return why a tensor of floats of at most 8 bits must not change its dtype.
+
+    Quantized values are wrong by a factor without their scale.
+
+    Returns:
+        The name of its scale tensor, or the key of ``config.json`` for quantization
+        ("quantization_config"); None if neither exists, and for every other dtype.
+
+    Raises:
+        KeyError: there is no such tensor.
+    """
+    dtype = layouts.tensors[name].dtype
+    if dtype.kind != "float" or dtype.bits > 8:
+        return None
+    return scale_beside(layouts, name) or config_key(layouts.config)
+
+
+def scale_beside(layouts: Layouts, name: str) -> str | None:
+    """The name of the scale tensor of tensor ``name``, or None."""
+    return next((s for s in _scale_names(name) if s != name and s in layouts.tensors), None)
+
+
+def _scale_names(name: str) -> Iterator[str]:
+    """Names that a scale of tensor ``name`` would have."""
+    stems = [name, *(name.removesuffix(ending) for ending in _VALUES if name.endswith(ending))]
+    for stem in stems:
+        module, dot, leaf = stem.rpartition(".")
+        for pattern in _SCALES + _WEIGHT_SCALES * (leaf == "weight"):
+            yield pattern.format(module=module + dot, leaf=leaf)

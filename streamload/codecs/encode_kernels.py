@@ -1,39 +1,44 @@
-"""LLVM IR that quantises units on the host, of the pieces that a format gives: see `Recipe`.
+"""LLVM IR that quantizes units on the host, from a scheme's own instructions: see `Recipe`.
 
 A unit takes two passes over it while it is in the cache: its largest magnitude, then its codes. The
-first is a maximum of integers. Only where that is not finite are NaN and infinity counted, one
-element after the other; making them finite takes a few integer instructions, and is always done.
-Errors are float32 differences, and squares are summed in float64.
-
-Like the kernels of `cast.kernels`, these call no function of another object.
+first is a maximum of integers. Only if that is not finite are NaN and infinity counted, one element
+after the other; making them finite takes a few integer instructions, and is always done. Errors are
+float32 differences, and squares are summed in float64.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from ctypes import CFUNCTYPE, Structure, c_double, c_uint32, c_uint64, c_void_p
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Literal, Protocol
+from ctypes import Structure, c_double, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
-from streamload.codecs.cast import ENVIRONMENT, WIDEN, Vector
-from streamload.codecs.floats import FORMATS, FloatFormat, overflow_start
-from streamload.codecs.llvm import Target, compile_object, link_kernel
-from streamload.codecs.scheme import QuantCounts
-from streamload.core.disk_cache import keep, read_kept
+from streamload.codecs.floats import FLOATS, overflow_start
+from streamload.codecs.ir import (
+    ENVIRONMENT,
+    Vector,
+    clean,
+    loop,
+    magnitude_bits,
+    maximum,
+    splat,
+    square_sum,
+    to_float,
+)
+from streamload.codecs.llvm import HostFunction
+from streamload.codecs.parts import QuantCounts
 from streamload.core.dtypes import F16, DType
-from streamload.errors import UnsupportedCastError
 
-#: How codes lie: one in a byte; two in a byte, the first in the high bits ("pairs") or in the low
-#: ones ("low pairs"); two in a byte, one of the unit's first half in the low bits ("halves"); ten
-#: of 3 bits in a little-endian uint32, the first in the low bits ("tens").
+#: One code in a byte; two, the first in the high bits ("pairs") or in the low ones ("low pairs");
+#: two, one of the unit's first half in the low bits ("halves"); ten of 3 bits in a little-endian
+#: uint32, the first in the low bits ("tens").
 Packing = Literal["bytes", "pairs", "low pairs", "halves", "tens"]
 
-#: The kernel's name.
-SYMBOL = "quantise"
+FUNCTION = HostFunction("quantise", (*3 * (c_void_p,), c_uint64, c_uint64, c_void_p))
 _WIDTH = 32  # elements of a step; every block is a multiple, but for those of words
 _WORD_NBYTES, _WORDS_WIDTH = 4, 8
 _IN_WORDS: Mapping[Packing, int] = {"tens": 10}  # codes of a word
@@ -59,38 +64,33 @@ class Scalars:
     overflowed: str = ""
 
 
-class Recipe(Protocol):
-    """A format's own instructions, for the host and for CUDA.
+class Recipe(ABC):
+    """A scheme's own instructions, for the host and for CUDA; equal ones share a kernel.
 
     Attributes:
-        numel: elements of a unit; 0 where each call says how many.
-        packing: how the codes of a unit lie.
+        numel: elements of a unit; 0 if each call gives it.
+        packing: the order of the codes of a unit.
         header_nbytes: bytes of a unit before its codes.
         signed: whether the largest element keeps its sign; of several, the first counts.
         goes_through_half: whether elements beyond float16 are counted.
     """
 
-    @property
-    def numel(self) -> int: ...  # noqa: D102
-    @property
-    def packing(self) -> Packing: ...  # noqa: D102
-    @property
-    def header_nbytes(self) -> int: ...  # noqa: D102
-    @property
-    def signed(self) -> bool: ...  # noqa: D102
-    @property
-    def goes_through_half(self) -> bool: ...  # noqa: D102
+    numel: int
+    packing: Packing = "bytes"
+    header_nbytes: int = 0
+    signed: bool = False
+    goes_through_half: bool = False
 
-    def __hash__(self) -> int: ...
-
+    @abstractmethod
     def scalars(self, one: Vector, largest: str) -> Scalars:
         """Instructions for a unit, from its float32 largest magnitude (with a sign if `signed`)."""
 
+    @abstractmethod
     def encode(self, v: Vector, x: str, scalars: Sequence[str]) -> tuple[str, str]:
-        """Instructions for float32 elements: their codes (i32, low bits), and what those decode to.
+        """Instructions for float32 elements: their codes (i32, low bits), and these decoded.
 
         Args:
-            v: where they go.
+            v: receives them.
             x: finite elements.
             scalars: `Scalars.elements`, each in every element.
         """
@@ -126,132 +126,81 @@ class Tally(Structure):
         )
 
 
-def splat(v: Vector, scalar: str, value: str) -> str:
-    """A scalar in every element."""
-    if v.width == 1:
-        return value
-    of = v.type(scalar)
-    first = v.emit(f"insertelement {of} poison, {scalar} {value}, i32 0")
-    return v.emit(f"shufflevector {of} {first}, {of} poison, <{v.width} x i32> zeroinitializer")
-
-
-def maximum(v: Vector, scalar: str, a: str, b: str) -> str:
-    """The larger of two unsigned integers, element by element."""
-    return _intrinsic(v, "umax", scalar, a, b)
-
-
-def minimum(v: Vector, scalar: str, a: str, b: str | int) -> str:
-    """The smaller of two unsigned integers, element by element; the second may be a number."""
-    if isinstance(b, int):
-        b = str(b) if v.width == 1 else f"splat ({scalar} {b})"
-    return _intrinsic(v, "umin", scalar, a, b)
-
-
-def _intrinsic(v: Vector, name: str, scalar: str, *operands: str) -> str:
-    of = v.type(scalar)
-    short = {"double": "f64"}.get(scalar, scalar)
-    suffix = short if v.width == 1 else f"v{v.width}{short}"
-    listed = ", ".join(f"{of} {operand}" for operand in operands)
-    return v.emit(f"call {of} @llvm.{name}.{suffix}({listed})")
-
-
-def square_sum(v: Vector, x: str, total: str) -> str:
-    """The sum with the squares of float32 elements added, in float64."""
-    wide = v.convert("fpext", "float", x, "double")
-    return _intrinsic(v, "fmuladd", "double", wide, wide, total)
-
-
-def clean(v: Vector, source: FloatFormat, x: str, largest: str) -> str:
-    """Elements, as integers, without NaN and infinity.
+class UnitWriter:
+    """Instructions that the kernels of a recipe share, on the host and on CUDA.
 
     Args:
-        v: where the instructions go.
-        source: the elements' format.
-        x: the elements.
-        largest: the largest finite magnitude of their unit, in every element.
+        recipe: the scheme's instructions.
+        src: dtype of the elements.
+        count: integer type of counts.
+        most: integer type of a unit's largest magnitude.
     """
-    lane = f"i{source.bits}"
-    magnitude = v.op("and", lane, x, source.magnitude)
-    is_nan = v.op("icmp ugt", lane, magnitude, source.special)
-    sign = v.op("xor", lane, x, magnitude)
-    kept = v.op("or", lane, minimum(v, lane, magnitude, largest), sign)
-    return v.select(is_nan, lane, 0, kept)
+
+    def __init__(self, recipe: Recipe, src: DType, count: str, most: str) -> None:
+        self.recipe, self.src = recipe, src
+        self.count, self.most = count, most
+        self.source, self.lane = FLOATS[src.code], f"i{src.bits}"
+        # magnitudes from here on are beyond float16
+        self.half_start = overflow_start(src, F16) if recipe.goes_through_half else None
+
+    def magnitude(self, v: Vector, x: str) -> str:
+        """The magnitude of elements, as integers."""
+        return v.op("and", self.lane, x, self.source.magnitude)
+
+    def scanned(self, v: Vector, x: str, carried: list[str]) -> list[str]:
+        """The largest finite magnitude, and counts of NaN, infinity and what float16 cannot hold.
+
+        Args:
+            v: receives the instructions, for single elements.
+            x: an element.
+            carried: the same before it.
+        """
+        most, nans, infs, overs = carried
+        special, magnitude = self.source.special, self.magnitude(v, x)
+        is_finite = v.op("icmp ult", self.lane, magnitude, special)
+        finite = v.select(is_finite, self.lane, magnitude, 0)
+        if self.most != self.lane:
+            finite = v.convert("zext", self.lane, finite, self.most)
+        most = maximum(v, self.most, most, finite)
+        nans = self._counted(v, nans, v.op("icmp ugt", self.lane, magnitude, special))
+        infs = self._counted(v, infs, v.op("icmp eq", self.lane, magnitude, special))
+        if self.half_start is not None:
+            is_over = v.op("icmp uge", self.lane, magnitude, self.half_start)
+            overs = self._counted(v, overs, v.op("and", "i1", is_over, is_finite))
+        return [most, nans, infs, overs]
+
+    def with_infinities(self, v: Vector, most: str, infs: str, overs: str) -> str:
+        """Elements beyond float16 of a unit, in which an infinity counts as the largest."""
+        if self.half_start is None:
+            return overs
+        is_over = v.op("icmp uge", self.most, most, self.half_start)
+        return v.op("add", self.count, overs, v.select(is_over, self.count, infs, 0))
+
+    def encoded(
+        self, v: Vector, x: str, most: str, scalars: Sequence[str], sums: Sequence[str]
+    ) -> tuple[str, list[str]]:
+        """The codes of elements; the largest error and the sums of squares after them."""
+        error, squared_error, squared = sums
+        value = to_float(v, self.src, clean(v, self.source, x, most))
+        code, decoded = self.recipe.encode(v, value, scalars)
+        difference = v.op("fsub", "float", value, decoded)
+        error = maximum(v, "i32", error, magnitude_bits(v, difference))
+        squared_error = square_sum(v, difference, squared_error)
+        return code, [error, squared_error, square_sum(v, value, squared)]
+
+    def _counted(self, v: Vector, total: str, mask: str) -> str:
+        return v.op("add", self.count, total, v.convert("zext", "i1", mask, self.count))
 
 
-def as_float(v: Vector, src: DType, x: str) -> str:
-    """Elements, as integers, to float32 values."""
-    return v.convert("bitcast", "i32", WIDEN[src.code](v, x), "float")
+class _Writer(UnitWriter):
+    """The kernel for the host; instructions of all widths go to one list."""
 
-
-def magnitude_bits(v: Vector, x: str) -> str:
-    """The bits of the magnitude of float32 values, which sort as they do, NaN last."""
-    return v.op("and", "i32", v.convert("bitcast", "float", x, "i32"), 0x7FFFFFFF)
-
-
-def loop(
-    v: Vector,
-    start: str,
-    stop: str,
-    step: int | str,
-    carried: Sequence[tuple[str, str]],
-    body: Callable[[str, list[str]], Sequence[str]],
-) -> list[str]:
-    """A loop of IR; returns the carried values after it.
-
-    Args:
-        v: where it goes.
-        start: the first index.
-        stop: the index after the last, exclusive.
-        step: what an iteration adds to the index.
-        carried: (type, value at first) of each value.
-        body: takes the index and the carried values, and returns those after an iteration.
-    """
-    key = f"%l{len(v.lines)}"
-    label = key[1:]
-    v.lines += [f"br label {key}.before", f"{label}.before:", f"br label {key}.head"]
-    v.lines += [f"{label}.head:", "", f"{key}.more = icmp ult i64 {key}.i, {stop}"]
-    phis = len(v.lines) - 2
-    v.lines += [f"br i1 {key}.more, label {key}.body, label {key}.exit", f"{label}.body:"]
-    names = [f"{key}.c{index}" for index in range(len(carried))]
-    ends = body(f"{key}.i", names)
-    v.lines += [f"br label {key}.end", f"{label}.end:", f"{key}.next = add i64 {key}.i, {step}"]
-    v.lines += [f"br label {key}.head", f"{label}.exit:"]
-    index = f"{key}.i = phi i64 [{start}, {key}.before], [{key}.next, {key}.end]"
-    v.lines[phis] = "\n  ".join(
-        [
-            index,
-            *(
-                f"{name} = phi {of} [{first}, {key}.before], [{end}, {key}.end]"
-                for name, (of, first), end in zip(names, carried, ends, strict=True)
-            ),
-        ]
-    )
-    return names
-
-
-@dataclass(slots=True)
-class _Writer:
-    """The kernel of a recipe and a source; instructions of all widths go to one list."""
-
-    recipe: Recipe
-    src: DType
-    native_half: bool
-    one: Vector = field(init=False)
-    wide: Vector = field(init=False)
-    begun: str = field(default="", init=False)  # the word that the last step did not fill
-
-    def __post_init__(self) -> None:
-        widths = 1, _WORDS_WIDTH if self.recipe.packing in _IN_WORDS else _WIDTH
-        self.one, self.wide = (Vector(width, self.native_half) for width in widths)
+    def __init__(self, recipe: Recipe, src: DType, native_half: bool) -> None:
+        super().__init__(recipe, src, "i64", f"i{src.bits}")
+        widths = 1, _WORDS_WIDTH if recipe.packing in _IN_WORDS else _WIDTH
+        self.one, self.wide = (Vector(width, native_half) for width in widths)
         self.one.lines = self.wide.lines
-
-    @property
-    def source(self) -> FloatFormat:
-        return FORMATS[self.src.code]
-
-    @property
-    def lane(self) -> str:
-        return f"i{self.src.bits}"
+        self.begun = ""  # the word that the last step did not fill
 
     def text(self) -> str:
         """The instructions of the kernel's body."""
@@ -259,7 +208,7 @@ class _Writer:
         sums = [(v.type(of), "zeroinitializer") for of in _SUMS]
         sums += [(of, "0" if of == "i32" else "0.0") for of in (*_SUMS, "i32")]
         ends = loop(one, "0", "%units", 1, sums, self._unit)
-        self._tell(ends)
+        self._add_sums(ends)
         return "\n  ".join(v.lines)
 
     def _unit(self, unit: str, carried: list[str]) -> list[str]:
@@ -269,7 +218,7 @@ class _Writer:
         nbytes = one.op("mul", "i64", unit, "%unit.nbytes")
         out = one.emit(f"getelementptr i8, ptr %out, i64 {nbytes}")
         largest = self._finite(source, self._largest(source))
-        value = as_float(one, self.src, largest)
+        value = to_float(one, self.src, largest)
         bits = maximum(one, "i32", carried[-1], magnitude_bits(one, value))
         if recipe.signed:
             value = self._with_sign(source, largest, value)
@@ -311,8 +260,7 @@ class _Writer:
 
         def body(v: Vector, at: str, carried: list[str]) -> list[str]:
             x = self._load(v, source, at)
-            magnitude = v.op("and", self.lane, x, self.source.magnitude)
-            return [maximum(v, self.lane, carried[0], magnitude)]
+            return [maximum(v, self.lane, carried[0], self.magnitude(v, x))]
 
         of = self.wide.type(self.lane)
         wide, narrow = self._over(([(of, "zeroinitializer")], [(self.lane, "0")]), body)
@@ -327,31 +275,17 @@ class _Writer:
         Most units have none of them, and are not read again.
         """
         one, lane = self.one, self.lane
-        special = self.source.special
-        start = overflow_start(self.src, F16) if self.recipe.goes_through_half else None
-        is_special = one.op("icmp uge", lane, largest, special if start is None else start)
+        start = self.source.special if self.half_start is None else self.half_start
+        is_special = one.op("icmp uge", lane, largest, start)
         one.lines += ["br label %scan.test", "scan.test:"]
         one.lines += [f"br i1 {is_special}, label %scan, label %scan.no", "scan:"]
 
         def body(at: str, carried: list[str]) -> list[str]:
-            most, nans, infs, overs = carried
-            x = one.op("and", lane, self._load(one, source, at), self.source.magnitude)
-            is_finite = one.op("icmp ult", lane, x, special)
-            most = maximum(one, lane, most, one.select(is_finite, lane, x, 0))
-            nans = _count(one, nans, one.op("icmp ugt", lane, x, special))
-            infs = _count(one, infs, one.op("icmp eq", lane, x, special))
-            if start is not None:
-                over = one.op("icmp uge", lane, x, start)
-                overs = _count(one, overs, one.op("and", "i1", is_finite, over))
-            return [most, nans, infs, overs]
+            return self.scanned(one, self._load(one, source, at), carried)
 
         zeros = [(lane, "0"), *3 * [("i64", "0")]]
-        most, *counts = loop(one, "0", "%numel", 1, zeros, body)
-        if start is not None:  # an infinity counts as the largest
-            is_over = one.op("icmp uge", lane, most, start)
-            more = one.select(is_over, "i64", counts[1], 0)
-            counts[2] = one.op("add", "i64", counts[2], more)
-        for slot, count in enumerate(counts, 3):
+        most, nans, infs, overs = loop(one, "0", "%numel", 1, zeros, body)
+        for slot, count in enumerate((nans, infs, self.with_infinities(one, most, infs, overs)), 3):
             self._add(slot, count)
         one.lines += ["br label %scan.yes", "scan.yes:", "br label %scan.no", "scan.no:"]
         return one.emit(f"phi {lane} [{largest}, %scan.test], [{most}, %scan.yes]")
@@ -369,8 +303,7 @@ class _Writer:
         assert self.recipe.numel == _WIDTH
         most = splat(v, lane, largest)
         x = clean(v, self.source, self._load(v, source, "0"), most)
-        magnitude = v.op("and", lane, x, self.source.magnitude)
-        masks = (v.op("icmp eq", lane, magnitude, most), v.op("icmp slt", lane, x, 0))
+        masks = (v.op("icmp eq", lane, self.magnitude(v, x), most), v.op("icmp slt", lane, x, 0))
         mask = f"i{_WIDTH}"
         has, below = (one.emit(f"bitcast {v.type('i1')} {m} to {mask}") for m in masks)
         first = one.op("and", mask, has, one.op("sub", mask, 0, has))
@@ -391,15 +324,9 @@ class _Writer:
 
         def body(v: Vector, at: str, sums: list[str]) -> list[str]:
             most, each = values[v.width]
-            x = as_float(v, self.src, clean(v, self.source, self._load(v, source, at), most))
-            code, decoded = recipe.encode(v, x, each)
+            code, ends = self.encoded(v, self._load(v, source, at), most, each, sums)
             self._store(v, code, out, at)
-            error = v.op("fsub", "float", x, decoded)
-            return [
-                maximum(v, "i32", sums[0], magnitude_bits(v, error)),
-                square_sum(v, error, sums[1]),
-                square_sum(v, x, sums[2]),
-            ]
+            return ends
 
         types = [[w.type(of) for of in _SUMS] for w in (self.wide, self.one)]
         wide, narrow = (
@@ -452,7 +379,7 @@ class _Writer:
                 place = v.emit(f"getelementptr i8, ptr {out}, i64 {word * _WORD_NBYTES}")
                 v.lines.append(f"store i32 {full}, ptr {place}, align 1")
 
-    def _tell(self, ends: list[str]) -> None:
+    def _add_sums(self, ends: list[str]) -> None:
         """Add the sums of all units to the tally."""
         one = self.one
         errors = maximum(one, "i32", self._reduced("umax", "i32", ends[0]), ends[3])
@@ -477,10 +404,6 @@ def _numbers(values: Iterable[int]) -> str:
     return f"<{', '.join(f'i32 {value}' for value in values)}>"
 
 
-def _count(v: Vector, total: str, mask: str) -> str:
-    return v.op("add", "i64", total, v.convert("zext", "i1", mask, "i64"))
-
-
 _KERNEL = """
 define void @{symbol}(
     ptr %src, ptr %out, ptr %statistics, i64 %units, i64 %unit, ptr %tally
@@ -501,11 +424,7 @@ def kernel_ir(recipe: Recipe, src: DType, *, native_half: bool, architecture: st
     It quantises ``units`` units of ``unit`` elements each from ``src`` on to codes from ``out`` on,
     writes a float32 a unit from ``statistics`` on where the recipe has one, and adds to a `Tally`.
 
-    Args:
-        recipe: the format's instructions.
-        src: dtype of the elements.
-        native_half: the CPU converts between float16 and float32.
-        architecture: see `cast.kernels.kernel_ir`.
+    For ``native_half`` and ``architecture`` see `cast.kernel_ir`.
     """
     writer = _Writer(recipe, src, native_half)
     enter, leave = ENVIRONMENT.get(architecture, ("", ""))
@@ -522,7 +441,7 @@ def kernel_ir(recipe: Recipe, src: DType, *, native_half: bool, architecture: st
         f"%whole = and i64 %numel, -{_WIDTH}",
     )
     return _KERNEL.format(
-        symbol=SYMBOL,
+        symbol=FUNCTION.symbol,
         enter=enter,
         sizes="\n  ".join(sizes),
         body=writer.text(),
@@ -531,44 +450,12 @@ def kernel_ir(recipe: Recipe, src: DType, *, native_half: bool, architecture: st
 
 
 #: ``(src address, out address, statistics address, units, elements of a unit, tally address)``, see
-#: `kernel_ir`; it drops the interpreter's lock, and any number of threads may be in it.
+#: `kernel_ir`.
 Kernel = Callable[[int, int, int, int, int, int], None]
-_KERNEL_TYPE = CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_uint64, c_uint64, c_void_p)
-_compiling = threading.Lock()
 
 
 def compile_kernel(recipe: Recipe, src: DType, name: str) -> Kernel:
-    """The kernel of a recipe for this CPU, compiled once per process; any thread may call it.
-
-    Args:
-        recipe: the format's instructions; equal ones share a kernel.
-        src: dtype of the elements.
-        name: the format's, for the error.
-
-    Raises:
-        UnsupportedCastError: llvmlite is missing or cannot compile for this machine.
-    """
-    with _compiling:
-        found = _compile(recipe, src)
-    if isinstance(found, str):
-        raise UnsupportedCastError(src.name, name, reason=found)
-    return found
-
-
-@cache
-def _compile(recipe: Recipe, src: DType) -> Kernel | str:
-    def ir(native_half: bool, architecture: str) -> str:
-        return kernel_ir(recipe, src, native_half=native_half, architecture=architecture)
-
-    kernel: Kernel | str = link_kernel(ir, SYMBOL, _KERNEL_TYPE, kept_object)
+    """Return the kernel of a recipe; ``name`` is the scheme's, see `HostFunction.kernel`."""
+    ir = partial(kernel_ir, recipe, src)
+    kernel: Kernel = FUNCTION.kernel((recipe, src), (src.name, name), ir)
     return kernel
-
-
-def kept_object(ir: str, target: Target) -> bytes:
-    """The object file of a kernel, kept for later processes; see `cast.llvm.link_kernel`."""
-    depends_on = ("quant", target.triple, target.cpu, target.features, ir)
-    kept = read_kept(*depends_on)
-    if kept is None:
-        kept = compile_object(ir, target)
-        keep(kept, *depends_on)
-    return kept

@@ -1,28 +1,28 @@
 """GGUF's blocks of 256 elements: Q2_K, Q3_K, Q4_K, Q5_K, Q6_K and IQ4_XS.
 
 A block is cut into 8 or 16 parts with a scale each, of a few bits, times the block's float16 d; two
-layouts have minima beside the scales, times the block's float16 minimum. Elements are taken 32 at a
+layouts have minima as well, times the block's float16 minimum. Elements are taken 32 at a
 time: those of bytes that follow each other, at one place in each byte.
 
 Source: gguf-py 0.19, the classes of these names in gguf/quants.py: layouts, and the order of
-float32 operations. See `dequant_blocks`.
+float32 operations. See `decode_blocks`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from streamload.codecs.decode import register
-from streamload.codecs.decode_blocks import WIDTH, Blocks, BlockWriter, Bytes
-from streamload.codecs.kernels import splat
-from streamload.codecs.scheme import Array
-from streamload.codecs.schemes.decode_gguf import NONLINEAR, halves_of
+from streamload.codecs.decode_blocks import WIDTH, Blocks, BlockWriter
+from streamload.codecs.ir import splat
+from streamload.codecs.parts import Array
+from streamload.codecs.scheme import register
+from streamload.codecs.schemes.gguf import NONLINEAR, halves_of
 
 _NUMEL = 256
 _PARTS = range(_NUMEL // WIDTH)
 
 
-def _at_places(packed: Bytes, bits: int, width: int) -> Array:
+def _at_places(packed: Array, bits: int, width: int) -> Array:
     """Codes of so many bits in bytes: those of each ``width`` bytes, place by place."""
     groups = packed.reshape(len(packed), -1, 1, width)
     places = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
@@ -37,7 +37,7 @@ def _bits(b: BlockWriter, x: str, place: int, bits: int) -> str:
     return v.op("and", "i8", shifted, 2**bits - 1) if place + bits < 8 else shifted
 
 
-def _parts(blocks: Bytes, d: Array, scales: Array) -> Array:
+def _parts(blocks: Array, d: Array, scales: Array) -> Array:
     """The scale of each element."""
     found: Array = np.repeat(d * scales.astype(np.float32), _NUMEL // scales.shape[1], axis=1)
     return found
@@ -51,17 +51,13 @@ def _store_affine(b: BlockWriter, codes: str, scale: str, minimum: str) -> None:
 
 
 class _Q2K(Blocks):
-    name, numel, nbytes = "q2_k", _NUMEL, 84
-
-    def decoded(self, blocks: Bytes) -> Array:
-        """See `Blocks.decoded`."""
+    def decoded(self, blocks: Array) -> Array:
         scales = _parts(blocks, halves_of(blocks, 80), blocks[:, :16] & 15)
         minima = _parts(blocks, halves_of(blocks, 82), blocks[:, :16] >> 4)
         found: Array = scales * _at_places(blocks[:, 16:80], 2, 32).astype(np.float32) - minima
         return found
 
     def instructions(self, b: BlockWriter) -> None:
-        """See `Blocks.instructions`."""
         low, high = b.halves(b.load(0, 16), 16)
         scales, minima = b.scaled(low, b.half(80), 16), b.scaled(high, b.half(82), 16)
         packed = [b.load(16 + 32 * group, WIDTH) for group in range(2)]
@@ -72,10 +68,7 @@ class _Q2K(Blocks):
 
 
 class _Q3K(Blocks):
-    name, numel, nbytes = "q3_k", _NUMEL, 110
-
-    def decoded(self, blocks: Bytes) -> Array:
-        """See `Blocks.decoded`."""
+    def decoded(self, blocks: Array) -> Array:
         low = _at_places(blocks[:, 96:104], 4, 8)
         high = _at_places(blocks[:, 104:108], 2, 4)
         scales = (low | high << 4).astype(np.int8) - np.int8(32)
@@ -85,7 +78,6 @@ class _Q3K(Blocks):
         return found
 
     def instructions(self, b: BlockWriter) -> None:
-        """See `Blocks.instructions`."""
         v, sixteen = b.wide, b.of(16)
         low = b.joined(*b.halves(b.load(96, 8), 8), 8)
         four = b.load(104, 4)
@@ -104,7 +96,7 @@ class _Q3K(Blocks):
             b.store(v.op("fmul", "float", wide, b.spread(scales, 16, 2 * part, 16)))
 
 
-def _six_bits(blocks: Bytes) -> tuple[Array, Array]:
+def _six_bits(blocks: Array) -> tuple[Array, Array]:
     """The 8 scales and the 8 minima of Q4_K and Q5_K, of 6 bits each in 12 bytes."""
     a, b, c = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     return (
@@ -129,16 +121,13 @@ def _six_bits_ir(b: BlockWriter) -> tuple[str, str]:
 class _Q4K(Blocks):
     """Q4_K, and Q5_K with a fifth bit for each code."""
 
-    numel = _NUMEL
-
     def __init__(self, name: str, *, fifth: bool) -> None:
         """Describe a layout; ``fifth``: codes have a fifth bit."""
-        self.name, self._fifth = name, fifth
+        super().__init__(name)
+        self._fifth = fifth
         self._codes = 48 if fifth else 16
-        self.nbytes = self._codes + _NUMEL // 2
 
-    def decoded(self, blocks: Bytes) -> Array:
-        """See `Blocks.decoded`."""
+    def decoded(self, blocks: Array) -> Array:
         scales, minima = _six_bits(blocks)
         codes = _at_places(blocks[:, self._codes :], 4, 32)
         if self._fifth:
@@ -148,7 +137,6 @@ class _Q4K(Blocks):
         return found
 
     def instructions(self, b: BlockWriter) -> None:
-        """See `Blocks.instructions`."""
         v = b.wide
         scales, minima = _six_bits_ir(b)
         high = b.load(16, WIDTH) if self._fifth else ""
@@ -162,10 +150,7 @@ class _Q4K(Blocks):
 
 
 class _Q6K(Blocks):
-    name, numel, nbytes = "q6_k", _NUMEL, 210
-
-    def decoded(self, blocks: Bytes) -> Array:
-        """See `Blocks.decoded`."""
+    def decoded(self, blocks: Array) -> Array:
         low = _at_places(blocks[:, :128], 4, 64)
         high = _at_places(blocks[:, 128:192], 2, 32)
         codes = (low | high << 4).astype(np.int8) - np.int8(32)
@@ -174,7 +159,6 @@ class _Q6K(Blocks):
         return found
 
     def instructions(self, b: BlockWriter) -> None:
-        """See `Blocks.instructions`."""
         v = b.wide
         scales = b.scaled(b.load(192, 16), b.half(208), 16)
         for group in range(2):
@@ -190,10 +174,7 @@ class _Q6K(Blocks):
 
 
 class _IQ4XS(Blocks):
-    name, numel, nbytes = "iq4_xs", _NUMEL, 136
-
-    def decoded(self, blocks: Bytes) -> Array:
-        """See `Blocks.decoded`."""
+    def decoded(self, blocks: Array) -> Array:
         low = _at_places(blocks[:, 4:8], 4, 1)
         high = blocks[:, 2:4].copy().view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16)
         scales = (low | (high.astype(np.uint8) & 3) << 4).astype(np.int8) - np.int8(32)
@@ -202,7 +183,6 @@ class _IQ4XS(Blocks):
         return found
 
     def instructions(self, b: BlockWriter) -> None:
-        """See `Blocks.instructions`."""
         eight, v = b.of(8), b.wide
         both = b.halves(b.load(4, 4), 4)
         low = b.picked(*both, "i8", 4, [at // 2 + 4 * (at % 2) for at in range(8)])
@@ -217,8 +197,7 @@ class _IQ4XS(Blocks):
 
 
 _LAYOUTS: tuple[Blocks, ...] = (
-    *(_Q2K(), _Q3K(), _Q4K("q4_k", fifth=False), _Q4K("q5_k", fifth=True)),
-    *(_Q6K(), _IQ4XS()),
+    *(_Q2K("q2_k"), _Q3K("q3_k"), _Q4K("q4_k", fifth=False), _Q4K("q5_k", fifth=True)),
+    *(_Q6K("q6_k"), _IQ4XS("iq4_xs")),
 )
-for _layout in _LAYOUTS:
-    register(_layout.name, _layout)
+register(layouts={layout.name: layout for layout in _LAYOUTS})

@@ -1,0 +1,310 @@
+"""Instructions of LLVM IR that kernels share, for the host and for CUDA.
+
+Conversions go through float32 bits: `WIDEN` widens a value (float64 comes down to float32 rounded
+to odd), `NARROW` narrows it, so that it is rounded once. Rounding to odd keeps in the last bit
+whether anything was lost, and float32 has more than two bits beyond both 16-bit formats (S. Boldo
+and G. Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding
+to odd", IEEE Transactions on Computers 57(4), 2008).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+
+from streamload.codecs.floats import FLOATS, FloatFormat
+from streamload.core.dtypes import DType
+
+
+class Vector:
+    """Straight-line IR over ``width`` elements at a time.
+
+    Operands are names of values, or numbers, which stand for that number in every element.
+
+    Attributes:
+        width: elements.
+        native_half: there are instructions between float16 and float32.
+        lines: the instructions, one each.
+    """
+
+    def __init__(self, width: int, native_half: bool) -> None:
+        self.width = width
+        self.native_half = native_half
+        self.lines: list[str] = []
+
+    def type(self, scalar: str) -> str:
+        """The type of elements of a scalar type."""
+        # not <1 x T>: LLVM 20 aborts on <1 x half> for AArch64
+        return scalar if self.width == 1 else f"<{self.width} x {scalar}>"
+
+    def emit(self, instruction: str) -> str:
+        """Add an instruction; returns the name of its value."""
+        name = f"%v{len(self.lines)}"
+        self.lines.append(f"{name} = {instruction}")
+        return name
+
+    def op(self, name: str, scalar: str, *operands: str | float) -> str:
+        """An operation on operands of one type."""
+        texts = ", ".join(self._operand(scalar, operand) for operand in operands)
+        return self.emit(f"{name} {self.type(scalar)} {texts}")
+
+    def convert(self, name: str, scalar: str, value: str, target: str) -> str:
+        """A conversion from one scalar type to another."""
+        return self.emit(f"{name} {self.type(scalar)} {value} to {self.type(target)}")
+
+    def as_bits(self, value: str) -> str:
+        """The bits of float32 values."""
+        return self.convert("bitcast", "float", value, "i32")
+
+    def as_float(self, bits: str) -> str:
+        """Float32 values of bits."""
+        return self.convert("bitcast", "i32", bits, "float")
+
+    def select(self, mask: str, scalar: str, yes: str | float, no: str | float) -> str:
+        """One of two values, element by element."""
+        texts = (f"{self.type(scalar)} {self._operand(scalar, value)}" for value in (yes, no))
+        return self.emit(f"select {self.type('i1')} {mask}, {', '.join(texts)}")
+
+    def reduced(self, name: str, scalar: str, value: str) -> str:
+        """The instruction that makes one scalar of all elements; ``name`` is "add" or "or"."""
+        if self.width == 1:
+            return f"{name} {scalar} {value}, 0"
+        of = self.type(scalar)
+        return f"call {scalar} @llvm.vector.reduce.{name}.v{self.width}{scalar}({of} {value})"
+
+    def _operand(self, scalar: str, value: str | float) -> str:
+        if isinstance(value, str):
+            return value
+        # LLVM writes a float constant as the bits of the double of the same value
+        text = f"0x{struct.pack('>d', value).hex()}" if isinstance(value, float) else str(value)
+        return text if self.width == 1 else f"splat ({scalar} {text})"
+
+
+def _same(v: Vector, x: str) -> str:
+    return x
+
+
+def _widen_by_integers(source: FloatFormat) -> Callable[[Vector, str], str]:
+    def widen(v: Vector, x: str) -> str:
+        wide = v.convert("zext", f"i{source.bits}", x, "i32")
+        magnitude = v.op("and", "i32", wide, source.magnitude)
+        sign = v.op("shl", "i32", v.op("xor", "i32", wide, magnitude), 32 - source.bits)
+        shifted = v.op("shl", "i32", magnitude, 23 - source.mantissa_bits)
+        normal = v.op("add", "i32", shifted, (127 - source.bias) << 23)
+        # a subnormal is an integer times a power of two, and normal in float32
+        units = v.convert("sitofp", "i32", magnitude, "float")
+        scaled = v.op("fmul", "float", units, 2.0 ** (1 - source.bias - source.mantissa_bits))
+        subnormal = v.as_bits(scaled)
+        is_subnormal = v.op("icmp ult", "i32", magnitude, 1 << source.mantissa_bits)
+        finite = v.select(is_subnormal, "i32", subnormal, normal)
+        is_special = v.op("icmp uge", "i32", magnitude, source.special)
+        special = v.op("or", "i32", shifted, 0x7F800000)
+        return v.op("or", "i32", v.select(is_special, "i32", special, finite), sign)
+
+    return widen
+
+
+def _widen_f16(v: Vector, x: str) -> str:
+    if not v.native_half:
+        return _widen_by_integers(FLOATS["F16"])(v, x)
+    half = v.convert("bitcast", "i16", x, "half")
+    return v.as_bits(v.convert("fpext", "half", half, "float"))
+
+
+def _widen_bf16(v: Vector, x: str) -> str:
+    return v.op("shl", "i32", v.convert("zext", "i16", x, "i32"), 16)
+
+
+def widen_f32(v: Vector, x: str) -> str:
+    """Float32 bits to float64 bits."""
+    value = v.as_float(x)
+    return v.convert("bitcast", "double", v.convert("fpext", "float", value, "double"), "i64")
+
+
+def nearest_f32(v: Vector, x: str) -> str:
+    """Float64 bits to float32 bits, to nearest."""
+    value = v.convert("bitcast", "i64", x, "double")
+    return v.as_bits(v.convert("fptrunc", "double", value, "float"))
+
+
+def _odd_f32(v: Vector, x: str) -> str:
+    """Float64 bits to float32 bits rounded to odd: towards zero, the last bit set if inexact."""
+    nearest = nearest_f32(v, x)
+    lengths = [
+        v.convert("bitcast", "i64", v.op("and", "i64", bits, FLOATS["F64"].magnitude), "double")
+        for bits in (widen_f32(v, nearest), x)
+    ]
+    was_raised = v.op("fcmp ogt", "double", *lengths)
+    is_inexact = v.op("fcmp one", "double", *lengths)
+    truncated = v.op("add", "i32", nearest, v.convert("sext", "i1", was_raised, "i32"))
+    return v.op("or", "i32", truncated, v.convert("zext", "i1", is_inexact, "i32"))
+
+
+def _narrow_to_f16(v: Vector, x: str) -> str:
+    if v.native_half:
+        value = v.as_float(x)
+        return v.convert("bitcast", "half", v.convert("fptrunc", "float", value, "half"), "i16")
+    magnitude = v.op("and", "i32", x, 0x7FFFFFFF)
+    sign = v.op("lshr", "i32", v.op("xor", "i32", x, magnitude), 16)
+    last = v.op("and", "i32", v.op("lshr", "i32", magnitude, 13), 1)
+    raised = v.op("add", "i32", v.op("add", "i32", magnitude, last), 0xFFF - (112 << 23))
+    normal = v.op("lshr", "i32", raised, 13)
+    # below 2^-14 the last bit is 2^-24, as it is of a float32 from 0.5 to 1: the sum rounds there
+    shifted = v.op("fadd", "float", v.as_float(magnitude), 0.5)
+    subnormal = v.op("sub", "i32", v.as_bits(shifted), 0x3F000000)
+    is_subnormal = v.op("icmp ult", "i32", magnitude, (127 - 14) << 23)
+    finite = v.select(is_subnormal, "i32", subnormal, normal)
+    is_nan = v.op("icmp ugt", "i32", magnitude, 0x7F800000)
+    special = v.select(is_nan, "i32", 0x7E00, 0x7C00)
+    is_large = v.op("icmp uge", "i32", magnitude, (127 + 16) << 23)  # below, 65520 has carried
+    bits = v.op("or", "i32", v.select(is_large, "i32", special, finite), sign)
+    return v.convert("trunc", "i32", bits, "i16")
+
+
+def _narrow_to_bf16(v: Vector, x: str) -> str:
+    high = v.op("lshr", "i32", x, 16)
+    last = v.op("and", "i32", high, 1)
+    raised = v.op("add", "i32", v.op("add", "i32", x, last), 0x7FFF)
+    magnitude = v.op("and", "i32", x, 0x7FFFFFFF)
+    is_nan = v.op("icmp ugt", "i32", magnitude, 0x7F800000)
+    quiet = v.op("or", "i32", high, 0x40)  # a payload in the low bits alone would become infinity
+    bits = v.select(is_nan, "i32", quiet, v.op("lshr", "i32", raised, 16))
+    return v.convert("trunc", "i32", bits, "i16")
+
+
+#: by code: elements, as integers, to float32 bits (float64 rounded to odd).
+WIDEN: Mapping[str, Callable[[Vector, str], str]] = {
+    "F8_E5M2": _widen_by_integers(FLOATS["F8_E5M2"]),
+    "F8_E4M3": _widen_by_integers(FLOATS["F8_E4M3"]),
+    "F16": _widen_f16,
+    "BF16": _widen_bf16,
+    "F32": _same,
+    "F64": _odd_f32,
+}
+#: by code: float32 bits to elements, as integers, to nearest even.
+NARROW: Mapping[str, Callable[[Vector, str], str]] = {
+    "F16": _narrow_to_f16,
+    "BF16": _narrow_to_bf16,
+    "F32": _same,
+    "F64": widen_f32,
+}
+
+#: architecture to (enter, leave): the default floating-point environment, then the caller's again
+ENVIRONMENT: Mapping[str, tuple[str, str]] = {
+    "x86_64": (
+        """%saved = alloca i32
+  %default = alloca i32
+  call void @llvm.x86.sse.stmxcsr(ptr %saved)
+  store i32 8064, ptr %default
+  call void @llvm.x86.sse.ldmxcsr(ptr %default)""",
+        "call void @llvm.x86.sse.ldmxcsr(ptr %saved)",
+    ),
+    "aarch64": (
+        """%saved = call i64 @llvm.aarch64.get.fpcr()
+  call void @llvm.aarch64.set.fpcr(i64 0)""",
+        "call void @llvm.aarch64.set.fpcr(i64 %saved)",
+    ),
+}
+
+
+def splat(v: Vector, scalar: str, value: str) -> str:
+    """A scalar in every element."""
+    if v.width == 1:
+        return value
+    of = v.type(scalar)
+    first = v.emit(f"insertelement {of} poison, {scalar} {value}, i32 0")
+    return v.emit(f"shufflevector {of} {first}, {of} poison, <{v.width} x i32> zeroinitializer")
+
+
+def maximum(v: Vector, scalar: str, a: str, b: str) -> str:
+    """The larger of two unsigned integers, element by element."""
+    return _intrinsic(v, "umax", scalar, a, b)
+
+
+def minimum(v: Vector, scalar: str, a: str, b: str | int) -> str:
+    """The smaller of two unsigned integers, element by element; the second may be a number."""
+    if isinstance(b, int):
+        b = str(b) if v.width == 1 else f"splat ({scalar} {b})"
+    return _intrinsic(v, "umin", scalar, a, b)
+
+
+def _intrinsic(v: Vector, name: str, scalar: str, *operands: str) -> str:
+    of = v.type(scalar)
+    short = {"double": "f64"}.get(scalar, scalar)
+    suffix = short if v.width == 1 else f"v{v.width}{short}"
+    listed = ", ".join(f"{of} {operand}" for operand in operands)
+    return v.emit(f"call {of} @llvm.{name}.{suffix}({listed})")
+
+
+def square_sum(v: Vector, x: str, total: str) -> str:
+    """The sum with the squares of float32 elements added, in float64."""
+    wide = v.convert("fpext", "float", x, "double")
+    return _intrinsic(v, "fmuladd", "double", wide, wide, total)
+
+
+def clean(v: Vector, source: FloatFormat, x: str, largest: str) -> str:
+    """Elements, as integers, without NaN and infinity.
+
+    Args:
+        v: where the instructions go.
+        source: the elements' format.
+        x: the elements.
+        largest: the largest finite magnitude of their unit, in every element.
+    """
+    lane = f"i{source.bits}"
+    magnitude = v.op("and", lane, x, source.magnitude)
+    is_nan = v.op("icmp ugt", lane, magnitude, source.special)
+    sign = v.op("xor", lane, x, magnitude)
+    kept = v.op("or", lane, minimum(v, lane, magnitude, largest), sign)
+    return v.select(is_nan, lane, 0, kept)
+
+
+def to_float(v: Vector, src: DType, x: str) -> str:
+    """Elements, as integers, to float32 values."""
+    return v.as_float(WIDEN[src.code](v, x))
+
+
+def magnitude_bits(v: Vector, x: str) -> str:
+    """The bits of the magnitude of float32 values, which sort as they do, NaN last."""
+    return v.op("and", "i32", v.as_bits(x), 0x7FFFFFFF)
+
+
+def loop(
+    v: Vector,
+    start: str,
+    stop: str,
+    step: int | str,
+    carried: Sequence[tuple[str, str]],
+    body: Callable[[str, list[str]], Sequence[str]],
+) -> list[str]:
+    """A loop of IR; returns the carried values after it.
+
+    Args:
+        v: where it goes.
+        start: the first index.
+        stop: the index after the last, exclusive.
+        step: what an iteration adds to the index.
+        carried: (type, value at first) of each value.
+        body: takes the index and the carried values, and returns those after an iteration.
+    """
+    key = f"%l{len(v.lines)}"
+    label = key[1:]
+    v.lines += [f"br label {key}.before", f"{label}.before:", f"br label {key}.head"]
+    v.lines += [f"{label}.head:", "", f"{key}.more = icmp ult i64 {key}.i, {stop}"]
+    phis = len(v.lines) - 2
+    v.lines += [f"br i1 {key}.more, label {key}.body, label {key}.exit", f"{label}.body:"]
+    names = [f"{key}.c{index}" for index in range(len(carried))]
+    ends = body(f"{key}.i", names)
+    v.lines += [f"br label {key}.end", f"{label}.end:", f"{key}.next = add i64 {key}.i, {step}"]
+    v.lines += [f"br label {key}.head", f"{label}.exit:"]
+    index = f"{key}.i = phi i64 [{start}, {key}.before], [{key}.next, {key}.end]"
+    v.lines[phis] = "\n  ".join(
+        [
+            index,
+            *(
+                f"{name} = phi {of} [{first}, {key}.before], [{end}, {key}.end]"
+                for name, (of, first), end in zip(names, carried, ends, strict=True)
+            ),
+        ]
+    )
+    return names

@@ -1,0 +1,212 @@
+"""Kernels for CUDA: the instructions that they share, and PTX that LLVM compiles from them.
+
+The PTX is that of an old architecture; every driver of today compiles it for its device. Nothing in
+it flushes subnormals or fuses two operations.
+
+Names and numbers: PTX ISA reference; LLVM, "User Guide for NVPTX Back-end"; CUDA driver API
+reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from streamload.codecs.ir import Vector
+from streamload.core.disk_cache import kept
+from streamload.errors import UnsupportedCastError
+
+#: Threads of a block, always: whole warps.
+BLOCK_THREADS = 256
+WARP = 32
+#: LLVM's name of the target.
+TRIPLE = "nvptx64-nvidia-cuda"
+_CPU, _FEATURES = "sm_50", "+ptx60"  # PTX 6.0 has the shuffles, and every driver since 2017
+#: What kernels of elements count: those that overflowed, became zero, changed.
+COUNTS = 3
+
+_KERNEL = """
+target triple = "{triple}"
+
+{shared}
+
+declare i32 @llvm.nvvm.read.ptx.sreg.tid.x()
+declare i32 @llvm.nvvm.read.ptx.sreg.ntid.x()
+declare i32 @llvm.nvvm.read.ptx.sreg.ctaid.x()
+declare i32 @llvm.nvvm.read.ptx.sreg.nctaid.x()
+declare i32 @llvm.nvvm.shfl.sync.down.i32(i32, i32, i32, i32) convergent
+declare i32 @llvm.nvvm.shfl.sync.bfly.i32(i32, i32, i32, i32) convergent
+declare i32 @llvm.nvvm.vote.ballot.sync(i32, i1) convergent
+declare void @llvm.nvvm.barrier0() convergent
+declare float @llvm.nvvm.rcp.approx.ftz.f(float)
+
+define ptx_kernel void @{symbol}({parameters}) nounwind {{
+entry:
+  %tid = call i32 @llvm.nvvm.read.ptx.sreg.tid.x()
+  %ntid = call i32 @llvm.nvvm.read.ptx.sreg.ntid.x()
+  %ctaid = call i32 @llvm.nvvm.read.ptx.sreg.ctaid.x()
+  %nctaid = call i32 @llvm.nvvm.read.ptx.sreg.nctaid.x()
+  %lane = and i32 %tid, 31
+  %leads = icmp eq i32 %lane, 0
+  %thread = zext i32 %tid to i64
+  %threads = zext i32 %ntid to i64
+  %block = zext i32 %ctaid to i64
+  %blocks = zext i32 %nctaid to i64
+  {body}
+  ret void
+}}
+"""
+
+
+class ThreadWriter(Vector):
+    """Instructions for one thread; addresses are i64, and strides ``%first`` and ``%stride``."""
+
+    def __init__(self) -> None:
+        super().__init__(1, native_half=True)
+
+    def place(self, base: str, index: str = "0", nbytes: int = 1) -> str:
+        """A pointer to global memory: item ``index`` of ``nbytes`` each from address ``base``."""
+        at = self.op("add", "i64", base, self.op("mul", "i64", index, nbytes))
+        return self.emit(f"inttoptr i64 {at} to ptr addrspace(1)")
+
+    def load(self, of: str, nbytes: int, base: str, index: str = "0") -> str:
+        """Item ``index``, aligned, of ``nbytes`` each from address ``base``."""
+        place = self.place(base, index, nbytes)
+        return self.emit(f"load {of}, ptr addrspace(1) {place}, align {nbytes}")
+
+    def store(self, of: str, nbytes: int, value: str, base: str, index: str = "0") -> None:
+        """Store item ``index``, aligned, of ``nbytes`` each from address ``base``."""
+        place = self.place(base, index, nbytes)
+        self.lines.append(f"store {of} {value}, ptr addrspace(1) {place}, align {nbytes}")
+
+    def shuffled(self, x: str, distance: int) -> str:
+        """The i32 of the thread whose lane differs in one bit."""
+        return self.emit(
+            f"call i32 @llvm.nvvm.shfl.sync.bfly.i32(i32 -1, i32 {x}, i32 {distance}, i32 31)"
+        )
+
+    def over_warp(self, x: str, join: Callable[[str, str], str]) -> str:
+        """An i32 joined over all threads of a warp."""
+        for distance in (16, 8, 4, 2, 1):
+            x = join(x, self.shuffled(x, distance))
+        return x
+
+    def when(self, mask: str, body: Callable[[], None]) -> None:
+        """Instructions for those threads only for which a mask is set."""
+        label = f"w{len(self.lines)}"
+        self.lines += [f"br i1 {mask}, label %{label}.yes, label %{label}.no", f"{label}.yes:"]
+        body()
+        self.lines += [f"br label %{label}.no", f"{label}.no:"]
+
+    def by_threads(self) -> None:
+        """Let threads take elements in turns."""
+        self.lines += [
+            "%before = mul i64 %block, %threads",
+            "%first = add i64 %before, %thread",
+            "%stride = mul i64 %blocks, %threads",
+        ]
+
+    def barrier(self) -> None:
+        """Wait for all threads of the block."""
+        self.lines.append("call void @llvm.nvvm.barrier0()")
+
+    def clear_shared(self, of: str, count: int) -> None:
+        """Set the ``count`` items of ``@sums`` to 0; a `barrier` has to follow."""
+
+        def clear() -> None:
+            place = self.emit(f"getelementptr {of}, ptr addrspace(3) @sums, i32 %tid")
+            self.lines.append(f"store {of} 0, ptr addrspace(3) {place}")
+
+        self.when(self.op("icmp ult", "i32", "%tid", count), clear)
+
+    def add_counts(self, sums: Mapping[int, str]) -> None:
+        """Add each thread's i32 sums, by slot, to the 64-bit counts at address ``%tally``."""
+        self.barrier()  # after the clearing, and the threads of each warp together
+        totals = dict(sums)
+        for slot in totals:
+            for distance in (16, 8, 4, 2, 1):
+                other = self.emit(
+                    "call i32 @llvm.nvvm.shfl.sync.down.i32"
+                    f"(i32 -1, i32 {totals[slot]}, i32 {distance}, i32 31)"
+                )
+                totals[slot] = self.op("add", "i32", totals[slot], other)
+
+        def lead() -> None:
+            for slot, total in totals.items():
+                place = self.emit(f"getelementptr i32, ptr addrspace(3) @sums, i32 {slot}")
+                self.emit(f"atomicrmw add ptr addrspace(3) {place}, i32 {total} monotonic")
+
+        def add() -> None:
+            place = self.emit("getelementptr i32, ptr addrspace(3) @sums, i32 %tid")
+            total = self.emit(f"load i32, ptr addrspace(3) {place}")
+
+            def add_one() -> None:
+                more = self.convert("zext", "i32", total, "i64")
+                at = self.place("%tally", "%thread", 8)
+                atomic = f"atomicrmw add ptr addrspace(1) {at}, i64 {more}"
+                self.emit(f'{atomic} syncscope("device") monotonic')
+
+            self.when(self.op("icmp ne", "i32", total, 0), add_one)
+
+        self.when("%leads", lead)
+        self.barrier()
+        self.when(self.op("icmp ult", "i32", "%tid", COUNTS), add)
+
+    def kernel(self, symbol: str, parameters: str, shared: str = "") -> str:
+        """The IR of a kernel.
+
+        Args:
+            symbol: its name.
+            parameters: the names of its i64 parameters.
+            shared: definitions of shared memory.
+        """
+        return _KERNEL.format(
+            triple=TRIPLE,
+            symbol=symbol,
+            parameters=", ".join(f"i64 %{name}" for name in parameters.split()),
+            shared=shared,
+            body="\n  ".join(self.lines),
+        )
+
+
+def kept_ptx(ir: str, names: tuple[str, str], cpu: str = _CPU) -> str:
+    """PTX of IR, kept for later processes; CUDA is not needed.
+
+    Args:
+        ir: of kernels and what they call.
+        names: source and target, for the error.
+        cpu: the least architecture for the text.
+
+    Raises:
+        UnsupportedCastError: the text is not kept, and llvmlite is missing or has no NVPTX.
+    """
+    try:
+        found = kept(lambda: compile_ptx(ir, cpu=cpu).encode(), "ptx", cpu, _FEATURES, ir)
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = f"no CUDA kernel without llvmlite and its NVPTX: {error}"
+        raise UnsupportedCastError(*names, reason=reason) from error
+    return found.decode()
+
+
+def compile_ptx(ir: str, *, triple: str = TRIPLE, cpu: str = _CPU) -> str:
+    """PTX of LLVM IR.
+
+    Args:
+        ir: of kernels and what they call.
+        triple: LLVM's name of the target.
+        cpu: the least architecture for the text.
+
+    Raises:
+        ImportError: llvmlite is missing.
+        OSError: its library does not load.
+        RuntimeError: LLVM does not accept the IR, or was built without the target.
+    """
+    import llvmlite.binding as llvm
+
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    target = llvm.Target.from_triple(triple)
+    module = llvm.parse_assembly(ir)
+    module.verify()
+    machine = target.create_target_machine(cpu=cpu, features=_FEATURES, opt=3)
+    text: str = machine.emit_assembly(module)
+    return text
