@@ -7,10 +7,11 @@ No kernel and no chunk of a load or a conversion takes part, so that their error
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
 
 import numpy as np
 
@@ -64,15 +65,17 @@ class Expected:
         """Blocks of whole elements in order, before any cast; each is valid until the next."""
         decoders = Decoders(self.out_of_range)
         whole_nbytes = self.src.nbytes(8)
-        for pieces, lengths in self._blocks(max(block_nbytes // whole_nbytes, 1) * whole_nbytes):
+        most = max(block_nbytes // whole_nbytes, 1) * whole_nbytes
+        for pieces, lengths in self._blocks(most):
             if lengths is None and len(pieces) == 1:
                 with self._stored(read, decoders, *pieces[0]) as data:
                     yield data
                 continue
             joined = bytearray()
-            for piece in pieces:
-                with self._stored(read, decoders, *piece) as data:
-                    joined += data
+            for info, first, last, parts in _spans(pieces, most):
+                with self._stored(read, decoders, info, first, last) as data:
+                    for start, stop in parts:
+                        joined += data[start - first : stop - first]
             yield bytes(joined) if lengths is None else _swapped(joined, lengths)
 
     def codes(
@@ -211,6 +214,24 @@ class Expected:
             names = info.dtype.name, self.dtype.name
             raise OutOfRangeError(info.name, info.shard, *names, counts.overflowed)
         yield out
+
+
+def _spans(
+    pieces: Iterable[_Piece], most: int
+) -> Iterator[tuple[TensorInfo, int, int, list[tuple[int, int]]]]:
+    """Pieces that are read together, with what is between them: their tensor, first and last byte.
+
+    Dequantizing takes longer than any number of reads: such pieces are read one by one.
+    """
+    for info, group in groupby(pieces, itemgetter(0)):
+        parts: list[tuple[int, int]] = []
+        for _, start, stop in group:
+            apart = isinstance(info, Packed) or bool(parts and start < parts[-1][1])
+            if parts and (apart or stop - parts[0][0] > most):
+                yield info, parts[0][0], parts[-1][1], parts
+                parts = []
+            parts.append((start, stop))
+        yield info, parts[0][0], parts[-1][1], parts
 
 
 def _swapped(data: bytearray, lengths: _Lengths) -> bytes:
