@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import minilm as minilm_model
 import needs
 import parameters
 import pytest
+import suggested
 from boxes import Boxes, NoBoxesError
 from make_checkpoint import make_checkpoint, shape_of_size
 
@@ -31,6 +32,11 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+suggested.record()
+
+#: rooms of whose tests each error's suggestions are executed
+_SUGGESTING = ("loading", "planning")
 
 #: how many modules were imported when the garbage collector last looked at all of them
 _seen_modules = 0
@@ -68,6 +74,16 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_logfinish() -> None:
     """Leave what the test has imported to itself."""
     _freeze()
+
+
+@pytest.fixture(autouse=True)
+def suggestions_help(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After a test, execute what the errors in it suggest."""
+    suggested.raised.clear()
+    yield
+    if request.path.parent.name in _SUGGESTING:
+        assert not list(suggested.useless())
+    suggested.raised.clear()
 
 
 @pytest.fixture

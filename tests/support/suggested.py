@@ -1,0 +1,85 @@
+"""Execute the suggestions of errors after the test that raised them: none gives the same error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import streamload
+from streamload import errors
+
+_ENTRANCES: dict[str, Callable[..., Any]] = {
+    "load_state_dict": streamload.load_state_dict,
+    "plan": streamload.plan,
+}
+_FIGURES = re.compile(r" \([^()]*\)$")  # how much a line takes
+_PROSE = re.compile(r"^\d+ devices or nodes of |^streamload\.|^from_pretrained")
+_MOST_NBYTES = 2**22  # of a checkpoint that is loaded again
+
+raised: list[errors.StreamloadError] = []
+
+
+def record() -> None:
+    """Keep the errors that are made from now on."""
+    before = errors.StreamloadError.__post_init__
+
+    def kept(error: errors.StreamloadError) -> None:
+        before(error)
+        if isinstance(error, (errors.PlanInfeasibleError, errors.StateDictMismatchError)):
+            raised.append(error)
+
+    errors.StreamloadError.__post_init__ = kept  # type: ignore[method-assign]
+
+
+def lines_of(error: errors.StreamloadError) -> list[str]:
+    """The arguments that an error suggests, as source text."""
+    if isinstance(error, errors.StateDictMismatchError):
+        return [each.arguments for each in error.suggestions]
+    lines = getattr(error, "would_fit", ())
+    return [_FIGURES.sub("", line) for line in lines if not _PROSE.match(line)]
+
+
+def useless() -> Iterator[str]:
+    """Suggestions that do not help, of the errors since the last call."""
+    errors_made, raised[:] = list(raised), []
+    for error in errors_made:
+        frame = _entrance(error)
+        if frame is None:
+            continue
+        given, model = frame.f_locals["options"], frame.f_locals.get("model", ())
+        path = frame.f_locals["path"]
+        for line in lines_of(error):
+            changed = eval(f"dict({line})")
+            if frame.f_code.co_name != "plan" and not _is_small(path):
+                continue
+            run, first = _ENTRANCES[frame.f_code.co_name], () if model == () else (model,)
+            try:
+                run(*first, path, **{**given, **changed})
+            except TypeError:
+                raise
+            except Exception as again:  # another one: it went further
+                if type(again) is type(error) and str(again) == str(error):
+                    yield f"{line}: {again}"
+
+
+def _entrance(error: errors.StreamloadError) -> FrameType | None:
+    """The call of the user that raised an error, if it can be made again."""
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("streamload.") and frame.f_code.co_name in _ENTRANCES:
+            return frame if "options" in frame.f_locals else None
+        trace = trace.tb_next
+    return None
+
+
+def _is_small(path: Any) -> bool:
+    if not isinstance(path, (str, Path)) or not Path(path).exists():
+        return False
+    root = Path(path)
+    files = [root] if root.is_file() else list(root.glob("*"))
+    return sum(file.stat().st_size for file in files) <= _MOST_NBYTES
