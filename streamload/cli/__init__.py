@@ -53,19 +53,19 @@ def _program(
 for command in (inspect, plan, load, devices, bench, verify, diff, convert):
     app.command()(command)
 
-# typer exports this one of click's usage errors only; their common base is all that is needed
+# typer exports only this one of click's usage errors; this is their common base
 _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 
 
 def _without_secrets(message: str) -> str:
-    """What is wrong with the arguments, without the secrets in those that are URLs."""
+    """A message on arguments, without secrets in URLs."""
     for argument in sys.argv[1:]:
         for text in (argument, argument.partition("=")[2]):  # of --option=text
             if (shown := without_secrets(text)) != text:
-                # typer writes what is not printable in a way of its own
+                # as typer escapes it
                 typed = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
-                for said in (text, typed, repr(text)[1:-1]):
-                    message = message.replace(said, shown)
+                for each in (text, typed, repr(text)[1:-1]):
+                    message = message.replace(each, shown)
     return message
 
 
@@ -75,7 +75,7 @@ def main() -> None:
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("streamload").setLevel(logging.INFO)
     warnings.showwarning = warn
-    if hasattr(sys.stdout, "reconfigure"):  # a name that the terminal's encoding lacks
+    if hasattr(sys.stdout, "reconfigure"):  # escape characters that the encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     ended_before = False
     try:
@@ -94,7 +94,7 @@ def main() -> None:
     except ValueError as error:  # an argument that could not be read
         code, message = 2, _without_secrets(str(error))
     else:
-        # typer makes an exit code of Ctrl-C itself
+        # typer itself returns an exit code for Ctrl-C
         message = "interrupted" if code == 130 else ""
     if ended_before:
         end_by_interrupts()
@@ -104,10 +104,7 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Keep files that a command opens from taking the place of stdin, stdout or stderr.
-
-    Libraries in C write there whatever it is.
-    """
+    """Open stdin, stdout and stderr if closed: else C libraries write into files of a command."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)

@@ -1,6 +1,6 @@
-"""The arguments that several commands take, and how their text is read."""
+"""Arguments of several commands, and their parsers."""
 
-# annotations are evaluated here, once: two commands look at them
+# annotations are evaluated here, once: two commands read them
 
 import re
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from streamload.planning.sources import MAPPINGS, Rename
 
 
 def option(metavar: str | None, text: str, *names: str) -> Any:
-    """An option: what its value is called, what it does, and its names where they are others."""
+    """An option: the name of its value, its help, and its names if not the parameter's."""
     return typer.Option(*names, metavar=metavar, help=text)
 
 
@@ -100,14 +100,14 @@ HostOption = Annotated[
 ]
 NoProgressOption = Annotated[bool, switch("--no-progress", "Show no progress.")]
 JsonOption = Annotated[bool, switch("--json", "Print JSON on stdout.")]
-#: Of commands whose result is what they print.
+#: Of commands that print a result.
 QuietOption = Annotated[
     bool,
     typer.Option(
         "--quiet", "-q", callback=be_quiet, help="Print the result and errors alone, no notes."
     ),
 ]
-#: Of commands that do something, and then report.
+#: Of commands that change something, and report.
 SilentOption = Annotated[
     bool,
     typer.Option(
@@ -116,14 +116,14 @@ SilentOption = Annotated[
 ]
 
 
-#: Arguments of a call at the beginning of what would fit, and lists of devices there.
+#: Arguments of a call at the beginning of a suggestion, and lists of devices in it.
 _ARGUMENT = re.compile(r'^(dtype|quant|residence|reader|context)=(?:"([^"]*)"|(\d+))')
 _DEVICES = re.compile(r"^device=\[([^]]*)\]")
 _LAYERS = re.compile(r"^layers=(?:\[([^]]*)\]|('[^']*'))")
 
 
 class LoadFlags(TypedDict, total=False):
-    """What a load and its plan take on the command line; the defaults are those of a load."""
+    """The options of a load and its plan; the defaults are those of a load."""
 
     budget: Annotated[
         str | None,
@@ -208,7 +208,7 @@ class LoadFlags(TypedDict, total=False):
 
 
 def as_flags(error: BudgetError) -> BudgetError:
-    """The same error with what would fit as the command line has it."""
+    """The error with its suggestions as flags."""
     if not isinstance(error, PlanInfeasibleError):
         return error
     found = [line for line in error.would_fit if not line.startswith("budget=")]  # no flag is it
@@ -219,7 +219,7 @@ def as_flags(error: BudgetError) -> BudgetError:
 
 
 def _layers(found: re.Match[str]) -> str:
-    """A flag for each pattern, in quotes, which a shell needs."""
+    """A flag for each pattern, quoted for a shell."""
     return " ".join(f"--layers {each}" for each in (found[1] or found[2]).split(", "))
 
 
@@ -229,21 +229,21 @@ def _bare(names: str) -> str:
 
 
 def refuse_without_offload(given: Mapping[str, object]) -> None:
-    """Raise BadParameter for flags of ``--offload`` where that is not given."""
+    """Raise BadParameter for flags that need ``--offload``."""
     names = [f"--{name}" for name, value in given.items() if value is not None]
     if names:
         raise typer.BadParameter(f"{' and '.join(names)}: only with --offload")
 
 
 def read_path(path: str, variant: str | None, key: str | None, like: str | None) -> CheckpointLike:
-    """The checkpoint of ``PATH``: the variant, the key and the shapes that are asked for."""
+    """The checkpoint of ``PATH``, opened if a variant, key or shapes are given."""
     if variant is None and key is None and like is None:
         return path
     return open_checkpoint(path, variant=variant, key=key, like=like)
 
 
 def read_flags(flags: LoadFlags) -> dict[str, Any]:
-    """The options of a load but for its budget and device."""
+    """The options of a load without those of `read_place`."""
     options: dict[str, Any] = {**flags, "dtype": read_rules(flags["dtype"])}
     options["quant"] = read_quant(flags["quant"])
     for name in ("budget", "device", "residence"):
@@ -252,7 +252,7 @@ def read_flags(flags: LoadFlags) -> dict[str, Any]:
 
 
 def read_place(flags: LoadFlags) -> dict[str, Any]:
-    """The device of a load, or its devices, the budget, and where the weights are there."""
+    """The options device, budget and residence of a load."""
     names = read_names(flags["device"])
     device = names if len(names) > 1 else flags["device"]
     budget = _read_budget(flags["budget"], names)
@@ -287,7 +287,7 @@ def _read_budget(text: str | None, devices: Sequence[str]) -> str | dict[str, st
 
 
 def read_nodes(text: str | None, budget: str | None, device: str | None) -> list[Node] | None:
-    """The nodes of ``--nodes``, or as many as ``--budget`` has sizes; None for none."""
+    """The nodes of ``--nodes``, or one for each size of ``--budget``; None for none."""
     if text is None:
         several = budget is not None and "," in budget and "=" not in budget and device is None
         return read_nodes(str(len((budget or "").split(","))), budget, None) if several else None
@@ -312,7 +312,7 @@ def read_nodes(text: str | None, budget: str | None, device: str | None) -> list
 
 
 def read_quant(values: list[str] | None) -> QuantArgument:
-    """The format, or the formats by pattern, of ``--quant``."""
+    """The value of ``--quant``: a format, or formats by pattern."""
     rules = read_rules(values)
     if not isinstance(rules, dict):
         return rules
@@ -320,7 +320,7 @@ def read_quant(values: list[str] | None) -> QuantArgument:
 
 
 def read_rules(values: list[str] | None) -> str | dict[str, str] | None:
-    """What an option says, or what it says by pattern."""
+    """The value of an option, or its values by pattern."""
     if not values:
         return None
     if len(values) == 1 and "=" not in values[0]:

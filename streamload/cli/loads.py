@@ -31,7 +31,7 @@ from streamload.loading.load import plan as plan_load
 from streamload.loading.options import takes
 from streamload.planning.plan import PARTS, Plan
 
-#: What a plan that does not fit says of one that streams: no command runs a model.
+#: The suggestion of a plan that does not fit: no command runs a model.
 _PLAN_OFFLOAD = "streamload.offload in Python, which plan shows with --offload"
 
 
@@ -185,9 +185,8 @@ def plan(
             stay=stay or (),
             **asked,
         )
-        per_second = None if rate is None else parse_bytes(rate)
         show = over_nodes.to_json if as_json else over_nodes.table
-        print_lines(*show(per_second).splitlines())
+        print_lines(*show(None if rate is None else parse_bytes(rate)).splitlines())
         return
     if offload:
         from streamload.offloading.offload import plan_offload  # few need it
@@ -235,12 +234,12 @@ def plan(
 
 
 def _stacks(made: Plan) -> list[Stack]:
-    """The bars of a plan, with names that are safe to print."""
+    """The bars of a plan, with printable names."""
     return [replace(stack, name=printable(stack.name)) for stack in made.bars]
 
 
 def _marks() -> str:
-    """What bars are drawn with, where stdout shows it."""
+    """The characters of bars that stdout can encode."""
     try:
         BLOCKS.encode(sys.stdout.encoding)
     except UnicodeEncodeError:
@@ -287,17 +286,14 @@ def load(
             raise ValueError("over nodes, each rank loads to one device: start a rank for each")
         if asked.pop("residence") != "memory":
             raise ValueError("over nodes, weights are loaded to memory: leave --residence away")
-        if variant is not None:
-            raise ValueError("over nodes, PATH is a variant's file or index: leave --variant away")
-        if key is not None:
-            raise ValueError(
-                "over nodes, PATH has one dict of tensors: convert it with --key first"
-            )
-        if like is not None:
-            raise ValueError("over nodes, PATH says its shapes: convert it with --like first")
-        from streamload.distributed import (
-            load as distributed,  # its engines are not always installed
-        )
+        for given_path, problem in (
+            (variant, "PATH is a variant's file or index: leave --variant away"),
+            (key, "PATH has one dict of tensors: convert it with --key first"),
+            (like, "PATH says its shapes: convert it with --like first"),
+        ):
+            if given_path is not None:
+                raise ValueError(f"over nodes, {problem}")
+        from streamload.distributed import load as distributed  # its engines may be missing
 
         report = distributed.load_state_dict(
             None,
@@ -349,7 +345,7 @@ def devices(
             row: dict[str, Any] = {"framework": owner.name, **asdict(result)}
             if result.works:
                 info = asdict(owner.device(one).info)
-                if info["shared_memory"]:  # what it has is the host's, and so is its limit
+                if info["shared_memory"]:  # its memory and limit are the host's
                     free = (info["free_nbytes"], available_host_nbytes())
                     info["free_nbytes"] = min(n for n in free if n is not None)
                 info["unsupported"] = sorted(info["unsupported"])
@@ -364,7 +360,7 @@ def devices(
 
 
 def _wanted(names: Sequence[str] | None) -> list[tuple[str, str | None]]:
-    """(framework, device) of what was asked for; None stands for all devices."""
+    """Pairs of framework and device; None for all devices."""
     if not names:
         return [(name, None) for name in ("tinygrad", "torch", "host") if installed(name)]
     split = [split_name(name) for name in names]

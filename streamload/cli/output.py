@@ -1,4 +1,4 @@
-"""What commands write: results to stdout, complaints to stderr."""
+"""The output of commands: results on stdout, complaints on stderr."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import typer
 
 from streamload.errors import printable
 
-_CLOSED_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
+_CLOSED_PIPE = 141  # a shell's exit status for SIGPIPE
 
 
 def print_lines(*lines: str) -> None:
-    """Write lines to stdout; ends the program quietly where nobody reads them any more."""
-    if sys.stdout is None:  # closed by the shell: nobody wants to read
+    """Write lines to stdout; ends the program quietly if the pipe is closed."""
+    if sys.stdout is None:  # closed by the shell
         return
     try:
         for line in lines:
             print(printable(line))
         sys.stdout.flush()
     except BrokenPipeError:
-        # what is still buffered must not fail again at exit
+        # the buffer must not fail again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(_CLOSED_PIPE) from None
 
@@ -38,24 +38,20 @@ def print_json(data: Any) -> None:
 
 def complain(message: str) -> None:
     """Write one line to stderr."""
-    if sys.stderr is None:  # closed by the shell: nobody wants to read
+    if sys.stderr is None:  # closed by the shell
         return
     with suppress(OSError):  # a full disk must not change the exit code
         print(f"streamload: {printable(' '.join(message.split()))}", file=sys.stderr)
 
 
 def warn(message: Warning | str, *rest: object, **more: object) -> None:
-    """Write a warning as a complaint; takes the place of ``warnings.showwarning``."""
+    """Write a warning as a complaint; replaces ``warnings.showwarning``."""
     complain(f"warning: {message}")
 
 
 def be_quiet(wanted: bool) -> bool:
-    """Write no warnings and no notes from here on, if that is wanted; says whether it is."""
+    """Silence warnings and notes, if wanted; the callback of --quiet."""
     if wanted:
         logging.getLogger("streamload").setLevel(logging.ERROR)
-        warnings.showwarning = _say_nothing
+        warnings.showwarning = lambda *rest, **more: None
     return wanted
-
-
-def _say_nothing(*rest: object, **more: object) -> None:
-    """In the place of ``warnings.showwarning``."""
