@@ -84,11 +84,7 @@ class Digest:
 
     @classmethod
     def from_json(cls, name: str, entry: object, path: Location) -> Self:
-        """Read what `to_json` wrote; unknown keys are passed over.
-
-        Raises:
-            HeaderError: it is not that; names ``path``, its file.
-        """
+        """Read what `to_json` wrote; unknown keys are passed over."""
         fail = partial(HeaderError, path, tensor=name)
         if type(entry) is not dict:
             if isinstance(entry, RepeatedNames):
@@ -216,14 +212,7 @@ class Digests:
         return cls(digests, source, options, tuple(files), counts, errors)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write a sidecar; what was there is replaced when the new one is whole, and on the disk.
-
-        Args:
-            path: the file, or the folder that it is to be in.
-
-        Raises:
-            OSError: it cannot be written; what was there still is.
-        """
+        """Write a sidecar; it replaces another one when it is whole, and on the disk."""
         target = Path(path)
         if target.is_dir():
             target /= SIDECAR

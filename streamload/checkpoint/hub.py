@@ -15,12 +15,6 @@ def cached_snapshot(name: str) -> Path:
     """The folder of a repository's snapshot in the Hugging Face cache.
 
     Source: "Understand caching" in the documentation of huggingface_hub.
-
-    Args:
-        name: of the repository, ``owner/name``, perhaps with ``@`` and a branch, tag or commit.
-
-    Raises:
-        ShardNotFoundError: it is no such name, or the cache does not hold it.
     """
     match = _REPO.fullmatch(name)
     if match is None or {".", ".."} & set(re.split("[/@]", name)):

@@ -21,15 +21,6 @@ def shaped_like(
     """Give tensors of bytes the dtypes and shapes that those of the same names have elsewhere.
 
     Those that a header lists as untyped. Others, and those without a namesake, stay as they are.
-
-    Args:
-        path: the checkpoint, for errors.
-        headers: of its files.
-        like: the other checkpoint's tensors, by name.
-
-    Raises:
-        CheckpointError: a tensor has another length than its namesake, or there is no namesake.
-        ValueError: the files are of formats that say dtypes and shapes.
     """
     untyped = [name for name, reader in readers().items() if reader.untyped]
     if not any(header.format in untyped for header in headers):

@@ -334,11 +334,7 @@ def _remote_headers(folder: Url, reader: FormatReader, variant: str | None) -> l
 def from_headers(
     path: Location, headers: Iterable[Header], config: Mapping[str, Any] = MappingProxyType({})
 ) -> Checkpoint:
-    """Join the headers of a checkpoint's files; nothing is read.
-
-    Raises:
-        HeaderError: two files have a tensor of the same name.
-    """
+    """Join the headers of a checkpoint's files; nothing is read."""
     shards = tuple(sorted(headers, key=lambda header: header.path.name))
     tensors: dict[str, TensorInfo] = {}
     for header in shards:
@@ -394,9 +390,7 @@ def _open_folder(folder: Path, variant: str | None, key: str | None) -> Checkpoi
             return from_headers(folder, headers, config or _own_config(headers))
     shards = [single] if single in names else _unindexed(folder, names, variant, reader)
     headers = [read_header(folder / name, reader=reader) for name in shards]
-    if reader.name != default_reader().name:
-        _check_one_set(folder, headers)
-    found = headers if variant else _plain(folder, headers)
+    found = _plain(folder, headers, variant)
     return from_headers(folder, found, config or _own_config(found))
 
 
@@ -427,31 +421,21 @@ def _reader_of_index(name: str) -> FormatReader:
     return next((r for r in readers().values() if r.index and stem.endswith(r.suffixes)), default)
 
 
-def _check_one_set(folder: Path, headers: Sequence[Header]) -> None:
-    """Refuse a folder that holds a model more than once, in files of other formats.
-
-    Raises:
-        HeaderError: two files have a tensor of the same name.
-    """
-    counts = Counter(info.name for header in headers for info in header.tensors)
-    if max(counts.values(), default=0) > 1:
-        names = [header.path.name for header in headers]
-        raise HeaderError(folder, "holds several checkpoints", "the path of one file", _some(names))
-
-
-def _plain(folder: Path, headers: Sequence[Header]) -> Sequence[Header]:
+def _plain(folder: Path, headers: Sequence[Header], variant: str | None) -> Sequence[Header]:
     """Files without those that hold the same tensors, by name, as a variant of others.
 
-    Raises:
-        HeaderError: there are several variants, and no file without one.
+    A folder is refused if it holds several variants and no file without one, or a model more than
+    once in files of other formats.
     """
-    if len(headers) < 2:
-        return headers
-    names = [header.path.name for header in headers]
-    kept = set(variants.plain(names))
     counts = Counter(info.name for header in headers for info in header.tensors)
     if max(counts.values(), default=0) < 2:
-        return headers  # they are parts of one: that their names look like variants says nothing
+        return headers  # their names may look like variants: they are parts of one
+    names = [header.path.name for header in headers]
+    if headers[0].format != default_reader().name:
+        raise HeaderError(folder, "holds several checkpoints", "the path of one file", _some(names))
+    if variant:
+        return headers
+    kept = set(variants.plain(names))
     if len(kept) == len(names) and len(found := variants.found(names)) > 1:
         written = " or ".join(f'open_checkpoint(path, variant="{name}")' for name in found)
         raise HeaderError(folder, "holds several variants", written, _some(names))
@@ -517,13 +501,7 @@ def _missing(path: Location, names: Sequence[str], count: int, total: int) -> Sh
 
 
 def read_json_file(path: Location) -> bytes:
-    """The bytes of a file of JSON, no more than a header may have.
-
-    Raises:
-        ShardNotFoundError: it is gone.
-        HeaderError: it is longer than that.
-        CheckpointError: it cannot be read.
-    """
+    """The bytes of a file of JSON, no more than a header may have."""
     if isinstance(path, Url):
         raw = remote.read_file(path, most_nbytes(path))
         check_nbytes(path, "the file is too long", len(raw))

@@ -43,12 +43,7 @@ def open_shard(header: Header, kind: ReaderKind | ResolvedKind = "pread") -> Rea
 
 
 def map_shard(header: Header) -> mmap.mmap:
-    """Map a shard's file for views that stay: private, and writable page by page.
-
-    Raises:
-        FileChangedError: it is not what it was when its header was read.
-        CheckpointError: it cannot be opened or mapped.
-    """
+    """Map a shard's file for views that stay: private, and writable page by page."""
     assert isinstance(header.path, Path), header.path
     with open_regular(header.path) as file:
         try:
@@ -111,11 +106,7 @@ class Room:
         self._last: tuple[Location | None, int] = (None, 0)  # where the last block ended
 
     def read(self, reader: Reader, start: int, stop: int) -> memoryview:
-        """Bytes of a file, read-only; valid until the next call.
-
-        Raises:
-            CheckpointError: they cannot be read.
-        """
+        """Bytes of a file, read-only; valid until the next call."""
         shard, first, last = self._held
         if shard != reader.path or not first <= start <= stop <= last:
             most = stop
@@ -188,11 +179,7 @@ class Shards:
         self.close_all()
 
     def reader(self, shard: Location) -> Reader:
-        """The open file; opens it where it is not.
-
-        Raises:
-            CheckpointError: it cannot be opened, or has changed since its header was read.
-        """
+        """The open file; opens it where it is not."""
         with self._lock:
             reader = self._open.pop(shard, None)
             if reader is None:
@@ -230,9 +217,6 @@ class Shards:
             stop: last byte, exclusive; at most a block after the first.
             room: the calling thread's; holds one block at a time.
             tensor: name of the tensor, for errors that name none.
-
-        Raises:
-            CheckpointError: they cannot be read, or the file has changed.
         """
         try:
             reader = self.reader(shard)

@@ -1,14 +1,15 @@
 """Connections of the HTTP library: each try has one deadline, can be stopped, and logs nothing.
 
-The library gives every read of a socket the whole time again, so that a byte now and then holds a
-request for ever. It does not tell which socket a request uses before a response is there. And it
-logs whole URLs and headers. Here each thread says which try it makes, and its connections and the
-library's loggers ask that try.
+The library restarts its timeout at every read of a socket, so that a byte now and then holds a
+request for ever. It does not name the socket of a request before a response arrives. And it logs
+whole URLs and headers. Here each thread registers its try, which its connections and the library's
+loggers ask.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import ssl
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
@@ -34,7 +36,7 @@ class OverdueError(Exception):
 
 
 class StoppedError(Exception):
-    """Nobody wants the answer any more."""
+    """The answer is not wanted any more."""
 
 
 class EndlessError(Exception):
@@ -42,15 +44,54 @@ class EndlessError(Exception):
 
 
 class SettingsError(Exception):
-    """The library cannot be set up as the environment says."""
+    """The library cannot be set up with the environment's proxy or certificates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Timeouts and tries of requests.
+
+    Attributes:
+        connect_seconds: for a connection, to each of a host's addresses.
+        read_seconds: from the name's resolution to the last header, with all redirects; and then
+            for the next bytes of the body. Its rate is 1 KiB a second or more, on average of twice
+            as many seconds.
+        tries: how many in a row may fail to progress with a range.
+        backoff_seconds: before the second try; doubled before each after it, less up to a half at
+            random, so that many clients do not come back together.
+        most_backoff_seconds: the most of that.
+    """
+
+    connect_seconds: float = 10.0
+    read_seconds: float = 30.0
+    tries: int = 6
+    backoff_seconds: float = 0.5
+    most_backoff_seconds: float = 30.0
+
+    @classmethod
+    def from_environment(cls) -> Patience:
+        """Read ``STREAMLOAD_HTTP_TIMEOUT`` (seconds) and ``STREAMLOAD_HTTP_TRIES``."""
+        usual = cls()
+        seconds = _setting("STREAMLOAD_HTTP_TIMEOUT", usual.read_seconds)
+        tries = _setting("STREAMLOAD_HTTP_TRIES", usual.tries)
+        return cls(min(usual.connect_seconds, seconds), seconds, math.ceil(tries))
+
+
+def _setting(name: str, usual: float) -> float:
+    text = os.environ.get(name) or str(usual)
+    with suppress(ValueError):
+        value = float(text)
+        if 0 < value < math.inf:
+            return value
+    raise ValueError(f"{name} is a number above 0, not {text!r}")
 
 
 class Attempt:
     """One try at a request, redirects included."""
 
     def __init__(self, seconds: float, stopped: threading.Event) -> None:
-        self.until = time.monotonic() + seconds  # when it is over
-        self.overdue = f"no answer within {seconds:g} s"  # what is said then
+        self.until = time.monotonic() + seconds  # its deadline
+        self.overdue = f"no answer within {seconds:g} s"  # the reason after it
         self._seconds = seconds
         self._stopped = stopped
         self._head_nbytes: int | None = None
@@ -59,7 +100,7 @@ class Attempt:
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """Connections that this thread uses meanwhile ask this try."""
+        """Connections that this thread uses in the block ask this try."""
         _thread.attempt = self
         try:
             yield
@@ -68,14 +109,14 @@ class Attempt:
 
     @contextmanager
     def head(self) -> Iterator[None]:
-        """A request is sent meanwhile and the head of its answer received, of a bounded length."""
+        """Bound the length of the head that is received in the block."""
         self._head_nbytes = 0
         yield
         self._head_nbytes = None
 
     @contextmanager
     def at_most(self, seconds: float) -> Iterator[None]:
-        """Do something that is worth no more time than this."""
+        """Bound the time of the block."""
         until, self.until = self.until, min(self.until, time.monotonic() + seconds)
         try:
             yield
@@ -92,7 +133,7 @@ class Attempt:
         return left if most is None else min(left, most)
 
     def wake(self) -> None:
-        """Wake the thread that waits for this try, which finds that it is stopped."""
+        """Wake the thread that waits for this try after it was stopped."""
         with _owning:
             if self._connecting is not None:
                 self._connecting.cancel()
@@ -100,20 +141,20 @@ class Attempt:
                 self._connection.shut_down()
 
     def received(self, nbytes: int) -> None:
-        """Count what came; raises EndlessError where headers do not end."""
+        """Count received bytes; EndlessError if headers do not end."""
         if self._head_nbytes is not None:
             self._head_nbytes += nbytes
             if self._head_nbytes > _MOST_HEAD_NBYTES:
                 raise EndlessError
 
     def take(self, connection: _Connection) -> None:
-        """From now on only this try wakes a connection."""
+        """Make this try the only one that wakes a connection."""
         if connection.owner is not self:
             with _owning:
                 connection.owner, self._connection = self, connection
 
     def connect(self, future: Future[Any]) -> Any:
-        """Wait for a connection, which is closed if it comes too late."""
+        """Wait for a connection; it is closed if it comes too late."""
         with _owning:
             self._connecting = future
         try:
@@ -130,7 +171,7 @@ class Attempt:
 
 
 class _Backend:
-    """What connects, in place of the library's own."""
+    """Connects in place of the library's own backend."""
 
     def connect_tcp(self, host: str, port: int, timeout: float | None, **options: Any) -> Any:
         """Resolve a name and connect, in a thread: neither can be interrupted."""
@@ -158,7 +199,7 @@ class _Backend:
 
 
 class _Connection:
-    """A connection of the library's, which waits as long as the try under way in its thread may."""
+    """A connection of the library; it waits as long as the try of its thread may."""
 
     def __init__(self, stream: Any) -> None:
         self.owner: Attempt | None = None  # the last try that used it
@@ -168,7 +209,7 @@ class _Connection:
         self._wrapped = 0  # in how many layers of TLS
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        """Receive something; nothing at the end."""
+        """Receive some bytes; none at the end."""
         attempt = self._taken()
         with self._bounded(attempt.left(timeout)) as seconds:
             data: bytes = self._stream.read(max_bytes, seconds)
@@ -192,7 +233,7 @@ class _Connection:
             with self._bounded(self._taken().left(timeout)) as seconds:
                 self._stream = self._stream.start_tls(ssl_context, server_hostname, seconds)
         except BaseException:
-            self.close()  # the library takes it that this has been done
+            self.close()  # the library does not
             raise
         return self
 
@@ -218,9 +259,9 @@ class _Connection:
 
     @contextmanager
     def _bounded(self, seconds: float) -> Iterator[float]:
-        """Shut the connection down after so many seconds, where the library would wait longer.
+        """Shut the connection down after so many seconds.
 
-        Of TLS in TLS, which an https proxy makes, it gives each piece of a record the whole time.
+        In TLS in TLS, of an https proxy, the library restarts its timeout at each piece.
         """
         if self._wrapped < 2:
             yield seconds
@@ -259,11 +300,7 @@ class Pool:
             client.close()
 
     def client(self) -> Any:
-        """The client, made when it is first asked for.
-
-        Raises:
-            SettingsError: the environment names a proxy or certificates that are none.
-        """
+        """The client, created by the first call; SettingsError for the environment's proxies."""
         with self._lock:
             if self._client is None or self._pid != os.getpid():  # a child shares no connections
                 # many threads keep as many connections; idle ones go with the last reader
@@ -285,7 +322,7 @@ class Pool:
 
 
 def _hush() -> None:
-    """Keep what the library would log of our requests, and only of ours, out of all logs."""
+    """Keep the library's log records of our requests, and only of ours, out of all logs."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(_LOGGERS):
             logging.getLogger(name).addFilter(_is_of_others)
@@ -297,7 +334,7 @@ def _is_of_others(record: logging.LogRecord) -> bool:
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """Certificates take longer to read than a header; they are shared by all connections."""
+    """Read once: certificates take longer to read than a header."""
     context: ssl.SSLContext = httpx().create_ssl_context()
     return context
 
@@ -316,3 +353,30 @@ def _httpcore() -> Any:
     import httpcore2
 
     return httpcore2
+
+
+def cause_of(error: BaseException | None) -> OSError | None:
+    """The error of the operating system or TLS behind one of the HTTP library."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def lasting(error: Exception, cause: OSError | None) -> str:
+    """An error of a request that no other try would change, in words; "" for others."""
+    library = httpx()
+    if isinstance(error, library.UnsupportedProtocol):
+        return "a redirect to something else than HTTP"
+    if isinstance(error, EndlessError):
+        return "an answer whose headers do not end"
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return f"the certificate is not to be trusted: {cause.verify_message}"
+    if isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME:
+        return "there is no such host"
+    if isinstance(error, SettingsError):
+        return "HTTP_PROXY, HTTPS_PROXY, ALL_PROXY or SSL_CERT_FILE cannot be used as they are"
+    if isinstance(error, library.LocalProtocolError | library.InvalidURL | UnicodeError):
+        return "a request that cannot be sent"
+    if cause is None and not isinstance(error, library.HTTPError):
+        return f"{type(error).__name__} in the HTTP library"
+    return ""

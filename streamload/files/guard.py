@@ -54,12 +54,7 @@ class FileState(NamedTuple):
         return cls(found.st_dev, found.st_ino, found.st_size, *times, others)
 
     def check(self, now: FileState, path: Path) -> None:
-        """Refuse a file that is not what it was; only links, mode and owner may be others.
-
-        Raises:
-            TruncatedFileError: it is shorter.
-            FileChangedError: it is another one, or its bytes may be others.
-        """
+        """Refuse a file that is not what it was; only links, mode and owner may be others."""
         if self == now:
             return
         problem = f"has changed since its header was read; {_RENAME}"

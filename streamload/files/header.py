@@ -189,10 +189,6 @@ def open_regular(path: Path) -> FileIO:
     """Open a regular file for reading; anything else is refused at once, without opening it.
 
     It has no buffer, and reads nothing ahead.
-
-    Raises:
-        ShardNotFoundError: there is no such file.
-        CheckpointError: it is not a regular file, or cannot be opened.
     """
     try:
         # before it is opened: opening a FIFO waits for a writer, opening a device may do anything
@@ -255,9 +251,6 @@ def parse_json_object(raw: bytes, path: Location) -> dict[str, Any]:
 
     NaN and infinities are refused, and integers far beyond 64 bits. An object in which a name
     occurs twice becomes a `RepeatedNames`.
-
-    Raises:
-        HeaderError: it is not that.
     """
     check_memory(path, len(raw), raw)
     if raw[:1] != b"{":

@@ -70,11 +70,7 @@ def most_nbytes(path: Location, what: str = "") -> int:
 
 
 def check_nbytes(path: Location, problem: str, nbytes: int, what: str = "") -> None:
-    """Count bytes of a header, or of one of its parts, before they are parsed.
-
-    Raises:
-        HeaderError: they are more than may be read, with ``problem``.
-    """
+    """Count bytes of a header, or of one of its parts, before they are parsed."""
     most = most_nbytes(path, what)
     if nbytes > most:
         limit = "" if most == MAX_HEADER_NBYTES else ", by limits="

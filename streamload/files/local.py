@@ -122,15 +122,6 @@ def open_reader(
             where others cannot be kept from truncating it, and `Reader.fallback` says why.
         state: what the file was when its header was read, from its `Header`; None: not known.
         views: tensors that come after the end of the file, from its `Header`.
-
-    Raises:
-        FileChangedError: it is another file since then, or was changed.
-        TruncatedFileError: the file has become shorter since its header was read. Of a URL, this
-            and the other things that can be wrong with it are seen when it is read.
-        HeaderError: it has become longer.
-        ShardNotFoundError: it is gone.
-        CheckpointError: it cannot be opened or mapped.
-        ValueError: there is no such kind, or not for such a shard.
     """
     if views:
         return StridedReader(open_reader(shard, file_nbytes, kind, state), views)
@@ -173,9 +164,6 @@ def choose_reader(
             in memory is not as aligned as in the file, go through memory of the reader's then,
             which halves what the disk gives (2.6 to 3.2 GB/s became 1.4 to 2.1 on a virtual disk);
             a map that is dropped behind gave as much there, and needs no memory.
-
-    Raises:
-        ValueError: there is no such kind, or not for such a shard.
     """
     choice = _choose(path, kind, page_cache, whole_slots)
     if choice.kind == "mmap" and (why := not_mapped(Path(path))):
@@ -221,9 +209,6 @@ def resolve_reader(path: str | os.PathLike[str], kind: ReaderKind | ResolvedKind
     """What "auto" means for a file that is read through the page cache; others stay.
 
     Of a URL, "auto" and "pread" (reads, and no map) are both "http".
-
-    Raises:
-        ValueError: there is no such kind, or not for such a shard.
     """
     return _choose(path, kind, "auto", whole_slots=False).kind
 

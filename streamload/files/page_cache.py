@@ -55,9 +55,6 @@ def resident_fraction(file: str | os.PathLike[str] | int) -> float | None:
     bytes, which reads the pages that are not resident: they are dropped again, and a cold file
     takes the disk's time for 64 pages (3 ms on the disk that was tried).
 
-    Args:
-        file: a path, or the descriptor of a file that is open for reading.
-
     Returns:
         0 to 1, 1 for an empty file; None where the system does not say, or there is no such file.
     """

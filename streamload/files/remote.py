@@ -1,13 +1,11 @@
 """Reading over HTTP: ranges of a file, each thread's over a connection of its own.
 
-What a server may do wrong is met in three ways. What may pass (no connection, a reset, a stall, a
-body that ends early, 429, 502 and the like) is tried again after a while, and only what is still
-missing is asked for. What will not pass (no such file, no leave, ranges that are ignored, headers
-that contradict each other) is one error at once. And each response says which version of the file
-it is of: one that is not the version whose header was read is an error, and never a mixture.
-
-Versions are compared here, before a byte of the body is taken. A server that compares them itself
-(If-Range) sends the whole file where they differ, and does not say why.
+Passing failures (no connection, a reset, a stall, a body that ends early, 429, 502 and the like)
+are tried again after a while, and only the missing bytes are requested. Lasting ones (no such file,
+no permission, ranges ignored, headers that contradict each other) raise at once. Each response
+names its version of the file: another one than that of the header is an error. Versions are
+compared here before the body is read, since a server that compares them itself (If-Range) sends the
+whole file if they differ.
 
 Each try has one deadline until the last header, and a least rate after it; see `Patience`. A stop
 wakes it in every phase. Errors and logs of the HTTP library may have secrets: none leave this file.
@@ -18,12 +16,9 @@ Source: RFC 9110 (HTTP semantics), sections 8.8, 10.2.3, 13 and 14.
 from __future__ import annotations
 
 import io
-import math
 import os
 import random
 import re
-import socket
-import ssl
 import threading
 import time
 from collections import deque
@@ -44,6 +39,7 @@ from streamload.errors import (
     TruncatedFileError,
 )
 from streamload.files import connections as wire
+from streamload.files.connections import Patience
 from streamload.files.header import describe
 from streamload.files.reader import Reader
 
@@ -52,12 +48,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Of a header, the first request asks for this much: more than most have, and on a line of 100
-# Mbit/s read in the time that another request would take to go there and back.
+# More than most headers have, and on a line of 100 Mbit/s as fast as another round trip.
 _FIRST_NBYTES = 2**18
 _REQUEST_NBYTES = 2**26  # asked for at once: a long range is begun anew where it was cut
-# Tries are counted anew after one that brought as much. Fewer bytes are no progress: a server that
-# gives one at a time would be asked millions of times.
+# Tries are counted anew after one that brought as much, and not after each byte.
 _PROGRESS_NBYTES = 2**16
 _LEAST_RATE = 1024  # bytes a second of a body: slower than that is a stall
 _MOST_WAIT_SECONDS = 120.0  # a user who looks on waits no longer
@@ -81,58 +75,8 @@ _STATUSES = frozenset(HTTPStatus)
 _jitter = random.Random()  # not the one that a program may have seeded
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long a server is waited for.
-
-    Attributes:
-        connect_seconds: for a connection, to each of a host's addresses.
-        read_seconds: until an answer begins, from the name's resolution to the last header, with
-            all redirects on the way; and then for the next bytes of its body, which as well brings
-            1 KiB a second on average, measured anew each twice as many seconds. So a long body
-            may take long where it gets on.
-        tries: how many in a row may fail to get on with a range.
-        backoff_seconds: before the second try; twice as long before each after it, less up to a
-            half at random, so that many clients do not come back together.
-        most_backoff_seconds: the most of that.
-    """
-
-    connect_seconds: float = 10.0
-    read_seconds: float = 30.0
-    tries: int = 6
-    backoff_seconds: float = 0.5
-    most_backoff_seconds: float = 30.0
-
-    @classmethod
-    def from_environment(cls) -> Patience:
-        """With what ``STREAMLOAD_HTTP_TIMEOUT`` (seconds) and ``STREAMLOAD_HTTP_TRIES`` say.
-
-        Raises:
-            ValueError: one of them is not a number, or none above 0.
-        """
-        usual = cls()
-        seconds = _setting("STREAMLOAD_HTTP_TIMEOUT", usual.read_seconds)
-        tries = _setting("STREAMLOAD_HTTP_TRIES", usual.tries)
-        return cls(min(usual.connect_seconds, seconds), seconds, math.ceil(tries))
-
-
-def _setting(name: str, usual: float) -> float:
-    text = os.environ.get(name) or str(usual)
-    with suppress(ValueError):
-        value = float(text)
-        if 0 < value < math.inf:
-            return value
-    raise ValueError(f"{name} is a number above 0, not {text!r}")
-
-
 def read_file(url: Url, most_nbytes: int, patience: Patience | None = None) -> bytes:
-    """Read a whole file of at most ``most_nbytes``.
-
-    Raises:
-        ShardNotFoundError: there is no such file.
-        HeaderError: it is longer.
-        CheckpointError: it cannot be read.
-    """
+    """Read a whole file; HeaderError if it is longer than ``most_nbytes``."""
     out = io.BytesIO()
     download(url, out, most_nbytes, patience)
     return out.getvalue()
@@ -142,45 +86,27 @@ def read_file(url: Url, most_nbytes: int, patience: Patience | None = None) -> b
 class Look:
     """The beginning of a file, as a server sends it."""
 
-    url: Url  # with the version that was looked at
-    nbytes: int | None  # how long it is; None where the server does not say before its end
+    url: Url  # with its version
+    nbytes: int | None  # its length; None if the server does not say
     content_type: str  # in lower case, without parameters
     head: bytes  # its first bytes
     whole: bool  # whether they are all of it
 
 
 def look(url: Url, most_nbytes: int, patience: Patience | None = None) -> Look:
-    """Read the first ``most_nbytes`` bytes of a file that may be of any kind and length.
-
-    Raises:
-        ShardNotFoundError: there is no such file.
-        CheckpointError: it cannot be read.
-    """
+    """Read the first ``most_nbytes`` bytes of a file of any kind and length."""
     with connections():
         return _File(url, None, patience).look(most_nbytes)
 
 
 def download(url: Url, out: BinaryIO, most_nbytes: int, patience: Patience | None = None) -> None:
-    """Write a whole file to ``out``, piece by piece, from its first byte on.
-
-    Args:
-        url: the file; of a version, where it has one.
-        out: a file that can seek: a try that failed is begun anew.
-        most_nbytes: the longest file that is wanted.
-        patience: how long the server is waited for.
-
-    Raises:
-        ShardNotFoundError: there is no such file.
-        HeaderError: it is longer.
-        CheckpointError: it cannot be read, or is of another version.
-        OSError: ``out`` cannot be written.
-    """
+    """Write a whole file to ``out``, piece by piece; it seeks back for another try."""
     with connections():
         _File(url, None, patience).download(out, most_nbytes)
 
 
 def exists(url: Url, patience: Patience | None = None) -> bool:
-    """Whether there is a file that may be read; raises CheckpointError where that is not said."""
+    """Whether there is a file that may be read; CheckpointError if the server does not say."""
     with connections():
         try:
             _File(url, None, patience).read(0, memoryview(bytearray(1)))
@@ -192,20 +118,11 @@ def exists(url: Url, patience: Patience | None = None) -> bool:
 class RemoteFile:
     """A file on a server whose header is read; see `streamload.formats.reader.File`.
 
-    The first 256 KiB are asked for at once, and kept: they hold most headers.
-
-    Attributes:
-        nbytes: its length.
+    The first 256 KiB are requested at once, and kept: they hold most headers.
     """
 
     def __init__(self, url: Url, patience: Patience | None = None) -> None:
-        """Ask for its first bytes.
-
-        Raises:
-            ShardNotFoundError: there is no such file, or the server does not say whether there is
-                (401, 403), as huggingface.co and stores with hidden folders do.
-            CheckpointError: it cannot be read, or only as a whole.
-        """
+        """Request its first bytes; 401 and 403 are ShardNotFoundErrors, as 404 is."""
         self._url = url
         self._file = _File(url, None, patience)
         self._first = self._ask(0, _FIRST_NBYTES)
@@ -234,8 +151,8 @@ class RemoteFile:
 class HttpReader(Reader):
     """A shard that is read over HTTP; see `Reader`.
 
-    A call is one request, or one for each 64 MiB; many threads at once are as many connections.
-    Opening it asks for nothing: each response shows whether the file is still the same.
+    A call is one request for each 64 MiB; each thread has a connection. Opening sends no request:
+    each response shows whether the file is still the same.
     """
 
     _how = "over HTTP"
@@ -271,10 +188,7 @@ _pool = wire.Pool()
 
 @contextmanager
 def connections() -> Iterator[None]:
-    """Keep connections open between requests, and close them at the end of the outermost.
-
-    An open `HttpReader` does so as well.
-    """
+    """Keep connections open between requests, as an open `HttpReader` does."""
     _pool.enter()
     try:
         yield
@@ -288,8 +202,8 @@ class _Again(Exception):
 
     reason: str
     at_once: bool = False  # there is nothing to wait for
-    asked_seconds: float = 0.0  # how long the server asks to wait
-    got_on: bool = False  # it brought some of the bytes
+    asked_seconds: float = 0.0  # the server's Retry-After
+    progressed: bool = False  # it brought some of the bytes
 
 
 class _File:
@@ -302,8 +216,13 @@ class _File:
                 "cannot be read: its user, password or query was left out of a pickle",
                 "open_checkpoint(...) of the whole URL in this process",
             )
-        _check_installed(url)
-        self.nbytes = nbytes  # None until a response has said it
+        try:
+            wire.httpx()
+        except ImportError as error:
+            raise CheckpointError(
+                url, 'reading over HTTP needs httpx2: pip install "streamload[remote]"'
+            ) from error
+        self.nbytes = nbytes  # None before a response has it
         self.version = url.version
         self.stopped = threading.Event()  # the bytes are not wanted any more
         self._url = url
@@ -314,17 +233,14 @@ class _File:
         self._attempts: set[wire.Attempt] = set()  # of all threads
 
     def stop(self) -> None:
-        """Wake all threads that wait for bytes, perhaps of a host that is gone; with an error."""
+        """Wake all threads that wait for bytes; they raise."""
         with self._lock:
             self.stopped.set()
             for attempt in self._attempts:
                 attempt.wake()
 
     def read(self, start: int, out: memoryview) -> int:
-        """Fill ``out``, which is not empty, from byte ``start`` on.
-
-        Returns how many bytes there were: fewer only where the length was not known.
-        """
+        """Fill ``out``, not empty; returns fewer bytes only if the length was not known."""
         done = 0
         while done < out.nbytes and (self.nbytes is None or start + done < self.nbytes):
             with out[done : done + _REQUEST_NBYTES] as part:
@@ -347,19 +263,15 @@ class _File:
                 with self._response(f"bytes={start + done}-{stop - 1}") as (response, body):
                     nbytes = self._check_range(response, start + done, stop)
                     for data in body if nbytes else ():
-                        if done - before + len(data) > nbytes:
-                            raise self._error(
-                                "the server sent more than it said",
-                                "its range",
-                                done - before + len(data),
-                            )
+                        if (got := done - before + len(data)) > nbytes:
+                            raise self._error("the server sent more than it said", "its range", got)
                         out[done : done + len(data)] = data
                         done += len(data)
                 if done < min(out.nbytes, (self.nbytes or 0) - start):
                     raise _Again(f"the server sent {done - before} bytes", at_once=True)
             except _Again as again:
                 if done < stop - start:  # else all is there but the mark of its end
-                    again.got_on = done - before >= _PROGRESS_NBYTES
+                    again.progressed = done - before >= _PROGRESS_NBYTES
                     raise
             return done
 
@@ -373,10 +285,11 @@ class _File:
         return self._insist(attempt, gave_up)
 
     def look(self, most_nbytes: int) -> Look:
-        """The first bytes of the file, and what is said of it."""
+        """The first bytes of the file, and its headers."""
 
         def attempt() -> Look:
-            with self._whole() as (response, body):
+            with self._response(None) as (response, body):
+                self._check_status(response, 200)
                 head, length = bytearray(), response.headers.get("Content-Length", "")
                 for data in body:
                     head += data
@@ -398,33 +311,26 @@ class _File:
         def attempt() -> None:
             out.seek(0)
             out.truncate()
-            with self._whole() as (response, body):
+            with self._response(None) as (response, body):
+                self._check_status(response, 200)
                 version = _version(response.headers, self.version)
                 if self.version and version != self.version:
                     raise self._of_another_version(version)
                 done = 0
                 for data in body:
                     if (done := done + len(data)) > most_nbytes:
+                        most = f"at most {most_nbytes} bytes"
                         raise HeaderError(
-                            self._url,
-                            "the file is too long",
-                            f"at most {most_nbytes} bytes",
-                            f"{done} or more",
+                            self._url, "the file is too long", most, f"{done} or more"
                         )
                     out.write(data)
 
         self._insist(attempt)
 
-    @contextmanager
-    def _whole(self) -> Iterator[tuple[httpx2.Response, Iterator[bytes]]]:
-        with self._response(None) as (response, body):
-            self._check_status(response, 200)
-            yield response, body
-
     def _insist(
         self, attempt: Callable[[], T], gave_up: Callable[[str], CheckpointError] | None = None
     ) -> T:
-        """Try until a try succeeds, or trying is of no use; ``gave_up`` makes the error then."""
+        """Try until a try succeeds, or all have failed; ``gave_up`` makes the error then."""
         tries = in_a_row = 0
         while True:
             self._check_stopped()
@@ -432,7 +338,7 @@ class _File:
             try:
                 return attempt()
             except _Again as again:
-                in_a_row = 0 if again.got_on else in_a_row
+                in_a_row = 0 if again.progressed else in_a_row
                 asked = again.asked_seconds
                 if in_a_row >= self._patience.tries or asked > _MOST_WAIT_SECONDS:
                     count = f"{tries} tries, the last" if tries > 1 else "1 try"
@@ -440,9 +346,8 @@ class _File:
                     unread = self._error("cannot be read", found=found)
                     raise (gave_up(found) if gave_up else unread) from again.__cause__
                 if not again.at_once:
-                    patience = self._patience
-                    seconds = patience.backoff_seconds * 2.0 ** (in_a_row - 1)
-                    seconds = min(seconds, patience.most_backoff_seconds)
+                    seconds = self._patience.backoff_seconds * 2.0 ** (in_a_row - 1)
+                    seconds = min(seconds, self._patience.most_backoff_seconds)
                     self.stopped.wait(max(asked, seconds * _jitter.uniform(0.5, 1)))
 
     @contextmanager
@@ -483,11 +388,15 @@ class _File:
     def _send(
         self, attempt: wire.Attempt, target: httpx2.URL | str, byte_range: str | None
     ) -> httpx2.Response:
+        def received() -> httpx2.Response:
+            with attempt.head():
+                return _pool.client().send(request, stream=True)
+
         request = self._call(attempt, self._request, target, byte_range)
         for hops in range(_MOST_REDIRECTS):
-            response = self._call(attempt, self._receive_head, attempt, request)
+            response = self._call(attempt, received)
             if response.next_request is None:
-                # the next request goes there: asking for the way each time is slow, and rationed
+                # the next request goes there: redirects are slow, and rationed
                 if hops and response.status_code == 206 and "Authorization" not in request.headers:
                     self._moved = request.url
                 return response
@@ -506,23 +415,18 @@ class _File:
         client = _pool.client()
         return client.build_request("GET", target, headers=headers, timeout=timeout)
 
-    @staticmethod
-    def _receive_head(attempt: wire.Attempt, request: httpx2.Request) -> httpx2.Response:
-        with attempt.head():
-            return _pool.client().send(request, stream=True)
-
     def _call(self, attempt: wire.Attempt, call: Callable[..., T], *arguments: object) -> T:
-        """Have the HTTP library do something; raise its errors as _Again or CheckpointError.
+        """Call the HTTP library; raise its errors as _Again or CheckpointError.
 
-        They are no causes of ours: their texts have parts of requests and answers, which may be
-        secret. What the operating system said is.
+        Their texts have parts of requests and answers, which may be secret: only an error of the
+        operating system becomes the cause.
         """
         try:
             return call(*arguments)
         except (StreamloadError, MemoryError):
             raise
         except Exception as error:
-            cause = _cause(error)
+            cause = wire.cause_of(error)
             failed = self._failure(attempt, error, cause)
         failed.__cause__ = cause  # outside of the except clause, where it would be the context
         raise failed
@@ -535,7 +439,7 @@ class _File:
             return self._error("reading was stopped")
         if isinstance(error, wire.OverdueError) or time.monotonic() >= attempt.until:
             return _Again(attempt.overdue)
-        if lasting := _lasting(error, cause):
+        if lasting := wire.lasting(error, cause):
             return self._error("cannot be read", found=lasting)
         if isinstance(error, library.ConnectTimeout):
             return _Again(f"no connection within {self._patience.connect_seconds:g} s")
@@ -555,7 +459,7 @@ class _File:
                 self._call(attempt, lambda: deque(response.iter_raw(), maxlen=0))
 
     def _token(self, target: httpx2.URL | str) -> dict[str, str]:
-        """What Hugging Face's own tools send to its server, and to no other."""
+        """The authorization that Hugging Face's own tools send to its server, and to no other."""
         token = os.environ.get("HF_TOKEN", "").strip()
         url = wire.httpx().URL(target)
         known = url.host == _HUB and url.scheme == "https" and not url.userinfo
@@ -580,15 +484,12 @@ class _File:
             found = _status(status) + " (HF_TOKEN is not set)" * unset
             raise ShardNotFoundError(self._url, "is not there, or may not be read", found=found)
         if status == 200:
-            raise self._error(
-                "the server does not read parts of files",
-                "206 Partial Content",
-                "200, the whole file",
-            )
+            problem = "the server does not read parts of files"
+            raise self._error(problem, "206 Partial Content", "200, the whole file")
         raise self._error("cannot be read", _status(wanted), _status(status))
 
     def _check_range(self, response: httpx2.Response, start: int, stop: int) -> int:
-        """Whether a response is of the range and of the file; returns how long its body is."""
+        """Check that a response has the range and the file; returns its body's bytes."""
         headers = response.headers
         if response.status_code == 416:
             found = _UNSATISFIED.fullmatch(headers.get("Content-Range", ""))
@@ -644,7 +545,7 @@ class _File:
         )
 
     def _body(self, attempt: wire.Attempt, response: httpx2.Response) -> Iterator[bytes]:
-        """What a response brings, piece by piece, at the least rate or more."""
+        """The pieces of a response, at the least rate or more."""
         seconds, pieces = 2 * self._patience.read_seconds, response.iter_raw()
         got = 0
         until = time.monotonic() + seconds
@@ -667,44 +568,8 @@ class _File:
             raise self._error("reading was stopped")
 
 
-def _check_installed(url: Url) -> None:
-    try:
-        wire.httpx()
-    except ImportError as error:
-        raise CheckpointError(
-            url, 'reading over HTTP needs httpx2: pip install "streamload[remote]"'
-        ) from error
-
-
-def _cause(error: BaseException | None) -> OSError | None:
-    """What the operating system or TLS said, where an error of the HTTP library is of that."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
-
-
-def _lasting(error: Exception, cause: OSError | None) -> str:
-    """What no other try changes about an error of a request, in words; "" of all others."""
-    library = wire.httpx()
-    if isinstance(error, library.UnsupportedProtocol):
-        return "a redirect to something else than HTTP"
-    if isinstance(error, wire.EndlessError):
-        return "an answer whose headers do not end"
-    if isinstance(cause, ssl.SSLCertVerificationError):
-        return f"the certificate is not to be trusted: {cause.verify_message}"
-    if isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME:
-        return "there is no such host"
-    if isinstance(error, wire.SettingsError):
-        return "HTTP_PROXY, HTTPS_PROXY, ALL_PROXY or SSL_CERT_FILE cannot be used as they are"
-    if isinstance(error, library.LocalProtocolError | library.InvalidURL | UnicodeError):
-        return "a request that cannot be sent"
-    if cause is None and not isinstance(error, library.HTTPError):
-        return f"{type(error).__name__} in the HTTP library"
-    return ""
-
-
 def _version(headers: Mapping[str, str], known: str) -> str:
-    """The line that tells versions of a file apart: of the kind that is known, where one is."""
+    """The header that identifies a version of a file, of the kind that is ``known``."""
     kinds = (known.partition(": ")[0],) if known else _VALIDATORS
     for kind in kinds:
         if value := headers.get(kind, "").removeprefix("W/"):
@@ -713,7 +578,7 @@ def _version(headers: Mapping[str, str], known: str) -> str:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """How many seconds a server asks to wait: it says a number, or when."""
+    """The seconds that a server asks to wait: it sends a number, or a date."""
     value = headers.get("Retry-After", "").strip()
     if _DIGITS.fullmatch(value):
         return float(value)
@@ -723,7 +588,7 @@ def _retry_after(headers: Mapping[str, str]) -> float:
 
 
 def _said(value: str) -> str:
-    """A header in a few words, unless it is an address, which may have secrets."""
+    """A header's value, unless it is an address, which may have secrets."""
     return "an address" if re.search(r"@|\?|//", value) else describe(value)
 
 

@@ -46,12 +46,7 @@ class StridedReader(Reader):
     _how = "together with views of it"
 
     def __init__(self, reader: Reader, views: Sequence[View]) -> None:
-        """Take over a reader of the file, which is closed with this one.
-
-        Args:
-            reader: of the file.
-            views: by their first bytes.
-        """
+        """Take over a reader of the file, which is closed with this one."""
         super().__init__(reader.path, views[-1].stop)
         self._reader = reader
         self._views = views
@@ -146,11 +141,7 @@ def _kind(itemsize: int) -> str:
 def _boxes(
     at: int, shape: tuple[int, ...], strides: tuple[int, ...], first: int, stop: int
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Elements ``first`` to ``stop`` (exclusive) of an array, in parts that are arrays as well.
-
-    Yields:
-        The first byte, the shape and the strides of each, in order.
-    """
+    """Elements ``first`` to ``stop`` (exclusive) of an array, in parts that are arrays as well."""
     if not shape or (first == 0 and stop == math.prod(shape)):
         yield at, shape, strides
         return

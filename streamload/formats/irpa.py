@@ -119,12 +119,7 @@ class _Contents:
         self._checked_nbytes = 0
 
     def take(self, nbytes: int) -> None:
-        """Count bytes of headers: several archives may name the same ones over and over.
-
-        Raises:
-            HeaderError: they are more than the file has.
-            PlanInfeasibleError: free memory has no room for what is made of them.
-        """
+        """Count bytes of headers: several archives may name the same ones over and over."""
         path, most = self.file.path, self._most_nbytes
         found = most - self._left + nbytes
         check_nbytes(path, "the headers are too long", found)
@@ -163,12 +158,7 @@ class _Archive:
     """One archive of a file."""
 
     def __init__(self, contents: _Contents, base: int) -> None:
-        """Nothing is read yet.
-
-        Args:
-            contents: where its tensors go.
-            base: its first byte.
-        """
+        """Nothing is read yet."""
         self._contents = contents
         self._file = contents.file
         self._base = base
@@ -179,13 +169,7 @@ class _Archive:
         self._same: dict[bytes, _Said | None] = {}  # by text: most are like another one
 
     def read(self) -> int:
-        """Add what it holds; gives the distance to the next archive, 0 for none.
-
-        Raises:
-            HeaderError: it breaks a rule of the format.
-            TruncatedFileError: the file is shorter than it says.
-            PlanInfeasibleError: free memory has no room for its tensors' names and places.
-        """
+        """Add what it holds; gives the distance to the next archive, 0 for none."""
         path, base = self._file.path, self._base
         raw = self._file.read(base, base + _HEADER_NBYTES)
         if not raw.startswith(_MAGIC):

@@ -36,6 +36,7 @@ from typing import Protocol
 from streamload.core.location import Location, Url
 from streamload.errors import TruncatedFileError
 from streamload.files import remote
+from streamload.files.connections import Patience
 from streamload.files.guard import FileState
 from streamload.files.header import SAFETENSORS, Header, open_regular, unreadable
 from streamload.files.limits import check_tensors
@@ -196,30 +197,12 @@ def reader_of(file: File) -> FormatReader:
 
 def read_header(
     path: str | os.PathLike[str],
-    patience: remote.Patience | None = None,
+    patience: Patience | None = None,
     *,
     reader: FormatReader | None = None,
     key: str | None = None,
 ) -> Header:
-    """Read the header of a file of any format. No byte of the data is read.
-
-    Args:
-        path: the file, or its URL.
-        patience: how long a server is waited for.
-        reader: of its format; None where the file is to be looked at.
-        key: as in `open_checkpoint`.
-
-    Returns:
-        The header; its path is the URL with the file's version, as readers want it.
-
-    Raises:
-        HeaderError: the header breaks a rule of the format.
-        TruncatedFileError: the file is shorter than its header says.
-        ShardNotFoundError: there is no such file, or a server does not say whether there is.
-        FileChangedError: it was changed meanwhile.
-        CheckpointError: it is not a regular file, cannot be read, or only as a whole.
-        ValueError: a key is given, and files of its format have none.
-    """
+    """Read the header of a file of any format. No byte of the data is read."""
     if isinstance(path, Url):
         with remote.connections():
             asked = remote.RemoteFile(path, patience)
@@ -270,13 +253,7 @@ class LocalFile:
 
 @contextmanager
 def open_file(path: Path) -> Iterator[LocalFile]:
-    """Open a file of this machine; what changes meanwhile is the error, whatever else is wrong.
-
-    Raises:
-        ShardNotFoundError: there is no such file.
-        FileChangedError: on leaving, it is not what it was.
-        CheckpointError: it is not a regular file, or cannot be opened.
-    """
+    """Open a file of this machine; what changes meanwhile is the error, whatever else is wrong."""
     with open_regular(path) as opened:
         file = LocalFile(path, opened)
         try:

@@ -91,18 +91,7 @@ class Safetensors(FormatReader):
 
 
 def parse_header(raw: bytes, path: Location, file_nbytes: int) -> Header:
-    """Parse a header that is in memory already.
-
-    Args:
-        raw: the file's first bytes, the 8 of the length prefix and the header itself; anything
-            that follows is ignored.
-        path: the file, for `TensorInfo.shard` and for errors; it is not touched.
-        file_nbytes: the length of the file in bytes.
-
-    Raises:
-        HeaderError: the header breaks a rule of the format.
-        TruncatedFileError: the file is shorter than its header says, or ``raw`` than the header.
-    """
+    """Parse a header that is in memory already."""
     data_start = PREFIX_NBYTES + json_nbytes(raw, path, file_nbytes)
     if len(raw) < data_start:  # the file shrank since its length was taken
         raise TruncatedFileError(path, "the header is cut off", data_start, len(raw))
@@ -181,12 +170,7 @@ def _strict(text: bytes, path: Location, file_nbytes: int) -> Header:
 
 
 def json_nbytes(raw: bytes, path: Location, file_nbytes: int) -> int:
-    """The header's length in bytes from its prefix, the first 8 bytes of ``raw``.
-
-    Raises:
-        HeaderError: the header is longer than the format allows.
-        TruncatedFileError: the file, of ``file_nbytes``, is too short.
-    """
+    """The header's length in bytes from its prefix, the first 8 bytes of ``raw``."""
     if len(raw) < PREFIX_NBYTES or file_nbytes < PREFIX_NBYTES:
         raise TruncatedFileError(
             path,

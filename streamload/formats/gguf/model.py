@@ -73,11 +73,7 @@ def type_of(name: str, shape: Sequence[int], asked: TensorType) -> TensorType:
 def rope_freqs(
     path: str | PathLike[str], config: Mapping[str, Any], architecture: Architecture
 ) -> bytes:
-    """The data of the tensor rope_freqs.weight, in float32; b"" for a model without it.
-
-    Raises:
-        CheckpointError: config.json lacks a setting of the scaling, or it is no number.
-    """
+    """The data of the tensor rope_freqs.weight, in float32; b"" for a model without it."""
     if architecture.name == "gpt2":
         return b""
     with _naming_config(path):
@@ -90,11 +86,7 @@ def metadata(
     config: Mapping[str, Any],
     entries: Sequence[Described],
 ) -> dict[str, Any]:
-    """All keys of a file but those of its vocabulary.
-
-    Raises:
-        CheckpointError: config.json lacks a setting, or has one that GGUF has no key for.
-    """
+    """All keys of a file but those of its vocabulary."""
     with _naming_config(path):
         settings = metadata_of(config)
     architecture = ARCHITECTURES[settings.pop("general.architecture")]

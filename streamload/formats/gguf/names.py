@@ -78,16 +78,7 @@ class Architecture:
         return name.endswith(".weight") and module in self.transposed
 
     def interleaved(self, name: str, rows: int, config: Mapping[str, Any]) -> RowTranspose | None:
-        """The order of a tensor's rows in GGUF, from those of the checkpoint; None for the same.
-
-        Args:
-            name: of the tensor, by GGUF's name.
-            rows: how many it has.
-            config: of the model, by Hugging Face's keys.
-
-        Raises:
-            ValueError: the rows are not heads of an even size.
-        """
+        """The order of a tensor's rows in GGUF, from those of the checkpoint; None for the same."""
         heads = self._heads(name, rows, config)
         return heads and RowTranspose(heads, 2, rows // heads // 2)
 
@@ -258,16 +249,7 @@ def config_of(
     shapes: Mapping[str, tuple[int, ...]],
     rope_freqs: Sequence[float] = (),
 ) -> dict[str, Any]:
-    """config.json of a GGUF file; {} for an architecture that is not known here.
-
-    Args:
-        metadata: of the file.
-        shapes: of its tensors, by GGUF's names, the last axis that of the rows' elements.
-        rope_freqs: the values of the tensor `ROPE_FREQS`, where there is one.
-
-    Raises:
-        ValueError: a setting has not the same value for all layers, which config.json cannot say.
-    """
+    """config.json of a GGUF file; {} for an architecture that is not known here."""
     architecture = ARCHITECTURES.get(str(metadata.get(ARCHITECTURE)))
     if architecture is None:
         return {}
@@ -316,10 +298,6 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The metadata of a GGUF file, from config.json: whole numbers, floats and texts.
 
     The scaling "llama3" of rotary embeddings is no setting there: `llama3_factors` are a tensor.
-
-    Raises:
-        ValueError: GGUF has no such architecture, or no such scaling of rotary embeddings; or a
-            setting is missing or no number.
     """
     model = config.get("model_type")
     architecture = OF_MODEL.get(str(model))
@@ -473,13 +451,7 @@ def _rope_of(
 def unsaid_of(
     metadata: Mapping[str, Any], config: Mapping[str, Any], rope_freqs: Sequence[float]
 ) -> str | None:
-    """What a file has of rotary embeddings that config.json does not say; None for nothing.
-
-    Args:
-        metadata: of the file.
-        config: what `config_of` made of it.
-        rope_freqs: the values of the tensor `ROPE_FREQS`, where there is one.
-    """
+    """What a file has of rotary embeddings that config.json does not say; None for nothing."""
     name = metadata[ARCHITECTURE]
     kind = metadata.get(f"{name}.rope.scaling.type", "none")
     if kind not in ("none", *_SCALINGS):
@@ -499,9 +471,6 @@ def llama3_factors(config: Mapping[str, Any]) -> list[float] | None:
     """The values of the tensor `ROPE_FREQS`; None where config.json asks for no such scaling.
 
     Each frequency of a rotary embedding is divided by its factor.
-
-    Raises:
-        ValueError: a setting of the scaling is missing, or no number.
     """
     rope, size = _rope(config), head_size(config)
     if rope.get("rope_type", rope.get("type")) != "llama3" or size is None:

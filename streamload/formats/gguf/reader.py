@@ -234,11 +234,7 @@ def _freqs(file: File, tensors: Sequence[_Tensor]) -> Sequence[float]:
 
 
 def _others(path: Location, number: int, count: int) -> list[Location]:
-    """The files of a set, this one among them; none where it is alone.
-
-    Raises:
-        HeaderError: the file has not the name that its number calls for.
-    """
+    """The files of a set, this one among them; none where it is alone."""
     match = _MEMBER.fullmatch(path.name)
     if count <= 1:
         if match is not None and int(match["total"]) > 1:
@@ -286,13 +282,7 @@ def _opened(path: Location) -> Iterator[File]:
 
 
 def _read(file: File) -> tuple[dict[str, Any], list[_Tensor], int]:
-    """The metadata without its long arrays, the tensors, and where the data begins.
-
-    Raises:
-        HeaderError: the file breaks a rule of the format.
-        TruncatedFileError: it is shorter than it says.
-        CheckpointError: it cannot be read.
-    """
+    """The metadata without its long arrays, the tensors, and where the data begins."""
     cursor = _Cursor(file)
     metadata, count = cursor.metadata(arrays=False)
     alignment = metadata.get("general.alignment", ALIGNMENT)
@@ -377,12 +367,7 @@ class _Cursor:
         raise HeaderError(self._file.path, problem, expected, found)
 
     def metadata(self, *, arrays: bool) -> tuple[dict[str, Any], int]:
-        """What comes before the tensors: the pairs, and how many tensors there are.
-
-        Args:
-            arrays: whether all arrays are among the pairs; else those of a few numbers are, which
-                may be a setting of each layer.
-        """
+        """What comes before the tensors: the pairs, and how many tensors there are."""
         magic = self._take(4)
         if magic != MAGIC:
             self.refuse("is not a GGUF file", MAGIC.decode(), repr(magic))

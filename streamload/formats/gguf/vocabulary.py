@@ -64,18 +64,7 @@ def missing_byte(tokens: Container[str]) -> str | None:
 
 
 def from_gguf(path: Path, metadata: Document) -> dict[str, dict[str, Any]]:
-    """The files of a tokenizer, by name, which transformers opens.
-
-    Args:
-        path: the file, for errors.
-        metadata: all of its keys and values; arrays are sequences.
-
-    Returns:
-        tokenizer.json and tokenizer_config.json; nothing where the file says that it has none.
-
-    Raises:
-        CheckpointError: the vocabulary is of another kind, or its keys do not fit each other.
-    """
+    """The files of a tokenizer, by name, which transformers opens."""
     read = _Reader(path, metadata)
     model = read.text("model")
     if model in ("no_vocab", "none"):

@@ -46,11 +46,7 @@ _INSTEAD = "without tokenizer.json in its folder, the model is written without a
 
 
 def parse_tokenizer(raw: bytes) -> dict[str, Any]:
-    """tokenizer.json, with each merge as one string: pairs take four times the memory.
-
-    Raises:
-        ValueError: it is not JSON, or not a tokenizer's.
-    """
+    """tokenizer.json, with each merge as one string: pairs take four times the memory."""
     check_nesting(raw)
     text = raw.decode()
     del raw  # whatever is not needed goes: there are tens of MB of it
@@ -82,22 +78,7 @@ def no_vocabulary(rows: int, architecture: str) -> dict[str, Any]:
 def to_gguf(
     path: Path, tokenizer: Document, settings: Document, config: Document, rows: int
 ) -> tuple[dict[str, Any], list[str]]:
-    """The metadata of a vocabulary.
-
-    Args:
-        path: tokenizer.json, for errors.
-        tokenizer: what it says.
-        settings: what tokenizer_config.json says, and special_tokens_map.json.
-        config: what config.json says.
-        rows: of the embedding: so many tokens are written.
-
-    Returns:
-        Values by key (strings, bools, ints, and of arrays lists of strings or numpy's), and
-        sentences on where llama.cpp may cut text otherwise.
-
-    Raises:
-        CheckpointError: llama.cpp would cut text into other tokens, or it is no tokenizer.json.
-    """
+    """The metadata of a vocabulary."""
     try:
         return _Vocabulary(path, tokenizer, settings, config, rows).metadata()
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:

@@ -211,11 +211,7 @@ class _Archive:
             )
 
     def place(self, name: str, tensor: Tensor, after: int) -> tuple[TensorInfo, View | None]:
-        """Where a tensor lies: in the file, or as a view at ``after``.
-
-        Raises:
-            HeaderError: it is of a kind that is not read, or not within its storage.
-        """
+        """Where a tensor lies: in the file, or as a view at ``after``."""
 
         def fail(problem: str, expected: object = None, found: object = None) -> HeaderError:
             return HeaderError(self.file.path, problem, expected, found, tensor=name)
@@ -320,11 +316,7 @@ _Way: TypeAlias = "tuple[str, _Way] | None"
 
 
 def _chosen(file: File, root: Any, key: str | None) -> Mapping[str, Tensor]:
-    """The dict that holds the tensors.
-
-    Raises:
-        HeaderError: there is none, or there are several and no key says which.
-    """
+    """The dict that holds the tensors."""
     if key is not None and (tensors := _tensors_at(root, key)):
         return tensors
     found = sorted(_holders(root), key=lambda one: -len(one[1]))

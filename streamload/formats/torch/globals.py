@@ -208,11 +208,7 @@ def storage_of(found: Any) -> Storage:
 
 
 def called(function: Any, arguments: Any) -> Any:
-    """What a function of torch's would make of its arguments, described; it is not called.
-
-    Raises:
-        ArgumentsError: it is none of the table, or has other arguments.
-    """
+    """What a function of torch's would make of its arguments, described; it is not called."""
     if type(arguments) is not tuple or not isinstance(function, Global):
         found = f"{kind_of(function)} and {kind_of(arguments)}"
         raise ArgumentsError("one of torch's functions, and a tuple", found)

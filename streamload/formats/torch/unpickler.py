@@ -38,11 +38,6 @@ def load(data: bytes) -> Any:
     """What a pickle describes: tuples, lists, dicts, strings, numbers, `Tensor` and `Opaque`.
 
     Its objects may refer to themselves, and to the same object many times.
-
-    Raises:
-        PickleError: it says a name or an opcode that a torch checkpoint has no use for, or is not
-            a pickle.
-        PlanInfeasibleError: memory has no room for its objects.
     """
     return _Machine(data).run()
 

@@ -80,12 +80,6 @@ def entries(file: File) -> Mapping[str, Entry]:
 
     Of an archive on a server, headers of entries are read only where the directory and the layout
     that torch writes leave a doubt: each would be a request.
-
-    Raises:
-        HeaderError: it is not such an archive, or breaks a rule of the format.
-        TruncatedFileError: it is shorter than it says.
-        PlanInfeasibleError: memory has no room for its directory.
-        CheckpointError: it cannot be read.
     """
     file = _WithTail(file)
     start, stop, count = _directory(file)
