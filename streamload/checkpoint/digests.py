@@ -1,4 +1,4 @@
-"""Digests of a checkpoint's tensors, in a sidecar: `streamload.json`, beside the files.
+"""Digests of a checkpoint's tensors, in a sidecar: `streamload.json`, in the same folder.
 
 They are of the bytes that a tensor has in its file, whichever file that is: shards may be renamed,
 cut and joined, and the digests stay right.
@@ -36,13 +36,13 @@ _INFINITY = "inf"  # JSON has no number for it
 _MAX_U64 = 2**64 - 1
 
 
-#: What quantising did: the fields of `streamload.codecs.scheme.QuantCounts`.
+#: Errors of quantization: the fields of `streamload.codecs.scheme.QuantCounts`.
 Errors = tuple[float, ...]
 #: Values that overflowed, that became zero, and that changed in any other way.
 Counts = tuple[int, int, int]
 
 
-#: Begins a digest of bytes that come piece by piece; drops the GIL where there are many.
+#: Begins a digest of bytes that come piece by piece; drops the GIL for many bytes.
 hasher = xxhash.xxh3_128
 #: A digest in lower-case hexadecimal.
 HEX = re.compile("[0-9a-f]{32}", re.ASCII)
@@ -53,7 +53,7 @@ def digest_of(
 ) -> str:
     """The digest of pieces, each of which may be gone when the next one comes.
 
-    ``tell`` is told how many bytes are done, with those that were ``done`` before.
+    ``tell`` is called with the bytes so far, ``done`` before included.
     """
     found = hasher()
     for piece in pieces:
@@ -65,7 +65,7 @@ def digest_of(
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """What a tensor's bytes are."""
+    """The digest of a tensor's bytes."""
 
     name: str
     dtype: DType
@@ -84,7 +84,7 @@ class Digest:
 
     @classmethod
     def from_json(cls, name: str, entry: object, path: Location) -> Self:
-        """Read what `to_json` wrote; unknown keys are passed over."""
+        """Read the result of `to_json`; unknown keys are ignored."""
         fail = partial(HeaderError, path, tensor=name)
         if type(entry) is not dict:
             if isinstance(entry, RepeatedNames):
@@ -111,10 +111,10 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """What `streamload.json` says."""
+    """The content of `streamload.json`."""
 
     tensors: Mapping[str, Digest] = field(repr=False)  # by name
-    # what was converted and in which state it was, and how: plain JSON values
+    # the converted files and their states, and the options: plain JSON values
     source: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     # all that was written into the folder and below it (with "/"), the sidecar included
@@ -163,7 +163,7 @@ class Digests:
             inside = not found.name
         else:
             found, inside = local(path), False
-            with suppress(OSError):  # reading it will say why it cannot be looked at
+            with suppress(OSError):  # reading it will raise
                 inside = found.is_dir()
         found = found / SIDECAR if inside else found
         return cls.from_json(read_json_file(found), found)

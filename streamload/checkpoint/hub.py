@@ -1,4 +1,4 @@
-"""The Hugging Face cache: where the snapshots of repositories are. Nothing is downloaded."""
+"""Snapshots of repositories in the Hugging Face cache. Nothing is downloaded."""
 
 from __future__ import annotations
 

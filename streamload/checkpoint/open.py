@@ -105,18 +105,18 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
     @cached_property
     def turns(self) -> Mapping[str, Turn]:
-        """By tensor, how its rows lie where models have them otherwise."""
+        """By tensor, the permutation of its rows, if models have another order."""
         return {name: turn for header in self.shards for name, turn in header.turns.items()}
 
     @property
     def says_config(self) -> bool:
-        """Whether its configuration is what its files say, and not that of a ``config.json``."""
+        """Whether its configuration is that of its files, and not of a ``config.json``."""
         said = (header.config for header in self.shards)
         return any(one and dict(one) == self.config for one in said)
 
     @cached_property
     def stored(self) -> Mapping[str, Stored]:
-        """By tensor, how it holds blocks of a quantised weight, where its file says so."""
+        """By tensor, the stored blocks of a quantized weight, if its file describes them."""
         return {name: one for header in self.shards for name, one in header.stored.items()}
 
     @cached_property
@@ -247,16 +247,16 @@ def _open(path: str | os.PathLike[str], variant: str | None, key: str | None) ->
             return from_headers(found, _indexed(found, weight_map, reader), config)
         headers = _with_siblings(read_header(found, key=key), folder)
         if not (config := dict(_own_config(headers))):
-            # it may belong to something else than a single file beside it
+            # it may not belong to a single file in its folder
             with suppress(CheckpointError):
                 config = _read_config(folder)
         return from_headers(found, headers, config)
 
 
 def locate(path: str | os.PathLike[str]) -> tuple[Location, Location]:
-    """Where a checkpoint is, and the folder that its files are in; none is opened.
+    """The path of a checkpoint, and the folder of its files; none is opened.
 
-    It raises ShardNotFoundError where nothing is there; see `open_checkpoint`.
+    It raises ShardNotFoundError if there is none; see `open_checkpoint`.
     """
     name = os.fsdecode(path.href if isinstance(path, Url) else path)
     if is_url(name):
@@ -276,12 +276,12 @@ def expanded(path: Path) -> Path:
 
 
 def _own_config(headers: Iterable[Header]) -> Mapping[str, Any]:
-    """What files themselves say of the model, in place of ``config.json``."""
+    """The settings of the model in the files themselves, in place of ``config.json``."""
     return next((header.config for header in headers if header.config), {})
 
 
 def _with_siblings(header: Header, folder: Location) -> list[Header]:
-    """The headers of the set that a file belongs to, where it says so."""
+    """The headers of the set that a file belongs to."""
     if header.format == default_reader().name:
         return [header]
     reader = readers()[header.format]
@@ -339,7 +339,7 @@ def from_headers(
     tensors: dict[str, TensorInfo] = {}
     for header in shards:
         found = {info.name: info for info in header.tensors}
-        if tensors.keys().isdisjoint(found):  # one by one only to say which is in two
+        if tensors.keys().isdisjoint(found):  # one by one only to name the one in two
             tensors |= found
             continue
         for info in header.tensors:
@@ -395,7 +395,7 @@ def _open_folder(folder: Path, variant: str | None, key: str | None) -> Checkpoi
 
 
 def _reader_of_folder(names: Sequence[str], variant: str | None) -> FormatReader:
-    """The format of a folder's files: another than safetensors where it holds no such file."""
+    """The format of a folder's files: another than safetensors only without such a file."""
     default = default_reader()
     index = variants.varied(default.index, variant)
     if index in names or any(_is_weights(name, default) for name in names):
@@ -559,7 +559,7 @@ def _read_weight_map(index: Location, reader: FormatReader) -> dict[str, str]:
 
 
 def _indexed(index: Location, weight_map: Mapping[str, str], reader: FormatReader) -> list[Header]:
-    """The headers of the shards that an index names, which hold exactly what it says."""
+    """The headers of the shards of an index, in agreement with it."""
     headers = _headers(index, index.parent, sorted(set(weight_map.values())), reader)
     found: set[str] = set()
     for header in headers:
@@ -590,7 +590,7 @@ def _indexed(index: Location, weight_map: Mapping[str, str], reader: FormatReade
 def _headers(
     of: Location, folder: Location, names: Sequence[str], reader: FormatReader
 ) -> list[Header]:
-    """The headers of files of a folder, which ``of`` names; says at once which are missing."""
+    """The headers of files of a folder, which ``of`` names; the error names all missing ones."""
     if isinstance(folder, Path):
         missing = [name for name in names if not _exists(folder / name)]
         if missing:

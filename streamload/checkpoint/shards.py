@@ -38,7 +38,7 @@ Opener = Callable[[Header, ResolvedKind], Reader]
 
 
 def open_shard(header: Header, kind: ReaderKind | ResolvedKind = "pread") -> Reader:
-    """Open a shard's file by itself; see `open_reader`."""
+    """Open a shard's file; see `open_reader`."""
     return open_reader(header.path, header.file_nbytes, kind, header.state, header.views)
 
 
@@ -57,14 +57,14 @@ def map_shard(header: Header) -> mmap.mmap:
 
 
 def file_kind(shard: Location, kind: ReaderKind) -> ResolvedKind:
-    """How a shard is read where ``kind`` is asked for; a URL has one way only."""
+    """Resolve ``kind`` for a shard; a URL has one reader only."""
     return resolve_reader(shard, kind if isinstance(shard, Path) else "auto")
 
 
 def page_cache(
     kind: PageCacheKind, *, to_read_nbytes: int, to_allocate_nbytes: int = 0
 ) -> PageCache:
-    """What becomes of the page cache on this host; see `PageCache`."""
+    """The `PageCache` of a load on this host."""
     return PageCache(
         kind,
         to_read_nbytes=to_read_nbytes,
@@ -74,7 +74,7 @@ def page_cache(
 
 
 def free_host_nbytes() -> int | None:
-    """What the host has left, for page cache too; None where no file says."""
+    """Free memory of the host, page cache included; None if unknown."""
     try:
         return available_host_nbytes()
     except DeviceError:
@@ -82,7 +82,7 @@ def free_host_nbytes() -> int | None:
 
 
 def cut(start: int, stop: int, step: int, base: int | None = None) -> Iterator[tuple[int, int]]:
-    """A range, cut at ``base`` (the start, where none is given) and every ``step`` after it."""
+    """A range, cut at ``base`` (by default the start) and every ``step`` after it."""
     base = start if base is None else base
     while start < stop:
         end = min(stop, start + step - (start - base) % step)
@@ -103,7 +103,7 @@ class Room:
         self._ahead = ahead
         self._memory: memoryview | None = None
         self._held: tuple[Location | None, int, int] = (None, 0, 0)  # a file, and bytes of it
-        self._last: tuple[Location | None, int] = (None, 0)  # where the last block ended
+        self._last: tuple[Location | None, int] = (None, 0)  # the end of the last block
 
     def read(self, reader: Reader, start: int, stop: int) -> memoryview:
         """Bytes of a file, read-only; valid until the next call."""
@@ -152,12 +152,12 @@ class Shards:
             headers: of the files.
             kind: how a file is read; asked once for each, before it is opened first.
             opener: opens a file.
-            cache: the page cache that `done` tells; None where nothing is dropped.
+            cache: the page cache that `done` counts in; None to drop nothing.
             most_open: files that are open at once: one more closes the one that was used longest
                 ago. None for any number.
-            ahead: the kernel may read ahead of what is read; see `Reader.stop_ahead`.
+            ahead: whether the kernel may read ahead; see `Reader.stop_ahead`.
         """
-        # why closed files were not read in the way that was asked for, and how many
+        # why closed files were not read as requested, and how many
         self.fallbacks: Counter[str] = Counter()
         self.page_cache = ""  # what becomes of it, and why; "" where none was used
         self._headers = {header.path: header for header in headers}
@@ -179,7 +179,7 @@ class Shards:
         self.close_all()
 
     def reader(self, shard: Location) -> Reader:
-        """The open file; opens it where it is not."""
+        """The open file; opens it if needed."""
         with self._lock:
             reader = self._open.pop(shard, None)
             if reader is None:
@@ -198,7 +198,7 @@ class Shards:
             reader.stop_ahead()
         if self._stopped:  # by a thread that did not know of this file
             reader.stop()
-        # what is read past the page cache, or by others, leaves nothing in it
+        # reads past the page cache, or by others, leave nothing in it
         through_cache = reader.has_file and (kind != "direct" or reader.fallback)
         if self._cache is not None and through_cache and isinstance(shard, Path):
             self._caches[shard] = self._cache.open(shard)
@@ -238,7 +238,7 @@ class Shards:
                 yield data
 
     def done(self, shard: Location, start: int, stop: int) -> None:
-        """Tell the page cache that bytes were read, and no window shows them any more."""
+        """Count bytes in the page cache that were read, and that no window shows any more."""
         if cache := self._caches.get(shard):
             cache.done(start, stop)
 
@@ -248,7 +248,7 @@ class Shards:
         return cache is not None and cache.drops
 
     def check(self) -> None:
-        """Raise CheckpointError where an open file has changed, or a writer waits for it.
+        """Raise CheckpointError if an open file has changed, or a writer waits for it.
 
         For times when nothing is read; any thread may call this.
         """
@@ -270,7 +270,7 @@ class Shards:
             self._close(shard)
 
     def close_all(self) -> None:
-        """Close every file, and drop the rest of what is to be dropped."""
+        """Close every file, and drop the rest of their pages."""
         with self._lock:
             for shard in {**self._open, **self._caches}:
                 self._close(shard)
@@ -282,6 +282,6 @@ class Shards:
             if reader.fallback:
                 self.fallbacks[reader.fallback] += 1
         if cache := self._caches.pop(shard, None):
-            if self._stopped:  # threads had read bytes that were never told
+            if self._stopped:  # threads had read bytes that were not counted
                 cache.done(0, self._headers[shard].file_nbytes)
             cache.close()

@@ -1,4 +1,4 @@
-"""Variants of a checkpoint in one folder, told by their names: ``model.fp16.safetensors``.
+"""Variants of a checkpoint in one folder, by their names: ``model.fp16.safetensors``.
 
 The same tensors, mostly in another dtype. transformers and diffusers put the variant before the
 ending, ``model-00001-of-00002.fp16.safetensors``, or before the number, and in the name of an index
@@ -33,7 +33,7 @@ def plain(names: Iterable[str]) -> list[str]:
 
 
 def found(names: Iterable[str]) -> list[str]:
-    """What may be the variants of files, by their names."""
+    """The possible variants of files, by their names."""
     parts = (_NUMBER.sub("", name).split(".") for name in names)
     return sorted({part[-2] for part in parts if len(part) > 2})
 

@@ -1,4 +1,4 @@
-"""What keeps a file from becoming another one, unseen, while it is read.
+"""Detects changes of a file while it is read.
 
 A read lease makes the kernel hold back a process that opens the file for writing or truncates it,
 until the reader has let go. The guard asks whether a writer waits before bytes are touched and
@@ -35,12 +35,12 @@ _REFUSALS = {
 
 
 class FileState(NamedTuple):
-    """What a file is known by."""
+    """The identity of a file."""
 
     device: int  # number of its filesystem
     inode: int  # its number there
     nbytes: int
-    written_ns: int  # when its bytes were last changed, as far as the clock tells
+    written_ns: int  # the last change of its bytes, by the clock
     changed_ns: int  # when anything of it was; users cannot set it
     # links, mode, owner and group; their change sets ``changed_ns`` as well
     others: tuple[int, int, int, int]
@@ -54,7 +54,7 @@ class FileState(NamedTuple):
         return cls(found.st_dev, found.st_ino, found.st_size, *times, others)
 
     def check(self, now: FileState, path: Path) -> None:
-        """Refuse a file that is not what it was; only links, mode and owner may be others."""
+        """Refuse a changed file; links, mode and owner may differ."""
         if self == now:
             return
         problem = f"has changed since its header was read; {_RENAME}"
@@ -81,7 +81,7 @@ def _time(ns: int) -> str:
 
 
 class Guard:
-    """Holds an open file to what it was: ``with guard:`` around whatever reads its bytes.
+    """Refuses changes of an open file: ``with guard:`` around reads of its bytes.
 
     Any number of threads may be inside at once. Entering and leaving raise CheckpointError where
     the file has changed, or a writer waits for it, and so does every later time.
@@ -90,20 +90,20 @@ class Guard:
     def __init__(
         self, file: FileIO, path: Path, expected: FileState | None, *, refusal: str = ""
     ) -> None:
-        """Begin; raises CheckpointError where the file is not what it was.
+        """Take a lease; CheckpointError if the file has changed already.
 
         Args:
             file: open for reading only; to be closed after this.
             path: its name, for errors.
-            expected: what it was when its header was read; None where that is not known.
-            refusal: why no lease is to be taken; "" to take one, where that can be.
+            expected: its state when its header was read; None if unknown.
+            refusal: why to take no lease; "" to try.
         """
         self._file = file
         self._path = path
         self._lock = threading.Lock()
         self._inside = 0
         self._failed: CheckpointError | None = None
-        # why there is no lease; "" where there is
+        # why there is no lease; "" if there is one
         self.refusal = refusal or take_lease(file.fileno())
         self._leased = not self.refusal
         try:
@@ -136,7 +136,7 @@ class Guard:
             self._leave()
 
     def close(self) -> None:
-        """Let go of the file, which is still open; may be called twice."""
+        """Release the lease of the file, which is still open; may be called twice."""
         with self._lock:
             self._release()
 
@@ -181,7 +181,7 @@ class Guard:
 def take_lease(fd: int) -> str:
     """Take a read lease on a file that is open for reading only; returns "", or why there is none.
 
-    Closing the file ends it. No signal tells that a writer waits: the owner of the lease asks.
+    Closing the file ends it. No signal announces a writer: the owner of the lease polls.
     """
     if sys.platform != "linux":
         return "this system has no leases"

@@ -1,4 +1,4 @@
-"""What the header of a checkpoint's file says, in any format; and what reading one takes.
+"""The header of a checkpoint's file in any format, and the tools to read one.
 
 Each format is a file of `streamload.formats`. Here are tensors, dtypes and file ranges, the open
 file, and the strict JSON that headers and indexes are written in.
@@ -26,12 +26,12 @@ from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError
 from streamload.files.guard import FileState
 
-#: The longest JSON of a header or an index that is read, in bytes: what safetensors allows.
+#: The longest JSON of a header or an index that is read, in bytes: safetensors' own limit.
 MAX_HEADER_NBYTES = 100_000_000
 
 _MAX_INT_LENGTH = len(str(-(2**64 - 1)))  # in characters
 # A file of JSON may be longer than memory has room for: it is held three times while it is parsed,
-# and the objects of a member take 220 to 250 bytes. What is shorter than this is not worth a look.
+# and the objects of a member take 220 to 250 bytes. Shorter ones than this are not checked.
 _LONG_NBYTES = 2**16
 _COPIES = 3
 _MEMBER_NBYTES = 280
@@ -45,7 +45,7 @@ _FILE_TYPES = {
 
 
 class Turn(NamedTuple):
-    """How a tensor's rows lie in its file, where models have them otherwise.
+    """The permutation of a tensor's rows in its file, if models have another order.
 
     Rows seen as (groups, outer, inner), with the last two axes swapped, are what models have: the
     numbers of a `streamload.core.tensors.RowTranspose`.
@@ -54,7 +54,7 @@ class Turn(NamedTuple):
         groups: groups of rows that stay together.
         outer: of each group, the axis that becomes the inner one.
         inner: the axis that becomes the outer one.
-        shape: the tensor's shape in models, where that is not its shape in the file.
+        shape: the tensor's shape in models, if the file has another one.
     """
 
     groups: int
@@ -65,14 +65,14 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor whose elements do not lie one after the other in their file.
+    """A tensor whose elements are not contiguous in its file.
 
-    It has a place after the file's end, where they follow each other; see
+    It gets a place after the file's end, where they are contiguous; see
     `streamload.files.strided`.
 
     Attributes:
         start: first byte of that place.
-        at: the file byte at which its first element lies.
+        at: the file byte of its first element.
         itemsize: bytes of an element.
         shape: its shape; no length is 0.
         strides: bytes from one index to the next one, along each axis; 0 or more.
@@ -92,7 +92,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How the blocks of a quantised weight are stored, where its file says so.
+    """The stored blocks of a quantized weight, if its file describes them.
 
     The weight is a tensor of U8 in the header, (rows, bytes of a row). It becomes the only member
     of a `streamload.codecs.weights.QuantizedWeight`.
@@ -110,7 +110,7 @@ class Stored:
     bits: int
 
 
-#: The name of the format that all are converted to where nothing else is said.
+#: The name of the format that all are converted to by default.
 SAFETENSORS = "safetensors"
 
 
@@ -120,24 +120,24 @@ def _empty() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What one file says that it holds; valid.
+    """The content of one file; valid.
 
     Attributes:
         path: the file.
-        file_nbytes: its length in bytes, exactly what the header calls for.
+        file_nbytes: its length in bytes, in agreement with the header.
         data_start: first byte of the data, counted from the start of the file.
         tensors: by first byte; tensors without elements come before the one they touch, and those
             at the same place are in order of name. In formats other than safetensors there may be
             bytes between them, and they may share bytes.
-        metadata: what it says of itself, its ``__metadata__``; read-only.
-        state: what the file was when its header was read; None for a URL, or where not known.
+        metadata: its ``__metadata__``; read-only.
+        state: of the file when its header was read; None for a URL, or if unknown.
         format: the name of its format.
-        config: what it says of the model, as ``config.json`` has it; read-only.
+        config: its settings of the model, as ``config.json`` has them; read-only.
         stored: by tensor, how a quantised weight is stored; read-only.
-        turns: by tensor, how its rows lie; read-only.
+        turns: by tensor, the permutation of its rows; read-only.
         views: tensors whose elements are not together in the file, by their first bytes, all after
             its end.
-        untyped: names of tensors of which it says no dtype and no shape: they are bytes.
+        untyped: names of tensors without dtype and shape: they are bytes.
     """
 
     path: Location
@@ -207,7 +207,7 @@ def open_regular(path: Path) -> FileIO:
 
 
 def read_up_to(file: FileIO, nbytes: int) -> bytes:
-    """Read ``nbytes``, or what there is up to the end of the file."""
+    """Read ``nbytes``, or fewer up to the end of the file."""
     raw = file.read(nbytes)
     while len(raw) < nbytes and (more := file.read(nbytes - len(raw))):
         raw += more
@@ -215,9 +215,9 @@ def read_up_to(file: FileIO, nbytes: int) -> bytes:
 
 
 def check_memory(path: Location, nbytes: int, raw: bytes = b"") -> None:
-    """Raise PlanInfeasibleError where free memory has no room to parse ``nbytes`` of JSON.
+    """Raise PlanInfeasibleError if free memory has no room to parse ``nbytes`` of JSON.
 
-    ``raw`` is the JSON itself, where it was read already.
+    ``raw`` is the JSON itself, if it was read already.
     """
     if nbytes >= _LONG_NBYTES:
         needed_nbytes = _COPIES * nbytes + _MEMBER_NBYTES * raw.count(b":")
@@ -225,7 +225,7 @@ def check_memory(path: Location, nbytes: int, raw: bytes = b"") -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is something of that name; raises OSError where the system hides it.
+    """Whether the path exists; raises OSError if the system hides it.
 
     `Path.exists` hides that from Python 3.14 on.
     """
@@ -241,7 +241,7 @@ def is_there(path: Path) -> bool:
 
 
 def unreadable(path: Location, error: OSError | ValueError) -> CheckpointError:
-    """What the operating system said, as an error of ours; to be raised ``from`` it."""
+    """The CheckpointError for an error of the operating system, to be raised ``from`` it."""
     found = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return CheckpointError(path, "cannot be read", found=found)
 

@@ -1,4 +1,4 @@
-"""How much of headers is read: what formats allow, or less for services that open others' files."""
+"""Limits of headers: those of the formats, or lower ones for services that open others' files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Limits:
 
 @dataclass(slots=True)
 class _Count:
-    """What was read so far; files of a set are read again for each other, and count once."""
+    """Bytes and tensors so far; files of a set are read again for each other, and count once."""
 
     limits: Limits
     nbytes: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -52,7 +52,7 @@ _count: ContextVar[_Count | None] = ContextVar("limits", default=None)
 
 @contextmanager
 def limited(limits: Limits | None) -> Iterator[None]:
-    """Hold all headers that are read in the block to limits; None for what formats allow."""
+    """Apply limits to all headers that are read in the block; None for those of the formats."""
     before = _count.set(None if limits is None else _Count(limits))
     try:
         yield

@@ -87,14 +87,14 @@ _RESIDENT: dict[int | None, str] = {
 }
 
 _ADDRESS_BITS = sys.maxsize.bit_length() + 1
-_MAX_MAPPED_NBYTES_32 = 2**30  # of one shard, where addresses have 32 bits
-_MAX_READ_NBYTES = 2**30  # in one call: systems refuse or cut what is near 2**31
-#: In one call where nothing is read ahead: pages that are being read cannot be reclaimed.
+_MAX_MAPPED_NBYTES_32 = 2**30  # of one shard, with addresses of 32 bits
+_MAX_READ_NBYTES = 2**30  # in one call: systems refuse or cut reads near 2**31
+#: In one call without reading ahead: pages that are being read cannot be reclaimed.
 EXACT_NBYTES = 2**18
 
 _PAGE = mmap.PAGESIZE
 
-# What the alignment of direct reads is where the kernel does not say: right for every disk of 512
+# The alignment of direct reads if the kernel does not state it: right for every disk of 512
 # or 4096 bytes a sector.
 _USUAL_ALIGNMENT = 4096
 _STATX_DIOALIGN = 0x2000  # Linux 6.1
@@ -102,7 +102,7 @@ _AT_EMPTY_PATH = 0x1000
 #: Each thread's own, for what cannot be read straight to its place; where nothing is read ahead,
 #: `EXACT_NBYTES` of it are touched.
 BOUNCE_NBYTES = 2**20
-# What a kernel says that does not read this file, or at this alignment, past its page cache.
+# Errors of a kernel that does not read this file, or at this alignment, past its page cache.
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
 
@@ -139,7 +139,7 @@ class ReaderChoice:
 
     kind: ResolvedKind
     reason: str  # why, for a report; the same for shards that are in the same state
-    resident: float | None = None  # how much is in the page cache, where known and of use
+    resident: float | None = None  # the fraction in the page cache, if it was looked at
 
 
 def choose_reader(
@@ -149,7 +149,7 @@ def choose_reader(
     page_cache: PageCacheKind = "auto",
     whole_slots: bool = True,
 ) -> ReaderChoice:
-    """How to read a shard: less than 2 ms, whatever its length.
+    """How to read a shard; takes less than 2 ms for any length.
 
     "auto" reads past the page cache what is on a local disk and mostly not in the cache, unless
     the cache is to be filled; everything else as `resolve_reader` says. Files that others cannot
@@ -157,8 +157,8 @@ def choose_reader(
 
     Args:
         path: the shard.
-        kind: what was asked for.
-        page_cache: what is to become of the page cache; under "keep" it is filled.
+        kind: the user's choice.
+        page_cache: "keep" fills it, which excludes direct reads.
         whole_slots: the shard is read into memory that begins at a page, and may be over-read.
             Without it "auto" never reads past the page cache: bytes that are cast, or whose place
             in memory is not as aligned as in the file, go through memory of the reader's then,
@@ -206,7 +206,7 @@ def _choose(
 
 
 def resolve_reader(path: str | os.PathLike[str], kind: ReaderKind | ResolvedKind) -> ResolvedKind:
-    """What "auto" means for a file that is read through the page cache; others stay.
+    """Resolve "auto" for a file that is read through the page cache; others stay.
 
     Of a URL, "auto" and "pread" (reads, and no map) are both "http".
     """
@@ -214,14 +214,14 @@ def resolve_reader(path: str | os.PathLike[str], kind: ReaderKind | ResolvedKind
 
 
 def _no_lease(filesystem: str) -> str:
-    """Why a lease on a file would hold back no process of this machine; "" where it does."""
+    """Why a lease on a file would hold back no process of this machine; "" if it does."""
     if filesystem in MAPPED_FILESYSTEMS:
         return ""
     return f"{filesystem or 'an unknown filesystem'} does not hold back who changes its files"
 
 
 def not_mapped(path: Location) -> str:
-    """Why a file is not to be mapped, or not now; "" where it can be.
+    """Why a file cannot be mapped now; "" if it can.
 
     A process that truncates a file under a map kills this one, unless a lease holds it back.
     """
@@ -368,7 +368,7 @@ class MmapReader(PreadReader):
     @contextmanager
     def _window(self, start: int, stop: int) -> Iterator[memoryview]:
         with self._guard:
-            held = self._map  # whatever happens to the reader, the addresses stay ours till the end
+            held = self._map  # the addresses stay ours, also if the reader is closed
             if held is None or start == stop:
                 yield memoryview(b"")
                 return
@@ -393,7 +393,7 @@ class MmapReader(PreadReader):
         self._map = None
 
     def _populate(self, held: FileMap, start: int, stop: int) -> None:
-        """Bring a window in: what the storage does not give is refused; a touch would kill."""
+        """Read a window in: a touch of bytes that the storage does not give would kill."""
         while self._populates:
             code = held.populate(start, stop)
             match code:
@@ -448,7 +448,7 @@ class DirectReader(PreadReader):
         return self._direct.fileno()
 
     def scatter(self, start: int, addresses: Addresses, sizes: Addresses) -> bool:
-        """See `Reader.scatter`: through the page cache, and only where little comes into it."""
+        """See `Reader.scatter`: through the page cache, and only if little comes into it."""
         exact = self._most_nbytes == EXACT_NBYTES
         return exact and super().scatter(start, addresses, sizes)
 
@@ -518,11 +518,11 @@ class DirectReader(PreadReader):
             return 0
 
 
-_thread = threading.local()  # memory: what `_bounce` gives
+_thread = threading.local()  # memory: of `_bounce`
 
 
 def _bounce() -> memoryview:
-    """Memory of this thread that begins at a page; made when it is first used."""
+    """Memory of this thread that begins at a page; allocated by the first use."""
     if not hasattr(_thread, "memory"):
         _thread.memory = direct_memory(BOUNCE_NBYTES)
     memory: memoryview = _thread.memory
@@ -530,7 +530,7 @@ def _bounce() -> memoryview:
 
 
 def _open_direct(fd: int) -> FileIO:
-    """Open an open file again for direct reads, whatever its name is now; raises OSError."""
+    """Open an open file again for direct reads, also if it was renamed; raises OSError."""
     flag = getattr(os, "O_DIRECT", None)
     if flag is None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))

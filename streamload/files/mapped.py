@@ -11,7 +11,7 @@ from streamload.core.system import libc, map_file
 
 _PAGE = mmap.PAGESIZE
 # A fault maps the pages around its own too: 64 KiB, or all of a large folio of the page cache, at
-# most this long with pages of 4 KiB. What windows map is therefore dropped in blocks of this size.
+# most this long with pages of 4 KiB. Windows are therefore dropped in blocks of this size.
 _BLOCK = 2**21
 _MADV_POPULATE_READ = 22  # Linux 5.14 and later
 
@@ -59,7 +59,7 @@ class FileMap:
                 if not self._windows[block]:
                     del self._windows[block]
                     empty.append(block)
-        # a window that begins in such a block meanwhile finds its pages again as it touches them
+        # a window that begins in such a block in between finds its pages again as it touches them
         for block in empty:
             first, last = block * _BLOCK, (block + 1) * _BLOCK
             _madvise(max(first, self._address), min(last, self._stop), mmap.MADV_DONTNEED)

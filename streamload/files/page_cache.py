@@ -1,6 +1,6 @@
-"""The page cache: how much of a file is in it, and giving back what a load brought in.
+"""The page cache: the part of a file in it, and dropping the pages that a load brought in.
 
-A load is right without this: where the system does not say, pages are left alone.
+A load is right without this: pages stay if the system gives no information.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ASKED_NBYTES = 2**26  # by one mincore: a vector of 16 KiB with pages of 4 KiB
 
 # Dropped at a time: a small part of any cgroup that a load runs in (docs/measurements.md).
 _BLOCK_NBYTES = 2**24
-# What an earlier drop may have left since a window was still mapped: blocks of 2 MiB at both ends.
+# An earlier drop may have left blocks of 2 MiB at both ends: a window was still mapped.
 _LAG_NBYTES = 2**22
 # What the kernel reads before and after what was asked for: read_ahead_kb, which is 128 KiB on
 # most disks and 8 MiB on some virtual ones, twice that for a file that is read in sequence.
@@ -47,7 +47,7 @@ MARGIN_NBYTES = 2**28
 
 
 def resident_fraction(file: str | os.PathLike[str] | int) -> float | None:
-    """How much of a file is in the page cache: about 0.7 ms, whatever the file's length.
+    """The fraction of a file in the page cache; takes about 0.7 ms for any length.
 
     Files of up to 4 MiB are looked at whole, longer ones in 64 samples spread over them. No byte
     of the file is touched, with one exception: the kernel answers mincore(2) with "all resident"
@@ -56,7 +56,7 @@ def resident_fraction(file: str | os.PathLike[str] | int) -> float | None:
     takes the disk's time for 64 pages (3 ms on the disk that was tried).
 
     Returns:
-        0 to 1, 1 for an empty file; None where the system does not say, or there is no such file.
+        0 to 1, 1 for an empty file; None if the system does not say, or there is no such file.
     """
     try:
         if not stat.S_ISREG(os.stat(file).st_mode):
@@ -88,10 +88,10 @@ def _sampled(fd: int) -> float | None:
 
 
 def _is_answered(fd: int) -> bool:
-    """Whether mincore tells this process the truth about a file.
+    """Whether mincore answers this process correctly for a file.
 
-    Since Linux 5.2 it tells only the file's owner and users that may write it (mm/mincore.c,
-    can_do_mincore); all others hear that all of it is resident.
+    Since Linux 5.2 it does for the file's owner and users that may write it (mm/mincore.c,
+    can_do_mincore); for all others it answers that all of it is resident.
     """
     if sys.platform != "linux" or not hasattr(libc(), "mincore"):
         return False
@@ -103,7 +103,7 @@ def _is_answered(fd: int) -> bool:
 def _resident_pages(fd: int, start: int, stop: int) -> bytes:
     """For each page from ``start`` (a multiple of the page) to ``stop``: 1 resident, 0 not.
 
-    It makes a map and touches nothing of it; raises OSError where the kernel refuses.
+    It maps the file and touches no page; raises OSError if the kernel refuses.
     """
     nbytes = stop - start
     vector = (ctypes.c_ubyte * (-(-nbytes // _PAGE)))()
@@ -177,7 +177,7 @@ def _absent_runs(fd: int) -> list[tuple[int, int]]:
 
 
 def drop_pages(path: Path, start: int, stop: int) -> None:
-    """Drop the pages of a file that lie within a range, and that nobody has mapped: only advice."""
+    """Drop the unmapped pages of a file within a range: only advice."""
     if not hasattr(os, "posix_fadvise"):
         return
     with suppress(OSError):
@@ -189,7 +189,7 @@ def drop_pages(path: Path, start: int, stop: int) -> None:
 
 
 class PageCache:
-    """What becomes of the page cache that a load brings in. One for a load; safe for threads.
+    """Keeps or drops the pages that a load brings in. One for a load; safe for threads.
 
     - "drop": it is given back behind the cursor, and all of it when a shard is done with.
     - "keep": it stays, for the next load.
@@ -252,10 +252,10 @@ class PageCache:
             self.reason = "kept: it is not known how much memory is free"
             return
         to_read = max(0, self._to_read_nbytes - self._read_nbytes)
-        # what is allocated goes with what is read: the part that is still to come
+        # memory is allocated in proportion to the bytes read
         to_allocate = self._to_allocate_nbytes * to_read // max(1, self._to_read_nbytes)
         needed = to_read + to_allocate + MARGIN_NBYTES
-        # once short, always: kept from here on, the rest would push out what others have
+        # once short, always: pages that stay would push out those of others
         self.dropping = self._decided = available < needed
         self.reason = (
             f"{'dropped' if self.dropping else 'kept'}: {format_bytes(available)} of memory "
@@ -264,16 +264,16 @@ class PageCache:
         )
 
     def count(self, *, read_nbytes: int = 0, dropped_nbytes: int = 0) -> None:
-        """Add to what was read and dropped."""
+        """Count bytes that were read and dropped."""
         with self._lock:
             self._read_nbytes += read_nbytes
             self.dropped_nbytes += dropped_nbytes
 
 
 class ShardCache:
-    """One shard's part of a `PageCache`: told of what was read, it drops that in blocks behind.
+    """One shard's part of a `PageCache`; drops bytes in blocks after they were read.
 
-    Safe for threads. Where nothing is to be dropped, its methods do nothing but count.
+    Safe for threads. If nothing is to be dropped, its methods only count.
     """
 
     def __init__(self, path: Path, whole: PageCache) -> None:
@@ -286,7 +286,7 @@ class ShardCache:
         self._fd = -1
         if not whole.dropping or not hasattr(os, "posix_fadvise"):
             return
-        with suppress(OSError):  # reading the shard will say what is wrong with it
+        with suppress(OSError):  # reading the shard will raise it
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self._absent = _absent_runs(self._fd)
 
@@ -314,7 +314,7 @@ class ShardCache:
             for start, stop, _ in self._read:
                 nbytes = sum(b - a for a, b in self._within(start, stop))
                 self._whole.count(dropped_nbytes=nbytes)
-                # once more all of it, for what was mapped then, and what the kernel read around it
+                # once more all of it: some was mapped, and the kernel read around it
                 self._drop(max(0, start - _AROUND_NBYTES), stop + _AROUND_NBYTES)
             self._read = []
             self._absent = []
@@ -323,7 +323,7 @@ class ShardCache:
                 self._fd = -1
 
     def _add(self, start: int, stop: int) -> list[int]:
-        """Join a range to those that it touches; what it brings in again is not dropped yet."""
+        """Join a range to those that it touches; bytes that it read again are not dropped yet."""
         first = bisect_left(self._read, start, key=lambda span: span[1])
         last = bisect_right(self._read, stop, key=lambda span: span[0])
         touched = self._read[first:last]
@@ -344,7 +344,7 @@ class ShardCache:
         return [(max(a, start), min(b, stop)) for a, b in self._absent[first:last]]
 
     def _drop(self, start: int, stop: int) -> None:
-        """Drop what was absent; the kernel keeps partly covered pages."""
+        """Drop pages that were absent before; the kernel keeps partly covered ones."""
         for first, last in self._within(start, stop):
             with suppress(OSError):  # only advice
                 os.posix_fadvise(self._fd, first, last - first, os.POSIX_FADV_DONTNEED)

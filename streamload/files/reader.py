@@ -1,4 +1,4 @@
-"""An open shard, and what all ways to read one have in common."""
+"""An open shard: the base class of all readers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Reader(ABC):
         path: the file.
         nbytes: the file's length in bytes, as its header has it.
         mapped: whether `view` is a window of a memory map, which takes no memory of the process.
-        alignment: what `read_aligned` wants multiples of: a power of two up to the page, 1 for any.
+        alignment: `read_aligned` takes multiples of it: a power of two up to the page, 1 for any.
             It stays the same while the reader is open, also when it falls back.
         has_file: whether there is an open file on this machine: `fileno` is for those that have
             one.
@@ -154,7 +154,7 @@ class Reader(ABC):
         return False
 
     def stop_ahead(self) -> None:  # noqa: B027
-        """From now on, bring no more than what is read into the page cache, little at a time.
+        """From now on, bring only the bytes that are read into the page cache, few at a time.
 
         For hosts with little memory: pages that are being read cannot be reclaimed. What is mapped
         is read, too. Call this before anything is read.

@@ -50,11 +50,11 @@ T = TypeVar("T")
 
 # More than most headers have, and on a line of 100 Mbit/s as fast as another round trip.
 _FIRST_NBYTES = 2**18
-_REQUEST_NBYTES = 2**26  # asked for at once: a long range is begun anew where it was cut
+_REQUEST_NBYTES = 2**26  # of one request: a long range continues at its cut
 # Tries are counted anew after one that brought as much, and not after each byte.
 _PROGRESS_NBYTES = 2**16
 _LEAST_RATE = 1024  # bytes a second of a body: slower than that is a stall
-_MOST_WAIT_SECONDS = 120.0  # a user who looks on waits no longer
+_MOST_WAIT_SECONDS = 120.0  # a user waits no longer
 _MOST_REDIRECTS = 10
 _DRAINED_NBYTES = 2**14
 _DRAIN_SECONDS = 1.0  # to connect anew takes no longer
@@ -228,7 +228,7 @@ class _File:
         self._url = url
         self._error = partial(CheckpointError, url)
         self._patience = patience or Patience.from_environment()
-        self._moved: httpx2.URL | None = None  # where redirects led
+        self._moved: httpx2.URL | None = None  # the target of redirects
         self._lock = threading.Lock()
         self._attempts: set[wire.Attempt] = set()  # of all threads
 
@@ -402,7 +402,7 @@ class _File:
                 return response
             with closing(response):
                 self._drain(attempt, response)
-            # credentials are left out of it where it leads to another server
+            # the library leaves credentials out of a request to another server
             request = response.next_request
         raise self._error("is redirected again and again")
 
@@ -428,7 +428,7 @@ class _File:
         except Exception as error:
             cause = wire.cause_of(error)
             failed = self._failure(attempt, error, cause)
-        failed.__cause__ = cause  # outside of the except clause, where it would be the context
+        failed.__cause__ = cause  # outside of the except clause: ``error`` is no context
         raise failed
 
     def _failure(

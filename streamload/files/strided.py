@@ -1,8 +1,8 @@
-"""Tensors whose elements do not lie one after the other in their file: views of a storage.
+"""Tensors whose elements are not contiguous in their file: views of a storage.
 
 A transpose, a slice, and one element that stands for many have strides. They get places after the
 file's end, where their elements follow each other; a `StridedReader` makes the bytes of those
-places from the file's own. So whatever reads ranges of files reads views like any tensor: loads,
+places from the file's own. So every reader of ranges reads views like any tensor: loads,
 conversions, comparisons, on this machine and over HTTP.
 """
 
@@ -22,19 +22,19 @@ from streamload.files.reader import Reader
 
 _Array = np.ndarray[Any, Any]
 
-# Elements this far apart or less are read with what lies between them: one read, or a window.
+# Elements this far apart or less are read with the bytes between them: one read, or a window.
 _SPAN_NBYTES = 2**20
-# Where more than this lies between lines of a file, a read for each costs less.
+# With more than this between lines of a file, a read for each costs less.
 _BETWEEN_NBYTES = 2**15
-_STRIP = 64  # lines that are turned together
+_STRIP = 64  # lines that are transposed together
 
 
-# Times what is read at once: what the reader holds of it, a copy, and the heap of these.
+# Times the bytes of one read: the reader's own, a copy, and the heap of these.
 _HELD = 3
 
 
 def thread_nbytes(views: Iterable[View]) -> int:
-    """What a thread that reads views holds beside what it fills: 6.2 MB were seen with two."""
+    """Bytes that a thread needs to read views, besides its target: 6.2 MB were seen with two."""
     extents = (zip(view.shape, view.strides, strict=True) for view in views)
     longest = max((sum((n - 1) * step for n, step in each) for each in extents), default=0)
     return _HELD * min(longest, _SPAN_NBYTES)
@@ -46,7 +46,7 @@ class StridedReader(Reader):
     _how = "together with views of it"
 
     def __init__(self, reader: Reader, views: Sequence[View]) -> None:
-        """Take over a reader of the file, which is closed with this one."""
+        """Own a reader of the file; views are in order of their first bytes."""
         super().__init__(reader.path, views[-1].stop)
         self._reader = reader
         self._views = views
@@ -122,7 +122,7 @@ def _turn(found: _Array, out: _Array) -> None:
     """Copy elements whose lines may be columns of ``out``.
 
     Lines a power of two apart share a few places of the CPU's cache: they are put side by side
-    first, and then turned in strips.
+    first, and then transposed in strips.
     """
     lines = found.shape[-1] if found.ndim > 1 else 1
     if lines == 1 or found.strides[-1] <= found.itemsize or 0 in found.strides:

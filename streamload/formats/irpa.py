@@ -64,7 +64,7 @@ _PATTERNS = (1, 2, 4, 8, 16)
 _ENTRY_ALIGNMENT = 16
 _ALIGNMENT = 64
 _PAGE = 4096
-_MOST_NBYTES = 2**62  # of splats and their places: what an int64 can say
+_MOST_NBYTES = 2**62  # of splats and their places, below an int64's most
 _MEMORY = 8  # bytes of memory for each byte of a header, when it is read
 _SAYS_TENSOR = (b"TENSORv0:", b"PYTORCH:")
 _U8 = BY_CODE["U8"]
@@ -104,7 +104,7 @@ class Irpa(FormatReader):
 
 
 class _Contents:
-    """What the archives of a file hold."""
+    """The tensors of a file's archives."""
 
     def __init__(self, file: File) -> None:
         """Nothing is found yet."""
@@ -132,7 +132,7 @@ class _Contents:
             first_that_fits([(None, needed_nbytes)], [(f"the header of {path}", needed_nbytes)])
 
     def add(self, name: str, dtype: DType, shape: tuple[int, ...], start: int, stop: int) -> None:
-        """Add a tensor whose bytes lie in the file."""
+        """Add a tensor with bytes of the file."""
         if name in self._names:
             raise HeaderError(self.file.path, "a name is not unique", "each name once", tensor=name)
         self._names.add(name)
@@ -169,7 +169,7 @@ class _Archive:
         self._same: dict[bytes, _Said | None] = {}  # by text: most are like another one
 
     def read(self) -> int:
-        """Add what it holds; gives the distance to the next archive, 0 for none."""
+        """Add its tensors; returns the distance to the next archive, 0 for none."""
         path, base = self._file.path, self._base
         raw = self._file.read(base, base + _HEADER_NBYTES)
         if not raw.startswith(_MAGIC):
@@ -209,7 +209,7 @@ class _Archive:
         return start, stop
 
     def _read_entries(self, count: int, start: int, table: bytes) -> None:
-        """Add what the entries say; they begin at byte ``start`` of the file."""
+        """Add the entries, which begin at byte ``start`` of the file."""
         at = 0
         for number in range(count):
             left = len(table) - at
@@ -225,7 +225,7 @@ class _Archive:
             at = round_up(at + nbytes, _ENTRY_ALIGNMENT)
 
     def _read_entry(self, start: int, raw: bytes) -> None:
-        """Add what an entry says; it begins at byte ``start`` of the file."""
+        """Add an entry, which begins at byte ``start`` of the file."""
         path = self._file.path
         _, kind, _, *text_at, offset, length, alignment = _ENTRY.unpack_from(raw)
         if kind == _SKIPPED:
@@ -306,7 +306,7 @@ class _Archive:
 
 
 class _Said(NamedTuple):
-    """What an entry's metadata say of it."""
+    """The dtype and the shape in an entry's metadata."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -314,7 +314,7 @@ class _Said(NamedTuple):
 
 
 def _said(metadata: bytes, path: Location, fail: _Fail) -> _Said | None:
-    """What an entry's metadata say; None where that is no dtype that is known here."""
+    """The dtype and the shape in an entry's metadata; None without a known dtype."""
     prefix = next((each for each in _SAYS_TENSOR if metadata.startswith(each)), None)
     if prefix is None:
         return None

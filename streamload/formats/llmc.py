@@ -77,7 +77,7 @@ class LlmC(FormatWriter):
 
     @staticmethod
     def asked(dtype: Any, quant: Any) -> tuple[Any, Any]:
-        """One dtype for all, float32 unless it is said; nothing is quantised."""
+        """One dtype for all, float32 by default; nothing is quantized."""
         if quant is not None:
             raise ValueError(f'llm.c reads no quantised weights: dtype="bfloat16", not {quant!r}')
         found = F32 if dtype is None else None

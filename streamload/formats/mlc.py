@@ -54,9 +54,9 @@ _PLAIN = {"q0f16": F16, "q0f32": F32}
 _QUANTS = ("q4f16_1", "q4f16_0", "q3f16_1")
 _TURNED, _NOT_TURNED, _GROUP = "q4f16_0", "q4f16_1", 32  # embeddings are never stored transposed
 
-#: What every configuration says that no source does.
+#: Fields of every configuration that no source has.
 _ONE_DEVICE = {"tensor_parallel_shards": 1, "max_batch_size": 128}
-#: What generation_config.json or config.json may say, and what MLC takes where they are silent.
+#: Keys of generation_config.json or config.json, and MLC's defaults.
 _GENERATION = {
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -162,7 +162,7 @@ def _gpt2(model: Model) -> Iterator[_Parameter]:
     yield _linear(_HEAD, "wte.weight", rows=[n["vocab_size"]], columns=width)
 
 
-# --- what the configuration says ------------------------------------------------------------------
+# --- the configuration ----------------------------------------------------------------------------
 
 
 def _says(model: Model, key: str, otherwise: bool = False) -> bool:
@@ -186,7 +186,7 @@ def _gpt2_numbers(model: Model) -> dict[str, int]:
 
 
 def _rope(model: Model) -> tuple[float, dict[str, Any] | None]:
-    """The base of rotary embeddings, and how they are scaled; transformers 5 says both in one."""
+    """The base of rotary embeddings, and their scaling; transformers 5 has both in one."""
     scaling = model.config.get("rope_parameters") or model.config.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
         model.refuse("rope_scaling of config.json is invalid", "an object", repr(scaling))
@@ -244,14 +244,14 @@ def _gpt2_config(model: Model) -> dict[str, Any]:
 
 
 class _Family(NamedTuple):
-    """What MLC's models of some families have.
+    """The tensors and the configuration of MLC's models of some families.
 
     Attributes:
         parameters: their tensors.
         config: the content of ``model_config``.
-        values: what config.json may say where MLC has no code for more.
+        values: those of config.json that MLC has code for.
         dropped: names of tensors that are not needed.
-        prefix: what names may begin with.
+        prefix: optional, of names.
     """
 
     parameters: Callable[[Model], Iterator[_Parameter]]
@@ -372,7 +372,7 @@ def _family(model: Model) -> _Family:
 
 
 def _quantisation(model: Model) -> str:
-    """What MLC calls it."""
+    """MLC's name of the quantization."""
     return model.quant or next(name for name, dtype in _PLAIN.items() if dtype is model.dtype)
 
 
@@ -456,7 +456,7 @@ def _cache(files: Sequence[OutFile], sums: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _chat_config(model: Model) -> dict[str, Any]:
-    """The content of mlc-chat-config.json, as far as the source tells."""
+    """The content of mlc-chat-config.json, as far as the source has it."""
     config = _family(model).config(model)
     said = [model.config]
     if _GENERATION_CONFIG in model.companions:
@@ -488,7 +488,7 @@ def _chat_config(model: Model) -> dict[str, Any]:
 
 
 def _tokenizer_info(raw: bytes) -> dict[str, Any]:
-    """What MLC detects of a tokenizer.json."""
+    """The facts that MLC detects in a tokenizer.json."""
     decoders = _steps(raw, "decoder", "decoders")
     normalizers = _steps(raw, "normalizer", "normalizers")
     kinds = [each.get("type") for each in decoders]

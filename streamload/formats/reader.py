@@ -48,7 +48,7 @@ UNREAD_SUFFIXES = (
     ".pb", ".tflite",
 )
 # fmt: on
-#: Of a file whose name does not say its format, so many bytes are looked at.
+#: Bytes that `FormatReader.looks` gets.
 HEAD_NBYTES = 512
 
 
@@ -74,7 +74,7 @@ class File(Protocol):
 
 
 def read_exactly(file: File, start: int, stop: int, what: str) -> bytes:
-    """Read a range of a file, all of it; raises TruncatedFileError where it says "``what``"."""
+    """Read a whole range of a file; the TruncatedFileError names ``what``."""
     raw = file.read(start, stop)
     if len(raw) < stop - start:
         raise TruncatedFileError(file.path, f"{what} is cut off", stop, file.nbytes)
@@ -82,7 +82,7 @@ def read_exactly(file: File, start: int, stop: int, what: str) -> bytes:
 
 
 class FormatReader(Protocol):
-    """Reads the headers of a format; its file says where the format's description is.
+    """Reads the headers of a format; its module's docstring names the format's description.
 
     Attributes:
         name: of the format, as users write it.
@@ -128,12 +128,12 @@ class FormatReader(Protocol):
     def siblings(self, header: Header) -> Sequence[str]:
         """Names of all files of the set that a file belongs to, in its folder; () if it is alone.
 
-        It is asked where a user names one file.
+        It is called if a user names one file.
         """
         return ()
 
     def documents(self, headers: Sequence[Header]) -> Mapping[str, bytes]:
-        """What safetensors has in files beside the tensors, by their names, but config.json.
+        """The other files of a safetensors checkpoint, by their names, but config.json.
 
         Raises:
             CheckpointError: the files cannot be read.
@@ -180,9 +180,9 @@ def import_all() -> None:
 
 
 def reader_of(file: File) -> FormatReader:
-    """The reader of a file: by its name where that says enough, else by its first bytes.
+    """The reader of a file: by its name if that is enough, else by its first bytes.
 
-    What looks like no format is left to the format of its name, which says what is wrong with it.
+    If no format recognizes the bytes, the format of the name refuses them.
     """
     default = default_reader()
     if file.path.name.endswith(default.suffixes):
@@ -241,7 +241,7 @@ class LocalFile:
         return raw
 
     def check(self) -> None:
-        """Raise FileChangedError, or TruncatedFileError, where it is not what it was."""
+        """Raise FileChangedError or TruncatedFileError if it has changed."""
         self.state.check(self._now(), self.path)
 
     def _now(self) -> FileState:
@@ -253,7 +253,7 @@ class LocalFile:
 
 @contextmanager
 def open_file(path: Path) -> Iterator[LocalFile]:
-    """Open a file of this machine; what changes meanwhile is the error, whatever else is wrong."""
+    """Open a file of this machine; a change of it replaces any other error of the block."""
     with open_regular(path) as opened:
         file = LocalFile(path, opened)
         try:

@@ -58,12 +58,12 @@ INDEX = "model.safetensors.index.json"
 PREFIX_NBYTES = 8
 _ALIGNMENT = 64
 _MAX_U64 = 2**64 - 1
-_MOST_DIGITS = 4300  # that Python reads unless it is told otherwise
+_MOST_DIGITS = 4300  # that Python reads by default
 _U64 = "an integer from 0 to 2**64 - 1"
 _FILE_ORDER = attrgetter("start", "stop", "name")  # an empty tensor before the one it touches
 _COLUMNS = tuple(map(itemgetter, ("dtype", "shape", "data_offsets")))
 
-#: What is often found under the name of a safetensors file, by its first bytes.
+#: Other files that are often named like safetensors, by their first bytes.
 _LOOKALIKES = {
     b"version ": "a Git LFS pointer, not the file that it stands for",
     b"<!DOCTYP": "a web page",
@@ -101,7 +101,7 @@ def parse_header(raw: bytes, path: Location, file_nbytes: int) -> Header:
 
 
 def _plain(text: bytes, path: Location, file_nbytes: int) -> Header | None:
-    """The header, where there is nothing unusual about it; None where `_strict` is to look.
+    """The header if it is as libraries write it; None for `_strict` to check.
 
     Usual is what libraries write: tensors that are not empty, in the order of their bytes, with
     three keys each. That is looked at in columns, which takes 2.6 microseconds a tensor, the JSON's
@@ -150,7 +150,7 @@ def _plain(text: bytes, path: Location, file_nbytes: int) -> Header | None:
 
 
 def _strict(text: bytes, path: Location, file_nbytes: int) -> Header:
-    """The header, each entry held to every rule by itself."""
+    """The header, each entry checked against every rule."""
     data_start = PREFIX_NBYTES + len(text)
     document = parse_json_object(text, path)
     if isinstance(document, RepeatedNames):
@@ -264,7 +264,7 @@ def _layout(
 
 
 def _describe_shape(shape: tuple[int, ...]) -> str:
-    """A shape for an error; the first few dimensions where it has many."""
+    """A shape for an error; the first few dimensions of many."""
     return describe(list(shape)) if len(shape) > 8 else str(list(shape))
 
 

@@ -56,7 +56,7 @@ FRAMEWORKS = {
 #: Rooms that may import every framework.
 OF_FRAMEWORKS = ("bench", "transformers")
 READ_ENVIRONMENT = (
-    *("checkpoint.hub", "core.disk_cache", "files.remote"),
+    *("checkpoint.hub", "core.disk_cache", "files.connections", "files.remote"),
     *("devices.names", "devices.probing"),
     *("distributed.launch", "distributed.store", "distributed.torch"),
 )

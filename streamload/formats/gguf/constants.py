@@ -14,7 +14,7 @@ from streamload.core.dtypes import BY_CODE, PACKED, DType
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-#: Where ``general.alignment`` does not say otherwise, tensors begin at multiples of this.
+#: Tensors begin at multiples of this, or of ``general.alignment``.
 ALIGNMENT = 32
 
 

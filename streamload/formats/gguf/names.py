@@ -1,4 +1,4 @@
-"""What GGUF and Hugging Face call tensors and settings of a model, both ways.
+"""Names of tensors and settings in GGUF and in Hugging Face's checkpoints, both ways.
 
 GGUF names a tensor by its module in the architecture (``blk.0.attn_q.weight``) and a setting by the
 architecture and a key (``llama.block_count``). Mistral has the architecture "llama".
@@ -73,7 +73,7 @@ class Architecture:
         return _renamed(name, modules) or _renamed(self.prefix + name, modules)
 
     def is_transposed(self, name: str) -> bool:
-        """Whether a tensor, by GGUF's name, is the transpose of what the checkpoint has."""
+        """Whether a tensor, by GGUF's name, is the transpose of the checkpoint's."""
         module, _ = _template(name)
         return name.endswith(".weight") and module in self.transposed
 
@@ -97,7 +97,7 @@ class Architecture:
         return heads
 
 
-@lru_cache(maxsize=16)  # of one tensor, it is asked for several times
+@lru_cache(maxsize=16)  # called several times for one tensor
 def _template(name: str) -> tuple[str, str]:
     """A tensor's module with "{}" for the layer's number, and that."""
     module = name.rpartition(".")[0]
@@ -226,7 +226,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 OF_MODEL: Mapping[str, Architecture] = MappingProxyType(
     {model: one for one in ARCHITECTURES.values() for model in one.models}
 )
-#: By GGUF's key, that of config.json; each is a token's number.
+#: By GGUF's key, the key of config.json; each is a token's number.
 TOKENS: Mapping[str, str] = MappingProxyType(
     {
         "tokenizer.ggml.bos_token_id": "bos_token_id",
@@ -284,7 +284,7 @@ def config_of(
 
 
 def _of_all_layers(key: str, metadata: Mapping[str, Any]) -> Any:
-    """A setting, where a file has it once or for each layer; None where it says nothing."""
+    """A setting, which a file may have once or for each layer; None without it."""
     value = metadata.get(key)
     if not isinstance(value, np.ndarray):
         return value
@@ -345,13 +345,13 @@ def _count(given: Mapping[str, Any], key: str) -> int:
 
 
 def shortest(value: float) -> float:
-    """A number that was float32, with the fewest digits that say which: 1e-05, as people wrote."""
+    """A float32 with the fewest digits that identify it: 1e-05."""
     return float(str(np.float32(value)))
 
 
 # --- rotary embeddings ----------------------------------------------------------------------------
 
-#: By the scaling's type, the settings that it has: GGUF's key to that of config.json.
+#: By the scaling's type, its settings: GGUF's key to the key of config.json.
 _SCALINGS: Mapping[str, Mapping[str, str]] = {
     "default": {},
     "llama3": {},
@@ -363,7 +363,7 @@ _SCALINGS: Mapping[str, Mapping[str, str]] = {
         "yarn_beta_slow": "beta_slow",
     },
 }
-#: What llama.cpp computes YaRN with: for these architectures it reads no betas from a file.
+#: The betas of YaRN in llama.cpp: for these architectures it reads none from a file.
 _YARN_BETAS = {"beta_fast": 32, "beta_slow": 1}
 
 #: Of the scaling of Llama 3: factors, and contexts, those near 8192 first.
@@ -372,7 +372,7 @@ _CONTEXTS = sorted((2**power for power in range(3, 25)), key=lambda n: abs(math.
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says of rotary embeddings; transformers 5 has another place for it."""
+    """The settings of rotary embeddings; transformers 5 has another place for them."""
     found: dict[str, Any] = {"rope_theta": config.get("rope_theta")}
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(config.get(key), Mapping):
@@ -381,7 +381,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaling_of(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """GGUF's keys of a scaling, less their beginning, from what config.json says."""
+    """GGUF's keys of a scaling, without their prefix."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     names = _SCALINGS.get(kind)
     if names is None:
@@ -403,7 +403,7 @@ def _scaling_of(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str,
 
 
 def _yarn_factor(factor: float) -> float:
-    """What llama.cpp itself multiplies rotated elements by, as YaRN's paper suggests."""
+    """The factor of rotated elements in llama.cpp, as YaRN's paper suggests."""
     return 0.1 * math.log(factor) + 1
 
 
@@ -451,7 +451,7 @@ def _rope_of(
 def unsaid_of(
     metadata: Mapping[str, Any], config: Mapping[str, Any], rope_freqs: Sequence[float]
 ) -> str | None:
-    """What a file has of rotary embeddings that config.json does not say; None for nothing."""
+    """RoPE settings of a file that config.json cannot express; None for none."""
     name = metadata[ARCHITECTURE]
     kind = metadata.get(f"{name}.rope.scaling.type", "none")
     if kind not in ("none", *_SCALINGS):

@@ -1,11 +1,11 @@
 """GGUF files, versions 2 and 3: metadata, and tensors of plain elements or of blocks.
 
 A file is "GGUF", the version (32 bits), how many tensors and how many pairs of metadata there are
-(64 bits each), the pairs (key, type, value), what is said of each tensor (name, dimensions, the
+(64 bits each), the pairs (key, type, value), an entry for each tensor (name, dimensions, the
 innermost first, type, offset), and the data from the next multiple of the alignment on. A set of
 files is numbered, ``name-00001-of-00003.gguf``; the first has the metadata of all.
 
-Tensors have the names of Hugging Face where the architecture is known: see `gguf_names`.
+Tensors of known architectures have the names of Hugging Face: see `gguf.names`.
 
 Source: docs/gguf.md in github.com/ggml-org/ggml. Stricter than it: names of tensors are unique, and
 tensors share no bytes.
@@ -60,23 +60,23 @@ from streamload.formats.gguf.names import (
 from streamload.formats.reader import File, FormatReader, open_file, register_reader
 from streamload.formats.writer import numbered
 
-_FIRST_NBYTES = 2**18  # what a server is asked for at first
+_FIRST_NBYTES = 2**18  # of the first read
 _MOST_NBYTES = 2**22  # that are read at once
 _MOST_AXES = 4
 _MOST_NESTED = 4
-_MOST_LAYERS = 2**12  # whose settings are read, where a file has an array of them
+_MOST_LAYERS = 2**12  # of an array of settings
 _LEAST_PAIR_NBYTES, _LEAST_TENSOR_NBYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
 _MOST_U64 = 2**64 - 1
 _MEMBER = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf", re.ASCII)
 
-#: What follows the number of axes in what is said of a tensor: the axes, its type, its offset.
+#: The end of a tensor's entry, after the number of axes: the axes, its type, its offset.
 _AFTER_AXES = [struct.Struct(f"<{axes}QIQ") for axes in range(_MOST_AXES + 1)]
-#: What is said of a tensor: its name, its shape, the number of its type, its offset.
+#: A tensor's entry: its name, its shape, the number of its type, its offset.
 _Said: TypeAlias = "tuple[str, tuple[int, ...], int, int]"
 
 
 class _Tensor(NamedTuple):
-    """What a file says of a tensor, by its own name; it has bytes ``start`` to ``stop``."""
+    """A tensor by the file's own name; ``start`` to ``stop`` are file bytes."""
 
     name: str
     type: TensorType
@@ -107,7 +107,7 @@ class GGUF(FormatReader):
         others = _others(file.path, number, count)
         if number:
             of_model = _read_other(others[0])[0]
-        elif others:  # what is said of all depends on which tensors there are
+        elif others:  # the configuration depends on all tensors
             counts = [len(tensors)]
             for other in others[1:]:
                 more = _shapes_of(other)
@@ -206,7 +206,7 @@ def _header(
 def _turn(
     file: File, known: Architecture, tensor: _Tensor, config: Mapping[str, Any]
 ) -> Turn | None:
-    """How a tensor's rows lie, where models have them otherwise."""
+    """The permutation of a tensor's rows in the file, if models have another order."""
     shape = tensor.shape
     if known.is_transposed(tensor.name) and len(shape) == 2 and min(shape) > 1:
         return Turn(1, *shape, shape[::-1])
@@ -234,7 +234,7 @@ def _freqs(file: File, tensors: Sequence[_Tensor]) -> Sequence[float]:
 
 
 def _others(path: Location, number: int, count: int) -> list[Location]:
-    """The files of a set, this one among them; none where it is alone."""
+    """The files of a set, this one among them; none if it is alone."""
     match = _MEMBER.fullmatch(path.name)
     if count <= 1:
         if match is not None and int(match["total"]) > 1:
@@ -254,14 +254,14 @@ def _read_other(path: Location) -> tuple[dict[str, Any], list[_Tensor], int]:
 
 
 def _shapes_of(path: Location) -> dict[str, tuple[int, ...]] | None:
-    """The tensors of another file of the set; None where it cannot be read: found out later."""
+    """The tensors of another file of the set; None if it cannot be read: it will be refused."""
     with suppress(CheckpointError):
         return {each.name: each.shape for each in _read_other(path)[1]}
     return None
 
 
 def _check_count(file: File, stated: object, counts: Sequence[int]) -> None:
-    """Refuse a set whose first file says another number of tensors than the files hold."""
+    """Refuse a set whose files hold another number of tensors than the first one states."""
     if stated not in (None, sum(counts)):
         problem = "the files of its set do not belong together"
         expected = f"split.tensors.count, {describe(stated)}"
@@ -282,7 +282,7 @@ def _opened(path: Location) -> Iterator[File]:
 
 
 def _read(file: File) -> tuple[dict[str, Any], list[_Tensor], int]:
-    """The metadata without its long arrays, the tensors, and where the data begins."""
+    """The metadata without its long arrays, the tensors, and the first byte of the data."""
     cursor = _Cursor(file)
     metadata, count = cursor.metadata(arrays=False)
     alignment = metadata.get("general.alignment", ALIGNMENT)
@@ -367,7 +367,7 @@ class _Cursor:
         raise HeaderError(self._file.path, problem, expected, found)
 
     def metadata(self, *, arrays: bool) -> tuple[dict[str, Any], int]:
-        """What comes before the tensors: the pairs, and how many tensors there are."""
+        """The pairs, and the number of tensors."""
         magic = self._take(4)
         if magic != MAGIC:
             self.refuse("is not a GGUF file", MAGIC.decode(), repr(magic))
@@ -394,7 +394,7 @@ class _Cursor:
         return out, tensors
 
     def tensors(self, count: int) -> list[_Said]:
-        """What is said of the next tensors."""
+        """The entries of the next tensors."""
         out: list[_Said] = []
         while len(out) < count:
             out.append(self._tensor())  # it reads on, and refuses what is not valid
@@ -402,7 +402,7 @@ class _Cursor:
         return out
 
     def _take_tensors(self, out: list[_Said], count: int) -> None:
-        """Add the tensors that lie in what is read already, up to one that `_tensor` has to see."""
+        """Add the tensors of the bytes in memory, up to one that needs `_tensor`."""
         raw, at, end = self._raw, self.at - self._start, len(self._raw)
         length, number = struct.Struct("<Q").unpack_from, struct.Struct("<I").unpack_from
         for _ in range(count - len(out)):
@@ -423,7 +423,7 @@ class _Cursor:
         self.at = self._start + at
 
     def _tensor(self) -> _Said:
-        """What is said of the next tensor."""
+        """The entry of the next tensor."""
         name = self._name("a tensor's name")
         axes = self._number("I")
         if axes > _MOST_AXES:
@@ -444,7 +444,7 @@ class _Cursor:
         return found
 
     def _value(self, kind: int, key: str, *, keeps: bool, nested: int = 0) -> Any:
-        """A value, or None where it is passed over."""
+        """A value, or None if it is skipped."""
         if kind == STRING:
             text = self._string()
             return text.decode(errors="replace") if keeps else None
@@ -498,7 +498,7 @@ class _Cursor:
         return struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))[0]
 
     def _take(self, nbytes: int, *, keeps: bool = True) -> bytes:
-        """The next bytes; b"" where they are passed over."""
+        """The next bytes; b"" if they are skipped."""
         begin = self.at - self._start
         end = self.at + nbytes
         if end > self._start + len(self._raw):

@@ -22,7 +22,7 @@ import numpy as np
 from streamload.errors import CheckpointError
 
 Path: TypeAlias = str | PathLike[str]
-#: What one file of JSON, or the metadata of GGUF, says.
+#: The content of a JSON file, or the metadata of GGUF.
 Document: TypeAlias = Mapping[str, Any]
 
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -35,7 +35,7 @@ PRE_TOKENIZERS = {
 }
 #: The one under which llama.cpp takes a word that is a token as it is, without merging.
 WHOLE_WORDS = "llama-bpe"
-#: What SentencePiece writes for a space.
+#: SentencePiece's character for a space.
 SPACE = "\u2581"
 #: Tokens of one byte each in SentencePiece's vocabularies.
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -131,7 +131,7 @@ class _Reader:
         return CheckpointError(self._path, f"no tokenizer can be made of {key}", expected, found)
 
     def text(self, key: str) -> str:
-        """A string; "" where there is none."""
+        """A string; "" without it."""
         found = self._metadata.get(f"tokenizer.ggml.{key}", "")
         if not isinstance(found, str):
             raise self.invalid(key, "a string", type(found).__name__)
@@ -287,7 +287,7 @@ def _sentencepiece_json(read: _Reader) -> dict[str, Any]:
 
 
 def _template(around: Mapping[str, tuple[str, int]]) -> dict[str, Any] | None:
-    """What puts the first and the last token around text, or nothing."""
+    """The post-processor that puts the first and the last token around text, or None."""
     if not around:
         return None
 

@@ -1,6 +1,6 @@
 """A model's vocabulary: tokenizer.json to GGUF's ``tokenizer.ggml.*``.
 
-Source: the JSON that Hugging Face's `tokenizers` 0.23 writes, and what transformers 5 makes of
+Source: the JSON that Hugging Face's `tokenizers` 0.23 writes, and how transformers 5 reads
 tokenizer_config.json. See `streamload.formats.gguf.vocabulary` for GGUF's side, and the way back.
 
 Two kinds of vocabularies are written: byte-level BPE under one of llama.cpp's pre-tokenizers, and
@@ -49,7 +49,7 @@ def parse_tokenizer(raw: bytes) -> dict[str, Any]:
     """tokenizer.json, with each merge as one string: pairs take four times the memory."""
     check_nesting(raw)
     text = raw.decode()
-    del raw  # whatever is not needed goes: there are tens of MB of it
+    del raw  # tens of MB
     found = _MERGES.search(text)
     if found is None:
         whole: dict[str, Any] = json.loads(text)
@@ -126,7 +126,7 @@ class _Vocabulary:
         for content in more:
             if content in self._vocab and content not in contents:
                 added[self._vocab[content]] = {"content": content}
-        for each in added.values():  # a token with a role is special whatever is said of it
+        for each in added.values():  # a token with a role is always special
             each["special"] = each.get("special", False) or each["content"] in more
         return added
 
@@ -278,7 +278,7 @@ class _Vocabulary:
         }
 
     def _pre_tokenizer(self) -> str:
-        """llama.cpp's name of what cuts text into words."""
+        """llama.cpp's name of the pre-tokenizer."""
         given = self._tokenizer.get("pre_tokenizer") or {}
         steps = given["pretokenizers"] if given.get("type") == "Sequence" else [given]
         *splits, last = steps
@@ -355,7 +355,7 @@ class _Vocabulary:
         return True
 
     def _check_splits(self, merges: Sequence[tuple[str, str]], made: Sequence[str]) -> None:
-        """Refuse merges that differ from "whatever makes the token of the highest score"."""
+        """Refuse merges that differ from merging to the token of the highest score."""
         there = set(merges)
         grouped = [left + right for left, right in merges]
         if sum(a != b for a, b in pairwise(grouped)) + bool(grouped) != len(made):

@@ -99,7 +99,7 @@ class GGUF(FormatWriter):
 
     @cached_property
     def _targets(self) -> dict[str, Target]:
-        """What is written, by GGUF's names."""
+        """The tensors to write, by GGUF's names."""
         model, architecture = self.model, self._architecture
         kept = {name: t for name, t in model.tensors.items() if not is_computed(name)}
         for name, target in kept.items():

@@ -32,7 +32,7 @@ from streamload.formats.torch.unpickler import load
 _SAVE = 'torch.save(model.state_dict(), "model.pth")'
 _AGAIN = 'torch.save(torch.load("{name}", weights_only=True), "model.pth")'
 
-# The beginnings of what torch.save wrote before version 1.6, and of what is often named like this.
+# The first bytes of files of torch.save before version 1.6, and of others with such names.
 _LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _TAR_AT, _TAR = 257, b"ustar"
 _HEAD_NBYTES = 512
@@ -44,16 +44,16 @@ _LOOKALIKES = {
     b"\x89HDF": "an HDF5 file",
 }
 
-#: Files that Trainers write beside the weights, by the beginnings of their names.
+#: Files that Trainers write with the weights, by the beginnings of their names.
 _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "random_states")
 
 _LONG_NBYTES = 2**20  # of a pickle: memory is looked at before it is read
 _DEEPEST = 8  # dicts inside dicts that are looked at
 _LISTED = 8
 _SHOWN = 80  # letters of a key
-#: What stands for the outermost dict where a key is asked for.
+#: The key of the outermost dict.
 ROOT = "."
-# Where views are placed: at so many bytes after each other, below what an int64 can say.
+# Places of views are multiples of this, below an int64's most.
 _ALIGNMENT = 64
 _PAGE = 4096
 _MOST_NBYTES = 2**62
@@ -61,7 +61,7 @@ _MOST_NBYTES = 2**62
 
 @dataclass(frozen=True)
 class TorchZip(FormatReader):
-    """Reads what torch.save writes.
+    """Reads files of torch.save.
 
     Attributes:
         key: the dict whose tensors are the checkpoint; None for the only one that holds any.
@@ -135,7 +135,7 @@ class _Archive:
 
     @classmethod
     def of(cls, file: File) -> _Archive:
-        """Look at a file; raises HeaderError where torch did not write it, or long ago."""
+        """Read a file's directory; HeaderError if another program wrote it, or an old torch."""
         head = file.read(0, _HEAD_NBYTES)
         if not head.startswith(zip_entries.MAGIC):
             _refuse_other(file, head)
@@ -160,7 +160,7 @@ class _Archive:
         return cls(file, prefix, entries)
 
     def find(self, name: str) -> zip_entries.Entry | None:
-        """An entry, if it is there; raises HeaderError where it is compressed."""
+        """An entry, if there is one; HeaderError if it is compressed."""
         entry = self.entries.get(name)
         if entry is not None and entry.method:
             raise HeaderError(
@@ -173,12 +173,12 @@ class _Archive:
 
     @property
     def data_start(self) -> int:
-        """The first byte of a storage, whether tensors are chosen that lie there or not."""
+        """The first byte of all storages, also of tensors that are not chosen."""
         starts = (e.start for name, e in self.entries.items() if name.startswith("data/"))
         return min(starts, default=0)
 
     def unpickled(self) -> Any:
-        """What ``data.pkl`` describes, read without running it."""
+        """The objects of ``data.pkl``, read without running it."""
         self._check_byteorder()
         path, entry = self.file.path, self.find("data.pkl")
         assert entry is not None, "its name gave the prefix"
@@ -211,7 +211,7 @@ class _Archive:
             )
 
     def place(self, name: str, tensor: Tensor, after: int) -> tuple[TensorInfo, View | None]:
-        """Where a tensor lies: in the file, or as a view at ``after``."""
+        """The place of a tensor: in the file, or as a view at ``after``."""
 
         def fail(problem: str, expected: object = None, found: object = None) -> HeaderError:
             return HeaderError(self.file.path, problem, expected, found, tensor=name)
@@ -254,7 +254,7 @@ class _Archive:
 
 
 def _refuse_other(file: File, head: bytes) -> None:
-    """Raise HeaderError for a file that is no zip archive, by what it is."""
+    """Raise HeaderError for a file that is not a zip archive, and name its kind."""
     path, again = file.path, _AGAIN.format(name=file.path.name)
     if head[2:].startswith(_LEGACY):
         raise HeaderError(path, "is of torch.save before version 1.6, no zip archive", again)
@@ -283,7 +283,7 @@ def _checked(fail: Any, tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def _follow(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements lie one after the other, in their order."""
+    """Whether elements are contiguous."""
     expected = 1
     for n, stride in zip(reversed(shape), reversed(strides), strict=True):
         if n != 1 and stride != expected:
@@ -295,7 +295,7 @@ def _follow(shape: Sequence[int], strides: Sequence[int]) -> bool:
 def _view(
     dtype: DType, start: int, at: int, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> View:
-    """A view with as few axes as say the same."""
+    """A view with as few axes as possible."""
     axes: list[tuple[int, int]] = []
     for n, stride in zip(shape, strides, strict=True):
         if n == 1:
@@ -383,7 +383,7 @@ def _tensors_in(found: Mapping[Any, Any]) -> dict[str, Tensor]:
 
 
 def _key(way: _Way) -> str:
-    """What a user writes for a dict: made for one at a time, since keys may be long and shared."""
+    """The key of a dict; computed for one at a time, since keys may be long and shared."""
     keys: list[str] = []
     while way is not None:
         key, way = way

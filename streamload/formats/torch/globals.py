@@ -1,7 +1,7 @@
-"""What the pickle of a torch checkpoint may name, and what becomes of it: descriptions.
+"""The names that the pickle of a torch checkpoint may use, and the records they become.
 
 Strings, numbers, tuples, lists and dicts are what they are; `Tensor` describes a tensor, and
-`Opaque` stands for plain values that nobody reads (bytes, sets, floats in text). Any name beyond
+`Opaque` stands for plain values that are not read (bytes, sets, floats in text). Any name beyond
 the table is an error.
 
 Sources, of torch 2.13: ``torch/_utils.py`` (the ``_rebuild_`` functions and their arguments),
@@ -22,12 +22,12 @@ _SCALARS = frozenset((str, int, float, bool, type(None)))
 
 
 class PickleError(ValueError):
-    """A pickle that is not what a torch checkpoint has.
+    """A pickle that is not of a torch checkpoint.
 
     Attributes:
-        expected: what it should have there.
-        found: what it has.
-        named: it says the name of something that could be called, ``found``.
+        expected: the valid content.
+        found: the invalid one.
+        named: ``found`` is the name of something that could be called.
     """
 
     def __init__(self, problem: str, expected: str, found: str, *, named: bool = False) -> None:
@@ -47,19 +47,19 @@ class ArgumentsError(ValueError):
 
 
 class Opaque:
-    """A plain value that nobody reads; each is equal to itself alone."""
+    """A plain value that is not read; each is equal only to itself."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A name that the pickle may say; never what it stands for in Python.
+    """A name that the pickle may use; never the Python object.
 
     Attributes:
         name: with its module.
-        role: what it is for; see `called`.
-        value: what is known of it: the dtype of a storage, why a tensor cannot be read.
+        role: see `called`.
+        value: the dtype of a storage, or why a tensor cannot be read.
     """
 
     name: str
@@ -87,12 +87,12 @@ class Tensor:
     """A tensor as the pickle describes it; nothing of it is checked but the kinds of values.
 
     Attributes:
-        storage: its memory; None where ``problem`` says why there is none.
+        storage: its memory; None if there is a ``problem``.
         dtype: name of its dtype, as torch spells it.
         offset: its first element, counted in elements of its dtype.
         shape: its shape.
         strides: elements from one index to the next one, along each axis.
-        problem: why it cannot be read, "" where it can.
+        problem: why it cannot be read, "" if it can.
     """
 
     storage: Storage | None
@@ -140,7 +140,7 @@ _UNREADABLE = {
 _TENSOR_ROLES = ("tensor", "parameter", "unreadable")
 _QSCHEMES = ("per_tensor_affine", "per_channel_affine", "per_tensor_symmetric")
 
-#: Every name that a pickle may say, by its module and itself.
+#: Every name that a pickle may use, by its module and itself.
 _GLOBALS: Mapping[tuple[str, str], tuple[str, str]] = {
     ("collections", "OrderedDict"): ("dict", ""),
     ("collections", "Counter"): ("dict", ""),
@@ -171,7 +171,7 @@ _GLOBALS: Mapping[tuple[str, str], tuple[str, str]] = {
 
 
 def named(module: str, name: str) -> Global:
-    """What a name stands for; raises PickleError where the table lacks it."""
+    """The record of a name; PickleError if the table lacks it."""
     found = _GLOBALS.get((module, name))
     if found is None:
         said = f"{module[:100]}.{name[:100]}"
@@ -185,12 +185,12 @@ def named(module: str, name: str) -> Global:
 
 
 def kind_of(value: object) -> str:
-    """What an object is, in one word; its content may be endless."""
+    """The kind of an object; its content may be endless."""
     return value.name if isinstance(value, Global) else type(value).__name__
 
 
 def key_of(key: Any) -> Any:
-    """A key as it is, or one that nobody can look up: to hash a tuple is to go into its depths."""
+    """A scalar key, or one that equals no other: hashing a tuple descends into it."""
     return key if type(key) in _SCALARS else Opaque()
 
 
@@ -208,7 +208,7 @@ def storage_of(found: Any) -> Storage:
 
 
 def called(function: Any, arguments: Any) -> Any:
-    """What a function of torch's would make of its arguments, described; it is not called."""
+    """The record of a function's result for its arguments; it is not called."""
     if type(arguments) is not tuple or not isinstance(function, Global):
         found = f"{kind_of(function)} and {kind_of(arguments)}"
         raise ArgumentsError("one of torch's functions, and a tuple", found)
@@ -230,7 +230,7 @@ def called(function: Any, arguments: Any) -> Any:
         case "parameter", (Tensor() as data, *_):
             return data
         case "from_type", (Global() as inner, Global(role="class"), tuple(given), *_):
-            if inner.role in _TENSOR_ROLES:  # of its own kind, depth would be the file's to say
+            if inner.role in _TENSOR_ROLES:  # of its own kind, the file would decide the depth
                 return called(inner, given)
     raise ArgumentsError(f"arguments of {function.name}", f"{len(arguments)} others")
 

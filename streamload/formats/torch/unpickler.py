@@ -35,7 +35,7 @@ from streamload.formats.torch.globals import (
 
 
 def load(data: bytes) -> Any:
-    """What a pickle describes: tuples, lists, dicts, strings, numbers, `Tensor` and `Opaque`.
+    """The content of a pickle: tuples, lists, dicts, strings, numbers, `Tensor` and `Opaque`.
 
     Its objects may refer to themselves, and to the same object many times.
     """
@@ -63,7 +63,7 @@ _MOST_DIGITS = 20
 
 
 class _Machine:
-    """A stack, a memo, and what each opcode does to them."""
+    """A stack, a memo, and the opcodes that change them."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -76,7 +76,7 @@ class _Machine:
         self._copied = 0  # entries of dicts
 
     def run(self) -> Any:
-        """Do what the opcodes say, up to the one that ends them."""
+        """Run the opcodes up to STOP."""
         data, end, opcodes = self._data, len(self._data), _OPCODES
         while True:
             for _ in repeat(None, _CHECKED_OPCODES):
@@ -103,7 +103,7 @@ class _Machine:
         return _NAMES[self._byte]
 
     def _check_memory(self, count: int) -> None:
-        """Raise PlanInfeasibleError where memory has no room for so many objects more."""
+        """Raise PlanInfeasibleError if memory has no room for so many objects more."""
         needed_nbytes = count * _OPCODE_NBYTES
         first_that_fits([(None, needed_nbytes)], [("objects of a pickle", needed_nbytes)])
 
@@ -119,7 +119,7 @@ class _Machine:
             self._check_memory(max(count, _CHECKED_OPCODES))
 
     def storage(self, found: Storage) -> Storage:
-        """The storage of that key: torch keeps the first, whatever else is said of it later."""
+        """The storage of that key: torch keeps the first."""
         if not found.numel and found.key not in self._storages:
             return found  # there is nothing to keep
         first = self._storages.setdefault(found.key, found)
@@ -147,7 +147,7 @@ class _Machine:
                 "is cut off", f"{stop} bytes for {self.name} at {self.at - 1}", str(len(data))
             )
         self.at = stop
-        # a view of what is long: it is copied once, by what is made of it
+        # a view if it is long: it is copied once, into the object
         return data[at:stop] if stop - at < _SHORT_NBYTES else memoryview(data)[at:stop]
 
     def pop(self) -> Any:
@@ -470,7 +470,7 @@ _ACTIONS: Mapping[str, _Action] = {
 }
 
 _NAMES = [f"byte 0x{byte:02x}" for byte in range(256)]
-#: By byte, the kind of an opcode's argument, and what it does.
+#: By byte, the kind of an opcode's argument, and its action.
 _OPCODES: list[tuple[int | None, _Action]] = [(None, _unknown)] * 256
 for _op in pickletools.opcodes:
     _NAMES[ord(_op.code)] = _op.name

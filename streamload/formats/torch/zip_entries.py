@@ -1,4 +1,4 @@
-"""Where the entries of a zip archive lie in its file.
+"""The places of the entries of a zip archive in its file.
 
 The directory at the end of an archive names the entries. Each entry has a header of its own before
 its data, of a length that only that header says. Entries that are encrypted, that overlap, or that
@@ -39,7 +39,7 @@ _EXTRA_64 = 1
 _LONG_NBYTES = 2**20
 _COPIES = 12  # bytes of memory for each byte of the directory, entries and names together
 
-# What torch pads the data of its entries to, and the most that it needs for that: a field of its
+# Torch pads the data of its entries to a multiple of this. The most that it needs: a field of its
 # own, and the sizes of an entry beyond 4 GiB.
 _TORCH_ALIGNMENT = 64
 _MOST_EXTRA_NBYTES = _TORCH_ALIGNMENT + 4 + 32
@@ -51,7 +51,7 @@ class Entry(NamedTuple):
     Attributes:
         start: first byte, counted from the start of the file.
         stop: last byte, exclusive.
-        method: how it is compressed; 0 where it is stored as it is.
+        method: of its compression; 0 for none.
     """
 
     start: int
@@ -65,12 +65,12 @@ class Entry(NamedTuple):
 
 
 class _Listed(NamedTuple):
-    """What the directory says of an entry."""
+    """An entry of the directory."""
 
     name: bytes
     flags: int
     method: int
-    nbytes: int  # as it lies in the archive
+    nbytes: int  # compressed
     at: int  # the first byte of its header
     large: bool  # it has sizes of 64 bits
 
@@ -141,7 +141,7 @@ def _directory(file: _WithTail) -> tuple[int, int, int]:
 
 
 def _end_64(file: File, stop: int) -> tuple[int, ...]:
-    """The same where numbers have 64 bits; ``stop`` is where the end of 32 bits begins."""
+    """The same with numbers of 64 bits; the end of 32 bits begins at ``stop``."""
     at = stop - _LOCATOR.size
     _, disk, end, disks = _LOCATOR.unpack(read_exactly(file, at, stop, "its directory"))
     if disk or disks > 1 or end + _END64.size > at:
@@ -155,7 +155,7 @@ def _end_64(file: File, stop: int) -> tuple[int, ...]:
 
 
 def _listed(file: File, raw: bytes, count: int) -> list[_Listed]:
-    """What the directory says, held to what concerns each entry alone."""
+    """The entries of the directory, each checked by itself."""
     fail = partial(_fail, file)
     found = []
     at = 0
@@ -185,7 +185,7 @@ def _listed(file: File, raw: bytes, count: int) -> list[_Listed]:
 
 
 def _sizes_64(file: File, name: bytes, extra: bytes, *given: int) -> tuple[int, ...]:
-    """The length, the length in the archive and the place of an entry, where they have 64 bits."""
+    """The length, the compressed length and the place of an entry, if they have 64 bits."""
     at = 0
     while at + 4 <= len(extra):
         kind, nbytes = struct.unpack_from("<2H", extra, at)
@@ -213,7 +213,7 @@ def _name(file: File, entry: _Listed) -> str:
 
 
 def _placed(file: File, entry: _Listed, name: str, end: int) -> Entry:
-    """Where the data of an entry lies; what follows it begins at ``end``."""
+    """The place of an entry's data; the next entry begins at ``end``."""
     start = entry.at + _LOCAL.size + len(entry.name)  # of the extra fields
     descriptor = (24 if entry.large else 16) if entry.flags & _DESCRIPTOR else 0
     if isinstance(file.path, Url):
