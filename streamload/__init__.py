@@ -51,7 +51,7 @@ if TYPE_CHECKING:  # imported when they are first used
 __version__ = "0.1.0"
 
 
-def _suggest_offload(call: InfeasibleLoad | InfeasiblePlan) -> list[str]:
+def _suggest_offload(call: InfeasibleLoad | InfeasiblePlan) -> list[errors.Fit]:
     """Suggest offloading if a load does not fit; its modules are imported only then."""
     from streamload.offloading.suggest import suggest_offload
 

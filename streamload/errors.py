@@ -98,6 +98,29 @@ def _listed(names: Sequence[object]) -> str:
     return f" ({shown}{f', and {rest} more' if rest > 0 else ''})"
 
 
+class Fit(str):
+    """A change to a call with which its load fits, as source text or in words.
+
+    Attributes:
+        option: the option, or the function to call instead.
+        rest: its value or its arguments, from "=" or "(" on.
+        needs: the bytes that it needs then, in words, or "".
+    """
+
+    option: str
+    rest: str
+    needs: str
+
+    def __new__(cls, option: str, rest: str = "", needs: str = "") -> Self:
+        """Join the parts to one text."""
+        made = super().__new__(cls, f"{option}{rest}" + (f" ({needs})" if needs else ""))
+        made.option, made.rest, made.needs = option, rest, needs
+        return made
+
+    def __getnewargs__(self) -> Any:
+        return self.option, self.rest, self.needs
+
+
 _Given = TypeVar("_Given")
 _Kept = TypeVar("_Kept")
 _T = TypeVar("_T")
@@ -356,16 +379,16 @@ class PlanInfeasibleError(BudgetError):
             parts.append("would fit: " + "; or ".join(self.would_fit))
         return "; ".join(parts)
 
-    def without(self, *beginnings: str) -> PlanInfeasibleError:
-        """The same error without what would fit and begins so."""
-        kept = [line for line in self.would_fit if not line.startswith(beginnings)]
-        return replace(self, would_fit=kept)
+    def without(self, *options: str) -> PlanInfeasibleError:
+        """The same error without changes of these options or calls."""
+        fits = [fit for fit in self.would_fit if getattr(fit, "option", "") not in options]
+        return replace(self, would_fit=fits)
 
     def calling(self, call: str, instead: str) -> PlanInfeasibleError:
-        """The same error with other words for a call that would fit; without it for ""."""
-        lines = [line for line in self.would_fit if line.startswith(call)]
-        said = [f"{instead} {line[line.rindex('(') :]}" for line in lines if instead]
-        return self.without(call).suggesting(said)
+        """The same error with ``instead`` for a call that would fit; without it for ""."""
+        fits = [fit for fit in self.would_fit if isinstance(fit, Fit) and fit.option == call]
+        others = [Fit(instead, "", fit.needs) for fit in fits if instead]
+        return self.without(call).suggesting(others)
 
     def suggesting(self, also: Sequence[str], reason: str = "") -> PlanInfeasibleError:
         """The same error with more that would fit, and with another reason if one is given."""

@@ -2,8 +2,8 @@
 
 # annotations are evaluated here, once: two commands read them
 
-import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, TypedDict
 
 import typer
@@ -12,7 +12,7 @@ from streamload.checkpoint.open import CheckpointLike, open_checkpoint
 from streamload.cli.output import be_quiet
 from streamload.codecs.cast_table import OutOfRange
 from streamload.conversion.rename import RenamePatterns
-from streamload.errors import BudgetError, PlanInfeasibleError
+from streamload.errors import BudgetError, Fit, PlanInfeasibleError
 from streamload.files.local import ReaderKind
 from streamload.files.page_cache import PageCacheKind
 from streamload.loading.options import CastArgument
@@ -116,12 +116,6 @@ SilentOption = Annotated[
 ]
 
 
-#: Arguments of a call at the beginning of a suggestion, and lists of devices in it.
-_ARGUMENT = re.compile(r'^(dtype|quant|residence|reader|context)=(?:"([^"]*)"|(\d+))')
-_DEVICES = re.compile(r"^device=\[([^]]*)\]")
-_LAYERS = re.compile(r"^layers=(?:\[([^]]*)\]|('[^']*'))")
-
-
 class LoadFlags(TypedDict, total=False):
     """The options of a load and its plan; the defaults are those of a load."""
 
@@ -211,21 +205,20 @@ def as_flags(error: BudgetError) -> BudgetError:
     """The error with its suggestions as flags."""
     if not isinstance(error, PlanInfeasibleError):
         return error
-    found = [line for line in error.would_fit if not line.startswith("budget=")]  # no flag is it
-    lines = [_ARGUMENT.sub(r"--\1 \2\3", line) for line in found]
-    lines = [_DEVICES.sub(lambda found: f"--device {_bare(found[1])}", line) for line in lines]
-    lines = [_LAYERS.sub(_layers, line) for line in lines]
-    return error.without("").suggesting(lines)
+    fits = [_as_flag(fit) if isinstance(fit, Fit) else fit for fit in error.would_fit]
+    return replace(error, would_fit=[fit for fit in fits if fit])
 
 
-def _layers(found: re.Match[str]) -> str:
-    """A flag for each pattern, quoted for a shell."""
-    return " ".join(f"--layers {each}" for each in (found[1] or found[2]).split(", "))
-
-
-def _bare(names: str) -> str:
-    """Names in quotes, separated by commas, without quotes and spaces."""
-    return re.sub(r"['\" ]", "", names)
+def _as_flag(fit: Fit) -> str:
+    """A change as flags; "" for one without."""
+    if fit.option == "budget":
+        return ""
+    values = [each.strip(' "') for each in fit.rest[1:].strip("[]").split(",")]
+    if fit.option == "layers":  # in quotes, which a shell needs
+        return Fit(" ".join(f"--layers {each}" for each in values), "", fit.needs)
+    if not fit.rest.startswith("="):
+        return fit
+    return Fit(f"--{fit.option} {','.join(values)}".replace("'", ""), "", fit.needs)
 
 
 def refuse_without_offload(given: Mapping[str, object]) -> None:

@@ -218,7 +218,7 @@ def plan(
         try:
             made = plan_load(checkpoint, **flags.read_place(given), **asked)
         except PlanInfeasibleError as error:
-            raise error.calling("streamload.plan_offload(", _PLAN_OFFLOAD) from None
+            raise error.calling("streamload.plan_offload", _PLAN_OFFLOAD) from None
     if plot is not None:
         total = f"{format_bytes(made.resident_nbytes)} of weights, {made.path}"
         title = "What each device or node holds"

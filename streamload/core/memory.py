@@ -23,7 +23,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 from streamload.core.system import system_free_nbytes
 from streamload.core.units import as_number, parse_bytes
-from streamload.errors import BudgetExceededError, DeviceError, PlanInfeasibleError
+from streamload.errors import BudgetExceededError, DeviceError, Fit, PlanInfeasibleError
 
 #: The ledger's name for the host staging of devices with memory of their own.
 STAGING = "staging"
@@ -190,14 +190,14 @@ class Budget:
         key = canonical_device(device)
         return Size(self.host_nbytes) if key == STAGING else self.devices.get(key, self.default)
 
-    def with_host(self, nbytes: int) -> str:
-        """The argument of a load with at least ``nbytes`` of host staging, as source text."""
+    def with_host(self, nbytes: int) -> Fit:
+        """The budget with at least ``nbytes`` of host staging."""
         given = [str(self.default)] if self.default is not None else []
         if self.named:
             given = ["{" + ", ".join(f'"{name}": {size}' for name, size in self.named) + "}"]
         mib = max(-(-nbytes // 2**20), MIN_HOST_NBYTES // 2**20)
         given.append(f'host="{mib}MiB"')
-        return f"budget=streamload.Budget({', '.join(given)})"
+        return Fit("budget", f"=streamload.Budget({', '.join(given)})")
 
     def is_stated(self, device: str) -> bool:
         """Whether the budget there is a number of bytes, so that no probe is needed."""

@@ -20,6 +20,7 @@ from streamload.distributed.index import SAMPLED, Index, check_present, write_in
 from streamload.distributed.offload_split import OffloadSplit, split_offload
 from streamload.distributed.session import Session
 from streamload.errors import (
+    Fit,
     NodeError,
     PlanInfeasibleError,
     PlanMismatchError,
@@ -316,9 +317,8 @@ class Agreement:
         except (StreamloadError, ValueError):  # it would not, either
             return error
         read = format_bytes(max(found.pass_nbytes.values()))
-        return error.suggesting(
-            [f"streamload.distributed.offload (a pass reads at most {read} on a node)"]
-        )
+        needs = f"a pass reads at most {read} on a node"
+        return error.suggesting([Fit("streamload.distributed.offload", "", needs)])
 
     def prepare(self) -> Decision:
         """Plan this rank's own load; all ranks do.

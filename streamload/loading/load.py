@@ -21,6 +21,7 @@ from streamload.core.units import format_bytes
 from streamload.devices.base import DeviceInfo
 from streamload.devices.names import default_framework, framework, framework_of
 from streamload.errors import (
+    Fit,
     LoadState,
     PlanInfeasibleError,
     StateDictMismatchError,
@@ -106,7 +107,7 @@ class InfeasiblePlan:
 
 
 #: Returns calls that would work instead, as source text.
-Suggester = Callable[[InfeasibleLoad | InfeasiblePlan], list[str]]
+Suggester = Callable[[InfeasibleLoad | InfeasiblePlan], list[Fit]]
 _SUGGESTERS: list[Suggester] = []
 
 
@@ -168,7 +169,7 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
             strict=read.strict,
         )
 
-        def instead(error: PlanInfeasibleError, match: Match, wants: TensorRequests) -> list[str]:
+        def instead(error: PlanInfeasibleError, match: Match, wants: TensorRequests) -> list[Fit]:
             given = {**options, "path": path}
             call = InfeasibleLoad(error, place, checkpoint, read, match, wants, given)
             return [line for suggest in _SUGGESTERS for line in suggest(call)]

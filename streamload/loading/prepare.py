@@ -28,6 +28,7 @@ from streamload.devices.names import (
     framework_of,
 )
 from streamload.errors import (
+    Fit,
     PlanInfeasibleError,
     ResidenceError,
     Suggestion,
@@ -247,7 +248,7 @@ def _mapped_in_little(made: Plan, taken_nbytes: int, free_nbytes: int) -> Plan:
         taken_nbytes + ahead_nbytes(made),
         free_nbytes,
         limit="free memory",
-        would_fit=['reader="pread"'],
+        would_fit=[Fit("reader", '="pread"')],
     )
 
 
@@ -421,7 +422,7 @@ class Decision:
         found: Found,
         suggest: Callable[[], Sequence[Suggestion]] = tuple,
         offers: Collection[str] = ("quant", "residence", "device"),
-        instead: Callable[[PlanInfeasibleError, Match, TensorRequests], Sequence[str]]
+        instead: Callable[[PlanInfeasibleError, Match, TensorRequests], Sequence[Fit]]
         | None = None,
     ) -> Decision:
         """Match and plan.
@@ -574,7 +575,7 @@ class _Demand:
             return False
         return free is None or free >= _WIDER_NBYTES
 
-    def mapped(self) -> list[str]:
+    def mapped(self) -> list[Fit]:
         """What to ask for so that it fits, with weights that stay in their files."""
         maps = any(device.info.maps for device in self.place.devices.opened.values())
         if not maps or self.options.residence != "memory":
@@ -583,10 +584,10 @@ class _Demand:
             with suppress(PlanInfeasibleError, ResidenceError):
                 options = replace(self.options, residence=residence)
                 replace(self, options=options).planned(self.place.devices)
-                return [f'residence="{residence}"']
+                return [Fit("residence", f'="{residence}"')]
         return []
 
-    def wider(self) -> list[str]:
+    def wider(self) -> list[Fit]:
         """What to ask for so that it fits, with more of this machine's devices.
 
         Nothing where the host has too little memory to open them and to plan all parameters again.
@@ -597,7 +598,7 @@ class _Demand:
             with suppress(PlanInfeasibleError):
                 made, _ = self.planned(more)
                 parts = (f"{d.device} {format_bytes(d.peak_nbytes)}" for d in made.devices)
-                return [f"device={list(more.opened)} ({', '.join(parts)})"]
+                return [Fit("device", f"={list(more.opened)}", ", ".join(parts))]
         return []
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from streamload.core.units import format_bytes
-from streamload.errors import PlanInfeasibleError, StreamloadError
+from streamload.errors import Fit, PlanInfeasibleError, StreamloadError
 from streamload.loading.load import InfeasibleLoad, InfeasiblePlan
 from streamload.loading.options import DEFAULTS
 from streamload.loading.prepare import Options
@@ -20,20 +20,20 @@ from streamload.offloading.plan import OffloadPlan, decide, engine_of
 from streamload.planning.match import wants_of
 from streamload.planning.requests import TensorRequests
 
-#: What a line begins with that names `streamload.offload`, and `streamload.plan_offload`.
-OFFLOAD, PLAN_OFFLOAD = "streamload.offload(", "streamload.plan_offload("
+#: The calls that are named.
+OFFLOAD, PLAN_OFFLOAD = "streamload.offload", "streamload.plan_offload"
 
 _MOST_WRITTEN = 60  # characters of an argument that is written out
 _PLAIN = (str, int, float, bool)
 _FINER_TRIES = 2  # modules in layers, and modules in those
 
 
-def suggest_offload(call: InfeasibleLoad | InfeasiblePlan) -> list[str]:
+def suggest_offload(call: InfeasibleLoad | InfeasiblePlan) -> list[Fit]:
     """Return the call that offloads what does not fit, with the bytes that a pass reads."""
     return _of_load(call) if isinstance(call, InfeasibleLoad) else _of_plan(call)
 
 
-def _of_load(call: InfeasibleLoad) -> list[str]:
+def _of_load(call: InfeasibleLoad) -> list[Fit]:
     error, place, options, wants = call.error, call.place, call.options, call.wants
     if not _may_stream(error, options, [*place.devices.opened]):
         return []
@@ -46,7 +46,7 @@ def _of_load(call: InfeasibleLoad) -> list[str]:
             *(options, call.checkpoint, wants, spec, groups, cast),
             held_nbytes=place.held.get(spec.name, 0),
         )
-        return _said(f"{OFFLOAD}model, ", call.given, made)
+        return _said(OFFLOAD, "model, ", call.given, made)
     return []
 
 
@@ -73,7 +73,7 @@ def planned_by_layers(
     try:
         return planned(groups)
     except PlanInfeasibleError as error:
-        fits: list[str] = []
+        fits: list[Fit] = []
         for _ in range(_FINER_TRIES):
             patterns = [*finer_layers(groups, wants, nbytes)]
             if fits or not patterns:
@@ -82,11 +82,11 @@ def planned_by_layers(
                 groups = grouped(patterns)
                 needed = format_bytes(planned(groups).needed_nbytes)
                 said = repr(patterns if len(patterns) > 1 else patterns[0])
-                fits = [f"layers={said} ({needed})"]
+                fits = [Fit("layers", f"={said}", needed)]
         raise error.suggesting(fits) from None
 
 
-def _of_plan(call: InfeasiblePlan) -> list[str]:
+def _of_plan(call: InfeasiblePlan) -> list[Fit]:
     error, checkpoint, options, spec = call.error, call.checkpoint, call.options, call.spec
     if not _may_stream(error, options, [spec.name]):
         return []
@@ -96,7 +96,7 @@ def _of_plan(call: InfeasiblePlan) -> list[str]:
         sizes = wants.nbytes(options.policy, spec.native_bf16)
         groups = groups_of_checkpoint(wants, sizes, tied, config=checkpoint.config)
         made = decide(options, checkpoint, wants, spec, groups, engine_of(options))
-        return _said(PLAN_OFFLOAD, call.given, made)
+        return _said(PLAN_OFFLOAD, "", call.given, made)
     return []
 
 
@@ -106,7 +106,7 @@ def _may_stream(error: PlanInfeasibleError, options: Options, devices: list[str]
     return of_device and not options.quant and options.residence == "memory"
 
 
-def _said(call: str, given: Mapping[str, Any], made: OffloadPlan) -> list[str]:
+def _said(call: str, model: str, given: Mapping[str, Any], made: OffloadPlan) -> list[Fit]:
     if not made.residency.absent:
         return []
     path = given["path"]
@@ -117,7 +117,7 @@ def _said(call: str, given: Mapping[str, Any], made: OffloadPlan) -> list[str]:
             written.append(f"{name}={_written(value)}")
     reads = made.residency.pass_nbytes + made.token_nbytes
     numbers = f"{format_bytes(made.needed_nbytes)}, and a pass reads {format_bytes(reads)}"
-    return [f"{call}{', '.join(written)}) ({numbers})"]
+    return [Fit(call, f"({model}{', '.join(written)})", numbers)]
 
 
 def _written(value: object) -> str:

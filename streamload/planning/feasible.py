@@ -8,7 +8,7 @@ from heapq import nsmallest
 from streamload.core.dtypes import DType
 from streamload.core.memory import STAGING
 from streamload.core.units import format_bytes
-from streamload.errors import PlanInfeasibleError
+from streamload.errors import Fit, PlanInfeasibleError
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.device_plan import DevicePlan
 from streamload.planning.fit import DeviceShare, least_read_nbytes
@@ -99,7 +99,7 @@ def _suggestions(
     cache: CacheRoom | None,
     needed: int,
     available: int,
-) -> Iterator[str]:
+) -> Iterator[Fit]:
     """Arguments with which it would fit."""
     spec, placements = share.spec, share.placements
     sizes = (kind.nbytes // _shrunk(kind) for kind in placements.kinds)
@@ -111,11 +111,11 @@ def _suggestions(
         shrunk = mine.cache_nbytes - mine.cache_nbytes // _shrink(cache.dtype)
         small -= min(shrunk, max(mine.run_nbytes - mine.peak_nbytes, 0))
     if any(_shrunk(p) > 1 for p, _ in placements.counted) and small <= available:
-        yield f'dtype="float16" ({format_bytes(small)})'
+        yield Fit("dtype", '="float16"', format_bytes(small))
     if cache is not None and mine.peak_nbytes <= spec.budget_nbytes:
         context = cache.most_context(plan.devices, specs)
         if 0 < context < cache.cache.request.context:
-            yield f"context={context}"
+            yield Fit("context", f"={context}")
     if not spec.alone and len({spec.budget_nbytes for spec in specs.values()}) == 1:
         count = smallest_count(
             list(map(Item, plan.placements.names, plan.placements.resident_nbytes)),
@@ -123,7 +123,7 @@ def _suggestions(
             cache=cache.layers if cache is not None else (),
         )
         if count is not None and count > len(plan.devices):
-            yield f"{count} devices or nodes of {format_bytes(available)}"
+            yield Fit(f"{count} devices or nodes", f" of {format_bytes(available)}")
 
 
 def _why_new(mine: DevicePlan) -> str:

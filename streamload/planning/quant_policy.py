@@ -23,7 +23,7 @@ from streamload.core.dtypes import F32, DType
 from streamload.core.patterns import did_you_mean
 from streamload.core.tensors import Coding, RowRange, RowTranspose, TensorInfo
 from streamload.core.units import format_bytes
-from streamload.errors import PlanInfeasibleError, UnsupportedCastError
+from streamload.errors import Fit, PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.families import is_conv1d
 from streamload.planning.partition import Item, units_of
 from streamload.planning.plan import Placement, Plan
@@ -136,7 +136,7 @@ class QuantPolicy:
         raise infeasible[-1] if infeasible else failures[-1]
 
     @classmethod
-    def that_fits(cls, attempt: Callable[[QuantPolicy], Plan]) -> list[str]:
+    def that_fits(cls, attempt: Callable[[QuantPolicy], Plan]) -> list[Fit]:
         """The ``quant=`` with which ``attempt`` fits, with the bytes that it needs; or []."""
         for name in _TRIED:
             # MemoryError: it does not fit, or its statistics alone do not
@@ -145,7 +145,7 @@ class QuantPolicy:
                 need = [format_bytes(d.needed_nbytes + d.reserve_nbytes, up=True) for d in devices]
                 if len(need) > 1:
                     need = [f"{d.device} {n}" for d, n in zip(devices, need, strict=True)]
-                return [f'quant="{name}" ({", ".join(need)})']
+                return [Fit("quant", f'="{name}"', ", ".join(need))]
         return []
 
     def leaving(self, patterns: Sequence[str]) -> QuantPolicy:

@@ -428,7 +428,7 @@ def _load(
             asked = filling(options, fill, rules or None, beside_nbytes)
             return load_state_dict(model, checkpoint, **asked)
         except PlanInfeasibleError as error:  # suggestions that are no options here
-            raise error.without("quant=", "device=", "streamload.offload(") from None
+            raise error.without("quant", "device", "streamload.offload") from None
 
     return without_stale_notes(load_untied(load, *parts.values()), model)
 

@@ -13,7 +13,7 @@ import pytest
 
 import streamload
 from streamload import Node
-from streamload.errors import PlanInfeasibleError
+from streamload.errors import Fit, PlanInfeasibleError
 
 torch = needs.module("torch")
 st = needs.module("safetensors.torch")
@@ -131,5 +131,6 @@ def test_models_of_transformers(tmp_path: Path) -> None:
 
 def test_pipelines_are_told_of_their_own_options_alone() -> None:
     """diffusers' entrance has no quant=."""
-    error = PlanInfeasibleError("cpu", 2, 1, would_fit=['quant="nf4" (1 B)', 'residence="auto"'])
-    assert error.without("quant=", "device=").would_fit == ('residence="auto"',)
+    fits = [Fit("quant", '="nf4"', "1 B"), Fit("residence", '="auto"')]
+    error = PlanInfeasibleError("cpu", 2, 1, would_fit=fits)
+    assert error.without("quant", "device").would_fit == ('residence="auto"',)
