@@ -25,7 +25,7 @@ from streamload.distributed.group import ProcessGroup
 from streamload.files.header import Header
 from streamload.files.local import ResolvedKind
 from streamload.files.reader import Reader
-from streamload.planning.plan import Placement
+from streamload.planning.placement import Placement
 
 BLOCK_NBYTES = 4 * 2**20
 LEAST_BLOCK_NBYTES = 2**20  # if the host's budget is small

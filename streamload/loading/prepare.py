@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
 from typing import Any, Unpack
 
@@ -44,7 +43,13 @@ from streamload.planning.kv_cache import CacheRequest, KvCache
 from streamload.planning.match import Match, Shapes, wants_of
 from streamload.planning.match import match as match_parameters
 from streamload.planning.plan import Plan
-from streamload.planning.planner import DEFAULT_CHUNK_NBYTES, CastChoice, Residence, make_plan
+from streamload.planning.planner import (
+    DEFAULT_CHUNK_NBYTES,
+    CastChoice,
+    PlanRequest,
+    Residence,
+    make_plan,
+)
 from streamload.planning.quant_policy import NO_QUANT, QuantPolicy, quantised, said_of_dense
 from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest, TensorRequests
 from streamload.planning.sources import Found, Source
@@ -144,14 +149,14 @@ class Options:
         free, budget = host_free_nbytes, self.budget.host_nbytes
         asked, path = self.cache, checkpoint.path
         held = thread_nbytes(view for header in checkpoint.shards for view in header.views)
-        make = partial(
-            make_plan,
+        request = PlanRequest(
             checkpoint,
             wants=wants,
             devices=specs,
             dtype=self.policy,
             out_of_range=self.out_of_range,
             cast=cast,
+            readers=(),
             tied=tied,
             host_budget_nbytes=budget if free is None else min(budget, free),
             host_limit="budget" if free is None or budget <= free else "free memory",
@@ -160,19 +165,13 @@ class Options:
             residence=self.residence,
             mappable=[self._is_mappable(header.path) for header in checkpoint.shards],
             changed=self.changes.by_tensor.keys(),
-            change_nbytes=(self.changes.nbytes, self.changes.thread_nbytes + held),
+            change_nbytes=self.changes.nbytes,
+            change_thread_nbytes=self.changes.thread_nbytes + held,
         )
-        staged = not any(spec.info.host_visible for spec in specs)
 
         def made(reading: Reading) -> Plan:
-            whole = staged if reading == "ahead" else reading == "direct"
-            choices = [
-                reader_choice(header, self.reader, self.page_cache, reading, whole_slots=whole)
-                for header in checkpoint.shards
-            ]
-            how = self._reading(checkpoint, specs, choices)
             try:
-                return make(**how, ahead=reading == "ahead")
+                return make_plan(self._reading(request, reading))
             except PlanInfeasibleError as error:
                 # of ranks, each has a part of the budget that the call states
                 is_budget = error.device == STAGING and error.limit == "budget"
@@ -200,25 +199,29 @@ class Options:
             found = made("exact")
         return replace(found, notes=(*found.notes, note))
 
-    def _reading(
-        self,
-        checkpoint: Checkpoint,
-        specs: Sequence[DeviceSpec],
-        choices: Sequence[ReaderChoice],
-    ) -> dict[str, Any]:
-        """What a plan is told of how files are read: by what, by how many, how much at once."""
+    def _reading(self, request: PlanRequest, reading: Reading) -> PlanRequest:
+        """The request, with the reader of each file, the threads and the most bytes at once."""
+        shards = request.checkpoint.shards
+        staged = not any(spec.info.host_visible for spec in request.devices)
+        whole = staged if reading == "ahead" else reading == "direct"
+        choices = [
+            reader_choice(header, self.reader, self.page_cache, reading, whole_slots=whole)
+            for header in shards
+        ]
         # threads that wait for a server take no CPU: 50 ms away, 2 read at 73 MB/s, 8 at 215
         remote = any(choice.kind == "http" for choice in choices)
         threads = _MOST_THREADS if remote else min(self.cpus or available_cpus(), _MOST_THREADS)
         most_nbytes = DEFAULT_CHUNK_NBYTES
-        if all(spec.casts for spec in specs) and _is_cold(checkpoint, choices):
+        if all(spec.casts for spec in request.devices) and _is_cold(request.checkpoint, choices):
             threads, most_nbytes = min(threads, _DIRECT_THREADS), _DIRECT_CHUNK_NBYTES
-        return {
-            "readers": [choice.kind for choice in choices],
-            "reader_reasons": [choice.reason for choice in choices],
-            "chunk_nbytes": self.chunk_nbytes or most_nbytes,
-            "threads": self.threads or threads,
-        }
+        return replace(
+            request,
+            readers=[choice.kind for choice in choices],
+            reader_reasons=[choice.reason for choice in choices],
+            chunk_nbytes=self.chunk_nbytes or most_nbytes,
+            threads=self.threads or threads,
+            ahead=reading == "ahead",
+        )
 
     def _is_mappable(self, path: Location) -> bool:
         """Whether views on a file may stay when the load is done."""

@@ -35,7 +35,8 @@ from streamload.offloading.sizes import (
 )
 from streamload.offloading.views import Viewable, can_be_views
 from streamload.planning.device_plan import DevicePlan
-from streamload.planning.plan import LOAD_NBYTES, Placements, Plan
+from streamload.planning.placement import Placements
+from streamload.planning.plan import LOAD_NBYTES, Plan
 from streamload.planning.planner import CastChoice
 from streamload.planning.requests import DeviceSpec, TensorRequest, TensorRequests
 

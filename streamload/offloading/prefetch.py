@@ -28,7 +28,8 @@ from streamload.errors import OffloadError
 from streamload.offloading.completion import Reaper, started
 from streamload.offloading.experts import ExpertCache
 from streamload.offloading.layers import Layer, Order, RoundStats, SlotMemory, SlotTarget, Views
-from streamload.planning.plan import UNREAD, Plan
+from streamload.planning.placement import UNREAD
+from streamload.planning.plan import Plan
 from streamload.planning.transforms import NO_CHANGES, Changes
 from streamload.streaming.device_casts import DeviceCasts
 from streamload.streaming.loop import Crew, batches

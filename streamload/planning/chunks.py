@@ -14,7 +14,8 @@ import numpy as np
 from streamload.checkpoint.open import Checkpoint
 from streamload.core.location import Location
 from streamload.core.tensors import first_byte
-from streamload.planning.plan import SLOT_ALIGNMENT, UNREAD, Placement, Placements, Plan
+from streamload.planning.placement import UNREAD, Placement, Placements
+from streamload.planning.plan import SLOT_ALIGNMENT, Plan
 
 # Parameters of up to this many bytes are packed. 50,000 of 2 kB, to torch's CPU, on 2 cores: the
 # stream took 26 microseconds for each with a chunk of its own, 17 of them to allocate, for which

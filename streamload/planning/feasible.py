@@ -13,7 +13,8 @@ from streamload.planning.cache_room import CacheRoom
 from streamload.planning.device_plan import DevicePlan
 from streamload.planning.fit import DeviceShare, least_read_nbytes
 from streamload.planning.partition import Item, smallest_count
-from streamload.planning.plan import Placement, Plan
+from streamload.planning.placement import Placement
+from streamload.planning.plan import Plan
 from streamload.planning.requests import DeviceSpec
 
 

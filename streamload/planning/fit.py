@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from streamload.codecs.schemes.bitsandbytes_nested import MAP_NBYTES
 from streamload.core.units import round_up
@@ -16,15 +17,13 @@ from streamload.files.local import BOUNCE_NBYTES, EXACT_NBYTES
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.device_plan import DevicePlan
 from streamload.planning.partition import Part
+from streamload.planning.placement import HOST_CASTS, Placement, Placements
 from streamload.planning.plan import (
     BATCH_UNITS,
     BULK_NBYTES,
-    HOST_CASTS,
     LOAD_NBYTES,
     SEGMENTS,
     STAGING_SLOTS,
-    Placement,
-    Placements,
     Plan,
     senders,
     slot_nbytes,
@@ -44,110 +43,120 @@ _THERE_NBYTES = 16 * 2**20
 NUMPY_SCRATCH_NBYTES = 4 * 2**20  # temporaries of one numpy cast call, whatever its length
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeviceShare:
-    """What a load puts on one device, and what it takes there beside scratch.
+    """The placements of a load on one device, and their memory there besides scratch.
 
     Attributes:
         spec: the device.
         placements: those on it.
-        held_nbytes: what its parameters hold when the load begins.
-        peak_nbytes: the most that parameters take at a time.
-        release_first: all old parameters must go before the first is loaded.
-        fresh_nbytes: what parameters newly take at their peak.
-        casts: all casts of its placements.
-        host_moves: the host casts or reorders some bytes: they cannot be read to where they go.
-        tally_nbytes: what the device counts of placements that it casts in streamload's kernels.
-        resizes: some of these casts change the size of the elements.
-        turns: some matrices are transposed.
-        row_nbytes: the longest row that functions change, in the file or as it is placed.
-        changed_nbytes: what a thread takes for rows that it changes.
-        gathers: what is quantised is put together first.
-        statistics_nbytes: the most that a quantised tensor holds until its codes are there, or one
-            that is dequantised until its elements are.
-        statistics_share: the same as a part of what is read for a tensor.
-        statistics_most_nbytes: what all of these hold together.
-        sent_nbytes: the most that the host holds of a tensor that a device dequantises.
-        nests: a device quantises statistics.
-        there_nbytes: the most that a device which casts a tensor holds beside it meanwhile.
-        there_share: the same as a part of what is read for a tensor.
-        there_most_nbytes: what all of these hold together.
+        all_first: all old parameters go before the first is loaded, also if they need not.
     """
 
     spec: DeviceSpec
     placements: Placements
-    held_nbytes: int
-    peak_nbytes: int
-    release_first: bool
-    fresh_nbytes: int
-    casts: Set[str]
-    host_moves: bool
-    tally_nbytes: int
-    resizes: bool
-    turns: bool
-    row_nbytes: int
-    changed_nbytes: int
-    gathers: bool
-    statistics_nbytes: int
-    statistics_share: float
-    statistics_most_nbytes: int
-    sent_nbytes: int
-    nests: bool
-    there_nbytes: int
-    there_share: float
-    there_most_nbytes: int
+    all_first: bool = False
 
-    @classmethod
-    def of(
-        cls, spec: DeviceSpec, placements: Placements, release_first: bool = False
-    ) -> DeviceShare:
-        """Look at the placements on a device; old parameters may have to go first."""
-        base = timeline(placements, spec, release_first)
-        counted = placements.counted
-        own = [(p, n) for p, n in counted if p.cast == "device" and spec.casts]
-        rows = any(p.changes for p, _ in counted)
-        changed = [p for p in placements if p.changes] if rows else []
-        coded = [(p, p.coding) for p, _ in counted if p.cast == "quant" and p.coding]
-        codes = any(p.coding for p, _ in counted)
-        whole = [p for p in placements if p.coding and not p.coding.part] if codes else []
-        packed = [p for p, _ in counted if p.scales_nbytes]
-        held = [(p, c.statistics_nbytes) for p, c in coded]
-        held += [(p, p.scales_nbytes) for p in packed if p.cast != "device"]
-        turned = [p for p in packed if p.turned]
-        times = {id(p): count for p, count in counted}
-        return cls(
-            spec,
-            placements,
-            *base,
-            fresh_nbytes=_fresh(placements, spec, *base),
-            casts={p.cast for p, _ in counted},
-            host_moves=any(
-                p.cast in HOST_CASTS or (p.transpose and not p.turned_there) for p, _ in counted
-            ),
-            tally_nbytes=sum(p.tally_nbytes * count for p, count in own),
-            resizes=any(p.src.bits != p.dst.bits for p, _ in own),
-            turns=any(p.turned for p, _ in counted),
-            row_nbytes=max(
-                [
-                    *(p.row_numel * _widest(p) for p in changed),
-                    *(p.stored_nbytes(p.unit_numel) for p in whole),
-                    *(p.dst.nbytes(p.column_numel * p.least_columns) for p in turned),
-                ],
-                default=0,
-            ),
-            changed_nbytes=max(
-                (_CHANGED_ARRAYS * p.changed_numel * max(_widest(p), 4) for p in changed), default=0
-            ),
-            gathers=any(p.turned or p.strided for p in whole) or any(p.strided for p in packed),
-            statistics_nbytes=max((n for _, n in held), default=0),
-            statistics_share=max((n / max(p.src_nbytes, 1) for p, n in held), default=0),
-            statistics_most_nbytes=sum(n * times[id(p)] for p, n in held),
-            sent_nbytes=max((p.scales_nbytes for p in packed if p.cast == "device"), default=0),
-            nests=any(p.coding is not None and p.coding.nests for p, _ in own),
-            there_nbytes=max((p.there_nbytes for p, _ in own), default=0),
-            there_share=max((p.there_nbytes / max(p.src_nbytes, 1) for p, _ in own), default=0),
-            there_most_nbytes=sum(p.there_nbytes * count for p, count in own),
+    @cached_property
+    def _timeline(self) -> tuple[int, int, bool]:
+        return timeline(self.placements, self.spec, self.all_first)
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of its parameters when the load begins."""
+        return self._timeline[0]
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most that parameters take at a time."""
+        return self._timeline[1]
+
+    @property
+    def release_first(self) -> bool:
+        """Whether all old parameters must go before the first is loaded."""
+        return self._timeline[2]
+
+    @cached_property
+    def fresh_nbytes(self) -> int:
+        """Bytes that parameters newly take at their peak."""
+        return _fresh(self.placements, self.spec, *self._timeline)
+
+    @cached_property
+    def casts(self) -> Set[str]:
+        """All casts of its placements."""
+        return {p.cast for p, _ in self.placements.counted}
+
+    @cached_property
+    def host_moves(self) -> bool:
+        """Whether the host casts or reorders bytes, which cannot be read to their place then."""
+        return any(
+            p.cast in HOST_CASTS or (p.transpose and not p.turned_there)
+            for p, _ in self.placements.counted
         )
+
+    @cached_property
+    def own_casts(self) -> Sequence[tuple[Placement, int]]:
+        """Kinds that the device casts in streamload's kernels, and how many of each."""
+        cast = ((p, n) for p, n in self.placements.counted if p.cast == "device")
+        return [*cast] if self.spec.casts else []
+
+    @cached_property
+    def _changed(self) -> Sequence[Placement]:
+        some = any(p.changes for p, _ in self.placements.counted)
+        return [p for p in self.placements if p.changes] if some else []
+
+    @cached_property
+    def _packed(self) -> Sequence[Placement]:
+        return [p for p, _ in self.placements.counted if p.scales_nbytes]
+
+    @cached_property
+    def _whole(self) -> Sequence[Placement]:
+        some = any(p.coding for p, _ in self.placements.counted)
+        return [p for p in self.placements if p.coding and not p.coding.part] if some else []
+
+    @cached_property
+    def row_nbytes(self) -> int:
+        """The longest row, column or unit that is handled whole, in the file or as placed."""
+        turned = (p for p in self._packed if p.turned)
+        rows = [
+            *(p.row_numel * _widest(p) for p in self._changed),
+            *(p.stored_nbytes(p.unit_numel) for p in self._whole),
+            *(p.dst.nbytes(p.column_numel * p.least_columns) for p in turned),
+        ]
+        return max(rows, default=0)
+
+    @cached_property
+    def changed_nbytes(self) -> int:
+        """Bytes of a thread for rows that it changes."""
+        sizes = (_CHANGED_ARRAYS * p.changed_numel * max(_widest(p), 4) for p in self._changed)
+        return max(sizes, default=0)
+
+    @cached_property
+    def gathers(self) -> bool:
+        """Whether lines are joined before they are quantized or dequantized."""
+        whole = any(p.turned or p.strided for p in self._whole)
+        return whole or any(p.strided for p in self._packed)
+
+    @cached_property
+    def _statistics(self) -> Sequence[tuple[Placement, int, int]]:
+        """Kinds with statistics or scales on the host until all of a tensor is there.
+
+        Each with these bytes, and how many there are.
+        """
+        counted = self.placements.counted
+        made = [
+            (p, p.coding.statistics_nbytes, n)
+            for p, n in counted
+            if p.cast == "quant" and p.coding is not None
+        ]
+        return made + [
+            (p, p.scales_nbytes, n) for p, n in counted if p.scales_nbytes and p.cast != "device"
+        ]
+
+    @property
+    def tally_nbytes(self) -> int:
+        """Bytes of the counts of a device that casts."""
+        return sum(p.tally_nbytes * count for p, count in self.own_casts)
 
     @property
     def object_nbytes(self) -> int:
@@ -163,25 +172,34 @@ class DeviceShare:
         Args:
             nbytes: of the slots of all threads, one each.
         """
+        most = max((n for _, n, _ in self._statistics), default=0)
+        share = max((n / max(p.src_nbytes, 1) for p, n, _ in self._statistics), default=0)
+        total = sum(n * count for _, n, count in self._statistics)
+        scales = (p.scales_nbytes for p in self._packed if p.cast == "device")
+        sent = max(scales, default=0)
         ahead = nbytes * units_ahead(staged=not self.spec.info.host_visible)
-        under_way = 2 * self.statistics_nbytes + int(ahead * self.statistics_share)  # at either end
-        sent = senders(self.sent_nbytes) * self.sent_nbytes
-        return min(under_way, self.statistics_most_nbytes) + sent
+        under_way = 2 * most + int(ahead * share)  # at either end
+        return min(under_way, total) + senders(sent) * sent
 
     def there_under_way(self, slot_nbytes: int, workers: int) -> int:
-        """Bytes that a device holds beside tensors that it casts: what is begun waits for more.
+        """Bytes that a device holds besides tensors that it casts: begun work waits for more.
 
-        What is handed out at once always fits: parts of a tensor at either end, and one that is
-        left free where memory ends.
+        One batch always fits: parts of a tensor at either end, and one that is left free at the
+        end of the memory.
 
         Args:
             slot_nbytes: of a slot.
             workers: the threads, of a slot each.
         """
-        ahead = int(workers * slot_nbytes * units_ahead(staged=True) * self.there_share)
-        batch = int(BATCH_UNITS * max(BULK_NBYTES, slot_nbytes) * self.there_share)
-        held = 3 * self.there_nbytes + max(batch, min(ahead, _THERE_NBYTES))
-        return min(held, self.there_most_nbytes) + MAP_NBYTES * self.nests
+        own = self.own_casts
+        most = max((p.there_nbytes for p, _ in own), default=0)
+        share = max((p.there_nbytes / max(p.src_nbytes, 1) for p, _ in own), default=0)
+        total = sum(p.there_nbytes * count for p, count in own)
+        nests = any(p.coding is not None and p.coding.nests for p, _ in own)
+        ahead = int(workers * slot_nbytes * units_ahead(staged=True) * share)
+        batch = int(BATCH_UNITS * max(BULK_NBYTES, slot_nbytes) * share)
+        held = 3 * most + max(batch, min(ahead, _THERE_NBYTES))
+        return min(held, total) + MAP_NBYTES * nests
 
     def has_room(self, scratch_nbytes: int) -> bool:
         """Whether so much scratch fits beside the parameters."""
@@ -272,7 +290,7 @@ def fit(
         else:
             threads -= 1
     small = [
-        DeviceShare.of(share.spec, share.placements, release_first=True)
+        replace(share, all_first=True)
         if nbytes and not share.release_first and not share.has_room(nbytes)
         else share
         for share, nbytes in zip(shares, scratch, strict=True)
@@ -311,7 +329,8 @@ def _staging(plan: Plan, shares: Sequence[DeviceShare]) -> tuple[list[int], int]
     for at, share in enumerate(shares):
         spec = share.spec
         if share.tally_nbytes:
-            before = slots * plan.slot_nbytes if share.resizes else 0
+            resizes = any(p.src.bits != p.dst.bits for p, _ in share.own_casts)
+            before = slots * plan.slot_nbytes if resizes else 0
             before += share.there_under_way(plan.slot_nbytes, workers)
             scratch[at] += round_up(before + share.tally_nbytes, DRIVER_BLOCK_NBYTES)
         elif "device" in share.casts:
@@ -337,7 +356,7 @@ def _staging(plan: Plan, shares: Sequence[DeviceShare]) -> tuple[list[int], int]
     on_host = [at for at in used if shares[at].spec.info.shared_memory]
     if on_host and host_moves and not own and not any(scratch[at] for at in on_host):
         own = least_read_nbytes(plan.placements)
-    if any(share.turns for share in shares):
+    if any(p.turned for p, _ in plan.placements.counted):
         own += workers * 2 * plan.turn_nbytes
     changed = max((share.changed_nbytes for share in shares), default=0)
     own += plan.change_nbytes + workers * (changed + plan.change_thread_nbytes)

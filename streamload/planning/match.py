@@ -21,7 +21,7 @@ from streamload.core.units import format_bytes
 from streamload.devices.base import Parameter, Swap
 from streamload.errors import ShapeMismatch, StateDictMismatchError, Suggestion
 from streamload.planning.blocks import cut
-from streamload.planning.plan import Placements
+from streamload.planning.placement import Placements
 from streamload.planning.quant_policy import QuantPolicy, coded_want, no_holder, quantised
 from streamload.planning.requests import DTypePolicy, TensorRequest, TensorRequests
 from streamload.planning.sources import Source, Unchanged

@@ -7,22 +7,17 @@ printed, saved as JSON, compared between nodes, and held against what was then m
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
-from operator import attrgetter
-from typing import Any, Literal, overload
+from typing import Any
 
 from streamload.codecs.cast_table import OutOfRange
-from streamload.codecs.encode_kernels import Tally
 from streamload.core.bounded_json import parse_json
 from streamload.core.chart import Stack, as_html
 from streamload.core.dtypes import BY_NAME, DType, named
-from streamload.core.tensors import Coding, Columns, RowRange, RowTranspose, records
+from streamload.core.tensors import Coding, Columns, RowRange, RowTranspose
 from streamload.core.units import format_bytes, format_table, round_up
 from streamload.devices.allocators import AllocatorKind
 from streamload.errors import printed
@@ -30,8 +25,7 @@ from streamload.files.local import ResolvedKind
 from streamload.files.page_cache import PageCacheKind
 from streamload.planning.device_plan import DevicePlan
 from streamload.planning.kv_cache import CacheRequest
-
-Action = Literal["new", "in_place", "replace"]
+from streamload.planning.placement import Placement, Placements
 
 #: The parts of a device's budget, from left to right.
 PARTS = ("weights", "KV cache", "while loading", "reserve", "free")
@@ -49,10 +43,6 @@ BULK_NBYTES = 2**24
 BATCH_UNITS = 4
 # Most bytes of a block of lines that become columns; a thread holds two.
 TURN_NBYTES = 2**19
-# Most bytes of rows that are changed at once, but for a row that is longer.
-CHANGE_NBYTES = 2**20
-# What a device that casts keeps of each parameter: how many elements overflowed, vanished, changed.
-TALLY_NBYTES = 3 * 8
 # Of a unit that it quantises: a float32.
 STATISTIC_NBYTES = 4
 # What a load takes of the process beside what grows with its tensors: stacks of threads, readers,
@@ -66,7 +56,6 @@ _CONNECTION_NBYTES = 2**20
 SEGMENTS: frozenset[AllocatorKind] = frozenset({"cuda_caching", "cuda_expandable"})
 _SCALES_NBYTES = 2**24  # on the host, on their way to a device
 _MOST_SENDERS = 4
-_LISTED = 8  # placements that are printed
 
 
 def units_ahead(*, staged: bool) -> int:
@@ -85,293 +74,6 @@ def senders(scales_nbytes: int) -> int:
 def slot_nbytes(nbytes: int) -> int:
     """Bytes that a chunk of ``nbytes`` takes up in a staging slot."""
     return round_up(nbytes, SLOT_ALIGNMENT)
-
-
-#: Casts that the host makes.
-HOST_CASTS = frozenset({"llvm", "numpy", "rows", "quant"})
-#: Casts of what nothing is read for while a load streams.
-UNREAD = frozenset({"mapped", "part"})
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """One parameter of the plan.
-
-    Attributes:
-        name: the parameter's name.
-        device: where it goes.
-        shape: its shape.
-        src: dtype in the checkpoint.
-        dst: dtype on the device.
-        source: row ranges, concatenated in order.
-        transpose: a permutation of those rows, or None.
-        action: "new", "in_place" (the bytes it holds now are overwritten) or "replace" (what it
-            holds is released first).
-        cast: "copy", "llvm", "numpy", "device", "rows" where functions change values, "mapped" for
-            a view on the file, which is not read, "quant" where it is quantised, or "part" for what
-            belongs to that: it is not read, and made when the codes are there.
-        resident_nbytes: bytes that it takes of the device, as the allocator rounds; 0 where it
-            fits into what the allocator took for an earlier one.
-        released_nbytes: bytes that it gives back on that device first, under "replace".
-        reusable_nbytes: of the bytes that it holds, those whose memory the load takes over: to be
-            written in place, or really given back. The others have none yet, or share it.
-        coding: what it is of a quantised tensor; None of any other.
-        scales_nbytes: what the host holds while its values are dequantised; 0 of any other.
-        there_nbytes: what a device that casts it holds until all of it is there: scales, or
-            statistics that are quantised then.
-    """
-
-    name: str
-    device: str
-    shape: tuple[int, ...]
-    src: DType
-    dst: DType
-    source: tuple[RowRange, ...]
-    transpose: RowTranspose | None
-    action: Action
-    cast: str
-    resident_nbytes: int
-    released_nbytes: int = 0
-    reusable_nbytes: int = 0
-    coding: Coding | None = None
-    scales_nbytes: int = 0
-    there_nbytes: int = 0
-
-    @property
-    def numel(self) -> int:
-        """Elements of what is read for it."""
-        if self.coding is None:
-            return math.prod(self.shape)
-        return 0 if self.coding.part else math.prod(self.coding.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the parameter's elements on the device."""
-        return self.dst.nbytes(math.prod(self.shape))
-
-    @property
-    def src_nbytes(self) -> int:
-        """Bytes of its elements in the checkpoint."""
-        return self.stored_nbytes(self.numel)
-
-    @property
-    def row_numel(self) -> int:
-        """Elements of one row of its source."""
-        return self.numel // max(sum(r.stop - r.start for r in self.source), 1)
-
-    @property
-    def tally_nbytes(self) -> int:
-        """Bytes of what a device counts of it."""
-        return TALLY_NBYTES if self.coding is None else ctypes.sizeof(Tally)
-
-    @property
-    def unit_numel(self) -> int:
-        """Elements of the least that becomes bytes of the parameter by itself."""
-        if self.coding is None:
-            own = self.src.unit if self.src.is_packed else 1
-            return self.row_numel if self.cast == "rows" else own
-        unit = self.coding.unit_numel
-        if self.transpose is not None and self.turned:  # whole columns of the file
-            return math.lcm(unit, self.column_numel)
-        return math.lcm(unit, self.row_numel) if self.coding.of_rows else unit
-
-    @property
-    def changes(self) -> bool:
-        """Whether functions change its rows on the way."""
-        return self.cast == "rows" or (self.coding is not None and self.coding.of_rows)
-
-    def stored_nbytes(self, numel: int) -> int:
-        """Bytes of so many of its elements in the checkpoint."""
-        return self.src.nbytes(numel)
-
-    def placed_nbytes(self, numel: int) -> int:
-        """Bytes of so many of its elements on the device: of the first ones, whole units."""
-        coding = self.coding
-        if coding is None:
-            return self.dst.nbytes(numel)
-        units, rest = divmod(numel, coding.unit_numel)
-        last = -(-rest * coding.dst_unit_nbytes // coding.unit_numel)
-        return units * coding.dst_unit_nbytes + last
-
-    def numel_at(self, nbytes: int) -> int:
-        """The number of the element whose unit begins at a byte on the device, if quantised."""
-        coding = self.coding
-        assert coding is not None, self.name
-        return nbytes // coding.dst_unit_nbytes * coding.unit_numel
-
-    @property
-    def part_numel(self) -> int:
-        """Elements that a transpose moves together."""
-        assert self.transpose is not None, self.name
-        return self.numel // self.transpose.rows
-
-    @property
-    def column_numel(self) -> int:
-        """Elements of a column of lines that become columns."""
-        assert self.transpose is not None, self.name
-        return self.part_numel * self.transpose.outer
-
-    @property
-    def least_columns(self) -> int:
-        """How many columns of lines that become columns are read together at least."""
-        unit = self.unit_numel
-        if self.coding is not None:
-            return max(unit // self.column_numel, 1)
-        return unit // math.gcd(unit, self.part_numel)
-
-    @property
-    def changed_numel(self) -> int:
-        """Most elements that are changed at once."""
-        fitting = CHANGE_NBYTES // max(self.src.itemsize, self.dst.itemsize)
-        return min(max(fitting, self.row_numel), self.numel)
-
-    @property
-    def strided(self) -> bool:
-        """Whether only some columns of its rows are read."""
-        return any(r.columns is not None for r in self.source)
-
-    @property
-    def turned_there(self) -> bool:
-        """Whether it is read in its order, and the device that dequantises it transposes it."""
-        return self.cast == "device" and self.src.is_packed and self.transpose is not None
-
-    @property
-    def turned(self) -> bool:
-        """Whether the transpose may move parts of rows, as that of a matrix does."""
-        shape = self.shape if self.coding is None else self.coding.shape
-        if self.transpose is None or self.turned_there:
-            return False
-        return self.transpose.rows != (shape or (1,))[0]
-
-
-class Placements(Sequence[Placement]):
-    """Placements in columns, one for each fact that differs between them.
-
-    There may be very many, of few kinds. A `Placement` is made when it is asked for, which a load
-    of small tensors does for few. They compare, hash and pickle like a tuple of the same.
-
-    Attributes:
-        names: of the parameters.
-        kinds: for each a placement that has all that is not in another column; one object for all
-            that are alike.
-        sources: the row ranges of each.
-        resident_nbytes: what each takes of its device.
-        reusable_nbytes: of the bytes that each holds, what the load takes over.
-    """
-
-    __slots__ = (
-        *("_counted", "_made", "kinds", "names"),
-        *("resident_nbytes", "reusable_nbytes", "sources"),
-    )
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        kinds: Sequence[Placement],
-        sources: Sequence[tuple[RowRange, ...]],
-        resident_nbytes: Sequence[int],
-        reusable_nbytes: Sequence[int],
-    ) -> None:
-        self.names = names
-        self.kinds = kinds
-        self.sources = sources
-        self.resident_nbytes = resident_nbytes
-        self.reusable_nbytes = reusable_nbytes
-        self._counted: tuple[tuple[Placement, int], ...] | None = None
-        self._made: dict[int, Placement] = {}
-
-    @classmethod
-    def of(cls, placements: Iterable[Placement]) -> Placements:
-        """Put placements into columns, each as a kind of its own."""
-        kinds = tuple(placements)
-        fields = ("name", "source", "resident_nbytes", "reusable_nbytes")
-        names, sources, resident, reusable = (list(map(attrgetter(f), kinds)) for f in fields)
-        return cls(names, kinds, sources, resident, reusable)
-
-    @property
-    def counted(self) -> tuple[tuple[Placement, int], ...]:
-        """The different kinds, and how many placements are of each."""
-        if self._counted is None:
-            keys = list(map(id, self.kinds))
-            count, kind = Counter(keys), dict(zip(keys, self.kinds, strict=True))
-            self._counted = tuple((kind[key], count[key]) for key in count)
-        return self._counted
-
-    @property
-    def all_new(self) -> bool:
-        """Whether nothing is held: all are "new"."""
-        return all(kind.action == "new" for kind, _ in self.counted)
-
-    def on(self, device: str) -> Placements:
-        """Those on one device."""
-        if all(kind.device == device for kind, _ in self.counted):
-            return self
-        return self.chosen([at for at, kind in enumerate(self.kinds) if kind.device == device])
-
-    def chosen(self, places: Sequence[int]) -> Placements:
-        """Those of these numbers, in this order."""
-        return Placements(*([column[at] for at in places] for column in self._columns))
-
-    @property
-    def _columns(self) -> tuple[Sequence[Any], ...]:
-        sizes = self.resident_nbytes, self.reusable_nbytes
-        return self.names, self.kinds, self.sources, *sizes
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    @overload
-    def __getitem__(self, at: int) -> Placement: ...
-    @overload
-    def __getitem__(self, at: slice) -> Placements: ...
-    def __getitem__(self, at: int | slice) -> Placement | Placements:
-        """One placement, or several."""
-        if isinstance(at, slice):
-            return Placements(*(column[at] for column in self._columns))
-        found = self._made.get(at)
-        if found is None:
-            found = self._made[at] = replace(
-                self.kinds[at],
-                name=self.names[at],
-                source=self.sources[at],
-                resident_nbytes=self.resident_nbytes[at],
-                reusable_nbytes=self.reusable_nbytes[at],
-            )
-        return found
-
-    def __iter__(self) -> Iterator[Placement]:
-        columns: dict[str, Sequence[Any]] = {
-            "name": self.names,
-            "source": self.sources,
-            "resident_nbytes": self.resident_nbytes,
-            "reusable_nbytes": self.reusable_nbytes,
-        }
-        for field in Placement.__slots__:
-            if field not in columns:
-                columns[field] = list(map(attrgetter(field), self.kinds))
-        return iter(records(Placement, *(columns[field] for field in Placement.__slots__)))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, (tuple, Placements)):
-            return NotImplemented
-        return tuple(self) == tuple(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    def __repr__(self) -> str:
-        """A table of the first: all are 300 characters each."""
-        rows = [
-            (p.name, p.device, str(list(p.shape)), p.src.name, p.dst.name, p.cast, p.action)
-            for p in self[:_LISTED]
-        ]
-        titles = ("parameter", "device", "shape", "stored as", "becomes", "by", "action")
-        rest = len(self) - len(rows)
-        more = [f"and {rest} more"] * bool(rest)
-        return "\n".join([*format_table(titles, rows, right=0), *more])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Placements.of, (tuple(self),)
 
 
 @dataclass(frozen=True, slots=True)

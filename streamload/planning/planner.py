@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
 from typing import Any, Literal, TypeVar
 
@@ -32,7 +31,8 @@ from streamload.planning.feasible import check
 from streamload.planning.fit import DeviceShare, fit, timeline
 from streamload.planning.kv_cache import KvCache
 from streamload.planning.partition import Item, Node, Part, Unit, partition
-from streamload.planning.plan import Action, Placement, Placements, Plan
+from streamload.planning.placement import Action, Placement, Placements
+from streamload.planning.plan import Plan
 from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest, TensorRequests
 
 CastChoice = Literal["llvm", "numpy", "device"]
@@ -49,152 +49,182 @@ def _firsts(keys: Sequence[_Key]) -> dict[_Key, int]:
     return dict(sorted(backwards.items(), key=itemgetter(1)))
 
 
-def make_plan(
-    checkpoint: Checkpoint,
-    *,
-    wants: Sequence[TensorRequest],
-    devices: Sequence[DeviceSpec],
-    dtype: DTypePolicy,
-    out_of_range: OutOfRange,
-    cast: CastChoice,
-    readers: Sequence[ResolvedKind],
-    tied: Mapping[str, str],
-    host_budget_nbytes: int = DEFAULT_HOST_NBYTES,
-    host_limit: str = "budget",
-    chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
-    threads: int = 2,
-    page_cache: PageCacheKind = "auto",
-    reader_reasons: Sequence[str] = (),
-    cache: KvCache | None = None,
-    residence: Residence = "memory",
-    mappable: Sequence[bool] = (),
-    changed: Collection[str] = (),
-    change_nbytes: tuple[int, int] = (0, 0),
-    ahead: bool = True,
-) -> Plan:
-    """Decide a load.
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """A load to be planned.
 
-    Args:
+    Attributes:
         checkpoint: the headers.
         wants: the parameters; names are unique.
         devices: where they may go; several are split by layers, in this order.
         dtype: the policy.
-        out_of_range: what happens to finite values that the target dtype cannot represent.
+        out_of_range: the treatment of finite values that the target dtype cannot represent.
         cast: which cast engine.
         readers: how each shard is read, in order.
         tied: names that share another name's tensor, for a split: a head on another device than
             its embedding gets a copy.
         host_budget_nbytes: most bytes of host staging that no device's budget covers.
-        host_limit: what sets that: "budget" or "free memory".
-        chunk_nbytes: most bytes in a chunk; made smaller where budgets or devices ask for it.
-        threads: most streaming threads; made fewer likewise.
-        page_cache: what becomes of the page cache; for `Plan.page_cache`.
-        reader_reasons: why each shard is read so; for `Plan.reader_reasons`.
-        cache: the KV cache that each device is to have room for when the load is done, for the
-            layers that it holds.
+        host_limit: its source: "budget" or "free memory".
+        chunk_nbytes: most bytes in a chunk; less if budgets or devices need it.
+        threads: most streaming threads; fewer likewise.
+        page_cache: for `Plan.page_cache`.
+        reader_reasons: for `Plan.reader_reasons`.
+        cache: the KV cache for which each device keeps room when the load is done, for the layers
+            that it holds.
         residence: whether parameters are views on mapped files: "mapped" all, "auto" those that
             can be.
-        mappable: which shards can be mapped; asked for under these two.
+        mappable: the shards that can be mapped; read under these two.
         changed: tensors whose values functions change on the way.
-        change_nbytes: what these hold, for all threads and for each beside its rows.
+        change_nbytes: memory of these functions for all threads.
+        change_thread_nbytes: the same of each thread, besides its rows.
         ahead: for `Plan.ahead`.
+    """
+
+    checkpoint: Checkpoint
+    wants: Sequence[TensorRequest]
+    devices: Sequence[DeviceSpec]
+    dtype: DTypePolicy
+    out_of_range: OutOfRange
+    cast: CastChoice
+    readers: Sequence[ResolvedKind]
+    tied: Mapping[str, str]
+    host_budget_nbytes: int = DEFAULT_HOST_NBYTES
+    host_limit: str = "budget"
+    chunk_nbytes: int = DEFAULT_CHUNK_NBYTES
+    threads: int = 2
+    page_cache: PageCacheKind = "auto"
+    reader_reasons: Sequence[str] = ()
+    cache: KvCache | None = None
+    residence: Residence = "memory"
+    mappable: Sequence[bool] = ()
+    changed: Collection[str] = ()
+    change_nbytes: int = 0
+    change_thread_nbytes: int = 0
+    ahead: bool = True
+
+
+def make_plan(request: PlanRequest) -> Plan:
+    """Decide a load.
 
     Raises:
         PlanInfeasibleError: the parameters do not fit, or not with the cache.
         ResidenceError: under "mapped", a parameter cannot be a view.
-        UnsupportedCastError: a dtype cannot be had, or a device cannot hold it.
-        CheckpointError: there is a cache, and it is not known in which dtype or of which tensors.
+        UnsupportedCastError: a cast is not supported, or a device cannot hold a dtype.
+        CheckpointError: the dtype of the cache is unknown, or the tensors of its layers.
     """
+    checkpoint, devices, policy = request.checkpoint, request.devices, request.dtype
     specs = {spec.name: spec for spec in devices}
+    cache, room = request.cache, None
     notes = dict.fromkeys(cache.notes if cache is not None else ())
-    engine = partial(
-        _engine, cast=cast, fp16_cast=dtype.fp16_cast, out_of_range=out_of_range, notes=notes
-    )
-    wants = TensorRequests.of(checkpoint, wants)
-    native = any(spec.native_bf16 for spec in devices)
-    room = CacheRoom.of(checkpoint, wants, dtype, cache, native) if cache is not None else None
+    wants = TensorRequests.of(checkpoint, request.wants)
+    if cache is not None:
+        native = any(spec.native_bf16 for spec in devices)
+        room = CacheRoom.of(checkpoint, wants, policy, cache, native)
     by_layer = room.layers if room is not None else ()
-    parts, wants, where = assign(checkpoint, wants, devices, dtype, tied, by_layer)
-    room = room.placed(checkpoint, wants, where, dtype) if room is not None else None
-    on = [specs[name] for name in where]
-    dsts = _dsts(wants, on, dtype)
-    rows = [False] * len(wants)
-    if changed:
-        rows = [any(r.tensor in changed for r in source) for source in wants.sources]
-    mapped = [False] * len(wants)
-    if residence != "memory":
-        strict = residence == "mapped"
-        mapped = _mapped(checkpoint, wants, on, dsts, mappable, rows, strict=strict)
-    placements = _place(checkpoint, wants, on, dsts, mapped, engine, rows)
+    parts, wants, where = assign(checkpoint, wants, devices, policy, request.tied, by_layer)
+    if room is not None:
+        room = room.placed(checkpoint, wants, where, policy)
+    placements = _place(_Assigned.of(request, wants, [specs[name] for name in where]), notes)
     placements = _allocated(_settled(placements, specs, notes), specs)
     draft = Plan(
         path=str(checkpoint.path),
         placements=placements,
         devices=(),
         host_nbytes=0,
-        host_budget_nbytes=host_budget_nbytes,
-        chunk_nbytes=chunk_nbytes,
-        slot_nbytes=chunk_nbytes,
-        threads=threads,
-        readers=tuple(readers),
-        out_of_range=out_of_range,
+        host_budget_nbytes=request.host_budget_nbytes,
+        chunk_nbytes=request.chunk_nbytes,
+        slot_nbytes=request.chunk_nbytes,
+        threads=request.threads,
+        readers=tuple(request.readers),
+        out_of_range=request.out_of_range,
         notes=tuple(notes),
-        page_cache=page_cache,
-        reader_reasons=tuple(reader_reasons),
+        page_cache=request.page_cache,
+        reader_reasons=tuple(request.reader_reasons),
         cache=room.request if room is not None else None,
-        change_nbytes=change_nbytes[0],
-        change_thread_nbytes=change_nbytes[1],
-        ahead=ahead,
+        change_nbytes=request.change_nbytes,
+        change_thread_nbytes=request.change_thread_nbytes,
+        ahead=request.ahead,
     )
-    shares = [DeviceShare.of(spec, placements.on(spec.name)) for spec in devices]
+    shares = [DeviceShare(spec, placements.on(spec.name)) for spec in devices]
     plan = fit(draft, shares, parts, room)
-    check(plan, shares, room, host_limit)
+    check(plan, shares, room, request.host_limit)
     return plan
 
 
-def _place(
-    checkpoint: Checkpoint,
-    wants: TensorRequests,
-    specs: Sequence[DeviceSpec],
-    dsts: Sequence[DType],
-    mapped: Sequence[bool],
-    engine: _EngineChoice,
-    rows: Sequence[bool],
-) -> Placements:
-    """Place wants on a device each, in the order of the files, so that each is read once.
+@dataclass(frozen=True, slots=True)
+class _Assigned:
+    """Requests with a device each.
 
-    Those of one kind are alike in all that a kind says: it is made once.
+    Attributes:
+        specs: the device of each.
+        dsts: the dtype of each there.
+        changed: whether functions change its rows on the way.
     """
+
+    request: PlanRequest
+    wants: TensorRequests
+    specs: Sequence[DeviceSpec]
+    dsts: Sequence[DType]
+    changed: Sequence[bool]
+
+    @classmethod
+    def of(
+        cls, request: PlanRequest, wants: TensorRequests, specs: Sequence[DeviceSpec]
+    ) -> _Assigned:
+        """Choose dtypes."""
+        by_native = {
+            native: wants.dsts(request.dtype, native)
+            for native in {spec.native_bf16 for spec in specs}
+        }
+        if len(by_native) == 1:
+            (dsts,) = by_native.values()
+        else:
+            dsts = [by_native[spec.native_bf16][at] for at, spec in enumerate(specs)]
+        changed = [False] * len(wants)
+        if request.changed:
+            changed = [any(r.tensor in request.changed for r in rows) for rows in wants.sources]
+        return cls(request, wants, specs, dsts, changed)
+
+
+def _place(assigned: _Assigned, notes: dict[str, None]) -> Placements:
+    """Place requests in the order of the files, so that each is read once.
+
+    Requests that are alike share one kind, which is made once.
+    """
+    wants, specs, dsts = assigned.wants, assigned.specs, assigned.dsts
+    checkpoint = assigned.request.checkpoint
+    mapped = _mapped(assigned)
     scales = _scales_nbytes(checkpoint, wants)
-    beside = _there_nbytes(wants)
+    there = _there_nbytes(wants)
     keys = list(
         zip(
             *(map(attrgetter("name"), each) for each in (wants.srcs, dsts, specs)),
-            *(wants.shapes, wants.transposes, wants.held, wants.codings, mapped, rows),
-            *(scales, beside),
+            *(wants.shapes, wants.transposes, wants.held, wants.codings),
+            *(mapped, assigned.changed, scales, there),
             strict=True,
         )
     )
     kinds: dict[Any, Placement] = {}
     doubtful = set()
     for key, at in _firsts(keys).items():
-        what = wants.srcs[at], dsts[at], specs[at]
-        coding = wants.codings[at]
+        spec, coding = specs[at], wants.codings[at]
         if coding is not None:
-            on_device = specs[at].casts and coding.device_parts is not None
+            on_device = spec.casts and coding.device_parts is not None
             cast = "part" if coding.part else "device" if on_device else "quant"
-        elif specs[at].casts and beside[at]:
+        elif spec.casts and there[at]:
             cast = "device"
+        elif mapped[at] or assigned.changed[at]:
+            cast = "mapped" if mapped[at] else "rows"
         else:
-            cast = "mapped" if mapped[at] else "rows" if rows[at] else engine(*what)
+            cast = _engine(assigned.request, wants.srcs[at], dsts[at], spec, notes)
         kinds[key] = kind = replace(
-            _kind(wants[at], *what, cast),
+            _kind(wants[at], wants.srcs[at], dsts[at], spec, cast),
             scales_nbytes=scales[at],
-            there_nbytes=beside[at] if cast == "device" else 0,
+            there_nbytes=there[at] if cast == "device" else 0,
         )
         is_cast = coding is None and kind.src is not kind.dst
         small = kind.src.bits <= 8 or not supported(kind.src, kind.dst)  # the small have scales
-        if kind.dst.name in specs[at].info.unsupported or (is_cast and small):
+        if kind.dst.name in spec.info.unsupported or (is_cast and small):
             doubtful.add(key)
     for at in [at for at, key in enumerate(keys) if key in doubtful] if doubtful else ():
         kind = kinds[keys[at]]
@@ -204,9 +234,9 @@ def _place(
     found = [kinds[keys[at]] for at in order]
     reusable = [kind.reusable_nbytes for kind in found]
     for n, at in enumerate(order):
-        there = wants.reusable_nbytes[at]
-        if reusable[n] and there is not None:
-            reusable[n] = there
+        nbytes = wants.reusable_nbytes[at]
+        if reusable[n] and nbytes is not None:
+            reusable[n] = nbytes
     return Placements(
         [wants.names[at] for at in order],
         found,
@@ -217,7 +247,7 @@ def _place(
 
 
 def _scales_nbytes(checkpoint: Checkpoint, wants: TensorRequests) -> Sequence[int]:
-    """What the host holds of each while its values are dequantised."""
+    """Host bytes of each while its values are dequantized."""
     if not wants.any_packed:
         return [0] * len(wants)
     found = ([checkpoint.tensors[r.tensor] for r in source] for source in wants.sources)
@@ -225,9 +255,9 @@ def _scales_nbytes(checkpoint: Checkpoint, wants: TensorRequests) -> Sequence[in
 
 
 def _there_nbytes(wants: TensorRequests) -> Sequence[int]:
-    """What a device that quantises or dequantises each holds beside it; 0 of others.
+    """Extra bytes of each on a device that quantizes or dequantizes it; 0 of others.
 
-    It dequantises what is read in one piece, in order.
+    A device dequantizes tensors that are read in one piece, in order.
     """
     found = [0] * len(wants)
     if not wants.any_packed and not any(wants.codings):
@@ -245,45 +275,30 @@ def _there_nbytes(wants: TensorRequests) -> Sequence[int]:
     return found
 
 
-def _dsts(
-    wants: TensorRequests, specs: Sequence[DeviceSpec], policy: DTypePolicy
-) -> Sequence[DType]:
-    """The dtype of each on its device."""
-    natives = {spec.native_bf16 for spec in specs}
-    if len(natives) == 1:
-        return wants.dsts(policy, natives.pop())
-    dsts = {native: wants.dsts(policy, native) for native in natives}
-    return [dsts[spec.native_bf16][at] for at, spec in enumerate(specs)]
-
-
-def _mapped(
-    checkpoint: Checkpoint,
-    wants: TensorRequests,
-    specs: Sequence[DeviceSpec],
-    dsts: Sequence[DType],
-    mappable: Sequence[bool],
-    rows: Sequence[bool],
-    *,
-    strict: bool,
-) -> list[bool]:
-    """Which wants become views on their mapped files; under ``strict``, all that are not empty.
+def _mapped(assigned: _Assigned) -> Sequence[bool]:
+    """The requests that become views on their mapped files; under "mapped" all that are not empty.
 
     Raises:
         ResidenceError: one of these cannot.
     """
+    request, wants = assigned.request, assigned.wants
+    if request.residence == "memory":
+        return [False] * len(wants)
     out = []
-    shards = checkpoint.shard_numbers(wants.infos).tolist()
-    for at, (info, dst, spec) in enumerate(zip(wants.infos, dsts, specs, strict=True)):
+    shards = request.checkpoint.shard_numbers(wants.infos).tolist()
+    for at, (info, dst, spec) in enumerate(
+        zip(wants.infos, assigned.dsts, assigned.specs, strict=True)
+    ):
         row, *others = wants.sources[at]
         start = first_byte(info, row)
         why = ""
         if not spec.info.maps:
             why = f"{spec.name} does not compute on mapped files"
-        elif not mappable[shards[at]]:
+        elif not request.mappable[shards[at]]:
             why = "the file is not on this machine"
-        elif info.stop > checkpoint.shards[shards[at]].file_nbytes:
+        elif info.stop > request.checkpoint.shards[shards[at]].file_nbytes:
             why = "its elements do not follow each other in the file"
-        elif rows[at]:
+        elif assigned.changed[at]:
             why = "its values change on the way"
         elif wants.codings[at] is not None:
             why = "it is quantised on the way"
@@ -296,7 +311,7 @@ def _mapped(
         elif dst.bits < 8 or start % dst.itemsize:
             why = f"its bytes begin at {start}, no multiple of the {dst.bits} bits of {dst}"
         empty = not math.prod(wants.shapes[at])
-        if why and strict and not empty:
+        if why and request.residence == "mapped" and not empty:
             raise ResidenceError(wants.names[at], info.shard, why)
         out.append(not why and not empty)
     return out
@@ -498,16 +513,10 @@ def _check_packed(checkpoint: Checkpoint, want: TensorRequest, dst: DType) -> No
 
 
 def _engine(
-    src: DType,
-    dst: DType,
-    spec: DeviceSpec,
-    *,
-    cast: CastChoice,
-    fp16_cast: str | None,
-    out_of_range: OutOfRange,
-    notes: dict[str, None],
+    request: PlanRequest, src: DType, dst: DType, spec: DeviceSpec, notes: dict[str, None]
 ) -> str:
     """The cast of one pair; notes where it is not the one that was asked for."""
+    cast, fp16_cast = request.cast, request.dtype.fp16_cast
     if src is dst:
         return "copy"
     if src.is_packed:
@@ -522,14 +531,10 @@ def _engine(
     fallback = "llvm" if cast == "device" else cast
     if (src.name, dst.name) not in spec.device_casts:
         why = f"{spec.name} does not cast {src} to {dst} exactly"
-    elif out_of_range != "inf":
-        why = f'only the host can do out_of_range="{out_of_range}"'
+    elif request.out_of_range != "inf":
+        why = f'only the host can do out_of_range="{request.out_of_range}"'
     else:
         notes[f"{src} is cast to {dst} on the device: overflows there are not counted"] = None
         return "device"
     notes[f"{src} is cast to {dst} on the host ({fallback}), not on the device: {why}"] = None
     return fallback
-
-
-#: The cast of one pair on a device.
-_EngineChoice = Callable[[DType, DType, DeviceSpec], str]

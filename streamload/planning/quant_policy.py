@@ -26,7 +26,8 @@ from streamload.core.units import format_bytes
 from streamload.errors import Fit, PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.families import is_conv1d
 from streamload.planning.partition import Item, units_of
-from streamload.planning.plan import Placement, Plan
+from streamload.planning.placement import Placement
+from streamload.planning.plan import Plan
 from streamload.planning.requests import TensorRequest, TensorRequests
 
 #: What ``quant=`` takes: the name of a format, or by pattern of names a format or None.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from operator import attrgetter
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.codecs.stored import kept_dtype
@@ -16,6 +16,7 @@ from streamload.core.tensors import Coding, RowRange, RowTranspose, TensorInfo, 
 from streamload.core.units import round_up
 from streamload.devices.allocators import NO_OBJECTS, ObjectCosts, taken
 from streamload.devices.base import DeviceInfo
+from streamload.planning.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ class TensorRequest:
         held: (device, dtype, bytes) that the parameter holds now; None where it holds nothing.
         dtype: the dtype it must have; None asks the policy.
         reusable_nbytes: of what it holds, for `Placement.reusable_nbytes`; None for all.
-        coding: what it is of a quantised tensor, in whose place it comes; None of any other.
+        coding: the part of a quantized tensor that it is; None for any other.
         fixed: why it can only be written in place, or "".
     """
 
@@ -161,11 +162,11 @@ class TensorRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TensorRequests(Sequence[TensorRequest]):
+class TensorRequests(Table[TensorRequest]):
     """Parameters to be filled, in columns: the fields of `TensorRequest`, and the tensors.
 
     Attributes:
-        infos: the tensors that the first rows of each are from.
+        infos: the tensors of the first rows of each.
         srcs: their dtypes.
     """
 
@@ -187,21 +188,30 @@ class TensorRequests(Sequence[TensorRequest]):
         object.__setattr__(self, "srcs", [info.dtype for info in self.infos])
 
     @property
+    def _columns(self) -> tuple[Sequence[Any], ...]:
+        return (
+            *(self.infos, self.names, self.shapes, self.sources, self.transposes, self.devices),
+            *(self.held, self.dtypes, self.reusable_nbytes, self.codings, self.fixed),
+        )
+
+    def row(self, at: int) -> TensorRequest:
+        """Make one row."""
+        return TensorRequest(*(column[at] for column in self._columns[1:]))
+
+    @property
     def any_packed(self) -> bool:
-        """Whether some are dequantised."""
+        """Whether some are dequantized."""
         kinds = dict(zip(map(id, self.srcs), self.srcs, strict=True))
         return any(src.is_packed for src in kinds.values())
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, wants: Sequence[TensorRequest]) -> TensorRequests:
-        """Put wants into columns."""
-        if isinstance(wants, TensorRequests):
-            return wants
-        columns: list[Any] = [
-            list(map(attrgetter(field), wants)) for field in TensorRequest.__slots__
-        ]
+    def of(cls, checkpoint: Checkpoint, rows: Sequence[TensorRequest]) -> TensorRequests:
+        """Put requests into columns."""
+        if isinstance(rows, TensorRequests):
+            return rows
+        columns: list[Any] = [list(map(attrgetter(f), rows)) for f in TensorRequest.__slots__]
         tensors = checkpoint.tensors
-        infos = [tensors[want.source[0].tensor] for want in wants]
+        infos = [tensors[row.source[0].tensor] for row in rows]
         at = TensorRequest.__slots__.index("dtype")
         columns[at] = _with_kept(checkpoint, infos, columns[at])
         return cls(infos, *columns)
@@ -210,29 +220,12 @@ class TensorRequests(Sequence[TensorRequest]):
     def every(cls, checkpoint: Checkpoint) -> TensorRequests:
         """Every tensor of a checkpoint, under its own name."""
         infos = tuple(checkpoint.tensors.values())
-        names, shapes = ([*map(attrgetter(field), infos)] for field in ("name", "shape"))
+        names, shapes = ([*map(attrgetter(f), infos)] for f in ("name", "shape"))
         none = [None] * len(infos)
         sources = list(zip(all_rows(infos), strict=True))
         dtypes = _with_kept(checkpoint, infos, none)
         empty = [""] * len(infos)
         return cls(infos, names, shapes, sources, none, none, none, dtypes, none, none, empty)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    @overload
-    def __getitem__(self, at: int) -> TensorRequest: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[TensorRequest]: ...
-    def __getitem__(self, at: int | slice) -> TensorRequest | list[TensorRequest]:
-        """One, or several."""
-        if isinstance(at, slice):
-            return [self[i] for i in range(len(self))[at]]
-        columns: tuple[Sequence[Any], ...] = (
-            *(self.names, self.shapes, self.sources, self.transposes),
-            *(self.devices, self.held, self.dtypes, self.reusable_nbytes, self.codings, self.fixed),
-        )
-        return TensorRequest(*(column[at] for column in columns))
 
     def dsts(self, policy: DTypePolicy, native_bf16: bool) -> Sequence[DType]:
         """The dtype of each on a device that computes in bfloat16 natively, or does not."""
@@ -251,13 +244,7 @@ class TensorRequests(Sequence[TensorRequest]):
     def casts(
         self, policy: DTypePolicy, native_bf16: bool, device: str | None = None
     ) -> list[tuple[DType, DType]]:
-        """The different pairs of dtypes that are cast on such a device, ordered by name.
-
-        Args:
-            policy: the dtypes asked for.
-            native_bf16: whether the device computes in bfloat16 natively.
-            device: its name, to leave out what goes to others; None for all.
-        """
+        """The different pairs of dtypes that are cast, by name; of what may go to ``device``."""
         dsts = self.dsts(policy, native_bf16)
         rows = zip(self.srcs, dsts, self.devices, self.codings, strict=True)
         pairs = {
@@ -280,7 +267,7 @@ class TensorRequests(Sequence[TensorRequest]):
 def _with_kept(
     checkpoint: Checkpoint, infos: Sequence[TensorInfo], dtypes: Sequence[DType | None]
 ) -> Sequence[DType | None]:
-    """The dtypes that are asked for, with those that tensors of quantised weights keep."""
+    """The requested dtypes; members of quantized weights keep theirs."""
     if not checkpoint.members:
         return dtypes
     kept = (kept_dtype(checkpoint.members, info) for info in infos)

@@ -15,7 +15,8 @@ import numpy as np
 from streamload.core.units import format_bytes, format_table
 from streamload.errors import NodeError, PlanInfeasibleError
 from streamload.planning.partition import Item, Node, Unit, ordered, partition, units_of
-from streamload.planning.plan import Placement, Plan
+from streamload.planning.placement import Placement
+from streamload.planning.plan import Plan
 from streamload.planning.sources import Source
 
 

@@ -25,7 +25,8 @@ from streamload.codecs.schemes.bitsandbytes_nested import MAP_NBYTES, dynamic_ma
 from streamload.codecs.weights import Packed
 from streamload.devices.base import Copy, Device
 from streamload.errors import AllocationError
-from streamload.planning.plan import STAGING_SLOTS, STATISTIC_NBYTES, Placement, Plan, senders
+from streamload.planning.placement import Placement
+from streamload.planning.plan import STAGING_SLOTS, STATISTIC_NBYTES, Plan, senders
 from streamload.planning.quant_policy import coded
 
 if TYPE_CHECKING:

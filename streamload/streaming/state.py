@@ -27,15 +27,8 @@ from streamload.devices.base import Addressed, Buffer, Device, Ticket
 from streamload.errors import FileChangedError, OutOfRangeError, TruncatedFileError
 from streamload.files.local import Reader
 from streamload.planning.chunks import Chunk, Cut, SmallTensorBatch
-from streamload.planning.plan import (
-    BULK_NBYTES,
-    HOST_CASTS,
-    SEGMENTS,
-    STAGING_SLOTS,
-    Placement,
-    Plan,
-    slot_nbytes,
-)
+from streamload.planning.placement import HOST_CASTS, Placement
+from streamload.planning.plan import BULK_NBYTES, SEGMENTS, STAGING_SLOTS, Plan, slot_nbytes
 from streamload.planning.quant_policy import coded, encoder_of
 from streamload.planning.transforms import Changes
 from streamload.streaming.device_casts import DeviceCasts

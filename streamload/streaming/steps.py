@@ -11,7 +11,7 @@ from streamload.codecs.weights import Packed
 from streamload.core.dtypes import F32, DType
 from streamload.errors import UnsupportedCastError
 from streamload.planning.chunks import Chunk, StridedRead
-from streamload.planning.plan import Placement
+from streamload.planning.placement import Placement
 from streamload.streaming.state import NO_COUNTS, NO_ERRORS, Counts, Job
 
 

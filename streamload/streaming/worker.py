@@ -22,7 +22,8 @@ from streamload.devices.base import Read, Staging, Ticket
 from streamload.errors import CheckpointError, DeviceError
 from streamload.files.local import Reader
 from streamload.planning.chunks import Chunk, SmallTensorBatch, StridedRead, split
-from streamload.planning.plan import STAGING_SLOTS, Placement, slot_nbytes
+from streamload.planning.placement import Placement
+from streamload.planning.plan import STAGING_SLOTS, slot_nbytes
 from streamload.streaming.bulk import Slot, copy_of, reads_of
 from streamload.streaming.state import NO_COUNTS, Counts, Job, WorkItem, file_ranges
 from streamload.streaming.steps import Casting, Encoding, Step, step_of

@@ -38,7 +38,7 @@ from streamload.files.guard import Guard
 from streamload.files.header import open_regular
 from streamload.loading.report import LoadReport
 from streamload.planning.dequantise import dequantised
-from streamload.planning.plan import Placement
+from streamload.planning.placement import Placement
 from streamload.planning.quant_policy import coded
 from streamload.verification.diff import shards_of, tensors_text, way, weights
 from streamload.verification.difference import shape_text

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from parameters import product
-from plan_helpers import device_spec
+from plan_helpers import device_spec, plan_of
 from safetensors_files import write_safetensors
 from tinygrad import Device, Tensor, TinyJit, dtypes, nn
 from tinygrad.device import Buffer
@@ -43,8 +43,7 @@ from streamload.errors import (
     StreamloadError,
     UnsupportedCastError,
 )
-from streamload.planning.planner import make_plan
-from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest
+from streamload.planning.requests import DeviceSpec, TensorRequest
 from streamload.streaming.loop import stream
 from streamload.streaming.sink import ModelTarget
 from streamload.verification.verify import verify
@@ -615,20 +614,19 @@ def stream_to(
     """Stream all of a checkpoint to a device object."""
     checkpoint = open_checkpoint(path)
     info = device.info
-    plan = make_plan(
+    plan = plan_of(
         checkpoint,
+        DeviceSpec(
+            replace(info, granularity_nbytes=1),
+            10**9,
+            device_casts=frozenset({("bfloat16", "float32")}),
+        ),
         wants=[
             TensorRequest(n, t.shape, (RowRange(n, 0, t.shape[0] if t.shape else 1),))
             for n, t in checkpoint.tensors.items()
         ],
-        devices=[
-            DeviceSpec(info, 10**9, device_casts=frozenset({("bfloat16", "float32")})),
-        ],
-        dtype=DTypePolicy.parse(dtype),
-        out_of_range="inf",
+        dtype=dtype,
         cast=arguments.pop("cast", "llvm"),
-        readers=["mmap"] * len(checkpoint.shards),
-        tied={},
         **arguments,
     )
     ledger = Ledger({info.name: 10**9, STAGING: plan.host_nbytes})
@@ -1002,15 +1000,11 @@ def test_a_failed_load_keeps_counting_the_memory_that_it_keeps(tmp_path: Path) -
     checkpoint = open_checkpoint(save(tmp_path, {"w": floats(1, 8)}))
     device = ours.FRAMEWORK.device("CPU")
     (parameter,) = ours.FRAMEWORK.parameters(model)
-    plan = make_plan(
+    plan = plan_of(
         checkpoint,
+        device_spec("CPU", 10**6),
         wants=[TensorRequest("w", (8,), (RowRange("w", 0, 8),), held=("CPU", "float32", 32))],
-        devices=[device_spec("CPU", 10**6)],
-        dtype=DTypePolicy.parse(None),
-        out_of_range="inf",
-        cast="llvm",
-        readers=["mmap"],
-        tied={},
+        dtype=None,
     )
     ledger = Ledger({"CPU": 10**6, STAGING: 0})
     target = ModelTarget(plan, ours.FRAMEWORK, {"CPU": device}, {"w": parameter}, ledger)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plan_helpers import plan_of
 from recording import Faults, RecordingDevice, recorded
 from safetensors.numpy import save_file
 
@@ -23,8 +24,7 @@ from streamload.errors import OffloadError, StreamloadError
 from streamload.offloading import prefetch as rounds_module
 from streamload.offloading.prefetch import Layer, Rounds
 from streamload.planning.match import wants_of
-from streamload.planning.planner import make_plan
-from streamload.planning.requests import DeviceSpec, DTypePolicy
+from streamload.planning.requests import DeviceSpec
 from streamload.planning.sources import sources
 
 _ALIGNMENT = 512
@@ -155,12 +155,11 @@ def _made(
     checkpoint = open_checkpoint(path)
     fill, _, tied = sources(checkpoint, None, None, all_match=True)
     wants = wants_of(checkpoint, fill)
-    plan = make_plan(
+    plan = plan_of(
         checkpoint,
+        DeviceSpec(device.info, 10**9),
         wants=wants,
-        devices=[DeviceSpec(device.info, 10**9)],
-        dtype=DTypePolicy.parse(None),
-        out_of_range="inf",
+        dtype=None,
         cast="numpy",
         readers=["pread"],
         tied=tied,

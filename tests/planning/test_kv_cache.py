@@ -10,7 +10,7 @@ from typing import Any
 
 import needs
 import pytest
-from plan_helpers import device_spec
+from plan_helpers import device_spec, plan_of
 from safetensors_files import write_safetensors
 
 import streamload
@@ -22,8 +22,7 @@ from streamload.errors import CheckpointError, PlanInfeasibleError
 from streamload.planning import kv_cache
 from streamload.planning.kv_cache import CacheRequest, KvCache
 from streamload.planning.plan import Plan
-from streamload.planning.planner import make_plan
-from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest
+from streamload.planning.requests import DeviceSpec, TensorRequest
 
 #: A config.json of each kind, with the keys that published ones have; small.
 GROUPED: dict[str, Any] = {
@@ -375,17 +374,7 @@ def planned(
         )
         for info in checkpoint.tensors.values()
     ]
-    return make_plan(
-        checkpoint,
-        wants=wants,
-        devices=devices,
-        dtype=DTypePolicy(),
-        out_of_range="inf",
-        cast="llvm",
-        readers=["mmap"],
-        tied={},
-        cache=cache,
-    )
+    return plan_of(checkpoint, *devices, wants=wants, dtype=None, cache=cache)
 
 
 #: Of `LLAMA`, of one layer and token in float16: keys and values of 2 heads of 16 elements.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_helpers import device_spec
+from plan_helpers import device_spec, plan_of
 from safetensors_files import write_safetensors
 
 import streamload
@@ -17,7 +17,6 @@ from streamload.core.dtypes import BF16, F16, F32, DType
 from streamload.core.tensors import Block, RowRange, RowTranspose
 from streamload.errors import ShapeMismatch, StateDictMismatchError
 from streamload.planning.match import Match, incoherent, match
-from streamload.planning.planner import make_plan
 from streamload.planning.requests import DTypePolicy
 from streamload.planning.sources import Source, sources
 
@@ -189,15 +188,8 @@ def test_views_are_written_in_place_or_not_at_all(tmp_path: Path) -> None:
     found = matched(checkpoint, view)
 
     def placements(dtype: str) -> Any:
-        return make_plan(
-            checkpoint,
-            wants=found.wants,
-            devices=[device_spec("CPU", 100)],
-            dtype=DTypePolicy.parse(dtype),
-            out_of_range="inf",
-            cast="llvm",
-            readers=["mmap"],
-            tied={},
+        return plan_of(
+            checkpoint, device_spec("CPU", 100), wants=found.wants, dtype=dtype
         ).placements
 
     found.check_views(checkpoint.path, placements("checkpoint"))
@@ -235,16 +227,7 @@ def test_what_keeps_its_dtype_keeps_it_unless_another_is_asked_for(tmp_path: Pat
     checkpoint = write(tmp_path, a=[1, 2], b=[3, 4], c=[5, 6])
     parameters = [FakeParameter((name,), keeps=BF16) for name in "ab"] + [FakeParameter(("c",))]
     out = matched(checkpoint, *parameters, dtype={"b": "float16"})
-    plan = make_plan(
-        checkpoint,
-        wants=out.wants,
-        devices=[device_spec("x", 1000)],
-        dtype=DTypePolicy.parse({"b": "float16"}),
-        out_of_range="inf",
-        cast="llvm",
-        readers=["mmap"],
-        tied={},
-    )
+    plan = plan_of(checkpoint, device_spec("x", 1000), wants=out.wants, dtype={"b": "float16"})
     assert {p.name: p.dst for p in plan.placements} == {"a": BF16, "b": F16, "c": F32}
 
 

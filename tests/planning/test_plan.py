@@ -26,7 +26,8 @@ from streamload.core.tensors import RowRange, RowTranspose
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.chunks import chunks
 from streamload.planning.device_plan import DevicePlan
-from streamload.planning.plan import Placement, Placements, Plan
+from streamload.planning.placement import Placement, Placements
+from streamload.planning.plan import Plan
 from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest
 
 MIB = 2**20

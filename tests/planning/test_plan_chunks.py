@@ -18,7 +18,8 @@ from streamload.core.dtypes import BY_CODE, F16, F32, F64, DType
 from streamload.core.tensors import RowRange, RowTranspose, TensorInfo
 from streamload.files.header import Header
 from streamload.planning.chunks import Chunk, StridedRead, chunks
-from streamload.planning.plan import Placement, Placements, Plan, slot_nbytes
+from streamload.planning.placement import Placement, Placements
+from streamload.planning.plan import Plan, slot_nbytes
 
 Array = np.ndarray[Any, Any]
 

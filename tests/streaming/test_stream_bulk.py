@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parameters import enough, few
-from plan_helpers import device_spec
+from plan_helpers import device_spec, plan_of
 from recording import Disk, Faults, recorded
 
 import streamload
@@ -34,8 +34,7 @@ from streamload.errors import (
     TruncatedFileError,
 )
 from streamload.planning.plan import Plan
-from streamload.planning.planner import make_plan
-from streamload.planning.requests import DTypePolicy, TensorRequest
+from streamload.planning.requests import TensorRequest
 from streamload.streaming.loop import stream
 from streamload.streaming.sink import ModelTarget
 
@@ -240,15 +239,12 @@ def spread(
         )
         for i, name in enumerate(names)
     ]
-    plan = make_plan(
+    plan = plan_of(
         checkpoint,
+        *specs,
         wants=wants,
-        devices=specs,
-        dtype=DTypePolicy.parse(dtype),
-        out_of_range="inf",
-        cast="llvm",
+        dtype=dtype,
         readers=["pread"] * shards,
-        tied={},
         chunk_nbytes=chunk_nbytes,
         threads=threads,
     )

@@ -14,7 +14,7 @@ from typing import Any
 import needs
 import numpy as np
 import pytest
-from plan_helpers import device_spec
+from plan_helpers import device_spec, plan_of
 from safetensors_files import write_safetensors
 
 import streamload
@@ -34,8 +34,7 @@ from streamload.devices.staging import DONE, HostStaging
 from streamload.errors import AllocationError, TruncatedFileError
 from streamload.planning.chunks import Chunk, Cut, SmallTensorBatch, chunks
 from streamload.planning.plan import Plan
-from streamload.planning.planner import make_plan
-from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest, TensorRequests
+from streamload.planning.requests import DeviceSpec, TensorRequest, TensorRequests
 from streamload.streaming.loop import stream
 from streamload.streaming.sink import ModelTarget
 
@@ -59,15 +58,8 @@ def planned(checkpoint: Checkpoint, spec: DeviceSpec, skipped: Sequence[str] = (
     wants: Sequence[TensorRequest] = TensorRequests.every(checkpoint)
     if skipped:
         wants = [want for want in wants if want.name not in skipped]
-    return make_plan(
-        checkpoint,
-        wants=wants,
-        devices=[spec],
-        dtype=DTypePolicy(),
-        out_of_range="inf",
-        cast="llvm",
-        readers=["pread"] * len(checkpoint.shards),
-        tied={},
+    return plan_of(
+        checkpoint, spec, wants=wants, dtype=None, readers=["pread"] * len(checkpoint.shards)
     )
 
 

@@ -14,6 +14,7 @@ import forked
 import numpy as np
 import pytest
 from boxes import Boxes
+from plan_helpers import plan_of
 from recording import RecordingDevice, RecordingFramework
 from safetensors_files import write_safetensors
 
@@ -27,8 +28,7 @@ from streamload.files.local import DIRECT_FILESYSTEMS
 from streamload.files.page_cache import resident_fraction
 from streamload.planning.chunks import Chunk, StridedRead
 from streamload.planning.plan import Plan
-from streamload.planning.planner import make_plan
-from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest
+from streamload.planning.requests import DeviceSpec, TensorRequest
 from streamload.streaming.loop import stream
 from streamload.streaming.sink import ModelTarget
 from streamload.streaming.state import StreamStats, file_ranges
@@ -109,15 +109,11 @@ def run(
             TensorRequest(name, info.shape, (RowRange(name, 0, info.shape[0]),))
             for name, info in checkpoint.tensors.items()
         ]
-    made = make_plan(
+    made = plan_of(
         checkpoint,
+        DeviceSpec(device.info, 10**9),
         wants=wants,
-        devices=[DeviceSpec(device.info, 10**9)],
-        dtype=DTypePolicy.parse("checkpoint"),
-        out_of_range="inf",
-        cast="llvm",
         readers=[*reader, *[reader[-1]] * (len(checkpoint.shards) - len(reader))],
-        tied={},
         chunk_nbytes=chunk_nbytes,
         threads=threads,
         **arguments,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from streamload.core.tensors import RowRange, TensorInfo
 from streamload.devices.base import DeviceInfo
 from streamload.files.header import Header
 from streamload.planning.plan import Plan
-from streamload.planning.planner import make_plan
+from streamload.planning.planner import PlanRequest, make_plan
 from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest
 
 
@@ -61,16 +62,14 @@ def plan_of(
     **changes: Any,
 ) -> Plan:
     """`make_plan` with defaults for what a test is not about."""
-    arguments: dict[str, Any] = {
-        "out_of_range": "inf",
-        "cast": "llvm",
-        "readers": ["mmap"] * len(checkpoint.shards),
-        "tied": {},
-    }
-    return make_plan(
+    request = PlanRequest(
         checkpoint,
-        wants=wants_of(checkpoint) if wants is None else wants,
+        wants_of(checkpoint) if wants is None else wants,
         devices=specs,
         dtype=DTypePolicy.parse(dtype, fp16_cast),
-        **arguments | changes,
+        out_of_range="inf",
+        cast="llvm",
+        readers=["mmap"] * len(checkpoint.shards),
+        tied={},
     )
+    return make_plan(replace(request, **changes))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from plan_helpers import plan_of
 from recording import RecordedBuffer, RecordingDevice, RecordingFramework
 
 from streamload.checkpoint.open import Checkpoint, open_checkpoint
@@ -15,8 +16,7 @@ from streamload.checkpoint.shards import Opener, open_shard
 from streamload.core.memory import STAGING, Ledger
 from streamload.core.tensors import RowRange
 from streamload.planning.plan import Plan
-from streamload.planning.planner import make_plan
-from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest
+from streamload.planning.requests import DeviceSpec, TensorRequest
 from streamload.planning.transforms import NO_CHANGES, Changes
 from streamload.streaming.loop import stream
 from streamload.streaming.sink import ModelTarget
@@ -98,15 +98,14 @@ def prepare(
         )
         for d in devices
     ]
-    plan = make_plan(
+    plan = plan_of(
         checkpoint,
+        *specs,
         wants=wants,
-        devices=specs,
-        dtype=DTypePolicy.parse(dtype),
+        dtype=dtype,
         out_of_range=out_of_range,
         cast=cast,
         readers=[reader] * len(checkpoint.shards),
-        tied={},
         chunk_nbytes=chunk_nbytes,
         threads=threads,
         changed=changes.by_tensor,

@@ -24,7 +24,7 @@ from streamload.errors import (
 )
 from streamload.planning.match import Match, match
 from streamload.planning.plan import Plan
-from streamload.planning.planner import make_plan
+from streamload.planning.planner import PlanRequest, make_plan
 from streamload.planning.requests import DeviceSpec, DTypePolicy
 from streamload.planning.sources import sources
 from streamload.streaming.loop import stream
@@ -232,7 +232,7 @@ def prepare(
         native_bf16=info.native_bf16,
         device_casts=frozenset({("float32", "float16"), ("bfloat16", "float32")}),
     )
-    plan = make_plan(
+    request = PlanRequest(
         checkpoint,
         wants=matched.wants,
         devices=[spec],
@@ -244,6 +244,7 @@ def prepare(
         chunk_nbytes=chunk_nbytes,
         threads=threads,
     )
+    plan = make_plan(request)
     peak = max(plan.devices[0].peak_nbytes, plan.devices[0].held_nbytes)
     # what was planned is all that there is: one byte more than that would be refused
     ledger = Ledger({device.name: peak, STAGING: plan.host_nbytes})

@@ -1,0 +1,293 @@
+"""Where each parameter of a plan goes, and how: a `Placement`, and all of them in columns."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any, Literal
+
+from streamload.codecs.encode_kernels import Tally
+from streamload.core.dtypes import DType
+from streamload.core.tensors import Coding, RowRange, RowTranspose, records
+from streamload.core.units import format_table
+from streamload.planning.table import Table
+
+Action = Literal["new", "in_place", "replace"]
+
+# Most bytes of rows that functions change at once; a longer row is one piece.
+CHANGE_NBYTES = 2**20
+# Counts of a device that casts, for each parameter: overflowed, flushed and changed elements.
+TALLY_NBYTES = 3 * 8
+_LISTED = 8  # placements that are printed
+# Fields of which `Placements` has a column.
+_DIFFERENT = ("name", "source", "resident_nbytes", "reusable_nbytes")
+
+#: Casts that the host makes.
+HOST_CASTS = frozenset({"llvm", "numpy", "rows", "quant"})
+#: Casts of what nothing is read for while a load streams.
+UNREAD = frozenset({"mapped", "part"})
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One parameter of the plan.
+
+    Attributes:
+        name: the parameter's name.
+        device: where it goes.
+        shape: its shape.
+        src: dtype in the checkpoint.
+        dst: dtype on the device.
+        source: row ranges, concatenated in order.
+        transpose: a permutation of those rows, or None.
+        action: "new", "in_place" (the bytes it holds now are overwritten) or "replace" (what it
+            holds is released first).
+        cast: "copy", "llvm", "numpy", "device", "rows" where functions change values, "mapped" for
+            a view on the file, which is not read, "quant" where it is quantised, or "part" for what
+            belongs to that: it is not read, and made when the codes are there.
+        resident_nbytes: bytes that it takes of the device, as the allocator rounds; 0 where it
+            fits into what the allocator took for an earlier one.
+        released_nbytes: bytes that it gives back on that device first, under "replace".
+        reusable_nbytes: of the bytes that it holds, those whose memory the load takes over: to be
+            written in place, or really given back. The others have none yet, or share it.
+        coding: what it is of a quantised tensor; None of any other.
+        scales_nbytes: what the host holds while its values are dequantised; 0 of any other.
+        there_nbytes: what a device that casts it holds until all of it is there: scales, or
+            statistics that are quantised then.
+    """
+
+    name: str
+    device: str
+    shape: tuple[int, ...]
+    src: DType
+    dst: DType
+    source: tuple[RowRange, ...]
+    transpose: RowTranspose | None
+    action: Action
+    cast: str
+    resident_nbytes: int
+    released_nbytes: int = 0
+    reusable_nbytes: int = 0
+    coding: Coding | None = None
+    scales_nbytes: int = 0
+    there_nbytes: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of what is read for it."""
+        if self.coding is None:
+            return math.prod(self.shape)
+        return 0 if self.coding.part else math.prod(self.coding.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameter's elements on the device."""
+        return self.dst.nbytes(math.prod(self.shape))
+
+    @property
+    def src_nbytes(self) -> int:
+        """Bytes of its elements in the checkpoint."""
+        return self.stored_nbytes(self.numel)
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of one row of its source."""
+        return self.numel // max(sum(r.stop - r.start for r in self.source), 1)
+
+    @property
+    def tally_nbytes(self) -> int:
+        """Bytes of what a device counts of it."""
+        return TALLY_NBYTES if self.coding is None else ctypes.sizeof(Tally)
+
+    @property
+    def unit_numel(self) -> int:
+        """Elements of the least that becomes bytes of the parameter by itself."""
+        if self.coding is None:
+            own = self.src.unit if self.src.is_packed else 1
+            return self.row_numel if self.cast == "rows" else own
+        unit = self.coding.unit_numel
+        if self.transpose is not None and self.turned:  # whole columns of the file
+            return math.lcm(unit, self.column_numel)
+        return math.lcm(unit, self.row_numel) if self.coding.of_rows else unit
+
+    @property
+    def changes(self) -> bool:
+        """Whether functions change its rows on the way."""
+        return self.cast == "rows" or (self.coding is not None and self.coding.of_rows)
+
+    def stored_nbytes(self, numel: int) -> int:
+        """Bytes of so many of its elements in the checkpoint."""
+        return self.src.nbytes(numel)
+
+    def placed_nbytes(self, numel: int) -> int:
+        """Bytes of so many of its elements on the device: of the first ones, whole units."""
+        coding = self.coding
+        if coding is None:
+            return self.dst.nbytes(numel)
+        units, rest = divmod(numel, coding.unit_numel)
+        last = -(-rest * coding.dst_unit_nbytes // coding.unit_numel)
+        return units * coding.dst_unit_nbytes + last
+
+    def numel_at(self, nbytes: int) -> int:
+        """The number of the element whose unit begins at a byte on the device, if quantised."""
+        coding = self.coding
+        assert coding is not None, self.name
+        return nbytes // coding.dst_unit_nbytes * coding.unit_numel
+
+    @property
+    def part_numel(self) -> int:
+        """Elements that a transpose moves together."""
+        assert self.transpose is not None, self.name
+        return self.numel // self.transpose.rows
+
+    @property
+    def column_numel(self) -> int:
+        """Elements of a column of lines that become columns."""
+        assert self.transpose is not None, self.name
+        return self.part_numel * self.transpose.outer
+
+    @property
+    def least_columns(self) -> int:
+        """How many columns of lines that become columns are read together at least."""
+        unit = self.unit_numel
+        if self.coding is not None:
+            return max(unit // self.column_numel, 1)
+        return unit // math.gcd(unit, self.part_numel)
+
+    @property
+    def changed_numel(self) -> int:
+        """Most elements that are changed at once."""
+        fitting = CHANGE_NBYTES // max(self.src.itemsize, self.dst.itemsize)
+        return min(max(fitting, self.row_numel), self.numel)
+
+    @property
+    def strided(self) -> bool:
+        """Whether only some columns of its rows are read."""
+        return any(r.columns is not None for r in self.source)
+
+    @property
+    def turned_there(self) -> bool:
+        """Whether it is read in its order, and the device that dequantises it transposes it."""
+        return self.cast == "device" and self.src.is_packed and self.transpose is not None
+
+    @property
+    def turned(self) -> bool:
+        """Whether the transpose may move parts of rows, as that of a matrix does."""
+        shape = self.shape if self.coding is None else self.coding.shape
+        if self.transpose is None or self.turned_there:
+            return False
+        return self.transpose.rows != (shape or (1,))[0]
+
+
+class Placements(Table[Placement]):
+    """The placements of a plan, in columns.
+
+    They compare, hash and pickle like a tuple of the same.
+
+    Attributes:
+        names: of the parameters.
+        kinds: for each a placement with all facts that are in no other column; one object for all
+            that are alike.
+        sources: the row ranges of each.
+        resident_nbytes: what each takes of its device.
+        reusable_nbytes: of the bytes that each holds, those that the load takes over.
+    """
+
+    __slots__ = (
+        *("_counted", "_rows", "kinds", "names"),
+        *("resident_nbytes", "reusable_nbytes", "sources"),
+    )
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        kinds: Sequence[Placement],
+        sources: Sequence[tuple[RowRange, ...]],
+        resident_nbytes: Sequence[int],
+        reusable_nbytes: Sequence[int],
+    ) -> None:
+        self.names = names
+        self.kinds = kinds
+        self.sources = sources
+        self.resident_nbytes = resident_nbytes
+        self.reusable_nbytes = reusable_nbytes
+        self._counted: tuple[tuple[Placement, int], ...] | None = None
+        self._rows: dict[int, Placement] = {}
+
+    @classmethod
+    def of(cls, placements: Iterable[Placement]) -> Placements:
+        """Put placements into columns, each as a kind of its own."""
+        kinds = tuple(placements)
+        names, *columns = (list(map(attrgetter(field), kinds)) for field in _DIFFERENT)
+        return cls(names, kinds, *columns)
+
+    @property
+    def _columns(self) -> tuple[Sequence[Any], ...]:
+        sizes = self.resident_nbytes, self.reusable_nbytes
+        return self.names, self.kinds, self.sources, *sizes
+
+    @property
+    def counted(self) -> tuple[tuple[Placement, int], ...]:
+        """The different kinds, and how many placements are of each."""
+        if self._counted is None:
+            keys = list(map(id, self.kinds))
+            count, kind = Counter(keys), dict(zip(keys, self.kinds, strict=True))
+            self._counted = tuple((kind[key], count[key]) for key in count)
+        return self._counted
+
+    @property
+    def all_new(self) -> bool:
+        """Whether nothing is held: all are "new"."""
+        return all(kind.action == "new" for kind, _ in self.counted)
+
+    def on(self, device: str) -> Placements:
+        """Those on one device."""
+        if all(kind.device == device for kind, _ in self.counted):
+            return self
+        return self.chosen([at for at, kind in enumerate(self.kinds) if kind.device == device])
+
+    def row(self, at: int) -> Placement:
+        """Make one row, once."""
+        found = self._rows.get(at)
+        if found is None:
+            own = zip(_DIFFERENT, (column[at] for column in self._own_columns), strict=True)
+            found = self._rows[at] = replace(self.kinds[at], **dict(own))
+        return found
+
+    @property
+    def _own_columns(self) -> tuple[Sequence[Any], ...]:
+        return self.names, self.sources, self.resident_nbytes, self.reusable_nbytes
+
+    def __iter__(self) -> Iterator[Placement]:
+        own = dict(zip(_DIFFERENT, self._own_columns, strict=True))
+        columns = (
+            own[field] if field in own else list(map(attrgetter(field), self.kinds))
+            for field in Placement.__slots__
+        )
+        return iter(records(Placement, *columns))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (tuple, Placements)):
+            return NotImplemented
+        return tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        """A table of the first: all are 300 characters each."""
+        rows = [
+            (p.name, p.device, str(list(p.shape)), p.src.name, p.dst.name, p.cast, p.action)
+            for p in self[:_LISTED]
+        ]
+        titles = ("parameter", "device", "shape", "stored as", "becomes", "by", "action")
+        rest = len(self) - len(rows)
+        more = [f"and {rest} more"] * bool(rest)
+        return "\n".join([*format_table(titles, rows, right=0), *more])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Placements.of, (tuple(self),)
