@@ -27,13 +27,6 @@ def host_engine(
 ) -> tuple[CastChoice, list[str]]:
     """Choose LLVM, or numpy where no kernel can be compiled, and compile what will be needed.
 
-    Args:
-        wants: what is loaded.
-        policy: the dtypes asked for.
-        specs: the devices.
-        asked: ``cast=``.
-        clamp: whether elements that overflow are clamped.
-
     Returns:
         The engine, and notes that say why it is not LLVM.
     """

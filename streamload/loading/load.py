@@ -278,13 +278,7 @@ def plan(path: CheckpointLike, **options: Unpack[PlanOptions]) -> Plan:
 def described(
     read: Options, device: str | Sequence[str] | None, bf16_undecided: bool
 ) -> Sequence[DeviceSpec]:
-    """Describe the devices of a plan without a model; looked at where that is needed.
-
-    Args:
-        read: the options.
-        device: as in `plan`.
-        bf16_undecided: whether some dtype depends on what a device computes in natively.
-    """
+    """Describe the devices of a plan without a model; looked at where that is needed."""
     names = [device or "device"] if isinstance(device, str) or device is None else list(device)
     read.check_names(names, device)
     _check_distinct(names)
@@ -389,10 +383,6 @@ def read_call(
 
     Of the checkpoint, what a dtype is asked for is dequantised; where there is a model, what that
     does not hold as it is stored.
-
-    Raises:
-        CheckpointError: the checkpoint or an adapter is invalid.
-        ValueError: an argument is invalid, or a name or a pattern in one matches nothing.
     """
     given: LoadOptions = {**DEFAULTS, **options}
     read = Options.read(**given)

@@ -52,12 +52,7 @@ _PLAIN_INITIALISATIONS = (True, False, None, "gaussian", "orthogonal", "eva")
 def changes_of(
     checkpoint: Checkpoint, transform: Transform | None, adapters: Sequence[Any] | None
 ) -> Changes:
-    """What changes the values of a load: adapters first, and functions after them.
-
-    Raises:
-        CheckpointError: an adapter is not plain LoRA, or does not fit the checkpoint.
-        ValueError: an argument is invalid.
-    """
+    """What changes the values of a load: adapters first, and functions after them."""
     if isinstance(adapters, (str, os.PathLike)) or not isinstance(adapters, Sequence | None):
         raise ValueError(f'adapters is a list of paths, such as ["my-lora/"], not {adapters!r}')
     found: dict[str, list[Change]] = {}

@@ -98,17 +98,7 @@ class Devices:
         reserve_nbytes: int = 0,
         of_model: bool = False,
     ) -> list[DeviceSpec]:
-        """Describe the devices to the planner.
-
-        Args:
-            budget: the bytes that the load may take on each.
-            policy: the dtypes asked for.
-            cast: what casts.
-            held: bytes that the model holds on each now, in memory that the load takes over.
-            bf16_undecided: whether some dtype depends on what a device computes in natively.
-            reserve_nbytes: bytes that stay free on each, of the budget and of what is free.
-            of_model: whether parameters of a model are loaded.
-        """
+        """Describe the devices to the planner."""
         for device in self.opened.values():
             device.trim()  # what the allocator keeps of freed memory is free
         infos = {name: device.info for name, device in self.opened.items()}
@@ -168,19 +158,8 @@ class Devices:
         Only those that the load needs. A device for which one cannot be had casts nothing: the host
         does, as it does for other devices.
 
-        Args:
-            specs: the devices, described.
-            wants: what is loaded.
-            policy: the dtypes asked for.
-            clamp: what overflows becomes the largest finite value.
-            required: the devices are to cast: a kernel that cannot be had is an error.
-
         Returns:
             The devices as they are to be planned for, and a note for each that does not cast.
-
-        Raises:
-            UnsupportedCastError: a kernel cannot be made, and is required.
-            DeviceError: the driver does not take one, and it is required.
         """
         out, notes = [], []
         for spec in specs:
@@ -238,12 +217,7 @@ def _load_decoders(
 
 
 def unseen_spec(name: str, budget_nbytes: int) -> DeviceSpec:
-    """Describe a device that nobody looks at, by what its name says.
-
-    Args:
-        name: of a device, or of a node.
-        budget_nbytes: the bytes that it may take.
-    """
+    """Describe a device that nobody looks at, by what its name says."""
     owner, rest = split_name(name)
     owner = owner or spelled_as(rest)
     allocator = _CUDA_ALLOCATORS.get(owner)
@@ -265,14 +239,7 @@ def unseen_spec(name: str, budget_nbytes: int) -> DeviceSpec:
 
 
 def host_room_nbytes(parameters: int = 0) -> int | None:
-    """What is free on the host for a load; None where no file says.
-
-    Args:
-        parameters: how many of a model are still to be matched and planned.
-
-    Raises:
-        PlanInfeasibleError: they cannot be; or not even a load that needs nothing could run.
-    """
+    """What is free on the host for a load; None where no file says."""
     free = _host_free_nbytes(needed=False)
     needed = parameters * PLANNING_NBYTES
     if free is not None and free <= needed:
@@ -347,12 +314,7 @@ def open_devices(
 
 
 def _working(owner: Framework, chosen: Framework | None) -> list[str]:
-    """Names of all devices that work here; asked for only when one does not.
-
-    Args:
-        owner: whose.
-        chosen: the framework of a model, which takes no other's; or None.
-    """
+    """Names of all devices that work here; asked for only when one does not."""
     names = [name for name in owner.candidates() if probe(owner.name, name).works]
     return names if chosen is not None or owner.name == "host" else [*names, "host"]
 

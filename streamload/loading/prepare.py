@@ -236,13 +236,7 @@ def host_nbytes(made: Plan) -> int:
 
 
 def _mapped_in_little(made: Plan, taken_nbytes: int, free_nbytes: int) -> Plan:
-    """The plan where a map was asked for and little memory is left; raises where it is too little.
-
-    Args:
-        made: a plan.
-        taken_nbytes: what it takes of the host.
-        free_nbytes: of what is free there.
-    """
+    """The plan of a requested map with little memory left; PlanInfeasibleError if too little."""
     if free_nbytes - taken_nbytes >= _LEAST_MAP_ROOM_NBYTES:
         note = "one thread: files are mapped, and the host has little memory"
         return replace(made, threads=min(made.threads, 1), notes=(*made.notes, note))
@@ -298,11 +292,7 @@ class Place:
         options: Options,
         device: str | Sequence[str] | None,
     ) -> Place:
-        """Look at a model, and open the devices.
-
-        Raises:
-            PlanInfeasibleError: the host has too little memory to match and to plan.
-        """
+        """Look at a model, and open the devices."""
         owner = None
         parameters: Sequence[Parameter] = ()
         if model is not None:
@@ -332,11 +322,7 @@ class Place:
         found: Found,
         suggest: Callable[[], Sequence[Suggestion]] = tuple,
     ) -> Match:
-        """Match the model to a checkpoint, by name and shape; the arguments are `Decision.make`'s.
-
-        Raises:
-            StateDictMismatchError: they do not match.
-        """
+        """Match the model to a checkpoint, by name and shape."""
         fill, skipped, tied = found
         match = match_parameters(
             *(checkpoint, self.parameters, fill, tied, self.keep, options.policy),
@@ -350,13 +336,7 @@ class Place:
     def specs(
         self, options: Options, bf16_undecided: bool, devices: Devices | None = None
     ) -> list[DeviceSpec]:
-        """Describe the devices to the planner.
-
-        Args:
-            options: those of the load.
-            bf16_undecided: whether some dtype depends on what a device computes in natively.
-            devices: others than those that were opened.
-        """
+        """Describe the devices to the planner."""
         return options.casting(
             (devices or self.devices).specs(
                 options.budget,
@@ -372,10 +352,6 @@ class Place:
 
 def _reusable(parameters: Sequence[Parameter], shared: Set[str]) -> dict[int, int] | None:
     """How many bytes of each parameter on the host are memory that a load can take over.
-
-    Args:
-        parameters: of the model.
-        shared: devices whose memory is the host's.
 
     Returns:
         Bytes by the numbers of those parameters; None where the system does not tell.
@@ -428,17 +404,7 @@ class Decision:
         instead: Callable[[PlanInfeasibleError, Match, TensorRequests], Sequence[Fit]]
         | None = None,
     ) -> Decision:
-        """Match and plan.
-
-        Args:
-            place: the model, and where it goes.
-            checkpoint: the headers.
-            options: those of the load.
-            found: what fills each parameter; see `sources`.
-            suggest: says what to write where they have not.
-            offers: what the entrance takes of the options that may make a load fit.
-            instead: says which other calls there are for a model that does not fit.
-        """
+        """Match and plan."""
         fill, _, tied = found
         match = None
         if place.owner is not None:

@@ -271,11 +271,6 @@ def _also(report: LoadReport) -> str:
 def device_map(devices: Mapping[str, str], others: Iterable[str] = ()) -> dict[str, str | int]:
     """The largest modules that are in one place, in the form of accelerate's ``device_map``.
 
-    Args:
-        devices: device names by tensor name ("layers.0.weight").
-        others: names of tensors whose device is not known yet: they are put where the first tensor
-            of the smallest module around them is.
-
     Returns:
         Module names to devices, in the order of the tensors; a number for one of CUDA. A tensor
         of a module that is in several places is named itself.
@@ -346,12 +341,7 @@ class Meter:
     """Peaks by counters that are not ours, above what they said at the beginning."""
 
     def __init__(self, devices: Mapping[str, Device], process_nbytes: int | None = None) -> None:
-        """Begin now.
-
-        Args:
-            devices: by name.
-            process_nbytes: what the process had when memory was looked at for the plan; None: now.
-        """
+        """Begin now."""
         self._devices = devices
         self._begun = self._now()
         if process_nbytes is not None:

@@ -213,12 +213,7 @@ class Cut:
     """
 
     def __init__(self, plan: Plan, checkpoint: Checkpoint) -> None:
-        """Look up where the tensors are.
-
-        Args:
-            plan: what to cut.
-            checkpoint: the headers that it was made from.
-        """
+        """Look up where the tensors are."""
         self._plan = plan
         self._checkpoint = checkpoint
         self._shard_of = {header.path: index for index, header in enumerate(checkpoint.shards)}

@@ -40,13 +40,7 @@ class Costs:
         home: Mapping[str, tuple[int, int]],
         tied: Iterable[tuple[int, str]],
     ) -> None:
-        """Take what units have.
-
-        Args:
-            sizes: bytes of each unit.
-            home: the unit of each tensor, and its bytes.
-            tied: for each tied name, its unit and the tensor that it shares.
-        """
+        """Take what units have."""
         self.prefix = [0, *accumulate(sizes)]
         away = {(u, source) for u, source in tied if home[source][0] != u}
         #: Where a tied name stands without its tensor, ascending, and (tensor, its unit, bytes).

@@ -27,13 +27,7 @@ from streamload.planning.sources import Source
 
 
 def asked(checkpoint: Checkpoint, policy: DTypePolicy, *, blocks: bool = False) -> list[str]:
-    """The names of the quantised weights that the policy asks to dequantise.
-
-    Args:
-        checkpoint: the headers.
-        policy: the dtypes asked for.
-        blocks: whether blocks of GGUF are, too, where the policy says nothing of them.
-    """
+    """The names of the quantised weights that the policy asks to dequantise."""
     if not policy.rules and not (blocks and checkpoint.stored):
         return []
     return [
@@ -92,15 +86,7 @@ def _own_name(group: QuantizedWeight, name: str) -> str:
 
 
 def dequantised(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
-    """A checkpoint in which quantised weights are one tensor each.
-
-    Args:
-        checkpoint: the headers.
-        names: of the weights; reads the few bytes in which some keep their shapes.
-
-    Raises:
-        CheckpointError: another tensor has a weight's name, or what is read is invalid.
-    """
+    """A checkpoint in which quantised weights are one tensor each."""
     if not names:
         return checkpoint
     states = read_states(checkpoint.layouts, checkpoint.groups)
@@ -148,9 +134,6 @@ def as_in_models(checkpoint: Checkpoint) -> Checkpoint:
     """A checkpoint whose dequantised weights have the shapes of the model that is not quantised.
 
     For a Conv1D bitsandbytes has a Linear, whose weight is the transpose: see `Checkpoint.turns`.
-
-    Raises:
-        CheckpointError: rows of such a weight are no whole bytes.
     """
     turns: dict[Location, dict[str, Turn]] = {}
     for info in checkpoint.tensors.values():

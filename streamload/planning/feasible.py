@@ -21,17 +21,7 @@ from streamload.planning.requests import DeviceSpec
 def check(
     plan: Plan, shares: Sequence[DeviceShare], cache: CacheRoom | None, host_limit: str
 ) -> None:
-    """Refuse a plan that does not fit.
-
-    Args:
-        plan: the plan.
-        shares: what it puts on each device.
-        cache: the KV cache that there has to be room for.
-        host_limit: what sets its budget of the host: "budget" or "free memory".
-
-    Raises:
-        PlanInfeasibleError: a device, the memory that devices share, or the host is too small.
-    """
+    """Refuse a plan that does not fit."""
     specs = {share.spec.name: share.spec for share in shares}
     for mine, share in zip(plan.devices, shares, strict=True):
         _check_device(plan, mine, share, specs, cache)

@@ -216,13 +216,7 @@ class DeviceShare:
     def planned(
         self, scratch_nbytes: int, part: Part | None, cache: CacheRoom | None
     ) -> DevicePlan:
-        """What the plan says of the device.
-
-        Args:
-            scratch_nbytes: temporary memory there.
-            part: what it has under a split.
-            cache: the KV cache that there has to be room for.
-        """
+        """What the plan says of the device."""
         spec, placements = self.spec, self.placements
         reusable = self.held_nbytes
         if spec.info.shared_memory and not placements.all_new:
@@ -252,14 +246,7 @@ class DeviceShare:
 def fit(
     draft: Plan, shares: Sequence[DeviceShare], parts: Mapping[str, Part], cache: CacheRoom | None
 ) -> Plan:
-    """Choose threads and chunk size so that staging fits, and predict the peaks.
-
-    Args:
-        draft: a plan with the most threads, and the longest chunks.
-        shares: what it puts on each device.
-        parts: what each device has under a split.
-        cache: the KV cache that there has to be room for.
-    """
+    """Choose threads and chunk size so that staging fits, and predict the peaks."""
     filled = (share.spec.info for share in shares if share.placements)
     threads = min([draft.threads, *(info.threads for info in filled)])
     if any("device" in share.casts and not share.spec.casts for share in shares):
@@ -382,13 +369,7 @@ def least_read_nbytes(placements: Placements) -> int:
 def timeline(
     placements: Placements, spec: DeviceSpec, release_first: bool = False
 ) -> tuple[int, int, bool]:
-    """(held at the beginning, peak, whether all old parameters must go first), in bytes.
-
-    Args:
-        placements: those on the device.
-        spec: the device.
-        release_first: all old parameters go first, also where parameters alone would fit.
-    """
+    """(held at the beginning, peak, whether all old parameters must go first), in bytes."""
     budget_nbytes = max(spec.budget_nbytes, 0)
     total = sum(placements.resident_nbytes)
     if placements.all_new:  # nothing is held, nothing goes

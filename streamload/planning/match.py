@@ -111,11 +111,7 @@ def incoherent(checkpoint: Checkpoint, source: Source) -> str:
 
 
 def wants_of(checkpoint: Checkpoint, fill: Mapping[str, Source]) -> TensorRequests:
-    """Everything in the checkpoint, as it is there.
-
-    Raises:
-        StateDictMismatchError: the rows of a tensor do not fit each other.
-    """
+    """Everything in the checkpoint, as it is there."""
     if isinstance(fill, Unchanged):
         return TensorRequests.every(checkpoint)
     problems = [
@@ -209,14 +205,7 @@ class Match:
         changed: Collection[str],
         policy: QuantPolicy | None = None,
     ) -> TensorRequests:
-        """What is wanted, with the weights whose codes the model holds in their parts.
-
-        Args:
-            checkpoint: the headers.
-            coded: as in `match`.
-            changed: tensors whose rows functions change on the way.
-            policy: what decided what is quantised, for messages.
-        """
+        """What is wanted, with the weights whose codes the model holds in their parts."""
         if not coded:
             return TensorRequests.of(checkpoint, self.wants)
         forms = [coded.get(want.name) for want in self.wants]
@@ -247,17 +236,7 @@ class Match:
         swap: Swap,
         coded: Mapping[str, CodedWeight],
     ) -> list[str]:
-        """Notes on what was to be quantised, and has no module that can hold it.
-
-        Args:
-            checkpoint: the headers.
-            formats: what was asked for.
-            swap: the modules that there are.
-            coded: what the model holds in codes already.
-
-        Raises:
-            ValueError: nothing has one.
-        """
+        """Notes on what was to be quantised, and has no module that can hold it."""
         kept = {
             want.name: src.nbytes(math.prod(want.shape))
             for want, src in zip(
@@ -286,14 +265,7 @@ class Match:
         shapes: Shapes = "error",
         suggest: Callable[[], Sequence[Suggestion]] = tuple,
     ) -> None:
-        """Raise StateDictMismatchError for all that is wrong, in one go.
-
-        Args:
-            path: the checkpoint.
-            strict: whether missing and unexpected names are wrong.
-            shapes: whether other shapes are wrong.
-            suggest: says what to write instead; called where something is wrong.
-        """
+        """Raise StateDictMismatchError for all that is wrong, in one go."""
         wrong_shape = self.wrong_shape if shapes == "error" else []
         missing = self.missing if strict else []
         unexpected = self.unexpected if strict else []
@@ -331,12 +303,7 @@ class Match:
             raise StateDictMismatchError(checkpoint.path, problems=problems)
 
     def check_views(self, path: Location, placements: Placements) -> None:
-        """Raise StateDictMismatchError for views that a plan would not write where they are.
-
-        Args:
-            path: the checkpoint.
-            placements: those of the plan that was made of ``wants``.
-        """
+        """Raise StateDictMismatchError for views that a plan would not write where they are."""
         rows = [
             (name, kind)
             for name, kind in zip(placements.names, placements.kinds, strict=True)
@@ -376,13 +343,6 @@ def warn_of_little(
     """Warn of a load that fills less than half of the model, from less than half of the tensors.
 
     Part of a model from all tensors is usual (an adapter), and so is all of it from some of them.
-
-    Args:
-        path: the checkpoint.
-        filled: how many parameters it fills.
-        parameters: how many the model has.
-        tensors: how many the checkpoint has for it.
-        suggest: says what to write instead.
     """
     if not parameters or (filled and 2 * filled >= min(parameters, tensors)):
         return
@@ -406,21 +366,7 @@ def match(
     coded: Mapping[str, CodedWeight] = MappingProxyType({}),
     blocks: Mapping[str, CodedWeight] = MappingProxyType({}),
 ) -> Match:
-    """Match parameters to sources by name, and collect everything that is wrong.
-
-    Args:
-        checkpoint: the headers.
-        parameters: the model's.
-        fill: the sources, by parameter name.
-        tied: parameter names that are not stored, to the parameter name that they share.
-        keep_on: devices on which a parameter that is there stays.
-        policy: the dtypes asked for; what it does not mention keeps its dtype, where it has one.
-        reusable: by number, how many of the bytes that a parameter holds the load takes over; all
-            where it is not said.
-        coded: parameters that hold the codes of weights, by name; from a checkpoint of floats they
-            are quantised on the way.
-        blocks: parameters that will hold the codes of weights as they are stored, by name.
-    """
+    """Match parameters to sources by name, and collect everything that is wrong."""
     out = Match()
     used: set[str] = set()
     coded = {n: c for n, c in coded.items() if n in fill and _is_float(checkpoint, fill[n].rows)}

@@ -283,10 +283,6 @@ def units_of(
         cache: bytes that each layer of the language model needs beside its tensors to run, by its
             number. Of several stacks that is the one that has most of these layers, and not one of
             vision or audio where there is another.
-
-    Raises:
-        ValueError: a name occurs twice, a size is negative, a tied name is stored, or what it
-            shares is not.
     """
     tied = tied or {}
     position = {item.name: place for place, item in enumerate(items)}
@@ -426,9 +422,6 @@ def partition(
 
     Returns:
         One part per node, in their order.
-
-    Raises:
-        ValueError: no nodes, two of one name, or see `units_of`.
     """
     if not nodes:
         raise ValueError("a split needs at least one node")
@@ -479,17 +472,8 @@ def smallest_count(
 ) -> int | None:
     """How many nodes of one budget are enough, at the least.
 
-    Args:
-        items: see `partition`.
-        budget_nbytes: the budget of each node.
-        tied: see `partition`.
-        cache: see `partition`.
-
     Returns:
         The number of nodes, at least 1; None where a unit alone is larger than the budget.
-
-    Raises:
-        ValueError: see `units_of`.
     """
     units = units_of(items, tied=tied, cache=cache)
     costs = _costs(units, [unit.nbytes + unit.cache_nbytes for unit in units])

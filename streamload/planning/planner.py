@@ -104,14 +104,7 @@ class PlanRequest:
 
 
 def make_plan(request: PlanRequest) -> Plan:
-    """Decide a load.
-
-    Raises:
-        PlanInfeasibleError: the parameters do not fit, or not with the cache.
-        ResidenceError: under "mapped", a parameter cannot be a view.
-        UnsupportedCastError: a cast is not supported, or a device cannot hold a dtype.
-        CheckpointError: the dtype of the cache is unknown, or the tensors of its layers.
-    """
+    """Decide a load."""
     checkpoint, devices, policy = request.checkpoint, request.devices, request.dtype
     specs = {spec.name: spec for spec in devices}
     cache, room = request.cache, None
@@ -276,11 +269,7 @@ def _there_nbytes(wants: TensorRequests) -> Sequence[int]:
 
 
 def _mapped(assigned: _Assigned) -> Sequence[bool]:
-    """The requests that become views on their mapped files; under "mapped" all that are not empty.
-
-    Raises:
-        ResidenceError: one of these cannot.
-    """
+    """Whether each becomes a view on its mapped file; under "mapped" all must, unless empty."""
     request, wants = assigned.request, assigned.wants
     if request.residence == "memory":
         return [False] * len(wants)
@@ -423,15 +412,6 @@ def assign(
     needs: Callable[[Unit], Need] | None = None,
 ) -> tuple[dict[str, Part], TensorRequests, list[str]]:
     """Give each parameter a device: its own, the only one, or by a split over several.
-
-    Args:
-        checkpoint: the headers.
-        wants: the parameters.
-        devices: where they may go.
-        dtype: the policy.
-        tied: names that share another name's tensor.
-        cache: bytes of the KV cache of each layer.
-        needs: what each unit needs of a device at least, where what does not fit streams.
 
     Returns:
         What each device has under a split; the parameters, and the device of each.

@@ -86,11 +86,7 @@ class DTypePolicy:
         value: DTypeArgument,
         fp16_cast: Literal["device", "llvm"] | None = None,
     ) -> DTypePolicy:
-        """Read a dtype name, "checkpoint", or patterns: ``{"*norm*": "float32", "*": "float16"}``.
-
-        Raises:
-            ValueError: a dtype is unknown, or is not one of floats.
-        """
+        """Read a dtype name, "checkpoint", or patterns such as ``{"*norm*": "float32"}``."""
         if value is None:
             return cls((), fp16_cast)
         rules = value if isinstance(value, Mapping) else {"*": value}

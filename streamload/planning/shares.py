@@ -240,22 +240,7 @@ def make_shares(
     *,
     fits: bool = True,
 ) -> ClusterPlan:
-    """Decide who loads what.
-
-    Args:
-        path: the checkpoint.
-        rank: this process's rank.
-        members: the ranks.
-        budgets: bytes that each may hold, by rank.
-        split: how.
-        planned: plans whole layers over nodes, of given budgets, in a given order.
-        weight_of: by tensor, the quantised weight that it belongs to, which stays on one node.
-        fits: whether a share must fit its node's budget.
-
-    Raises:
-        PlanInfeasibleError: it does not fit.
-        ValueError: a function's split is not one.
-    """
+    """Decide who loads what."""
     for member in members:
         if budgets[member.rank] < 1:
             raise NodeError(member.node, "has no budget left for weights")
@@ -335,13 +320,7 @@ def _grouped(nodes: Sequence[Node], owner: Mapping[str, str]) -> Mapping[str, tu
 def _balanced(
     nodes: Sequence[Node], sizes: Mapping[str, int], of: Mapping[str, str]
 ) -> Mapping[str, tuple[str, ...]]:
-    """The largest first, each to the node that is then the least full of its budget.
-
-    Args:
-        nodes: with their budgets.
-        sizes: bytes of each parameter.
-        of: what each parameter is a part of, which stays together.
-    """
+    """The largest first, each to the node that is then the least full of its budget."""
     wholes: Counter[str] = Counter()
     for name, nbytes in sizes.items():
         wholes[of[name]] += nbytes

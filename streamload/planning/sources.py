@@ -126,25 +126,9 @@ def sources(
 ) -> Found:
     """Say what fills each parameter, by the model's names.
 
-    Args:
-        checkpoint: the headers.
-        mapping: a family's name, or for some parameters the tensors (or row ranges of tensors)
-            whose rows they are, concatenated, or a `Source`; all other tensors keep their names. Or
-            both: a family, and parameters that are to be filled otherwise.
-        rename: what becomes of names after that: a dict (others stay), or a callable that returns
-            a name, or None to skip.
-        all_match: whether a family that matches no tensor, and a key of ``rename`` that no tensor
-            has, are errors.
-
     Returns:
         The sources by parameter name; the checkpoint's names that ``rename`` skipped; and the
         parameter names that are not stored because config.json ties them to another one's.
-
-    Raises:
-        CheckpointError: a family's head counts are not in config.json, rows cannot be reordered,
-            or two tensors would become one parameter.
-        ValueError: there is no such family, a tensor named in ``mapping`` is not there, or an
-            argument is invalid; or under ``all_match``.
     """
     turned = _turned(checkpoint)
     if mapping is None and rename is None and not turned:
@@ -232,11 +216,7 @@ def _tied_names(checkpoint: Checkpoint) -> list[tuple[str, str]]:
 
 
 def renamed(name: str, rename: Rename | None) -> str | None:
-    """What becomes of a name; None where its tensor is skipped.
-
-    Raises:
-        ValueError: ``rename`` is none, or makes something else than a name of it.
-    """
+    """What becomes of a name; None where its tensor is skipped."""
     if rename is None:
         return name
     new: object
@@ -292,11 +272,7 @@ def _mapped(
 
 
 def _from_file(checkpoint: Checkpoint, source: Source, turned: Mapping[str, Source]) -> Source:
-    """A source of tensors as models have them, in the order in which they lie in the file.
-
-    Raises:
-        CheckpointError: rows would be put in another order twice.
-    """
+    """A source of tensors as models have them, in the order in which they lie in the file."""
     lying = next((turned[r.tensor] for r in source.rows if r.tensor in turned), None)
     if lying is None:
         return source
@@ -428,11 +404,7 @@ def _stack(checkpoint: Checkpoint, parameter: str, parts: Mapping[int, str]) -> 
 
 
 def _in_rows(checkpoint: Checkpoint, name: str, rows: int) -> bool:
-    """Whether a tensor of a rotated module has the module's rows; False for one value for all.
-
-    Raises:
-        CheckpointError: it is packed or in blocks, so that its rows are not those of the weight.
-    """
+    """Whether a tensor of a rotated module has the module's rows; False for one value for all."""
     module, _, leaf = name.rpartition(".")
     info = checkpoint.tensors[name]
     packed = info.dtype.kind == "uint" and not _is_blocks(checkpoint, info)

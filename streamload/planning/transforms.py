@@ -40,11 +40,7 @@ class Changes:
     thread_nbytes: int = 0
 
     def then(self, checkpoint: Checkpoint, transform: Transform | None) -> Changes:
-        """These, and after them the functions of ``transform=``.
-
-        Raises:
-            ValueError: it is no dict of functions, or a pattern matches no tensor.
-        """
+        """These, and after them the functions of ``transform=``."""
         if transform is None:
             return self
         if not isinstance(transform, Mapping) or not all(map(callable, transform.values())):

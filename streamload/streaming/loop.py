@@ -52,27 +52,8 @@ def stream(
 ) -> StreamStats:
     """Run a plan.
 
-    Args:
-        plan: what to do.
-        checkpoint: the headers that the plan was made from.
-        target: what is filled.
-        devices: by name, every device of the plan.
-        ledger: where scratch and staging are reserved.
-        progress: told the file bytes read so far, often.
-        opener: opens the shards.
-        headroom: looks whether there still is what was promised; None looks nowhere.
-        changes: what changes values on the way.
-
     Returns:
         What was done.
-
-    Raises:
-        CheckpointError: a file could not be read, or is not what it was.
-        OutOfRangeError: under ``out_of_range="error"``.
-        MemoryTakenError: others took memory, and the load does not fit any more.
-        KeyboardInterrupt: Ctrl-C, or whatever the application's own handler of it raises; work
-            under way is finished first.
-        StreamloadError: whatever the target and the devices raise.
     """
     begun = time.perf_counter()
     with ExitStack() as stack:
@@ -136,11 +117,6 @@ def batches(units: Iterator[WorkItem], job: Job, workers: int) -> Iterator[Seque
     """Hand out units that go as they are several at a time, fewer towards the end of the load.
 
     A worker then goes from one to the next by itself: waking threads costs more than reading.
-
-    Args:
-        units: of all shards.
-        job: what they are of.
-        workers: how many there are.
     """
     share = 2 * max(workers, 1)
     ahead: deque[WorkItem] = deque()

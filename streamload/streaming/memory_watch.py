@@ -44,12 +44,7 @@ class Headroom:
     """
 
     def __init__(self, plan: Plan, shared: Collection[str]) -> None:
-        """Take note of what is free, and of what the process holds.
-
-        Args:
-            plan: of the load.
-            shared: the devices that share the host's memory.
-        """
+        """Take note of what is free, and of what the process holds."""
         on_host = [d for d in plan.devices if d.device in shared]
         self._device = ", ".join(d.device for d in on_host) or "host"
         self._promised_nbytes = sum(d.fresh_nbytes for d in on_host)
@@ -74,20 +69,12 @@ class Headroom:
         self._next_s = 0.0
 
     def hand_out(self, nbytes: int) -> None:
-        """Look, before workers are given as many bytes of parameters to write, where it is time.
-
-        Raises:
-            MemoryTakenError: the load does not fit any more.
-        """
+        """Look, before workers are given as many bytes of parameters to write, where it is time."""
         self._look(nbytes)
         self._handed_out_nbytes += nbytes
 
     def done(self, nbytes: int) -> None:
-        """Look, after as many bytes were written: what was handed out is not touched yet.
-
-        Raises:
-            MemoryTakenError: the load does not fit any more.
-        """
+        """Look, after as many bytes were written: what was handed out is not touched yet."""
         self._done_nbytes += nbytes
         self._look(nbytes)
 

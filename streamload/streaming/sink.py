@@ -39,15 +39,7 @@ class ModelTarget:
         parameters: Mapping[str, Parameter] | None,
         ledger: Ledger,
     ) -> None:
-        """Nothing is touched yet.
-
-        Args:
-            plan: what will be streamed.
-            framework: of the devices.
-            devices: by name, every device of the plan.
-            parameters: the model's, by the names of the placements; None without a model.
-            ledger: where memory is reserved before it is allocated.
-        """
+        """Nothing is touched yet."""
         self.state_dict: dict[str, Any] = {}
         self._plan = plan
         self._framework = framework
@@ -84,12 +76,7 @@ class ModelTarget:
                 self._devices[d.device].trim()
 
     def map_all(self, checkpoint: Checkpoint) -> None:
-        """Make what stays in its file a view on that; nothing of it is read.
-
-        Raises:
-            FileChangedError: a file is not what it was when its header was read.
-            CheckpointError: a file cannot be opened or mapped.
-        """
+        """Make what stays in its file a view on that; nothing of it is read."""
         placements = self._plan.placements
         maps: dict[Location, mmap.mmap] = {}
         for index, kind in enumerate(placements.kinds):

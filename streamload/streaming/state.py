@@ -284,11 +284,7 @@ class Job:
             return found
 
     def decoder(self, info: Packed, p: Placement) -> Decoder:
-        """What dequantises a tensor for a placement, when its scales are read; any thread may ask.
-
-        Raises:
-            CheckpointError: the scales are invalid.
-        """
+        """The decoder of a tensor for a placement; reads its scales. Any thread may call this."""
         return self._decoders.of(info, p.dst, "numpy" if p.cast == "numpy" else "auto")
 
     def value(self, index: int) -> memoryview:
@@ -350,11 +346,7 @@ class Job:
         return self._bulk_nbytes
 
     def begin(self, batch: Sequence[WorkItem]) -> None:
-        """Make room for the parameters that units are the first to write.
-
-        Raises:
-            MemoryTakenError: there is none, for others took it.
-        """
+        """Make room for the parameters that units are the first to write."""
         if self._headroom is not None:
             self._headroom.hand_out(sum(map(written_nbytes, batch)))
         self._to_come[batch[0][0].shard] += len(batch)
@@ -415,11 +407,7 @@ class Job:
         self.buffers.update(zip(beside, self._target.begin(beside), strict=True))
 
     def beside_address(self, index: int) -> int:
-        """Where a device has, or writes, what belongs to a placement that it casts; 0 for nowhere.
-
-        Raises:
-            CheckpointError: scales are invalid.
-        """
+        """Device address of the scales or statistics of a placement that it casts; 0 for none."""
         p = self.plan.placements[index]
         casts = self.casts[p.device]
         if p.src.is_packed:

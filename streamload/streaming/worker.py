@@ -427,12 +427,7 @@ class Worker:
                 raise DeviceError(name, f"a copy failed: status {failure.code}")
 
     def _slot(self, device: str, tickets: Sequence[_SlotTicket]) -> Slot:
-        """The next slot of staging to be filled.
-
-        Args:
-            device: whose.
-            tickets: of the unit that it is for; its copies from this slot are waited for.
-        """
+        """The next slot of staging to be filled."""
         slots = self._slots.setdefault(device, deque())
         if len(slots) < STAGING_SLOTS:
             slots.append(self._new_slot(device))
@@ -534,15 +529,7 @@ class Worker:
     def _read_lines(
         self, reader: Reader, run: StridedRead, step: Step, out: memoryview, at: int
     ) -> None:
-        """Read lines at equal distances, and nothing between them, one after the other into out.
-
-        Args:
-            reader: of the file.
-            run: the lines.
-            step: what becomes of them.
-            out: where to.
-            at: byte of the parameter at which ``out`` begins.
-        """
+        """Read lines at equal distances, and nothing between them, one after the other into out."""
         n, width = run.line_nbytes, len(out) // run.lines
         if reader.mapped:
             with reader.view(run.start, run.stop) as view:

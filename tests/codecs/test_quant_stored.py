@@ -628,7 +628,7 @@ def test_a_balanced_split_keeps_them_on_one_node(mixed: Path) -> None:
         return streamload.split(checkpoint, nodes=nodes, dtype="checkpoint")
 
     ranks = [Member(rank, name, name, 0, 1) for rank, name in enumerate(("a", "b", "c"))]
-    made = make_shares("", 0, ranks, [10**6] * 3, "balanced", planned, weight_of)
+    made = make_shares(0, ranks, [10**6] * 3, "balanced", planned, weight_of)
     where = {name: share.node for share in made.shares for name in share.parameters}
     assert where.keys() == checkpoint.tensors.keys()
     assert len(set(where.values())) == 3
