@@ -11,8 +11,7 @@ from typing import Any, Unpack
 
 from streamload.checkpoint.open import Checkpoint, CheckpointLike, opened
 from streamload.checkpoint.shards import Opener, open_shard
-from streamload.codecs.scheme import CodedWeight
-from streamload.codecs.weights import Packed
+from streamload.codecs.group import Packed
 from streamload.core.interrupt import deferred_interrupt
 from streamload.core.memory import STAGING, Ledger, canonical_device
 from streamload.core.patterns import check_patterns
@@ -54,8 +53,9 @@ from streamload.planning.plan import Plan
 from streamload.planning.planner import CastChoice
 from streamload.planning.quant_policy import QuantPolicy
 from streamload.planning.requests import DeviceSpec, TensorRequests
-from streamload.planning.sources import Found, sources
+from streamload.planning.sources import Found, parameters_of, sources
 from streamload.planning.suggest import Wanted, call_of_library
+from streamload.planning.transforms import NO_CHANGES
 from streamload.streaming.loop import stream
 from streamload.streaming.memory_watch import Headroom
 from streamload.streaming.sink import ModelTarget
@@ -157,12 +157,6 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
     clock = Clock()
     with uncollected():
         checkpoint, read, found = read_call(path, model, **options)
-        kept = _blocks_kept(model, checkpoint, read, found)
-        if kept:
-            tensors = {found[0][name].rows[0].tensor for name in kept}
-            checkpoint = with_blocks(checkpoint, tensors)
-            found = sources(checkpoint, options["mapping"], options["rename"], all_match=True)
-            read = replace(read, blocks=kept)
         place = Place.look(model, checkpoint, read, options["device"])
         wanted = Wanted(
             *(checkpoint, place.parameters, options["mapping"], options["rename"]),
@@ -189,34 +183,6 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
                 names = tuple(decided.plan.placements.names)
                 error.add_note(f"parameters: {LoadState(names, (), ())}")
             raise
-
-
-def _blocks_kept(
-    model: Any, checkpoint: Checkpoint, read: Options, found: Found
-) -> dict[str, CodedWeight]:
-    """Weights that are stored in the format that ``quant=`` asks for, and that a module can hold.
-
-    They are not dequantised: by parameter, what the module holds.
-    """
-    if model is None or not read.quant or not checkpoint.stored:
-        return {}
-    fill = found[0]
-    formats: dict[str, str] = {}
-    asked = read.quant.formats(checkpoint, wants_of(checkpoint, fill))
-    for (name, source), format in zip(fill.items(), asked, strict=True):
-        info = checkpoint.tensors[source.rows[0].tensor]
-        changes = info.name in read.changes.by_tensor
-        if isinstance(info, Packed) and info.group.kind == format and not changes:
-            formats[name] = format
-    swap = framework(framework_of(model) or default_framework()).swap(model, formats)
-    out = {}
-    for name in formats.keys() & swap.coded.keys():
-        info = checkpoint.tensors[fill[name].rows[0].tensor]
-        one = swap.coded[name]
-        assert isinstance(info, Packed), info.name
-        if len(fill[name].rows) == 1 and one.made.parts[0].shape == info.group.values.shape:
-            out[name] = one
-    return out
 
 
 @contextmanager
@@ -393,17 +359,48 @@ def read_call(
         check_patterns("quant", (pattern for pattern, _ in read.quant.rules), names)
     if model is None:
         checkpoint = dequantised(checkpoint, asked(checkpoint, read.policy))
+    elif checkpoint.groups:
+        checkpoint, read = _as_held(model, checkpoint, read, given)
     found = sources(checkpoint, given["mapping"], given["rename"], all_match=True)
-    if model is not None and checkpoint.groups:
-        parameters = framework(framework_of(model) or default_framework()).parameters(model)
-        wanted = asked_by_model(checkpoint, read.policy, parameters, found[0])
-        if wanted:
-            checkpoint = dequantised(checkpoint, wanted)
-            if holds_transposes(checkpoint, parameters, found[0]):
-                checkpoint = as_in_models(checkpoint)
-            found = sources(checkpoint, given["mapping"], given["rename"], all_match=True)
-    changes = changes_of(checkpoint, given["transform"], given["adapters"])
-    return checkpoint, replace(read, changes=changes), found
+    if read.changes is NO_CHANGES:
+        changes = changes_of(checkpoint, given["transform"], given["adapters"])
+        read = replace(read, changes=changes)
+    return checkpoint, read, found
+
+
+def _as_held(
+    model: Any, checkpoint: Checkpoint, read: Options, given: LoadOptions
+) -> tuple[Checkpoint, Options]:
+    """Decide which quantized weights a model gets as stored, which dequantized.
+
+    Those stored in the format of ``quant=`` stay blocks if a module can hold them.
+    """
+    owner = framework(framework_of(model) or default_framework())
+    parameters = owner.parameters(model)
+    tensors = dict.fromkeys((*checkpoint.members, *checkpoint.groups))
+    fills = parameters_of(given["mapping"], given["rename"], tensors)
+    checkpoint = dequantised(checkpoint, asked_by_model(checkpoint, read.policy, parameters, fills))
+    if holds_transposes(checkpoint, parameters, fills):
+        checkpoint = as_in_models(checkpoint)
+    if not read.quant or not checkpoint.stored:
+        return checkpoint, read
+    read = replace(read, changes=changes_of(checkpoint, given["transform"], given["adapters"]))
+    every = TensorRequests.every(checkpoint)
+    weights = {
+        name: (info, format)
+        for info, format in zip(every.infos, read.quant.formats(checkpoint, every), strict=True)
+        if isinstance(info, Packed) and info.group.kind == format
+        if info.name not in read.changes.by_tensor
+        for name in fills[info.name]
+    }
+    swap = owner.swap(model, {name: format for name, (_, format) in weights.items()})
+    blocks = {
+        name: coded
+        for name, coded in swap.coded.items()
+        if name in weights and coded.made.parts[0].shape == weights[name][0].group.values.shape
+    }
+    stored = {weights[name][0].name for name in blocks}
+    return with_blocks(checkpoint, stored), replace(read, blocks=blocks)
 
 
 def run(

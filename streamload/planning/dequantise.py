@@ -6,7 +6,7 @@ shape; what belongs to it (scales, zero points, quantisation state) is no tensor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -23,7 +23,6 @@ from streamload.errors import CheckpointError
 from streamload.files.header import Turn
 from streamload.planning.families import is_conv1d
 from streamload.planning.requests import DTypePolicy, TensorRequests
-from streamload.planning.sources import Source
 
 
 def asked(checkpoint: Checkpoint, policy: DTypePolicy, *, blocks: bool = False) -> list[str]:
@@ -45,21 +44,20 @@ def asked_by_model(
     checkpoint: Checkpoint,
     policy: DTypePolicy,
     parameters: Iterable[Parameter],
-    fill: Mapping[str, Source],
+    fills: Mapping[str, Sequence[str]],
 ) -> list[str]:
-    """Do the same for a model: it gets as stored the weights that it holds packed."""
-    of = checkpoint.members
-    if not of:
-        return []
+    """The same for a model: weights that it holds packed stay as they are stored.
+
+    ``fills`` has the parameters that each tensor fills.
+    """
     by_name = _by_name(parameters)
     out: dict[str, None] = dict.fromkeys(asked(checkpoint, policy))
     packed: set[str] = set()
-    for name, source in fill.items():
-        for tensor in dict.fromkeys(r.tensor for r in source.rows):
-            group = of.get(tensor)
+    for tensor, group in checkpoint.members.items():
+        if group.kind not in PACKED:
+            continue
+        for name in fills[tensor]:
             parameter = by_name.get(name)
-            if group is None or group.kind not in PACKED:
-                continue
             if tensor != group.values.name:
                 packed.update([group.name] if parameter is not None else [])
                 continue
@@ -80,8 +78,8 @@ def _by_name(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
     return {name: p for p in parameters for name in (*p.names, *p.wrapped)}
 
 
-def _own_name(group: QuantizedWeight, name: str) -> str:
-    """What a weight is called where its values are called ``name``."""
+def _own_name(group: Group, name: str) -> str:
+    """The name of a weight whose values are called ``name``."""
     return name.removesuffix(group.values.name.removeprefix(group.name))
 
 
@@ -109,20 +107,17 @@ def dequantised(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
 
 
 def holds_transposes(
-    checkpoint: Checkpoint, parameters: Iterable[Parameter], fill: Mapping[str, Source]
+    checkpoint: Checkpoint, parameters: Iterable[Parameter], fills: Mapping[str, Sequence[str]]
 ) -> bool:
-    """Whether a model has a Conv1D where a dequantised weight is a Linear's, by its shape."""
+    """Whether a model has a Conv1D where a dequantized weight is a Linear's, by its shape."""
     by_name = _by_name(parameters)
-    for name, source in fill.items():
-        parameter = by_name.get(name)
-        for tensor in dict.fromkeys(r.tensor for r in source.rows):
-            info = checkpoint.tensors.get(tensor)
-            if parameter is None or not isinstance(info, Packed):
-                continue
-            turned = info.shape[::-1]
-            if _is_of_linears(info) and info.shape != turned == parameter.shape:
-                return True
-    return False
+    return any(
+        info.shape != info.shape[::-1] == by_name[name].shape
+        for info in checkpoint.tensors.values()
+        if isinstance(info, Packed) and info.group.kind in _OF_LINEARS
+        for name in fills.get(info.name, ())
+        if name in by_name
+    )
 
 
 def _is_of_linears(info: Packed) -> bool:

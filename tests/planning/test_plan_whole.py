@@ -78,7 +78,7 @@ def test_every_tensor_is_a_sequence_of_wants() -> None:
         for i in checkpoint.tensors.values()
     ]
     assert len(wants) == len(expected)
-    assert list(wants) == [wants[at] for at in range(len(wants))] == wants[:] == expected
+    assert list(wants) == [wants[at] for at in range(len(wants))] == [*wants[:]] == expected
 
 
 @pytest.mark.parametrize("allocator", ["exact", "cuda_caching", "cuda_expandable", "cuda_driver"])
