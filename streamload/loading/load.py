@@ -59,7 +59,7 @@ from streamload.planning.transforms import NO_CHANGES
 from streamload.streaming.loop import stream
 from streamload.streaming.memory_watch import Headroom
 from streamload.streaming.sink import ModelTarget
-from streamload.streaming.state import StreamStats
+from streamload.streaming.state import StreamStats, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,10 +430,13 @@ def run(
                 device.synchronize()  # nothing may be computing on what is written in place
             target.begin_all()
             target.map_all(decided.checkpoint)
-            stats = stream(
-                *(made, decided.checkpoint, target, devices, ledger, told, opener, headroom),
-                decided.changes,
+            transfer = Transfer(
+                *(made, decided.checkpoint, devices, decided.changes),
+                opener=opener,
+                headroom=headroom,
+                progress=told,
             )
+            stats = stream(transfer, target, ledger)
     except BaseException as error:
         state = target.fail()
         target.state_dict.clear()  # whoever keeps the error does not keep the memory

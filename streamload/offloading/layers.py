@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from streamload.core.location import Location
-from streamload.devices.base import Buffer
+from streamload.devices.base import Buffer, Ticket
+from streamload.streaming.state import Sink, WorkItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +107,17 @@ class Order:
         return list(order)
 
 
-class SlotTarget:
+class SlotTarget(Sink):
     """The slots as a stream fills them."""
 
-    def __init__(self, layers: Sequence[Layer], arrived: Callable[[Sequence[int]], None]) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        arrived: Callable[[Sequence[int]], None],
+        sent: Callable[[WorkItem, Sequence[Ticket]], None],
+    ) -> None:
         self._buffers: dict[int, Buffer] = {}
-        self._layers, self._arrived = layers, arrived
+        self._layers, self._arrived, self._sent = layers, arrived, sent
 
     def place(self, number: int, buffers: Sequence[Buffer]) -> None:
         """A layer is going to be filled, into these buffers."""
@@ -125,5 +131,6 @@ class SlotTarget:
         """All bytes of these are there."""
         self._arrived(indices)
 
-    def revoke(self, indices: Iterable[int]) -> None:
-        """The round ends with an error, and forgets all that it has brought."""
+    def sent(self, unit: WorkItem, tickets: Sequence[Ticket]) -> None:
+        """The copies of a unit have been begun."""
+        self._sent(unit, tickets)

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from typing import Any
 
 from streamload.checkpoint.open import Checkpoint
@@ -31,9 +31,8 @@ from streamload.offloading.layers import Layer, Order, RoundStats, SlotMemory, S
 from streamload.planning.placement import UNREAD
 from streamload.planning.plan import Plan
 from streamload.planning.transforms import NO_CHANGES, Changes
-from streamload.streaming.device_casts import DeviceCasts
-from streamload.streaming.loop import Crew, batches
-from streamload.streaming.state import Job, WorkItem, written_nbytes
+from streamload.streaming.loop import Crew, batches, crew_of
+from streamload.streaming.state import Job, Transfer, WorkItem, written_nbytes
 
 # After so long without a pass, threads end, and staging and files are given back until the next.
 _IDLE_S = 2.0
@@ -465,29 +464,21 @@ class Rounds:
     def _bring(self) -> None:
         """Bring layers until nobody has asked for one for a while."""
         plan, device = self._plan, self._device
-        target = SlotTarget(self._layers, self._arrived)
+        target = SlotTarget(self._layers, self._arrived, self._sent)
         ledger = Ledger(
             {d.device: d.scratch_nbytes for d in plan.devices} | {STAGING: plan.host_nbytes}
         )
         devices = {d.device: device for d in plan.devices}
-        with ExitStack() as stack:
-            for d in plan.devices:
-                stack.enter_context(ledger.lease(d.device, d.scratch_nbytes))
-            stack.enter_context(ledger.lease(STAGING, plan.host_nbytes))
-            job = Job(
-                *(plan, self._checkpoint, target, devices, lambda nbytes: None),
-                *(self._opener, None, self._changes, self._sent),
-                self._views.bring if self._views is not None else None,
-                refills=True,
-            )
-            for name in job.casting:
-                casts = DeviceCasts(name, device, plan, self._checkpoint)
-                job.casts[name] = stack.enter_context(closing(casts))
-            crew = Crew(job, plan.threads, Interrupt(None))
-            stack.callback(job.close_all)
+        transfer = Transfer(
+            *(plan, self._checkpoint, devices, self._changes, self._opener), refills=True
+        )
+        if self._views is not None:
+            target.bring = self._views.bring
+        with crew_of(transfer, target, ledger, Interrupt(None)) as crew, ExitStack() as stack:
             if self._views is not None:
                 stack.push(self._leave_files)
             stack.callback(crew.join)
+            job = crew.job
             try:
                 self._go_round(job, crew, target)
             except BaseException as error:
@@ -525,10 +516,7 @@ class Rounds:
             if not self._work[number]:
                 self._filled(number)
             for batch in self._work[number]:
-                while not job.has_room(batch):
-                    crew.wait()
-                job.begin(batch)
-                crew.submit(job.open(batch[0][0].shard), batch)
+                crew.hand_out(job.open(batch[0][0].shard), batch)
             read_nbytes = self._layers[number].read_nbytes
             self.stats.read_nbytes += read_nbytes
             if number >= self._first_expert:

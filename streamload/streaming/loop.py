@@ -12,21 +12,16 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import groupby, islice
 
-from streamload.checkpoint.open import Checkpoint
-from streamload.checkpoint.shards import Opener, open_shard
 from streamload.core.interrupt import Interrupt, deferred_interrupt, nothing
 from streamload.core.memory import STAGING, Ledger
-from streamload.devices.base import Device
 from streamload.files.local import Reader
-from streamload.planning.plan import BATCH_UNITS, Plan, units_ahead
-from streamload.planning.transforms import NO_CHANGES, Changes
+from streamload.planning.plan import BATCH_UNITS, units_ahead
 from streamload.streaming.device_casts import DeviceCasts
-from streamload.streaming.memory_watch import Headroom
-from streamload.streaming.state import Job, StreamStats, Target, WorkItem
+from streamload.streaming.state import Job, Sink, StreamStats, Transfer, WorkItem
 from streamload.streaming.worker import Outcome, Worker
 
 _TOLD_TOGETHER = 4  # units that a worker has finished
@@ -39,36 +34,15 @@ _CUT_ALONE = 1024
 _LOOK_S = 0.05  # while there is nothing to read
 
 
-def stream(
-    plan: Plan,
-    checkpoint: Checkpoint,
-    target: Target,
-    devices: Mapping[str, Device],
-    ledger: Ledger,
-    progress: Callable[[int], None] = lambda nbytes: None,
-    opener: Opener = open_shard,
-    headroom: Headroom | None = None,
-    changes: Changes = NO_CHANGES,
-) -> StreamStats:
-    """Run a plan.
+def stream(transfer: Transfer, sink: Sink, ledger: Ledger) -> StreamStats:
+    """Run a plan; scratch and staging are reserved in the ledger.
 
-    Returns:
-        What was done.
+    Ctrl-C, or the error of its handler in the application, comes when work under way has ended.
     """
     begun = time.perf_counter()
-    with ExitStack() as stack:
-        interrupt = stack.enter_context(deferred_interrupt())
-        for device in plan.devices:
-            stack.enter_context(ledger.lease(device.device, device.scratch_nbytes))
-        if plan.host_nbytes:
-            stack.enter_context(ledger.lease(STAGING, plan.host_nbytes))
-        job = Job(plan, checkpoint, target, devices, progress, opener, headroom, changes)
-        for name in job.casting:
-            casts = DeviceCasts(name, devices[name], plan, checkpoint)
-            job.casts[name] = stack.enter_context(closing(casts))
+    with deferred_interrupt() as interrupt, crew_of(transfer, sink, ledger, interrupt) as crew:
+        job, plan = crew.job, transfer.plan
         units = job.units()
-        crew = Crew(job, plan.threads, interrupt)
-        stack.callback(crew.join)
         opened: deque[int] = deque()  # shards
         submitted: Counter[int] = Counter()  # units, by shard
         try:
@@ -85,17 +59,13 @@ def stream(
                 for batch in of_shard:
                     interrupt.check()
                     for each in (batch, *job.parts()):
-                        while not job.has_room(each):
-                            crew.wait()
-                        job.begin(each)
-                        crew.submit(reader, each)
+                        crew.hand_out(reader, each)
                         submitted[shard] += len(each)
                 job.has_begun(shard)
             crew.drain()
             while parts := job.parts():  # of what was quantised last
                 for each in parts:
-                    job.begin(each)
-                    crew.submit(reader, each)
+                    crew.hand_out(reader, each)
                 crew.drain()
             job.stats.transfer_seconds = time.perf_counter() - job.first_read
         except BaseException as error:
@@ -111,6 +81,25 @@ def stream(
         interrupt.check()  # it came when the last byte had been placed
         job.stats.seconds = time.perf_counter() - begun
         return job.stats
+
+
+@contextmanager
+def crew_of(transfer: Transfer, sink: Sink, ledger: Ledger, interrupt: Interrupt) -> Iterator[Crew]:
+    """The workers of a transfer, with its scratch and staging; at the end all of it is closed."""
+    plan = transfer.plan
+    with ExitStack() as stack:
+        for device in plan.devices:
+            stack.enter_context(ledger.lease(device.device, device.scratch_nbytes))
+        if plan.host_nbytes:
+            stack.enter_context(ledger.lease(STAGING, plan.host_nbytes))
+        job = Job(transfer, sink)
+        for name in job.casting:
+            casts = DeviceCasts(name, transfer.devices[name], plan, transfer.checkpoint)
+            job.casts[name] = stack.enter_context(closing(casts))
+        stack.callback(job.close_all)
+        crew = Crew(job, plan.threads, interrupt)
+        stack.callback(crew.join)
+        yield crew
 
 
 def batches(units: Iterator[WorkItem], job: Job, workers: int) -> Iterator[Sequence[WorkItem]]:
@@ -145,7 +134,7 @@ class Crew:
     """The workers, and the two queues between them and the streaming thread."""
 
     def __init__(self, job: Job, threads: int, interrupt: Interrupt) -> None:
-        self._job = job
+        self.job = job
         self._interrupt = interrupt
         self._work: queue.SimpleQueue[tuple[Reader, Sequence[WorkItem]] | None] = (
             queue.SimpleQueue()
@@ -165,12 +154,19 @@ class Crew:
         self._failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
         interrupt.wake = self.wake
 
+    def hand_out(self, reader: Reader, batch: Sequence[WorkItem]) -> None:
+        """Make room for a batch, and submit it."""
+        while not self.job.has_room(batch):
+            self.wait()
+        self.job.begin(batch)
+        self.submit(reader, batch)
+
     def submit(self, reader: Reader, batch: Sequence[WorkItem]) -> None:
         """Hand out units; waits while enough are under way. Raises what a worker met."""
         if self._to_start:
             self._start()
         if self._inline is not None:
-            self._job.first_read = min(self._job.first_read, time.perf_counter())
+            self.job.first_read = min(self.job.first_read, time.perf_counter())
             for unit in batch:
                 self._take_all(self._inline.run(reader, unit))
             return
@@ -192,7 +188,7 @@ class Crew:
         except RuntimeError:  # no more threads under this limit: those that there are will do
             del self._threads[-1]
             self._to_start = 0
-            self._inline = None if number else Worker(self._job)
+            self._inline = None if number else Worker(self.job)
             self._most_in_flight = self._ahead * number
 
     def wait(self) -> None:
@@ -249,7 +245,7 @@ class Crew:
         self._done.put(None)
         # the thread itself may wait for a server, and hold locks of that
         if self._inline is not None and self._interrupt.will_raise:
-            threading.Thread(target=self._job.stop, name="streamload-stop").start()
+            threading.Thread(target=self.job.stop, name="streamload-stop").start()
 
     def listen(self, seconds: float) -> bool:
         """Wait for what a worker has done, or for `wake`. Raises what a worker met.
@@ -283,12 +279,12 @@ class Crew:
             if error is not None:
                 self._interrupt.check()  # which may be why
                 raise error
-            self._job.done(unit, counts)
-        self._job.tell()
+            self.job.done(unit, counts)
+        self.job.tell()
 
     def _serve(self) -> None:
         """What a worker's thread does. Whatever ends it early ends the load, which waits for it."""
-        worker = Worker(self._job)
+        worker = Worker(self.job)
         try:
             worker.open()
             self._work_off(worker)
@@ -301,7 +297,7 @@ class Crew:
         while True:
             with suppress(queue.Empty):
                 return self._work.get(timeout=_LOOK_S)
-            self._job.check_files()
+            self.job.check_files()
 
     def _work_off(self, worker: Worker) -> None:
         finished: list[Outcome] = []
@@ -318,7 +314,7 @@ class Crew:
             if item is None or self._stopped.is_set():
                 break
             reader, batch = item
-            self._job.first_read = min(self._job.first_read, time.perf_counter())
+            self.job.first_read = min(self.job.first_read, time.perf_counter())
             for outcome in worker.run_batch(reader, batch):
                 finished.append(outcome)
                 if self._stopped.is_set() or outcome[2] is not None:

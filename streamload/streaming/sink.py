@@ -20,11 +20,12 @@ from streamload.devices.allocators import TRIM_NBYTES
 from streamload.devices.base import Addressed, Buffer, Device, Framework, Parameter
 from streamload.errors import AllocationError, LoadState
 from streamload.planning.plan import Plan
+from streamload.streaming.state import Sink
 
 _POISON_NBYTES = 2**24
 
 
-class ModelTarget:
+class ModelTarget(Sink):
     """The parameters of a model, or of a state dict that is made, as the stream fills them.
 
     Attributes:

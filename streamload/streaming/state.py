@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from streamload.checkpoint.open import Checkpoint
-from streamload.checkpoint.shards import Opener, Shards, page_cache
-from streamload.codecs.cast_table import Cast, CastCounts, make_cast
-from streamload.codecs.decode import Decoders, Weight, weight_of
-from streamload.codecs.encode import Encoder
-from streamload.codecs.llvm import Engine
-from streamload.codecs.parts import QuantCounts
-from streamload.codecs.scheme import Decoder
-from streamload.codecs.weights import Packed, read_whole
+from streamload.checkpoint.shards import Opener, Shards, open_shard, page_cache
+from streamload.codecs.cast_table import Cast, CastCounts, Engine, make_cast
+from streamload.codecs.decode import Decoder, Decoders, Weight, weight_of
+from streamload.codecs.group import Packed, read_whole
+from streamload.codecs.scheme import Encoder, QuantCounts
 from streamload.core.dtypes import DType
 from streamload.core.location import Location
 from streamload.core.tensors import TensorInfo
@@ -30,7 +28,7 @@ from streamload.planning.chunks import Chunk, Cut, SmallTensorBatch
 from streamload.planning.placement import HOST_CASTS, Placement
 from streamload.planning.plan import BULK_NBYTES, SEGMENTS, STAGING_SLOTS, Plan, slot_nbytes
 from streamload.planning.quant_policy import coded, encoder_of
-from streamload.planning.transforms import Changes
+from streamload.planning.transforms import NO_CHANGES, Changes
 from streamload.streaming.device_casts import DeviceCasts
 from streamload.streaming.memory_watch import Headroom
 
@@ -48,17 +46,57 @@ WorkItem = tuple[Chunk, ...] | SmallTensorBatch
 _Addresses = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class Target(Protocol):
-    """What is filled. Called from the streaming thread only, in plan order."""
+class Sink(ABC):
+    """What a stream fills; called from the streaming thread, in plan order.
 
+    Attributes:
+        bring: brings bytes of a file that buffers are views on, in place of all reading.
+    """
+
+    bring: Callable[[Location, int, int], None] | None = None
+
+    @abstractmethod
     def begin(self, indices: Sequence[int]) -> Sequence[Buffer]:
         """Make room for placements of one device, by number, and return their buffers."""
 
+    @abstractmethod
     def finish(self, indices: Sequence[int]) -> None:
-        """All bytes of these are there; their buffers are written no more."""
+        """Take placements of which all bytes are there; their buffers are written no more."""
+
+    def sent(self, unit: WorkItem, tickets: Sequence[Ticket]) -> None:
+        """Called by a worker once a unit's copies have started; `tickets` are those still running.
+
+        An error may still come: `finish` confirms.
+        """
+        return None
 
     def revoke(self, indices: Iterable[int]) -> None:
-        """Finished placements among these hold bytes that may be wrong; the load fails."""
+        """Forget finished placements among these: their bytes may be wrong; the load fails."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A plan to be streamed.
+
+    Attributes:
+        checkpoint: the headers that the plan was made from.
+        devices: by name, every device of the plan.
+        changes: functions that change values on the way.
+        opener: opens the shards.
+        headroom: checks that promised memory is still free; None checks nothing.
+        progress: called with the file bytes read so far, often.
+        refills: the same memory is filled again and again, so its pages are there.
+    """
+
+    plan: Plan
+    checkpoint: Checkpoint
+    devices: Mapping[str, Device]
+    changes: Changes = NO_CHANGES
+    opener: Opener = open_shard
+    headroom: Headroom | None = None
+    progress: Callable[[int], None] = lambda nbytes: None
+    refills: bool = False
 
 
 @dataclass(slots=True)
@@ -87,44 +125,13 @@ class StreamStats:
 
 
 class Job:
-    """The plan being run, and what is known of its progress. The streaming thread changes it."""
+    """A transfer that is running, and its progress. The streaming thread changes it."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        checkpoint: Checkpoint,
-        target: Target,
-        devices: Mapping[str, Device],
-        progress: Callable[[int], None],
-        opener: Opener,
-        headroom: Headroom | None,
-        changes: Changes,
-        sent: Callable[[WorkItem, Sequence[Ticket]], None] = lambda unit, tickets: None,
-        bring: Callable[[Location, int, int], None] | None = None,
-        *,
-        refills: bool = False,
-    ) -> None:
-        """Look at a plan.
-
-        Args:
-            plan: what to do.
-            checkpoint: the headers that it was made from.
-            target: what is filled.
-            devices: by name, every device of the plan.
-            progress: told the file bytes read so far.
-            opener: opens the shards.
-            headroom: looks whether there still is what was promised; None looks nowhere.
-            changes: what changes values on the way.
-            sent: told by a worker's thread of a unit whose copies have been begun, with tickets of
-                those that may not have ended. An error may come still: `Target.finish` says when
-                all is well.
-            bring: brings bytes of a file that buffers are views on, in place of all reading.
-            refills: the same memory is filled again and again, so its pages are there.
-        """
-        self.sent, self.bring, self.refills = sent, bring, refills
-        self.plan = plan
-        self.changes = changes
-        self.devices = devices
+    def __init__(self, transfer: Transfer, sink: Sink) -> None:
+        """Look at a plan; nothing is opened."""
+        self.transfer, self.sink = transfer, sink
+        self.plan, self.devices = transfer.plan, transfer.devices
+        plan, devices, checkpoint = transfer.plan, transfer.devices, transfer.checkpoint
         self.stats = StreamStats()
         self.first_read = math.inf
         self.failed = False
@@ -150,9 +157,6 @@ class Job:
         slots = min(slots, _MAX_UNIT_CHUNKS)  # a read each, which takes memory too
         self._bulk_nbytes = slots * plan.slot_nbytes
         self._checkpoint = checkpoint
-        self._target = target
-        self._progress = progress
-        self._headroom = headroom
         self._left: dict[int, int] = {}  # bytes to come, by placement of which some have
         self._casts: dict[tuple[DType, DType, Engine], Cast] = {}
         self._compiling = threading.Lock()
@@ -169,7 +173,7 @@ class Job:
         kind_of = dict(zip(self._paths, plan.readers, strict=True)).__getitem__
         self._shards = Shards(
             *(checkpoint.shards, kind_of),
-            opener=opener,
+            opener=transfer.opener,
             cache=self._page_cache,
             ahead=plan.ahead,
         )
@@ -219,7 +223,7 @@ class Job:
         if isinstance(error, (FileChangedError, TruncatedFileError)) and not held_back:
             # not only what is unfinished: where the clock is coarse, a change is seen late
             tensors = self._checkpoint.tensors
-            self._target.revoke(
+            self.sink.revoke(
                 index
                 for index, p in enumerate(self.plan.placements)
                 if any(str(tensors[r.tensor].shard) == error.path for r in p.source)
@@ -347,8 +351,8 @@ class Job:
 
     def begin(self, batch: Sequence[WorkItem]) -> None:
         """Make room for the parameters that units are the first to write."""
-        if self._headroom is not None:
-            self._headroom.hand_out(sum(map(written_nbytes, batch)))
+        if self.transfer.headroom is not None:
+            self.transfer.headroom.hand_out(sum(map(written_nbytes, batch)))
         self._to_come[batch[0][0].shard] += len(batch)
         for unit in batch:
             new: Sequence[int]
@@ -358,7 +362,7 @@ class Job:
                 reached = dict.fromkeys(chunk.placement for chunk in unit)
                 new = [index for index in reached if index not in self.buffers]
             if new:
-                self.buffers.update(zip(new, self._target.begin(new), strict=True))
+                self.buffers.update(zip(new, self.sink.begin(new), strict=True))
                 for index in new if self.casts and self._parts else ():
                     self._begin_beside(index)
 
@@ -404,7 +408,7 @@ class Job:
             return
         names = {part.suffix: part.name(p.name) for part in coded(p.coding, p.src).parts}
         self._beside[index] = beside = [self._parts[names[s]] for s in p.coding.device_parts]
-        self.buffers.update(zip(beside, self._target.begin(beside), strict=True))
+        self.buffers.update(zip(beside, self.sink.begin(beside), strict=True))
 
     def beside_address(self, index: int) -> int:
         """Device address of the scales or statistics of a placement that it casts; 0 for none."""
@@ -458,8 +462,8 @@ class Job:
 
     def done(self, unit: WorkItem, counts: Sequence[Counts]) -> None:
         """Account for a unit whose bytes are in place."""
-        if self._headroom is not None:
-            self._headroom.done(written_nbytes(unit))
+        if self.transfer.headroom is not None:
+            self.transfer.headroom.done(written_nbytes(unit))
         before = self.stats.read_nbytes
         if isinstance(unit, SmallTensorBatch):
             self.stats.read_nbytes += unit.read_nbytes
@@ -509,7 +513,7 @@ class Job:
             self.stats.counts[index] = self.stats.counts.get(index, NO_COUNTS) + counts
 
     def _finish(self, indices: Sequence[int]) -> None:
-        self._target.finish(indices)
+        self.sink.finish(indices)
         deque(map(self.buffers.__delitem__, indices), maxlen=0)
 
     def _account(self, unit: WorkItem, nbytes: int) -> None:
@@ -533,7 +537,7 @@ class Job:
 
     def tell(self) -> None:
         """Tell the progress."""
-        self._progress(self.stats.read_nbytes)
+        self.transfer.progress(self.stats.read_nbytes)
 
 
 def _units(cut: Iterable[Chunk | SmallTensorBatch], job: Job) -> Iterator[WorkItem]:

@@ -161,7 +161,7 @@ def _changed(
 ) -> tuple[memoryview, DType, Cast]:
     """Rows as functions change them, their dtype, and the cast of it."""
     info, first = job.rows_at(chunk, start)
-    rows, dtype = job.changes.apply(info, data, first)
+    rows, dtype = job.transfer.changes.apply(info, data, first)
     try:
         return rows.data, dtype, job.cast_of(dtype, dst)
     except UnsupportedCastError as error:

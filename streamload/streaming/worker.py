@@ -248,7 +248,7 @@ class Worker:
     def _has_begun(self, unit: WorkItem, counts: list[Counts], tickets: list[_SlotTicket]) -> None:
         """All bytes of a unit have been read, and their copies begun."""
         self._under_way.append(_UnderWay(unit, counts, tickets))
-        self._job.sent(unit, [ticket for _, ticket in tickets])
+        self._job.sink.sent(unit, [ticket for _, ticket in tickets])
 
     def _goes_in_bulk(self, unit: WorkItem, device: str) -> bool:
         """Whether all bytes of a unit go as they are, one after the other: a gap is not read."""
@@ -312,10 +312,10 @@ class Worker:
         self, reader: Reader, unit: WorkItem, counts: list[Counts], tickets: list[_SlotTicket]
     ) -> None:
         job = self._job
-        if job.bring is not None:
+        if job.sink.bring is not None:
             with reader.unchanged():
                 for start, stop in file_ranges(unit):
-                    job.bring(reader.path, start, stop)
+                    job.sink.bring(reader.path, start, stop)
             counts += [NO_COUNTS] * len(unit)
             return
         name = job.plan.placements[unit[0].placement].device
@@ -341,7 +341,7 @@ class Worker:
                     elif job.host_visible[name] and p.cast != "device":
                         buffer = job.buffers[chunk.placement]
                         with device.window(buffer, chunk.start, chunk.stop) as out:
-                            if p.action != "in_place" and not job.refills:
+                            if p.action != "in_place" and not job.transfer.refills:
                                 populate(out)
                             counts.append(self._fill(reader, chunk, p, out, whole, base))
                     else:
@@ -511,7 +511,7 @@ class Worker:
 
         To map pages for one copy costs more than pread(2), where the memory has its own pages.
         """
-        return not reader.mapped or (whole is None and self._job.refills)
+        return not reader.mapped or (whole is None and self._job.transfer.refills)
 
     def _encode_turned(
         self, reader: Reader, chunk: Chunk, p: Placement, step: Encoding, out: memoryview

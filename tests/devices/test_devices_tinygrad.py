@@ -47,6 +47,7 @@ from streamload.errors import (
 from streamload.planning.requests import DeviceSpec, TensorRequest
 from streamload.streaming.loop import stream
 from streamload.streaming.sink import ModelTarget
+from streamload.streaming.state import Transfer
 from streamload.verification.verify import verify
 
 ROOT = str(Path(streamload.__file__).parent.parent)
@@ -632,7 +633,7 @@ def stream_to(
     )
     ledger = Ledger({info.name: 10**9, STAGING: plan.host_nbytes})
     target = ModelTarget(plan, ours.FRAMEWORK, {info.name: device}, None, ledger)
-    stream(plan, checkpoint, target, {info.name: device}, ledger)
+    stream(Transfer(plan, checkpoint, {info.name: device}), target, ledger)
     return target.state_dict, target, ledger
 
 

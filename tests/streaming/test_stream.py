@@ -43,6 +43,7 @@ from streamload.planning.chunks import chunks
 from streamload.planning.requests import TensorRequest
 from streamload.planning.transforms import NO_CHANGES
 from streamload.streaming.loop import stream
+from streamload.streaming.state import Transfer
 
 ROOT = str(Path(streamload.__file__).parent.parent)
 Tensors = Mapping[str, tuple[str, Sequence[int], bytes]]
@@ -420,7 +421,7 @@ def test_a_ledger_without_room_for_staging_refuses_before_anything(tmp_path: Pat
     run = prepare(path, [device])
     run.ledger = Ledger({"REC": 10**9, STAGING: run.plan.host_nbytes - 1})
     with pytest.raises(BudgetExceededError) as caught:
-        stream(run.plan, run.checkpoint, run.target, run.devices, run.ledger)
+        stream(Transfer(run.plan, run.checkpoint, run.devices), run.target, run.ledger)
     assert caught.value.requested_nbytes == run.plan.host_nbytes
     assert device.events == []
 

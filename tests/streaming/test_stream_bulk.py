@@ -37,6 +37,7 @@ from streamload.planning.plan import Plan
 from streamload.planning.requests import TensorRequest
 from streamload.streaming.loop import stream
 from streamload.streaming.sink import ModelTarget
+from streamload.streaming.state import Transfer
 
 torch = needs.module("torch")
 
@@ -185,7 +186,7 @@ class Spread:
         """Stream, the way a load does."""
         self.target.begin_all()
         devices: Any = self.devices
-        stream(self.plan, self.checkpoint, self.target, devices, self.ledger)
+        stream(Transfer(self.plan, self.checkpoint, devices), self.target, self.ledger)
 
     def check(self, *, whole: bool) -> None:
         """What is there is right and on its device, and no byte went to another one."""

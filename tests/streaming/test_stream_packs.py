@@ -37,6 +37,7 @@ from streamload.planning.plan import Plan
 from streamload.planning.requests import DeviceSpec, TensorRequest, TensorRequests
 from streamload.streaming.loop import stream
 from streamload.streaming.sink import ModelTarget
+from streamload.streaming.state import Transfer
 
 MIB = 2**20
 
@@ -143,7 +144,7 @@ def test_a_file_that_is_cut_names_the_tensor(tmp_path: Path, left: int) -> None:
     target = ModelTarget(plan, HostFramework(), {"host": device}, None, ledger)
     # without a lease, since the file is open for writing
     with open(checkpoint.shards[0].path, "r+b"), pytest.raises(TruncatedFileError) as caught:
-        stream(plan, checkpoint, target, {"host": device}, ledger)
+        stream(Transfer(plan, checkpoint, {"host": device}), target, ledger)
     assert caught.value.tensor == f"t{left // 1000:04}"
     state = target.fail()
     assert sorted((*state.loaded, *state.untouched, *state.invalid)) == sorted(values)
@@ -179,7 +180,7 @@ def test_memory_that_cannot_be_had_names_the_tensor(tmp_path: Path, at: int) -> 
     ledger = Ledger({"host": 2**30, STAGING: 2**20})
     target = ModelTarget(plan, HostFramework(), {"host": device}, None, ledger)
     with pytest.raises(AllocationError, match=rf"it is full \(for 't{at:04}'\)"):
-        stream(plan, checkpoint, target, {"host": device}, ledger)
+        stream(Transfer(plan, checkpoint, {"host": device}), target, ledger)
     state = target.fail()
     assert ledger.held("host") == 112 * len(state.loaded) <= 112 * at
 
@@ -274,7 +275,7 @@ def test_neighbours_in_a_segment_are_copied_together(
     plan = planned(checkpoint, spec)
     ledger = Ledger({"d": 2**40, STAGING: plan.host_nbytes})
     target = ModelTarget(plan, _Ranges(), {"d": device}, None, ledger)
-    stream(plan, checkpoint, target, {"d": device}, ledger)
+    stream(Transfer(plan, checkpoint, {"d": device}), target, ledger)
     assert len(target.state_dict) == 400
     for name, where in target.state_dict.items():
         assert device.memory[where.start : where.stop] == values[name]

@@ -31,7 +31,7 @@ from streamload.planning.plan import Plan
 from streamload.planning.requests import DeviceSpec, TensorRequest
 from streamload.streaming.loop import stream
 from streamload.streaming.sink import ModelTarget
-from streamload.streaming.state import StreamStats, file_ranges
+from streamload.streaming.state import StreamStats, Transfer, file_ranges
 
 MIB = 2**20
 KIB = 2**10
@@ -124,7 +124,7 @@ def run(
         warm(files(path)[shard])
     ledger = Ledger({device.name: 10**9, STAGING: made.host_nbytes})
     target = ModelTarget(made, RecordingFramework(), {device.name: device}, None, ledger)  # type: ignore[arg-type]
-    stats = stream(made, checkpoint, target, {device.name: device}, ledger)
+    stats = stream(Transfer(made, checkpoint, {device.name: device}), target, ledger)
     device.check_ended()
     for name, data in expected.items():
         assert target.state_dict[name].data == data, name

@@ -20,7 +20,7 @@ from streamload.planning.requests import DeviceSpec, TensorRequest
 from streamload.planning.transforms import NO_CHANGES, Changes
 from streamload.streaming.loop import stream
 from streamload.streaming.sink import ModelTarget
-from streamload.streaming.state import StreamStats
+from streamload.streaming.state import StreamStats, Transfer
 
 
 @dataclass(slots=True)
@@ -41,10 +41,10 @@ class Run:
     ) -> StreamStats:
         """Stream, the way a load does."""
         self.target.begin_all()
-        return stream(
-            *(self.plan, self.checkpoint, self.target, self.devices, self.ledger),
-            *(progress, opener, None, self.changes),
+        transfer = Transfer(
+            *(self.plan, self.checkpoint, self.devices, self.changes, opener), progress=progress
         )
+        return stream(transfer, self.target, self.ledger)
 
     def loaded(self) -> dict[str, RecordedBuffer]:
         """The buffers that are finished, by name."""

@@ -29,6 +29,7 @@ from streamload.planning.requests import DeviceSpec, DTypePolicy
 from streamload.planning.sources import sources
 from streamload.streaming.loop import stream
 from streamload.streaming.sink import ModelTarget
+from streamload.streaming.state import Transfer
 
 torch = needs.module("torch")
 
@@ -148,7 +149,11 @@ class Staged:
         """Stream, the way a load does."""
         self.target.begin_all()
         devices = {self.device.name: self.device}
-        stream(self.plan, self.checkpoint, self.target, devices, self.ledger, progress)
+        stream(
+            Transfer(self.plan, self.checkpoint, devices, progress=progress),
+            self.target,
+            self.ledger,
+        )
 
     def check_loaded(self) -> None:
         """All is there, each byte written once, and nothing is left over."""
