@@ -29,7 +29,7 @@ from streamload.errors import (
 )
 from streamload.loading.load import split
 from streamload.loading.options import DEFAULTS, NameOptions, WeightOptions
-from streamload.loading.prepare import Decision, Options, Place
+from streamload.loading.prepare import Call, Decision, Options, Place
 from streamload.offloading.offload import OffloadAsked, Prepared
 from streamload.planning.dequantise import asked as weights_asked
 from streamload.planning.dequantise import dequantised
@@ -45,7 +45,7 @@ from streamload.planning.shares import (
     Split,
     make_shares,
 )
-from streamload.planning.sources import Source
+from streamload.planning.sources import Found, Source
 from streamload.planning.suggest import Wanted
 
 #: The options that determine a plan, besides budgets.
@@ -331,7 +331,8 @@ class Agreement:
             place = self.place or self._look(None, self.options)
             try:
                 own, part, options, fill, suggest = self._own(place)
-                load = Decision.make(own, part, options, (fill, [], {}), suggest, ())
+                call = Call(part, options, Found(fill))
+                load = Decision.make(own, call, suggest, ())
             except PlanInfeasibleError as error:
                 if last or error.device not in place.devices.opened:
                     raise self._or_offload(error) from None
@@ -373,7 +374,7 @@ class Agreement:
             own, part, options, fill, suggest = self._own(place)
             assert self.asked.offload is not None
             found = Prepared.make(
-                *(own, part, options, (fill, [], {}), self.asked.offload),
+                *(own, part, options, Found(fill), self.asked.offload),
                 suggest=suggest,
                 part=self.plan.mine,
             )

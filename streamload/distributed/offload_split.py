@@ -244,7 +244,7 @@ def _whole(
         for spec in specs
     ]
     free = replace(read, cache=None, reserve_nbytes=0)
-    made = free.plan(checkpoint, here, endless, {}, engine_of(read))
+    made = free.plan(free.request(checkpoint, here, endless, engine_of(read)))
 
     def with_part(mine: DevicePlan) -> DevicePlan:
         part = parts.get(mine.device)

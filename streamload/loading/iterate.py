@@ -9,7 +9,7 @@ from typing import Any, Unpack
 from streamload.checkpoint.open import Checkpoint, CheckpointLike
 from streamload.loading.load import read_call, run, uncollected
 from streamload.loading.options import IterateOptions, takes
-from streamload.loading.prepare import Decision, Options, Place
+from streamload.loading.prepare import Call, Decision, Options, Place
 from streamload.loading.report import Clock
 from streamload.planning.requests import DeviceSpec
 from streamload.planning.sources import Found, Source
@@ -125,8 +125,7 @@ class _Loop:
         shards = {tensors[r.tensor].shard for s in chosen.values() for r in s.rows}
         headers = tuple(header for header in self.checkpoint.shards if header.path in shards)
         part = replace(self.checkpoint, shards=headers)
-        found: Found = (chosen, [], {})
-        return Decision.make(self.place, part, self.read, found, offers=("quant",))
+        return Decision.make(self.place, Call(part, self.read, Found(chosen)), offers=("quant",))
 
     def tensors(self) -> Iterator[tuple[str, Any]]:
         """Read them; what the caller keeps is free no more, and fewer are read at once."""

@@ -16,7 +16,6 @@ from streamload.core.interrupt import deferred_interrupt
 from streamload.core.memory import STAGING, Ledger, canonical_device
 from streamload.core.patterns import check_patterns
 from streamload.core.progress import Progress, reporting
-from streamload.core.units import format_bytes
 from streamload.devices.base import DeviceInfo
 from streamload.devices.names import default_framework, framework, framework_of
 from streamload.errors import (
@@ -36,7 +35,7 @@ from streamload.loading.options import (
     takes,
 )
 from streamload.loading.place import UNSEEN_GRANULARITY_NBYTES, open_devices, unseen_spec
-from streamload.loading.prepare import Decision, Options, Place
+from streamload.loading.prepare import Call, Decision, Options, Place
 from streamload.loading.report import Clock, LoadReport, Meter, device_map, warn_of_overflow
 from streamload.planning.dequantise import (
     all_names,
@@ -170,8 +169,7 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
 
         try:
             decided = Decision.make(
-                *(place, checkpoint, read, found, wanted.suggestions),
-                instead=instead,
+                place, Call(checkpoint, read, found), wanted.suggestions, instead=instead
             )
         except StateDictMismatchError as error:
             raise error.or_by(call_of_library(model, checkpoint.path)) from None
@@ -248,15 +246,10 @@ def described(
     names = [device or "device"] if isinstance(device, str) or device is None else list(device)
     read.check_names(names, device)
     _check_distinct(names)
-    cast, reserved = read.cast, read.reserve_nbytes
-    if all(map(read.budget.is_stated, names)) and cast != "device" and not bf16_undecided:
-        unseen = [unseen_spec(name, read.budget.resolve(name, None)) for name in names]
-        return _less_reserve(unseen, reserved)
-    return open_devices(device, None, {}).specs(
-        *(read.budget, read.policy, cast, {}),
-        bf16_undecided=bf16_undecided,
-        reserve_nbytes=reserved,
-    )
+    if all(map(read.budget.is_stated, names)) and read.cast != "device" and not bf16_undecided:
+        return [unseen_spec(name, read.budget.resolve(name, None)) for name in names]
+    devices = open_devices(device, None, {})
+    return devices.specs(read.budget, read.policy, read.cast, {}, bf16_undecided=bf16_undecided)
 
 
 @takes()
@@ -300,24 +293,12 @@ def node_specs(read: Options, nodes: Sequence[Node]) -> list[DeviceSpec]:
     """Describe nodes to the planner; nobody looks at them."""
     rounds = UNSEEN_GRANULARITY_NBYTES
     infos = [DeviceInfo(n.name, "", granularity_nbytes=rounds, threads=2) for n in nodes]
-    specs = [DeviceSpec(i, n.budget, own_host=True) for i, n in zip(infos, nodes, strict=True)]
-    return _less_reserve(specs, read.reserve_nbytes)
+    return [DeviceSpec(i, n.budget, own_host=True) for i, n in zip(infos, nodes, strict=True)]
 
 
 def _check_distinct(names: Sequence[str]) -> None:
     if not names or len({canonical_device(name) for name in names}) < len(names):
         raise ValueError(f"expected devices or nodes of different names, found {names}")
-
-
-def _less_reserve(specs: list[DeviceSpec], reserve_nbytes: int) -> list[DeviceSpec]:
-    """Devices that nobody looks at, with what stays free taken off their budgets."""
-    if not reserve_nbytes:
-        return specs
-    limit = f"budget less {format_bytes(reserve_nbytes)} kept free"
-    return [
-        replace(spec, budget_nbytes=max(spec.budget_nbytes - reserve_nbytes, 0), limit=limit)
-        for spec in specs
-    ]
 
 
 def _planned(
@@ -333,7 +314,7 @@ def _planned(
     def planned(quant: QuantPolicy) -> Plan:
         wants = replace(read, quant=quant).quantised(checkpoint, fill)
         casting = read.casting(specs(wants.needs_native_bf16(read.policy)))
-        return read.plan(checkpoint, wants, casting, tied, engine)
+        return read.plan(read.request(checkpoint, wants, casting, engine, tied))
 
     try:
         made, notes = read.quant.least_loss(planned)
@@ -342,9 +323,7 @@ def _planned(
     return replace(made, notes=(*made.notes, *notes))
 
 
-def read_call(
-    path: CheckpointLike, model: Any = None, **options: Unpack[LoadOptions]
-) -> tuple[Checkpoint, Options, Found]:
+def read_call(path: CheckpointLike, model: Any = None, **options: Unpack[LoadOptions]) -> Call:
     """The checkpoint of a call, its options as they are read, and what fills each parameter.
 
     Of the checkpoint, what a dtype is asked for is dequantised; where there is a model, what that
@@ -365,7 +344,7 @@ def read_call(
     if read.changes is NO_CHANGES:
         changes = changes_of(checkpoint, given["transform"], given["adapters"])
         read = replace(read, changes=changes)
-    return checkpoint, read, found
+    return Call(checkpoint, read, found)
 
 
 def _as_held(
@@ -407,7 +386,7 @@ def run(
     decided: Decision, progress: Progress, clock: Clock, opener: Opener = open_shard
 ) -> LoadReport:
     """Stream what was decided."""
-    made, devices = decided.plan, decided.devices.opened
+    made, devices = decided.plan, decided.devices
     ledger = Ledger(
         # a model may hold more than the budget already; it only becomes less then
         {d.device: max(d.budget_nbytes, d.held_nbytes) for d in made.devices}
@@ -418,7 +397,7 @@ def run(
     headroom = Headroom(made, shared)
     decided, undo = decided.swapped()
     parameters = decided.match.parameters if decided.match else None
-    target = ModelTarget(made, decided.devices.framework, devices, parameters, ledger)
+    target = ModelTarget(made, decided.place.devices.framework, devices, parameters, ledger)
     try:
         with reporting(progress, decided.read_nbytes) as tell:
 
@@ -431,7 +410,7 @@ def run(
             target.begin_all()
             target.map_all(decided.checkpoint)
             transfer = Transfer(
-                *(made, decided.checkpoint, devices, decided.changes),
+                *(made, decided.checkpoint, devices, decided.call.options.changes),
                 opener=opener,
                 headroom=headroom,
                 progress=told,
@@ -464,7 +443,7 @@ def _report(
     clock: Clock,
 ) -> LoadReport:
     """What was decided, and what came of it."""
-    made, devices = decided.plan, decided.devices.opened
+    made, devices = decided.plan, decided.devices
     fallbacks = [
         f"{n} of {len(made.readers)} files: {why}" for why, n in stats.reader_fallbacks.items()
     ]
@@ -522,4 +501,4 @@ def _device_map(decided: Decision) -> dict[str, str | int]:
         for first, parameter in decided.match.parameters.items()
         for name in parameter.names
     }
-    return device_map(names, (*decided.match.unfilled, *decided.unstored))
+    return device_map(names, (*decided.match.unfilled, *decided.place.unstored))

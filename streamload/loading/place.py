@@ -95,7 +95,6 @@ class Devices:
         held: Mapping[str, int],
         *,
         bf16_undecided: bool,
-        reserve_nbytes: int = 0,
         of_model: bool = False,
     ) -> list[DeviceSpec]:
         """Describe the devices to the planner."""
@@ -112,7 +111,6 @@ class Devices:
         host = _host_free_nbytes(needed=len(promised) < len(sharing)) if sharing else None
         rest = max((host or 0) - sum(promised.values()), 0)
         rest //= max(len(sharing) - len(promised), 1)
-        pool_nbytes = None if host is None else max(host - reserve_nbytes * len(sharing), 0)
         out = []
         for name, info in infos.items():
             free = info.free_nbytes
@@ -127,15 +125,13 @@ class Devices:
             if budget.for_device(name) is None:
                 left_alone = format_bytes(guessed_reserve_nbytes(free or 0))
                 limit = f"free memory less a reserve of {left_alone}"
-            kept = None if free is None else max(free - reserve_nbytes, 0)
             out.append(
                 DeviceSpec(
                     info,
-                    max(budget.resolve(name, free, own) - reserve_nbytes, 0),
-                    limit
-                    + (f" less {format_bytes(reserve_nbytes)} kept free" if reserve_nbytes else ""),
-                    free_nbytes=kept,
-                    host_free_nbytes=pool_nbytes if info.shared_memory else None,
+                    budget.resolve(name, free, own),
+                    limit,
+                    free_nbytes=free,
+                    host_free_nbytes=host if info.shared_memory else None,
                     native_bf16=bf16_undecided and self._native_bf16(name),
                     device_casts=casts,
                     casts=info.casts,

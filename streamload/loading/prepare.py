@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Unpack
+from types import MappingProxyType
+from typing import Any, NamedTuple, Unpack
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.codecs.cast_table import OutOfRange
@@ -19,7 +20,7 @@ from streamload.core.location import Location, Url
 from streamload.core.memory import STAGING, Budget, available_cpus, canonical_device
 from streamload.core.pagemap import reusable_nbytes
 from streamload.core.units import format_bytes, parse_bytes
-from streamload.devices.base import NO_SWAP, Framework, Parameter, Swap, nothing
+from streamload.devices.base import NO_SWAP, Device, Framework, Parameter, Swap, nothing
 from streamload.devices.names import (
     default_framework,
     environment_fp16_cast,
@@ -40,7 +41,7 @@ from streamload.loading.options import DEFAULTS, CastArgument, LoadOptions, plai
 from streamload.loading.place import Devices, host_room_nbytes, open_devices
 from streamload.loading.read_choice import Reading, ahead_nbytes, reader_choice
 from streamload.planning.kv_cache import CacheRequest, KvCache
-from streamload.planning.match import Match, Shapes, wants_of
+from streamload.planning.match import Match, ModelParameters, Shapes, wants_of
 from streamload.planning.match import match as match_parameters
 from streamload.planning.plan import Plan
 from streamload.planning.planner import (
@@ -123,11 +124,18 @@ class Options:
             )
 
     def casting(self, specs: Iterable[DeviceSpec]) -> list[DeviceSpec]:
-        """The devices, of which none casts where the host is asked to, with what stays free."""
+        """The devices with these options: `cast` and `reserve` are applied."""
+        specs = list(specs)
         casts, reserved = self.cast in ("auto", "device"), self.reserve_nbytes
+        less = f" less {format_bytes(reserved)} kept free" if reserved else ""
+        sharing = sum(spec.info.shared_memory for spec in specs)
         return [
             replace(
                 spec,
+                budget_nbytes=max(spec.budget_nbytes - reserved, 0),
+                limit=spec.limit + less,
+                free_nbytes=_less(spec.free_nbytes, reserved),
+                host_free_nbytes=_less(spec.host_free_nbytes, reserved * sharing),
                 casts=spec.casts and casts,
                 reserve_nbytes=reserved,
                 alone=self.one_device,
@@ -135,21 +143,19 @@ class Options:
             for spec in specs
         ]
 
-    def plan(
+    def request(
         self,
         checkpoint: Checkpoint,
         wants: Sequence[TensorRequest],
         specs: Sequence[DeviceSpec],
-        tied: Mapping[str, str],
         cast: CastChoice,
-        host_free_nbytes: int | None = None,
-        reading: Reading = "ahead",
-    ) -> Plan:
-        """Plan under these options, and within what is free on the host (None: not looked at)."""
-        free, budget = host_free_nbytes, self.budget.host_nbytes
-        asked, path = self.cache, checkpoint.path
+        tied: Mapping[str, str] = MappingProxyType({}),
+    ) -> PlanRequest:
+        """Ask for a plan under these options; see `plan`."""
         held = thread_nbytes(view for header in checkpoint.shards for view in header.views)
-        request = PlanRequest(
+        cache = self.cache
+        path = checkpoint.path
+        return PlanRequest(
             checkpoint,
             wants=wants,
             devices=specs,
@@ -158,16 +164,22 @@ class Options:
             cast=cast,
             readers=(),
             tied=tied,
-            host_budget_nbytes=budget if free is None else min(budget, free),
-            host_limit="budget" if free is None or budget <= free else "free memory",
+            host_budget_nbytes=self.budget.host_nbytes,
             page_cache=self.page_cache,
-            cache=None if asked is None else KvCache.of(checkpoint.config, asked, path=path),
+            cache=None if cache is None else KvCache.of(checkpoint.config, cache, path=path),
             residence=self.residence,
             mappable=[self._is_mappable(header.path) for header in checkpoint.shards],
             changed=self.changes.by_tensor.keys(),
             change_nbytes=self.changes.nbytes,
             change_thread_nbytes=self.changes.thread_nbytes + held,
         )
+
+    def plan(
+        self, request: PlanRequest, free: int | None = None, reading: Reading = "ahead"
+    ) -> Plan:
+        """Plan within ``free`` bytes of the host; None if that is unknown."""
+        if free is not None and self.budget.host_nbytes > free:
+            request = replace(request, host_budget_nbytes=free, host_limit="free memory")
 
         def made(reading: Reading) -> Plan:
             try:
@@ -230,6 +242,10 @@ class Options:
         return self.residence == "mapped" and not isinstance(path, Url)
 
 
+def _less(nbytes: int | None, reserved: int) -> int | None:
+    return None if nbytes is None else max(nbytes - reserved, 0)
+
+
 def host_nbytes(made: Plan) -> int:
     """What a plan takes of the host, page tables included."""
     return made.process_nbytes + sum(d.kernel_nbytes for d in made.devices)
@@ -256,33 +272,33 @@ def _is_cold(checkpoint: Checkpoint, choices: Sequence[ReaderChoice]) -> bool:
     return 2 * direct > sum(lengths)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What a load fills and where it goes, looked at and not touched.
+class Call(NamedTuple):
+    """A checkpoint, the options of a load of it, and the rows that fill each parameter."""
+
+    checkpoint: Checkpoint
+    options: Options
+    found: Found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place(ModelParameters):
+    """The model that a load fills, and its devices; looked at and not touched.
 
     Attributes:
-        owner: the framework of the model; None for a load without one.
-        parameters: the model's.
+        model: the model, or None.
+        owner: its framework; None for a load without one.
         unstored: tensors of the model that no checkpoint has, and where they are.
-        held: bytes that the model holds in memory which the load takes over, by device.
-        reusable: the same of each parameter, by its number.
-        pages_are_known: whether the system tells which memory that is; where not, it is none.
-        keep: devices on which a parameter that is there stays.
+        held: bytes that the model holds in memory that the load takes over, by device.
+        pages_are_known: whether the system reports that memory; if not, it counts as none.
         devices: those of the load, open.
-        coded: parameters that hold the codes of weights, by name.
-        model: what the load fills, or None.
     """
 
+    model: Any
     owner: Framework | None
-    parameters: Sequence[Parameter]
     unstored: Mapping[str, str]
     held: Mapping[str, int]
-    reusable: Mapping[int, int]
     pages_are_known: bool
-    keep: frozenset[str]
     devices: Devices
-    coded: Mapping[str, CodedWeight]
-    model: Any = None
 
     @classmethod
     def look(
@@ -309,27 +325,25 @@ class Place:
         for number, p in enumerate(parameters):
             if p.device is not None:
                 held[p.device] += known.get(number, 0 if p.device in shared else p.nbytes)
-        keep = frozenset(devices.opened) if device is None else frozenset()
-        unstored = owner.unstored(model) if owner is not None else {}
-        is_known = reusable is not None
-        coded = owner.coded(model) if owner is not None else {}
-        return cls(owner, parameters, unstored, held, known, is_known, keep, devices, coded, model)
-
-    def match(
-        self,
-        checkpoint: Checkpoint,
-        options: Options,
-        found: Found,
-        suggest: Callable[[], Sequence[Suggestion]] = tuple,
-    ) -> Match:
-        """Match the model to a checkpoint, by name and shape."""
-        fill, skipped, tied = found
-        match = match_parameters(
-            *(checkpoint, self.parameters, fill, tied, self.keep, options.policy),
-            *(self.reusable, self.coded, options.blocks),
+        return cls(
+            parameters=parameters,
+            keep=frozenset(devices.opened) if device is None else frozenset(),
+            reusable=known,
+            coded=owner.coded(model) if owner is not None else {},
+            model=model,
+            owner=owner,
+            unstored=owner.unstored(model) if owner is not None else {},
+            held=held,
+            pages_are_known=reusable is not None,
+            devices=devices,
         )
+
+    def match(self, call: Call, suggest: Callable[[], Sequence[Suggestion]] = tuple) -> Match:
+        """Match the model to a checkpoint, by name and shape."""
+        checkpoint, options, found = call
+        match = match_parameters(checkpoint, self, found, options.policy, options.blocks)
         match.check(checkpoint.path, options.strict, options.shapes, suggest)
-        if fill or skipped:  # a rank may have nothing to load
+        if found.fill or found.skipped:  # a rank may have nothing to load
             match.warn_of_little(checkpoint.path, suggest)
         return match
 
@@ -344,7 +358,6 @@ class Place:
                 options.cast,
                 self.held,
                 bf16_undecided=bf16_undecided,
-                reserve_nbytes=options.reserve_nbytes,
                 of_model=self.owner is not None,
             )
         )
@@ -369,46 +382,37 @@ class Decision:
     """One load: everything decided, nothing moved yet.
 
     Attributes:
-        checkpoint: the headers.
-        plan: what will be done.
-        devices: open, by name.
-        match: which source fills which parameter; None for a load without a model.
-        skipped: tensors of the checkpoint that are not loaded.
-        unstored: tensors of the model that no checkpoint has.
-        process_nbytes: of the process, when memory was looked at for the plan.
-        changes: what changes values on the way.
         place: the model, and where it goes.
-        swap: modules for what is quantised, to be put into the model.
+        plan: what will be done.
+        match: the source of each parameter; None for a load without a model.
+        skipped: tensors of the checkpoint that are not loaded.
+        process_nbytes: of the process, when memory was looked at for the plan.
+        swap: modules for quantized weights, to be put into the model.
     """
 
-    checkpoint: Checkpoint
+    call: Call
+    place: Place
     plan: Plan
-    devices: Devices
     match: Match | None
     skipped: tuple[str, ...]
-    unstored: tuple[str, ...] = ()
-    process_nbytes: int | None = None
-    changes: Changes = NO_CHANGES
-    place: Place | None = None
-    swap: Swap = NO_SWAP
+    process_nbytes: int | None
+    swap: Swap
 
     @classmethod
     def make(
         cls,
         place: Place,
-        checkpoint: Checkpoint,
-        options: Options,
-        found: Found,
+        call: Call,
         suggest: Callable[[], Sequence[Suggestion]] = tuple,
         offers: Collection[str] = ("quant", "residence", "device"),
         instead: Callable[[PlanInfeasibleError, Match, TensorRequests], Sequence[Fit]]
         | None = None,
     ) -> Decision:
-        """Match and plan."""
-        fill, _, tied = found
+        """Match and plan; ``offers`` are the options of the entrance that may make a load fit."""
+        checkpoint, options, (fill, _, tied) = call
         match = None
         if place.owner is not None:
-            match = place.match(checkpoint, options, found, suggest)
+            match = place.match(call, suggest)
             tied = {}  # the model says what is tied
 
         def demanded(quant: QuantPolicy) -> _Demand:
@@ -458,22 +462,29 @@ class Decision:
         notes += (*on_unstored(unstored, made), *demand.notes)
         loaded = {r.tensor for source in demand.wants.sources for r in source}
         return cls(
-            checkpoint,
+            call,
+            place,
             replace(made, notes=tuple(notes)),
-            place.devices,
             match,
             tuple(name for name in checkpoint.tensors if name not in loaded),
-            tuple(place.unstored),
             begun,
-            options.changes,
-            place,
             demand.swap,
         )
 
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The headers."""
+        return self.call.checkpoint
+
+    @property
+    def devices(self) -> Mapping[str, Device]:
+        """Those of the load, open, by name."""
+        return self.place.devices.opened
+
     def swapped(self) -> tuple[Decision, Callable[[], None]]:
-        """Put modules for quantised weights into the model; beside it, what takes them out."""
+        """Put modules for quantized weights into the model; the function takes them out."""
         place, match = self.place, self.match
-        if not self.swap.coded or match is None or place is None or place.owner is None:
+        if not self.swap.coded or match is None or place.owner is None:
             return self, nothing
         undo = self.swap.put()
         found = {
@@ -533,7 +544,8 @@ class _Demand:
         begun = process_nbytes()
         free = host_room_nbytes()
         free = None if free is None else max(free - options.host_held_nbytes, 0)
-        made = options.plan(self.checkpoint, self.wants, specs, self.tied, engine, free)
+        request = options.request(self.checkpoint, self.wants, specs, engine, self.tied)
+        made = options.plan(request, free)
         return replace(made, notes=(*made.notes, *refused, *notes)), begun
 
     def may_try(self) -> bool:

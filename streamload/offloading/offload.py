@@ -15,7 +15,7 @@ from streamload.devices.base import Device
 from streamload.errors import OffloadError, StateDictMismatchError, Suggestion
 from streamload.loading.load import described, read_call, run, uncollected
 from streamload.loading.options import NO_TRANSFER, LoadOptions, PlanOptions, takes
-from streamload.loading.prepare import Decision, Options, Place
+from streamload.loading.prepare import Call, Decision, Options, Place
 from streamload.loading.report import Clock, LoadReport
 from streamload.offloading.experts import ExpertCache
 from streamload.offloading.groups import Group, groups_of_checkpoint
@@ -165,7 +165,7 @@ class Prepared:
             part: what a rank has of the model; None for all of it.
         """
         check_place(place)
-        match = place.match(checkpoint, read, found, suggest)
+        match = place.match(Call(checkpoint, read, found), suggest)
         wants = match.quantised(checkpoint, place.coded, read.changes.by_tensor)
         spec, cast = device_of(place, read, wants)
         adapter = adapter_of(place, match, asked.layers)
@@ -204,7 +204,7 @@ class Prepared:
     def run(self, progress: Progress, clock: Clock) -> Offloaded:
         """Load what stays, and let the rest stream."""
         made, adapter, checkpoint = self.plan, self.adapter, self.checkpoint
-        ((_, device),) = self.load.devices.opened.items()
+        ((_, device),) = self.load.devices.items()
         rounds, kept_file = None, None
         try:
             adapter.empty(made, self.wants)
@@ -403,7 +403,7 @@ def load_of_stays(
     ties = {name: other for name, other in tied.items() if name in theirs}
     room = made.cache_nbytes + made.activation_nbytes + made.reserve_nbytes
     options = replace(read, reserve_nbytes=room, cache=None, one_device=True)
-    return Decision.make(part, checkpoint, options, (rest, [], ties))
+    return Decision.make(part, Call(checkpoint, options, Found(rest, tied=ties)))
 
 
 class Memory(Protocol):

@@ -542,7 +542,7 @@ def _planned(
     """Plan a load within the budget alone: what is free, a cache and a reserve are counted."""
     alone = replace(options, cache=None, reserve_nbytes=0)
     free = replace(spec, free_nbytes=None, reserve_nbytes=0)
-    return alone.plan(checkpoint, wants, [free], {}, cast, reading=reading)
+    return alone.plan(alone.request(checkpoint, wants, [free], cast), reading=reading)
 
 
 def _experts(group: Group, wants: TensorRequests, device: str) -> list[list[TensorRequest]]:

@@ -24,7 +24,7 @@ from streamload.planning.blocks import cut
 from streamload.planning.placement import Placements
 from streamload.planning.quant_policy import QuantPolicy, coded_want, no_holder, quantised
 from streamload.planning.requests import DTypePolicy, TensorRequest, TensorRequests
-from streamload.planning.sources import Source, Unchanged
+from streamload.planning.sources import Found, Source, Unchanged
 
 Shapes = Literal["error", "skip"]
 
@@ -355,47 +355,68 @@ def warn_of_little(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ModelParameters:
+    """The parameters of a model, and their memory.
+
+    Attributes:
+        keep: devices on which a parameter that is there stays.
+        reusable: by number, the bytes that a parameter holds and the load takes over; all of it if
+            its number is missing.
+        coded: parameters that hold the codes of weights, by name; from a checkpoint of floats they
+            are quantized on the way.
+    """
+
+    parameters: Sequence[Parameter]
+    keep: Set[str] = frozenset()
+    reusable: Mapping[int, int] = field(default_factory=dict)
+    coded: Mapping[str, CodedWeight] = field(default_factory=dict)
+
+
 def match(
     checkpoint: Checkpoint,
-    parameters: Sequence[Parameter],
-    fill: Mapping[str, Source],
-    tied: Mapping[str, str],
-    keep_on: Set[str],
+    model: ModelParameters,
+    found: Found,
     policy: DTypePolicy,
-    reusable: Mapping[int, int] = MappingProxyType({}),
-    coded: Mapping[str, CodedWeight] = MappingProxyType({}),
     blocks: Mapping[str, CodedWeight] = MappingProxyType({}),
 ) -> Match:
-    """Match parameters to sources by name, and collect everything that is wrong."""
+    """Match parameters to sources by name, and collect everything that is wrong.
+
+    A parameter with a dtype keeps it unless the policy mentions its tensor. ``blocks`` are the
+    parameters that will hold the codes of weights as they are stored, by name.
+    """
     out = Match()
     used: set[str] = set()
-    coded = {n: c for n, c in coded.items() if n in fill and _is_float(checkpoint, fill[n].rows)}
+    fill, _, tied = found
+    coded = {
+        n: c for n, c in model.coded.items() if n in fill and _is_float(checkpoint, fill[n].rows)
+    }
     beside = {part for name, form in coded.items() for part in form.names(name)[1:]}
     stored_packed = checkpoint.members
-    for number, parameter in enumerate(parameters):
-        where = parameter.device if parameter.device in keep_on else None
+    for number, parameter in enumerate(model.parameters):
+        where = parameter.device if parameter.device in model.keep else None
         held = None
         if parameter.device is not None and (parameter.nbytes or not parameter.invalid):
             held = (parameter.device, parameter.dtype, parameter.nbytes)
         made = next((n for n in parameter.names if n in beside), None) if beside else None
         if made is not None:
-            there = reusable.get(number)
+            there = model.reusable.get(number)
             out.beside[made] = TensorRequest(made, (), (), None, where, held, None, there)
             out.parameters[made] = parameter
             continue
-        found = [name for name in (*parameter.names, *parameter.wrapped) if name in fill]
-        head = None if found else next((name for name in parameter.names if name in tied), None)
-        if not found and head is None:
+        matched = [name for name in (*parameter.names, *parameter.wrapped) if name in fill]
+        head = None if matched else next((name for name in parameter.names if name in tied), None)
+        if not matched and head is None:
             out.unfilled += parameter.names
             if not parameter.is_computed():
                 out.missing.append(parameter.names[0])
             elif parameter.device is not None:
                 out.computed[parameter.names[0]] = parameter.device
             continue
-        used.update(found)
-        name = found[0] if found else parameter.names[0]
-        source = fill[found[0]] if found else fill[tied[head or ""]]
-        if not found:
+        used.update(matched)
+        name = matched[0] if matched else parameter.names[0]
+        source = fill[matched[0]] if matched else fill[tied[head or ""]]
+        if not matched:
             out.notes.append(f"{name} is tied to {tied[head or '']} by config.json: it is a copy")
         stored = _whole(checkpoint, source)  # most are: nothing else needs to be asked of it
         problem = "" if stored is not None else incoherent(checkpoint, source)
@@ -407,8 +428,8 @@ def match(
         block = parameter.block
         form = next((coded[n] for n in parameter.names if n in coded), None) if coded else None
         wanted = whole_shape(parameter) if form is None else form.stored_shape
-        if found and found[0] in blocks:
-            form = blocks[found[0]]
+        if matched and matched[0] in blocks:
+            form = blocks[matched[0]]
             wanted = form.made.parts[0].shape
         if not fits(shape, wanted):
             out.wrong_shape.append(ShapeMismatch(name, wanted, shape))
@@ -421,7 +442,7 @@ def match(
                 " and shard it then"
             )
             continue
-        for other in found[1:]:
+        for other in matched[1:]:
             why = incoherent(checkpoint, fill[other])
             theirs = None if why else _part(checkpoint, fill[other], block)
             if theirs is None:
@@ -436,7 +457,7 @@ def match(
         is_same = parameter.dtype == first.dtype.name or name in blocks
         if is_same and first.name in stored_packed:
             dtype = first.dtype  # a module for quantised weights, which has it as it is stored
-        there = reusable.get(number)
+        there = model.reusable.get(number)
         out.wants.append(
             TensorRequest(
                 *(name, parameter.shape if form is None else wanted, filled.rows, filled.transpose),

@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Any, TypeAlias
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.codecs.weights import Packed
@@ -85,8 +86,18 @@ Layouts: TypeAlias = Mapping[str, Sources]
 MappingArgument: TypeAlias = str | Layouts | tuple[str, Layouts]
 
 
-#: Sources by parameter, tensors that are skipped, and parameters that are tied; see `sources`.
-Found: TypeAlias = tuple[Mapping[str, Source], Sequence[str], Mapping[str, str]]
+class Found(NamedTuple):
+    """The rows that fill each parameter.
+
+    Attributes:
+        fill: the sources by parameter name.
+        skipped: names of the checkpoint that ``rename`` skipped.
+        tied: parameter names that are not stored, to the one to which config.json ties them.
+    """
+
+    fill: Mapping[str, Source]
+    skipped: Sequence[str] = ()
+    tied: Mapping[str, str] = MappingProxyType({})
 
 
 class Unchanged(Mapping[str, Source]):
@@ -155,14 +166,10 @@ def sources(
 
     ``mapping`` is applied first and ``rename`` to its names. With ``all_match`` a family that
     matches no tensor, and a key of ``rename`` without a tensor, are errors.
-
-    Returns:
-        The sources by parameter name; the checkpoint's names that ``rename`` skipped; and the
-        parameter names that are not stored because config.json ties them to another one's.
     """
     turned = _turned(checkpoint)
     if mapping is None and rename is None and not turned:
-        return Unchanged(checkpoint), [], dict(_tied_names(checkpoint))
+        return Found(Unchanged(checkpoint), [], dict(_tied_names(checkpoint)))
     chosen, layouts = _read(mapping)
     family = FAMILIES.get(chosen, Family(()))
     named = _mapped(checkpoint, family, layouts, turned)
@@ -194,7 +201,7 @@ def sources(
         new_embedding = renamed(by_tensor.get(embedding, embedding), rename)
         if new_head is not None and new_embedding in out and new_head not in out:
             tied[new_head] = new_embedding
-    return out, skipped, tied
+    return Found(out, skipped, tied)
 
 
 def _turned(checkpoint: Checkpoint) -> Mapping[str, Source]:

@@ -127,7 +127,7 @@ def copy_of(
         first += numel
         address += -chunk.start if p.turned_there else p.placed_nbytes(numel)
         beside = job.beside_address(chunk.placement)
-        return casts.copy(chunk.placement, p, at, nbytes, address, scratch, beside, first)
+        return casts.copy(chunk.placement, Copy(at, nbytes, address), scratch, beside, first)
     return Copy(at, nbytes, address + offset)
 
 

@@ -155,25 +155,22 @@ class DeviceCasts:
         self._memory.run(self._nest, nested_ptx.nested_blocks(units), arguments)
         return float(mean)
 
-    def copy(
-        self,
-        index: int,
-        p: Placement,
-        at: int,
-        nbytes: int,
-        address: int,
-        scratch: int,
-        beside: int,
-        first: int,
-    ) -> Copy:
-        """A copy of ``nbytes``, whole elements of ``p.src`` at ``at`` in a slot, with its cast.
+    def copy(self, index: int, copy: Copy, scratch: int, beside: int, first: int) -> Copy:
+        """A copy of whole elements, with the cast of its placement.
 
-        The cast elements go to ``address``; those that change their size by way of ``scratch``.
-        ``first`` is the number of the first one. What a kernel writes or reads beside elements is
-        from ``beside`` on.
+        The cast elements go to the copy's address; those that change their size pass ``scratch``.
+
+        Args:
+            index: of the placement.
+            copy: the elements in a slot, and their address.
+            scratch: the slot's.
+            beside: address of what a kernel writes or reads besides elements.
+            first: number of the first element.
         """
+        at, nbytes, address = copy[:3]
+        base, p = self._tallies[index]
         numel = nbytes * 8 // p.src.bits
-        tally = self._memory.address + self._tallies_at + self._tallies[index][0]
+        tally = self._memory.address + self._tallies_at + base
         kernel = self._kernels[self._key(p)]
         if p.coding is not None:
             many = ptx.blocks(_made(p), numel)

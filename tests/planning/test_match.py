@@ -16,9 +16,9 @@ from streamload.checkpoint.open import Checkpoint
 from streamload.core.dtypes import BF16, F16, F32, DType
 from streamload.core.tensors import Block, RowRange, RowTranspose
 from streamload.errors import ShapeMismatch, StateDictMismatchError
-from streamload.planning.match import Match, incoherent, match
+from streamload.planning.match import Match, ModelParameters, incoherent, match
 from streamload.planning.requests import DTypePolicy
-from streamload.planning.sources import Source, sources
+from streamload.planning.sources import Found, Source, sources
 
 
 @dataclass
@@ -66,7 +66,7 @@ def matched(checkpoint: Checkpoint, *parameters: Any, keep_on: Any = (), **more:
     fill, _, tied = sources(checkpoint, more.get("mapping"), more.get("rename"))
     policy = DTypePolicy.parse(more.get("dtype"))
     tied |= more.get("tied", {})
-    return match(checkpoint, parameters, fill, tied, frozenset(keep_on), policy)
+    return match(checkpoint, ModelParameters(parameters, keep_on), Found(fill, tied=tied), policy)
 
 
 def test_everything_wrong_is_in_one_error(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from streamload.errors import (
     DeviceError,
     LoadState,
 )
-from streamload.planning.match import Match, match
+from streamload.planning.match import Match, ModelParameters, match
 from streamload.planning.plan import Plan
 from streamload.planning.planner import PlanRequest, make_plan
 from streamload.planning.requests import DeviceSpec, DTypePolicy
@@ -224,11 +224,9 @@ def prepare(
     """Match and plan, as `load_state_dict` does for a device of that kind."""
     before = {n: None if t.is_meta else t.detach().clone() for n, t in entries(net).items()}
     checkpoint = open_checkpoint(made.path)
-    fill, _, tied = sources(checkpoint, None, None)
     policy = DTypePolicy.parse(dtype)
-    matched = match(
-        checkpoint, FRAMEWORK.parameters(net), fill, tied, frozenset({device.name}), policy
-    )
+    model = ModelParameters(FRAMEWORK.parameters(net), {device.name})
+    matched = match(checkpoint, model, sources(checkpoint, None, None), policy)
     matched.check(checkpoint.path, strict)
     info = device.info
     spec = DeviceSpec(
