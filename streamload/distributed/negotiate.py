@@ -268,12 +268,11 @@ class Agreement:
             return found.plan
 
         def plan() -> tuple[ClusterPlan | StreamloadError, str]:
-            rank, path = session.me.rank, str(checkpoint.path)
             try:
                 weight_of = {name: group.name for name, group in checkpoint.members.items()}
                 asked_for = (budgets, asked.split, planned, weight_of)
                 fits = asked.offload is None
-                found = make_shares(path, rank, session.members, *asked_for, fits=fits)
+                found = make_shares(session.me.rank, session.members, *asked_for, fits=fits)
                 found = found.with_passes(passes)
             except (PlanInfeasibleError, NodeError) as error:  # of all ranks, if arguments agree
                 return error, str(error)

@@ -81,15 +81,11 @@ def _together_nbytes(spec: DeviceSpec) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Loop:
-    """What is read tensor by tensor.
+    """A checkpoint that is read tensor by tensor.
 
     Attributes:
-        place: the device.
-        checkpoint: the headers.
-        read: the options.
-        fill: what fills each parameter.
-        needs_native: whether some dtype depends on what the device computes in natively.
-        nbytes: what each takes, with what it takes beside its bytes.
+        needs_native: whether some dtype depends on native bfloat16 of the device.
+        nbytes: of each parameter, with the memory of its objects.
     """
 
     place: Place

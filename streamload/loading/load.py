@@ -65,14 +65,7 @@ from streamload.streaming.state import StreamStats, Transfer
 class InfeasibleLoad:
     """A load that does not fit, for functions that suggest other calls.
 
-    Attributes:
-        error: why it does not fit.
-        place: the model and its devices.
-        checkpoint: the headers.
-        options: options of the load.
-        match: the model's parameters.
-        wants: what fills them.
-        given: the arguments of the call, with the checkpoint as "path".
+    ``given`` are the arguments of the call, with the checkpoint as "path".
     """
 
     error: PlanInfeasibleError
@@ -86,16 +79,7 @@ class InfeasibleLoad:
 
 @dataclass(frozen=True, slots=True)
 class InfeasiblePlan:
-    """A plan without a model that does not fit, for functions that suggest other calls.
-
-    Attributes:
-        error: why it does not fit.
-        checkpoint: the headers.
-        options: options of the plan.
-        found: the sources of the tensors.
-        spec: the device.
-        given: the arguments of the call, with the checkpoint as "path".
-    """
+    """A plan without a model that does not fit; see `InfeasibleLoad`."""
 
     error: PlanInfeasibleError
     checkpoint: Checkpoint

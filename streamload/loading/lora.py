@@ -67,13 +67,7 @@ def changes_of(
 
 @dataclass(frozen=True, slots=True)
 class _Merge:
-    """Adds ``left @ right`` to the rows of a tensor, in float64; holds both in their own dtypes.
-
-    Attributes:
-        left: of shape (rows, rank).
-        right: of shape (rank, columns).
-        scale: of the product.
-    """
+    """Adds ``left @ right`` times the scale to the rows of a tensor, in float64."""
 
     left: Rows
     right: Rows

@@ -151,11 +151,8 @@ class Devices:
     ) -> tuple[list[DeviceSpec], list[str]]:
         """Compile the kernels of casts on devices, and load them there, before anything moves.
 
-        Only those that the load needs. A device for which one cannot be had casts nothing: the host
-        does, as it does for other devices.
-
-        Returns:
-            The devices as they are to be planned for, and a note for each that does not cast.
+        Only those that the load needs. A device without one casts nothing and gets a note, and the
+        host casts; if it is ``required``, that is an error.
         """
         out, notes = [], []
         for spec in specs:

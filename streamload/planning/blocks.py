@@ -11,12 +11,9 @@ from streamload.core.tensors import Block, Columns, RowRange
 
 
 def cut(rows: Sequence[RowRange], row_numel: int, block: Block) -> tuple[RowRange, ...] | None:
-    """The strided ranges that a block consists of, in its order; None where there are no such.
+    """The strided ranges of a block, in its order; None if there are none such.
 
-    Args:
-        rows: what the whole consists of: rows of tensors, one after the other, no columns.
-        row_numel: elements of each of these rows.
-        block: the part.
+    ``rows`` are those of the whole, one after the other and without columns, of ``row_numel`` each.
     """
     if block.is_all:
         return tuple(rows)
@@ -73,13 +70,7 @@ def _within(
 def split(
     rows: Sequence[RowRange], row_numel: int, part_numel: int
 ) -> list[tuple[RowRange, ...]] | None:
-    """The ranges that equal parts along the first axis consist of; None where they cut rows.
-
-    Args:
-        rows: what the whole consists of.
-        row_numel: elements of each of these rows.
-        part_numel: elements of a part.
-    """
+    """The ranges of equal parts of ``part_numel`` along the first axis; None if they cut rows."""
     count, rest = divmod(part_numel, row_numel)
     if rest or any(r.columns is not None for r in rows):
         return None

@@ -154,14 +154,10 @@ class SmallTensorBatch(Sequence[Chunk]):
 
 
 def split(chunk: Chunk, placement: Placement, nbytes: int, start: int = 0) -> Iterator[Chunk]:
-    """Cut a chunk of one run once more.
+    """Cut a chunk of one run into pieces of at most ``nbytes``, in the file and in the parameter.
 
-    Args:
-        chunk: of bytes that stay together; others come out as they are.
-        placement: its placement.
-        nbytes: most bytes of a piece, of file bytes and of parameter bytes alike.
-        start: the first file byte that is wanted; where it lies in the chunk, it is the first of an
-            element.
+    Chunks of several runs stay whole. File bytes before ``start`` are left out; it is the first
+    byte of an element.
     """
     if len(chunk.runs) != 1 or chunk.runs[0].rows != 1 or chunk.runs[0].lines != 1:
         yield chunk
@@ -233,12 +229,10 @@ class Cut:
         pack_nbytes: Callable[[Placement], int],
         most: int,
     ) -> Iterator[Chunk | SmallTensorBatch]:
-        """All chunks, those of small neighbours together.
+        """All chunks, small neighbours in batches of at most ``most``.
 
-        Args:
-            largest: most bytes of a placement's chunks, of file bytes and of parameter bytes alike.
-            pack_nbytes: most bytes of a pack of such placements, each rounded up by `slot_nbytes`.
-            most: most parameters of a pack.
+        ``largest`` and ``pack_nbytes`` are the most bytes of a placement's chunks, in the file and
+        in the parameter, and of a batch of such placements, each rounded up by `slot_nbytes`.
         """
         starts, stops, shards, _, _, together = self._extents
         if not len(starts):

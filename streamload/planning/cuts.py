@@ -204,13 +204,10 @@ def _cut(
     weights: Sequence[int],
     may_be_empty: Sequence[bool],
 ) -> list[int] | None:
-    """Cut all units into one run per node, each within its bounds.
+    """The stops of one run per node, each within its bounds; None if there is no such cut.
 
-    Among the cuts that keep the bounds, each in turn is the one nearest to where the node would
-    hold its share by weight of what is left, the later one of two as near.
-
-    Returns:
-        The stop of each node's run, or None where there is no such cut.
+    Of such cuts, each stop in turn is the one nearest to the node's share by weight of the rest,
+    the later one of two as near.
     """
     count = len(prefix) - 1
     reachable: list[_Ranges] = [[(count, count)]]  # from where the nodes behind can take the rest
@@ -255,17 +252,9 @@ def stops_of(
 ) -> list[int] | None:
     """Where each node's run stops so that the fullest share is the least there is; exact.
 
-    Bisection over the share. What was found feasible is replaced by the share it really reaches,
-    and the search ends when nothing strictly below that is feasible.
-
-    Args:
-        costs: what is shared, in proportion to budgets.
-        budgets: of the nodes.
-        leasts: what a run needs of its node's budget in any case. A node in between may then be
-            empty, for it may be too small for any unit.
-
-    Returns:
-        The stops; None where no cut leaves each node what its run needs.
+    Bisection over the share: a feasible share is replaced by the share that its cut reaches, until
+    nothing strictly below is feasible. With ``leasts`` a node in between may be empty, as it may be
+    too small for any unit. None if no cut leaves each node the least of its run.
     """
     count, nodes = len(costs.prefix) - 1, len(budgets)
     if not count:

@@ -167,11 +167,7 @@ class DeviceShare:
         return objects + parts * _PART_NBYTES
 
     def statistics_under_way(self, nbytes: int) -> int:
-        """Bytes of the statistics that are held at a time.
-
-        Args:
-            nbytes: of the slots of all threads, one each.
-        """
+        """Bytes of statistics held at a time; ``nbytes``: of one slot of each thread together."""
         most = max((n for _, n, _ in self._statistics), default=0)
         share = max((n / max(p.src_nbytes, 1) for p, n, _ in self._statistics), default=0)
         total = sum(n * count for _, n, count in self._statistics)
@@ -184,12 +180,8 @@ class DeviceShare:
     def there_under_way(self, slot_nbytes: int, workers: int) -> int:
         """Bytes that a device holds besides tensors that it casts: begun work waits for more.
 
-        One batch always fits: parts of a tensor at either end, and one that is left free at the
-        end of the memory.
-
-        Args:
-            slot_nbytes: of a slot.
-            workers: the threads, of a slot each.
+        One batch always fits: parts of a tensor at either end, and one left free at the end of the
+        memory. Each of the workers has a slot.
         """
         own = self.own_casts
         most = max((p.there_nbytes for p, _ in own), default=0)

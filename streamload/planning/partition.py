@@ -272,17 +272,13 @@ def units_of(
     The order is embedding, layers by number, norm and head. The layer index is the first integer
     component with a prefix that repeats (``model.layers.3``, ``h.3``, ``encoder.block.3``); later
     integers (``experts.17``) stay inside the layer. Several stacks run vision before encoder before
-    others before decoder, and as they first appear where that does not tell. Other tensors go
-    before the layers (embeddings) or after them (the rest): those whose name leads to one stack to
-    the ends of that stack, which is a unit of its own in the middle of the model. Without layers
-    each tensor is a unit, in the order given.
+    others before decoder, else as they first appear. Other tensors go before the layers
+    (embeddings) or after them (the rest): those whose name leads to one stack to the ends of that
+    stack, a unit of its own in the middle of the model. Without layers each tensor is a unit.
 
-    Args:
-        items: the stored tensors.
-        tied: name that is not stored to the stored tensor that it shares.
-        cache: bytes that each layer of the language model needs beside its tensors to run, by its
-            number. Of several stacks that is the one that has most of these layers, and not one of
-            vision or audio where there is another.
+    ``tied`` maps names that are not stored to the stored tensor that they share. ``cache`` has the
+    extra bytes of each layer of the language model: of the stack with most of these layers, and not
+    of vision or audio if there is another.
     """
     tied = tied or {}
     position = {item.name: place for place, item in enumerate(items)}
@@ -403,25 +399,14 @@ def partition(
     """Split tensors over nodes, or over devices, in contiguous runs of whole `units_of`.
 
     The largest share that a node takes of its own budget is the least possible; exactly, in
-    integers. Nodes keep their order: the first holds the embedding, the last norm and head, and one
-    in between is empty only where there are fewer units than nodes. Where that leaves a choice,
-    what is left is shared by budget, front to back. The same input gives the same parts, on any
-    machine. A part may exceed its node's budget: see `Part.fits`.
+    integers. Nodes keep their order: the first holds the embedding, the last norm and head; one in
+    between is empty only if there are fewer units than nodes. Any choice that is left shares the
+    rest by budget, front to back. The same input gives the same parts, on any machine. A part may
+    exceed its node's budget: see `Part.fits`.
 
-    Args:
-        items: the stored tensors, at the size at which they will be resident.
-        nodes: at least one.
-        tied: name that is not stored to the stored tensor that it shares ("lm_head.weight" to
-            "model.embed_tokens.weight"). A node that holds such a name without its tensor holds a
-            copy, and it is counted there.
-        cache: bytes that each layer needs beside its tensors to run; see `units_of`. They count in
-            the share of the node that holds the layer.
-        needs: what each unit needs of a node at least, where what does not fit streams. Of the
-            splits that leave each node that, the best is taken; a node in between that is too
-            small for any unit is empty. Where there is no such split, as without ``needs``.
-
-    Returns:
-        One part per node, in their order.
+    A node that holds a ``tied`` name without its tensor holds a copy, which counts there. With
+    ``needs``, the least of each unit on a node if the rest streams, splits that leave each node its
+    least come first, and a node in between that is too small for any unit is empty.
     """
     if not nodes:
         raise ValueError("a split needs at least one node")
@@ -470,11 +455,7 @@ def smallest_count(
     tied: Mapping[str, str] | None = None,
     cache: Sequence[int] = (),
 ) -> int | None:
-    """How many nodes of one budget are enough, at the least.
-
-    Returns:
-        The number of nodes, at least 1; None where a unit alone is larger than the budget.
-    """
+    """The least number of nodes of one budget that is enough; None if a unit alone is larger."""
     units = units_of(items, tied=tied, cache=cache)
     costs = _costs(units, [unit.nbytes + unit.cache_nbytes for unit in units])
     start = count = 0

@@ -230,7 +230,6 @@ def holds(layers: range, has_embedding: bool, has_head: bool) -> str:
 
 
 def make_shares(
-    path: str,
     rank: int,
     members: Sequence[Member],
     budgets: Sequence[int],
@@ -288,7 +287,7 @@ def make_shares(
         )
         shares.append(share)
     said = split if isinstance(split, str) else getattr(split, "__qualname__", repr(split))
-    return ClusterPlan(path, said, tuple(shares), rank, placements)
+    return ClusterPlan(made.path, said, tuple(shares), rank, placements)
 
 
 def _by_size(pair: tuple[str, int]) -> tuple[int, str]:

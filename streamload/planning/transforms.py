@@ -54,16 +54,7 @@ class Changes:
         return Changes(found, self.nbytes, self.thread_nbytes)
 
     def apply(self, info: TensorInfo, data: memoryview, first: int) -> tuple[Rows, DType]:
-        """Change rows.
-
-        Args:
-            info: the tensor.
-            data: whole rows of it.
-            first: number of the first of these.
-
-        Returns:
-            The bytes of the rows, and their dtype.
-        """
+        """The bytes of changed rows, and their dtype; ``data`` is whole rows from ``first`` on."""
         rows = np.frombuffer(data, info.dtype.numpy).reshape(-1, *info.shape[1:])
         rows.flags.writeable = False
         for change in self.by_tensor.get(info.name, ()):

@@ -17,12 +17,7 @@ from streamload.streaming.state import Job, WorkItem
 
 
 class Slot(NamedTuple):
-    """What a device copies from.
-
-    Attributes:
-        staging: the memory.
-        scratch: device address of the elements that are still to be cast; 0 where none are.
-    """
+    """Staging memory of a worker, and the device address of scratch for its casts; 0 for none."""
 
     staging: Staging
     scratch: int
@@ -31,15 +26,9 @@ class Slot(NamedTuple):
 def reads_of(
     job: Job, device: str, unit: WorkItem, alignment: int, slots: Sequence[Slot], index: int
 ) -> list[Read]:
-    """What the loop is to do for a unit: reads of what fits into a slot.
+    """The reads of a unit, each of at most a slot; read ``i`` goes to slot ``i % len(slots)``.
 
-    Args:
-        job: the load.
-        device: its device.
-        unit: the chunks.
-        alignment: of the reads' first bytes and lengths.
-        slots: read ``i`` goes to slot ``i % len(slots)``.
-        index: of the first read.
+    ``alignment`` is that of the reads' first bytes and lengths, ``index`` the number of the first.
     """
     reads: list[Read] = []
     copies: list[Copy] = []
@@ -105,17 +94,7 @@ def _pack_reads(
 def copy_of(
     job: Job, device: str, chunk: Chunk, start: int, nbytes: int, at: int, scratch: int
 ) -> Copy:
-    """The copy of file bytes of a chunk that go as they are.
-
-    Args:
-        job: the load.
-        device: its device.
-        chunk: the chunk.
-        start: first file byte.
-        nbytes: how many.
-        at: where they lie in the slot.
-        scratch: the slot's.
-    """
+    """The copy of file bytes of a chunk from ``start`` on, which begin at ``at`` in the slot."""
     bulk, casts = job.bulk[device], job.casts.get(device)
     assert bulk is not None, device
     p = job.plan.placements[chunk.placement]

@@ -34,21 +34,10 @@ if TYPE_CHECKING:
 
 
 class DeviceCasts:
-    """The casts of one device.
+    """The casts of one device: kernels, scratch, tallies, until `close`.
 
-    Elements that stay as wide as they are are cast where they lie. Others are sent to scratch, as
-    much as a slot for each slot, and cast from there to their place. All of it, what is held beside
-    parameters meanwhile, and the tallies, is the plan's scratch on the device, until `close`.
-
-    Args:
-        name: of the device.
-        device: the device.
-        plan: what is loaded.
-        checkpoint: the headers that it was made from.
-
-    Raises:
-        UnsupportedCastError: there is no kernel for a cast of the plan, or not for this device.
-        AllocationError: the device does not have the memory.
+    Elements that keep their width are cast in place. Others are sent to scratch, one slot of it for
+    each staging slot, and cast from there. Raises AllocationError if the device lacks the memory.
     """
 
     def __init__(self, name: str, device: Device, plan: Plan, checkpoint: Checkpoint) -> None:
@@ -156,16 +145,9 @@ class DeviceCasts:
         return float(mean)
 
     def copy(self, index: int, copy: Copy, scratch: int, beside: int, first: int) -> Copy:
-        """A copy of whole elements, with the cast of its placement.
+        """A copy of whole elements, with the cast of its placement to the copy's address.
 
-        The cast elements go to the copy's address; those that change their size pass ``scratch``.
-
-        Args:
-            index: of the placement.
-            copy: the elements in a slot, and their address.
-            scratch: the slot's.
-            beside: address of what a kernel writes or reads besides elements.
-            first: number of the first element.
+        ``first`` is the first element's number, ``beside`` the address of scales or statistics.
         """
         at, nbytes, address = copy[:3]
         base, p = self._tallies[index]

@@ -103,9 +103,9 @@ def crew_of(transfer: Transfer, sink: Sink, ledger: Ledger, interrupt: Interrupt
 
 
 def batches(units: Iterator[WorkItem], job: Job, workers: int) -> Iterator[Sequence[WorkItem]]:
-    """Hand out units that go as they are several at a time, fewer towards the end of the load.
+    """Join units that go as they are into batches, smaller towards the end of the load.
 
-    A worker then goes from one to the next by itself: waking threads costs more than reading.
+    Waking a thread for each unit costs more than reading it.
     """
     share = 2 * max(workers, 1)
     ahead: deque[WorkItem] = deque()
@@ -248,14 +248,7 @@ class Crew:
             threading.Thread(target=self.job.stop, name="streamload-stop").start()
 
     def listen(self, seconds: float) -> bool:
-        """Wait for what a worker has done, or for `wake`. Raises what a worker met.
-
-        Args:
-            seconds: the longest wait.
-
-        Returns:
-            Whether there was either.
-        """
+        """Wait at most so long for a finished unit, or for `wake`; whether there was either."""
         if self._inline is not None:
             self._take_all(self._inline.settle())
         try:

@@ -101,17 +101,15 @@ class Transfer:
 
 @dataclass(slots=True)
 class StreamStats:
-    """What a stream did.
+    """Results of a stream.
 
     Attributes:
-        read_nbytes: file bytes read.
-        counts: cast counts by placement index, of the casts that were counted.
-        errors: what quantising changed, by placement index of the codes.
-        seconds: wall time.
-        transfer_seconds: from the first read on until the last byte was in place.
-        reader_fallbacks: why files were read otherwise than planned, and how many of them.
-        page_cache: what became of the page cache, and why; "" where none was used.
-        dropped_nbytes: file bytes that were dropped from it.
+        counts: counts of casts, by placement index.
+        errors: errors of quantizing, by placement index of the codes.
+        transfer_seconds: from the first read until the last byte was in place.
+        reader_fallbacks: reasons for which files were read otherwise than planned, with counts.
+        page_cache: the treatment of the page cache and its reason; "" if none was used.
+        dropped_nbytes: file bytes dropped from it.
     """
 
     read_nbytes: int = 0
@@ -191,12 +189,7 @@ class Job:
         self.holds = any(p.there_nbytes for p, _ in plan.placements.counted)
 
     def units(self, some: range | None = None) -> Iterator[WorkItem]:
-        """Cut the plan into units, made one by one in the order in which they are read.
-
-        Args:
-            some: numbers of placements that follow each other, in the order of the files, for
-                units of these alone; None for all.
-        """
+        """Cut the plan, or some placements in a row, into units in the order of reading."""
         cut, first = self._cut, 0
         if some is not None:
             placements = self.plan.placements[some.start : some.stop]

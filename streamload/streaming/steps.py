@@ -16,12 +16,11 @@ from streamload.streaming.state import NO_COUNTS, NO_ERRORS, Counts, Job
 
 
 class Step(ABC):
-    """Copies, casts, quantises or dequantises the elements of one chunk, in one thread.
+    """Copies, casts, quantizes or dequantizes the elements of one chunk, in one thread.
 
     Attributes:
-        moves: bytes stay what they are.
-        gathers: lines of a run are put together before.
-        counts: what all calls did not keep.
+        moves: bytes stay as they are.
+        gathers: lines of a run are joined before.
     """
 
     moves = False

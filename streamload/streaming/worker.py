@@ -33,7 +33,7 @@ Outcome = tuple[WorkItem, list[Counts], BaseException | None]
 
 
 class _SlotTicket(NamedTuple):
-    """Copies under way, and what they are from."""
+    """A copy under way from a slot."""
 
     staging: Staging
     ticket: Ticket
@@ -41,13 +41,7 @@ class _SlotTicket(NamedTuple):
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A unit whose bytes have been read.
-
-    Attributes:
-        unit: the chunks.
-        counts: of each.
-        tickets: of copies that may not have ended.
-    """
+    """A unit whose bytes have been read, with tickets of copies that may not have ended."""
 
     unit: WorkItem
     counts: list[Counts]
@@ -99,13 +93,7 @@ class Worker:
         return next((failure for failure in reversed(failures) if failure is not None), None)
 
     def run(self, reader: Reader, unit: WorkItem, start: int | None = None) -> Iterator[Outcome]:
-        """Place one unit; yields the units that are finished by now.
-
-        Args:
-            reader: of its shard.
-            unit: the unit.
-            start: the file byte from which on its bytes are to be placed; None for all.
-        """
+        """Place one unit, or its bytes from file byte ``start`` on; yields finished units."""
         counts: list[Counts] = []
         tickets: list[_SlotTicket] = []
         failure: BaseException | None = None
@@ -172,11 +160,11 @@ class Worker:
     def _run_bulk(
         self, reader: Reader, units: Sequence[WorkItem]
     ) -> Generator[Outcome, None, tuple[int, int | None]]:
-        """Read units into the slots in turn, and begin their copies, without the interpreter.
+        """Read units into the slots in turn, and start their copies, without the interpreter.
 
         Returns:
-            How many were begun, or have left with an error; and of the one after those the file
-            byte up to which it has been copied, where the rest could not be read.
+            The number of units started, or ended with an error; and of the next one the file byte
+            up to which it has been copied, if the rest could not be read.
         """
         job = self._job
         name = job.plan.placements[units[0][0].placement].device
@@ -382,11 +370,9 @@ class Worker:
     def _read_whole(
         self, reader: Reader, unit: WorkItem, start: int, stop: int, slot: Slot
     ) -> bool:
-        """Read a unit into a slot at once, by pread: many maps of one process wait for each other.
+        """Read a unit into a slot by one pread: maps of one process wait for each other.
 
-        Returns:
-            False where the file did not give the bytes of several chunks: one by one, the error
-            names the tensor.
+        False if bytes of several chunks are missing: read one by one, the error names the tensor.
         """
         try:
             with _part(slot.staging.view, 0, stop - start) as out:

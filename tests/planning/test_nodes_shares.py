@@ -56,9 +56,7 @@ def made(
     def planned(nodes: Sequence[Node]) -> Plan:
         return streamload.split(checkpoint, nodes=nodes, dtype="checkpoint", **options)
 
-    return make_shares(
-        str(checkpoint.path), rank, members(list(nodes)), list(nodes.values()), split, planned
-    )
+    return make_shares(rank, members(list(nodes)), list(nodes.values()), split, planned)
 
 
 def test_the_digest_is_the_same_for_any_order_of_ranks(tmp_path: Path) -> None:
@@ -104,7 +102,7 @@ def test_the_digest_tells_plans_apart(change: dict[str, Any], tmp_path: Path) ->
         def planned(nodes: Sequence[Node], options: dict[str, Any] = options) -> Plan:
             return streamload.split(checkpoint, nodes=nodes, **options)
 
-        one = make_shares("", 0, members(["a", "b"]), [9000, 9000], "layers", planned)
+        one = make_shares(0, members(["a", "b"]), [9000, 9000], "layers", planned)
         digests.add(one.digest)
     assert len(digests) == 3
 
@@ -118,7 +116,7 @@ def test_float16_and_bfloat16_are_not_the_same_plan(tmp_path: Path) -> None:
         def planned(nodes: Sequence[Node], dtype: str = dtype) -> Plan:
             return streamload.split(checkpoint, nodes=nodes, dtype=dtype)
 
-        found.append(make_shares("", 0, members(["a"]), [9000], "layers", planned))
+        found.append(make_shares(0, members(["a"]), [9000], "layers", planned))
     assert [s.nbytes for s in found[0].shares] == [s.nbytes for s in found[1].shares]
     assert found[0].digest != found[1].digest
 
