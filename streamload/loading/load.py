@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 from streamload.checkpoint.open import Checkpoint, CheckpointLike, opened
 from streamload.checkpoint.shards import Opener, open_shard
-from streamload.codecs.group import Packed
+from streamload.codecs.weights import Packed
 from streamload.core.interrupt import deferred_interrupt
 from streamload.core.memory import STAGING, Ledger, canonical_device
 from streamload.core.patterns import check_patterns

@@ -78,7 +78,7 @@ def _by_name(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
     return {name: p for p in parameters for name in (*p.names, *p.wrapped)}
 
 
-def _own_name(group: Group, name: str) -> str:
+def _own_name(group: QuantizedWeight, name: str) -> str:
     """The name of a weight whose values are called ``name``."""
     return name.removesuffix(group.values.name.removeprefix(group.name))
 
@@ -114,7 +114,7 @@ def holds_transposes(
     return any(
         info.shape != info.shape[::-1] == by_name[name].shape
         for info in checkpoint.tensors.values()
-        if isinstance(info, Packed) and info.group.kind in _OF_LINEARS
+        if isinstance(info, Packed) and _is_of_linears(info)
         for name in fills.get(info.name, ())
         if name in by_name
     )

@@ -14,10 +14,13 @@ import numpy as np
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.checkpoint.shards import Opener, Shards, open_shard, page_cache
-from streamload.codecs.cast_table import Cast, CastCounts, Engine, make_cast
-from streamload.codecs.decode import Decoder, Decoders, Weight, weight_of
-from streamload.codecs.group import Packed, read_whole
-from streamload.codecs.scheme import Encoder, QuantCounts
+from streamload.codecs.cast_table import Cast, CastCounts, make_cast
+from streamload.codecs.decode import Decoders, Weight, weight_of
+from streamload.codecs.encode import Encoder
+from streamload.codecs.llvm import Engine
+from streamload.codecs.parts import QuantCounts
+from streamload.codecs.scheme import Decoder
+from streamload.codecs.weights import Packed, read_whole
 from streamload.core.dtypes import DType
 from streamload.core.location import Location
 from streamload.core.tensors import TensorInfo
