@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import needs
 import pytest
@@ -17,10 +18,20 @@ STEPS = ("open", "plan", "plan for nodes", "load")
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench"
 
 
+def bench(folder: Path, *arguments: str) -> Any:
+    """The report of sections that run without an error."""
+    out = folder / "bench.json"
+    command = [sys.executable, SCRIPT, *arguments, "--json", out]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text())
+
+
 @pytest.mark.parametrize(
     ("devices", "sections"),
     [
         ("host", ("box", "speed")),
+        pytest.param("host", ("box", "convert"), marks=pytest.mark.slow, id="convert"),
         pytest.param(
             "CL,CPU,host", ("box", "memory", "speed", "cast"), marks=pytest.mark.slow, id="all"
         ),
@@ -30,11 +41,7 @@ def test_the_bench_runs_and_writes_json(
     tmp_path: Path, devices: str, sections: Sequence[str]
 ) -> None:
     """Every section runs at a small size, or says why it cannot, and the figures are numbers."""
-    out = tmp_path / "bench.json"
-    command = [sys.executable, SCRIPT, *sections, "--size", "8MB", "--runs", "1", "--json", out]
-    done = subprocess.run([*command, "--devices", devices], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(out.read_text())
+    report = bench(tmp_path, *sections, "--size", "8MB", "--runs", "1", "--devices", devices)
     assert report["command"].startswith(f"scripts/bench {' '.join(sections)} --size 8MB")
     assert report["machine"]["kernel"]
     assert list(report["sections"]) == list(sections)
@@ -42,16 +49,15 @@ def test_the_bench_runs_and_writes_json(
         section = report["sections"][name]
         assert section["rows"] and section["targets"]
         assert all(math.isfinite(target["value"]) for target in section["targets"])
+    if "convert" in sections:
+        assert "convert by streamload" in {row["what"] for row in section["rows"]}
 
 
 @pytest.mark.slow
 def test_what_a_small_tensor_costs(tmp_path: Path) -> None:
     """Each step of streamload's, and safetensors' loader where torch is here, in microseconds."""
-    out = tmp_path / "bench.json"
-    command = [sys.executable, SCRIPT, "many", "--tensors", "500", "--runs", "1", "--json", out]
-    done = subprocess.run([*command, "--devices", "host"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(out.read_text())["sections"]["many"]["rows"]
+    report = bench(tmp_path, "many", "--tensors", "500", "--runs", "1", "--devices", "host")
+    rows = report["sections"]["many"]["rows"]
     steps = [row["step"] for row in rows]
     assert steps in ([*STEPS], [*STEPS, "load_file"])
     assert all(row["us a tensor"] > 0 for row in rows)
@@ -67,11 +73,8 @@ def test_ways_to_load_a_model_of_torch_are_compared(tmp_path: Path, ways: list[s
     """Each way has its peaks and its fate in the box; streamload's bits are those of the others."""
     needs.module("torch")
     needs.module("transformers")
-    out = tmp_path / "bench.json"
-    command = [sys.executable, SCRIPT, "torch", "--size", "8MB", "--json", out, "--ways", *ways]
-    done = subprocess.run([*command, "--devices", "host"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    section = json.loads(out.read_text())["sections"]["torch"]
+    report = bench(tmp_path, "torch", "--size", "8MB", "--devices", "host", "--ways", *ways)
+    section = report["sections"]["torch"]
     if "not_here" in section:
         needs.lacking(section["not_here"])
     assert {row["what"] for row in section["rows"]} == set(ways)

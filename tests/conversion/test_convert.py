@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import stat
 import subprocess
@@ -833,19 +832,6 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
         job = call("bench_parts.jobs:convert", way="streamload", **paths)
         peaks.append(measure(job, sample_s=0.0005).peak_nbytes)
     assert 0 < peaks[0] <= peaks[1] <= peaks[0] + 100_000_000
-
-
-@pytest.mark.slow
-def test_the_bench_compares_it(tmp_path: Path) -> None:
-    """Its section of scripts/bench runs at a small size, and all figures are numbers."""
-    out = tmp_path / "bench.json"
-    script = Path(__file__).parents[2] / "scripts" / "bench"
-    options = ["--size", "20MB", "--runs", "1", "--devices", "host", "--json", out]
-    done = subprocess.run([sys.executable, script, "convert", *options], capture_output=True)
-    assert done.returncode == 0, done.stderr
-    section = json.loads(out.read_text())["sections"]["convert"]
-    assert "convert by streamload" in {row["what"] for row in section["rows"]}
-    assert all(math.isfinite(target["value"]) for target in section["targets"])
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ NBYTES = 120_000_000
 ROOM_NBYTES = 30_000_000
 MiB = 2**20
 BUDGETS = {"stated": NBYTES + MiB, "none": None, "percent": "80%"}
+STATES = {"host": "resident", "torch": "meta", "CL": "lazy", "CPU": "lazy"}
 HELD = {"host": "bfloat16", "torch": "bfloat16", "CL": "float16", "CPU": "float16"}
 
 
@@ -146,8 +147,7 @@ def test_many_tensors_take_what_was_predicted(
     cgroup: Boxes, folder: Path, device: str, kind: str
 ) -> None:
     """What each tensor takes beside its bytes is in the plan, to some hundred bytes."""
-    states = {"host": "resident", "torch": "meta", "CL": "lazy", "CPU": "lazy"}
-    state = "none" if kind == "none" else states[device]
+    state = "none" if kind == "none" else STATES[device]
     # tinygrad takes so much for each that half as many are seen as well
     count = 3000 if device in ("CL", "CPU") else 6000
     found = _load(cgroup, folder / str(count), device, state, None)
@@ -182,8 +182,7 @@ def test_tensors_that_are_unlike_take_what_was_predicted(
         data = bytes(math.prod(shape) * (4 if code == "F32" else 2))
         tensors[f"layers.{i}.weight"] = code, shape, data
     write_safetensors(tmp_path / "model.safetensors", tensors)
-    states = {"host": "resident", "torch": "meta", "CL": "lazy", "CPU": "lazy"}
-    state = "none" if kind == "none" else states[device]
+    state = "none" if kind == "none" else STATES[device]
     found = _load(cgroup, tmp_path, device, state, None, dtype="checkpoint", held="float32")
     predicted, grew = (found["said"][f"{what}_nbytes"] for what in ("predicted", "reported"))
     assert grew <= predicted, found
