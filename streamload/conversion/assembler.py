@@ -35,15 +35,7 @@ class Assembler:
         read: Read,
         most_nbytes: int,
     ) -> None:
-        """Read nothing yet.
-
-        Args:
-            dtype: what elements become.
-            casts: by dtypes.
-            decoders: of quantized weights.
-            read: reads tensors' files.
-            most_nbytes: the most that is read at once.
-        """
+        """Read nothing yet; elements become ``dtype``, and ``most_nbytes`` are read at once."""
         self._dtype, self._n = dtype, dtype.itemsize
         self._casts, self._decoders, self._read, self._most = casts, decoders, read, most_nbytes
 

@@ -1,4 +1,4 @@
-"""What a conversion is cut into: blocks of output files, and what is read for each."""
+"""Blocks of output files, and the source bytes that each needs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Writing:
 
     @property
     def coding(self) -> Coding | None:
-        """How codes are made of the weight; of other parts, too."""
+        """How the weight is quantized; also of parts other than codes."""
         return self.out.coding
 
     @property
@@ -113,10 +113,7 @@ class Block:
                 self.windows.append([part])
 
     def _add_gathered(self, tensor: Writing, start: int, stop: int, block_nbytes: int) -> None:
-        """Add bytes of a tensor whose elements are gathered, in windows of their own.
-
-        They say how much is read, not where: that lies elsewhere.
-        """
+        """Add bytes of an assembled tensor in windows that only count what is read for them."""
         out, nbytes = tensor.out, tensor.out.read_nbytes
         step = stop - start if out.coding is None else most_codes(out, out.coding, block_nbytes)
         for first, last in cut(start, stop, step):
@@ -125,16 +122,16 @@ class Block:
 
 
 def most_codes(out: OutTensor, coding: Coding, most_nbytes: int) -> int:
-    """Bytes of codes that are made at once: of so many bytes of the weight, at most."""
+    """Bytes of codes that are computed at once, from at most so many bytes of the weight."""
     unit_nbytes = least_nbytes(out, most_nbytes)
     read_nbytes = unit_nbytes // coding.dst_unit_nbytes * coding.src_unit_nbytes
     return max(most_nbytes // read_nbytes, 1) * unit_nbytes
 
 
 def least_nbytes(out: OutTensor, most_nbytes: int) -> int:
-    """What is made of a tensor at once, at least: whole units; of what is turned, whole rows.
+    """The least bytes of a tensor to write at once: whole units, and whole rows if permuted.
 
-    Rows that are cut are read twice; so they are where one takes more than ``most_nbytes``.
+    Rows that are cut are read twice: those of more than ``most_nbytes``.
     """
     row_numel = 0 if out.made is None or out.turn is None else out.made.numel // out.turn.rows
     row_numel *= 0 if out.turn is None else out.turn.outer

@@ -14,17 +14,14 @@ _READ_NBYTES = 2**18  # at once: it stays in the CPU's cache
 class FileSum:
     """The md5 sum of a file whose parts come in any order, each once, from several threads.
 
-    A part is added from memory where all that lies before it is in the sum already. Else it is read
-    back from the file by the thread that brings what was missing.
+    A part is added from memory if all bytes before it are in the sum. Else the thread that adds the
+    missing bytes reads it back from the file.
     """
 
     def __init__(self, nbytes: int, coming: Iterable[tuple[int, int]]) -> None:
-        """Begin with nothing.
+        """Begin with nothing; ``coming`` are the ranges of parts, (first byte, last exclusive).
 
-        Args:
-            nbytes: the file's length.
-            coming: the ranges that parts will bring, from a byte to another (exclusive), by first
-                byte. What lies between them is in the file, or zeros.
+        Bytes between these are in the file, or zeros.
         """
         self._done = 0  # all before this byte is in the sum
         self._waiting: dict[int, int] = {}  # first byte and last, exclusive, of what is in the file
@@ -38,13 +35,7 @@ class FileSum:
             at = stop
 
     def add(self, start: int, data: memoryview, read: Callable[[int, memoryview], None]) -> None:
-        """Add a part that has been written.
-
-        Args:
-            start: its first byte.
-            data: its bytes.
-            read: reads the file from a byte on; what is behind its end is zeros.
-        """
+        """Add a written part; ``read`` reads the file from a byte on, and zeros after its end."""
         with self._lock:
             self._waiting[start] = start + data.nbytes
             if self._is_busy:  # the thread that is in the sum goes on with it

@@ -1,4 +1,4 @@
-"""What goes with the tensors of a conversion: small files from beside the checkpoint."""
+"""Small files that go with the tensors of a conversion, such as config.json and tokenizers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _WORK = ".streamload"  # in the destination of a conversion
 _HELD_NBYTES = 2**20  # of a file on a server: more is fetched when it is written
 _HTML = ("text/html", "application/xhtml+xml")
 _SPACE = b" \t\r\n"
-#: Beside a single file of any name, only what is known to belong to a model is.
+#: With a single file of any name, only files of these names belong to the model.
 _OF_A_MODEL = re.compile(
     r"config\.json|generation_config\.json|(.*_)?tokenizer.*|special_tokens_map\.json|"
     r"added_tokens\.json|vocab.*|merges\.txt|chat_template.*|(pre)?processor_config\.json|"
@@ -61,17 +61,17 @@ Late: TypeAlias = Callable[[Mapping[str, str]], bytes]
 
 @dataclass(frozen=True, slots=True)
 class SmallFile:
-    """A small file that is written beside the tensors."""
+    """A small file of a conversion."""
 
     path: str  # below the destination; with "/" on any system
     # its bytes, the file that is copied, or what makes it of the sums of all large files
     content: bytes | Location | Late = field(repr=False)
-    nbytes: int  # its length; where a server does not say, what was seen of it
+    nbytes: int  # its length; if a server does not give it, the bytes seen so far
     mode: int | None = None  # its permissions; None for those of any new file
 
 
 def content_of(file: SmallFile) -> bytes:
-    """The bytes of a file that lies beside a checkpoint; raises CheckpointError if unreadable."""
+    """The bytes of a companion; raises CheckpointError if unreadable."""
     if isinstance(file.content, Url):
         return remote.read_file(file.content, LARGEST_COPIED_NBYTES)
     if isinstance(file.content, Path):
@@ -91,20 +91,17 @@ def document(path: str, data: bytes, mode: int | None = None) -> SmallFile:
 def files_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str]]:
     """The files that go with a checkpoint, by name; and names of others that are not copied.
 
-    Some formats hold in a file what others have beside it: that becomes files, too.
-
-    Raises:
-        CheckpointError: its folder cannot be listed, or a file not read.
+    Contents of a tensor file that other formats have in files of their own become such files.
     """
     found, left = _lying_beside(checkpoint)
     made = _said_inside(checkpoint)
-    # what lies in a folder may be more than a file of it says, and may be of another file
+    # files of a folder may hold more than a tensor file of it, and may belong to another one
     is_folder = checkpoint.path in (header.path.parent for header in checkpoint.shards)
     return made | found if is_folder else found | made, left
 
 
 def _said_inside(checkpoint: Checkpoint) -> dict[str, SmallFile]:
-    """What files of other formats say themselves, as files of their own."""
+    """Contents of files of other formats, as files of their own."""
     headers = [header for header in checkpoint.shards if header.format != SAFETENSORS]
     if not headers:
         return {}
@@ -158,7 +155,7 @@ def _lying_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[st
 
 
 def _is_weights(name: str) -> bool:
-    """Whether a file of that name holds weights, in whatever format, or is their index."""
+    """Whether a file of that name holds weights of any format, or is their index."""
     suffixes = (suffix for reader in readers().values() for suffix in reader.suffixes)
     return name.lower().endswith((*suffixes, *UNREAD_SUFFIXES, ".index.json"))
 
@@ -221,11 +218,7 @@ class _Bounds:
 def _small_folder(
     folder: Path, name: str, bounds: _Bounds, *, holds_weights: bool
 ) -> dict[str, SmallFile]:
-    """The files of a folder beside the tensors, by their paths, if they are to be copied.
-
-    Raises:
-        CheckpointError: it is to be copied, and something in it is a link to elsewhere.
-    """
+    """The files of a folder next to the tensors, by their paths, if they are to be copied."""
     found: dict[str, SmallFile] = {}
     bounds.real(folder / name)
     for root, inner, names in os.walk(folder / name):
@@ -251,10 +244,10 @@ def _small_folder(
 
 
 def _go_together(lengths: Mapping[str, int], *, holds_weights: bool) -> bool:
-    """Whether all files of a folder beside the tensors are copied; else none is.
+    """Whether all files of a folder next to the tensors are copied; else none is.
 
-    Not where they are long together, hold the weights of the model once more in another form
-    (``onnx/``), or are a conversion. A module of sentence-transformers has weights of its own.
+    Not if they are long together, hold the weights of the model in another form (``onnx/``), or are
+    a conversion. A module of sentence-transformers has weights of its own.
     """
     if sum(lengths.values()) > LARGEST_COPIED_NBYTES:
         return False
@@ -264,11 +257,7 @@ def _go_together(lengths: Mapping[str, int], *, holds_weights: bool) -> bool:
 
 
 def _listed(folder: Url) -> dict[str, int] | None:
-    """The lengths of the files of a folder and below it; None where the server does not say.
-
-    Raises:
-        CheckpointError: the server does not answer.
-    """
+    """The lengths of the files of a folder and below it; None if the server does not list them."""
     if (where := folder.listing) is None:
         return None
     listing, inside = where
@@ -313,7 +302,7 @@ def _served(
 ) -> tuple[dict[str, SmallFile], list[str]]:
     """A server's files that go with models, as `files_beside`.
 
-    Some servers answer with a page where there is no file, and say that all is well: that is left.
+    Some servers answer with a page and status 200 for a missing file: that page is left out.
     """
     found: dict[str, SmallFile] = {}
     with remote.connections():
@@ -365,14 +354,9 @@ def main_dtype(checkpoint: Checkpoint, dtypes: Mapping[str, DType]) -> str:
 def followed_config(
     checkpoint: Checkpoint, dtypes: Mapping[str, DType], said: Mapping[str, Any]
 ) -> bytes | None:
-    """config.json with the dtypes that the tensors will have, or None where nothing changes.
+    """config.json with the dtypes that are written and the keys of ``said``; None if unchanged.
 
-    Where all quantised weights are dequantised, it says no more how they were quantised.
-
-    Args:
-        checkpoint: the source.
-        dtypes: by tensor, its dtype when it is written.
-        said: what is added.
+    If all quantized weights are dequantized, it loses its quantization settings.
     """
     is_plain = all_dequantised(checkpoint)
     became: dict[str, Counter[str]] = {}

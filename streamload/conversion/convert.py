@@ -165,8 +165,8 @@ def convert(
 ) -> ConvertReport:
     """Write a checkpoint anew: with other dtypes, files or names, or split over nodes.
 
-    It takes some tens of MB of memory, whatever the checkpoint's size. The result is in the layout
-    of Hugging Face, with the files that lie beside the checkpoint (configuration, tokenizer) and
+    It takes some tens of MB of memory for a checkpoint of any size. The result is in the layout of
+    Hugging Face, with the other files of the checkpoint's folder (configuration, tokenizer) and
     small folders (``1_Pooling/``; as they are), the new dtype in config.json, and the digests of
     all tensors in ``streamload.json``. Servers other than huggingface.co do not list their files:
     from these come files of usual names, and notes name folders that are missing.
@@ -184,20 +184,20 @@ def convert(
 
     Args:
         source: the checkpoint, as in `open_checkpoint`, or an open one: of a variant, for one.
-        destination: a folder; it is made where there is none.
-        to: the format of the files: "safetensors", or another one of `streamload.formats`. What
-            is said of the result above is of safetensors: the module of a format says what files
-            it has, and what it takes; config.json and tokenizer are copied for safetensors alone.
-        runtime: "candle" or "mlx", which read safetensors: what they need besides is done, and
-            said in notes: float16 where ``dtype`` says nothing, and what config.json has to say.
+        destination: a folder; it is made if there is none.
+        to: the format of the files: "safetensors", or another one of `streamload.formats`. The
+            result above is that of safetensors: the module of a format describes its files and
+            limits; config.json and tokenizer are copied for safetensors alone.
+        runtime: "candle" or "mlx", which read safetensors: their other needs are met, and notes
+            name them: float16 unless ``dtype`` is given, and keys of config.json.
         dtype: a dtype for all floats, or patterns of names (the first that matches decides):
             ``{"*norm*": "float32", "*": "float16"}``. None, and "checkpoint" in a pattern, is as
             in the checkpoint.
             Weights that are stored quantised are dequantised, as by `load_state_dict`; blocks of
-            GGUF files to float16 where nothing is said, but for ``to="gguf"``.
+            GGUF files to float16 without a rule, but for ``to="gguf"``.
         quant: quantise the weights of layers: a format, or patterns by name, as in
-            `load_state_dict`; not "auto". They are made of what the checkpoint has, whatever
-            ``dtype`` says; what ``dtype`` dequantises cannot be quantised in the same call.
+            `load_state_dict`; not "auto". The checkpoint's own values are quantised, before any
+            cast to ``dtype``; weights that ``dtype`` dequantises cannot be quantised in one call.
             config.json gets the ``quantization_config`` by which transformers opens them (nf4,
             fp4, int8, bitsandbytes-int8).
         out_of_range: what becomes of finite values that a dtype cannot represent: infinity
@@ -212,7 +212,7 @@ def convert(
             None to leave the tensor out.
         resume: continue an unfinished call with the same source and options; begin where there is
             nothing, and do nothing where all is finished.
-        overwrite: replace a finished checkpoint as said above, or begin an unfinished one again.
+        overwrite: replace a finished checkpoint as above, or begin an unfinished one again.
             The old one stays until the new one is whole.
         verify: read all files back from the disk, before they get their names.
         dry_run: plan, and check all that can be checked without writing.
@@ -254,7 +254,7 @@ def convert(
         raise ValueError(f"a conversion is written to a folder, not to {shown}")
     with Judging() as judging:
         options = options.asked_of_models(checkpoint, judging)
-        # to list what is written takes memory, too: the first look says if there is any
+        # listing the output takes memory, too: the first check finds if there is any
         plan = plan_conversion(checkpoint, expanded(Path(destination)), options)
         codes = [t for _, _, t in plan.tensors() if t.coding is not None and not t.is_auxiliary]
         weights = [coded(t.coding, t.src) for t in codes if t.coding is not None]
@@ -359,7 +359,7 @@ class _Conversion:
             try:
                 read_nbytes = self._run(journal, progress, verify=verify, overwrite=overwrite)
             except OSError as error:
-                # of what is opened in a folder, the system says the last name alone
+                # of files that are opened in a folder, the system names the last part alone
                 path = self._plan.destination / os.fsdecode(error.filename or "")
                 raise disk.unwritable(path, error) from error
             finally:
@@ -414,7 +414,7 @@ class _Conversion:
             return journal
 
     def _check_versions(self) -> None:
-        """Refuse to go on with what a server may have replaced meanwhile without a word."""
+        """Refuse to resume from files that a server may have replaced unnoticed."""
         for header in self._shards:
             if isinstance(header.path, Url) and not header.path.version:
                 raise CheckpointError(
@@ -427,7 +427,7 @@ class _Conversion:
     def _forget_lost(self, journal: Journal) -> None:
         """Do tensors again whose file is not there any more, or has become shorter.
 
-        And quantised weights, where parts of them are not finished. The journal says so before
+        And quantized weights with unfinished parts. The journal records it before
         anything is written: the file will be long enough again.
         """
         found = {file.path: _length(self.destination.out / file.path) for file in self._plan.files}

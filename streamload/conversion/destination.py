@@ -49,7 +49,7 @@ class Destination:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Hold the folder open: all is written and removed in this one, whatever its name."""
+        """Hold the folder open: all is written and removed in it, even if it is renamed."""
         with ExitStack() as stack:
             with writing_to(self.path):
                 self.root = stack.enter_context(Folder(self.path))
@@ -75,7 +75,7 @@ class Destination:
                 raise CheckpointError(folder, "the source is in the folder that would be written")
         beside = [f.content for f in self._plan.small if isinstance(f.content, Path)]
         own = {_identity(path): path for path in (*shards, *beside)}
-        own.pop(None, None)  # a file that is gone: reading it will tell
+        own.pop(None, None)  # a file that is gone: reading it will fail
         for name in dict.fromkeys((*self._plan.paths, *self._old())):
             if found := own.get(_identity(self.path / name)):
                 raise CheckpointError(
@@ -180,7 +180,7 @@ class Destination:
         """Files of a checkpoint in the destination, in the order in which they may go.
 
         An index comes first, so that no set of shards looks whole, and what belongs to weights not
-        before them; a sidecar last, which says what else there is.
+        before them; a sidecar last, which lists the others.
         """
         found = []
         for folder in self.folders():

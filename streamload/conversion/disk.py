@@ -34,7 +34,7 @@ _WRITE_AND_WAIT = 1 | 2 | 4
 
 # Errors of writing: the disk, or the user's share of it, is full.
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-# What filesystems without locks say, as some of networks: there, users keep conversions apart.
+# Errors of filesystems without locks, such as some of networks: users keep conversions apart.
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 # one that may be written and not read, too
 _A_FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
@@ -43,7 +43,7 @@ _PIECE_NBYTES = 2**20
 
 
 def unwritable(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
-    """What stands in the way of writing to a path, as one of our errors."""
+    """An error of writing to a path as a CheckpointError."""
     if error.errno in _NO_ROOM:
         problem = "no room is left; what is finished is kept, and resume continues"
         return CheckpointError(path, problem, found=error.strerror)
@@ -53,7 +53,7 @@ def unwritable(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
 
 @contextmanager
 def writing_to(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise what the system says of writing as a CheckpointError that names a path."""
+    """Raise errors of writing as a CheckpointError that names a path."""
     try:
         yield
     except OSError as error:
@@ -74,7 +74,7 @@ class Folder:
 
     Raises:
         CheckpointError: from each method, where a part of a name is a link.
-        OSError: from each method, as the system says.
+        OSError: from each method.
     """
 
     def __init__(self, path: Path) -> None:
@@ -236,8 +236,7 @@ class Output:
     def sync(self) -> None:
         """Bring all that was written to the disk.
 
-        After an error always the same one: the system tells that pages were lost once, and the
-        next time says that all is well.
+        After an error always the same one: the system reports lost pages only once.
         """
         self._bring(lambda: sync(self._fd))
 
@@ -264,7 +263,7 @@ def _sync_range(fd: int, start: int, nbytes: int, flags: int) -> None:
     if not _WRITES_BEHIND or libc().sync_file_range(fd, start, nbytes, flags) == 0:
         return
     code = ctypes.get_errno()
-    # a filesystem that does not know of it; an error of the disk is not to be lost: it is told once
+    # the filesystem has no such call; an error of the disk is reported once, and must be raised
     if code not in (errno.EINVAL, errno.ENOSYS, errno.ESPIPE, errno.EOPNOTSUPP):
         raise OSError(code, os.strerror(code))
 
@@ -369,7 +368,7 @@ def _lock(destination: Folder) -> int:
             if error.errno not in _NO_LOCKS:
                 os.close(fd)
                 raise
-        with suppress(OSError):  # not where the file was removed meanwhile
+        with suppress(OSError):  # the file may have been removed
             if os.path.samestat(os.fstat(fd), os.stat(destination.path / WORK / "lock")):
                 return fd
         os.close(fd)

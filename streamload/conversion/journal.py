@@ -1,8 +1,8 @@
 """What a conversion has finished, so that it can be continued: one line of JSON each.
 
-The first line says what is converted, and how. A line for a tensor is written when its bytes are on
-the disk, and never before: what is in the journal need not be done again. A last line that is torn
-was never written.
+The first line identifies the source and the options. The line of a tensor is written once its
+bytes are on the disk, so that no tensor in the journal is converted again. A torn last line does
+not count.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _RUN_NBYTES = 2 * 2**20  # the journal, and what the kernel keeps for open files
 _CAST_NBYTES = 7 * 2**20  # LLVM compiles the first kernel in 6.3 MB; numpy casts in 2 MB a thread
 _THREAD_NBYTES = 2**18  # stack, heap and page tables of a thread: 0.1 MB; with a connection 0.2
 _TENSOR_NBYTES = 600  # plan, state, journal and report of a tensor: 310 to 540, most for JSON
-_NODE_TENSOR_NBYTES = 400  # its placement on a node, beside that: 150 to 350
+_NODE_TENSOR_NBYTES = 400  # its placement on a node, in addition: 150 to 350
 _QUANT_NBYTES = 4 * 2**20  # more kernels: 1 MB each; what numpy makes of statistics, 1 MB a thread
 _TURNED_BLOCKS = 12  # of all threads together
 _TEXTS = 4  # names are in headers, journal, sidecar and in the JSON of the report
@@ -48,7 +48,7 @@ class Way:
 
     @property
     def turned_nbytes(self) -> int:
-        """Most bytes of a tensor that a thread turns at once: for each, all lines are read."""
+        """Most bytes of a tensor that a thread permutes at once; each time reads all lines."""
         # a block that is longer, for the sake of a unit, is long enough
         usual_nbytes = min(self.block_nbytes, BLOCK_NBYTES)
         return max(_TURNED_BLOCKS // self.threads * usual_nbytes, self.block_nbytes)
@@ -72,19 +72,14 @@ def choose_way(
 ) -> Way:
     """The fastest way that free memory is enough for, or PlanInfeasibleError.
 
-    Args:
-        checkpoint: the source.
-        dtypes: what floats become; None stands for what they are.
-        weights: what is quantised.
-        nodes: whether it is split over nodes.
-        turned: whether some are put together of others, or turned.
+    ``turned``: whether some tensors are joined from others, or permuted.
     """
     threads = min(max(available_cpus(), _THREADS.start), _THREADS.stop - 1)
     remote = any(isinstance(header.path, Url) for header in checkpoint.shards)
     packed = [info for info in checkpoint.tensors.values() if isinstance(info, Packed)]
     # columns are gathered, and perhaps quantised
     any_turned = turned or any(info.lies_turned for info in packed)
-    if remote:  # what is turned in several blocks is asked for as often
+    if remote:  # tensors that are permuted in several blocks are requested as often
         threads = _REMOTE_THREADS // 2 if any_turned else _REMOTE_THREADS
     ways = [
         Way(threads, direct=remote),

@@ -1,4 +1,4 @@
-"""What transformers says of a conversion: which weights a model can hold quantised.
+"""Which weights of a conversion transformers can hold quantized in the model.
 
 The code that `streamload.transformers.from_pretrained` asks decides here, too: it is registered as
 the judge. It imports torch and transformers, which take more memory than a conversion: where this
@@ -72,7 +72,7 @@ class Verdict:
         left: by tensor that no module can hold quantised, the class of its module.
         modules: modules that transformers' quantiser has to leave as they are to open the others;
             None where it has no modules for these.
-        said: the ``quantization_config`` by which streamload alone opens them, or None.
+        said: the ``quantization_config`` with which streamload alone opens them, or None.
         known: whether there was a model to ask.
         kinds: patterns of the names of what is left.
         notes: sentences for users.
@@ -150,7 +150,7 @@ class Judging:
         return found["why"] if isinstance(found, dict) else ""
 
     def ask(self, question: str, **given: Any) -> Any:
-        """What `_answered` says; text where nobody can say it."""
+        """The result of `_answered`, or text that explains why there is none."""
         if _is_imported():
             return _answered(question, **given)
         if self._child is None and (free_nbytes := _free_nbytes()) < _CHILD_NBYTES:
@@ -200,7 +200,7 @@ class _Child:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         left = memoryview(question.encode() + b"\n")
-        with suppress(BrokenPipeError):  # it has ended, and its errors say why
+        with suppress(BrokenPipeError):  # it has ended, and its errors explain why
             while left:
                 self._wait(stdin, selectors.EVENT_WRITE)
                 left = left[os.write(stdin.fileno(), left[: select.PIPE_BUF]) :]
@@ -242,7 +242,7 @@ def _is_imported() -> bool:
 
 
 def _free_nbytes() -> float:
-    """Bytes of memory that are free; infinite where the system does not say."""
+    """Bytes of free memory; infinite if unknown."""
     with suppress(DeviceError):
         return HostMemory().available_nbytes()
     return math.inf

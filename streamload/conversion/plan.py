@@ -1,7 +1,7 @@
-"""What a conversion will write, from headers alone: every file, and every tensor's place in it.
+"""The files that a conversion will write, and each tensor's place in them, from headers alone.
 
-Pure but for looking at what lies beside the checkpoint. Which tensors, names and files there are,
-the format's writer says: see `streamload.formats.writer`.
+Pure, except that it lists the checkpoint's folder. The format's writer decides the tensors, names
+and files: see `streamload.formats.writer`.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class ConvertPlan:
         indexes: one for each folder that has several files; they are published last.
         options: what was asked for, as plain JSON values.
         notes: what a user may want to know of, one sentence each.
-        wants_sums: whether some small files are made of the md5 sums of the files.
+        wants_sums: whether some small files need the md5 sums of the files.
     """
 
     path: str
@@ -367,8 +367,8 @@ def plan_conversion(
     """Decide a conversion.
 
     Raises:
-        CheckpointError: two tensors would get one name, a name cannot be written, or what lies
-            beside the checkpoint cannot be listed.
+        CheckpointError: two tensors would get one name, a name cannot be written, or the
+            checkpoint's folder cannot be listed.
         PlanInfeasibleError: a node cannot hold its part.
         UnsupportedCastError: a dtype cannot be cast, or must not be.
         ValueError: a pattern matches no tensor, none is left, or a node's name is no folder's.
@@ -530,7 +530,7 @@ def _chosen(
 
 def _dtype(checkpoint: Checkpoint, name: str, policy: DTypePolicy) -> DType:
     info = checkpoint.tensors[name]
-    # what nothing is said of stays as it is
+    # without a rule a tensor stays as it is
     dst = policy.resolve(name, info.dtype, native_bf16=True)
     if dst is info.dtype:
         return dst
@@ -586,7 +586,7 @@ def _node_plan(
     made = split(from_headers(destination / folder, headers), nodes=[node], dtype="checkpoint")
     (device,) = made.devices
     device = replace(device, layers=held.layers, embedding=held.embedding, head=held.head)
-    # of no machine: where it lies and how it is best read is seen where it is loaded
+    # of no machine: its place and the best reader are chosen by the load
     pread: ResolvedKind = "pread"
     readers = tuple(pread for _ in files)
     made = replace(made, path=".", devices=(device,), readers=readers, reader_reasons=())

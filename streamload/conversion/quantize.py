@@ -1,4 +1,4 @@
-"""What a conversion quantises: the parts of each weight, and what config.json says of them."""
+"""Weights that a conversion quantizes: their parts, and their settings in config.json."""
 
 from __future__ import annotations
 
@@ -45,14 +45,7 @@ def coded_otherwise(checkpoint: Checkpoint, policy: QuantPolicy) -> list[str]:
 def wanted_of(
     chosen: Checkpoint, fill: Mapping[str, Source], dtypes: Mapping[str, DType], policy: QuantPolicy
 ) -> dict[str, Target]:
-    """What is written of a checkpoint as models have it, by the names of the output.
-
-    Args:
-        chosen: what is converted.
-        fill: by the name in the output, the tensor.
-        dtypes: by tensor, what it is cast to where it is not quantised.
-        policy: what is quantised.
-    """
+    """The tensors to write, by the names of ``fill``; `dtypes` are of those not quantized."""
     formats: Sequence[str | None] = [None] * len(fill)
     if policy:  # else it may be a part of a quantised weight, without the others
         formats = policy.formats(chosen, wants_of(chosen, fill))
@@ -77,12 +70,7 @@ def wanted_of(
 def all_entries(
     lists: Iterable[Sequence[Target]], policy: QuantPolicy
 ) -> list[list[list[OutTensor]]]:
-    """What each tensor of each list is in the output; see `entries_of`.
-
-    Raises:
-        UnsupportedCastError: some cannot be in their formats, which names all of them; or one
-            cannot have its dtype.
-    """
+    """The parts of each tensor of each list; an error names all that their formats cannot hold."""
     refused: dict[str, UnsupportedCastError] = {}
     taken: list[str] = []
     out: list[list[list[OutTensor]]] = []
@@ -173,7 +161,7 @@ def described(
         verdict: of the model on it; None where no model was asked.
 
     Raises:
-        CheckpointError: config.json says already how weights are quantised that stay so.
+        CheckpointError: config.json already has settings of weights that stay quantized.
         UnsupportedCastError: transformers would read a weight as another one.
     """
     codes = {p[0].name: p[0] for p in made.values() if p[0].coding is not None}

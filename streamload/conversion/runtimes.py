@@ -26,7 +26,7 @@ class Runtime:
 
     Attributes:
         name: as users write it.
-        dtype: what floats become where users say nothing.
+        dtype: of floats, unless users choose one.
         why: the reason for that.
     """
 
@@ -65,7 +65,7 @@ class Runtime:
         return said, [f"for {self.name}, config.json says {key} itself" for key in keys]
 
     def note(self, dtype: DTypeArgument) -> list[str]:
-        """What is done to floats, in a sentence, where users said nothing."""
+        """A sentence on the dtype of floats if users chose none."""
         if dtype is not None:
             return []
         return [f"for {self.name}, floats become {self.dtype}: {self.why}; dtype= says otherwise"]

@@ -2,7 +2,7 @@
 
 A few threads take one block of an output file after the other: its bytes are read and cast into
 memory of the thread's own, digested in the order of each tensor, and written at their place. The
-calling thread brings what is finished to the disk and into the journal, and tells how far it is.
+calling thread syncs finished bytes to the disk, writes the journal, and reports progress.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Writer:
         self._next_commit = time.monotonic()
 
     def _list_unfinished(self, journal: Journal) -> None:
-        """Put what is to be written to its files, without the parts beside codes; begin sums."""
+        """Give each file its tensors, but not the other parts of codes; begin sums."""
         numbered = enumerate((file, t) for file in self._files for t in file.out.tensors)
         coming = {file: [(0, len(file.out.header))] for file in self._files}
         beside: dict[tuple[str, object], list[Writing]] = {}  # by folder and weight
@@ -188,7 +188,7 @@ class Writer:
         return None
 
     def _cut_alone(self, tensor: Writing) -> Iterator[Block] | None:
-        """Blocks of codes, and of what is turned; None where a tensor shares blocks with others."""
+        """Blocks of codes or of a permuted tensor; None if it shares blocks with others."""
         out = tensor.out
         if out.coding is not None:
             tensor.encoder = encoder_of(out.coding, out.src)
@@ -214,12 +214,7 @@ class Writer:
     def run(self, tell: Callable[[int], None]) -> None:
         """Write; when this returns, all is on the disk and in the journal.
 
-        After an error, the journal has what was finished. ``tell`` hears how many bytes were read.
-
-        Raises:
-            CheckpointError: the source is not what its headers said, or cannot be read; the
-                destination cannot be written.
-            OutOfRangeError: a value does not fit, under ``out_of_range="error"``.
+        After an error, the journal has the finished tensors. ``tell`` gets the bytes read so far.
         """
         count = self._way.threads
         threads = [
@@ -248,7 +243,7 @@ class Writer:
                 # room for the journal, where the disk is full
                 with suppress(OSError, CheckpointError):
                     self._destination.give_up_reserve()
-                with suppress(CheckpointError):  # the first error is the one to be told
+                with suppress(CheckpointError):  # the first error is the one that is raised
                     self._commit()
                 raise
             finally:
@@ -356,7 +351,7 @@ class Writer:
             self._shards.close(shard)
 
     def _gather(self, part: Part, out: memoryview, room: Room) -> QuantCounts:
-        """Put together what a part is made of: dequantise, turn, cast, and perhaps quantise it."""
+        """Assemble a part: dequantize, permute, cast, and quantize it as its tensor asks."""
         tensor, t = part.tensor, part.tensor.out
         made = t.made or Joined.of(t.info)
         dtype = t.dtype if t.coding is None else t.src
@@ -553,15 +548,9 @@ def check_written(
     tell: Callable[[int], None] = lambda done: None,
     done: int = 0,
 ) -> int:
-    """Read a file that was written, past the page cache where that can be, and compare.
+    """Read a written file, past the page cache if possible, and compare its tensors' digests.
 
-    ``tell`` is told how many bytes of data were read, with those that were ``done`` before.
-
-    Returns:
-        How many bytes of data are read after this.
-
-    Raises:
-        CheckpointError: a tensor has not the digest that its bytes had, or cannot be read.
+    ``tell`` gets the bytes of data read so far, which begin at ``done``; returns their number.
     """
     header = Header(path, file.nbytes, len(file.header), (), {})
     room = Room(block_nbytes, ahead=True)

@@ -21,15 +21,7 @@ _MOST_BETWEEN_NBYTES = 2**17  # one read call costs about as much as reading thi
 
 
 def rows_of(run: StridedRead, out: memoryview, offset: int, stride: int, width: int) -> _Array:
-    """The rows that a run becomes, by line: the first is at a byte of ``out``.
-
-    Args:
-        run: its lines.
-        out: where rows are written.
-        offset: byte of ``out`` at which the first row begins.
-        stride: bytes from one row's beginning to the next one's.
-        width: bytes of a row.
-    """
+    """The rows of a run in ``out``, from a byte on: (rows of a line, lines); lengths in bytes."""
     return np.ndarray((run.rows, run.lines), kind_of(width), out, offset, (stride, width))
 
 
@@ -49,15 +41,9 @@ class Transposer:
         source: memoryview,
         unit: int = 1,
     ) -> None:
-        """Read a run, and write its rows.
+        """Read a run, and write its rows, as `rows_of` gives them; ``unit`` rows at a time.
 
-        Args:
-            reader: of the file.
-            run: its lines.
-            step: copies, casts or dequantizes its elements.
-            rows: the parameter's rows, written: (rows of a line, lines).
-            source: memory to read into, of ``Plan.slot_nbytes``; unused if files are mapped.
-            unit: rows that are read together.
+        ``source`` has ``Plan.slot_nbytes`` to read into; it is unused if files are mapped.
         """
         if not self._blocks:
             self._blocks = [memoryview(bytearray(self._plan.turn_nbytes)) for _ in range(2)]

@@ -1,8 +1,8 @@
 """Comparing two checkpoints tensor by tensor.
 
-Nothing is held of a tensor but a block of each file: 20 MB, and less where memory is short. It is
-one thread: digests run at 30 GB/s and comparisons at 19 (2 GB/s where ml_dtypes casts, which keeps
-the GIL), so that the disk decides.
+A block of each file is held at a time: 20 MB, and less if memory is short. One thread is enough:
+digests run at 30 GB/s and comparisons at 19 (casts by ml_dtypes, which keeps the GIL, at 2), and
+disks are slower.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ _WAYS: Sequence[tuple[int, ReaderKind]] = (
     (2**18, "direct"),
 )
 # Each is a little more than was measured in memory cgroups.
-_RUN_NBYTES = 2 * 2**20  # a thread that tells how far it is, open files
+_RUN_NBYTES = 2 * 2**20  # the thread that shows progress, open files
 _PARTS_NBYTES = 6 * 2**20  # numpy's temporaries of a part: 3.5 MB, 5.5 with a cast
-_TENSOR_NBYTES = 300  # what is found of a tensor: 180 where it is right
+_TENSOR_NBYTES = 300  # of a tensor's difference: less for an equal tensor
 _QUANT_NBYTES = 12 * 2**20  # numpy's temporaries of quantising
 _PACKED_BLOCKS = 4
 _PAGE = 4096
@@ -67,7 +67,7 @@ _MOST_OPEN = 16  # files of one checkpoint at once
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What differs between two checkpoints. Prints as a table.
+    """The differences between two checkpoints. Prints as a table.
 
     Attributes:
         a: the first.
@@ -75,7 +75,7 @@ class Comparison:
         only_a: names that only the first has (after `rename`), in order.
         only_b: names that only the second has, in order.
         differences: tensors of both that differ, in the order of the first.
-        equal_count: how many do not.
+        equal_count: how many tensors of both are equal.
         nbytes: bytes of data read, of both.
         seconds: the time that this took.
         quantised: of tensors that differ, the quantised weights that they belong to.
@@ -137,19 +137,19 @@ def diff(
     exclude: Patterns = (),
     progress: Progress = "auto",
 ) -> Comparison:
-    """Compare two checkpoints tensor by tensor, whatever files the tensors are in.
+    """Compare two checkpoints tensor by tensor; their files may be cut differently.
 
     Bits are compared, so that 0 and -0 differ, and NaN is equal to the same NaN. With ``dtype`` the
-    first checkpoint is cast first, by numpy and not by the kernels of streamload: what is found
-    is then whether the second is a right conversion of the first: what is stored quantised is
-    dequantised, too. The payload of a NaN is not compared where a cast was made. With ``quant``,
-    numpy quantises weights of the first as well.
+    first checkpoint is cast, and its quantised weights are dequantised, by numpy and not by the
+    kernels of streamload: the result is then whether the second is a right conversion of the first.
+    The payload of a NaN is not compared after a cast. With ``quant``, numpy quantises weights of
+    the first as well.
 
     Args:
         a: the first, as of `open_checkpoint`.
         b: the second.
-        dtype: what the floats of the first become: one dtype, or patterns of names; None for what
-            they are. Weights that are stored quantised are dequantised, as by `convert`.
+        dtype: what the floats of the first become: one dtype, or patterns of names; None to leave
+            them. Weights that are stored quantised are dequantised, as by `convert`.
         quant: what weights of the first are quantised to, as in `streamload.convert`.
         out_of_range: what becomes of finite values that the dtype cannot represent: "inf",
             "clamp", or "error".
@@ -157,10 +157,10 @@ def diff(
             a name, or None to skip.
         select: only tensors with a name that matches, as the first has it; none for all.
         exclude: not those with a name that matches.
-        progress: how to tell how far it is; see `load_state_dict`.
+        progress: how progress is shown; see `load_state_dict`.
 
     Returns:
-        What was found; `Comparison.ok` is the verdict.
+        The result; `Comparison.ok` is the verdict.
 
     Raises:
         CheckpointError: a checkpoint is not valid or cannot be read.
@@ -239,7 +239,7 @@ def diff(
 
 
 def _names(checkpoint: Checkpoint) -> Collection[str]:
-    """The names that patterns may match; of tensors alone where a quantised weight is invalid."""
+    """The names that patterns may match; of tensors alone if a quantized weight is invalid."""
     try:
         return all_names(checkpoint)
     except CheckpointError:  # it is compared for what it is
@@ -247,7 +247,7 @@ def _names(checkpoint: Checkpoint) -> Collection[str]:
 
 
 def _wanted(checkpoint: Checkpoint, policy: DTypePolicy, info: TensorInfo) -> DType:
-    """What a tensor of the first checkpoint becomes before it is compared."""
+    """The dtype that a tensor of the first checkpoint is cast to before it is compared."""
     wanted = policy.resolve(info.name, info.dtype, True)
     if isinstance(info, Packed):
         check_target(info, wanted)
@@ -260,7 +260,7 @@ def _wanted(checkpoint: Checkpoint, policy: DTypePolicy, info: TensorInfo) -> DT
 
 
 def _left(converted: Checkpoint) -> list[str]:
-    """Patterns of what `convert` left as it is, though it was to be quantised: its sidecar's."""
+    """Patterns of the weights that `convert` did not quantize, from its sidecar."""
     path = converted.path
     if isinstance(path, Url):
         return []
@@ -274,7 +274,7 @@ def _left(converted: Checkpoint) -> list[str]:
 def _quantised(
     checkpoint: Checkpoint, formats: QuantPolicy, infos: Mapping[str, TensorInfo]
 ) -> TensorRequests:
-    """What the first checkpoint becomes, by the names in the second."""
+    """The tensors that the first checkpoint becomes, by their names in the second."""
     listed = [TensorRequest(name, info.shape, (whole(info),)) for name, info in infos.items()]
     wants = TensorRequests.of(checkpoint, listed)
     found = formats.formats(checkpoint, wants)
@@ -424,11 +424,7 @@ def _pairs(
 def _order(
     first: Checkpoint, second: Checkpoint, info: TensorInfo, right: TensorInfo
 ) -> RowTranspose | None:
-    """The row order from the first file to the second, if theirs differ.
-
-    Raises:
-        CheckpointError: the rows of the second are not in the order that models have.
-    """
+    """The row order from the first file to the second, if theirs differ."""
     mine, theirs = first.turns.get(info.name), second.turns.get(right.name)
     if mine == theirs:
         return None
@@ -462,15 +458,7 @@ def _read(files: Shards, block_nbytes: int) -> Read:
 def way(
     checkpoints: Sequence[Checkpoint], wants: TensorRequests | None = None
 ) -> tuple[int, ReaderKind]:
-    """How much is looked at at once, and how it is read.
-
-    Args:
-        checkpoints: what is read.
-        wants: what the first becomes; None for what it is.
-
-    Raises:
-        PlanInfeasibleError: there is too little memory for any way.
-    """
+    """The bytes that are compared at once, and the reader; raises PlanInfeasibleError."""
     compared = len(checkpoints) > 1
     tensors_nbytes = _TENSOR_NBYTES * sum(len(one.tensors) for one in checkpoints)
     columns = (wants.codings, wants.srcs) if wants is not None else ((), ())
@@ -490,9 +478,9 @@ def way(
         block_nbytes = max(least_nbytes, round_up(unit_nbytes, _PAGE))
         each_nbytes = block_nbytes + AHEAD_NBYTES * (kind == "auto")
         needed_nbytes = _RUN_NBYTES + tensors_nbytes + len(checkpoints) * each_nbytes
-        if compared:  # which elements of a block differ, and numbers of a part
+        if compared:  # the elements of a block that differ, and numbers of a part
             needed_nbytes += block_nbytes + _PARTS_NBYTES + quant_nbytes
-        if packed or any_turned:  # elements, and columns before and after they are turned
+        if packed or any_turned:  # elements, and columns before and after the transpose
             needed_nbytes += scale_nbytes + _PACKED_BLOCKS * block_nbytes
         ways.append(((block_nbytes, kind), needed_nbytes))
     rest_nbytes = ways[-1][1] - tensors_nbytes
@@ -501,16 +489,12 @@ def way(
 
 
 def tensors_text(count: int) -> str:
-    """A number of tensors, for people."""
+    """A number of tensors, for messages."""
     return f"{count} tensor{'s' * (count != 1)}"
 
 
 def weights(checkpoint: Checkpoint) -> dict[str, str]:
-    """Map each tensor of a quantized weight to the weight's name, for messages.
-
-    Returns:
-        {} if a quantized weight is invalid: its tensors are then compared one by one.
-    """
+    """The name of each tensor's quantized weight, for messages; {} if a weight is invalid."""
     try:
         return {name: f"{group.name} ({group.kind})" for name, group in checkpoint.members.items()}
     except CheckpointError:

@@ -1,9 +1,8 @@
 """Checking a load against its checkpoint, and a checkpoint against its sidecar.
 
-Parameters are read back from a device and compared byte by byte. That goes through none of
-streamload's readers, kernels or chunks: file bytes come by plain reads (those of a URL by its
-reader: there is one way only), numpy casts and computes row orders. Memory is bounded to some
-30 MB, and to less where less is free.
+Parameters are read back from a device and compared byte by byte with `Expected`, whose file bytes
+come by plain reads (those of a URL and of views by their reader). Memory is bounded to some 30 MB,
+and to less if less is free.
 """
 
 from __future__ import annotations
@@ -84,10 +83,10 @@ def verify(
         report: the load's report.
         checkpoint: what was loaded.
         model: what it was loaded into; None for the report's ``state_dict``.
-        progress: told the parameter bytes compared so far.
+        progress: called with the parameter bytes compared so far.
 
     Returns:
-        The parameters that differ; payloads of NaN are not compared where a cast was made.
+        The parameters that differ; payloads of NaN are not compared after a cast.
 
     Raises:
         PlanInfeasibleError: there is too little memory.
@@ -166,7 +165,7 @@ def checksums(report: LoadReport, names: Set[str], model: Any = None) -> dict[st
     todo = [found for found in _buffers(report, model) if found[0].name in names]
     if threads == 1:
         return dict(map(checksum, todo))
-    # 16 GB on an H200 took 25 s by one thread, which copies pages and sums them up in turn
+    # 16 GB on an H200 took 25 s by one thread, which copies pages and then sums them up
     todo.sort(key=lambda found: -found[0].nbytes)
     pool = ThreadPoolExecutor(threads, "streamload-verify")
     try:
@@ -176,7 +175,7 @@ def checksums(report: LoadReport, names: Set[str], model: Any = None) -> dict[st
 
 
 def _buffers(report: LoadReport, model: Any) -> Iterator[tuple[Placement, Device, Any]]:
-    """Every parameter of a load, with its device and its buffer there, if it has any bytes."""
+    """Every parameter of a load, its device, and its buffer if it has any bytes."""
     loaded = report.state_dict if model is None else model
     owner = framework(framework_of(loaded) or "host")
     if model is None:  # one by one: a name may be anything, and tinygrad strips dots from it
@@ -194,11 +193,7 @@ def _buffers(report: LoadReport, model: Any) -> Iterator[tuple[Placement, Device
 def _of_state(
     report: LoadReport, owner: Framework, model: Any, found: Mapping[str, Parameter]
 ) -> dict[str, Parameter]:
-    """What modules for quantised weights show of what was loaded in their state alone.
-
-    Raises:
-        ValueError: there is something that they do not show.
-    """
+    """Loaded tensors that modules for quantized weights have in their state dict alone."""
     names = [name for name in report.plan.placements.names if name not in found]
     state = model.state_dict() if names and hasattr(model, "state_dict") else {}
     out = {name: owner.parameters({"it": state[name]})[0] for name in names if name in state}
@@ -262,13 +257,13 @@ def _plain_reads(checkpoint: Checkpoint) -> Iterator[Read]:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """A tensor that is not what the sidecar says.
+    """A tensor that differs from its entry in the sidecar.
 
     Attributes:
         name: the tensor.
         what: "dtype", "shape" or "digest".
-        expected: what the sidecar says.
-        found: what the file holds.
+        expected: in the sidecar.
+        found: in the file.
     """
 
     name: str
@@ -282,18 +277,18 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What a check against the sidecar found. Prints as a table.
+    """The result of a check against the sidecar. Prints as a table.
 
     Attributes:
         path: the checkpoint.
         sidecar: the file with its digests.
-        verified_count: how many tensors are what it says, byte by byte.
-        changed: those that are not, in the order of the files.
+        verified_count: how many tensors have the digests in it.
+        changed: those that have not, in the order of the files.
         missing: names that it lists and the checkpoint lacks.
         unlisted: names that the checkpoint has and it lacks.
         nbytes: bytes of data read.
         seconds: the time that this took.
-        quantised: of tensors that are not so, the quantised weights that they belong to.
+        quantised: of the tensors with a problem, the quantised weights that they belong to.
     """
 
     path: str
@@ -308,7 +303,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """All tensors are listed, there, and what the sidecar says."""
+        """No tensor is changed, missing or unlisted."""
         return not (self.changed or self.missing or self.unlisted)
 
     def to_json(self) -> str:
@@ -349,10 +344,10 @@ def verify_checkpoint(
         path: as of `open_checkpoint`; `streamload.json` is in its folder.
         select: only tensors with a name that matches; none for all.
         exclude: not those with a name that matches.
-        progress: how to tell how far it is; see `load_state_dict`.
+        progress: how progress is shown; see `load_state_dict`.
 
     Returns:
-        What was found; `Verification.ok` is the verdict.
+        The result; `Verification.ok` is the verdict.
 
     Raises:
         ShardNotFoundError: there is no sidecar, or no checkpoint.
@@ -419,7 +414,7 @@ def _folder(checkpoint: Checkpoint) -> Location:
 
 
 def _names_of_folder(checkpoint: Checkpoint, folder: Location) -> Mapping[str, TensorInfo]:
-    """The tensors that a sidecar speaks of: those of all shards, also where one was opened."""
+    """The tensors that a sidecar may list: those of all shards, also if one was opened."""
     if checkpoint.path == folder or checkpoint.path.name.endswith(".json"):
         return checkpoint.tensors
     try:
