@@ -1,19 +1,19 @@
-"""Weights of bitsandbytes and torchao, which are tensors of their classes over stored parts.
+"""Build weights of bitsandbytes and torchao, which are tensors of their classes over stored parts.
 
-A module holds the parts as buffers while they are loaded, and then gets the weight that they make.
-Where the parts stream, it makes the weight anew for each call: what the library does to it then
-(on a CPU with AVX512-BF16, bitsandbytes repacks it) goes with the call, and the parts are as they
-are in the slots.
+A module holds the parts as buffers during the load, and gets the weight after it. If the parts
+stream, each call builds the weight anew and drops it: on a CPU with AVX512-BF16, bitsandbytes
+repacks it, and the slots keep the stored parts.
 """
 
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,24 +25,25 @@ from streamload.offloading.torch_modules import StreamedParameter
 _MADE = "_streamload_made"  # on a module that makes its weight for each call: a `_Made`
 
 
-class Maker(Protocol):
-    """What a library makes of the parts of a weight."""
+class Maker(ABC):
+    """Builds the weight of a module from its parts."""
 
+    @abstractmethod
     def make(self, module: Any, parts: dict[str, torch.Tensor]) -> nn.Parameter:
-        """A parameter over the parts, by the rests of their names in the module."""
+        """Build a parameter over the parts, which have their names in the module."""
 
-    def forget(self, module: Any) -> None:
-        """Take out of the module what it keeps of the parts beside its parameter."""
+    def forget(self, module: Any) -> None:  # noqa: B027
+        """Drop references to the parts that the module keeps outside of its parameter."""
 
-    def watch(self, module: Any) -> None:
-        """Keep the parts of a module that has its weight for good from what calls do to them."""
+    def watch(self, module: Any) -> None:  # noqa: B027
+        """Protect the parts of a module that keeps its weight from changes by calls."""
 
 
-class FourBit:
+class FourBit(Maker):
     """A weight of bitsandbytes' `Linear4bit`."""
 
     def __init__(self) -> None:
-        self._state: Any = None  # what the parts say, without them: reading it waits for the device
+        self._state: Any = None  # without the parts; to read it from these waits for the device
 
     def make(self, module: Any, parts: dict[str, torch.Tensor]) -> nn.Parameter:
         """See `Maker`."""
@@ -86,7 +87,7 @@ class FourBit:
 
 
 def _with_parts(state: Any, parts: Mapping[str, Any]) -> Any:
-    """A quantisation state with other tensors."""
+    """A copy of a quantization state with other tensors."""
     state = copy.copy(state)
     state.absmax, state.code = parts["absmax"], parts["quant_map"]
     if state.nested:
@@ -96,7 +97,7 @@ def _with_parts(state: Any, parts: Mapping[str, Any]) -> Any:
     return state
 
 
-class EightBit:
+class EightBit(Maker):
     """A weight of bitsandbytes' `Linear8bitLt`."""
 
     def make(self, module: Any, parts: dict[str, torch.Tensor]) -> nn.Parameter:
@@ -116,18 +117,15 @@ class EightBit:
         """See `Maker`."""
         module.state.CB = module.state.SCB = None
 
-    def watch(self, module: Any) -> None:
-        """Nothing."""
 
-
-class TorchAo:
-    """A tensor of a class of torchao, made by transformers' own function."""
+class TorchAo(Maker):
+    """A tensor of a class of torchao, built by transformers' own function."""
 
     def __init__(self, quantizer: Any, name: str) -> None:
         """Take the quantizer, and the name of the weight in the model."""
         said = {name: quantizer.metadata.get(name), "tensor_names": f'["{name}"]'}
         self._name = name
-        self._quantizer = SimpleNamespace(  # with one weight: all are gone through for each
+        self._quantizer = SimpleNamespace(  # with one weight: each call iterates over all
             metadata={key: value for key, value in said.items() if value is not None}
         )
 
@@ -143,15 +141,9 @@ class TorchAo:
         )
         return nn.Parameter(made[self._name], requires_grad=False)
 
-    def forget(self, module: Any) -> None:
-        """Nothing."""
-
-    def watch(self, module: Any) -> None:
-        """Nothing."""
-
 
 class _Only:
-    """A model of one module, whatever its name: what an operation looks at."""
+    """A model whose only submodule has every name."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -162,14 +154,14 @@ class _Only:
 
 
 class _Made:
-    """A weight that is made for each call."""
+    """A weight that each call builds."""
 
     def __init__(self, leaf: str, keys: Sequence[str], maker: Maker) -> None:
         self._leaf, self._keys, self._maker = leaf, keys, maker
 
     @contextmanager
     def there(self, module: nn.Module) -> Iterator[None]:
-        """Let a module have its weight."""
+        """Give a module its weight."""
         before = dict(module._parameters)
         parts = {key: module._buffers.pop(key) for key in self._keys}
         try:
@@ -186,10 +178,10 @@ class _Made:
 
 
 class _OfParts:
-    """What modules share that make their weight for each call."""
+    """The base of modules that build their weight for each call."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the library computes."""
+        """Compute as the library does."""
         with getattr(self, _MADE).there(self):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
@@ -207,15 +199,15 @@ def put_together(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> None:
-    """Let a module have the weight that its parts make; nothing is copied.
+    """Build a module's weight from its buffers `keys`, for each call if these stream; no copy.
 
     Args:
-        module: it has the parts as buffers. Where they stream, it makes the weight for each call.
+        module: it holds the parts as buffers.
         name: of the weight in the model.
-        keys: of the parts.
-        maker: makes it.
-        shape: of the weight as it was before it was quantised.
-        dtype: that it had then.
+        keys: of the parts in the module.
+        maker: builds it.
+        shape: of the weight before it was quantized.
+        dtype: likewise.
     """
     leaf = name.rpartition(".")[2]
     module._is_hf_initialized = True

@@ -1,7 +1,7 @@
-"""Checkpoints of streamload's own layout: weights as modules of streamload hold them.
+"""Open checkpoints of streamload's own layout.
 
-`save_pretrained` writes it of models whose weights no quantiser of transformers has modules for:
-fused experts, blocks of GGUF, several formats.
+`save_pretrained` writes it for weights for which transformers has no modules: fused experts, blocks
+of GGUF, several formats.
 """
 
 from __future__ import annotations
@@ -25,17 +25,13 @@ from streamload.transformers.saving import METHOD, CodedConfig, CodedQuantizer, 
 
 @dataclass(slots=True)
 class CodedCheckpoint(Quantised):
-    """How such a checkpoint becomes a model."""
+    """Loads such a checkpoint."""
 
     formats: dict[str, str] = field(default_factory=dict)  # by tensor
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: Any, _: Any = None) -> CodedCheckpoint | None:
-        """Look at a configuration; None where it does not say that the checkpoint is such a one.
-
-        Raises:
-            CheckpointError: what it says is invalid.
-        """
+        """Read a configuration; None for other checkpoints, CheckpointError if it is invalid."""
         said, stated = stated_in(config)
         if said is None or method_of(stated) != METHOD:
             return None
@@ -52,11 +48,7 @@ class CodedCheckpoint(Quantised):
         return cls(METHOD, quantizer, checkpoint, formats=formats)
 
     def prepare(self, model: Any, devices: Devices, renames: Callable[[], Renames]) -> None:
-        """Let modules of a model on the meta device hold the parts of their weights.
-
-        Raises:
-            CheckpointError: a module cannot hold its weight so.
-        """
+        """Put the parts of weights into modules; raises CheckpointError for one that cannot."""
         named = renames()
         formats = {named(tensor)[0]: format for tensor, format in self.formats.items()}
         swap = framework("torch").swap(model, formats)
@@ -72,8 +64,8 @@ class CodedCheckpoint(Quantised):
                 )
         swap.put()
         stored = {named(tensor)[0]: tensor for tensor in self.formats}
-        made: dict[int, list[torch.Tensor]] = {}  # by what stands for codes: it may be shared
-        held: list[Any] = []  # so that nothing else gets its number
+        made: dict[int, list[torch.Tensor]] = {}  # by the id of codes, which modules may share
+        held: list[Any] = []  # so that no id is used again
         for name in sorted(swap.coded, key=lambda each: each not in stored):
             prefix, _, leaf = name.rpartition(".")
             buffers: dict[str, Any] = model.get_submodule(prefix)._buffers
@@ -84,7 +76,7 @@ class CodedCheckpoint(Quantised):
             buffers.update(zip(said.names(leaf), parts, strict=True))
 
     def _empty(self, said: CodedWeight, tensor: str) -> list[torch.Tensor]:
-        """The parts of a weight, without values."""
+        """The parts of a weight on the meta device."""
         out = []
         for part in said.made.parts:
             info = self.checkpoint.tensors.get(part.name(tensor))
@@ -98,4 +90,4 @@ class CodedCheckpoint(Quantised):
         return out
 
     def finish(self, model: Any) -> None:
-        """Nothing: `as_coded` says to a model that it is quantised."""
+        """Do nothing: `as_coded` marks the model as quantized."""

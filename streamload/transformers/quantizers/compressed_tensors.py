@@ -1,7 +1,7 @@
-"""Modules of compressed-tensors that keep their weights compressed.
+"""Keep the weights of compressed-tensors' modules compressed.
 
-compressed-tensors decompresses all of a model before it first runs; here a module decompresses its
-own weight when it is computed with, by the same functions.
+compressed-tensors decompresses all of a model before its first run; here each module decompresses
+its own weight in each call, by the same functions.
 """
 
 from __future__ import annotations
@@ -20,14 +20,10 @@ _KINDS = (nn.Linear, nn.Embedding)
 
 
 def keep_packed(model: nn.Module, compressor: Any) -> list[str]:
-    """Let compressed modules decompress one by one, in place of all at the first forward.
-
-    Args:
-        model: with the modules of compressed-tensors; it may be on the meta device.
-        compressor: the model's, of compressed-tensors.
+    """Let compressed modules decompress their weights in each call.
 
     Returns:
-        The names of compressed modules of other classes: where there are any, nothing is changed.
+        The names of compressed modules of other classes: if there are any, nothing is changed.
     """
     compressed = [
         (name, module)
@@ -45,9 +41,10 @@ def keep_packed(model: nn.Module, compressor: Any) -> list[str]:
 
 
 def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-    """What the module computes when it is decompressed."""
+    """Compute as the decompressed module does."""
     scheme = self.quantization_scheme
-    weight = _dense(self, scheme)
+    compressor = BaseCompressor.get_value_from_registry(scheme.format.value)
+    weight = compressor.decompress(get_direct_state_dict(self), scheme)["weight"]
     if scheme.input_activations:
         input = forward_quantize(self, input, "input", scheme.input_activations)
     if isinstance(self, nn.Embedding):
@@ -57,10 +54,3 @@ def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
     if scheme.output_activations:
         out = forward_quantize(self, out, "output", scheme.output_activations)
     return out
-
-
-def _dense(module: nn.Module, scheme: Any) -> torch.Tensor:
-    compressor = BaseCompressor.get_value_from_registry(scheme.format.value)
-    state = compressor.decompress(get_direct_state_dict(module), scheme)
-    weight: torch.Tensor = state["weight"]
-    return weight

@@ -1,7 +1,7 @@
-"""Modules that keep FP8 weights packed, and dequantise one of them when it is computed with.
+"""Modules that keep FP8 weights packed, and dequantize them in each call.
 
-They stand where transformers, without its kernels, would hold the weights dequantised. The names of
-their parameters are those of transformers' own FP8 modules.
+Without its kernels, transformers would hold the weights dequantized. The parameters have the names
+of those in transformers' own FP8 modules.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _ROWS_NBYTES = 2**24  # of float32, in which values are multiplied by their scal
 def dequantised(
     values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Quantised values by their scales; the products are rounded once.
+    """Multiply a matrix of 8 bits by its scales, rounded once.
 
     Args:
-        values: a matrix of 8-bit floats or integers.
-        scale: one for all, or one for each block; a byte is the exponent of a power of two.
-        block: rows and columns of a block; None for one scale. The last blocks may be cut.
+        values: of 8-bit floats or integers.
+        scale: one, or one for each block; a byte is the exponent of a power of two.
+        block: rows and columns of a block, less in the last ones; None for one scale.
         dtype: of the result.
     """
     if scale.dtype == torch.uint8:
@@ -51,7 +51,7 @@ class PackedLinear(FP8Linear):  # type: ignore[misc]
     """A Linear of FP8 weights."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The product with the weight, dequantised for the call."""
+        """Multiply by the dequantized weight."""
         weight = dequantised(self.weight, self.weight_scale_inv, self.block_size, input.dtype)
         return functional.linear(input, weight, self.bias)
 
@@ -68,19 +68,13 @@ class PackedExperts(FP8Experts):  # type: ignore[misc]
         weight_scale_inv: torch.Tensor,
         activation_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The product with the weight of one expert, dequantised for the call."""
+        """Multiply by the dequantized weight of one expert."""
         dense = dequantised(weight, weight_scale_inv, self.block_size, input.dtype)
         return functional.linear(input, dense)
 
 
 def as_stored(model: nn.Module, quantised: Set[str], dtype: torch.dtype) -> None:
-    """Make plain Linears of FP8 modules whose weights are not quantised in the checkpoint.
-
-    Args:
-        model: on the meta device.
-        quantised: the names of weights that are.
-        dtype: of those that are not.
-    """
+    """Replace FP8 modules by Linears of a dtype, except those whose weights are `quantised`."""
     for name, module in list(model.named_modules()):
         if type(module) is FP8Linear and f"{name}.weight" not in quantised:
             sizes, bias = (module.in_features, module.out_features), module.bias is not None
@@ -88,7 +82,7 @@ def as_stored(model: nn.Module, quantised: Set[str], dtype: torch.dtype) -> None
 
 
 def dense_numel(model: nn.Module) -> int:
-    """Elements of the largest weight that these modules dequantise at once."""
+    """Elements of the largest weight that these modules dequantize at once."""
     linears = (m.weight for m in model.modules() if isinstance(m, PackedLinear))
     experts = (m for m in model.modules() if isinstance(m, PackedExperts))
     fused = (p[0] for m in experts for p in m.parameters(recurse=False) if p.dim() == 3)
@@ -96,11 +90,7 @@ def dense_numel(model: nn.Module) -> int:
 
 
 def keep_packed(model: nn.Module) -> str:
-    """Let the FP8 modules of transformers compute without kernels.
-
-    Returns:
-        The class of a module that needs them still, or "".
-    """
+    """Let FP8 modules compute without kernels; the class of one that cannot, or ""."""
     left = ""
     for module in model.modules():
         if isinstance(module, FP8GroupedLinear):

@@ -1,12 +1,14 @@
-"""Experts of gpt-oss that keep their MXFP4 blocks, and dequantise one expert at a time.
+"""Experts of gpt-oss that keep their MXFP4 blocks, and dequantize one expert at a time.
 
-They stand where transformers, without its kernels, would hold all experts dequantised. Their
-buffers have the names of the checkpoint.
+Without its kernels, transformers would hold all experts dequantized. The buffers have the names of
+the checkpoint.
 """
 
 from __future__ import annotations
 
 import inspect
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,12 +17,14 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 
 class Blocks:
-    """The weights of all experts; one is dequantised when it is asked for."""
+    """The weights of all experts, dequantized one at a time."""
 
     _is_hf_initialized = True  # transformers leaves it as it is
 
-    def __init__(self, blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> None:
-        self._blocks, self._scales, self._dtype = blocks, scales, dtype
+    def __init__(self, leaf: str, module: Any) -> None:
+        parts = ("blocks", "scales", "bias")
+        self._blocks, self._scales, bias = (getattr(module, f"{leaf}_{part}") for part in parts)
+        self._dtype = bias.dtype
 
     def __getitem__(self, expert: int) -> torch.Tensor:
         """An expert's matrix, inputs first."""
@@ -33,21 +37,12 @@ class PackedExperts(GptOssExperts):  # type: ignore[misc]
     """Experts of gpt-oss, computed one after the other."""
 
     forward = inspect.unwrap(GptOssExperts.forward)
-
-    @property
-    def gate_up_proj(self) -> Blocks:
-        """Gate and up projections."""
-        dtype = self.gate_up_proj_bias.dtype
-        return Blocks(self.gate_up_proj_blocks, self.gate_up_proj_scales, dtype)
-
-    @property
-    def down_proj(self) -> Blocks:
-        """Down projections."""
-        return Blocks(self.down_proj_blocks, self.down_proj_scales, self.down_proj_bias.dtype)
+    gate_up_proj = property(partial(Blocks, "gate_up_proj"))
+    down_proj = property(partial(Blocks, "down_proj"))
 
 
 def keep_packed(module: nn.Module) -> bool:
-    """Let experts of gpt-oss keep their blocks; returns False for any other module."""
+    """Let experts of gpt-oss keep their blocks; False for any other module."""
     if not isinstance(module, GptOssExperts):
         return False
     module.__class__ = PackedExperts

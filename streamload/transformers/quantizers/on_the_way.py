@@ -1,7 +1,7 @@
-"""`quantization_config=`: the modules of bitsandbytes, quantised on the way by streamload.
+"""`quantization_config=`: quantize weights on the way into modules of bitsandbytes.
 
-transformers chooses and makes the modules, on the meta device. Each then takes the parts of its
-weight as buffers under the names that they have in a checkpoint, and the load quantises into these.
+transformers builds the modules on the meta device. Each holds the parts of its weight as buffers
+under their names in checkpoints, and the load quantizes into these.
 """
 
 from __future__ import annotations
@@ -25,33 +25,27 @@ from streamload.transformers.configuration import first_line
 from streamload.transformers.internals import AutoHfQuantizer, should_convert_module
 from streamload.transformers.names import Names, Renames
 from streamload.transformers.quantizers.bitsandbytes import EightBit, FourBit, put_together
-from streamload.transformers.quantizers.stored import Quantised, missing
+from streamload.transformers.quantizers.stored import Quantised, missing, placed
 
 _METHOD = "bitsandbytes"
-_BLOCK = 64  # elements, which bitsandbytes' modules have unless told otherwise
+_BLOCK = 64  # elements, the default of bitsandbytes' modules
 _8BIT = "bitsandbytes-int8"
-_8BIT_EXPERTS = "int8"  # bitsandbytes quantises matrices alone, and two would share the name SCB
+_8BIT_EXPERTS = "int8"  # in bitsandbytes-int8, two weights of a module would share the name SCB
 
 
 @dataclass(slots=True)
 class Quantising(Quantised):
-    """How a checkpoint of floats becomes a model of bitsandbytes' modules."""
+    """Loads a checkpoint of floats into modules of bitsandbytes."""
 
     format: str = ""
     _modules: list[str] = field(default_factory=list)
 
     @classmethod
     def asked(cls, checkpoint: Checkpoint, config: Any, asked: Any) -> Quantising:
-        """Read what a caller says of quantising.
-
-        Args:
-            checkpoint: the headers.
-            config: of transformers; it will say how the model is quantised.
-            asked: a ``BitsAndBytesConfig``, or a dict with what it takes.
+        """Read a ``BitsAndBytesConfig``, or its arguments, into a configuration of transformers.
 
         Raises:
-            ValueError: the method is not bitsandbytes, an option is not supported here, or a
-                package is not installed.
+            ValueError: another method, an option that is not supported, or no such package.
         """
         if isinstance(asked, Mapping) and asked.get("quant_method", _METHOD) == _METHOD:
             asked = BitsAndBytesConfig.from_dict({**asked})
@@ -91,13 +85,8 @@ class Quantising(Quantised):
         return cls(_METHOD, quantizer, checkpoint, stays=stays, format=format)
 
     def prepare(self, model: Any, devices: Devices, renames: Callable[[], Renames]) -> None:
-        """Replace modules of a model on the meta device by those of bitsandbytes.
-
-        Raises:
-            ValueError: they cannot be made, or do not run on the devices.
-        """
-        names = list(devices.opened)
-        device_map = {"": names[0]} if len(names) == 1 else dict(enumerate(names))
+        """Put in modules of bitsandbytes; raises ValueError if that fails."""
+        names, device_map = placed(devices)
         before = dict(model.named_modules())
         try:
             self.quantizer.validate_environment(device_map=device_map, weights_only=True)
@@ -110,7 +99,7 @@ class Quantising(Quantised):
         self._modules = [n for n, module in model.named_modules() if before.get(n) is not module]
         for name in self._modules:
             bias = model.get_submodule(name).bias
-            if bias is not None:  # which was made in torch's default dtype
+            if bias is not None:  # of torch's default dtype
                 bias.data = bias.data.to(model.dtype)
         shapes = {f"{n}.weight": tuple(model.get_submodule(n).weight.shape) for n in self._modules}
         if self.format != _8BIT:
@@ -118,7 +107,7 @@ class Quantising(Quantised):
             self._look_at_repacking(model, names, weights)
 
     def check(self, model: Any, names: Names) -> None:
-        """Transpose what fills a module that stands for a Conv1D, as bitsandbytes does."""
+        """Transpose the sources of modules that replace a Conv1D, as bitsandbytes does."""
         for prefix in self._modules:
             module, name = model.get_submodule(prefix), f"{prefix}.weight"
             source = names.fill.get(name)
@@ -130,9 +119,7 @@ class Quantising(Quantised):
             )
 
     def stage(self, model: Any, names: Names) -> None:
-        """Let modules hold the parts of their weights, for the load to fill.
-
-        Fused experts, which bitsandbytes leaves as they are, become modules of streamload.
+        """Put the parts of weights into modules; fused experts into those of streamload.
 
         Raises:
             ValueError: the checkpoint does not fill one of them.
@@ -190,7 +177,7 @@ class Quantising(Quantised):
         ) from cause
 
     def assemble(self, model: Any) -> None:
-        """Make of the parts what bitsandbytes' modules compute with; nothing is copied."""
+        """Build bitsandbytes' weights over the parts, without copies."""
         for prefix in self._modules:
             module = model.get_submodule(prefix)
             said = getattr(module, CODED)["weight"]

@@ -1,8 +1,8 @@
-"""Weights of 4 bits that bitsandbytes repacks when a CPU with AVX512-BF16 first computes with them.
+"""Undo the repacking of 4-bit weights by bitsandbytes in their first call on an AVX512-BF16 CPU.
 
-A repacked weight is of use to that product alone, and bitsandbytes' own way back
-(`_convert_weight_packed_for_cpu_inverse`) has the statistics rounded to bfloat16, and transposed.
-Here whoever else reads the weight (peft merges, a state dict, a copy) gets the stored parts.
+Only that product can use a repacked weight, and `_convert_weight_packed_for_cpu_inverse` rounds
+statistics to bfloat16 and transposes them. Other readers (peft, a state dict, a copy) get the
+stored parts.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import nn
 from streamload.devices.torch.decoded import interpreted
 
 _ORIGINAL = "_streamload_original"  # on a weight: its state before it was repacked
-_COMPUTING = "_streamload_computing"  # on a weight: how many calls of its module compute with it
-# What may be asked of a repacked weight.
+_COMPUTING = "_streamload_computing"  # on a weight: running calls of its module
+# attributes that are those of the stored weight, too
 _ASKED = frozenset(("device", "dtype", "requires_grad", "grad", "grad_fn", "is_leaf"))
 
 
 class Params4bit(bitsandbytes.nn.Params4bit):
-    """bitsandbytes', repacked only for its module; peft goes by the name of the class."""
+    """bitsandbytes' own, repacked only for its module; peft tests the name of the class."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -38,7 +38,7 @@ class Params4bit(bitsandbytes.nn.Params4bit):
 
     @property
     def quant_state(self) -> Any:
-        """What decodes them."""
+        """The scales and tables of the codes."""
         _undo(self)
         return self.__dict__.get("quant_state")
 
@@ -47,7 +47,7 @@ class Params4bit(bitsandbytes.nn.Params4bit):
         self.__dict__["quant_state"] = new
 
     def __getstate__(self) -> Any:
-        """Copy and pickle what is stored."""
+        """Copy and pickle the stored parts."""
         _undo(self)
         state = super().__getstate__()
         state.pop(_ORIGINAL, None)
@@ -56,7 +56,7 @@ class Params4bit(bitsandbytes.nn.Params4bit):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute with what is stored."""
+        """Compute with the stored parts."""
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         if attribute not in _ASKED:
             for each in args:
@@ -66,7 +66,7 @@ class Params4bit(bitsandbytes.nn.Params4bit):
 
 
 def watch(module: nn.Module) -> None:
-    """Let what bitsandbytes repacks in a `Linear4bit` be undone for all but its own product."""
+    """Undo bitsandbytes' repacking of a `Linear4bit` for all but its own product."""
     if module.support_avx512bf16_for_cpu and module.weight.device.type == "cpu":
         module.register_forward_pre_hook(_before)
         module.register_forward_hook(_after, always_call=True)
@@ -74,7 +74,7 @@ def watch(module: nn.Module) -> None:
 
 @interpreted
 def _before(module: Any, args: Any) -> None:
-    """Keep the state that will be changed."""
+    """Keep the state that the call will change."""
     weight = module._parameters["weight"]
     if type(weight) is bitsandbytes.nn.Params4bit:  # also one that a merge has made
         weight.__class__ = Params4bit
@@ -99,7 +99,7 @@ def _raw(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _undo(weight: Params4bit) -> None:
-    """Put back what is stored, unless the weight's own module computes with it."""
+    """Restore the stored parts, unless the weight's own module is computing."""
     said = weight.__dict__
     state: Any = said.get("quant_state")
     if said.get(_COMPUTING) or not getattr(state, "packing_format_for_cpu", False):

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: the modules of transformers' quantisers, filled with the stored bytes."""
+"""Load quantized checkpoints into the modules of transformers' quantizers, as stored."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from streamload.transformers.quantizers.bitsandbytes import (
     put_together,
 )
 
-#: Methods that are opened here: what each needs installed, by the name that it is imported by.
+#: By method, the packages that it needs: their modules, and pip's names.
 _NEEDED: Mapping[str, Mapping[str, str]] = {
     "bitsandbytes": {"bitsandbytes": "bitsandbytes", "accelerate": "accelerate"},
     "compressed-tensors": {"compressed_tensors": "compressed-tensors"},
@@ -43,47 +43,32 @@ _NEEDED: Mapping[str, Mapping[str, str]] = {
     "awq": {"gptqmodel": "gptqmodel", "accelerate": "accelerate"},
 }
 _FP8_CAPABILITY = (8, 9)
-# bitsandbytes repacks a weight of 4 bits when it is first computed with on such a CPU: this many
-# bytes for each of its elements, seen for one of 33.6 million.
+# Bytes per element while bitsandbytes repacks a weight of 4 bits (measured: 33.6 million elements)
 _REPACKED_NBYTES = 7
-_STATISTIC_NBYTES = 2  # of each block of what is repacked; those that are stored stay, too
+_STATISTIC_NBYTES = 2  # of each repacked block, besides the stored ones
 _REPACKED_ROWS = 32
 
 
 @dataclass(slots=True)
 class Quantised:
-    """How a quantised checkpoint becomes a model.
+    """Loads a quantized checkpoint."""
 
-    Attributes:
-        method: the name of its method in the configuration.
-        quantizer: transformers' own for it.
-        checkpoint: the headers.
-        notes: what a user may want to know of, one sentence each.
-        beside_nbytes: what the first run of the model takes beside what is loaded.
-        stays: why it cannot be offloaded, or "".
-    """
-
-    method: str
-    quantizer: Any
+    method: str  # its name in the configuration
+    quantizer: Any  # of transformers
     checkpoint: Checkpoint
-    notes: list[str] = field(default_factory=list)
-    beside_nbytes: int = 0
-    stays: str = ""
-    # (module, its parameter, the group that the parameter is made of)
+    notes: list[str] = field(default_factory=list)  # sentences for users
+    beside_nbytes: int = 0  # besides the weights, in the model's first run
+    stays: str = ""  # why it cannot be offloaded
+    # (module, its parameter, the parts of the parameter)
     _staged: list[tuple[str, str, QuantizedWeight]] = field(default_factory=list)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: Any, asked: Any = None) -> Quantised | None:
-        """Look at a configuration; None where it does not say that the checkpoint is quantised.
-
-        Args:
-            checkpoint: the headers.
-            config: of transformers; what it says of quantisation becomes an object there.
-            asked: the caller's ``quantization_config``; transformers takes what concerns computing.
+        """Read a configuration, merged with the caller's; None for checkpoints of floats.
 
         Raises:
-            CheckpointError: the method is opened by transformers alone, needs a package
-                that is not installed, or its tensors are not those of quantised weights.
+            CheckpointError: only transformers opens the method, it needs a package that is not
+                installed, or the tensors are not those of quantized weights.
         """
         said, stated = stated_in(config)
         if said is None:
@@ -122,19 +107,13 @@ class Quantised:
         return cls(method, quantizer, checkpoint)
 
     def prepare(self, model: Any, devices: Devices, renames: Callable[[], Renames]) -> None:
-        """Replace modules of a model on the meta device by those for quantised weights.
-
-        Args:
-            model: as its configuration has it.
-            devices: where it goes.
-            renames: makes the names that tensors get in the model.
+        """Put modules for quantized weights into a model on the meta device.
 
         Raises:
-            CheckpointError: the modules cannot be made, or do not run on the devices.
+            CheckpointError: they cannot be built, or do not run on the devices.
             StateDictMismatchError: a weight has another shape than its module.
         """
-        names = list(devices.opened)
-        device_map = {"": names[0]} if len(names) == 1 else dict(enumerate(names))
+        names, device_map = placed(devices)
         config = self.quantizer.quantization_config
         try:
             if self.method in ("fp8", "mxfp4"):  # asks for a GPU, or dequantises
@@ -209,7 +188,7 @@ class Quantised:
         )
 
     def _largest_nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the largest stored weight in a dtype; of fused experts, of one of them."""
+        """Bytes in a dtype of the largest stored weight, or expert of a fused one."""
         shapes = (
             group.shape or ()
             for group in read_states(self.checkpoint.layouts, self.checkpoint.groups).values()
@@ -218,10 +197,7 @@ class Quantised:
         return max((math.prod(shape[-2:]) for shape in shapes), default=0) * itemsize
 
     def _stage(self, model: Any, renames: Renames) -> None:
-        """Put the stored tensors of each weight into its module as buffers.
-
-        The load fills them as any other buffers, and `assemble` makes the weight of them.
-        """
+        """Put the stored tensors of each weight into its module as buffers, for `assemble`."""
         with_shapes = read_states(self.checkpoint.layouts, self.checkpoint.groups)
         wrong = []
         for group in with_shapes.values():
@@ -231,7 +207,7 @@ class Quantised:
                 module = model.get_submodule(prefix)
                 old = getattr(module, leaf)
             except AttributeError:
-                continue  # nothing of that name: that the names do not match is told
+                continue  # `Names.check` reports it
             if not _takes(module, old, group):
                 continue
             expected = _unpacked(module, old)
@@ -252,11 +228,11 @@ class Quantised:
     def _look_at_repacking(
         self, model: Any, devices: list[str], weights: Mapping[str, tuple[tuple[int, ...], int]]
     ) -> None:
-        """Count what bitsandbytes will take to repack weights, and refuse what it cannot repack.
+        """Count the bytes that bitsandbytes takes to repack weights; refuse those that it cannot.
 
         Args:
             model: prepared.
-            devices: where it goes.
+            devices: their names.
             weights: of 4 bits, by name: the shape, and the elements of a block.
         """
         largest_nbytes = kept_nbytes = 0
@@ -287,10 +263,7 @@ class Quantised:
             )
 
     def _take_packed_zeros(self, model: Any, renames: Renames) -> None:
-        """Give modules zero points of the stored shape.
-
-        compressed-tensors makes them unpacked on the meta device, and decompresses packed ones.
-        """
+        """Give modules packed zero points: compressed-tensors builds unpacked ones."""
         for group in self.checkpoint.groups.values():
             info = group.members.get("zero_point")
             if info is None:
@@ -306,7 +279,7 @@ class Quantised:
                 parameters[leaf] = nn.Parameter(packed, requires_grad=False)
 
     def _keep_compressed(self, model: Any) -> None:
-        """Let modules decompress one by one, or count what all of them take decompressed."""
+        """Let modules decompress in each call, or count the bytes of all, decompressed."""
         from streamload.transformers.quantizers import compressed_tensors as packed_compressed
 
         others = packed_compressed.keep_packed(model, self.quantizer.compressor)
@@ -337,15 +310,10 @@ class Quantised:
         self._staged.clear()  # they stay as they are
 
     def stage(self, model: Any, names: Names) -> None:
-        """Do what has to be done when it is known what fills the model: nothing, here."""
+        """Hook after matching; a no-op by default."""
 
     def check(self, model: Any, names: Names) -> None:
-        """Raise CheckpointError where a module expects quantised values, and the tensor has none.
-
-        Args:
-            model: on the meta device, prepared.
-            names: what fills it.
-        """
+        """Raise CheckpointError if a module expects quantized values and its tensor has none."""
         state, quantised = model.state_dict(), self.checkpoint.members
         for tensor, parameter in names.first.items():
             if tensor in quantised:
@@ -362,7 +330,7 @@ class Quantised:
                 )
 
     def assemble(self, model: Any) -> None:
-        """Make what the modules compute with of what was loaded; nothing is copied."""
+        """Build the weights over the loaded parts, without copies."""
         for prefix, leaf, group in self._staged:
             name = f"{prefix}.{leaf}"
             maker: Maker = FourBit() if group.bits == 4 else EightBit()
@@ -373,13 +341,19 @@ class Quantised:
         self._staged.clear()
 
     def finish(self, model: Any) -> None:
-        """Say to a loaded model that it is quantised, as transformers does."""
+        """Mark a loaded model as quantized, as transformers does."""
         model.hf_quantizer = self.quantizer
         self.quantizer.postprocess_model(model)
 
 
+def placed(devices: Devices) -> tuple[list[str], dict[Any, str]]:
+    """The names of devices, and a device_map for transformers' quantizers."""
+    names = list(devices.opened)
+    return names, {"": names[0]} if len(names) == 1 else dict(enumerate(names))
+
+
 def stated_in(config: Any) -> tuple[Any, Mapping[str, Any]]:
-    """A configuration's ``quantization_config``: as it is, and as a dict; (None, {}) for none."""
+    """A configuration's ``quantization_config``, as it is and as a dict; else (None, {})."""
     said = getattr(config, "quantization_config", None)
     for key in config.sub_configs if said is None else ():
         said = said or getattr(getattr(config, key, None), "quantization_config", None)
@@ -394,27 +368,27 @@ def method_of(stated: Mapping[str, Any]) -> str:
 
 
 def _entries(group: QuantizedWeight) -> dict[str, TensorInfo]:
-    """The tensors of a weight, by the rests of their names in its module."""
+    """The tensors of a weight, by their names in its module."""
     module = group.name[: group.name.rfind(".") + 1]
     return {info.name.removeprefix(module): info for info in group.members.values()}
 
 
 def _unpacked(module: nn.Module, weight: torch.Tensor) -> tuple[int, ...]:
-    """The shape that a module's weight has, before it is quantised."""
+    """The shape of a module's weight before it is quantized."""
     if isinstance(module, nn.Linear):
         return (module.out_features, module.in_features)
     return tuple(weight.shape)
 
 
 def _takes(module: nn.Module, weight: torch.Tensor, group: QuantizedWeight) -> bool:
-    """Whether a module is one for such a weight; where not, the names will not match."""
+    """Whether a module is for such a weight; if not, the names will not match."""
     if group.kind.startswith("bnb-"):
         return type(module).__name__ == ("Linear8bitLt" if group.bits == 8 else "Linear4bit")
     return group.kind != "mxfp4" or weight.dim() == 3
 
 
 def missing(method: str) -> list[str]:
-    """The packages of a method that are not installed, as pip has them."""
+    """The packages of a method that are not installed, by pip's names."""
     return [pip for name, pip in _NEEDED[method].items() if not _installed(name)]
 
 
