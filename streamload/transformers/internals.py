@@ -1,4 +1,4 @@
-"""What is used of transformers beside its public interface, found by name."""
+"""Private parts of transformers that are used here, imported by name."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ from streamload.transformers.prepared import (
     without_stale_notes,
 )
 
-#: Arguments of transformers that say the same as an option of ours.
+_NO_OFFLOAD = {"tokens": None, "stay": (), "layers": (), "host": 0, "on_overrun": "warn"}
+#: Arguments of transformers that equal an option of ours.
 _SAME = {"dtype": ("torch_dtype",), "device": ("device_map",), "budget": ("max_memory",)}
 
 
@@ -185,14 +186,12 @@ def from_pretrained(
     )
     if quantization_config is not None and options["quant"] is not None:
         raise ValueError("quant and quantization_config say the same: leave one of them out")
-    unasked = OffloadOptions(tokens=None, stay=(), layers=(), host=0, on_overrun="warn")
     asked = OffloadOptions(
         tokens=tokens, stay=stay, layers=layers, host=host, on_overrun=on_overrun
     )
-    if not offload and asked != unasked:
-        before = dict(unasked)
-        names = [name for name, value in asked.items() if value != before[name]]
-        raise ValueError(f"{names[0]} says how a model is offloaded: write offload=True")
+    changed = [name for name, value in asked.items() if value != _NO_OFFLOAD[name]]
+    if changed and not offload:
+        raise ValueError(f"{changed[0]} says how a model is offloaded: write offload=True")
     if offload and adapter is not None:
         raise OffloadError(
             f"{found} is an adapter, whose modules stand in those that stream: offload its base, "

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -325,7 +325,11 @@ class _Diffused:
         state = model.state_dict()
         fill = {new: whole(checkpoint, old) for new, old in names.items() if new in state}
         ignored = model_class._keys_to_ignore_on_load_unexpected or ()
-        unexpected = [name for name in names if name not in state and not _matches(ignored, name)]
+        unexpected = [
+            name
+            for name in names
+            if name not in state and not any(re.search(pattern, name) for pattern in ignored)
+        ]
         missing = [name for name in state if name not in fill]
         shapes = [
             ShapeMismatch(name, tuple(state[name].shape), source.shape or ())
@@ -372,10 +376,6 @@ class _Diffused:
             self.model.get_submodule(module)._buffers[leaf] = buffer.to(device)
         self.model.eval()
         self.model.streamload_report = report
-
-
-def _matches(patterns: Sequence[str], name: str) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def _part(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,11 +32,6 @@ _FEWEST_MARKED = 16  # bools and the like whose mark is a pattern: fewer may hav
 _SEED = 0x5EED
 
 
-def _slot(model: Any, name: str) -> tuple[Any, str]:
-    module, _, leaf = name.rpartition(".")
-    return model.get_submodule(module), leaf
-
-
 def untie(
     model: Any,
     checkpoint: Checkpoint,
@@ -62,7 +56,8 @@ def untie(
             target,
             source,
         )
-        module, leaf = _slot(model, target)
+        prefix, _, leaf = target.rpartition(".")
+        module = model.get_submodule(prefix)
         old = getattr(module, leaf)
         setattr(module, leaf, nn.Parameter(torch.empty_like(old), requires_grad=old.requires_grad))
         del model.all_tied_weights_keys[target]
@@ -152,10 +147,8 @@ def _is_unset(tensor: torch.Tensor) -> bool:
 
 
 def _has_mark(dtype: torch.dtype) -> bool:
-    """Whether a dtype has NaN or a negative least integer, which no model computes."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return bool(dtype.itemsize > 1)
-    return bool(dtype.is_signed)
+    """Whether a dtype has a value that no model computes: bytes of 128."""
+    return dtype.itemsize > 1 or dtype is torch.int8
 
 
 def _marked(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -165,10 +158,7 @@ def _marked(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
     """
     dtype = tensor.dtype
     if _has_mark(dtype):
-        floats = dtype.is_floating_point or dtype.is_complex
-        value = math.nan if floats else torch.iinfo(dtype).min
-        count = _BLOCK_NBYTES // dtype.itemsize
-        mark = torch.full((count,), value, dtype=dtype, device="cpu").view(torch.uint8)
+        mark = torch.full((_BLOCK_NBYTES,), 128, dtype=torch.uint8, device="cpu")
     elif tensor.numel() < _FEWEST_MARKED:
         mark = torch.zeros(tensor.nbytes, dtype=torch.uint8, device="cpu")
     else:

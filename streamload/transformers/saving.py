@@ -105,16 +105,21 @@ class CodedModel:
     ) -> int:
         """Count parameters, quantized ones too; see transformers."""
         found = int(super().num_parameters(only_trainable, exclude_embeddings))  # type: ignore[misc]
-        coded = 0 if only_trainable else sum(math.prod(w.shape) for w in _distinct(self))
-        return found + int(coded)
+        weights = () if only_trainable else _named(self)
+        numels = {id(m._buffers[leaf]): math.prod(said.shape) for _, m, leaf, said in weights}
+        return found + sum(numels.values())
 
     def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
         """Count bytes, those of codes as parameters; see transformers."""
         found = int(super().get_memory_footprint(return_buffers))  # type: ignore[misc]
         if return_buffers:
             return found
-        parts: dict[int, int] = {id(part): part.nbytes for part in _parts(self)}
-        return found + sum(parts.values())
+        nbytes = {
+            id(m._buffers[part]): m._buffers[part].nbytes
+            for _, m, leaf, said in _named(self)
+            for part in said.names(leaf)
+        }
+        return found + int(sum(nbytes.values()))
 
     def get_expanded_tied_weights_keys(self: Any, all_submodels: bool = False) -> dict[str, str]:
         """Tied weights by name; see transformers. The parts of codes are shared with them."""
@@ -217,7 +222,7 @@ def _empty(own: Any) -> Any:
 
 def _named(
     model: nn.Module, *, shared: bool = False
-) -> Iterator[tuple[str, nn.Module, str, CodedWeight]]:
+) -> Iterator[tuple[str, Any, str, CodedWeight]]:
     """Each weight in codes: its name, its module, and its name there.
 
     Args:
@@ -227,18 +232,6 @@ def _named(
     for prefix, module in model.named_modules(remove_duplicate=not shared):
         for leaf, said in getattr(module, CODED, {}).items():
             yield f"{prefix}.{leaf}" if prefix else leaf, module, leaf, said
-
-
-def _parts(model: nn.Module) -> Iterator[torch.Tensor]:
-    """The tensors of all weights in codes."""
-    for _, module, leaf, said in _named(model):
-        buffers: dict[str, Any] = module._buffers
-        yield from (buffers[part] for part in said.names(leaf))
-
-
-def _distinct(model: nn.Module) -> Iterable[CodedWeight]:
-    """The weights in codes, without duplicates."""
-    return {id(module._buffers[leaf]): said for _, module, leaf, said in _named(model)}.values()
 
 
 def layout(model: Any, state: Mapping[str, Any]) -> tuple[CodedConfig | None, dict[str, Any]]:

@@ -136,21 +136,10 @@ class TorchAo(Maker):
         made = TorchAoDeserialize(self._quantizer).convert(
             {key: [tensor] for key, tensor in parts.items()},
             source_patterns=list(parts),
-            model=_Only(module),
+            model=SimpleNamespace(get_submodule=lambda name: module),
             full_layer_name=self._name,
         )
         return nn.Parameter(made[self._name], requires_grad=False)
-
-
-class _Only:
-    """A model whose only submodule has every name."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def get_submodule(self, name: str) -> nn.Module:
-        """The module."""
-        return self._module
 
 
 class _Made:
