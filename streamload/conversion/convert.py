@@ -24,9 +24,9 @@ from streamload.conversion import disk
 from streamload.conversion.companions import LARGEST_COPIED_NBYTES
 from streamload.conversion.destination import OUT, Destination
 from streamload.conversion.disk import Folder
-from streamload.conversion.journal import FORMAT, Finished, Journal
+from streamload.conversion.journal import FORMAT, Finished, Journal, noted_verdict
 from streamload.conversion.memory import Way, choose_way
-from streamload.conversion.openable import Judging
+from streamload.conversion.openable import Judging, Verdict
 from streamload.conversion.plan import (
     ConvertOptions,
     ConvertPlan,
@@ -253,16 +253,18 @@ def convert(
         shown = without_secrets(os.fsdecode(destination))
         raise ValueError(f"a conversion is written to a folder, not to {shown}")
     with Judging() as judging:
-        options = options.asked_of_models(checkpoint, judging)
+        root = expanded(Path(destination))
+        noted = noted_verdict(root) if resume else {}
+        options = options.asked_of_models(checkpoint, judging, noted)
         # listing the output takes memory, too: the first check finds if there is any
-        plan = plan_conversion(checkpoint, expanded(Path(destination)), options)
+        plan = plan_conversion(checkpoint, root, options)
         codes = [t for _, _, t in plan.tensors() if t.coding is not None and not t.is_auxiliary]
         weights = [coded(t.coding, t.src) for t in codes if t.coding is not None]
         turned = any(t.made is not None for _, _, t in plan.tensors())
         if codes or turned:
             way = choose_way(checkpoint, dtypes, weights, nodes=bool(nodes), turned=turned)
         opens = options.is_whole and options.verdict is not None
-        job = _Conversion(checkpoint, plan, way, judging if opens else None)
+        job = _Conversion(checkpoint, plan, way, judging if opens else None, options.verdict)
         if dry_run:
             job.check(resume=resume, overwrite=overwrite)
             job.destination.check_room()
@@ -280,7 +282,12 @@ class _Conversion:
     """One call of `convert`, planned."""
 
     def __init__(
-        self, checkpoint: Checkpoint, plan: ConvertPlan, way: Way, judging: Judging | None
+        self,
+        checkpoint: Checkpoint,
+        plan: ConvertPlan,
+        way: Way,
+        judging: Judging | None,
+        verdict: Verdict | None,
     ) -> None:
         self._judging = judging  # where what is written is a model of transformers
         self.destination = Destination(plan)
@@ -299,6 +306,7 @@ class _Conversion:
             "plan": plan.digest,
             "options": dict(plan.options),
             "source": self._source,
+            "verdict": asdict(verdict) if verdict is not None and verdict.known else None,
         }
         self._check_source()
         self.destination.check_apart(

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
+from pathlib import Path
 from typing import Any, Self
 
 from streamload.checkpoint.digests import HEX
@@ -56,6 +57,17 @@ def _difference(now: Mapping[str, Any], earlier: Mapping[str, Any]) -> str | Non
     if earlier.get("plan") != now["plan"]:
         return "layout of the files, by another version of streamload"
     return None
+
+
+def noted_verdict(folder: Path) -> dict[str, Any]:
+    """Facts of the `Verdict` of an unfinished conversion in a folder; {} if there is none."""
+    path = folder / JOURNAL
+    if not path.is_file():
+        return {}
+    with path.open("rb") as file:
+        lines = _whole_lines(file.readline())
+    found = lines[0][0].get("verdict") if lines else None
+    return found if type(found) is dict else {}
 
 
 class Journal:

@@ -143,15 +143,24 @@ class ConvertOptions:
         """Whether all of a checkpoint is written, in one folder."""
         return not (self.nodes or self.selection.select or self.selection.exclude)
 
-    def asked_of_models(self, checkpoint: Checkpoint, judging: Judging) -> Self:
-        """The same, without what no module of the checkpoint's model can hold quantised.
+    def asked_of_models(
+        self, checkpoint: Checkpoint, judging: Judging, noted: Mapping[str, Any]
+    ) -> Self:
+        """The same, without the weights that no module of the checkpoint's model holds quantized.
+
+        Args:
+            checkpoint: the source.
+            judging: asks the model.
+            noted: facts of the verdict to use if the model cannot be asked.
 
         Raises:
-            ValueError: modules can hold none of what is to be quantised.
+            ValueError: modules can hold none of the weights.
         """
         if not self.quant or self.writer.name != SAFETENSORS or self.rename is not None:
             return self
         verdict = asked_of_models(checkpoint, self.quant, judging)
+        if noted and not (verdict is not None and verdict.known):
+            verdict = Verdict(**noted)
         if verdict is None:
             return self
         quant, notes = self.quant.leaving(verdict.kinds), (*self.notes, *verdict.notes)

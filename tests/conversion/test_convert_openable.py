@@ -133,6 +133,31 @@ def test_another_process_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert judging.why_not_opened(tmp_path / "in") == ""
 
 
+def test_it_goes_on_without_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The journal has the answer; without it, and for other options, it is refused."""
+    make(tmp_path / "in", "Mixtral")
+    convert(tmp_path / "in", tmp_path / "whole", quant="q8_0")
+
+    def stop(done: int, total: int) -> None:
+        if done == total:
+            raise KeyboardInterrupt
+
+    for name in ("out", "old"):
+        with pytest.raises(KeyboardInterrupt):
+            streamload.convert(tmp_path / "in", tmp_path / name, quant="q8_0", progress=stop)
+    monkeypatch.setattr(openable, "_is_imported", lambda: False)
+    monkeypatch.setattr(openable, "_CHILD_NBYTES", 2**60)
+    with pytest.raises(CheckpointError, match="another option 'quant'"):
+        convert(tmp_path / "in", tmp_path / "out", quant="q4_0", resume=True)
+    convert(tmp_path / "in", tmp_path / "out", quant="q8_0", resume=True)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "whole").glob("*.*")}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.*")} == files
+    journal = tmp_path / "old" / ".streamload" / "journal"
+    journal.write_text(journal.read_text().replace('"verdict": {', '"verdict of": {'))
+    with pytest.raises(CheckpointError, match="another option 'left'"):
+        convert(tmp_path / "in", tmp_path / "old", quant="q8_0", resume=True)
+
+
 @pytest.mark.slow
 def test_on_the_command_line(tmp_path: Path) -> None:
     """A process that has not imported transformers asks another one."""
