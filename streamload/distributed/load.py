@@ -284,7 +284,8 @@ def offload(
                 return begun[0].load
 
             report = _loaded(session, prepared.load, begin, total, None, options["progress"])
-            dtypes = dict(zip(prepared.wants.names, (d.name for d in prepared.dsts), strict=True))
+            problem = prepared.problem
+            dtypes = dict(zip(problem.wants.names, (d.name for d in problem.dsts), strict=True))
             each_nbytes = report.read_nbytes, prepared.plan.read_nbytes
             with _stated(prepared.load):
                 nodes = _verified(agreed, dtypes, report, each_nbytes, model)

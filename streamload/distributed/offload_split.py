@@ -13,18 +13,11 @@ from streamload.core.units import format_bytes, format_table
 from streamload.loading.load import check_nodes, node_specs, read_call, uncollected
 from streamload.loading.options import DEFAULTS, SplitOptions, takes
 from streamload.loading.prepare import Options
-from streamload.offloading.groups import Group, groups_of_checkpoint
+from streamload.offloading.groups import LayerGroup, groups_of_checkpoint
 from streamload.offloading.offload import check_asked
-from streamload.offloading.plan import (
-    ENDLESS_NBYTES,
-    LEAST_CHUNK_NBYTES,
-    OffloadPlan,
-    decide,
-    engine_of,
-    least_scratch_nbytes,
-)
+from streamload.offloading.plan import OffloadPlan
+from streamload.offloading.problem import ENDLESS_NBYTES, LEAST_CHUNK_NBYTES, Problem, engine_of
 from streamload.offloading.residency import LayerSize
-from streamload.offloading.sizes import cache_of, computed_nbytes, layer_sizes
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.cuts import Need
 from streamload.planning.device_plan import DevicePlan
@@ -147,7 +140,8 @@ def split_offload(
     wants = wants_of(checkpoint, fill)
     check_patterns("stay", kept, wants.names)
     specs = read.casting(node_specs(read, nodes))
-    parts, placed, where = _assigned(checkpoint, read, wants, specs, tied, kept, tokens)
+    problem = Problem(read, checkpoint, wants, specs[0], tokens=tokens)
+    parts, placed, where = _assigned(problem, specs, tied, kept)
     numbers: dict[str, list[int]] = {spec.name: [] for spec in specs}
     for at, name in enumerate(where):
         numbers[name].append(at)
@@ -157,38 +151,29 @@ def split_offload(
         mine = TensorRequests.of(checkpoint, [placed[at] for at in numbers[spec.name]])
         here, pairs = {*mine.names}, tied.items() if part is None else part.tied
         shared = {name: source for name, source in pairs if source in here and name not in here}
-        sizes = mine.nbytes(read.policy, spec.native_bf16)
-        made = decide(
-            *(read, checkpoint, mine, spec),
-            groups_of_checkpoint(mine, sizes, shared, kept, checkpoint.config),
-            engine_of(read),
-            tokens=tokens,
+        own = replace(
+            problem,
+            wants=mine,
+            spec=spec,
             has_layers=part is None or bool(part.layers),
             has_head=part is None or part.has_head,
         )
+        groups = groups_of_checkpoint(mine, own.nbytes, shared, kept, checkpoint.config)
+        made = replace(own, groups=groups).decide()
         offloads.append(made)
     return OffloadSplit(_whole(checkpoint, read, placed, where, specs, parts), tuple(offloads))
 
 
 def _assigned(
-    checkpoint: Checkpoint,
-    read: Options,
-    wants: TensorRequests,
-    specs: Sequence[DeviceSpec],
-    tied: Mapping[str, str],
-    stay: Sequence[str],
-    tokens: int | None,
+    problem: Problem, specs: Sequence[DeviceSpec], tied: Mapping[str, str], stay: Sequence[str]
 ) -> tuple[dict[str, Part], TensorRequests, list[str]]:
     """Assign parameters to nodes: as a load does if all shares fit, else by least needs."""
-    spec, policy = specs[0], read.policy
-    computed = [0, 0]  # bytes of a pass without logits, and with them
-    if tokens is not None:
-        each = (checkpoint, wants, spec, tokens)
-        computed = [computed_nbytes(read, *each, has_head=has_head) for has_head in (False, True)]
-    cache, caches = cache_of(read, checkpoint, tokens), []
+    checkpoint, wants, policy = problem.checkpoint, problem.wants, problem.options.policy
+    less = replace(problem, has_head=False).activation_nbytes
+    logits_nbytes = problem.activation_nbytes - less
+    cache, caches = problem.cache, []
     if cache is not None:
-        caches = CacheRoom.of(checkpoint, wants, policy, cache, spec.native_bf16).layers
-    less = computed[0]
+        caches = CacheRoom.of(checkpoint, wants, policy, cache, problem.spec.native_bf16).layers
 
     def assigned(
         needs: Callable[[Unit], Need] | None,
@@ -199,15 +184,17 @@ def _assigned(
     found = assigned(None)
     if all(part.fits for part in found[0].values()):
         return found
-    nbytes = wants.nbytes(policy, spec.native_bf16)
-    groups = groups_of_checkpoint(wants, nbytes, {}, stay, checkpoint.config)
-    sizes = layer_sizes(read, wants, spec, groups)
-    less += least_scratch_nbytes(read, checkpoint, wants, spec, groups, sizes, engine_of(read))
-    return assigned(_needs(wants, groups, sizes, computed[1] - computed[0]))
+    groups = groups_of_checkpoint(wants, problem.nbytes, {}, stay, checkpoint.config)
+    problem = replace(problem, groups=groups)
+    less += problem.least_scratch_nbytes
+    return assigned(_needs(wants, groups, problem.sizes, logits_nbytes))
 
 
 def _needs(
-    wants: TensorRequests, groups: Sequence[Group], sizes: Sequence[LayerSize], logits_nbytes: int
+    wants: TensorRequests,
+    groups: Sequence[LayerGroup],
+    sizes: Sequence[LayerSize],
+    logits_nbytes: int,
 ) -> Callable[[Unit], Need]:
     """The least memory that each unit of a split needs on a node."""
     group_of = {wants.names[at]: n for n, group in enumerate(groups) for at in group.wants}

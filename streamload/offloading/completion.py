@@ -61,7 +61,7 @@ class Reaper:
         self._threads: list[threading.Thread] = []
 
     def follow(self, numbers: Sequence[int], ticket: Ticket, has_ended: HasEnded) -> None:
-        """Wait for what computes with some layers, and report it."""
+        """Wait for a ticket of layers, and report its end."""
         if not self._runs:
             self._runs = True
             alive = [thread for thread in self._threads if thread.is_alive()]

@@ -1,11 +1,8 @@
-"""Which experts of a mixture of experts are in slots of a cache, and which makes room for which.
+"""A cache of experts: one pool of slots for all layers, evicted by decayed frequency.
 
-One pool of slots for all layers. An expert's score is how often its layer chose it, where a choice
-counts less the longer it is ago: the expert with the lowest score makes room. Where routing is
-skewed, the experts that are chosen often stay, in whichever layers they are; where it drifts, the
-old ones fade. A pass that asks for every expert of every layer in turn, as a prompt does, leaves
-the order of the scores as it is, and so the cache: least-recently-used would lose all of it.
-Figures beside other ways are in docs/measurements.md, from ``scripts/bench experts``.
+An expert's score counts the choices of its layer, older ones less; the lowest score makes room. A
+pass that asks for every expert, as a prompt does, keeps the order of the scores, where
+least-recently-used would lose the whole cache. docs/measurements.md compares policies.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import numpy as np
 
 # What a choice still counts when its layer has chosen once more. 0.95 to 0.99 do alike on traces.
 _KEPT = 0.97
-# Experts that are computed with while as many come. More would take the slots of better ones.
+# Experts that are computed with while as many come. More would evict better ones.
 _TOGETHER = 8
 _LARGEST = 1e200  # scores are scaled down when one choice counts as much
 
@@ -30,6 +27,7 @@ class ExpertCache:
 
     Attributes:
         count: how many experts there are.
+        slots: how many of them the cache holds.
         asked: the experts that the layer under way still needs, in the order in which it computes.
         together: how many experts a layer computes with while as many come.
         hits: by layer, how many chosen experts were in a slot when they were asked for.
@@ -39,16 +37,11 @@ class ExpertCache:
     """
 
     def __init__(self, experts: Sequence[int], slots: int) -> None:
-        """Hold nothing yet.
-
-        Args:
-            experts: how many each layer has.
-            slots: how many the cache holds.
-        """
+        """Hold nothing yet; ``experts``: how many each layer has."""
         *self._first, self.count = accumulate(experts, initial=0)
         self._scores = np.zeros(self.count)
         self._counts = [1.0] * len(experts)  # what a choice counts now, by layer
-        self._held = np.full(slots, -1)  # by slot
+        self.slots, self._held = slots, np.full(slots, -1)  # the expert in each slot
         self._slot: dict[int, int] = {}  # by expert
         self.asked: list[int] = []
         self.together = max(min(_TOGETHER, slots // 2), 1)
@@ -62,13 +55,7 @@ class ExpertCache:
         return [self._first[layer] + expert for expert in chosen]
 
     def ask(self, layer: int, chosen: Sequence[int], there: int) -> None:
-        """A layer asks for experts.
-
-        Args:
-            layer: its number.
-            chosen: numbers within the layer, in the order in which it computes.
-            there: how many of them are in their slots.
-        """
+        """A layer asks for experts in its order, of which ``there`` are in their slots."""
         self.asked = self.numbers(layer, chosen)
         self.hits[layer] += there
         self.misses[layer] += len(self.asked) - there
@@ -83,11 +70,7 @@ class ExpertCache:
         self.asked = [expert for expert in self.asked if expert not in experts]
 
     def next(self, busy: Collection[int] = ()) -> tuple[int, int] | None:
-        """The expert to be brought next, and its slot; None where there is none for now.
-
-        Args:
-            busy: experts whose slots are in use.
-        """
+        """The expert to bring next, and its slot; ``busy``: experts whose slots are in use."""
         for place, expert in enumerate(self.asked[: self._ahead]):
             if expert not in self._slot:
                 slot = self._room(place, busy)
@@ -95,7 +78,7 @@ class ExpertCache:
         return None
 
     def _room(self, place: int, busy: Collection[int]) -> int | None:
-        """The slot that is least worth keeping, for what is asked for at a place."""
+        """The slot least worth keeping, for the expert that is asked for at a place."""
         scores = np.where(self._held < 0, -1.0, self._scores[self._held])
         for expert in (*busy, *self.asked):
             if expert in self._slot:

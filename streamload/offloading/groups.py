@@ -1,13 +1,13 @@
-"""What stays on a device, or streams, together: parameters of a model by their modules."""
+"""Parameters of a model that stay on a device, or stream, together."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from streamload.core.patterns import matches
 from streamload.core.tensors import RowRange
@@ -17,35 +17,24 @@ from streamload.planning.partition import Item, units_of
 from streamload.planning.requests import TensorRequest, TensorRequests
 from streamload.planning.room import experts_chosen
 
-# A tensor of experts: the module, the number of the expert where it is of one, and what of it.
+# A tensor of experts: the module, the expert's number if it is of one, and the parameter.
 _EXPERTS = re.compile(r"(.*\bexperts)\.(?:(\d+)\.)?([^.].*)")
 
-# Of the largest modules in layers, what others have at least that are proposed as layers.
+# Least share of the largest module in layers for a module to be proposed as a layer.
 _WORTH_NAMING = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Parameters that stay, or stream, together.
-
-    Attributes:
-        name: of the module that has them.
-        wants: their numbers among all that is wanted.
-        kind: whether they can stream.
-        rows: the group of the embedding that has the same weight, or "".
-        experts: how many experts they are of, of kind "experts": each parameter has all of them
-            along its first axis.
-        chosen: how many of them a token chooses.
-        apart: each parameter is of one expert, those of the first come first, and all are alike.
-    """
+class LayerGroup:
+    """Parameters of a module that stay, or stream, together."""
 
     name: str
-    wants: tuple[int, ...]
+    wants: tuple[int, ...]  # numbers of the parameters
     kind: LayerKind
-    rows: str = ""
-    experts: int = 0
-    chosen: int = 0
-    apart: bool = False
+    rows: str = ""  # the group of an embedding with the same weight
+    experts: int = 0  # along the first axis of each parameter
+    chosen: int = 0  # experts of a token
+    apart: bool = False  # a parameter is of one expert; those of the first expert come first
 
     @property
     def parts(self) -> int:
@@ -53,23 +42,21 @@ class Group:
         return len(self.wants) // self.experts if self.apart else len(self.wants)
 
 
+class Module(NamedTuple):
+    """The tensors of a module."""
+
+    name: str
+    numbers: list[int]
+    in_layer: bool  # of a stack
+
+
 def groups_by_name(
     names: Sequence[str], nbytes: Sequence[int], layers: Sequence[str] = ()
-) -> list[tuple[str, list[int], bool]]:
-    """Tensors by the modules that have them, in the order in which these run.
+) -> list[Module]:
+    """Modules with tensors, in the order in which they run.
 
-    Args:
-        names: of the tensors.
-        nbytes: of each.
-        layers: patterns of names of modules that are layers. Where there are some, the order is
-            that of the names.
-
-    Returns:
-        For each module its name, the numbers of its tensors, and whether it is one of the layers
-        of a stack.
-
-    Raises:
-        ValueError: no module has a name that matches a pattern.
+    With ``layers``, patterns of names of layers, the order is that of the names. Raises ValueError
+    for a pattern that no module matches.
     """
     number_of = {name: number for number, name in enumerate(names)}
     found: dict[tuple[str, bool], list[int]] = {}
@@ -83,14 +70,14 @@ def groups_by_name(
         for item in unit.items:
             module = inside[item.name] if in_layer else item.name.rpartition(".")[0]
             found.setdefault((module, in_layer), []).append(number_of[item.name])
-    groups = [(module, numbers, in_layer) for (module, in_layer), numbers in found.items()]
-    return sorted(groups, key=lambda group: min(group[1])) if layers else groups
+    groups = [Module(name, numbers, in_layer) for (name, in_layer), numbers in found.items()]
+    return sorted(groups, key=lambda group: min(group.numbers)) if layers else groups
 
 
 def _layers_in(layer: str, names: Sequence[str]) -> dict[str, str]:
-    """Each tensor of a layer to its layer: those in a layer that is a list of modules, if it is.
+    """The layer of each tensor: those inside of a layer that is a list of modules.
 
-    It is where each of its tensors is in a numbered module, and some of these have modules.
+    It is one if each of its tensors is in a numbered module, and some of these have modules.
     """
     rest = {name: name[len(layer) + 1 :].split(".") for name in names}
     numbered = all(parts[0].isdigit() and len(parts) > 1 for parts in rest.values())
@@ -105,7 +92,7 @@ def _layers_in(layer: str, names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def outer_modules(groups: Sequence[tuple[str, list[int], bool]]) -> set[str]:
+def outer_modules(groups: Sequence[Module]) -> set[str]:
     """Names of modules that another group is inside: they compute with more than own weights."""
     found: set[str] = set()
     for name, _, _ in groups:
@@ -116,15 +103,9 @@ def outer_modules(groups: Sequence[tuple[str, list[int], bool]]) -> set[str]:
 
 
 def finer_layers(
-    groups: Sequence[Group], wants: TensorRequests, nbytes: Sequence[int]
+    groups: Sequence[LayerGroup], wants: TensorRequests, nbytes: Sequence[int]
 ) -> Iterator[str]:
-    """Patterns of names of smaller layers: the modules in those that there are.
-
-    Args:
-        groups: the layers.
-        wants: all tensors.
-        nbytes: of each on the device.
-    """
+    """Patterns of names of smaller layers: the modules inside of these."""
     found: dict[str, int] = {}  # bytes of the largest of each pattern
     for group in groups:
         if group.kind != "layer" or not any(part.isdigit() for part in group.name.split(".")):
@@ -157,6 +138,32 @@ def _stated(names: Sequence[str], layers: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def grouped(
+    found: Sequence[Module],
+    stays: Callable[[int], bool],
+    group_of: Callable[[str, tuple[int, ...], bool], LayerGroup],
+    *,
+    marked: bool = False,
+) -> Iterator[LayerGroup]:
+    """Groups of modules' tensors: those that stay, and the others, by ``group_of``.
+
+    If ``marked``, "(stays)" is in the name even if all tensors of a module stay.
+    """
+    for name, numbers, in_layer in found:
+        fixed = {at for at in numbers if stays(at)}
+        rest = tuple(at for at in numbers if at not in fixed)
+        if fixed:
+            own = tuple(at for at in numbers if at in fixed)
+            yield LayerGroup(f"{name} (stays)" if rest or marked else name, own, "fixed")
+        if rest:
+            yield group_of(name, rest, in_layer)
+
+
+def without(found: Sequence[Module], taken: Collection[int]) -> list[Module]:
+    """Modules with the tensors that are not taken."""
+    return [each._replace(numbers=[n for n in each.numbers if n not in taken]) for each in found]
+
+
 def groups_of_checkpoint(
     wants: TensorRequests,
     nbytes: Sequence[int],
@@ -164,58 +171,38 @@ def groups_of_checkpoint(
     stay: Sequence[str] = (),
     config: Mapping[str, Any] | None = None,
     layers: Sequence[str] = (),
-) -> list[Group]:
-    """The groups of a checkpoint without a model: what its names tell.
+) -> list[LayerGroup]:
+    """The groups of a checkpoint without a model, by the names of its tensors.
 
-    A weight with "emb" in the name of its module, and two axes, is an embedding. What is numbered
-    behind "experts", or has three axes there, is experts.
-
-    Args:
-        wants: all tensors.
-        nbytes: of each on the device.
-        tied: names that are not stored, and whose tensor they share.
-        stay: patterns of names of tensors that stay.
-        config: the checkpoint's ``config.json``, for how many experts a token chooses.
-        layers: patterns of names of modules that are layers.
+    A weight with "emb" in the name of its module, and two axes, is an embedding. A tensor that is
+    numbered behind "experts", or has three axes there, is of experts. ``tied``: names that are not
+    stored, and the tensor of each.
     """
-    groups = _experts_by_name(wants, experts_chosen(config or {}), stay)
-    taken = {at for group in groups for at in group.wants}
+    experts = _experts_by_name(wants, experts_chosen(config or {}), stay)
     by_name = groups_by_name(wants.names, nbytes, layers)
     outer = outer_modules(by_name)
-    for name, every, in_layer in by_name:
-        numbers = [at for at in every if at not in taken]
-        if not numbers:
-            continue
+
+    def group_of(name: str, numbers: tuple[int, ...], in_layer: bool) -> LayerGroup:
+        leaf, weight = name.rpartition(".")[2], wants.names[numbers[0]]
         kind: LayerKind = "fixed" if name in outer else "layer"
-        fixed = tuple(at for at in numbers if matches(wants.names[at], stay))
-        if fixed:
-            groups.append(Group(f"{name} (stays)", fixed, "fixed"))
-            numbers = [at for at in numbers if at not in fixed]
-            if not numbers:
-                continue
-        leaf = name.rpartition(".")[2]
         if not in_layer and len(numbers) == 1 and ("emb" in leaf or leaf in ("wte", "shared")):
-            weight = wants.names[numbers[0]]
             if weight in tied.values():  # the head has it too, and streams where it does not stay
                 head = next(each for each, shared in tied.items() if shared == weight)
-                groups.append(Group(head.rpartition(".")[0], (numbers[0],), "layer", name))
-                continue
+                return LayerGroup(head.rpartition(".")[0], numbers, "layer", name)
             kind = "rows" if len(wants.shapes[numbers[0]]) == 2 else "fixed"
-        groups.append(Group(name, tuple(numbers), kind))
-    return groups
+        return LayerGroup(name, numbers, kind)
+
+    rest = without(by_name, {at for group in experts for at in group.wants})
+    groups = grouped(rest, lambda at: matches(wants.names[at], stay), group_of, marked=True)
+    return [*experts, *groups]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a loop of a user's own gets at once.
-
-    Attributes:
-        name: of the layer; of what is outside of layers, see `streamload.split`.
-        wants: the numbers of its tensors among all that is wanted, by name.
-    """
+    """A step of a user's own loop; outside of layers, it is named as by `streamload.split`."""
 
     name: str
-    wants: Mapping[str, int]
+    wants: Mapping[str, int]  # numbers of its tensors, by name
 
 
 def steps_of_checkpoint(
@@ -224,22 +211,11 @@ def steps_of_checkpoint(
     tied: Mapping[str, str],
     stay: Sequence[str] = (),
     layers: Sequence[str] = (),
-) -> tuple[list[Step], list[Group]]:
+) -> tuple[list[Step], list[LayerGroup]]:
     """The steps of a loop of a user's own, in the order in which they run, and their groups.
 
-    What is outside of layers has steps of its own: the embedding, the head with what comes before
-    it, and the ends of stacks in the middle of a model. A weight that two of them use stays.
-
-    Args:
-        wants: all tensors.
-        nbytes: of each on the device.
-        tied: names that are not stored, and whose tensor they share.
-        stay: patterns of names of tensors that stay.
-        layers: patterns of names of modules that are layers. Where there are some, the order is
-            that of the names.
-
-    Raises:
-        ValueError: no module has a name that matches a pattern in ``layers``.
+    Outside of layers, the embedding, the head with the modules before it, and the inner ends of
+    stacks are steps. A weight that two steps use stays. Arguments as of `groups_of_checkpoint`.
     """
     number_of = {name: number for number, name in enumerate(wants.names)}
     found: dict[str, dict[str, int]] = {}
@@ -256,22 +232,23 @@ def steps_of_checkpoint(
     if layers:
         steps.sort(key=lambda step: min(step.wants.values()))
     users = Counter(at for step in steps for at in step.wants.values())
-    groups = []
-    placed: set[int] = set()
+    first: dict[int, str] = {}  # the step that places a tensor
     for step in steps:
-        numbers = [at for at in dict.fromkeys(step.wants.values()) if at not in placed]
-        placed.update(numbers)
-        fixed = {at for at in numbers if users[at] > 1 or matches(wants.names[at], stay)}
-        rest = tuple(at for at in numbers if at not in fixed)
-        if fixed:
-            name = f"{step.name} (stays)" if rest else step.name
-            groups.append(Group(name, tuple(sorted(fixed)), "fixed"))
-        if rest:
-            groups.append(Group(step.name, rest, "layer"))
-    return steps, groups
+        for at in step.wants.values():
+            first.setdefault(at, step.name)
+    own = [
+        Module(s.name, sorted({at for at in s.wants.values() if first[at] == s.name}), True)
+        for s in steps
+    ]
+    groups = grouped(
+        own,
+        lambda at: users[at] > 1 or matches(wants.names[at], stay),
+        lambda name, numbers, _: LayerGroup(name, numbers, "layer"),
+    )
+    return steps, [*groups]
 
 
-def _experts_by_name(wants: TensorRequests, chosen: int, stay: Sequence[str]) -> list[Group]:
+def _experts_by_name(wants: TensorRequests, chosen: int, stay: Sequence[str]) -> list[LayerGroup]:
     """The experts of a checkpoint: one by one, or all of a layer in a tensor."""
     apart: dict[str, dict[int, list[tuple[str, int]]]] = {}
     fused: dict[str, list[int]] = {}
@@ -292,17 +269,17 @@ def _experts_by_name(wants: TensorRequests, chosen: int, stay: Sequence[str]) ->
         if len(kinds) == 1 and len(every) > 1:
             numbers = tuple(at for parts in every for _, at in parts)
             count = len(every)
-            groups.append(Group(name, numbers, "experts", "", count, min(chosen, count), True))
+            groups.append(LayerGroup(name, numbers, "experts", "", count, min(chosen, count), True))
     for name, found in fused.items():
         counts = {wants.shapes[at][:1] for at in found}
         if len(counts) == 1 and any(len(wants.shapes[at]) == 3 for at in found):
             ((count,),) = counts
-            groups.append(Group(name, tuple(found), "experts", "", count, min(chosen, count)))
+            groups.append(LayerGroup(name, tuple(found), "experts", "", count, min(chosen, count)))
     return groups
 
 
 def rows_of_experts(want: TensorRequest, experts: int) -> list[tuple[RowRange, ...]] | None:
-    """The rows of the file of each expert of a parameter; None where it is no such parameter."""
+    """The rows of each expert of a parameter in the file; None if it is of no experts."""
     plain = want.transpose is None and want.coding is None
     if not plain or want.shape[:1] != (experts,) or not math.prod(want.shape):
         return None

@@ -1,8 +1,4 @@
-"""Layers that are kept in host memory: exactly their bytes, in a file of the kernel's memory.
-
-The file is a safetensors file (memfd_create(2)), so the readers of all other files read it, and
-casts and slots are the same.
-"""
+"""Layers in host memory: their bytes in a safetensors file of the kernel's (memfd_create(2))."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import os
 import struct
 from collections.abc import Collection
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 from streamload.checkpoint.open import Checkpoint, from_headers
@@ -31,13 +28,7 @@ class HostFile:
     def __init__(
         self, checkpoint: Checkpoint, names: Collection[str], *, keeps: bool, ahead: bool = True
     ) -> None:
-        """Read them.
-
-        Args:
-            checkpoint: the headers.
-            names: of the tensors.
-            keeps: leave what is read to the page cache.
-            ahead: the kernel may read ahead, as `Plan.ahead` says.
+        """Read tensors; if ``keeps``, leave them in the page cache, too.
 
         Raises:
             CheckpointError: they cannot be read.
@@ -113,16 +104,15 @@ def _memory_file(nbytes: int) -> int:
 
 def _header(infos: Collection[TensorInfo]) -> bytes:
     """The header of a safetensors file of tensors, one after the other, with its length."""
-    entries: dict[str, object] = {}
-    at = 0
-    for info in infos:
-        offsets = [at, at + info.nbytes]
-        entries[info.name] = {
-            "dtype": info.dtype.code,
-            "shape": info.shape,
-            "data_offsets": offsets,
+    stops = accumulate(info.nbytes for info in infos)
+    entries = {
+        each.name: {
+            "dtype": each.dtype.code,
+            "shape": each.shape,
+            "data_offsets": [stop - each.nbytes, stop],
         }
-        at += info.nbytes
+        for each, stop in zip(infos, stops, strict=True)
+    }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT_NBYTES)
     return struct.pack("<Q", len(text)) + text

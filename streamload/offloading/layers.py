@@ -1,82 +1,112 @@
-"""What takes turns in slots: layers, their order, the slots' memory, and what passes did."""
+"""Layers that stream: their order, the memory of their slots, and counts of passes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from enum import Enum, auto
+from typing import Any, Protocol, TypeVar
 
-from streamload.core.location import Location
-from streamload.devices.base import Buffer, Ticket
+from streamload.core.dtypes import BY_NAME
+from streamload.devices.base import Buffer, Device, Ticket
+from streamload.offloading.plan import OffloadPlan
+from streamload.offloading.residency import SlotPlaces
 from streamload.streaming.state import Sink, WorkItem
+
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What streams together.
-
-    Attributes:
-        name: its name.
-        placements: numbers of its placements in the plan, which follow each other.
-        slots: how many slots it takes, side by side.
-        read_nbytes: what is read of the files for it.
-    """
+    """Tensors that stream together."""
 
     name: str
-    placements: range
-    slots: int
-    read_nbytes: int
+    placements: range  # numbers in the plan
+    slots: int  # adjacent ones
+    read_nbytes: int  # of the files
+
+
+class LayerState(Enum):
+    """The state of a layer that has slots; see the table of `prefetch`."""
+
+    FILLING = auto()
+    SENT = auto()
+    THERE = auto()
+    SPOILED = auto()
+
+
+@dataclass(slots=True)
+class HeldLayer:
+    """A layer that has slots."""
+
+    first: int  # slot
+    left_nbytes: int  # whose copies have not been started
+    unsure_nbytes: int  # whose copies may not have ended
+    state: LayerState = LayerState.FILLING
+    tickets: list[Ticket] = field(default_factory=list)  # of copies that may not have ended
+    computing: int = 0  # uses that the device has not ended
 
 
 class SlotMemory(Protocol):
-    """The slots of a device: memory at addresses that stay."""
+    """Slots of a device at fixed addresses."""
+
+    count: int  # of layers' and of experts' slots
 
     def buffers(self, layer: int, slot: int) -> Sequence[Buffer]:
         """A buffer for each placement of a layer that begins at a slot."""
 
     def to_fill(self, layer: int, slot: int) -> Sequence[Buffer]:
-        """The same memory for those who fill it, whose references to it come and go."""
+        """The same memory for workers, whose references to it come and go."""
 
     def close(self) -> None:
         """Give the memory back, when nothing uses it any more."""
 
 
-class Views(Protocol):
-    """Pages of files, where the device computes on these: nothing is copied into slots."""
+class Slots:
+    """Slots of a device in one piece of memory, over which layers have tensors: of numpy, here."""
 
-    def bring(self, shard: Location, start: int, stop: int) -> None:
-        """Map some bytes."""
+    def __init__(self, memory: Any, places: SlotPlaces) -> None:
+        """Take the bytes of all slots."""
+        self._memory, self._places, self.count = memory, places, len(places.starts)
 
-    def let_go(self, layer: int) -> None:
-        """Unmap a layer."""
+    def buffers(self, layer: int, slot: int) -> Sequence[Any]:
+        """Tensors over the slot's memory."""
+        return [
+            self._memory[start:stop].view(dtype.numpy).reshape(shape)
+            for start, stop, dtype, shape in self._places.of(layer, slot)
+        ]
 
-    def enter(self, layer: int) -> None:
-        """Hold back those who would change the files of a layer that is computed with."""
+    def to_fill(self, layer: int, slot: int) -> Sequence[Any]:
+        """The same memory for workers."""
+        return self.buffers(layer, slot)
 
-    def leave(self, layers: Sequence[int]) -> None:
-        """Let them, for several layers; raises FileChangedError where one waits."""
+    def close(self) -> None:
+        """Let go of the memory, which goes with the last tensor over it."""
+        del self._memory
 
-    def close_files(self) -> None:
-        """Nothing is computed with; let go of all files until the next `enter`."""
+    def lend(self, buffers: Sequence[Any]) -> Sequence[Any]:
+        """Return the tensors of a loop over layers, until `take_back`."""
+        return buffers
+
+    def take_back(self) -> None:
+        """End the use of lent buffers: the loop has gone on."""
+
+
+def allocated(kind: Callable[[Any, SlotPlaces], Kind], plan: OffloadPlan, device: Device) -> Kind:
+    """Allocate the slots of a plan."""
+    memory = device.allocate(BY_NAME["uint8"], (plan.residency.arena_nbytes,))
+    return kind(memory, plan.slot_places)
 
 
 @dataclass(slots=True)
 class RoundStats:
-    """What passes did, so far.
-
-    Attributes:
-        read_nbytes: file bytes read.
-        used: how often each layer was asked for.
-        stalls: seconds that each was waited for.
-        misses: how often a layer was asked for that was not expected next.
-        busy_s: seconds in which layers were on their way.
-    """
+    """Counts of passes so far."""
 
     read_nbytes: int = 0
-    used: list[int] = field(default_factory=list)
-    stalls: list[float] = field(default_factory=list)
-    misses: int = 0
-    busy_s: float = 0.0
+    used: list[int] = field(default_factory=list)  # calls, by layer
+    stalls: list[float] = field(default_factory=list)  # seconds of waiting, by layer
+    misses: int = 0  # layers that were not expected next
+    busy_s: float = 0.0  # while layers were on their way
 
 
 class Order:
@@ -132,5 +162,5 @@ class SlotTarget(Sink):
         self._arrived(indices)
 
     def sent(self, unit: WorkItem, tickets: Sequence[Ticket]) -> None:
-        """The copies of a unit have been begun."""
+        """The copies of a unit have been started."""
         self._sent(unit, tickets)

@@ -1,4 +1,4 @@
-"""What `offload` asks of a model, whatever its framework: its layers, and to let them stream."""
+"""Find a model's layers and let them stream: the part that all frameworks share."""
 
 from __future__ import annotations
 
@@ -7,34 +7,38 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from streamload.checkpoint.open import Checkpoint
-from streamload.codecs.cast_table import OutOfRange
 from streamload.core.dtypes import DType
 from streamload.core.location import Url
 from streamload.core.patterns import matches
 from streamload.devices.base import Device, Parameter
 from streamload.errors import OffloadError
-from streamload.offloading.groups import Group, groups_by_name, outer_modules
+from streamload.offloading.groups import (
+    LayerGroup,
+    Module,
+    grouped,
+    groups_by_name,
+    outer_modules,
+    without,
+)
 from streamload.offloading.layers import SlotMemory
 from streamload.offloading.overrun import TokenRoom
 from streamload.offloading.plan import OffloadPlan
 from streamload.offloading.prefetch import Rounds
+from streamload.offloading.problem import Problem
+from streamload.offloading.residency import LayerKind
 from streamload.offloading.rows import RowReader
 from streamload.offloading.views import FileViews
 from streamload.planning.requests import TensorRequests
 
+P = TypeVar("P", bound=Parameter)
+
 
 @dataclass(slots=True)
 class Timed:
-    """The passes of a model.
-
-    Attributes:
-        passes: how many there were.
-        seconds: wall time of them.
-        running: how many there are now.
-    """
+    """Counts of a model's passes; ``running`` of those that go on."""
 
     passes: int = 0
     seconds: float = 0.0
@@ -54,7 +58,7 @@ class Timed:
 
 
 class Wrapped(Protocol):
-    """What stands in the place of something of a module while a model is offloaded."""
+    """Stands in the place of something of a module while a model is offloaded."""
 
     def put(self) -> None:
         """Stand in its place."""
@@ -63,39 +67,33 @@ class Wrapped(Protocol):
         """Let the module have its own again."""
 
 
-class ModelAdapter(ABC):
-    """Where a model's layers are, and what puts them into slots. A framework's file says how.
+class ModelAdapter(ABC, Generic[P]):
+    """Finds a model's layers and puts them into slots; a framework's file has a subclass.
 
-    Args:
-        parameters: those that are filled, by the names that plans have.
-        layers: patterns of names of modules that are layers, where names do not tell.
-
-    Attributes:
-        timed: its passes.
-        room: for how many tokens there is room, and how many passes had.
-        notes: what a user may want to know of its layers, one sentence each.
+    ``parameters`` have the names of plans, ``modules`` theirs without wrappers, and ``layers`` are
+    patterns of names of layers.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], layers: Sequence[str]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        parameters: Mapping[str, P],
+        modules: dict[str, Any],
+        layers: Sequence[str],
+    ) -> None:
         self.timed, self.room = Timed(), TokenRoom()
         self.notes: list[str] = []
+        self._model, self._parameters, self._modules = model, parameters, modules
         self._layers = layers
         self._wrapped: list[Wrapped] = []
+        self._emptied: list[str] = []  # parameters that stream
         for name, parameter in parameters.items():
             if parameter.block is not None:
                 raise OffloadError(f"{name} is sharded: offload the model of each process whole")
             if parameter.fixed:
                 raise OffloadError(f"{name} cannot be offloaded: {parameter.fixed}")
 
-    # --- what a framework says ----------------------------------------------------------------
-
-    @abstractmethod
-    def parameter(self, name: str) -> Parameter:
-        """A parameter by its name in plans."""
-
-    @abstractmethod
-    def module(self, name: str) -> Any:
-        """A module by its name; None where there is none."""
+    # --- a framework's own --------------------------------------------------------------------
 
     @abstractmethod
     def can_stream(self, module: Any) -> bool:
@@ -107,23 +105,19 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def is_embedding(self, module: Any) -> bool:
-        """Whether all that a module does is to look up rows of its weight."""
+        """Whether a module only looks up rows of its weight."""
 
     @abstractmethod
     def must_stay(self, name: str) -> bool:
-        """Whether a parameter cannot stream, whatever has it."""
+        """Whether a parameter cannot stream, in any module."""
 
     @abstractmethod
     def slots(self, plan: OffloadPlan, device: Device) -> SlotMemory:
         """Allocate the slots."""
 
     def views(self, plan: OffloadPlan, checkpoint: Checkpoint, device: Device) -> FileViews | None:
-        """Map the files of what streams; None where the framework does not compute on these."""
+        """Map the files of what streams; None if the framework cannot compute on them."""
         return None
-
-    @abstractmethod
-    def empty_parameter(self, name: str) -> str:
-        """Let go of what the model holds of a parameter that streams; returns why it cannot."""
 
     @abstractmethod
     def begin_streaming(
@@ -133,50 +127,26 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def stream_layer(
-        self,
-        name: str,
-        number: int,
-        weights: Sequence[tuple[int, str]],
-        rounds: Rounds,
-        device: Device,
+        self, name: str, number: int, weights: Sequence[tuple[int, str]], rounds: Rounds
     ) -> None:
-        """Let a module bring its weights.
+        """Let a module bring its weights; of each, ``weights`` has the buffer's number and name."""
 
-        Args:
-            name: of the module.
-            number: of the layer in ``rounds``.
-            weights: for each, the number of its buffer, and its name.
-            rounds: what brings them.
-            device: where they are.
-        """
-
-    def experts(
-        self, wants: TensorRequests, stay: Sequence[str], changed: Mapping[str, Any]
-    ) -> list[Group]:
-        """Experts that a cache can hold one by one; see `groups`. None, where nothing says so."""
+    def experts(self, problem: Problem, stay: Sequence[str]) -> list[LayerGroup]:
+        """Experts that a cache can hold one by one; see `groups`."""
         return []
 
     def stream_experts(
-        self,
-        name: str,
-        number: int,
-        weights: Sequence[Mapping[str, int]],
-        rounds: Rounds,
-        device: Device,
+        self, name: str, number: int, weights: Sequence[Mapping[str, int]], rounds: Rounds
     ) -> None:
         """Let a module bring the experts that its router chose.
 
-        Args:
-            name: of the module.
-            number: of the layer among those that have experts.
-            weights: for each expert, the numbers of its buffers by the names of the parameters.
-            rounds: what brings them.
-            device: where they are.
+        ``number`` counts layers with experts; ``weights``: for each expert, the numbers of its
+        buffers by the names of the parameters.
         """
         raise AssertionError(f"{type(self).__name__} has no experts")
 
     @abstractmethod
-    def gather_rows(self, name: str, weight: str, reader: RowReader, device: Device) -> None:
+    def gather_rows(self, name: str, reader: RowReader, device: Device) -> None:
         """Let an embedding ask for rows of its weight."""
 
     @abstractmethod
@@ -188,10 +158,13 @@ class ModelAdapter(ABC):
         """Count the tokens of passes of a model of which nothing streams."""
 
     def take_out(self) -> None:
-        """Let the model be as a load that failed leaves it: what streamed holds nothing."""
+        """Restore modules as after a failed load: weights that streamed hold nothing."""
         for wrapped in reversed(self._wrapped):
             wrapped.take_out()
         self._wrapped.clear()
+        for name in self._emptied:
+            self._parameters[name].invalidate(keep=False)
+        self._emptied.clear()
 
     def _wrap(self, wrapped: Wrapped) -> None:
         """Put something in place, until `take_out`."""
@@ -200,200 +173,147 @@ class ModelAdapter(ABC):
 
     # --- deciding -----------------------------------------------------------------------------
 
-    def groups(
-        self,
-        checkpoint: Checkpoint,
-        wants: TensorRequests,
-        nbytes: Sequence[int],
-        stay: Sequence[str],
-        changed: Mapping[str, Any],
-    ) -> list[Group]:
-        """The layers, in the order in which they run.
-
-        Args:
-            checkpoint: the headers.
-            wants: all parameters.
-            nbytes: of each on the device.
-            stay: patterns of names of parameters that stay.
-            changed: tensors whose values change on the way.
-        """
-        found = self._called(groups_by_name(wants.names, nbytes, self._layers), wants.names)
+    def groups(self, problem: Problem, stay: Sequence[str]) -> list[LayerGroup]:
+        """The layers, in the order in which they run; ``stay``: patterns of what stays."""
+        wants = problem.wants
+        found = self._called(groups_by_name(wants.names, problem.nbytes, self._layers), wants.names)
         layers = [name for name, _, in_layer in found if in_layer]
         outer = outer_modules(found)
-        groups, heads = [], []
-        experts = self.experts(wants, stay, changed)
+        experts = self.experts(problem, stay)
         taken = {at for group in experts for at in group.wants}
-        for name, every, _ in found:
-            numbers = [at for at in every if at not in taken]
-            fixed: list[int] = []
-            shared: list[int] = []
-            mine: list[int] = []
+        fixed: set[int] = set()
+        heads: list[LayerGroup] = []
+        for _, numbers, _ in without(found, taken):
             for at in numbers:
                 modules = self._modules_of(wants.names[at], layers)
                 if self.stays(wants.names[at], stay):
-                    fixed.append(at)
-                else:
-                    (shared if len(modules) > 1 else mine).append(at)
-            for at in shared:
-                head = self._head_with(at, wants, checkpoint, layers, changed)
-                if head is None:
-                    fixed.append(at)
-                else:
-                    heads.append(head)
-            if fixed:
-                groups.append(Group(f"{name} (stays)" if mine else name, tuple(fixed), "fixed"))
-            if not mine:
-                continue
-            module = self.module(name)
-            if self._is_gathered(module, mine, wants, checkpoint, changed):
-                groups.append(Group(name, tuple(mine), "rows"))
-            elif module is not None and self.can_stream(module) and name not in outer:
-                groups.append(Group(name, tuple(mine), "layer"))
-            else:
-                groups.append(Group(name, tuple(mine), "fixed"))
-        return _joined(groups, heads) + experts
+                    fixed.add(at)
+                elif len(modules) > 1:
+                    head = self._head_with(at, modules, problem, layers)
+                    if head is None:
+                        fixed.add(at)
+                    else:
+                        heads.append(head)
+                        taken.add(at)
 
-    def _called(
-        self, groups: Sequence[tuple[str, list[int], bool]], names: Sequence[str]
-    ) -> list[tuple[str, list[int], bool]]:
-        """The same with the modules in a layer that only holds them: those are called."""
+        def group_of(name: str, numbers: tuple[int, ...], _: bool) -> LayerGroup:
+            module = self._modules.get(name)
+            kind: LayerKind = "fixed"
+            if self._is_gathered(module, numbers, problem):
+                kind = "rows"
+            elif module is not None and self.can_stream(module) and name not in outer:
+                kind = "layer"
+            return LayerGroup(name, numbers, kind)
+
+        groups = grouped(without(found, taken), fixed.__contains__, group_of)
+        return _joined([*groups], heads) + experts
+
+    def _called(self, groups: Sequence[Module], names: Sequence[str]) -> list[Module]:
+        """Replace a layer that only holds modules by these: they are called."""
         found = []
         for name, numbers, in_layer in groups:
             parts: dict[str, list[int]] = {}
-            if in_layer and self.only_holds(self.module(name)):
+            if in_layer and self.only_holds(self._modules.get(name)):
                 for at in numbers:
                     child, dot, _ = names[at].removeprefix(f"{name}.").partition(".")
                     parts.setdefault(f"{name}.{child}" if dot else "", []).append(at)
             if not parts or "" in parts:
-                found.append((name, numbers, in_layer))
+                found.append(Module(name, numbers, in_layer))
             else:
-                found += self._called([(*part, True) for part in parts.items()], names)
+                found += self._called([Module(*part, True) for part in parts.items()], names)
         return found
 
     def stays(self, name: str, stay: Sequence[str]) -> bool:
         """Whether a parameter cannot stream, or is asked to stay."""
-        names = self.parameter(name).names
+        names = self._parameters[name].names
         return self.must_stay(name) or any(matches(each, stay) for each in names)
 
     def _modules_of(self, name: str, layers: Sequence[str]) -> list[str]:
         """The modules that have a parameter: layers, or the parents of its names."""
         found: dict[str, None] = {}
-        for each in self.parameter(name).names:
+        for each in self._parameters[name].names:
             layer = next((layer for layer in layers if each.startswith(f"{layer}.")), None)
             found[layer or each.rpartition(".")[0]] = None
         return list(found)
 
     def _head_with(
-        self,
-        at: int,
-        wants: TensorRequests,
-        checkpoint: Checkpoint,
-        layers: Sequence[str],
-        changed: Mapping[str, Any],
-    ) -> Group | None:
-        """The head that has an embedding's weight: it streams, and the embedding is gathered."""
-        names = self._modules_of(wants.names[at], layers)
-        rows = [
-            name
-            for name in names
-            if self._is_gathered(self.module(name), [at], wants, checkpoint, changed)
-        ]
+        self, at: int, names: Sequence[str], problem: Problem, layers: Sequence[str]
+    ) -> LayerGroup | None:
+        """The head that shares an embedding's weight: it streams, and the embedding is gathered."""
+        rows = [n for n in names if self._is_gathered(self._modules.get(n), [at], problem)]
         heads = [name for name in names if name not in rows]
         if len(rows) != 1 or len(heads) != 1 or heads[0] in layers:
             return None
-        module = self.module(heads[0])
+        module = self._modules.get(heads[0])
         if module is None or not self.can_stream(module):
             return None
-        return Group(heads[0], (at,), "layer", rows[0])
+        return LayerGroup(heads[0], (at,), "layer", rows[0])
 
-    def _is_gathered(
-        self,
-        module: Any,
-        numbers: Sequence[int],
-        wants: TensorRequests,
-        checkpoint: Checkpoint,
-        changed: Mapping[str, Any],
-    ) -> bool:
+    def _is_gathered(self, module: Any, numbers: Sequence[int], problem: Problem) -> bool:
         """Whether rows of a module's weight can be read from the file as a pass asks for them."""
         if len(numbers) != 1 or not self.is_embedding(module):
             return False
-        want, src = wants[numbers[0]], wants.srcs[numbers[0]]
+        want, src = problem.wants[numbers[0]], problem.wants.srcs[numbers[0]]
         if len(want.source) != 1 or want.transpose is not None or want.coding is not None:
             return False
         (row,) = want.source
-        info = checkpoint.tensors[row.tensor]
+        info = problem.checkpoint.tensors[row.tensor]
         whole = row.start == 0 and row.stop == info.shape[0] and row.columns is None
         plain = whole and info.shape == want.shape and src.bits >= 8 and not src.is_packed
-        return plain and row.tensor not in changed and not isinstance(info.shard, Url)
+        changed = row.tensor in problem.options.changes.by_tensor
+        return plain and not changed and not isinstance(info.shard, Url)
 
     # --- putting in place ---------------------------------------------------------------------
 
     def empty(self, plan: OffloadPlan, wants: TensorRequests) -> None:
-        """Let go of what the model holds of that which streams.
-
-        Raises:
-            OffloadError: something else holds it too.
-        """
+        """Free the memory of all that streams; raises OffloadError if something else holds it."""
         absent = plan.residency.absent
         for group in plan.groups:
             for at in group.wants if group.name in absent else ():
-                reason = self.empty_parameter(wants.names[at])
+                reason = self._parameters[wants.names[at]].release()
                 if reason:
                     raise OffloadError(f"{wants.names[at]} streams, and {reason}")
+                self._emptied.append(wants.names[at])
 
     def put(
-        self,
-        plan: OffloadPlan,
-        checkpoint: Checkpoint,
-        wants: TensorRequests,
-        dsts: Sequence[DType],
-        device: Device,
-        rounds: Rounds | None,
-        out_of_range: OutOfRange,
+        self, plan: OffloadPlan, problem: Problem, device: Device, rounds: Rounds | None
     ) -> None:
         """Let the modules bring their weights."""
+        wants, dsts = problem.wants, problem.dsts
         self.begin_streaming(plan, dict(zip(wants.names, dsts, strict=True)), device)
         by_name = {group.name: group for group in plan.groups}
 
-        def gather(name: str, group: Group) -> None:
-            names = {at: self.parameter(wants.names[at]).names for at in group.wants}
+        def gather(name: str, group: LayerGroup) -> None:
+            names = {at: self._parameters[wants.names[at]].names for at in group.wants}
             parents = {at: {each.rpartition(".")[0] for each in names[at]} for at in names}
             at = next(at for at in group.wants if name in parents[at])
-            info = checkpoint.tensors[wants.sources[at][0].tensor]
-            reader = RowReader(checkpoint, info, dsts[at], out_of_range)
-            self.gather_rows(name, wants.names[at], reader, device)
+            info = problem.checkpoint.tensors[wants.sources[at][0].tensor]
+            reader = RowReader(problem.checkpoint, info, dsts[at], problem.options.out_of_range)
+            self.gather_rows(name, reader, device)
 
+        order = plan.stream.placements.names if plan.stream is not None else ()
+        placements = iter(plan.layer_placements)
         for number, name in enumerate(plan.residency.streams):
             group = by_name[name]
-            assert rounds is not None and plan.stream is not None
-            order = plan.stream.placements.names
-            place = {order[at]: n for n, at in enumerate(plan.layer_placements[number])}
+            assert rounds is not None
+            place = {order[at]: n for n, at in enumerate(next(placements))}
             weights = [(place[wants.names[at]], wants.names[at]) for at in group.wants]
-            self.stream_layer(name, number, weights, rounds, device)
+            self.stream_layer(name, number, weights, rounds)
             if group.rows:
                 gather(group.rows, group)
         for name in plan.residency.gathers:
             gather(name, by_name[name])
-        if plan.residency.experts:
+        for number, name in enumerate(plan.residency.experts):
             assert rounds is not None
-            self._put_experts(plan, rounds, device)
+            each = [
+                {order[at].rpartition("[")[0]: n for n, at in enumerate(next(placements))}
+                for _ in range(by_name[name].experts)
+            ]
+            self.stream_experts(name, number, each, rounds)
         self.end_putting(plan, rounds)
 
-    def _put_experts(self, plan: OffloadPlan, rounds: Rounds, device: Device) -> None:
-        assert plan.stream is not None
-        by_name = {group.name: group for group in plan.groups}
-        order = plan.stream.placements.names
-        placements = iter(plan.layer_placements[len(plan.residency.streams) :])
-        for number, name in enumerate(plan.residency.experts):
-            group = by_name[name]
-            weights = [
-                {order[at].rpartition("[")[0]: n for n, at in enumerate(next(placements))}
-                for _ in range(group.experts)
-            ]
-            self.stream_experts(name, number, weights, rounds, device)
 
-
-def _joined(groups: Sequence[Group], heads: Sequence[Group]) -> list[Group]:
+def _joined(groups: Sequence[LayerGroup], heads: Sequence[LayerGroup]) -> list[LayerGroup]:
     """Groups and heads with an embedding's weight; a head with a bias is one layer with it."""
     found = {group.name: group for group in groups}
     for head in heads:

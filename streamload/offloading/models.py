@@ -1,16 +1,15 @@
-"""What `offload` looks at first: which file knows a model, and the device."""
+"""The adapter of a model, and its device."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from streamload.errors import OffloadError
 from streamload.loading.prepare import Options, Place
 from streamload.offloading.model import ModelAdapter
-from streamload.offloading.plan import engine_of
 from streamload.planning.match import Match
-from streamload.planning.planner import CastChoice
 from streamload.planning.requests import DeviceSpec, TensorRequests
 
 #: By framework, the `ModelAdapter` that knows its models.
@@ -20,28 +19,19 @@ _MODELS: Mapping[str, tuple[str, str]] = {
 }
 
 
-def adapter_of(place: Place, match: Match, layers: Sequence[str] = ()) -> ModelAdapter:
-    """What knows a model's layers.
-
-    Args:
-        place: the model, and where it goes.
-        match: its parameters.
-        layers: patterns of names of modules that are layers.
-
-    Raises:
-        OffloadError: it cannot be offloaded.
-    """
+def adapter_of(place: Place, match: Match, layers: Sequence[str] = ()) -> ModelAdapter[Any]:
+    """The adapter of a model; raises OffloadError if it cannot be offloaded."""
     check_place(place)
     assert place.owner is not None
     module, kind = _MODELS[place.owner.name]
-    adapter: ModelAdapter = getattr(importlib.import_module(module), kind)(
+    adapter: ModelAdapter[Any] = getattr(importlib.import_module(module), kind)(
         place.model, match.parameters, layers
     )
     return adapter
 
 
 def check_place(place: Place) -> None:
-    """Raise OffloadError where no model of such a framework, or not to so many devices."""
+    """Raise OffloadError for another framework, or several devices."""
     if place.owner is None:
         raise OffloadError("offload needs a model: its layers are brought when they compute")
     if place.owner.name not in _MODELS:
@@ -51,12 +41,10 @@ def check_place(place: Place) -> None:
         raise OffloadError(f"a model is offloaded to one device, not to {names}")
 
 
-def device_of(
-    place: Place, options: Options, wants: TensorRequests
-) -> tuple[DeviceSpec, CastChoice]:
-    """The device, and the cast engine."""
+def device_of(place: Place, options: Options, wants: TensorRequests) -> DeviceSpec:
+    """The device, with its casts compiled."""
     policy = options.policy
     specs = place.specs(options, wants.needs_native_bf16(policy))
     clamp, required = options.out_of_range == "clamp", options.cast == "device"
     (spec,), _ = place.devices.compile_casts(specs, wants, policy, clamp=clamp, required=required)
-    return spec, engine_of(options)
+    return spec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ OnOverrun = Literal["warn", "error"]
 # Arguments of models that are numbers of tokens, or states of these with one axis more.
 _IDS, _STATES = ("input_ids", "decoder_input_ids"), ("inputs_embeds", "decoder_inputs_embeds")
 
-# What an encoder gave, whose states the decoder looks at: `generate` calls the encoder by itself.
+# The output of an encoder, for the decoder.
 _ENCODED = "encoder_outputs"
 
 
@@ -31,7 +32,7 @@ class TokenRoom:
     """The tokens that a plan leaves room for, and those that passes had.
 
     Attributes:
-        tokens: of a pass, of all sequences together; None: nothing says how many.
+        tokens: of a pass, of all sequences together; None: unknown.
         cached: tokens of the KV cache, of all sequences together; 0: nothing is left for one.
         on_overrun: what a pass of more does.
         most_tokens: the most tokens that a pass had.
@@ -45,20 +46,16 @@ class TokenRoom:
     most_cached: int = 0
 
     def __bool__(self) -> bool:
-        """Whether anything says how many tokens there is room for."""
+        """Whether the room is known."""
         return self.tokens is not None or self.cached > 0
 
     @property
     def overrun(self) -> str:
-        """What was more than there is room for, in words; "" where nothing was."""
+        """The tokens beyond the plan's room, in words; "" for none."""
         return self._over(self.most_tokens, self.most_cached)
 
     def see(self, tokens: int, cached: int) -> None:
-        """A pass begins.
-
-        Args:
-            tokens: that it computes, of all sequences together.
-            cached: that the KV cache has at its end, of all sequences together.
+        """A pass begins, of so many tokens, and at its end so many in the KV cache.
 
         Raises:
             OffloadError: there is no room for them, under ``on_overrun="error"``.
@@ -92,11 +89,7 @@ class TokenRoom:
 def tokens_of(arguments: Mapping[str, Any], is_ids: Callable[[Any], bool]) -> tuple[int, int]:
     """How many tokens a pass computes, and how many the KV cache has then, of all sequences.
 
-    What is neither numbers of tokens nor states of shape (sequences, tokens, width) counts as none.
-
-    Args:
-        arguments: of the model, by name.
-        is_ids: whether a tensor has integers.
+    Counts ids of tokens (integers, by ``is_ids``) and states of shape (sequences, tokens, width).
     """
     shapes = []
     for name, value in arguments.items():
@@ -111,31 +104,24 @@ def tokens_of(arguments: Mapping[str, Any], is_ids: Callable[[Any], bool]) -> tu
         if first is None or not (is_ids(first) or len(first.shape) == 3):
             return 0, 0
         shapes.append(("", tuple(first.shape) if is_ids(first) else tuple(first.shape[:-1])))
-    counts = [_product(shape) for _, shape in shapes]
+    counts = [math.prod(map(int, shape)) for _, shape in shapes]
     decoded = [shape for name, shape in shapes if name.startswith("decoder")]
     shape = (decoded or [shape for _, shape in shapes])[-1]
     past = arguments.get("past_key_values")
     if past is None and arguments.get("use_cache") is False:
         return max(counts), 0
-    sequences = _product(shape[:-1])
+    sequences = math.prod(map(int, shape[:-1]))
     length = max(int(shape[-1]) + _length(past), _allocated(past))
     return max(counts), sequences * length
 
 
 def _first(outputs: Any) -> Any:
-    """The first tensor of what a model gave; None: it is of another kind."""
+    """The first tensor of a model's output, if it has one."""
     try:
         found = outputs[0]
     except (TypeError, IndexError, KeyError):
         return None
     return found if hasattr(found, "shape") else None
-
-
-def _product(shape: tuple[Any, ...]) -> int:
-    found = 1
-    for each in shape:
-        found *= int(each)
-    return found
 
 
 def _allocated(past: Any) -> int:

@@ -1,13 +1,28 @@
-"""Layers that take turns in slots of a device, pass after pass.
+"""Bring layers into slots of a device, pass after pass, before they are computed with.
 
-`Rounds` is a load that goes round: the workers of `stream.Crew` fill slots with the layers that are
-needed next, while the thread that runs the model computes with those that are there. Layers are
-asked for by that thread, in an order that is learned from it: where it asks for another than was
-expected, that one is brought at once. A slot is filled again when the device has computed with what
-it holds.
+`Rounds` is a load that repeats. The thread that runs the model asks for layers in an order that is
+learned from it. A thread of `Rounds` picks the layer that is needed next and a slot, and the
+workers of `streaming.loop.Crew` fill it. A slot is filled again once the device has computed with
+its layer. Experts have slots of their own: `ExpertCache` decides which of them make room.
 
-Experts have slots of their own: a layer asks for those that its router chose, and `ExpertCache`
-says which others make room for them.
+One lock, `Rounds._changed`, guards all state below. R is the thread that runs the model, S the
+thread "streamload-rounds", W a worker of the crew, C the thread that waits for tickets (`Reaper`).
+
+| state of a layer | meaning | begins with |
+|---|---|---|
+| (no `HeldLayer`) | no slot is its own | `_drop`, by S, R or C |
+| FILLING | copies into its slot are being started | `_take`, by S |
+| SENT | all were started, and some may run or fail | `_filled`, by W, or S if it is empty |
+| THERE | all have ended | `_arrived`, by W, or the end of the crew, by S |
+| SPOILED | it may have wrong bytes; dropped when nothing uses it | `_forget`, by S |
+
+| field | meaning | changed by |
+|---|---|---|
+| `_users`, `_runner`, `_wanted` | layers in use, the thread, the layers that it waits for | R |
+| `_held`, `_holds`, `_busy` | layers with slots; of each slot; that are under way | S, W, C, R |
+| `_error`, `_raised` | what ended S, for R; the same, once R has raised it | S, R |
+| `_thread`, `_crew` | S and its crew, while there are any | R starts, S ends |
+| `_closed` | why no layer is given out any more | any thread, without the lock |
 """
 
 from __future__ import annotations
@@ -20,14 +35,23 @@ from contextlib import ExitStack
 from typing import Any
 
 from streamload.checkpoint.open import Checkpoint
-from streamload.checkpoint.shards import Opener, open_shard
+from streamload.checkpoint.shards import open_shard
 from streamload.core.interrupt import Interrupt
 from streamload.core.memory import STAGING, Ledger
 from streamload.devices.base import Buffer, Device, Ticket
 from streamload.errors import OffloadError
 from streamload.offloading.completion import Reaper, started
 from streamload.offloading.experts import ExpertCache
-from streamload.offloading.layers import Layer, Order, RoundStats, SlotMemory, SlotTarget, Views
+from streamload.offloading.layers import (
+    HeldLayer,
+    Layer,
+    LayerState,
+    Order,
+    RoundStats,
+    SlotMemory,
+    SlotTarget,
+)
+from streamload.offloading.views import FileViews
 from streamload.planning.placement import UNREAD
 from streamload.planning.plan import Plan
 from streamload.planning.transforms import NO_CHANGES, Changes
@@ -40,11 +64,11 @@ _LOOK_S = 0.1  # whether that is so, or the program ends
 
 
 class Rounds:
-    """The layers that stream, the slots, and what is in them.
+    """The layers that stream, and their slots.
 
     One thread at a time runs the model: it calls `acquire` before it computes with a layer, and
-    `release` when it has queued that. All else is done by threads that are started when a layer
-    is asked for, and end when none is for a while.
+    `release` when it has queued that. Other threads start when a layer is asked for, and end if
+    none is for `_IDLE_S`.
     """
 
     def __init__(
@@ -54,56 +78,30 @@ class Rounds:
         device: Device,
         layers: Sequence[Layer],
         memory: SlotMemory,
-        slots: int,
         changes: Changes = NO_CHANGES,
-        opener: Opener = open_shard,
-        views: Views | None = None,
         experts: ExpertCache | None = None,
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            plan: of the placements of all layers, on one device.
-            checkpoint: the headers that it was made from.
-            device: where they go.
-            layers: in the order in which passes are expected to ask for them; then the experts.
-            memory: the slots: those of layers, then those of experts.
-            slots: how many layers have.
-            changes: what changes values on the way.
-            opener: opens the files.
-            views: brings and drops pages, where slots stand for views on the files.
-            experts: the cache of experts, which are the last of ``layers``.
-        """
-        self._views = views
+        """Start nothing yet; ``layers``: in the expected order of passes, then the experts."""
+        self._views = memory if isinstance(memory, FileViews) else None
         self.experts = experts if experts is not None else ExpertCache((), 0)
         self._first_expert = ring = len(layers) - self.experts.count
         self.stats = RoundStats(used=[0] * ring, stalls=[0.0] * ring)
         self._plan, self._checkpoint, self._device = plan, checkpoint, device
         self._layers, self._memory = layers, memory
-        self._changes, self._opener = changes, opener
-        kinds = plan.placements.kinds
+        self._changes = changes
         self._layer_of = {p: n for n, layer in enumerate(layers) for p in layer.placements}
-        self._nbytes = [
-            sum(kinds[p].nbytes for p in layer.placements if kinds[p].cast not in UNREAD)
-            for layer in layers
-        ]
         self._order = Order(ring)
-        self._holds: list[int | None] = [None] * slots
-        self._at: dict[int, int] = {}  # first slots, by layer that is there or being filled
-        self._filling: set[int] = set()
+        self._holds: list[int | None] = [None] * (memory.count - self.experts.slots)
+        self._held: dict[int, HeldLayer] = {}
+        self._busy: set[int] = set()  # layers that are filled, copied to or computed with
         self._busy_since = 0.0
-        self._left: dict[int, int] = {}  # bytes that are still to be sent, by layer
-        self._unsure: dict[int, int] = {}  # bytes whose copies may not have ended, by layer
-        self._tickets: dict[int, list[Ticket]] = {}  # of copies that may not have ended, by layer
-        self._computing: dict[int, int] = {}  # by layer, uses that the device has not ended
         self._users: list[int] = []  # layers that are computed with, each inside the one before
-        self._spoiled: set[int] = set()  # of those, what may hold wrong bytes
         self._unproved: set[int] = set()  # layers handed out whose copies may fail still
-        self._runner: int | None = None  # the thread that computes or waits
-        self._wanted: Sequence[int] = ()  # the layer, or the experts, that are waited for
+        self._runner: int | None = None
+        self._wanted: Sequence[int] = ()
         self._work: dict[int, list[Sequence[WorkItem]]] = {}  # by layer
         self._error: BaseException | None = None
-        self._raised: BaseException | None = None  # before all has ended that brings layers
+        self._raised: BaseException | None = None
         self._closed = ""
         self._process = os.getpid()
         self._changed = threading.Condition(threading.RLock())
@@ -114,15 +112,11 @@ class Rounds:
     # --- the thread that runs the model -------------------------------------------------------
 
     def acquire(self, number: int) -> Sequence[Buffer]:
-        """Wait until a layer is in its slots; it stays until `release`.
-
-        Returns:
-            A buffer for each of its placements.
+        """Wait until a layer is in its slots until `release`; returns a buffer a placement.
 
         Raises:
             OffloadError: it is closed, or another thread computes with a layer now.
-            StreamloadError: the layer could not be brought. It is tried again when it is asked for
-                again.
+            StreamloadError: the layer could not be brought; the next call tries again.
         """
         begun = time.perf_counter()
         self._check_process()
@@ -140,7 +134,7 @@ class Rounds:
         try:
             self._wait_for(numbers, me)
             for number in numbers:
-                for ticket in self._tickets.get(number, ()):
+                for ticket in self._held[number].tickets:
                     self._device.follow(ticket)
                 if self._views is not None:
                     self._views.enter(number)
@@ -148,27 +142,27 @@ class Rounds:
         finally:
             self._wanted = ()
             self._leave(me)
-        self._unproved.update(number for number in numbers if self._unsure.get(number))
+        self._unproved.update(n for n in numbers if self._held[n].unsure_nbytes)
         self._wake()  # the next may go where the one before was
-        return [self._memory.buffers(number, self._at[number]) for number in numbers]
+        return [self._memory.buffers(number, self._held[number].first) for number in numbers]
 
     def _leave(self, me: int | None) -> None:
-        """A thread computes still where it uses layers, or will use experts."""
+        """A thread still computes if it uses layers, or will use experts."""
         self._runner = me if self._users or self.experts.asked else None
 
-    def _check_process(self) -> None:
-        if os.getpid() != self._process:  # first: locks are as another thread had them
+    def _check_process(self) -> None:  # before locks, which are as another thread had them
+        if os.getpid() != self._process:
             raise OffloadError(
                 "the model was offloaded before this process was forked, and what brings its "
                 "layers is in the parent: offload it here"
             )
 
     def ask(self, layer: int, chosen: Sequence[int]) -> None:
-        """A layer's router chose experts: bring those that are not there.
+        """Bring the experts that a layer's router chose, in the order in which it computes.
 
         Args:
             layer: its number among the layers that have experts.
-            chosen: numbers of experts of the layer, in the order in which it computes with them.
+            chosen: numbers of experts within the layer.
 
         Raises:
             OffloadError: it is closed, or another thread computes with a layer now.
@@ -185,28 +179,17 @@ class Rounds:
                 self._wake()
 
     def acquire_experts(self, layer: int, chosen: Sequence[int]) -> list[Sequence[Buffer]]:
-        """Wait until some of the experts that were asked for are in slots.
-
-        Returns:
-            For each a buffer for each of its placements.
-
-        Raises:
-            OffloadError: see `acquire`.
-            StreamloadError: see `acquire`.
-        """
+        """Wait until some of the experts that were asked for are in slots; as `acquire`."""
         begun = time.perf_counter()
         with self._changed:
             found = self._acquire(self._numbers(layer, chosen))
             self.experts.stalls[layer] += time.perf_counter() - begun
             return found
 
-    def release_experts(self, layer: int, chosen: Sequence[int], ticket: Ticket | None) -> None:
+    def release_experts(self, layer: int, chosen: Sequence[int]) -> None:
         """All is queued that computes with some experts; see `release`."""
-        if os.getpid() != self._process:
-            return
-        with self._changed:
-            self.experts.has_computed(self.experts.numbers(layer, chosen))
-            self._release(self._numbers(layer, chosen), ticket)
+        numbers = self._numbers(layer, chosen)
+        self._mark_release(numbers, [number - self._first_expert for number in numbers])
 
     def end_asking(self) -> None:
         """The layer that asked for experts needs no more of them."""
@@ -219,17 +202,20 @@ class Rounds:
     def _numbers(self, layer: int, chosen: Sequence[int]) -> list[int]:
         return [self._first_expert + expert for expert in self.experts.numbers(layer, chosen)]
 
-    def release(self, number: int, ticket: Ticket | None) -> None:
-        """All is queued that computes with a layer. Nothing where `acquire` failed.
+    def release(self, number: int) -> None:
+        """All is queued that computes with a layer; does nothing if `acquire` failed."""
+        self._mark_release([number])
 
-        Args:
-            number: of the layer.
-            ticket: of what was queued; None where it has ended.
-        """
+    def _mark_release(self, numbers: Sequence[int], experts: Sequence[int] = ()) -> None:
         if os.getpid() != self._process:
             return
-        with self._changed:
-            self._release([number], ticket)
+        ticket = None
+        try:
+            ticket = self._device.mark()
+        finally:
+            with self._changed:
+                self.experts.has_computed(experts)
+                self._release(numbers, ticket)
 
     def _release(self, numbers: Sequence[int], ticket: Ticket | None) -> None:
         numbers = [number for number in numbers if number in self._users]
@@ -244,10 +230,11 @@ class Rounds:
             self._changed.notify_all()
         if ticket is not None:
             for number in numbers:
-                self._computing[number] = self._computing.get(number, 0) + 1
+                self._held[number].computing += 1
+            self._busy.update(numbers)
             self._reaper.follow(numbers, ticket, self._has_computed)
         for number in numbers:
-            self._drop_spoiled(number)
+            self._settle(number)
         self._wake()
         if self._views is not None:
             self._views.leave(numbers)
@@ -295,7 +282,7 @@ class Rounds:
             )
 
     def _wait_for(self, numbers: Sequence[int], me: int) -> None:
-        """Wait until a layer is there, or experts. Raises what kept them from coming."""
+        """Wait until layers are there; raises the error that keeps them from coming."""
         for number in numbers:
             if number < self._first_expert and not self._order.follow(number):
                 self.stats.misses += 1
@@ -315,16 +302,20 @@ class Rounds:
             self._changed.wait()
 
     def _is_there(self, number: int) -> bool:
-        sound = number not in self._spoiled or number in self._users
-        return number in self._at and number not in self._filling and sound
+        state = self._held[number].state if number in self._held else LayerState.FILLING
+        return (
+            number in self._users
+            if state is LayerState.SPOILED
+            else state is not LayerState.FILLING
+        )
 
     def _check_room(self, number: int) -> None:
-        """Raise OffloadError where nothing that is to come would make room for a layer."""
-        if not self._users or number in self._at or self._filling or any(self._unsure.values()):
+        """Raise OffloadError if nothing under way will make room for a layer."""
+        if not self._users or number in self._held or self._busy:
             return
         if number >= self._first_expert:  # no more are asked for at once than there are slots
             return
-        if any(self._computing.values()) or self._room_for(number, 0, {}) is not None:
+        if self._room_for(number, 0, {}) is not None:
             return
         outer, inner = self._layers[self._users[-1]].name, self._layers[number].name
         users, self._users = self._users, []  # this leaves all that computes
@@ -338,30 +329,28 @@ class Rounds:
     # --- what is brought next -----------------------------------------------------------------
 
     def _pick(self) -> tuple[int, int] | None:
-        """What is brought next, and its first slot; None where there is nothing for now."""
+        """The layer to bring next, and its first slot; None for nothing now."""
         if self.experts.asked:  # a layer waits for them, or will at once
             base = self._first_expert
-            unsure = (number for number, nbytes in self._unsure.items() if nbytes)
-            used = {*self._filling, *self._users, *self._computing, *unsure}
-            expert = self.experts.next({number - base for number in used})
+            expert = self.experts.next({number - base for number in {*self._busy, *self._users}})
             if expert is not None:
                 return base + expert[0], len(self._holds) + expert[1]
         wanted = [number for number in self._wanted[:1] if number < self._first_expert]
         order = self._order.ahead(wanted[0] if wanted else None)
         distance = {number: at for at, number in enumerate(order)}
         for at, number in enumerate(order):
-            if number not in self._at:
+            if number not in self._held:
                 first = self._room_for(number, at, distance)
                 return None if first is None else (number, first)
         return None
 
     def _room_for(self, number: int, at: int, distance: Mapping[int, int]) -> int | None:
-        """The first of the slots whose layers are needed last, and later than this one."""
+        """The first of adjacent slots whose layers are needed last, and after this one."""
         best, best_distance = None, at
         slots = self._layers[number].slots
         for first in range(len(self._holds) - slots + 1):
             held = {each for each in self._holds[first : first + slots] if each is not None}
-            if any(each in self._filling or self._is_used(each) for each in held):
+            if any(each in self._busy or each in self._users for each in held):
                 continue
             nearest = min(
                 (distance.get(each, len(self._layers)) for each in held),
@@ -371,13 +360,8 @@ class Rounds:
                 best, best_distance = first, nearest
         return best
 
-    def _is_used(self, number: int) -> bool:
-        """Whether something computes with a layer, or is still copied to it."""
-        copied = bool(self._unsure.get(number)) and number not in self._filling
-        return number in self._users or bool(self._computing.get(number)) or copied
-
     def _take(self, number: int, first: int) -> None:
-        """Let a layer have its slots, or an expert its own."""
+        """Give a layer its slots, or an expert its own."""
         if number >= self._first_expert:
             slot = first - len(self._holds)
             held = self.experts.holder(slot)
@@ -387,25 +371,35 @@ class Rounds:
             for at in range(first, first + self._layers[number].slots):
                 self._drop(self._holds[at])
                 self._holds[at] = number
-        self._at[number] = first
-        self._left[number] = self._unsure[number] = self._nbytes[number]
-        self._tickets[number] = []
-        if not self._filling:
+        kinds = [self._plan.placements.kinds[at] for at in self._layers[number].placements]
+        nbytes = sum(kind.nbytes for kind in kinds if kind.cast not in UNREAD)
+        if not self._fills():
             self._busy_since = time.perf_counter()
-        self._filling.add(number)
+        self._held[number] = HeldLayer(first, nbytes, nbytes)
+        self._busy.add(number)
+
+    def _fills(self) -> bool:
+        return any(self._held[number].state is LayerState.FILLING for number in self._busy)
 
     def _drop(self, number: int | None) -> None:
         if number is None:
             return
-        if self._at.pop(number, None) is not None and number >= self._first_expert:
+        if self._held.pop(number, None) is not None and number >= self._first_expert:
             self.experts.drop(number - self._first_expert)
-        self._spoiled.discard(number)
-        self._tickets.pop(number, None)
-        self._filling.discard(number)
+        self._busy.discard(number)
         if number < self._first_expert:
             self._holds = [None if held == number else held for held in self._holds]
         if self._views is not None:
             self._views.let_go(number)
+
+    def _settle(self, number: int) -> None:
+        """A layer may not be busy any more: drop it if it has wrong bytes, and nothing uses it."""
+        held = self._held.get(number)
+        if held is None or held.state is LayerState.FILLING or held.unsure_nbytes or held.computing:
+            return
+        self._busy.discard(number)
+        if held.state is LayerState.SPOILED and number not in self._users:
+            self._drop(number)
 
     # --- the thread that brings layers --------------------------------------------------------
 
@@ -425,27 +419,28 @@ class Rounds:
             error = failure
         with self._changed:
             self._crew = self._thread = None
-            self._unsure.clear()  # all workers have ended
+            for number, held in [*self._held.items()]:  # all workers have ended
+                held.unsure_nbytes = 0
+                held.state = LayerState.THERE if held.state is LayerState.SENT else held.state
+                self._settle(number)
             self._forget(everything=error is not None)
             self._reaper.end()
-            # where nobody waits and nothing wrong was handed out, the layer is just asked for again
+            # if nothing waits and nothing wrong was handed out, the layer is just asked for again
             waits = bool(self._wanted or self._unproved) and error is not self._raised
             self._error, self._raised = error if waits else None, None
             self._unproved.clear()
             self._changed.notify_all()
 
     def _forget(self, *, everything: bool) -> None:
-        """Forget what is being brought, or all that nothing computes with: it may be wrong too."""
-        for number in [*self._at] if everything else [*self._filling]:
-            self._spoiled.add(number)
-            self._drop_spoiled(number)
-        self._filling.clear()
-        self._tickets.clear()
-
-    def _drop_spoiled(self, number: int) -> None:
-        """Drop a layer that may hold wrong bytes, when nothing computes with it any more."""
-        if number in self._spoiled and not self._is_used(number):
-            self._drop(number)
+        """Forget the layers that are being filled, or all: they may be wrong too."""
+        for number, held in [*self._held.items()]:
+            held.tickets.clear()
+            if held.state is LayerState.FILLING:
+                held.unsure_nbytes = 0
+            elif not everything:
+                continue
+            held.state = LayerState.SPOILED
+            self._settle(number)
 
     def _leave_files(self, _: Any, error: BaseException | None, __: Any) -> None:
         """Wait until nothing computes on the files: once they are closed, they may change."""
@@ -462,7 +457,7 @@ class Rounds:
             self._views.close_files()
 
     def _bring(self) -> None:
-        """Bring layers until nobody has asked for one for a while."""
+        """Bring layers until none was asked for in `_IDLE_S`."""
         plan, device = self._plan, self._device
         target = SlotTarget(self._layers, self._arrived, self._sent)
         ledger = Ledger(
@@ -470,7 +465,7 @@ class Rounds:
         )
         devices = {d.device: device for d in plan.devices}
         transfer = Transfer(
-            *(plan, self._checkpoint, devices, self._changes, self._opener), refills=True
+            *(plan, self._checkpoint, devices, self._changes, open_shard), refills=True
         )
         if self._views is not None:
             target.bring = self._views.bring
@@ -487,7 +482,8 @@ class Rounds:
                 job.fail(error)
                 raise
             with self._changed:
-                self._tickets.clear()
+                for held in self._held.values():
+                    held.tickets.clear()
             crew.end()
 
     def _go_round(self, job: Job, crew: Crew, target: SlotTarget) -> None:
@@ -527,25 +523,31 @@ class Rounds:
     def _is_idle(self, since: float) -> bool:
         if _program_ends():
             return True
-        busy = self._runner is not None
-        busy = busy or bool(self._filling) or any(self._computing.values())
+        busy = self._runner is not None or self._fills()
+        busy = busy or any(self._held[number].computing for number in self._busy)
         return not busy and time.monotonic() - since >= _IDLE_S
 
     def _sent(self, unit: WorkItem, tickets: Sequence[Ticket]) -> None:
-        """The copies of a unit have been begun."""
+        """The copies of a unit have been started."""
         number = self._layer_of[unit[0].placement]
         with self._changed:
-            self._tickets[number] = [*self._tickets.get(number, ()), *tickets]
-            self._left[number] -= written_nbytes(unit)
-            if not self._left[number]:
+            held = self._held.get(number)
+            if held is None:  # forgotten
+                return
+            held.tickets += tickets
+            held.left_nbytes -= written_nbytes(unit)
+            if not held.left_nbytes:
                 self._filled(number)
 
     def _filled(self, number: int) -> None:
         """All of a layer is in its slots, or on its way there."""
         with self._changed:
-            self._filling.discard(number)
-            if not self._filling:
-                self.stats.busy_s += time.perf_counter() - self._busy_since
+            held = self._held[number]
+            if held.state is LayerState.FILLING:
+                held.state = LayerState.SENT if held.unsure_nbytes else LayerState.THERE
+                if not self._fills():
+                    self.stats.busy_s += time.perf_counter() - self._busy_since
+            self._settle(number)
             self._changed.notify_all()
 
     def _arrived(self, placements: Sequence[int]) -> None:
@@ -553,22 +555,24 @@ class Rounds:
         with self._changed:
             for placement in placements:
                 number = self._layer_of[placement]
-                self._unsure[number] -= self._plan.placements.kinds[placement].nbytes
-                if not self._unsure[number]:  # until then each use comes after them, on its stream
-                    del self._unsure[number]
+                held = self._held.get(number)
+                if held is None:  # forgotten
+                    continue
+                held.unsure_nbytes -= self._plan.placements.kinds[placement].nbytes
+                if not held.unsure_nbytes:  # until then each use comes after them, on its stream
+                    held.state = LayerState.THERE if held.state is LayerState.SENT else held.state
+                    held.tickets.clear()
                     self._unproved.discard(number)
-                    self._tickets.pop(number, None)
+                    self._settle(number)
             if self._users and self._wanted:
                 self._changed.notify_all()  # whether there will be room inside another layer
 
     def _has_computed(self, numbers: Sequence[int]) -> None:
-        """The device has ended what computed with layers: their slots can be filled."""
+        """The device has computed with layers: their slots can be filled."""
         with self._changed:
             for number in numbers:
-                self._computing[number] -= 1
-                if not self._computing[number]:
-                    del self._computing[number]
-                self._drop_spoiled(number)
+                self._held[number].computing -= 1
+                self._settle(number)
             self._changed.notify_all()
             self._wake()
 

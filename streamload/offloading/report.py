@@ -72,7 +72,7 @@ class OffloadReport:
         rounds: Rounds | None,
         overrun: str = "",
     ) -> OffloadReport:
-        """What passes and rounds did so far; None: nothing streams."""
+        """Read the counts; ``rounds`` is None if nothing streams."""
         if rounds is None:
             return cls(plan, load, timed.passes, 0, timed.seconds, {}, 0, 0.0, {}, overrun)
         stats, cache = rounds.stats, rounds.experts
@@ -109,7 +109,7 @@ class OffloadReport:
 
     @property
     def wire_share(self) -> float:
-        """Of the rate at which layers can come, what passes had; 0 where that is not known."""
+        """The share of the rate of transfers that passes had; 0 if unknown."""
         if not self.seconds or not self.wire_nbytes_per_s:
             return 0.0
         return self.read_nbytes / self.seconds / self.wire_nbytes_per_s

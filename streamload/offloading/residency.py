@@ -1,8 +1,7 @@
-"""Which layers of a model stay on a device, and which stream through slots at every pass.
+"""Choose the layers that stay on a device; the others stream through slots at every pass.
 
-Pure: names and sizes in, a decision out. Passes go round and round in one order, where keeping what
-was used last keeps what is needed latest. So a fixed set stays, spread evenly between the layers
-that stream, whose transfers hide behind what computes meanwhile.
+Passes repeat one order, in which the layer used last is needed latest. So a fixed set stays, spread
+evenly between the layers that stream, whose transfers hide behind compute.
 """
 
 from __future__ import annotations
@@ -16,12 +15,14 @@ from typing import Literal
 from streamload.core.dtypes import DType
 from streamload.core.units import round_up
 
-#: "layer": it streams through a slot where it does not stay. "rows": where it does not stay, the
-#: rows that a pass asks for are read from the file. "experts": where it does not stay, slots of a
-#: cache hold the experts that the router chose. "fixed": it stays.
+#: If it does not stay, a "layer" streams through a slot, "rows" are read from the file as a pass
+#: asks for them, and of "experts" a cache holds those that the router chose. "fixed": it stays.
 LayerKind = Literal["layer", "rows", "experts", "fixed"]
 
-# Slots that take turns: one is computed with while another is filled.
+# Tensors in a slot begin at multiples of this: what torch's allocator for CUDA rounds to. A matrix
+# product may depend on the address of its weights.
+SLOT_ALIGNMENT_NBYTES = 512
+# One slot is computed with while another is filled.
 _SLOTS = 2
 _MOST_SLOTS = 8
 # What a byte costs that nothing hides: the device waits for it, and then it for the device.
@@ -33,17 +34,10 @@ _WORTH_STREAMING = 64
 
 @dataclass(frozen=True, slots=True)
 class SlotPlaces:
-    """Where the tensors of layers lie in slots side by side.
+    """The places of layers' tensors in adjacent slots."""
 
-    Attributes:
-        starts: the first byte of each slot, a multiple of the alignment.
-        layers: dtypes and shapes of the placements of each layer.
-        alignment_nbytes: tensors in a slot begin at multiples of this.
-    """
-
-    starts: Sequence[int]
+    starts: Sequence[int]  # the first byte of each slot
     layers: Sequence[Sequence[tuple[DType, tuple[int, ...]]]]
-    alignment_nbytes: int
 
     def of(self, layer: int, slot: int) -> Iterator[tuple[int, int, DType, tuple[int, ...]]]:
         """The first byte, the last (exclusive), the dtype and the shape of each tensor."""
@@ -51,7 +45,7 @@ class SlotPlaces:
         for dtype, shape in self.layers[layer]:
             stop = at + dtype.nbytes(math.prod(shape))
             yield at, stop, dtype, shape
-            at = round_up(stop, self.alignment_nbytes)
+            at = round_up(stop, SLOT_ALIGNMENT_NBYTES)
 
     def alike(self, layer: int, slot: int) -> Hashable:
         """A key that layers share whose tensors have the same places, dtypes and shapes."""
@@ -60,27 +54,16 @@ class SlotPlaces:
 
 @dataclass(frozen=True, slots=True)
 class LayerSize:
-    """What a layer takes, in bytes.
-
-    Attributes:
-        name: its name.
-        kind: whether it can stream.
-        nbytes: in a slot.
-        resident_nbytes: where it stays, as the allocator rounds.
-        read_nbytes: what is read of the files for it.
-        experts: how many experts it has, of kind "experts".
-        chosen: how many of them a token chooses.
-        expert_nbytes: what one of them takes in a slot.
-    """
+    """Bytes of a layer."""
 
     name: str
     kind: LayerKind
-    nbytes: int
-    resident_nbytes: int
-    read_nbytes: int
+    nbytes: int  # in a slot
+    resident_nbytes: int  # if it stays, as the allocator rounds
+    read_nbytes: int  # of the files
     experts: int = 0
-    chosen: int = 0
-    expert_nbytes: int = 0
+    chosen: int = 0  # experts of a token
+    expert_nbytes: int = 0  # of one expert in a slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +102,12 @@ class Residency:
 
     @property
     def absent(self) -> set[str]:
-        """Names of the layers whose weights are not on the device between passes."""
+        """Names of the layers that are not on the device between passes."""
         return {*self.streams, *self.gathers, *self.experts}
 
     @property
     def file_nbytes(self) -> int:
-        """What the files have of all that streams, without gathered rows."""
+        """Bytes in the files of all that streams, without gathered rows."""
         return self.pass_nbytes + self.experts_nbytes
 
     @property
@@ -134,7 +117,7 @@ class Residency:
 
     @property
     def arena_nbytes(self) -> int:
-        """Bytes of all slots, which lie side by side: those of layers, and those of experts."""
+        """Bytes of all slots, of layers and of experts."""
         return self.slots * self.slot_nbytes + self.cache_nbytes + self.pad_nbytes
 
     @property
@@ -151,15 +134,7 @@ class Residency:
 
 
 def choose(layers: Sequence[LayerSize], room_nbytes: int) -> Residency | None:
-    """Decide what stays so that passes take as little time as the room allows.
-
-    Args:
-        layers: in the order in which they run.
-        room_nbytes: what layers and slots may take together.
-
-    Returns:
-        The decision; None where not even the least fits, see `least`.
-    """
+    """Decide what stays so that passes take the least time; None if not even `least` fits."""
     everything = sum(layer.resident_nbytes for layer in layers)
     if everything <= room_nbytes:
         names = tuple(layer.name for layer in layers)
@@ -206,16 +181,7 @@ def _with_experts(
 
 
 def held(layers: Sequence[LayerSize], names: Collection[str], room_nbytes: int) -> tuple[str, ...]:
-    """Layers that a memory between the files and the device keeps of those that stream.
-
-    Args:
-        layers: all, in the order in which they run.
-        names: of those that stream.
-        room_nbytes: what they may take, as they are in the files.
-
-    Returns:
-        Their names: as many bytes as there is room for, spread evenly.
-    """
+    """Streamed layers that host memory keeps, as bytes of the files, spread evenly."""
     streams = [
         replace(layer, resident_nbytes=layer.read_nbytes)
         for layer in layers
@@ -241,7 +207,7 @@ def least(layers: Sequence[LayerSize]) -> int:
 
 
 def worth_streaming(layers: Sequence[LayerSize]) -> set[str]:
-    """Names of the layers that stream where there is no room for them."""
+    """Names of the layers that stream if there is no room for them."""
     largest = max((layer.nbytes for layer in layers if layer.kind == "layer"), default=0)
     return {
         layer.name
@@ -264,7 +230,7 @@ def _arenas(layers: Sequence[LayerSize]) -> Iterator[tuple[int, int]]:
 def _sorted_out(
     layers: Sequence[LayerSize], most_nbytes: int
 ) -> tuple[list[LayerSize], list[LayerSize], list[LayerSize]]:
-    """Layers that must stay, that may stream if they have at most so many bytes, and of rows."""
+    """Layers that must stay, that may stream within so many bytes, and of rows."""
     worth = worth_streaming(layers)
     rows = [layer for layer in layers if layer.kind == "rows"]
     may = [
@@ -296,7 +262,7 @@ def _filled(
 
 
 def _rows_within(layers: Sequence[LayerSize], room_nbytes: int) -> list[LayerSize]:
-    """The embeddings that stay where there is so much room."""
+    """The embeddings that stay in so much room."""
     rows = [layer for layer in layers if layer.kind == "rows"]
     return _greedy(sorted(rows, key=lambda each: -each.resident_nbytes), room_nbytes)
 
@@ -320,7 +286,7 @@ def _decided(
 
 
 def _cost(layers: Sequence[LayerSize], found: Residency) -> float:
-    """What a pass costs, in bytes that something hides."""
+    """The cost of a pass, in bytes that compute hides."""
     streams = set(found.streams)
     return sum(
         _price(layer, found.slots, found.slot_nbytes) for layer in layers if layer.name in streams
@@ -328,7 +294,7 @@ def _cost(layers: Sequence[LayerSize], found: Residency) -> float:
 
 
 def _price(layer: LayerSize, slots: int, slot_nbytes: int) -> float:
-    """What a layer costs where it streams: more where it takes all slots, for nothing hides it."""
+    """The cost of streaming a layer: more if it takes all slots, for nothing hides it."""
     alone = -(-layer.nbytes // slot_nbytes) >= slots
     return layer.read_nbytes * (_EXPOSED if alone else 1.0)
 
@@ -336,7 +302,7 @@ def _price(layer: LayerSize, slots: int, slot_nbytes: int) -> float:
 def _kept(
     layers: Sequence[LayerSize], room_nbytes: int, prices: Mapping[str, float]
 ) -> list[LayerSize]:
-    """Those that stay of layers that may stream: those that save the most, spread evenly."""
+    """Layers that stay although they may stream: those that save most, spread evenly."""
     alike: dict[tuple[int, float], list[LayerSize]] = {}
     for layer in layers:
         alike.setdefault((layer.resident_nbytes, prices[layer.name]), []).append(layer)

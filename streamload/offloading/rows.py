@@ -21,7 +21,7 @@ class RowReader:
     def __init__(
         self, checkpoint: Checkpoint, info: TensorInfo, dst: DType, out_of_range: OutOfRange
     ) -> None:
-        """Take a tensor of whole bytes, with at least one axis; ``dst`` is what it becomes."""
+        """Take a tensor of whole bytes, with at least one axis, to be cast to ``dst``."""
         self.row_shape, self.dst = info.shape[1:], dst
         self._info = info
         self._header = checkpoint.headers[info.shard]
@@ -30,10 +30,7 @@ class RowReader:
         self._cast = make_cast(info.dtype, dst, out_of_range=out_of_range)
 
     def read(self, rows: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-        """The bytes of rows, one after the other, in the dtype that they become.
-
-        Args:
-            rows: their numbers, ascending.
+        """Read the bytes of rows, in ascending order, as ``dst``.
 
         Raises:
             CheckpointError: they cannot be read, or the file has changed.

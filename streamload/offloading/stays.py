@@ -1,4 +1,4 @@
-"""Which weights that stream have to stay: found by passes, written as patterns for ``stay=``."""
+"""Weights that cannot stream: found by passes, written as patterns for ``stay=``."""
 
 from __future__ import annotations
 
@@ -16,28 +16,21 @@ _MOST_NAMED = 4
 
 
 class Stays:
-    """The weights of a model that stream and cannot, as far as passes have shown.
+    """The weights of a model that stream and should not, as passes have shown.
 
-    A pass goes on to its end, so that it finds all of them: what it computes is not returned.
-
-    Attributes:
-        streams: the names of all weights that stream; each may have several names.
+    A pass goes on to its end, so that it finds all of them; its output is not returned.
     """
 
     def __init__(self) -> None:
         self.streams: dict[str, str] = {}  # the name in errors, by each name of a weight
-        self._kept: dict[str, str] = {}  # why each cannot stream, whatever a pass does
+        self._kept: dict[str, str] = {}  # why each cannot stream, in any pass
         self._outside: dict[str, str] = {}  # the same, of this pass
         self._fine: set[str] = set()  # those that a layer computed with, and left as they are
         self._passes = 0
 
     @contextmanager
     def a_pass(self) -> Iterator[None]:
-        """Go on where a weight cannot stream, and raise at the end.
-
-        Raises:
-            OffloadError: some weights have to stay. Names all that the pass has shown.
-        """
+        """Go on after a weight that cannot stream; raise OffloadError for all at the end."""
         self.check()
         if self._passes:  # inside of another
             yield
@@ -57,7 +50,7 @@ class Stays:
             raise self._error()
 
     def check(self) -> None:
-        """Raise OffloadError where a pass before has shown that a weight cannot stream."""
+        """Raise OffloadError if an earlier pass has shown that a weight cannot stream."""
         if self._kept and not self._passes:
             raise self._error()
 
@@ -68,20 +61,12 @@ class Stays:
     def cannot(self, name: str, reason: str, *, outside: bool = False) -> None:
         """A weight cannot stream: raise OffloadError, or at the end of the pass.
 
-        Args:
-            name: of the weight.
-            reason: of it, to go behind the name.
-            outside: a module used it that is not its layer, which another pass may not do.
+        If ``outside``, a module other than its layer used it, which another pass may not do.
         """
         (self._outside if outside else self._kept).setdefault(name, reason)
         if not self._passes:
             self._fine.clear()
             raise self._error()
-
-    @property
-    def in_pass(self) -> bool:
-        """Whether a pass goes on."""
-        return bool(self._passes)
 
     def _error(self) -> OffloadError:
         found = {**self._kept, **self._outside}
@@ -97,13 +82,7 @@ class Stays:
 
 
 def patterns(found: Iterable[str], streams: Mapping[str, str], fine: Container[str]) -> list[str]:
-    """Patterns of names that say which weights stay: those of a kind as one.
-
-    Args:
-        found: the weights that have to stay.
-        streams: all that stream: the name in ``found``, by each of their names.
-        fine: those that a layer computed with and that can stream.
-    """
+    """Patterns of the weights that have to stay, one for a kind; ``fine`` ones can stream."""
     mine = {*found}
     out: list[str] = []
     for name in found:

@@ -7,87 +7,63 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self, Unpack
+from typing import Any, Self, Unpack
 
 from streamload.checkpoint.open import Checkpoint, CheckpointLike
-from streamload.core.dtypes import BY_NAME
-from streamload.core.patterns import Patterns, Selection, check_patterns
-from streamload.core.units import parse_bytes
-from streamload.devices.base import Buffer, Device
+from streamload.core.patterns import Patterns, check_patterns
+from streamload.devices.base import Device
 from streamload.errors import OffloadError
 from streamload.loading.load import read_call, run, uncollected
 from streamload.loading.options import PlanOptions, takes
 from streamload.loading.prepare import Place
 from streamload.loading.report import Clock, LoadReport
 from streamload.offloading.groups import Step, steps_of_checkpoint
-from streamload.offloading.host import HostFile
-from streamload.offloading.layers import SlotMemory
+from streamload.offloading.layers import Slots, allocated
 from streamload.offloading.model import Timed
 from streamload.offloading.models import device_of
-from streamload.offloading.offload import begin, check_asked, load_of_stays
-from streamload.offloading.plan import OffloadPlan, decide
-from streamload.offloading.prefetch import Rounds
+from streamload.offloading.offload import OffloadAsked, Streaming, begin, load_of_stays
+from streamload.offloading.plan import OffloadPlan
+from streamload.offloading.problem import Problem
 from streamload.offloading.report import OffloadReport
 from streamload.offloading.views import FileViews
 from streamload.planning.match import wants_of
 from streamload.planning.requests import TensorRequests
 
-
-class LentSlots(SlotMemory, Protocol):
-    """Slots with a framework's tensors over them."""
-
-    def lend(self, buffers: Sequence[Buffer]) -> Sequence[Any]:
-        """What a loop gets of the buffers of a slot, until `take_back`."""
-
-    def take_back(self) -> None:
-        """The loop has gone on: what was lent is not used any more."""
-
-
-#: By framework, its `LentSlots`.
+#: By framework, its `Slots` that lend tensors.
 _SLOTS: Mapping[str, tuple[str, str]] = {
-    "host": ("streamload.offloading.host_streamed", "HostSlots"),
+    "host": ("streamload.offloading.layers", "Slots"),
     "tinygrad": ("streamload.offloading.tinygrad_modules", "LentSlots"),
     "torch": ("streamload.offloading.torch_modules", "TensorSlots"),
 }
 
 
 class _Memory:
-    """Where what streams is: slots of a framework, or views on the files."""
+    """Slots of a framework, or views on the files."""
 
     def __init__(self, framework: str) -> None:
         self._framework = framework
-        self.lent: LentSlots | None = None  # views have nothing to take back
+        self.lent: Slots | None = None  # views have nothing to take back
 
-    def slots(self, plan: OffloadPlan, device: Device) -> LentSlots:
+    def slots(self, plan: OffloadPlan, device: Device) -> Slots:
         """Allocate the slots."""
         module, kind = _SLOTS[self._framework]
-        memory = device.allocate(BY_NAME["uint8"], (plan.residency.arena_nbytes,))
-        self.lent = getattr(importlib.import_module(module), kind)(memory, plan.slot_places)
-        assert self.lent is not None
+        made: type[Slots] = getattr(importlib.import_module(module), kind)
+        self.lent = allocated(made, plan, device)
         return self.lent
 
     def views(self, plan: OffloadPlan, checkpoint: Checkpoint, device: Device) -> FileViews:
         """Map the files of what streams."""
-        assert plan.stream is not None
-        where = plan.stream, plan.layer_placements, checkpoint, device, lambda view: view
-        return FileViews(*where, keeps=plan.cached)
+        return FileViews(plan, checkpoint, device)
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A step of the loop.
-
-    Attributes:
-        name: of the step.
-        stays: tensors that stay, by name.
-        number: of the layer among those that stream; None where nothing of it does.
-        streams: which of the layer's buffers each other tensor is, by name.
-    """
+    """A step of the loop."""
 
     name: str
-    stays: Mapping[str, Any]
-    number: int | None
-    streams: Mapping[str, int]
+    stays: Mapping[str, Any]  # tensors, by name
+    number: int | None  # of the layer, if it streams
+    streams: Mapping[str, int]  # its buffers, by name
 
 
 class LayerStream:
@@ -101,24 +77,21 @@ class LayerStream:
 
     def __init__(
         self,
-        plan: OffloadPlan,
+        streaming: Streaming,
         load: LoadReport,
         steps: Sequence[Step],
         wants: TensorRequests,
-        device: Device,
-        lent: LentSlots | None,
-        rounds: Rounds | None,
-        host: HostFile | None,
+        lent: Slots | None,
     ) -> None:
-        self.plan, self.load = plan, replace(load, state_dict={})
+        self.plan, self.load = streaming.plan, replace(load, state_dict={})
         self.resident = dict(load.state_dict)
-        self._device, self._lent, self._rounds, self._host = device, lent, rounds, host
-        self._turns = [_turn(step, plan, wants, self.resident) for step in steps]
+        self._streaming, self._rounds, self._lent = streaming, streaming.rounds, lent
+        self._turns = [_turn(step, self.plan, wants, self.resident) for step in steps]
         self._timed, self._entered, self._closed = Timed(), False, False
         self._number: int | None = None  # of the layer that the loop has
         self._thread = 0  # which has it
-        if rounds is not None:
-            weakref.finalize(self, _abandon, rounds, host)
+        if streaming.rounds is not None:
+            weakref.finalize(self, _abandon, streaming)
 
     @property
     def report(self) -> OffloadReport:
@@ -164,22 +137,18 @@ class LayerStream:
         return {**turn.stays, **{name: lent[at] for name, at in turn.streams.items()}}
 
     def _take_back(self) -> None:
-        """The loop has gone on from what it has, if it has something."""
+        """End the use of the loop's layer, if it has one."""
         number = self._number
         if number is None:
             return
         self._check_thread()
         assert self._rounds is not None
         self._number = None
-        ticket = None
         try:
             if self._lent is not None:
                 self._lent.take_back()
         finally:
-            try:
-                ticket = self._device.mark()
-            finally:
-                self._rounds.release(number, ticket)
+            self._rounds.release(number)
 
     def _check_thread(self) -> None:
         if self._number is not None and self._thread != threading.get_ident():
@@ -187,7 +156,7 @@ class LayerStream:
             raise OffloadError(f"another thread has {name}: let one thread run a loop over layers")
 
     def close(self) -> None:
-        """End the streaming, and give all memory back. Nothing where it was closed.
+        """End the streaming, and give all memory back; does nothing if it was closed.
 
         Raises:
             OffloadError: another thread has a layer.
@@ -197,10 +166,7 @@ class LayerStream:
             self._take_back()
         finally:
             self._closed = True
-            if self._rounds is not None:
-                self._rounds.close("these layers were closed")
-            if self._host is not None:
-                self._host.close()
+            self._streaming.close("these layers were closed")
             self._turns.clear()
             self.resident.clear()
 
@@ -224,9 +190,8 @@ def stream_layers(
 ) -> LayerStream:
     """Stream the layers of a checkpoint through a budget, for a loop of your own over them.
 
-    What fits stays on the device. The other layers take turns in slots of it, whose addresses stay,
-    and the next are on their way while you compute. A loop is one pass, in the order in which
-    layers run:
+    Layers that fit stay on the device. The others share slots of it, at fixed addresses, and the
+    next are on their way while you compute. A loop is one pass, in the order in which layers run:
 
         for name, tensors in streamload.stream_layers("Llama-3-8B/", budget="3GB", device="cuda:0"):
             x = layer(x, tensors)
@@ -238,11 +203,11 @@ def stream_layers(
                 for name, tensors in layers:
                     ...
 
-    The tensors of a layer are valid until the next step: its slot goes to another layer then. What
-    the device was given to do before that is waited for; what tinygrad has still to compute with
-    them is computed. Tensors that stay are in ``resident`` all the time.
+    The tensors of a layer are valid until the next step: its slot goes to another layer then. Work
+    queued on the device before that is waited for; tinygrad computes its pending graphs of them.
+    Tensors that stay are in ``resident`` all the time.
 
-    What is outside of layers has steps of its own: "embedding" first, "head" last (with the norm
+    Tensors outside of layers have steps of their own: "embedding" first, "head" last (with the norm
     before it), the ends of inner stacks in between ("encoder.block end"), and without any layers
     one for each tensor. A head that is tied gets the embedding's tensor, which stays.
 
@@ -256,51 +221,46 @@ def stream_layers(
         **options: see `LoadOptions`.
 
     Returns:
-        What gives (name, tensors by name) in a loop, with the framework's tensors. Where the loop
-        ends, is left, or raises, threads end and memory goes back: at once, or at the end of the
-        ``with`` block.
+        An iterable of (name, tensors by name), with the framework's tensors. When the loop ends, is
+        left, or raises, threads end and memory goes back: at once, or at the end of the ``with``
+        block.
 
     Raises:
         PlanInfeasibleError: not even the largest layer and what must stay fit; before any data is
             read or any memory is allocated.
-        CheckpointError: the checkpoint is invalid, or does not tell how much ``tokens`` take; at a
-            step, a file cannot be read or has changed.
+        CheckpointError: the checkpoint is invalid, or cannot size ``tokens``; at a step, a file
+            cannot be read or has changed.
         UnsupportedCastError: a dtype cannot be cast or held.
         OffloadError: at a step, it is closed, or another thread has a layer.
-        DeviceError: the device is not there, does not work, or failed.
+        DeviceError: the device is absent, does not work, or failed.
         ValueError: an argument is invalid.
     """
     clock = Clock()
-    kept = check_asked(tokens, stay, options)
+    asked = OffloadAsked.read(tokens, stay, layers, host, options)
     with uncollected():
         checkpoint, read, found = read_call(path, **options)
         fill, _, tied = found
         place = Place.look(None, checkpoint, read, options["device"])
         (device,) = place.devices.opened.values()
         wants = wants_of(checkpoint, fill)
-        check_patterns("stay", kept, wants.names)
-        spec, cast = device_of(place, read, wants)
-        sizes = wants.nbytes(read.policy, spec.native_bf16)
-        patterns = Selection.parse(layers).select
-        steps, groups = steps_of_checkpoint(wants, sizes, tied, kept, patterns)
-        made = decide(
-            *(read, checkpoint, wants, spec, groups, cast),
-            tokens=tokens,
-            host_nbytes=parse_bytes(host),
+        check_patterns("stay", asked.stay, wants.names)
+        spec = device_of(place, read, wants)
+        problem = Problem(
+            *(read, checkpoint, wants, spec), tokens=tokens, host_nbytes=asked.host_nbytes
         )
-        stays = {*made.residency.stays}
-        names = [wants.names[at] for group in groups if group.name in stays for at in group.wants]
-        decided = load_of_stays(made, place, checkpoint, read, found, names)
+        steps, groups = steps_of_checkpoint(wants, problem.nbytes, tied, asked.stay, asked.layers)
+        made = replace(problem, groups=groups).decide()
+        decided = load_of_stays(made, problem, place, found)
     report = run(decided, False, clock)
     memory = _Memory(place.devices.framework.name)
-    made, rounds, kept_file = begin(made, checkpoint, wants, spec, device, memory, read)
-    return LayerStream(made, report, steps, wants, device, memory.lent, rounds, kept_file)
+    streaming = begin(made, problem, device, memory)
+    return LayerStream(streaming, report, steps, wants, memory.lent)
 
 
 def _turn(
     step: Step, plan: OffloadPlan, wants: TensorRequests, resident: Mapping[str, Any]
 ) -> _Turn:
-    """A step, where its tensors are."""
+    """The places of a step's tensors."""
     streams = plan.residency.streams
     number = streams.index(step.name) if step.name in streams else None
     place: dict[str, int] = {}
@@ -314,8 +274,9 @@ def _turn(
     return _Turn(step.name, stays, number, lent)
 
 
-def _abandon(rounds: Rounds, host: HostFile | None) -> None:
-    """Nobody refers to the layers any more."""
-    rounds.abandon()
-    if host is not None:
-        host.close()
+def _abandon(streaming: Streaming) -> None:
+    """Nothing refers to the layers any more."""
+    if streaming.rounds is not None:
+        streaming.rounds.abandon()
+    if streaming.host is not None:
+        streaming.host.close()

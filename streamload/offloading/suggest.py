@@ -1,12 +1,10 @@
-"""What to write where something does not fit, and its layers would stream.
-
-It decides as `offload` does, so what it says is not refused.
-"""
+"""Suggest the call of `offload` for a model that does not fit, decided as `offload` does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from streamload.core.units import format_bytes
@@ -14,18 +12,17 @@ from streamload.errors import Fit, PlanInfeasibleError, StreamloadError
 from streamload.loading.load import InfeasibleLoad, InfeasiblePlan
 from streamload.loading.options import DEFAULTS
 from streamload.loading.prepare import Options
-from streamload.offloading.groups import Group, finer_layers, groups_of_checkpoint
+from streamload.offloading.groups import groups_of_checkpoint
 from streamload.offloading.models import adapter_of, device_of
-from streamload.offloading.plan import OffloadPlan, decide, engine_of
+from streamload.offloading.plan import OffloadPlan
+from streamload.offloading.problem import Problem
 from streamload.planning.match import wants_of
-from streamload.planning.requests import TensorRequests
 
 #: The calls that are named.
 OFFLOAD, PLAN_OFFLOAD = "streamload.offload", "streamload.plan_offload"
 
 _MOST_WRITTEN = 60  # characters of an argument that is written out
 _PLAIN = (str, int, float, bool)
-_FINER_TRIES = 2  # modules in layers, and modules in those
 
 
 def suggest_offload(call: InfeasibleLoad | InfeasiblePlan) -> list[Fit]:
@@ -34,69 +31,27 @@ def suggest_offload(call: InfeasibleLoad | InfeasiblePlan) -> list[Fit]:
 
 
 def _of_load(call: InfeasibleLoad) -> list[Fit]:
-    error, place, options, wants = call.error, call.place, call.options, call.wants
-    if not _may_stream(error, options, [*place.devices.opened]):
+    place, options, checkpoint = call.place, call.options, call.checkpoint
+    if not _may_stream(call.error, options, [*place.devices.opened]):
         return []
     with suppress(StreamloadError):
-        spec, cast = device_of(place, options, wants)
-        adapter = adapter_of(place, call.match)
-        sizes = wants.nbytes(options.policy, spec.native_bf16)
-        groups = adapter.groups(call.checkpoint, wants, sizes, (), options.changes.by_tensor)
-        made = decide(
-            *(options, call.checkpoint, wants, spec, groups, cast),
-            held_nbytes=place.held.get(spec.name, 0),
-        )
-        return _said(OFFLOAD, "model, ", call.given, made)
+        spec = device_of(place, options, call.wants)
+        held_nbytes = place.held.get(spec.name, 0)
+        problem = Problem(options, checkpoint, call.wants, spec, held_nbytes=held_nbytes)
+        groups = adapter_of(place, call.match).groups(problem, ())
+        return _said(OFFLOAD, "model, ", call.given, replace(problem, groups=groups).decide())
     return []
 
 
-def planned_by_layers(
-    layers: Sequence[str],
-    grouped: Callable[[Sequence[str]], Sequence[Group]],
-    planned: Callable[[Sequence[Group]], OffloadPlan],
-    wants: TensorRequests,
-    nbytes: Sequence[int],
-) -> OffloadPlan:
-    """Plan to offload; if it does not fit, the error names smaller layers with which it does.
-
-    Args:
-        layers: patterns of names of modules that are layers.
-        grouped: gives the layers of such patterns.
-        planned: plans with these.
-        wants: all parameters.
-        nbytes: of each on the device.
-
-    Raises:
-        PlanInfeasibleError: not even the least fits.
-    """
-    groups = grouped(layers)
-    try:
-        return planned(groups)
-    except PlanInfeasibleError as error:
-        fits: list[Fit] = []
-        for _ in range(_FINER_TRIES):
-            patterns = [*finer_layers(groups, wants, nbytes)]
-            if fits or not patterns:
-                break
-            with suppress(StreamloadError):
-                groups = grouped(patterns)
-                needed = format_bytes(planned(groups).needed_nbytes)
-                said = repr(patterns if len(patterns) > 1 else patterns[0])
-                fits = [Fit("layers", f"={said}", needed)]
-        raise error.suggesting(fits) from None
-
-
 def _of_plan(call: InfeasiblePlan) -> list[Fit]:
-    error, checkpoint, options, spec = call.error, call.checkpoint, call.options, call.spec
-    if not _may_stream(error, options, [spec.name]):
+    checkpoint, options, spec = call.checkpoint, call.options, call.spec
+    if not _may_stream(call.error, options, [spec.name]):
         return []
     with suppress(StreamloadError):
         fill, _, tied = call.found
-        wants = wants_of(checkpoint, fill)
-        sizes = wants.nbytes(options.policy, spec.native_bf16)
-        groups = groups_of_checkpoint(wants, sizes, tied, config=checkpoint.config)
-        made = decide(options, checkpoint, wants, spec, groups, engine_of(options))
-        return _said(PLAN_OFFLOAD, "", call.given, made)
+        problem = Problem(options, checkpoint, wants_of(checkpoint, fill), spec)
+        groups = groups_of_checkpoint(problem.wants, problem.nbytes, tied, config=checkpoint.config)
+        return _said(PLAN_OFFLOAD, "", call.given, replace(problem, groups=groups).decide())
     return []
 
 

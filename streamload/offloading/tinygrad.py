@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from tinygrad import Tensor, dtypes, nn
 
-from streamload.core.dtypes import BY_NAME, DType
-from streamload.devices.base import Device, Parameter
+from streamload.core.dtypes import DType
+from streamload.devices.base import Device
 from streamload.devices.tinygrad.linear import walk
 from streamload.devices.tinygrad.tensors import TO_TINYGRAD, TinygradParameter
 from streamload.errors import OffloadError
+from streamload.offloading.layers import allocated
 from streamload.offloading.model import ModelAdapter, Timed
 from streamload.offloading.overrun import TokenRoom, tokens_of
 from streamload.offloading.plan import OffloadPlan
@@ -31,45 +33,31 @@ from streamload.offloading.tinygrad_modules import (
 from streamload.planning.requests import TensorRequests
 
 
-class TinygradModel(ModelAdapter):
+class TinygradModel(ModelAdapter[TinygradParameter]):
     """A model, whose layers are objects in it that are called."""
 
     def __init__(
-        self, model: Any, parameters: Mapping[str, Parameter], layers: Sequence[str] = ()
+        self, model: Any, parameters: Mapping[str, Any], layers: Sequence[str] = ()
     ) -> None:
         """Look at a model; see `ModelAdapter`.
 
         Raises:
             OffloadError: it is a dict of tensors, or sharded.
         """
-        super().__init__(parameters, layers)
-        self._model = model
-        self._parameters: dict[str, TinygradParameter] = {}
-        for name, parameter in parameters.items():
-            assert isinstance(parameter, TinygradParameter), name
-            self._parameters[name] = parameter
-        self._modules: dict[str, Any] = {}
+        modules: dict[str, Any] = {}
         for prefix, module in walk(model, JIT):
-            self._modules.setdefault(prefix.removesuffix("."), module)
+            modules.setdefault(prefix.removesuffix("."), module)
+        super().__init__(model, parameters, modules, layers)
         if not can_be_wrapped(model):
             raise OffloadError(
                 f"a model of tinygrad that is offloaded is an object that is called, not a "
                 f"{type(model).__name__}: its layers are brought when they are called"
             )
-        self._emptied: list[str] = []
         self._slots: TinygradSlots | None = None
         self._device: Device | None = None
         self._set_aside: SetAside | None = None
 
     # --- deciding -----------------------------------------------------------------------------
-
-    def parameter(self, name: str) -> Parameter:
-        """A parameter by its name in plans."""
-        return self._parameters[name]
-
-    def module(self, name: str) -> Any:
-        """An object in the model, by the beginning of its tensors' names."""
-        return self._modules.get(name)
 
     def can_stream(self, module: Any) -> bool:
         """Whether it is called."""
@@ -86,25 +74,15 @@ class TinygradModel(ModelAdapter):
     # --- running ------------------------------------------------------------------------------
 
     def empty(self, plan: OffloadPlan, wants: TensorRequests) -> None:
-        """Let go of what streams, and of what TinyJits captured with it."""
+        """Free all that streams, and the captures of TinyJits."""
         if plan.residency.streams or plan.residency.gathers:
             layers = [self._modules[name] for name in (*plan.residency.streams, *plan.bounded)]
             self._set_aside = SetAside(self._model, layers)
         super().empty(plan, wants)
 
-    def empty_parameter(self, name: str) -> str:
-        """Let go of what the model holds of it."""
-        reason = self._parameters[name].release()
-        if not reason:
-            self._emptied.append(name)
-        return reason
-
     def slots(self, plan: OffloadPlan, device: Device) -> TinygradSlots:
         """Allocate the slots."""
-        found = plan.residency
-        memory = device.allocate(BY_NAME["uint8"], (found.arena_nbytes,))
-        self._device = device
-        self._slots = TinygradSlots(memory, plan.slot_places)
+        self._device, self._slots = device, allocated(TinygradSlots, plan, device)
         return self._slots
 
     def begin_streaming(
@@ -124,38 +102,29 @@ class TinygradModel(ModelAdapter):
             self._wrap(Layer(self._modules[name], tensors))
 
     def stream_layer(
-        self,
-        name: str,
-        number: int,
-        weights: Sequence[tuple[int, str]],
-        rounds: Rounds,
-        device: Device,
+        self, name: str, number: int, weights: Sequence[tuple[int, str]], rounds: Rounds
     ) -> None:
         """Let an object bring its weights."""
         assert self._slots is not None
         places = [(at, self._parameters[weight].tensors) for at, weight in weights]
         module = self._modules[name]
-        self._wrap(StreamedLayer(name, module, number, places, rounds, self._slots, device.mark))
+        self._wrap(StreamedLayer(name, module, number, places, rounds, self._slots))
 
-    def gather_rows(self, name: str, weight: str, reader: RowReader, device: Device) -> None:
+    def gather_rows(self, name: str, reader: RowReader, device: Device) -> None:
         """Let an embedding read its rows."""
-        module = self._modules[name]
-        self._wrap(GatheredEmbedding(name, module, reader.read, reader.dst, device))
+        self._wrap(GatheredEmbedding(name, self._modules[name], reader, device))
 
     def end_putting(self, plan: OffloadPlan, rounds: Rounds | None) -> None:
         """Count passes."""
-        self._wrap(Pass(self._model, self.timed, self.room))
+        self._wrap(Pass(self._model, self.room, self.timed))
 
     def watch(self) -> None:
         """Count the tokens of passes."""
-        self._wrap(Watched(self._model, self.room))
+        self._wrap(Pass(self._model, self.room))
 
     def take_out(self) -> None:
-        """Let the model be as a load that failed leaves it: what streamed holds nothing."""
+        """Restore objects as after a failed load: weights that streamed hold nothing."""
         super().take_out()
-        for name in self._emptied:
-            self._parameters[name].invalidate(keep=False)
-        self._emptied.clear()
         if self._set_aside is not None:
             self._set_aside.put_back()
             self._set_aside = None
@@ -164,36 +133,23 @@ class TinygradModel(ModelAdapter):
             self._device.trim()
 
 
-class Watched(Wrapped):
-    """A model, whose tokens are counted. Its cache is its own, and is not seen."""
+class Pass(Wrapped):
+    """A model's call: counts tokens, and passes if layers stream. Its own cache is not seen."""
 
-    def __init__(self, model: Any, room: TokenRoom) -> None:
-        """Change nothing yet."""
+    def __init__(self, model: Any, room: TokenRoom, timed: Timed | None = None) -> None:
+        """Change nothing yet; ``timed``: its passes, None if nothing streams."""
         super().__init__(model)
-        self._room = room
+        self._room, self._timed = room, timed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Count, and compute."""
-        if self._room:
-            given = {f"{at}": each for at, each in enumerate((*args, *kwargs.values()))}
-            tokens, _ = tokens_of(given, _has_integers)
-            self._room.see(tokens, 0)
-        return super().__call__(*args, **kwargs)
+        with nullcontext() if self._timed is None else self._timed.a_pass():
+            if self._room:
+                given = {f"{at}": each for at, each in enumerate((*args, *kwargs.values()))}
+                tokens, _ = tokens_of(given, _has_integers)
+                self._room.see(tokens, 0)
+            return super().__call__(*args, **kwargs)
 
 
 def _has_integers(value: Any) -> bool:
     return isinstance(value, Tensor) and dtypes.is_int(value.dtype)
-
-
-class Pass(Watched):
-    """A model, whose calls are counted."""
-
-    def __init__(self, model: Any, timed: Timed, room: TokenRoom) -> None:
-        """Change nothing yet."""
-        super().__init__(model, room)
-        self._timed = timed
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute, and take the time."""
-        with self._timed.a_pass():
-            return super().__call__(*args, **kwargs)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tinygrad
@@ -21,13 +21,15 @@ from tinygrad.engine.realize import capturing
 from tinygrad.tensor import all_tensors
 from tinygrad.uop.ops import Ops, UOp
 
-from streamload.core.dtypes import DType
-from streamload.devices.base import Device, Ticket
+from streamload.devices.base import Device
 from streamload.devices.tinygrad.buffers import AbsentBuffer
 from streamload.devices.tinygrad.linear import put_into, walk
 from streamload.devices.tinygrad.tensors import ALLOCATORS, TO_TINYGRAD, backend_of, has, over
 from streamload.errors import AllocationError, OffloadError
+from streamload.offloading.layers import Slots
+from streamload.offloading.prefetch import Rounds
 from streamload.offloading.residency import SlotPlaces
+from streamload.offloading.rows import RowReader
 
 #: The class of TinyJits.
 JIT = type(TinyJit(lambda: None))
@@ -36,25 +38,21 @@ JIT = type(TinyJit(lambda: None))
 # --- slots ----------------------------------------------------------------------------------------
 
 
-class TinygradSlots:
-    """Slots of a device side by side, in one piece of memory."""
+class TinygradSlots(Slots):
+    """Buffers of tinygrad over slots."""
 
     def __init__(self, memory: Buffer, places: SlotPlaces) -> None:
         """Take the bytes of all slots."""
-        self._memory, self._places = memory, places
+        super().__init__(memory, places)
         self._made: dict[Any, tuple[list[Buffer], list[UOp]]] = {}
-        view_of(memory, 0, memory.nbytes, memory.dtype)  # else the device has no views: say so now
-
-    def to_fill(self, layer: int, slot: int) -> Sequence[Buffer]:
-        """The same."""
-        return self.buffers(layer, slot)
+        view_of(memory, 0, memory.nbytes, memory.dtype)  # raises now if the device has no views
 
     def buffers(self, layer: int, slot: int) -> Sequence[Buffer]:
         """Buffers over the slot's memory; the same objects for layers that are alike."""
         return self._of(layer, slot)[0]
 
     def graphs(self, buffers: Sequence[Buffer]) -> Sequence[UOp]:
-        """What weights stand on in these buffers of a slot; the same objects each time."""
+        """Graphs of weights over these buffers of a slot; the same objects each time."""
         return next(graphs for made, graphs in self._made.values() if made is buffers)
 
     def _of(self, layer: int, slot: int) -> tuple[list[Buffer], list[UOp]]:
@@ -71,11 +69,11 @@ class TinygradSlots:
     def close(self) -> None:
         """Let go of the memory; TinyJits of layers may still hold some of it."""
         self._made.clear()
-        del self._memory
+        super().close()
 
 
 class LentSlots(TinygradSlots):
-    """The same, with tensors for loops of a user's own."""
+    """Tensors over slots, for loops of a user's own."""
 
     _lent: tuple[Sequence[Tensor], Sequence[UOp]] = (), ()
 
@@ -88,7 +86,7 @@ class LentSlots(TinygradSlots):
         return tensors
 
     def take_back(self) -> None:
-        """Compute all that waits for what was lent, which raises from now on when it is used."""
+        """Compute all that waits for lent tensors, which raise when used from now on."""
         (tensors, graphs), self._lent = self._lent, ((), ())
         for tensor in tensors:
             shape = tuple(map(int, tensor.shape))
@@ -162,7 +160,7 @@ class Wrapped:
         self._module.__class__ = self._class
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Do what the object does."""
+        """Call the object's own class."""
         return self._class.__call__(self._module, *args, **kwargs)
 
 
@@ -191,16 +189,6 @@ class Layer(Wrapped):
                 settle({tensor.uop.base for tensor in self._weights})
 
 
-class Source(Protocol):
-    """Where the weights of layers come from."""
-
-    def acquire(self, number: int) -> Sequence[Buffer]:
-        """Wait for those of a layer."""
-
-    def release(self, number: int, ticket: Ticket | None) -> None:
-        """They are not needed any more, when a ticket's work has ended."""
-
-
 class StreamedLayer(Wrapped):
     """Brings a layer's weights while it is called."""
 
@@ -210,26 +198,14 @@ class StreamedLayer(Wrapped):
         module: Any,
         number: int,
         places: Sequence[tuple[int, Sequence[Tensor]]],
-        source: Source,
+        rounds: Rounds,
         slots: TinygradSlots,
-        mark: Callable[[], Ticket | None],
     ) -> None:
-        """Change nothing yet.
-
-        Args:
-            name: of the layer.
-            module: what is called.
-            number: of the layer.
-            places: the tensors of each weight, by the number of its buffer.
-            source: of the weights.
-            slots: where they are.
-            mark: gives a ticket of what was queued.
-        """
+        """Change nothing yet; ``places``: the tensors of each weight, by its buffer's number."""
         super().__init__(module)
         self._name, self._number = name, number
-        self._source, self._slots, self._mark = source, slots, mark
-        self._places = [(at, tensor) for at, tensors in places for tensor in tensors]
-        self._absent = [tensor.uop for _, tensor in self._places]
+        self._rounds, self._slots = rounds, slots
+        self._places = [(at, each, each.uop) for at, tensors in places for each in tensors]
         self._captured: dict[tuple[int, int], tuple[Any, int, Any]] = {}  # by TinyJit and slot
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -239,33 +215,29 @@ class StreamedLayer(Wrapped):
             raise OffloadError(
                 "a model that is offloaded cannot be trained: run it without Context(TRAINING=1)"
             )
-        for (_, tensor), absent in zip(self._places, self._absent, strict=True):
+        for _, tensor, absent in self._places:
             if tensor.uop is not absent:
                 raise OffloadError(
                     f"a weight of {self._name} was written while the model is offloaded, and the "
                     "layer would not see it: close() the model first"
                 )
-        buffers = self._source.acquire(self._number)
-        ticket = None
+        buffers = self._rounds.acquire(self._number)
         try:
             with self._there(buffers):
                 return super().__call__(*args, **kwargs)
         finally:
-            try:
-                ticket = self._mark()
-            finally:
-                self._source.release(self._number, ticket)
+            self._rounds.release(self._number)
 
     @contextmanager
     def _there(self, buffers: Sequence[Buffer]) -> Iterator[None]:
         graphs = self._slots.graphs(buffers)
         try:
-            for at, tensor in self._places:
+            for at, tensor, _ in self._places:
                 tensor.uop = _shaped(graphs[at], tensor)
             with self._jits(id(buffers)):
                 yield
         finally:
-            for (_, tensor), absent in zip(self._places, self._absent, strict=True):
+            for _, tensor, absent in self._places:
                 tensor.uop = absent
             settle({graph.base for graph in graphs}, copy=True)
 
@@ -290,28 +262,13 @@ class StreamedLayer(Wrapped):
 class GatheredEmbedding(Wrapped):
     """Reads the rows that an embedding is asked for from the file."""
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Embedding,
-        rows: Callable[[Sequence[int]], np.ndarray[Any, np.dtype[np.uint8]]],
-        dtype: DType,
-        device: Device,
-    ) -> None:
-        """Change nothing yet.
-
-        Args:
-            name: of the embedding.
-            module: the embedding.
-            rows: gives bytes of rows of the weight by their numbers, which ascend.
-            dtype: of the rows.
-            device: where they go.
-        """
+    def __init__(self, name: str, module: nn.Embedding, reader: RowReader, device: Device) -> None:
+        """Change nothing yet; ``device``: where the rows go."""
         super().__init__(module)
-        self._name, self._rows, self._dtype, self._device = name, rows, dtype, device
+        self._name, self._reader, self._device = name, reader, device
 
     def __call__(self, idx: Tensor) -> Tensor:
-        """Embed. Where the shape of ``idx`` has bound variables, that of the result has values."""
+        """Embed; bound variables in the shape of ``idx`` become values in the result's."""
         refuse_capture(self._name)
         graph, values = idx.uop.unbind_all()
         if values:
@@ -319,10 +276,11 @@ class GatheredEmbedding(Wrapped):
         dim = int(self._module.weight.shape[1])
         ids = np.array(idx.tolist(), np.int64).reshape(-1)
         asked, inverse = np.unique(ids, return_inverse=True)
-        rows = self._rows(asked.tolist()).reshape(len(asked), self._dtype.nbytes(dim))
+        dtype = self._reader.dst
+        rows = self._reader.read(asked.tolist()).reshape(len(asked), dtype.nbytes(dim))
         found = rows[inverse].reshape(-1)
         shape = *map(int, idx.shape), dim
-        buffer = self._device.allocate(self._dtype, shape)
+        buffer = self._device.allocate(dtype, shape)
         if found.nbytes:
             staging = self._device.staging(found.nbytes)
             try:
@@ -330,7 +288,7 @@ class GatheredEmbedding(Wrapped):
                 self._device.copy(staging, 0, found.nbytes, buffer, 0).wait()
             finally:
                 staging.close()
-        return Tensor(over(buffer, self._dtype, shape))
+        return Tensor(over(buffer, dtype, shape))
 
 
 def is_training() -> bool:
@@ -340,7 +298,7 @@ def is_training() -> bool:
 
 
 def refuse_capture(name: str) -> None:
-    """Raise OffloadError where a TinyJit captures more than a layer."""
+    """Raise OffloadError if a TinyJit captures more than a layer."""
     if capturing:
         raise OffloadError(
             f"a TinyJit captures {name}, whose weights would not be brought when it is run again: "
@@ -352,12 +310,10 @@ def refuse_capture(name: str) -> None:
 
 
 def settle(weights: set[UOp], *, copy: bool = False) -> None:
-    """Compute all tensors, wherever they are, that wait for some memory.
+    """Compute all tensors that wait for some memory.
 
-    Args:
-        weights: the memory.
-        copy: tensors that are that memory, or views of it, get memory of their own. Those that
-            cannot be computed raise when they are used: they would have values of another layer.
+    With ``copy``, tensors over it get memory of their own, and those that cannot be computed raise
+    when they are used: they would have values of another layer.
     """
     found = _reaching(weights)
     if not copy:
@@ -384,7 +340,7 @@ def settle(weights: set[UOp], *, copy: bool = False) -> None:
 
 
 def _reaching(memory: Collection[UOp]) -> list[Tensor]:
-    """All tensors whose values, or graphs, are of some memory."""
+    """All tensors whose values or graphs use some memory."""
     reached: dict[UOp, bool] = {}
 
     def is_new(node: UOp) -> bool:

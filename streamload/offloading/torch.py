@@ -11,15 +11,17 @@ import torch
 from torch import nn
 
 from streamload.checkpoint.open import Checkpoint
-from streamload.core.dtypes import BY_NAME, DType
-from streamload.devices.base import Device, Parameter
+from streamload.core.dtypes import DType
+from streamload.devices.base import Device
 from streamload.devices.torch.tensors import TO_TORCH, TorchParameter, parts_of, unwrapped_names
 from streamload.errors import OffloadError
-from streamload.offloading.groups import Group, rows_of_experts
+from streamload.offloading.groups import LayerGroup, rows_of_experts
+from streamload.offloading.layers import allocated
 from streamload.offloading.model import ModelAdapter, Timed
 from streamload.offloading.overrun import TokenRoom, tokens_of
 from streamload.offloading.plan import OffloadPlan
 from streamload.offloading.prefetch import Rounds
+from streamload.offloading.problem import Problem
 from streamload.offloading.rows import RowReader
 from streamload.offloading.stays import Stays
 from streamload.offloading.torch_experts import (
@@ -46,21 +48,15 @@ from streamload.offloading.torch_modules import (
     used_elsewhere,
 )
 from streamload.offloading.views import FileViews
-from streamload.planning.requests import TensorRequests
 
 
-class TorchModel(ModelAdapter):
+class TorchModel(ModelAdapter[TorchParameter]):
     """A module, whose layers are modules in it."""
 
     def __init__(
-        self, model: Any, parameters: Mapping[str, Parameter], layers: Sequence[str] = ()
+        self, model: Any, parameters: Mapping[str, Any], layers: Sequence[str] = ()
     ) -> None:
-        """Look at a module.
-
-        Args:
-            model: the module.
-            parameters: those that are filled, by the names that plans have.
-            layers: patterns of names of modules that are layers.
+        """Look at a module; see `ModelAdapter`.
 
         Raises:
             OffloadError: it is no module, is offloaded already, or is sharded.
@@ -70,30 +66,16 @@ class TorchModel(ModelAdapter):
                 f"a model of torch that is offloaded is a module, not a {type(model).__name__}: "
                 "its layers are brought when their modules compute"
             )
-        super().__init__(parameters, layers)
-        self._model = model
-        self._parameters: dict[str, TorchParameter] = {}
-        for name, parameter in parameters.items():
-            assert isinstance(parameter, TorchParameter), name
-            self._parameters[name] = parameter
-        self._modules = modules_by_name(model, unwrapped_names(model))
+        modules = modules_by_name(model, unwrapped_names(model))
+        super().__init__(model, parameters, modules, layers)
         self._elsewhere, self._looked_at = used_elsewhere(model), looked_at(model)
         self._parts = {(id(m._buffers), key) for m in model.modules() for key in parts_of(m)}
-        self._absent: list[tuple[str, list[Any]]] = []  # what streams, and what it was
-        self._refusals: Refusals | None = None
+        self._before: dict[str, list[Any]] = {}  # tensors of parameters that stream
         self._trains = any(parameter.requires_grad for parameter in model.parameters())
         self._stays = Stays()
         self._sums: dict[str, Sums] = {}  # by module of experts that stay in the file
 
     # --- deciding -----------------------------------------------------------------------------
-
-    def parameter(self, name: str) -> Parameter:
-        """A parameter by its name in plans."""
-        return self._parameters[name]
-
-    def module(self, name: str) -> nn.Module | None:
-        """A module by its name without wrappers."""
-        return self._modules.get(name)
 
     def can_stream(self, module: Any) -> bool:
         """Whether it has a ``forward`` that nothing goes round."""
@@ -110,7 +92,7 @@ class TorchModel(ModelAdapter):
         return type(module).forward is nn.Embedding.forward and "forward" not in module.__dict__
 
     def must_stay(self, name: str) -> bool:
-        """Whether it is no weight, or is looked at where its module does not compute."""
+        """Whether it is no weight, or others read it while its module does not compute."""
         slots = self._parameters[name].slots
         return not all(
             (isinstance(container[key], nn.Parameter) or (id(container), key) in self._parts)
@@ -118,18 +100,15 @@ class TorchModel(ModelAdapter):
             for container, key in slots
         )
 
-    def experts(
-        self, wants: TensorRequests, stay: Sequence[str], changed: Mapping[str, Any]
-    ) -> list[Group]:
-        """Those that transformers keeps fused, where each computes as is known."""
+    def experts(self, problem: Problem, stay: Sequence[str]) -> list[LayerGroup]:
+        """Those that transformers keeps fused, if each computes in a known form."""
+        wants = problem.wants
         place = {name: at for at, name in enumerate(wants.names)}
         known: dict[Any, Sums | None] = {}  # those of a model are alike
         groups, others = [], []
         for name, module in self._modules.items():
             count = number_of_experts(module)
-            numbers = (
-                [place.get(f"{name}.{key}", -1) for key in module._parameters] if count else []
-            )
+            numbers = [place.get(f"{name}.{key}", -1) for key in module._parameters if count]
             if not count or all(self.stays(wants.names[at], stay) for at in numbers if at >= 0):
                 continue
             key = type(module), *(tuple(each.shape) for each in module.parameters())
@@ -137,13 +116,13 @@ class TorchModel(ModelAdapter):
                 known[key] = sums_of(module)
             sums = known[key]
             if sums is None or not all(
-                at >= 0 and self._is_expert(wants, at, count, stay, changed) for at in numbers
+                at >= 0 and self._is_expert(problem, at, count, stay) for at in numbers
             ):
                 others.append(name)
                 continue
             self._sums[name] = sums
             chosen = number_chosen(module)
-            groups.append(Group(name, tuple(numbers), "experts", "", count, chosen))
+            groups.append(LayerGroup(name, tuple(numbers), "experts", "", count, chosen))
         if others:
             self.notes.append(
                 f"experts of {others[0]}{' and others' if len(others) > 1 else ''} stream with "
@@ -151,54 +130,36 @@ class TorchModel(ModelAdapter):
             )
         return groups
 
-    def _is_expert(
-        self,
-        wants: TensorRequests,
-        at: int,
-        count: int,
-        stay: Sequence[str],
-        changed: Mapping[str, Any],
-    ) -> bool:
+    def _is_expert(self, problem: Problem, at: int, count: int, stay: Sequence[str]) -> bool:
         """Whether a parameter's experts can be read one by one."""
-        parameter, want, src = self._parameters[wants.names[at]], wants[at], wants.srcs[at]
+        want, src = problem.wants[at], problem.wants.srcs[at]
+        parameter = self._parameters[want.name]
         plain = src.bits >= 8 and not src.is_packed and len(parameter.names) == 1
-        own = plain and not self.stays(wants.names[at], stay)
+        own = plain and not self.stays(want.name, stay)
+        changed = problem.options.changes.by_tensor
         unchanged = not any(row.tensor in changed for row in want.source)
         return own and unchanged and rows_of_experts(want, count) is not None
 
     # --- running ------------------------------------------------------------------------------
 
-    def empty_parameter(self, name: str) -> str:
-        """Let go of what the model holds of it, and remember what that was."""
-        parameter = self._parameters[name]
-        reason = parameter.release()
-        if not reason:
-            self._absent.append((name, [c[key] for c, key in parameter.slots]))
-        return reason
-
     def slots(self, plan: OffloadPlan, device: Device) -> TorchSlots:
         """Allocate the slots."""
-        found = plan.residency
-        memory = device.allocate(BY_NAME["uint8"], (found.arena_nbytes,))
-        return TorchSlots(memory, plan.slot_places)
+        return allocated(TorchSlots, plan, device)
 
     def views(self, plan: OffloadPlan, checkpoint: Checkpoint, device: Device) -> FileViews:
         """Map the files of what streams."""
-        assert plan.stream is not None
-        return FileViews(
-            *(plan.stream, plan.layer_placements, checkpoint, device, weight_of),
-            keeps=plan.cached,
-        )
+        return FileViews(plan, checkpoint, device, weight_of)
 
     def begin_streaming(
         self, plan: OffloadPlan, dtypes: Mapping[str, DType], device: Device
     ) -> None:
-        """Let parameters without memory stand for what streams."""
+        """Put parameters without memory in place of those that stream."""
         where = torch.device(device.info.name)
-        for name, (before, *_) in self._absent:
+        for name in self._emptied:
             parameter, dtype = self._parameters[name], TO_TORCH[dtypes[name].name]
+            before = self._before[name] = [held[key] for held, key in parameter.slots]
             first, *_ = parameter.names
-            trains = before.requires_grad and dtype.is_floating_point
+            trains = before[0].requires_grad and dtype.is_floating_point
             kind = parameter.shape, dtype, where
             absent = StreamedParameter(first, *kind, requires_grad=trains, stays=self._stays)
             self._stays.streams.update(dict.fromkeys(parameter.names, first))
@@ -206,53 +167,40 @@ class TorchModel(ModelAdapter):
                 container[key] = absent  # what is tied stays one object
 
     def stream_layer(
-        self,
-        name: str,
-        number: int,
-        weights: Sequence[tuple[int, str]],
-        rounds: Rounds,
-        device: Device,
+        self, name: str, number: int, weights: Sequence[tuple[int, str]], rounds: Rounds
     ) -> None:
         """Let a module bring its weights."""
-        inside = {id(m) for m in self._modules[name].modules()}
-        places = [(at, slot) for at, weight in weights for slot in self._slots_in(weight, inside)]
-        how = places, rounds, device.mark, self._stays
-        self._wrap(StreamedModule(self._modules[name], number, *how))
-
-    def _slots_in(self, name: str, modules: set[int]) -> list[Any]:
-        """The places of a parameter in some modules."""
-        mine = [module for module in self._model.modules() if id(module) in modules]
-        inside = {id(held) for module in mine for held in (module._parameters, module._buffers)}
-        return [slot for slot in self._parameters[name].slots if id(slot[0]) in inside]
+        module = self._modules[name]
+        inside = {id(held) for m in module.modules() for held in (m._parameters, m._buffers)}
+        places = [
+            (at, slot)
+            for at, weight in weights
+            for slot in self._parameters[weight].slots
+            if id(slot[0]) in inside
+        ]
+        self._wrap(StreamedModule(module, number, places, rounds, self._stays))
 
     def stream_experts(
-        self,
-        name: str,
-        number: int,
-        weights: Sequence[Mapping[str, int]],
-        rounds: Rounds,
-        device: Device,
+        self, name: str, number: int, weights: Sequence[Mapping[str, int]], rounds: Rounds
     ) -> None:
         """Let a module of experts bring those that the router chose."""
         places = [{key.rpartition(".")[2]: at for key, at in each.items()} for each in weights]
-        how = self._sums[name], places, rounds.experts.together, rounds, device.mark
-        self._wrap(StreamedExperts(self._modules[name], number, *how))
+        experts = StreamedExperts(self._modules[name], number, self._sums[name], places, rounds)
+        self._wrap(experts)
 
-    def gather_rows(self, name: str, weight: str, reader: RowReader, device: Device) -> None:
+    def gather_rows(self, name: str, reader: RowReader, device: Device) -> None:
         """Let an embedding read its rows."""
-        module = self._modules[name]
-        assert isinstance(module, nn.Embedding), name
         where, dtype = torch.device(device.info.name), TO_TORCH[reader.dst.name]
 
         def rows(numbers: Sequence[int]) -> torch.Tensor:
             found = torch.from_numpy(reader.read(numbers)).view(dtype)
             return found.view(len(numbers), *reader.row_shape).to(where)
 
-        self._wrap(GatheredEmbedding(module, rows))
+        self._wrap(GatheredEmbedding(self._modules[name], rows))
 
     def end_putting(self, plan: OffloadPlan, rounds: Rounds | None) -> None:
         """Count passes, and refuse what cannot be."""
-        self._wrap(Pass(self._model, self.room, self.timed, self._stays, self._trains))
+        self._wrap(Pass(self._model, self.timed, self.room, self._stays, trains=self._trains))
         self._watch_encoder()
         absent = plan.residency.absent
         holders = [
@@ -260,8 +208,7 @@ class TorchModel(ModelAdapter):
             for name, module in self._modules.items()
             if any(not name or each == name or each.startswith(f"{name}.") for each in absent)
         ]
-        self._refusals = Refusals([self._model, *holders])
-        self._refusals.put()
+        self._wrap(Refusals([self._model, *holders]))
         if rounds is not None:
             weakref.finalize(self._model, rounds.abandon)
         self._modules = {}  # the model may go, and this not
@@ -269,7 +216,7 @@ class TorchModel(ModelAdapter):
 
     def watch(self) -> None:
         """Count the tokens of passes."""
-        self._wrap(Watched(self._model, self.room))
+        self._wrap(Pass(self._model, self.timed, self.room))
         self._watch_encoder()
 
     def _watch_encoder(self) -> None:
@@ -277,44 +224,61 @@ class TorchModel(ModelAdapter):
         if getattr(getattr(self._model, "config", None), "is_encoder_decoder", False):
             encoder = self._model.get_encoder()
             if encoder is not self._model:
-                self._wrap(Watched(encoder, self.room, has_cache=False))
+                self._wrap(Pass(encoder, self.timed, self.room, has_cache=False))
 
     def take_out(self) -> None:
-        """Let the model be as a load that failed leaves it: what streamed holds nothing."""
-        if self._refusals is not None:
-            self._refusals.take_out()
-            self._refusals = None
-        super().take_out()
-        for name, before in self._absent:
-            parameter = self._parameters[name]
-            for (container, key), value in zip(parameter.slots, before, strict=True):
+        """Restore modules as after a failed load: weights that streamed hold nothing."""
+        for name in self._emptied:
+            slots = self._parameters[name].slots
+            before = self._before.get(name) or [held[key] for held, key in slots]
+            for (container, key), value in zip(slots, before, strict=True):
                 container[key] = value
                 if value.device.type != "meta":
                     let_go(value)
-            parameter.invalidate(keep=False)
-        self._absent.clear()
+        self._before.clear()
+        super().take_out()
 
 
-class Watched(Wrapped):
-    """The ``forward`` of a model, whose tokens are counted."""
+class Pass(Wrapped):
+    """The ``forward`` of a model: counts tokens, and passes if layers stream."""
 
-    def __init__(self, model: nn.Module, room: TokenRoom, *, has_cache: bool = True) -> None:
-        """Change nothing yet; ``has_cache``: the KV cache has the tokens, too."""
+    def __init__(
+        self,
+        model: nn.Module,
+        timed: Timed,
+        room: TokenRoom,
+        stays: Stays | None = None,
+        *,
+        trains: bool = False,
+        has_cache: bool = True,
+    ) -> None:
+        """Change nothing yet; ``stays`` is None if nothing streams.
+
+        ``trains``: it had parameters that can be trained. ``has_cache``: the KV cache has its
+        tokens, too.
+        """
         super().__init__(model)
-        self._room, self._signature = room, inspect.signature(self._own())
-        self._has_cache = has_cache
+        self._timed, self._room, self._stays = timed, room, stays
+        self._trains, self._has_cache = trains, has_cache
+        self._signature = inspect.signature(self._own())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Count, and compute."""
+        """Compute, and take the time. No graph is kept: it would hold what layers computed."""
+        if self._stays is None:
+            self._see(args, kwargs)
+            return self._own()(*args, **kwargs)
+        refuse_training(self._module)
         self._see(args, kwargs)
-        return self._own()(*args, **kwargs)
+        with self._timed.a_pass(), self._stays.a_pass(), torch.no_grad():
+            found = self._own()(*args, **kwargs)
+        return no_backward(found) if self._trains and torch.is_grad_enabled() else found
 
     def _see(self, args: Any, kwargs: Any) -> None:
         if not self._room:
             return
         try:
             given = self._signature.bind_partial(*args, **kwargs).arguments
-        except TypeError:  # the model itself says what is wrong with them
+        except TypeError:  # the model raises for them
             return
         named: dict[str, Any] = {}
         for name, value in given.items():
@@ -333,22 +297,3 @@ class Watched(Wrapped):
 
 def _has_integers(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
-
-
-class Pass(Watched):
-    """The ``forward`` of a model, whose calls are counted."""
-
-    def __init__(
-        self, model: nn.Module, room: TokenRoom, timed: Timed, stays: Stays, trains: bool
-    ) -> None:
-        """Change nothing yet; ``trains``: it had parameters that can be trained."""
-        super().__init__(model, room)
-        self._timed, self._stays, self._trains = timed, stays, trains
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute, and take the time. No graph is kept: it would hold what layers computed."""
-        refuse_training(self._module)
-        self._see(args, kwargs)
-        with self._timed.a_pass(), self._stays.a_pass(), torch.no_grad():
-            found = self._own()(*args, **kwargs)
-        return no_backward(found) if self._trains and torch.is_grad_enabled() else found

@@ -1,11 +1,10 @@
-"""transformers' fused experts whose weights stay in the file: those that the router chose come.
+"""Stream the chosen experts of transformers' fused experts.
 
 The classes that transformers registers (`use_experts_implementation`) have all experts of a layer
-in one tensor for each projection, and an "eager" implementation: a loop over the chosen experts.
-What stands here is that loop, with the same arithmetic in the same order. It asks for all experts
-that the router chose at once, which is the one wait for the device, and computes with them a few at
-a time while others come. Where the configuration names "grouped_mm", each is a group of that.
-Whether a class computes so is tried on small weights.
+in one tensor for each projection, and an "eager" loop over the chosen experts. This is that loop,
+with the same arithmetic in the same order. It asks for all chosen experts at once, the one wait for
+the device, and computes with a few while others come. If the configuration names "grouped_mm", each
+is a group of that. Small weights show whether a class computes so.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ import math
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from streamload.offloading.prefetch import Rounds
 from streamload.offloading.torch_modules import Wrapped, refuse_training
 from streamload.planning.room import experts_chosen
 
@@ -28,22 +28,6 @@ from streamload.planning.room import experts_chosen
 Sums = Literal["states", "float32", "weights", "grouped"]
 
 _TRIED = 4  # small experts, of which tokens choose three: sums of two round alike in all dtypes
-
-
-class ExpertSource(Protocol):
-    """Where the weights of experts come from."""
-
-    def ask(self, layer: int, chosen: Sequence[int]) -> None:
-        """Say which ones a layer needs, in its order."""
-
-    def acquire_experts(self, layer: int, chosen: Sequence[int]) -> Sequence[Sequence[Any]]:
-        """Wait for the weights of some of these."""
-
-    def release_experts(self, layer: int, chosen: Sequence[int], ticket: Any) -> None:
-        """They are not needed any more, when a ticket's work has ended."""
-
-    def end_asking(self) -> None:
-        """The layer needs no more."""
 
 
 def number_of_experts(module: nn.Module) -> int:
@@ -62,7 +46,7 @@ def number_chosen(module: nn.Module) -> int:
 
 
 def sums_of(module: nn.Module) -> Sums | None:
-    """How fused experts add their outputs; None where they do not compute as it is known here."""
+    """How fused experts add their outputs; None if they compute in no known form."""
     eager = getattr(type(module).forward, "__wrapped__", None)
     if eager is None or not hasattr(module, "_apply_gate"):
         return None
@@ -94,7 +78,7 @@ def _grouped_mm() -> Callable[..., torch.Tensor]:
 
 
 def _sizes(module: nn.Module) -> Callable[[int], int]:
-    """Small sizes in the place of those of a module's weights, in the same proportions."""
+    """Map sizes of a module's weights to small ones, in proportion."""
     shapes = [each.shape[1:] for each in module._parameters.values() if each is not None]
     divisor = math.gcd(*(n for shape in shapes for n in shape))
     scale = min(divisor, 8)  # grouped_mm wants rows of whole 16 bytes
@@ -150,16 +134,10 @@ def computed(
     weights: torch.Tensor,
     give: _Give,
 ) -> torch.Tensor:
-    """What transformers' eager implementation computes, or its "grouped_mm".
+    """Compute as transformers' eager implementation does, or its "grouped_mm".
 
-    Args:
-        module: of the experts.
-        sums: how it adds their outputs.
-        states: of shape (tokens, width).
-        choices: numbers of the experts that tokens choose, of shape (tokens, chosen). Those that
-            the module does not have are left out.
-        weights: of the choices.
-        give: gives the weights of experts, in the order in which it is asked.
+    ``states`` are (tokens, width), ``choices`` the experts of each token, (tokens, chosen), of
+    which unknown ones are left out, ``weights`` theirs; ``give`` yields experts in order.
     """
     if sums == "grouped":
         return _computed_grouped(module, states, choices, weights, give)
@@ -193,7 +171,7 @@ def _computed_grouped(
     weights: torch.Tensor,
     give: _Give,
 ) -> torch.Tensor:
-    """The same by "grouped_mm": a group of it for each expert, and sums of all of a token's."""
+    """Compute by "grouped_mm": a group for each expert, and sums over a token's."""
     grouped, flat = _grouped_mm(), choices.reshape(-1)
     _, order = torch.sort(flat)  # as it sorts them
     numbers, mine = order // choices.shape[-1], _parts(flat)
@@ -220,7 +198,7 @@ def _add(
     token: torch.Tensor,
     place: torch.Tensor,
 ) -> None:
-    """Add what one expert makes of some tokens; ``place``: of its weights among theirs."""
+    """Add one expert's output for some tokens; ``place``: of its weight among theirs."""
     up = "gate_up_proj" if module.has_gate else "up_proj"
     found = _project(module, states[token], own, up)
     found = module._apply_gate(found) if module.has_gate else module.act_fn(found)
@@ -246,24 +224,11 @@ class StreamedExperts(Wrapped):
         layer: int,
         sums: Sums,
         places: Sequence[dict[str, int]],
-        together: int,
-        source: ExpertSource,
-        mark: Callable[[], Any],
+        rounds: Rounds,
     ) -> None:
-        """Change nothing yet.
-
-        Args:
-            module: of the experts.
-            layer: its number among those that have experts.
-            sums: how it adds their outputs.
-            places: for each expert by the module's names, the number of the buffer.
-            together: how many experts are computed with while others come.
-            source: of the weights.
-            mark: gives a ticket of what was queued.
-        """
+        """Change nothing yet; ``places``: for each expert, buffers by the module's names."""
         super().__init__(module)
-        self._layer, self._sums, self._places = layer, sums, places
-        self._together, self._source, self._mark = together, source, mark
+        self._layer, self._sums, self._places, self._rounds = layer, sums, places, rounds
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -277,21 +242,18 @@ class StreamedExperts(Wrapped):
 
     def _give(self, chosen: Sequence[int]) -> _Given:
         """Experts one after the other, a few of them in use while others come."""
-        self._source.ask(self._layer, chosen)
+        together = self._rounds.experts.together
+        self._rounds.ask(self._layer, chosen)
         try:
-            for at in range(0, len(chosen), self._together):
-                yield from self._some(chosen[at : at + self._together])
+            for at in range(0, len(chosen), together):
+                yield from self._some(chosen[at : at + together])
         finally:
-            self._source.end_asking()
+            self._rounds.end_asking()
 
     def _some(self, chosen: Sequence[int]) -> _Given:
-        ticket = None
         try:  # from here on: some of them may be there where it raises
-            buffers = self._source.acquire_experts(self._layer, chosen)
+            buffers = self._rounds.acquire_experts(self._layer, chosen)
             for expert, own in zip(chosen, buffers, strict=True):
                 yield expert, {name: own[at] for name, at in self._places[expert].items()}
         finally:
-            try:
-                ticket = self._mark()
-            finally:
-                self._source.release_experts(self._layer, chosen, ticket)
+            self._rounds.release_experts(self._layer, chosen)

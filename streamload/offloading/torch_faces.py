@@ -30,13 +30,7 @@ class Face:
     def __init__(
         self, method: Callable[[], Any], call: Callable[..., Any], refusal: str = ""
     ) -> None:
-        """Make one.
-
-        Args:
-            method: returns the method. It must not keep the object, which would keep it too.
-            call: what is called.
-            refusal: why it is neither copied nor pickled.
-        """
+        """Call ``call`` for the method that ``method`` returns, which must not keep the object."""
         own = {"_method": method, "_call": call, "_refusal": refusal, "_function": None}
         for name, value in own.items():
             object.__setattr__(self, name, value)
@@ -46,40 +40,38 @@ class Face:
             return object.__getattribute__(self, name)
         if name == "_torchdynamo_disable":  # dynamo would go round it, into the method's code
             return True
-        method = _get(self, "_method")()
+        method = object.__getattribute__(self, "_method")()
         if name != "__func__":
             return getattr(method, name)
-        function = _get(self, "_function")
+        function = object.__getattribute__(self, "_function")
         if function is None:  # one object each time: packages keep weak references to it
-            function = _function_of(method, _get(self, "_call"), _get(self, "_refusal"))
+            call, refusal = (object.__getattribute__(self, each) for each in ("_call", "_refusal"))
+            function = _function_of(method, call, refusal)
             object.__setattr__(self, "_function", function)
         return function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call what is called instead."""
-        return _get(self, "_call")(*args, **kwargs)
+        return object.__getattribute__(self, "_call")(*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
-        other = _get(other, "_method")() if type(other) is Face else other
-        return bool(_get(self, "_method")() == other)
+        other = object.__getattribute__(other, "_method")() if type(other) is Face else other
+        return bool(object.__getattribute__(self, "_method")() == other)
 
     def __hash__(self) -> int:
-        return hash(_get(self, "_method")())
+        return hash(object.__getattribute__(self, "_method")())
 
     def __repr__(self) -> str:
-        return repr(_get(self, "_method")())
+        return repr(object.__getattribute__(self, "_method")())
 
     def __dir__(self) -> list[str]:
-        return dir(_get(self, "_method")())
+        return dir(object.__getattribute__(self, "_method")())
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise OffloadError(_get(self, "_refusal"))
+        raise OffloadError(object.__getattribute__(self, "_refusal"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise OffloadError(_get(self, "_refusal"))
-
-
-_get = object.__getattribute__
+        raise OffloadError(object.__getattribute__(self, "_refusal"))
 
 
 def _function_of(method: Any, call: Callable[..., Any], refusal: str) -> Face:

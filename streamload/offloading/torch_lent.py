@@ -1,4 +1,4 @@
-"""Weights that modules have for a call, and what they did with them."""
+"""Weights that modules have for a call, and checks that they leave them as they are."""
 
 from __future__ import annotations
 
@@ -13,27 +13,19 @@ from torch import nn
 
 _LENT = "_streamload_lent"  # on a weight that a module has for a call: what it was
 
-# What torch.compile says of a tensor, whatever it holds.
+# torch.compile's attributes of a tensor, for any values.
 _OF_COMPILE = ("_dynamo_static_input_type", "_dynamo_dynamic_indices")
 
 
 @dataclass(frozen=True, slots=True)
 class _Lent:
-    """What a weight was when a module got it.
-
-    Attributes:
-        address: where its memory begins.
-        version: how often it was written by operators of torch.
-        uses: how many references tensors and Python have to its storage.
-        home: a tensor over that memory.
-        left: how many more a traceback may have; counted again until there are none.
-    """
+    """A weight as a module got it."""
 
     address: int
-    version: int
-    uses: int
-    home: torch.Tensor
-    left: int = 0
+    version: int  # counts torch's writes
+    uses: int  # references of tensors and Python to its storage
+    home: torch.Tensor  # over its memory
+    left: int = 0  # references that a traceback may have; counted again until there are none
 
     @classmethod
     def of(cls, weight: torch.Tensor, home: torch.Tensor) -> _Lent:
@@ -44,7 +36,7 @@ class _Lent:
 
 
 def weight_of(tensor: torch.Tensor) -> nn.Parameter:
-    """What a module gets of a weight for a call; nothing else may refer to the tensor's storage."""
+    """The parameter that a module gets for a call; nothing else may refer to its storage."""
     with torch.inference_mode(False), torch.no_grad():
         made = nn.Parameter(tensor, requires_grad=False)
     del tensor
@@ -58,11 +50,9 @@ def is_lent(value: object) -> bool:
 
 
 def lend(weight: torch.Tensor, stands: torch.Tensor) -> None:
-    """Remember what a weight is, when it is first lent: from then on modules give it back so.
+    """Remember a weight when it is first lent; layers that are alike get the same one.
 
-    Args:
-        weight: what a module gets; layers that are alike get the same.
-        stands: what stands in its place otherwise. Kernels are chosen by ``requires_grad``, too.
+    ``stands`` stands in its place otherwise: kernels are chosen by ``requires_grad``, too.
     """
     if weight.requires_grad != stands.requires_grad:
         weight.requires_grad_(stands.requires_grad)
@@ -105,7 +95,7 @@ def kept_in(module: nn.Module, weights: Sequence[torch.Tensor]) -> set[int]:
 
 
 def take_back(weight: torch.Tensor) -> None:
-    """Let a weight be what was lent, whatever a module did: the next layer has the same object."""
+    """Restore a lent weight: the next layer has the same object."""
     was: _Lent | None = getattr(weight, _LENT, None)
     if was is not None and weight.data_ptr() != was.address:
         weight.data = was.home
@@ -132,12 +122,7 @@ def is_kept(weights: Sequence[torch.Tensor], at: int, before: int) -> bool:
 
 
 def why_kept(weight: Any, given: torch.Tensor) -> str:
-    """What a module did with a weight that it had for a call, or "": its memory is another's next.
-
-    Args:
-        weight: what the module has.
-        given: what it was given.
-    """
+    """What a module that has ``weight`` did with the one that it was given, or ""."""
     if weight is not given:
         return "puts another tensor in its place"
     was: _Lent = getattr(given, _LENT)

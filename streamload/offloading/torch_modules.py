@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -20,6 +20,8 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from streamload.devices.parameters import Slot
 from streamload.devices.torch.tensors import TO_TORCH, changes_nothing
 from streamload.errors import OffloadError
+from streamload.offloading.layers import Slots
+from streamload.offloading.prefetch import Rounds
 from streamload.offloading.residency import SlotPlaces
 from streamload.offloading.stays import Stays
 from streamload.offloading.torch_faces import Face
@@ -36,7 +38,7 @@ from streamload.offloading.torch_lent import (
     why_kept,
 )
 
-# What may be asked of a weight that is not there: what it is.
+# Functions that need no values of a weight.
 _ASKED = frozenset(
     (
         "__get__", "__set__", "__repr__", "dim", "element_size", "is_complex", "is_floating_point",
@@ -47,7 +49,7 @@ _ASKED = frozenset(
 )  # fmt: skip
 
 
-# Where recurrent modules keep their weights beside their parameters.
+# Attributes of recurrent modules with their weights.
 _LISTS = ("_flat_weights", "_flat_weight_refs")
 
 # Functions that write into their first argument.
@@ -58,10 +60,7 @@ _VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 
 
 class StreamedParameter(torch.Tensor):
-    """What stands in a module for a weight that is brought when the module computes.
-
-    It has a shape, a dtype and a device, and no memory.
-    """
+    """Stands for a weight that comes when its module computes; has a shape, and no memory."""
 
     _streamload_streamed: str
     _streamload_stays: Stays | None
@@ -78,10 +77,7 @@ class StreamedParameter(torch.Tensor):
         requires_grad: bool = False,
         stays: Stays | None = None,
     ) -> StreamedParameter:
-        """Make one of a name for errors, which says of ``requires_grad`` what the weight would.
-
-        Who uses it is told to ``stays``; without it, that raises.
-        """
+        """Make one, with a name for errors; ``stays`` collects its uses, which raise without it."""
         made: StreamedParameter = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
         )
@@ -130,7 +126,7 @@ class StreamedParameter(torch.Tensor):
 
 
 def _zeros(what: str, weight: StreamedParameter) -> torch.Tensor:
-    """Zeros without memory for a weight that is used where it is not here: the pass will raise."""
+    """Zeros without memory for a weight used outside of its layer: the pass will raise."""
     stays = weight._streamload_stays
     reason = (
         f"streams from its file when its layer computes, and is not here now ({what}): a model "
@@ -149,9 +145,9 @@ def zeros_like(weight: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def stood_in(model: nn.Module) -> Iterator[None]:
-    """Let zeros without memory stand for weights that stream, where a package initialises others.
+    """Put zeros without memory, marked as initialised, in place of weights that stream.
 
-    They say that they are initialised, as transformers asks.
+    A package that initialises the others of a model passes over them.
     """
     zeros: dict[int, nn.Parameter] = {}
     own: dict[int, StreamedParameter] = {}
@@ -171,7 +167,7 @@ def stood_in(model: nn.Module) -> Iterator[None]:
 
 
 def _entries(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """Where all parameters and buffers of a model are, and what is there."""
+    """The containers, keys and values of a model's parameters and buffers."""
     return [
         (container, key, value)
         for module in model.modules()
@@ -180,12 +176,12 @@ def _entries(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
     ]
 
 
-class TorchSlots:
-    """Slots of a device side by side, in one piece of memory."""
+class TorchSlots(Slots):
+    """Parameters of torch over slots."""
 
     def __init__(self, memory: torch.Tensor, places: SlotPlaces) -> None:
         """Take a flat uint8 tensor of all slots."""
-        self._memory, self._places = memory, places
+        super().__init__(memory, places)
         self._views: dict[Any, list[torch.Tensor]] = {}
         self._plain: dict[Any, list[torch.Tensor]] = {}
 
@@ -198,7 +194,7 @@ class TorchSlots:
         return self._views[key]
 
     def to_fill(self, layer: int, slot: int) -> Sequence[torch.Tensor]:
-        """The same memory for those who fill it: modules' references to weights are counted."""
+        """The same memory for workers: modules' references to weights are counted."""
         key = self._places.alike(layer, slot)
         if key not in self._plain:
             self._plain[key] = [each.detach() for each in self.buffers(layer, slot)]
@@ -210,7 +206,7 @@ class TorchSlots:
             yield self._held(flat.view(shape))
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a module holds of a tensor in a slot: a storage that tells who refers to it."""
+        """A parameter over a tensor in a slot, whose storage counts references."""
         own = from_dlpack(to_dlpack(tensor.reshape(-1).view(torch.uint8)))
         return weight_of(own.view(tensor.dtype).view(tensor.shape))
 
@@ -225,33 +221,23 @@ class TorchSlots:
 
 
 class TensorSlots(TorchSlots):
-    """The same, of plain tensors, for loops of a user's own."""
+    """Plain tensors over slots, for loops of a user's own."""
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
     def lend(self, buffers: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """What a loop gets of the buffers of a slot, until `take_back`."""
+        """Return the buffers, until `take_back`."""
         refuse_capture()
         return buffers
 
     def take_back(self) -> None:
-        """Let a ``backward`` that needs what was lent raise: it would read the next layer."""
+        """Make a ``backward`` that needs lent tensors raise: it would read the next layer."""
         torch.autograd.graph.increment_version(self._memory)
 
 
-class Source(Protocol):
-    """Where the weights of layers come from."""
-
-    def acquire(self, number: int) -> Sequence[torch.Tensor]:
-        """Wait for those of a layer."""
-
-    def release(self, number: int, ticket: Any) -> None:
-        """They are not needed any more, when a ticket's work has ended."""
-
-
 def refuse_capture() -> None:
-    """Raise OffloadError where what is computed is recorded, to be run again without us."""
+    """Raise OffloadError while computation is recorded: a replay would not bring weights."""
     proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     if torch.jit.is_tracing() or proxies or captured:
@@ -321,7 +307,7 @@ class Wrapped:
 
 
 def refuse_training(module: nn.Module) -> None:
-    """Raise OffloadError where gradients are wanted of a module that is trained."""
+    """Raise OffloadError if gradients are wanted of a module in training."""
     if module.training and torch.is_grad_enabled():
         raise OffloadError(
             "a model that is offloaded cannot be trained: call model.eval(), or run it under "
@@ -330,7 +316,7 @@ def refuse_training(module: nn.Module) -> None:
 
 
 class _NoBackward(torch.autograd.Function):
-    """What a model computes, of which nobody can ask for gradients."""
+    """An output that refuses gradients."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
@@ -347,7 +333,7 @@ class _NoBackward(torch.autograd.Function):
 
 
 def no_backward(found: Any) -> Any:
-    """What a model gave, with tensors that refuse ``backward``: else it would do part of it."""
+    """A model's output, with tensors that refuse ``backward``, which would do half."""
     if isinstance(found, torch.Tensor):
         if not found.is_floating_point() or found.requires_grad:
             return found
@@ -369,24 +355,13 @@ class StreamedModule(Wrapped):
         module: nn.Module,
         number: int,
         places: Sequence[tuple[int, Slot]],
-        source: Source,
-        mark: Callable[[], Any],
+        rounds: Rounds,
         stays: Stays,
     ) -> None:
-        """Change nothing yet.
-
-        Args:
-            module: of the layer.
-            number: of the layer.
-            places: where the module has each of its weights: number of the buffer, and place.
-            source: of the weights.
-            mark: gives a ticket of what was queued.
-            stays: is told which weights cannot stream.
-        """
+        """Change nothing yet; ``places``: the buffer's number and the place of each weight."""
         super().__init__(module)
-        self._number, self._source, self._mark = number, source, mark
-        self._places = [(at, container, key) for at, (container, key) in places]
-        self._absent = [container[key] for _, container, key in self._places]
+        self._number, self._rounds = number, rounds
+        self._places = [(at, held, key, held[key]) for at, (held, key) in places]
         self._stays = stays
         self._listed = WeakSet(m for m in module.modules() if isinstance(m, nn.RNNBase))
 
@@ -401,11 +376,11 @@ class StreamedModule(Wrapped):
         self._stays.check()
         before, buffers, ended = list[Any](), list[torch.Tensor](), False
         try:  # from here on: Ctrl-C may come as soon as the layer is there
-            buffers = [*self._source.acquire(self._number)]  # raises where another thread has it
-            before = [container[key] for _, container, key in self._places]
-            for had, absent in zip(before, self._absent, strict=True):
+            buffers = [*self._rounds.acquire(self._number)]  # raises where another thread has it
+            before = [container[key] for _, container, key, _ in self._places]
+            for had, (*_, absent) in zip(before, self._places, strict=True):
                 self._check(had, absent)
-            for (at, container, key), absent in zip(self._places, self._absent, strict=True):
+            for at, container, key, absent in self._places:
                 lend(buffers[at], absent)
                 container[key] = buffers[at]
             counts = [references(buffers, at) for at in range(len(buffers))]
@@ -415,18 +390,14 @@ class StreamedModule(Wrapped):
             self._check_given_back(buffers, counts)
         finally:
             try:
-                for (_, container, key), had in zip(self._places, before, strict=bool(before)):
+                for (_, container, key, _), had in zip(self._places, before, strict=bool(before)):
                     container[key] = had
                 for buffer in buffers:
                     take_back(buffer)
                 if not ended and not any(map(is_lent, before)):  # else it runs inside of itself
                     self._check_attributes(buffers)
             finally:
-                ticket = None
-                try:
-                    ticket = self._mark()
-                finally:
-                    self._source.release(self._number, ticket)
+                self._rounds.release(self._number)
 
     @contextmanager
     def _lists(self) -> Iterator[None]:
@@ -439,16 +410,15 @@ class StreamedModule(Wrapped):
                 each.__dict__.update(before)
 
     def _check_given_back(self, buffers: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
-        """Tell of weights that are not as they were: the next pass would not see that."""
-        for (at, container, key), absent in zip(self._places, self._absent, strict=True):
+        """Report weights that changed: the next pass would not notice."""
+        for at, container, key, absent in self._places:
             problem = why_kept(container.get(key), buffers[at])
             if not problem and is_kept(buffers, at, counts[at]):
                 problem = "keeps or gives it"
-            name = absent._streamload_streamed
-            if not problem:
-                self._stays.fine(name)
-                continue
-            self._cannot(name, problem)
+            if problem:
+                self._cannot(absent, problem)
+            else:
+                self._stays.fine(absent._streamload_streamed)
 
     def _check_attributes(self, buffers: Sequence[torch.Tensor]) -> None:
         """Report weights that attributes keep after an error, whose traceback refers to others."""
@@ -456,17 +426,18 @@ class StreamedModule(Wrapped):
             return
         kept = kept_in(self._module, buffers)
         after_error(buffers)
-        for (at, _, _), absent in zip(self._places, self._absent, strict=True):
+        for at, _, _, absent in self._places:
             if at in kept:
-                self._cannot(absent._streamload_streamed, "keeps it or a view of it")
+                self._cannot(absent, "keeps it or a view of it")
 
-    def _cannot(self, name: str, problem: str) -> None:
+    def _cannot(self, absent: Any, problem: str) -> None:
         """Report a weight that is not as it was."""
         said = f"streams, and {type(self._module).__name__} {problem} when it computes"
+        name = absent._streamload_streamed
         self._stays.cannot(name, f"{said}; the memory is another layer's next")
 
     def _check(self, had: Any, absent: Any) -> None:
-        """Tell of what stands in the place of a weight, and was not put there."""
+        """Report another tensor in place of a weight."""
         if not isinstance(had, StreamedParameter) and not is_lent(had):
             reason = (
                 "streams, and something has put another tensor in its place, which would not be "
@@ -477,7 +448,7 @@ class StreamedModule(Wrapped):
 
 @contextmanager
 def without_autocast_cache() -> Iterator[None]:
-    """Let autocast keep no casts of what changes: it knows weights by their objects."""
+    """Keep autocast from caching casts: it knows weights by their objects."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -490,12 +461,7 @@ class GatheredEmbedding(Wrapped):
     """Reads the rows that an embedding is asked for from the file."""
 
     def __init__(self, module: nn.Embedding, rows: Callable[[Sequence[int]], torch.Tensor]) -> None:
-        """Change nothing yet.
-
-        Args:
-            module: the embedding.
-            rows: gives rows of the weight, on the device, by their numbers.
-        """
+        """Change nothing yet; ``rows`` reads rows of the weight, on the device."""
         super().__init__(module)
         self._rows = rows
 
@@ -509,7 +475,7 @@ class GatheredEmbedding(Wrapped):
 
 
 class Refusals:
-    """What a model that is offloaded does not do: each method says so, before it does half."""
+    """Methods of an offloaded model that raise OffloadError, before they do half."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         """Change nothing yet; ``models``: the model, and its modules that hold layers."""
@@ -573,7 +539,7 @@ def computes(module: nn.Module) -> bool:
 
 
 def used_elsewhere(model: nn.Module) -> set[int]:
-    """Ids of modules whose weights others use without calling them."""
+    """Ids of modules whose weights other modules use without calling them."""
     found: set[int] = set()
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention):
@@ -582,10 +548,9 @@ def used_elsewhere(model: nn.Module) -> set[int]:
 
 
 def looked_at(model: nn.Module) -> set[int]:
-    """Ids of the dicts of parameters that others look at before they call what has these.
+    """Ids of the dicts of parameters that other modules read before they call their module.
 
-    `nn.TransformerEncoder` looks at its first layer's, and packs padded sequences where these are
-    plain tensors: what it gives at the padding depends on that.
+    `nn.TransformerEncoder` packs padded sequences if its first layer's are plain tensors.
     """
     encoders = (m for m in model.modules() if isinstance(m, nn.TransformerEncoder))
     nested = (m for m in encoders if m.enable_nested_tensor and len(m.layers))
@@ -593,6 +558,6 @@ def looked_at(model: nn.Module) -> set[int]:
 
 
 def let_go(tensor: torch.Tensor) -> None:
-    """Free a tensor's memory, whoever refers to it."""
+    """Free a tensor's memory, even if others refer to it."""
     with suppress(RuntimeError):
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

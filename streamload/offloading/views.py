@@ -28,6 +28,7 @@ from streamload.errors import CheckpointError
 from streamload.files.header import unreadable
 from streamload.files.local import Reader
 from streamload.files.page_cache import drop_pages
+from streamload.offloading.plan import OffloadPlan
 from streamload.planning.plan import Plan
 
 #: Views begin at multiples of this in their files, as tensors of torch's allocator do in memory:
@@ -36,27 +37,15 @@ ALIGNMENT_NBYTES = 64
 
 
 class Viewable(NamedTuple):
-    """Whether the CPU can compute on what streams in its files.
+    """Whether the CPU can compute on layers in their files."""
 
-    Attributes:
-        views: it can, with pages that come and go with the slots.
-        unaligned: where it cannot only because of where tensors begin, the name of one. `convert`
-            lets each begin at a multiple of 64 if its length is one.
-        mappable: a load can leave all of it in its files, whose pages the kernel drops.
-    """
-
-    views: bool = False
-    unaligned: str = ""
-    mappable: bool = False
+    views: bool = False  # it can, with pages that come and go with the slots
+    unaligned: str = ""  # a tensor whose start is the only obstacle; `convert` aligns to 64
+    mappable: bool = False  # a load can leave all of it in its files, whose pages the kernel drops
 
 
 def can_be_views(plan: Plan, checkpoint: Checkpoint) -> Viewable:
-    """Whether the CPU can compute on all of a plan in its files.
-
-    Args:
-        plan: made with ``residence="auto"``.
-        checkpoint: the headers that it was made from.
-    """
+    """Whether the CPU can compute on all of a plan, made for ``residence="auto"``, in its files."""
     placements = plan.placements
     unaligned = ""
     movable = True
@@ -78,30 +67,24 @@ class FileViews:
 
     def __init__(
         self,
-        plan: Plan,
-        layers: Sequence[range],
+        made: OffloadPlan,
         checkpoint: Checkpoint,
         device: Device,
-        weight: Callable[[Any], Buffer],
-        *,
-        keeps: bool,
+        weight: Callable[[Any], Buffer] = lambda view: view,
     ) -> None:
-        """Map the files; nothing of them is read.
-
-        Args:
-            plan: of what streams; `can_be_views` holds for it.
-            layers: the placements of each.
-            checkpoint: the headers.
-            device: makes the views.
-            weight: makes of a view what a module holds.
-            keeps: leave what was read to the page cache, which has room for it. Elsewhere the
-                kernel would make room for what is read by taking pages that are computed with next.
+        """Map the files, of which nothing is read; ``weight``: what a module holds of a view.
 
         Raises:
             FileChangedError: a file is not what it was when its header was read.
             CheckpointError: a file cannot be opened or mapped.
         """
-        self._device, self._keeps, self._ahead = device, keeps, plan.ahead
+        plan = made.stream
+        assert plan is not None
+        self.count = len(made.residency.slot_starts)
+        self._device, self._ahead = device, plan.ahead
+        # If the page cache has no room for what was read, the kernel would make room by taking
+        # pages that are computed with next.
+        self._keeps = made.cached
         self._checkpoint = checkpoint
         self._open: dict[Location, Reader] = {}  # with a lease each, while passes go on
         self._entered: dict[int, list[ExitStack]] = {}  # by layer: one may be inside itself
@@ -111,7 +94,7 @@ class FileViews:
         self._plain: list[list[Buffer]] = []
         self._ranges: list[list[tuple[Location, int, int]]] = []
         kinds, sources = plan.placements.kinds, plan.placements.sources
-        for placements in layers:
+        for placements in made.layer_placements:
             found: list[tuple[Location, int, int]] = []
             views: list[Buffer] = []
             plain: list[Buffer] = []
@@ -131,7 +114,7 @@ class FileViews:
     def _map(self, shard: Location, checkpoint: Checkpoint) -> mmap.mmap:
         if shard not in self._maps:
             memory = self._maps[shard] = map_shard(checkpoint.headers[shard])
-            if not self._ahead:  # a touch would bring what lies around it
+            if not self._ahead:  # a touch would bring its neighbours
                 memory.madvise(mmap.MADV_RANDOM)
             self._addresses[shard] = np.frombuffer(memory, np.uint8).ctypes.data
         return self._maps[shard]
@@ -141,7 +124,7 @@ class FileViews:
         return self._views[layer]
 
     def to_fill(self, layer: int, slot: int) -> Sequence[Buffer]:
-        """The same memory, of which pages are mapped: nothing is written."""
+        """The same memory, whose pages are mapped: nothing is written."""
         return self._plain[layer]
 
     def bring(self, shard: Location, start: int, stop: int) -> None:
@@ -176,7 +159,7 @@ class FileViews:
             self._entered.setdefault(layer, []).append(entered.pop_all())
 
     def _held_back(self, shard: Location) -> Reader:
-        # what is mapped lies in the file itself
+        # the file itself is mapped
         reader = open_shard(replace(self._checkpoint.headers[shard], views=()), "mmap")
         if not reader.mapped:  # a file that is cut short under a map ends the process
             reader.close()
@@ -185,7 +168,7 @@ class FileViews:
 
     def leave(self, layers: Sequence[int]) -> None:
         """Nothing computes with some layers any more; raises as `enter` does."""
-        with ExitStack() as left:  # all of them, whatever one raises
+        with ExitStack() as left:  # all of them, even if one raises
             for layer in layers:
                 left.callback(self._entered[layer].pop().close)
 

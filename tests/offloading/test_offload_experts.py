@@ -359,7 +359,7 @@ def test_slots_are_refilled_when_computing_has_ended(
 
     def releases(self: Any, numbers: Any, ticket: Any) -> None:
         for number in numbers:
-            under_way.setdefault(self._at[number], []).append(ticket)
+            under_way.setdefault(self._held[number].first, []).append(ticket)
         release(self, numbers, ticket)
 
     def takes(self: Any, number: int, first: int) -> None:

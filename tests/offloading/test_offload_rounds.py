@@ -99,7 +99,7 @@ class _Slots:
 
     def __init__(self, slots: int, slot_nbytes: int, layers: Sequence[Sequence[int]]) -> None:
         self.memory = memoryview(bytearray(slots * slot_nbytes))
-        self.closed = False
+        self.closed, self.count = False, slots
         self._slot_nbytes, self._layers = slot_nbytes, layers
 
     def to_fill(self, layer: int, slot: int) -> Sequence[_Part]:
@@ -130,7 +130,7 @@ class _Made:
         """Compute with a layer, as a model does."""
         parts = self.rounds.acquire(number)
         self.device.compute(parts, self.expected[number])
-        self.rounds.release(number, self.device.mark())
+        self.rounds.release(number)
 
     def close(self) -> None:
         self.rounds.close("closed")
@@ -188,7 +188,6 @@ def _made(
             for (name, places), n, t in zip(found, nbytes, taken, strict=True)
         ],
         memory,
-        slots,
     )
     expected = [
         [tensors[plan.placements.names[at]].tobytes() for at in places] for _, places in found
@@ -324,7 +323,7 @@ def test_a_layer_inside_another_is_brought_where_there_is_room(tmp_path: Path) -
                 made.use(3)
                 made.use(0)
                 made.device.compute(parts, made.expected[0])
-                made.rounds.release(0, made.device.mark())
+                made.rounds.release(0)
             made.use(1)
         made.close()
 

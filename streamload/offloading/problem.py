@@ -1,0 +1,447 @@
+"""Decide which layers of a model stay on a device and which stream. Nothing is moved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from streamload.checkpoint.open import Checkpoint
+from streamload.checkpoint.shards import free_host_nbytes
+from streamload.core.dtypes import DType
+from streamload.core.memory import overhead_nbytes
+from streamload.core.units import format_bytes, round_up
+from streamload.errors import CheckpointError, Fit, PlanInfeasibleError, StreamloadError
+from streamload.files.page_cache import MARGIN_NBYTES
+from streamload.loading.prepare import Options
+from streamload.loading.read_choice import Reading, ahead_nbytes, reading_of
+from streamload.offloading.groups import LayerGroup, finer_layers, rows_of_experts
+from streamload.offloading.plan import OffloadPlan
+from streamload.offloading.residency import (
+    SLOT_ALIGNMENT_NBYTES,
+    LayerSize,
+    Residency,
+    choose,
+    held,
+    least,
+)
+from streamload.offloading.views import Viewable, can_be_views
+from streamload.planning.cache_room import CacheRoom
+from streamload.planning.device_plan import DevicePlan
+from streamload.planning.kv_cache import CacheRequest, KvCache
+from streamload.planning.plan import LOAD_NBYTES, SEGMENTS, Plan
+from streamload.planning.planner import CastChoice
+from streamload.planning.requests import DeviceSpec, TensorRequest, TensorRequests
+from streamload.planning.room import CUDA_WORKSPACE_NBYTES, HOST_WORKSPACE_NBYTES, activation_nbytes
+
+#: The shortest chunk of layers that is tried.
+LEAST_CHUNK_NBYTES = 2**17
+# The chunks of layers are tried from the longest on.
+_CHUNKS = (None, 2 * 2**20, 2**19, LEAST_CHUNK_NBYTES)
+# The longest if nothing is read ahead: reads are no longer than a part of it.
+_EXACT_CHUNK_NBYTES = 2**21
+_SEGMENT_NBYTES = 2**21  # an allocator with segments rounds a large piece to a multiple
+#: A budget that holds nothing back.
+ENDLESS_NBYTES = 2**62
+_FINER_TRIES = 2  # modules in layers, and modules in those
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model to offload to a device.
+
+    Attributes:
+        wants: all parameters.
+        spec: the device; its budget is without the bytes that are asked to stay free.
+        groups: the layers, in the order in which they run.
+        tokens: leave room for a pass of so many.
+        has_layers: some layers of the model are among the parameters, and so is their KV cache.
+        has_head: a pass computes logits.
+        held_nbytes: device bytes that the model gives back first.
+        host_nbytes: most bytes of layers that host memory keeps.
+        notes: for the user, one sentence each.
+    """
+
+    options: Options
+    checkpoint: Checkpoint
+    wants: TensorRequests
+    spec: DeviceSpec
+    groups: Sequence[LayerGroup] = ()
+    tokens: int | None = None
+    has_layers: bool = True
+    has_head: bool = True
+    held_nbytes: int = 0
+    host_nbytes: int = 0
+    notes: Sequence[str] = ()
+
+    # --- sizes --------------------------------------------------------------------------------
+
+    @property
+    def cast(self) -> CastChoice:
+        """The cast engine."""
+        return engine_of(self.options)
+
+    @property
+    def dsts(self) -> Sequence[DType]:
+        """The dtype of each parameter on the device."""
+        return self.wants.dsts(self.options.policy, self.spec.native_bf16)
+
+    @cached_property
+    def nbytes(self) -> list[int]:
+        """Bytes of each parameter on the device."""
+        return self.wants.nbytes(self.options.policy, self.spec.native_bf16)
+
+    @cached_property
+    def sizes(self) -> list[LayerSize]:
+        """Device bytes of each group."""
+        shapes, nbytes = self.wants.shapes, self.nbytes
+        read = [src.nbytes(math.prod(s)) for src, s in zip(self.wants.srcs, shapes, strict=True)]
+
+        def in_slot(numbers: Sequence[int], share: int = 1) -> int:
+            return sum(round_up(nbytes[at] // share, SLOT_ALIGNMENT_NBYTES) for at in numbers)
+
+        return [
+            LayerSize(
+                name=group.name,
+                kind=group.kind,
+                nbytes=in_slot(group.wants),
+                resident_nbytes=sum(self.spec.resident(nbytes[at]) for at in group.wants),
+                read_nbytes=sum(read[at] for at in group.wants),
+                experts=group.experts,
+                chosen=group.chosen,
+                expert_nbytes=in_slot(
+                    group.wants[: group.parts], 1 if group.apart else max(group.experts, 1)
+                ),
+            )
+            for group in self.groups
+        ]
+
+    @cached_property
+    def cache(self) -> KvCache | None:
+        """The KV cache to leave room for: as asked for, or that of a pass of ``tokens``.
+
+        Raises:
+            CheckpointError: one was asked for, and its size is not known.
+        """
+        asked, config, path = self.options.cache, self.checkpoint.config, self.checkpoint.path
+        if asked is not None:
+            return KvCache.of(config, asked, path=path)
+        if self.tokens is None or config.get("use_cache") is False:
+            return None
+        try:
+            return KvCache.of(config, CacheRequest(self.tokens), path=path)
+        except CheckpointError:  # a model without a cache, or one of an unknown size
+            return None
+
+    @cached_property
+    def cache_nbytes(self) -> int:
+        """Bytes of the KV cache of all layers."""
+        cache = self.cache if self.has_layers else None
+        policy, wants = self.options.policy, self.wants
+        if cache is None:
+            return 0
+        room = CacheRoom.of(self.checkpoint, wants, policy, cache, self.spec.native_bf16)
+        room = room.placed(self.checkpoint, wants, [self.spec.name] * len(wants), policy)
+        return room.nbytes(self.spec, cache.request.context)
+
+    @cached_property
+    def activation_nbytes(self) -> int:
+        """Device bytes of a pass of ``tokens``, without weights and cache."""
+        if self.tokens is None:
+            return 0
+        wide = max((dst.itemsize for dst in self.dsts if dst.kind == "float"), default=2)
+        reused = self.spec.info.allocator in SEGMENTS
+        found = activation_nbytes(
+            *(self.checkpoint.config, self.tokens, wide),
+            path=self.checkpoint.path,
+            reused=reused,
+            has_head=self.has_head,
+        )
+        return found + (CUDA_WORKSPACE_NBYTES if reused else HOST_WORKSPACE_NBYTES)
+
+    @cached_property
+    def _load_nbytes(self) -> int:
+        """Host bytes of a load without data."""
+        each = zip(self.dsts, self.wants.shapes, self.nbytes, strict=True)
+        objects = self.spec.objects.of((dst.name, shape, nbytes, 1) for dst, shape, nbytes in each)
+        return LOAD_NBYTES + objects + len(self.wants) * self.spec.info.costs.kernel_nbytes
+
+    @property
+    def least_scratch_nbytes(self) -> int:
+        """Device bytes of streaming, without slots, in the least room."""
+        found = choose(self.sizes, least(self.sizes))
+        if found is None or not (found.streams or found.experts):
+            return 0
+        chunk_nbytes = self.options.chunk_nbytes or LEAST_CHUNK_NBYTES
+        return self._streamed(found, chunk_nbytes).devices[0].scratch_nbytes
+
+    # --- deciding -----------------------------------------------------------------------------
+
+    def decide(self) -> OffloadPlan:
+        """Choose what stays.
+
+        Raises:
+            PlanInfeasibleError: not even the least fits, or the host has no room for its part.
+            CheckpointError: the size of a cache, or of passes, is not known.
+        """
+        spec, options = self.spec, self.options
+        rest = self.cache_nbytes + self.activation_nbytes
+        room, limited_by = spec.budget_nbytes, spec.limit
+        if spec.free_nbytes is not None:
+            taken = self._load_nbytes if spec.info.shared_memory else 0
+            free = spec.free_nbytes + self.held_nbytes - taken
+            room, limited_by = min((room, limited_by), (free, "free memory"))
+        room -= rest
+        chunks = [options.chunk_nbytes] if options.chunk_nbytes else _CHUNKS
+        # direct reads take memory if they are unaligned
+        ways: list[tuple[int | None, Reading]] = [(n, "direct") for n in chunks]
+        for chunk_nbytes, reading in [*ways, (chunks[-1], "exact")]:
+            plan = self._fitted(room, chunk_nbytes, reading)
+            if isinstance(plan, OffloadPlan):
+                _check_host(plan, spec)
+                return plan
+        needed = room
+        while isinstance(plan, int):
+            needed += plan
+            plan = self._fitted(needed, chunks[-1], "exact")
+        largest = sorted(((each.name, each.nbytes) for each in self.sizes), key=lambda e: -e[1])
+        experts = "; others hold as many experts as a token chooses"
+        experts = experts if plan.residency.experts else ""
+        others = [
+            ("the KV cache", self.cache_nbytes),
+            (f"activations of {self.tokens} tokens", self.activation_nbytes),
+        ]
+        raise PlanInfeasibleError(
+            spec.name,
+            needed + rest,
+            room + rest,
+            limit=f"{limited_by}, with layers that stream",
+            largest=[*(each for each in others if each[1]), *largest[:6]],
+            reason="a slot holds the largest layer, and what cannot stream stays"
+            + (
+                "; others hold as many experts as a token chooses" if plan.residency.experts else ""
+            ),
+        )
+
+    def _fitted(
+        self, room_nbytes: int, chunk_nbytes: int | None, reading: Reading
+    ) -> OffloadPlan | int:
+        """A plan with read-ahead, or as given if the host has not the memory for that."""
+        plan = self._within(room_nbytes, chunk_nbytes, "ahead")
+        if isinstance(plan, int) or self._has_ahead(plan):
+            return plan
+        return self._within(room_nbytes, chunk_nbytes or _EXACT_CHUNK_NBYTES, reading)
+
+    def _within(
+        self, room_nbytes: int, chunk_nbytes: int | None, reading: Reading
+    ) -> OffloadPlan | int:
+        """A plan with such chunks for so much room, or the bytes that are missing."""
+        sizes, spec = self.sizes, self.spec
+        scratch, limit, stream = 0, room_nbytes, None
+        while True:  # what stays decides the size of the rest, and that what stays
+            lowest = least(sizes) + scratch
+            found = choose(sizes, max(limit - scratch, 0))
+            if found is None:
+                return max(lowest - room_nbytes, 1)
+            stream = None
+            if found.streams or found.experts:
+                stream = self._streamed(found, chunk_nbytes, reading)
+                if stream.devices[0].scratch_nbytes > scratch:
+                    scratch = stream.devices[0].scratch_nbytes
+                    limit = min(max(limit, least(sizes) + scratch), room_nbytes)
+                    continue
+            load = self._load(found, room_nbytes)
+            found = self._rounded(replace(found, resident_nbytes=load.resident_nbytes))
+            streaming = stream.devices[0].scratch_nbytes if stream else 0
+            over = max(found.taken_nbytes + streaming, load.peak_nbytes) - room_nbytes
+            if over <= 0:
+                break
+            if limit <= lowest:
+                return over
+            limit = max(limit - over, lowest)  # an allocator may round a little more to a lot
+        # host memory keeps layers, for each pass reads them, and in the rest of it experts
+        host = held(sizes, found.streams, self.host_nbytes)
+        taken = sum(size.read_nbytes for size in sizes if size.name in host)
+        host += held(sizes, found.experts, self.host_nbytes - taken)
+        cache = self.cache if self.cache_nbytes else None
+        return OffloadPlan(
+            device=spec.name,
+            budget_nbytes=spec.budget_nbytes + spec.reserve_nbytes,
+            residency=found,
+            groups=tuple(self.groups),
+            sizes=tuple(sizes),
+            stream=stream,
+            load_nbytes=load.peak_nbytes,
+            cache_nbytes=self.cache_nbytes,
+            activation_nbytes=self.activation_nbytes,
+            reserve_nbytes=spec.reserve_nbytes,
+            host=host,
+            host_nbytes=sum(size.read_nbytes for size in sizes if size.name in host),
+            **self._viewable(found, stream)._asdict(),
+            cached=self._is_cached(found),
+            notes=tuple(self.notes),
+            tokens=self.tokens,
+            cached_tokens=cache.request.context * cache.request.batch if cache else 0,
+        )
+
+    def streamed_from(self, made: OffloadPlan, checkpoint: Checkpoint) -> OffloadPlan:
+        """The same plan, streaming from a checkpoint that has the layers elsewhere."""
+        assert made.stream is not None
+        there = replace(self, checkpoint=checkpoint, groups=made.groups)
+        found, chunk_nbytes = made.residency, made.stream.chunk_nbytes
+        stream = there._streamed(found, chunk_nbytes, reading_of(made.stream))
+        return replace(made, stream=stream, **there._viewable(found, stream)._asdict())
+
+    def _has_ahead(self, made: OffloadPlan) -> bool:
+        """Whether the host has the memory for the kernel's read-ahead in passes."""
+        if made.stream is None:
+            return True
+        free = self.spec.free_nbytes
+        taken = made.needed_nbytes - made.reserve_nbytes + made.host_nbytes
+        taken += self._load_nbytes - self.held_nbytes
+        if not self.spec.info.shared_memory:
+            free, taken = free_host_nbytes(), made.stream.process_nbytes + made.host_nbytes
+            free = None if free is None else free - overhead_nbytes(free)
+        return free is None or free - taken >= ahead_nbytes(made.stream)
+
+    def _rounded(self, found: Residency) -> Residency:
+        """Round slots up to the segments of the allocator."""
+        if self.spec.info.allocator not in SEGMENTS or not found.arena_nbytes:
+            return found
+        arena = round_up(found.arena_nbytes, _SEGMENT_NBYTES)
+        if found.experts:
+            return replace(found, pad_nbytes=arena - found.arena_nbytes)
+        slot_nbytes = arena // found.slots // SLOT_ALIGNMENT_NBYTES * SLOT_ALIGNMENT_NBYTES
+        return replace(found, slot_nbytes=slot_nbytes)
+
+    # --- the plans of what streams, and of what stays ---------------------------------------------
+
+    def _streamed(
+        self, found: Residency, chunk_nbytes: int | None, reading: Reading = "ahead"
+    ) -> Plan:
+        """Plan the casts and the staging of what streams. Slots hold it, so no budget does."""
+        by_name = {group.name: group for group in self.groups}
+        layers = [self._requests(by_name[name].wants) for name in found.streams]
+        for name in found.experts:
+            layers += self._experts(by_name[name])
+        options = self.options
+        if options.page_cache == "auto":
+            # passes come again: files that fit are read through the page cache, others not kept
+            options = replace(options, page_cache="keep" if self._is_cached(found) else "drop")
+        if chunk_nbytes is not None:
+            options = replace(options, chunk_nbytes=chunk_nbytes)
+        endless = replace(self.spec, budget_nbytes=ENDLESS_NBYTES, host_free_nbytes=None)
+        wants = [want for layer in layers for want in layer]
+        made = self._planned(options, wants, endless, reading)
+        place = {name: at for at, name in enumerate(made.placements.names)}
+        # by layer, and of each layer in the order of the files
+        order = [at for layer in layers for at in sorted(place[want.name] for want in layer)]
+        return replace(made, placements=made.placements.chosen(order))
+
+    def _load(self, found: Residency, room_nbytes: int) -> DevicePlan:
+        """Plan the load of what stays, in so much room; with the least if that is more."""
+        stays = {*found.stays}
+        wants = self._requests([at for g in self.groups if g.name in stays for at in g.wants])
+        while True:
+            roomy = replace(self.spec, budget_nbytes=room_nbytes)
+            try:
+                return self._planned(self.options, wants, roomy, "ahead").devices[0]
+            except PlanInfeasibleError as error:
+                if error.needed_nbytes <= room_nbytes:  # it is not the room that is too small
+                    raise
+                room_nbytes = error.needed_nbytes
+
+    def _planned(
+        self, options: Options, wants: Sequence[TensorRequest], spec: DeviceSpec, reading: Reading
+    ) -> Plan:
+        """Plan a load within the budget alone: free memory, cache and reserve are counted here."""
+        alone = replace(options, cache=None, reserve_nbytes=0)
+        free = replace(spec, free_nbytes=None, reserve_nbytes=0)
+        mine = TensorRequests.of(self.checkpoint, wants)
+        return alone.plan(alone.request(self.checkpoint, mine, [free], self.cast), reading=reading)
+
+    def _requests(self, numbers: Sequence[int]) -> list[TensorRequest]:
+        """Parameters, for memory of ours on the device."""
+        return [
+            replace(self.wants[at], held=None, reusable_nbytes=None, device=self.spec.name)
+            for at in numbers
+        ]
+
+    def _experts(self, group: LayerGroup) -> list[list[TensorRequest]]:
+        """The parts of each expert of a layer, of each parameter."""
+        wants = self._requests(group.wants)
+        if group.apart:
+            return [wants[at : at + group.parts] for at in range(0, len(wants), group.parts)]
+        parts = []
+        for want in wants:
+            sources = rows_of_experts(want, group.experts)
+            assert sources is not None, want.name
+            parts.append(
+                [
+                    replace(want, name=f"{want.name}[{n}]", shape=want.shape[1:], source=source)
+                    for n, source in enumerate(sources)
+                ]
+            )
+        return [list(each) for each in zip(*parts, strict=True)]
+
+    def _is_cached(self, found: Residency) -> bool:
+        """Whether this host's page cache has room for all that streams."""
+        if self.options.page_cache != "auto":
+            return self.options.page_cache == "keep"
+        free = free_host_nbytes()
+        taken = found.taken_nbytes if self.spec.info.shared_memory else 0
+        return free is None or found.file_nbytes + taken + MARGIN_NBYTES <= free
+
+    def _viewable(self, found: Residency, stream: Plan | None) -> Viewable:
+        """Whether the device computes on the files of all that streams; see `can_be_views`.
+
+        Not if the host has little memory, and the files are not in the page cache: they are read
+        past it.
+        """
+        if stream is None or not self.spec.info.maps:
+            return Viewable()
+        past = not stream.ahead and "direct" in stream.readers
+        if past or self.options.reader not in ("auto", "mmap"):
+            return Viewable()
+        mapped = replace(self, options=replace(self.options, residence="auto"))
+        return can_be_views(mapped._streamed(found, None), self.checkpoint)
+
+
+def engine_of(options: Options) -> CastChoice:
+    """The cast engine of what streams."""
+    return "llvm" if options.cast == "auto" else options.cast
+
+
+def decide_by_layers(
+    layers: Sequence[str], grouped: Callable[[Sequence[str]], Problem]
+) -> OffloadPlan:
+    """Plan with ``grouped(layers)``; if it does not fit, the error names smaller layers that do."""
+    problem = grouped(layers)
+    try:
+        return problem.decide()
+    except PlanInfeasibleError as error:
+        fits: list[Fit] = []
+        for _ in range(_FINER_TRIES):
+            patterns = [*finer_layers(problem.groups, problem.wants, problem.nbytes)]
+            if fits or not patterns:
+                break
+            with suppress(StreamloadError):
+                problem = grouped(patterns)
+                needed = format_bytes(problem.decide().needed_nbytes)
+                said = repr(patterns if len(patterns) > 1 else patterns[0])
+                fits = [Fit("layers", f"={said}", needed)]
+        raise error.suggesting(fits) from None
+
+
+def _check_host(made: OffloadPlan, spec: DeviceSpec) -> None:
+    """Raise PlanInfeasibleError if the host has not the memory for its part of the layers."""
+    free = free_host_nbytes()
+    if not made.host or free is None:
+        return
+    others = made.needed_nbytes if spec.info.shared_memory else 0
+    needed = made.host_nbytes + others + overhead_nbytes(free)
+    if needed > free:
+        largest = [("layers in host memory (host=)", made.host_nbytes), (spec.name, others)]
+        raise PlanInfeasibleError("host", needed, free, limit="free memory", largest=largest)
