@@ -236,9 +236,8 @@ def _classes(folder: Path, given: Mapping[str, Any]) -> dict[str, tuple[Any, Pat
     return out
 
 
-def _read(path: Path) -> Mapping[str, Any]:
-    found = parse_json_object(read_json_file(path), path)
-    return dict(found)
+def _read(path: Path) -> dict[str, Any]:
+    return dict(parse_json_object(read_json_file(path), path))
 
 
 def _class(library: str, name: str) -> Any:

@@ -100,12 +100,12 @@ class Prepared:
         config.name_or_path = name
         quantised = quantised_as(checkpoint, config, wanted.quantization)
         dtypes = Dtypes.choose(checkpoint, config, dtype, options, devices)
-        if quantised is not None:
-            dtypes = dtypes.updated(quantised.quantizer)
-        model = on_meta(checkpoint, config, wanted, dtypes.main)
         mapping, quantizer = wanted.key_mapping, None
         if quantised is not None:
             quantizer = quantised.quantizer
+            dtypes = dtypes.updated(quantizer)
+        model = on_meta(checkpoint, config, wanted, dtypes.main)
+        if quantised is not None:
             quantised.prepare(model, devices, lambda: Renames.of(model, mapping, quantizer))
         names = Names.of(model, checkpoint, mapping, quantizer)
         if quantised is not None:

@@ -73,31 +73,24 @@ class Quantised:
         said, stated = stated_in(config)
         if said is None:
             return None
-        path = folder_of(checkpoint) / "config.json"
-        method = method_of(stated)
+        path, method = folder_of(checkpoint) / "config.json", method_of(stated)
+        problem = expected = ""
         if method not in _NEEDED:
-            raise CheckpointError(
-                path,
-                "the checkpoint is quantised, and is loaded as it is by transformers alone",
-                expected=f"one of {', '.join(_NEEDED)}",
-                found=method,
+            problem = "the checkpoint is quantised, and is loaded as it is by transformers alone"
+            expected = f"one of {', '.join(_NEEDED)}"
+        elif needed := missing(method):
+            problem = (
+                "the checkpoint is quantised, and its modules are those of packages that are not "
+                f"installed: pip install {' '.join(needed)}"
             )
-        needed = missing(method)
-        if needed:
-            raise CheckpointError(
-                path,
-                f"the checkpoint is quantised, and its modules are those of packages that are not "
-                f"installed: pip install {' '.join(needed)}",
-                expected=", ".join(_NEEDED[method]),
-                found=method,
+            expected = ", ".join(_NEEDED[method])
+        elif not checkpoint.groups:
+            problem = (
+                "quantization_config says that the checkpoint is quantised, and no weight of it is"
             )
-        if not checkpoint.groups:
-            raise CheckpointError(
-                path,
-                "quantization_config says that the checkpoint is quantised, and no weight of it is",
-                expected="weights with their scales",
-                found=method,
-            )
+            expected = "weights with their scales"
+        if problem:
+            raise CheckpointError(path, problem, expected, method)
         try:
             config.quantization_config = AutoHfQuantizer.merge_quantization_configs(said, asked)
             quantizer = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
