@@ -235,10 +235,6 @@ class CheckpointError(StreamloadError, ValueError):
         """The same error, with the tensor's name."""
         return replace(self, tensor=tensor)
 
-    def again(self) -> Self:
-        """The same error, to be raised by another thread, or once more."""
-        return replace(self)
-
 
 class HeaderError(CheckpointError):
     """A safetensors header or index that breaks the format's rules."""

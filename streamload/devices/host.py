@@ -112,7 +112,7 @@ def _is_own(view: np.ndarray[Any, Any]) -> bool:
 
 
 def _span(array: np.ndarray[Any, Any]) -> tuple[int, int, int] | None:
-    """The addresses that an array extends over: (0, first byte, stop)."""
+    """The address range of an array: (0, first byte, stop)."""
     if array.size == 0:
         return None
     first = stop = array.ctypes.data
@@ -123,7 +123,7 @@ def _span(array: np.ndarray[Any, Any]) -> tuple[int, int, int] | None:
 
 
 def _of_map(array: np.memmap[Any, Any]) -> tuple[str, str]:
-    """Why an array on a mapped file is only written in place, and why it cannot be written."""
+    """(fixed, refused) of an array on a mapped file; see `Parameter`."""
     if not array.flags.writeable:
         return "", (
             "it is an np.memmap that is open for reading: open it with "
@@ -171,7 +171,7 @@ class HostParameter(SlotParameter):
         return array
 
     def release(self) -> str:
-        """Take the array out of the state dict, and see that it is gone."""
+        """Take the array out of the state dict, and check that it is freed."""
         value = self._value()
         if value is None:
             return ""
@@ -195,7 +195,7 @@ class HostParameter(SlotParameter):
         self._swap(lambda _: buffer)
 
     def invalidate(self, keep: bool) -> None:
-        """Put something that raises into the state dict: one thing, so that ties stay."""
+        """Put one object that raises into the state dict, in all places, so that ties stay."""
         kept = self._value() if keep else None
         dtype = self.dtype.partition(" ")[0]
         entry = InvalidArray(self.names[0], dtype, self.shape, kept)

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -163,7 +164,7 @@ class Guard:
                     "one who opens it for writing or truncates it, and was held back",
                     held_back=True,
                 )
-        raise self._failed.again()
+        raise replace(self._failed)
 
     def _leave(self) -> None:
         with self._lock:

@@ -152,54 +152,30 @@ _HEADS_OF_128 = (
     "minimax_m2", "ministral3", "qwen3", "qwen3_vl_text", "seed_oss",
 )
 # fmt: on
-#: What ``config.json`` may leave out, since transformers' class has it.
+_KEYS = (
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    "num_kv_shared_layers",
+)
+#: By `_KEYS`, of models whose ``config.json`` may leave out all of them.
+_HEADS: Mapping[str, tuple[int, ...]] = {
+    "gemma": (28, 16, 16, 256),
+    "gemma2": (26, 8, 4, 256),
+    "gemma3_text": (26, 8, 4, 256),
+    "gemma3n_text": (35, 8, 2, 256, 15),
+    "gemma4_text": (30, 8, 4, 256, 0),
+}
+_LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
+#: Defaults of transformers' classes, for keys that ``config.json`` may leave out.
 _DEFAULTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
         **{kind: {"head_dim": 128} for kind in _HEADS_OF_128},
-        "llama": {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096},
-        "mistral": {
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "hidden_size": 4096,
-        },
-        "gemma": {
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "head_dim": 256,
-        },
-        "gemma2": {
-            "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-        },
-        "gemma3_text": {
-            "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-        },
-        "gemma3n_text": {
-            "num_hidden_layers": 35,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "num_kv_shared_layers": 15,
-        },
-        "gemma4_text": {
-            "num_hidden_layers": 30,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "num_kv_shared_layers": 0,
-        },
+        **{kind: dict(zip(_KEYS, row, strict=False)) for kind, row in _HEADS.items()},
+        "llama": _LLAMA,
+        "mistral": {**_LLAMA, "num_key_value_heads": 8},
         "vaultgemma": {"head_dim": 256},
         "gpt_oss": {"head_dim": 64},
     }
 )
-
 #: Models whose layers keep keys and values and nothing else. What is not here may keep another
 #: state (Mamba, linear attention, an indexer of its own), and is refused.
 # fmt: off

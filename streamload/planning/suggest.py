@@ -1,6 +1,6 @@
-"""What to write where a model and a checkpoint do not match: names, families, and slips.
+"""Arguments with which a model and a checkpoint match: names, families, and slips.
 
-It looks at a whole checkpoint, whatever part of it a rank loads, and only when something is wrong.
+It reads a whole checkpoint, whichever part a rank loads, and only after a mismatch.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def call_of_library(model: object, path: Location, *, offload: bool = False) -> 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a call asked to be matched.
+    """A call whose model and checkpoint are matched.
 
     Attributes:
         checkpoint: all of it.
         parameters: the model's.
-        mapping: as it was given.
-        rename: as it was given.
-        is_part: whether other ranks load what is in no parameter here.
-        strict: as it was given.
+        mapping: as given.
+        rename: as given.
+        is_part: whether other ranks load tensors that are in no parameter here.
+        strict: as given.
     """
 
     checkpoint: Checkpoint
@@ -74,9 +74,9 @@ class Wanted:
     strict: bool = True
 
     def suggestions(self) -> tuple[Suggestion, ...]:
-        """The arguments that fill most parameters, where they fill more than those given.
+        """The arguments that fill most parameters, if they fill more than those given.
 
-        Several, where the checkpoint has several parts that fit equally well.
+        Several, if several parts of the checkpoint fit equally well.
         """
         model = _Model.of(self.parameters)
         needed = len(model.needed)
@@ -157,9 +157,9 @@ class Wanted:
         return filled, ", ".join([mapping, line] if line else [mapping])
 
     def _mappings(self, model: _Model) -> list[MappingArgument | None]:
-        """Those to try, the given one first; one that names parameters has no alternative.
+        """Mappings to try, the given one first; one that names parameters has no alternative.
 
-        Of the families, those that give most of what they change a name of the model's.
+        A family counts if most of its new names are the model's.
         """
         if self.mapping is not None and not isinstance(self.mapping, str):
             return [self.mapping]
@@ -193,7 +193,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """What a checkpoint has, by name."""
+    """Shapes of a checkpoint's tensors, by name."""
 
     shapes: Mapping[str, tuple[int, ...]]
     heads: frozenset[str]  # names that are not stored: config.json ties them to another
@@ -201,10 +201,10 @@ class _Stored:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """What a model has, by each of its names.
+    """Shapes of a model's parameters, by each of their names.
 
     Attributes:
-        shapes: those that checkpoints have.
+        shapes: as checkpoints have them.
         number: one for all names of a parameter.
         needed: the numbers of those that it does not compute.
     """
@@ -254,9 +254,9 @@ class _Renaming:
     """A ``rename``, and its source text.
 
     Attributes:
-        prefixes: what names begin with, and begin with then; the first that fits, the longest.
-        parts: what is replaced in names after that.
-        names: names that become others, whatever the rest says.
+        prefixes: old and new prefix of names; the first that fits, the longest.
+        parts: replacements in names after that.
+        names: new names of single tensors, before all else.
         skips: names with none of the prefixes are skipped.
     """
 
@@ -312,7 +312,7 @@ def _text(name: str) -> str:
 
 
 class _Search:
-    """Looks for a renaming: what most names have in common first, single names last."""
+    """Search for a renaming: rules for most names first, single names last."""
 
     def __init__(self, model: _Model, stored: _Stored, given: Callable[[str], str | None]) -> None:
         self._model, self._given = model, given
@@ -348,7 +348,7 @@ class _Search:
         return True
 
     def _prefixes(self, pairs: _Prefixes) -> tuple[tuple[str, str], ...]:
-        """What tensors begin with in place of what parameters begin with, longest first."""
+        """Prefixes of tensors and those of parameters for them, longest first."""
         chosen: dict[str, str] = {}
         for pair in pairs:
             before, after = pair
@@ -428,10 +428,9 @@ def _longest_first(rules: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 def _orders(model: _Model, stored: _Stored) -> list[_Prefixes]:
-    """What tensors begin with and what parameters do, those of most names first.
+    """Prefixes of tensors and of parameters, those of most names first.
 
-    There are several orders where parts of the checkpoint, or of the model, are alike: each of
-    them first in turn.
+    Several orders if parts of the checkpoint, or of the model, are alike: each first once.
     """
     votes = Counter(_different_heads(model, stored))
     likeness = {pair: _likeness(*pair) for pair, _ in votes.most_common(_TRIED)}
@@ -472,9 +471,9 @@ def _either_way(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _stored_transposed(
     stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...] | None]
 ) -> list[str]:
-    """Matrices that a checkpoint has transposed; none where that cannot be told of a square one.
+    """Matrices that a checkpoint has transposed; none if a square one is ambiguous.
 
-    A square matrix is as all others of its layer are.
+    A square matrix is like all others of its layer.
     """
     layers: dict[str, list[str]] = defaultdict(list)
     for name, shape in stored.items():

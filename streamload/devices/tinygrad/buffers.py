@@ -1,4 +1,4 @@
-"""Buffers of tinygrad without memory: they stand for weights that are not there, and say why."""
+"""Buffers of tinygrad without memory, for weights that are absent: using them raises."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class InvalidBuffer(Buffer):  # type: ignore[misc]  # tinygrad has no types for 
 
     Attributes:
         parameter: its name.
-        kept: the graph over the memory that another load writes again; None where it is gone.
+        kept: the graph over the memory that another load writes again; None if it is freed.
         keeps: the parameter's `Parameter.keeps`.
     """
 
@@ -27,7 +27,6 @@ class InvalidBuffer(Buffer):  # type: ignore[misc]  # tinygrad has no types for 
         super().__init__(device, size, dtype)
 
     def allocate(self, opaque: Any = None, external_ptr: Any = None) -> Buffer:
-        """Refuse: there are no values."""
         raise DeviceError(
             self.device,
             f"parameter {self.parameter!r} holds no values, since a load failed or its offload was "
@@ -36,18 +35,13 @@ class InvalidBuffer(Buffer):  # type: ignore[misc]  # tinygrad has no types for 
 
 
 class AbsentBuffer(Buffer):  # type: ignore[misc]  # tinygrad has no types for this
-    """The memory of a weight that is brought when its layer computes: using it raises.
-
-    Attributes:
-        parameter: its name.
-    """
+    """The memory of the streamed weight ``parameter``: using it between passes raises."""
 
     def __init__(self, name: str, device: str, size: int, dtype: Any) -> None:
         self.parameter = name
         super().__init__(device, size, dtype)
 
     def allocate(self, opaque: Any = None, external_ptr: Any = None) -> Buffer:
-        """Refuse: the values are in the file."""
         raise OffloadError(
             f"{self.parameter} streams from its file when its layer is called, and is not here "
             "now: a model that is offloaded cannot be saved, moved or copied; read the checkpoint, "
@@ -61,12 +55,11 @@ class AbsentBuffer(Buffer):  # type: ignore[misc]  # tinygrad has no types for t
 
 
 def invalid_buffer(uop: UOp) -> InvalidBuffer | None:
-    """The memory that raises, where a tensor stands on it."""
+    """The buffer of a tensor, if it is one that raises."""
     buffer = buffers.get(uop.base)
     return buffer if isinstance(buffer, InvalidBuffer) else None
 
 
-def absent_buffer(uop: UOp) -> AbsentBuffer | None:
-    """The memory of a weight that streams, where a tensor stands on it."""
-    buffer = buffers.get(uop.base)
-    return buffer if isinstance(buffer, AbsentBuffer) else None
+def is_absent(uop: UOp) -> bool:
+    """Whether a tensor is a weight that streams."""
+    return isinstance(buffers.get(uop.base), AbsentBuffer)

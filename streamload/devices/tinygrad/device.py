@@ -1,10 +1,10 @@
-"""tinygrad's devices. What touches tinygrad's internals is here and in `devices.tinygrad_tensors`.
+"""tinygrad's devices. tinygrad's internals are used here and in `tinygrad.tensors`.
 
 The internals used are those of tinygrad 0.13 and 0.14: ``Buffer``, ``UOp``, the allocators'
 ``_as_buffer``, ``_offset``, ``_copyin``, ``_copyout`` and ``cache``, the context of its CUDA
-devices, and the bindings of OpenCL and CUDA. None is known by a version: what all devices need is
-looked for at import, and a backend that lacks what the faster ways need is written through the
-public ``Tensor`` API instead (`_TensorDevice`), slower and within the same bounds.
+devices, and the bindings of OpenCL and CUDA. None is chosen by a version: those that all devices
+need are checked at import, and a backend that lacks those of the faster ways is written through the
+public ``Tensor`` API (`_TensorDevice`), slower and within the same bounds.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _AT_FAULT = re.compile(r"\berror:", re.IGNORECASE)  # as clang and nvrtc mark th
 
 
 def _max_buffers() -> int | None:
-    """How many more maps the kernel lets this process have, less some for everybody else."""
+    """How many more maps the kernel lets this process have, less some for others."""
     try:
         most = int(Path("/proc/sys/vm/max_map_count").read_text())
         with Path("/proc/self/maps").open("rb") as maps:
@@ -101,7 +101,7 @@ def _max_buffers() -> int | None:
 
 
 class TinygradDevice(Device):
-    """What all of tinygrad's devices share; the ways in are the subclasses."""
+    """The base of tinygrad's devices; subclasses add the ways in."""
 
     host_visible = False
     threads = 0
@@ -194,7 +194,7 @@ class TinygradDevice(Device):
         empty_cache(self._device.allocator)
 
     def synchronize(self) -> None:
-        """Wait for the device; what tinygrad keeps until then goes to its cache."""
+        """Wait for the device; memory that tinygrad keeps until then goes to its cache."""
         with ALLOCATORS, current(self._device):
             self._device.synchronize()
 
@@ -346,7 +346,7 @@ class _CUDADevice(cuda.Copies, TinygradDevice):
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> Buffer:
         """Allocate memory that no queued work uses any more.
 
-        What comes from tinygrad's cache may have been freed before the kernels that use it ran.
+        Memory of tinygrad's cache may have been freed before the kernels that use it ran.
         """
         with self.context.current():
             buffer = super().allocate(dtype, shape)
@@ -475,11 +475,11 @@ class TinygradFramework(Framework):
             ) from error
 
     def candidates(self) -> Sequence[str]:
-        """tinygrad's order, without those for which this machine cannot have a device."""
+        """In tinygrad's order, without those that this machine cannot have."""
         return [name for name in ALL_DEVICES if name not in ("DSP", "WEBGPU")]
 
     def fingerprint(self, name: str) -> str:
-        """Versions, compilers, drivers and settings that a device's working depends on."""
+        """Versions, compilers, drivers and settings that a device depends on."""
         parts = [_version(), str(tinygrad.__file__), sys.platform]
         settings = environment(_SETTINGS)
         for program in (settings.get("CC", "clang"), "nvcc", "ptxas"):
@@ -537,7 +537,7 @@ class TinygradFramework(Framework):
 
 
 def _version() -> str:
-    """The version of tinygrad, and the state of its file, which a clone of its repository has."""
+    """The version of tinygrad, and the state of its file, which differs in a git clone."""
     stamp = _stamp(tinygrad.__file__)
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("tinygrad") + stamp
@@ -545,7 +545,7 @@ def _version() -> str:
 
 
 def _problem(error: Exception) -> str:
-    """The line of a message that says what is wrong; compilers end theirs with another."""
+    """The line of a message that names the problem; compilers end theirs with another."""
     if isinstance(error, ExceptionGroup):  # of renderers: what each of them lacks
         return "; ".join(dict.fromkeys(map(_problem, error.exceptions)))
     problem = error.problem if isinstance(error, DeviceError) else str(error)

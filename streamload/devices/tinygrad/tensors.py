@@ -1,7 +1,6 @@
-"""tinygrad's tensors, and the memory that they stand on: what a parameter of a model is.
+"""tinygrad's tensors and their memory: parameters of a model.
 
-Beside `devices.tinygrad`, where its devices are, and layers that stream, only this file knows of
-tinygrad's internals.
+tinygrad's internals are used in this folder, and for layers that stream.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from streamload.core.system import address_of, trim_heap
 from streamload.core.tensors import Block
 from streamload.devices import cuda
 from streamload.devices.parameters import EntryParameter, make_parameters
-from streamload.devices.tinygrad.buffers import InvalidBuffer, absent_buffer, invalid_buffer
+from streamload.devices.tinygrad.buffers import InvalidBuffer, invalid_buffer, is_absent
 from streamload.errors import OffloadError
 
 #: tinygrad's dtype for each of ours that it has.
@@ -47,7 +46,7 @@ _VIEWS = ("contiguous_view", "contiguous_view_offset")  # since 0.14, and before
 
 
 def _check_internals() -> None:
-    """Raise ImportError where this tinygrad lacks internals that are used here, whatever it is."""
+    """Raise ImportError if this tinygrad lacks internals that are used here, in any version."""
     used: dict[type, Iterable[str]] = {
         Buffer: ("allocate", "base", "deallocate", "ensure_allocated", "is_allocated", "view"),
         UOp: (
@@ -77,15 +76,15 @@ ALLOCATORS = threading.RLock()  # tinygrad's have no locks, and loads may run si
 
 
 def backend_of(name: str) -> str:
-    """The part of a device's name that says what it is of: CUDA of CUDA:1."""
+    """The backend in a device's name: CUDA of CUDA:1."""
     return name.partition(":")[0]
 
 
 def opened(name: str) -> Any:
-    """tinygrad's device; raises whatever its backend likes.
+    """tinygrad's device; raises any exception of its backend.
 
-    Opening one on CUDA makes its context the thread's. One that was there before (torch's) is
-    current again afterwards.
+    Opening one on CUDA makes its context the thread's. An earlier one (torch's) is current again
+    afterwards.
     """
     if backend_of(name) != "CUDA":
         return _Devices[name]
@@ -103,9 +102,9 @@ def opened(name: str) -> Any:
 
 @cache
 def context_of(device: Any) -> cuda.Context | None:
-    """The context of one of tinygrad's CUDA devices, which makes one of its own; else None.
+    """The context of one of tinygrad's CUDA devices; else None.
 
-    None, too, where the driver's library has another name than `devices.cuda` knows (Windows).
+    None, too, if the driver's library has another name than `devices.cuda` knows (Windows).
     """
     if backend_of(device.device) != "CUDA":
         return None
@@ -117,7 +116,7 @@ def context_of(device: Any) -> cuda.Context | None:
 
 
 def current(device: Any) -> AbstractContextManager[None]:
-    """Make a CUDA device's context current for a while, and what was current again then.
+    """Make a CUDA device's context current for a while, then the previous one again.
 
     tinygrad makes contexts current, leaves them so, and frees memory in the current one. A thread
     that has not computed has none.
@@ -127,7 +126,7 @@ def current(device: Any) -> AbstractContextManager[None]:
 
 
 def empty_cache(allocator: Any, keep_nbytes: int = 0) -> None:
-    """Free what an allocator keeps, but for one buffer of ``keep_nbytes``, soon to be taken."""
+    """Free an allocator's cache, but for one buffer of ``keep_nbytes``, which is needed next."""
     freed = getattr(allocator, "cache", {})
     emptied = False
     with ALLOCATORS:
@@ -151,13 +150,13 @@ def empty_cache(allocator: Any, keep_nbytes: int = 0) -> None:
 
 
 def has(allocator: Any, method: str) -> bool:
-    """Whether an allocator has a method of its own; the base class has some that only raise."""
+    """Whether an allocator overrides a method; some of the base class only raise."""
     own = getattr(type(allocator), method, None)
     return own is not None and own is not getattr(Allocator, method, None)
 
 
 def over(buffer: Any, dtype: DType, shape: tuple[int, ...]) -> UOp:
-    """A tensor's graph over what `TinygradDevice.allocate` gave: no copy, no computation."""
+    """A tensor's graph over a buffer of `TinygradDevice.allocate`: no copy, no computation."""
     kind = TO_TINYGRAD[dtype.name]
     if isinstance(buffer, Tensor):  # of bytes: see _TensorDevice
         return buffer.bitcast(kind).reshape(shape).uop
@@ -173,12 +172,28 @@ _OWN = (Ops.BUFFER, getattr(Ops, "UNIQUE", Ops.BUFFER))  # new each time; UNIQUE
 _MIN_HELD_NBYTES = 4096  # smaller buffers under a lazy graph are seeds and counters
 
 
-class TinygradParameter(EntryParameter):
-    """Tensors of a model that stand on the same memory."""
+class _Tensors(EntryParameter):
+    """Tensors of a model, as the entries of a parameter."""
+
+    def _put(self, uop: UOp) -> None:
+        for tensor in self._entries:  # tied ones may have shapes of their own
+            tensor.uop = uop if tensor.shape == uop.shape else uop.reshape(tensor.shape)
+
+    def _shown(self, buffer: Buffer | None) -> Sequence[tuple[int, int]]:
+        """The bytes of its span, if the CPU sees the buffer that it is of."""
+        address = None if buffer is None else _address(buffer.base)
+        if self.span is None or address is None:
+            return ()
+        _, first, stop = self.span
+        return ((address + first, stop - first),)
+
+
+class TinygradParameter(_Tensors):
+    """Tensors of a model over the same memory."""
 
     def _look(self) -> None:
-        self._tensors = list({id(tensor): tensor for tensor in self._entries}.values())
-        first = self._tensors[0]
+        self._entries = list({id(tensor): tensor for tensor in self._entries}.values())
+        first = self._entries[0]
         self.shape = tuple(int(n) if isinstance(n, int) else -1 for n in first.shape)
         self.dtype = _FROM_TINYGRAD.get(first.dtype, str(first.dtype))
         invalid = invalid_buffer(first.uop)
@@ -226,17 +241,17 @@ class TinygradParameter(EntryParameter):
     @property
     def tensors(self) -> Sequence[Tensor]:
         """The model's tensors, each once."""
-        return self._tensors
+        return self._entries
 
     def is_computed(self) -> bool:
-        """Whether it has values that the model computed: it is no parameter, or named so."""
+        """Whether the model computed its values: it is no parameter, or its name is of such."""
         if self.invalid or any(is_statistic(name) for name in self.names):
             return False
-        is_parameter = any(getattr(tensor, "is_param", True) for tensor in self._tensors)
+        is_parameter = any(getattr(tensor, "is_param", True) for tensor in self._entries)
         return not is_parameter or any(is_computed(name, self.shape) for name in self.names)
 
     def hold(self, memory: Iterable[UOp]) -> None:
-        """Count memory that a lazy graph computes with, and that goes when the graph goes."""
+        """Count memory under a lazy graph, which is freed with the graph."""
         by_device: dict[str, list[UOp]] = {}
         for uop in memory:
             by_device.setdefault(uop.buffer.device, []).append(uop)
@@ -249,19 +264,15 @@ class TinygradParameter(EntryParameter):
         self.dtype += " (of a graph)"
 
     def memory(self) -> Sequence[tuple[int, int]]:
-        """The bytes that it holds, or those under its graph, on devices that show them."""
+        """Its bytes, or those under its graph, on devices whose memory the CPU sees."""
         if self._under:
             found = ((_address(uop.buffer), uop.buffer.nbytes) for uop in self._under)
             return [(address, nbytes) for address, nbytes in found if address is not None]
-        held = None if self.span is None else _memory(_stands_on(self._tensors[0].uop))
-        address = None if held is None else _address(held.buffer.base)
-        if self.span is None or address is None:
-            return ()
-        _, first, stop = self.span
-        return ((address + first, stop - first),)
+        held = None if self.span is None else _memory(_stands_on(self._entries[0].uop))
+        return self._shown(None if held is None else held.buffer)
 
     def buffer(self) -> Buffer:
-        return _stands_on(self._tensors[0].uop).buffer.ensure_allocated()
+        return _stands_on(self._entries[0].uop).buffer.ensure_allocated()
 
     def release(self) -> str:
         if self.fixed:
@@ -271,14 +282,14 @@ class TinygradParameter(EntryParameter):
             return self._release_graph() if self._under else self._release_memory()
 
     def _release_memory(self) -> str:
-        """Let go of memory of its own, and see that it is gone."""
-        kept = invalid_buffer(self._tensors[0].uop) is not None
+        """Free memory of its own, and check that it is freed."""
+        kept = invalid_buffer(self._entries[0].uop) is not None
         self.revive()
-        held = _memory(self._tensors[0].uop)
+        held = _memory(self._entries[0].uop)
         if held is None:
             return ""
         allocator = held.buffer.allocator
-        graphs = [weakref.ref(tensor.uop) for tensor in self._tensors]
+        graphs = [weakref.ref(tensor.uop) for tensor in self._entries]
         graph, memory = weakref.ref(held), weakref.ref(held.buffer)
         del held
         self.invalidate(keep=False)
@@ -292,7 +303,7 @@ class TinygradParameter(EntryParameter):
         base = graph()
         if base is None:
             base = UOp.from_buffer(buffer)
-        for tensor, before in zip(self._tensors, graphs, strict=True):
+        for tensor, before in zip(self._entries, graphs, strict=True):
             old = before()
             tensor.uop = base.reshape(tensor.shape) if old is None else old
         if kept:
@@ -300,14 +311,14 @@ class TinygradParameter(EntryParameter):
         return _HELD
 
     def _release_graph(self) -> str:
-        """Let go of a lazy graph, and see that the memory under it is gone."""
+        """Drop a lazy graph, and check that the memory under it is freed."""
         allocator = self._under[0].buffer.allocator
         nodes = [weakref.ref(uop) for uop in self._under]
         memories = [weakref.ref(uop.buffer) for uop in self._under]
         # the graph itself is kept over buffers without memory, so that it can come back
         empty = [UOp.from_buffer(Buffer(b.device, b.size, b.dtype)) for b in _alive(memories)]
         stands_for = dict(zip(self._under, empty, strict=True))
-        graphs = [tensor.uop.substitute(stands_for) for tensor in self._tensors]
+        graphs = [tensor.uop.substitute(stands_for) for tensor in self._entries]
         self._under = []
         del stands_for
         self.invalidate(keep=False)
@@ -325,7 +336,7 @@ class TinygradParameter(EntryParameter):
         }
         if len(back) == len(empty):  # else some are gone, and with them the values
             self._under = list(back.values())
-            for tensor, graph in zip(self._tensors, graphs, strict=True):
+            for tensor, graph in zip(self._entries, graphs, strict=True):
                 tensor.uop = graph.substitute(back)
         return _HELD
 
@@ -333,7 +344,7 @@ class TinygradParameter(EntryParameter):
         self._put(over(buffer, dtype, self.shape))
 
     def invalidate(self, keep: bool) -> None:
-        first = self._tensors[0]
+        first = self._entries[0]
         numel = math.prod(self.shape)
         if numel == 0:
             return
@@ -343,26 +354,22 @@ class TinygradParameter(EntryParameter):
         self._put(UOp.from_buffer(buffer).reshape(self.shape))
 
     def revive(self) -> None:
-        invalid = invalid_buffer(self._tensors[0].uop)
+        invalid = invalid_buffer(self._entries[0].uop)
         if invalid is not None and invalid.kept is not None:
             self._put(invalid.kept)
 
-    def _put(self, uop: UOp) -> None:
-        for tensor in self._tensors:  # tied ones may have shapes of their own
-            tensor.uop = uop if tensor.shape == self.shape else uop.reshape(tensor.shape)
 
+class ShardParameter(_Tensors):
+    """One device's shard of tensors that ``Tensor.shard`` spread over several.
 
-class ShardParameter(EntryParameter):
-    """One device's shard of tensors that ``Tensor.shard`` has spread over several.
-
-    Memory is written in place. A lazy tensor stands on new memory when all of its shards are there.
+    Memory is written in place. A lazy tensor gets new memory once all of its shards are loaded.
     """
 
     def __init__(self, whole: TinygradParameter, at: int, others: list[ShardParameter]) -> None:
         self._whole, self._at, self._others = whole, at, others
         self._new: Buffer | None = None  # to be attached with the others
         self._written = False
-        super().__init__(whole.names, whole._tensors, whole._collect)
+        super().__init__(whole.names, whole._entries, whole._collect)
 
     def _look(self) -> None:
         first = self._entries[0]
@@ -388,10 +395,7 @@ class ShardParameter(EntryParameter):
         self.fixed = f"it is one of {len(devices)} shards"
 
     def memory(self) -> Sequence[tuple[int, int]]:
-        address = None if self.span is None else _address(self.buffer().base)
-        if self.span is None or address is None:
-            return ()
-        return ((address + self.span[1], self.span[2] - self.span[1]),)
+        return self._shown(None if self.span is None else self.buffer())
 
     def buffer(self) -> Buffer:
         return _spread(_stands_on(self._entries[0].uop)).bufs[self._at]
@@ -400,11 +404,11 @@ class ShardParameter(EntryParameter):
         return self._whole.is_computed()
 
     def release(self) -> str:
-        """A lazy tensor holds nothing of this device; memory is not let go of by one shard."""
+        """A lazy tensor holds no memory of this device; one shard cannot free its memory."""
         return self.fixed
 
     def attach(self, buffer: Buffer, dtype: DType) -> None:
-        """Keep the memory until there is that of all shards, and make the tensors stand on it."""
+        """Keep the memory until that of all shards is there, then give it to the tensors."""
         self._new = buffer
         if any(other._new is None for other in self._others):
             return
@@ -417,7 +421,7 @@ class ShardParameter(EntryParameter):
             other._new = None
 
     def invalidate(self, keep: bool) -> None:
-        """Put memory in place that raises when it is used, whatever the other shards are."""
+        """Replace the memory of all shards by memory that raises when used."""
         first = self._entries[0]
         self._written = False
         if invalid_buffer(first.uop) is None and math.prod(first.shape):
@@ -426,15 +430,11 @@ class ShardParameter(EntryParameter):
             self._put(UOp.from_buffer(buffer).reshape(first.shape))
 
     def revive(self) -> None:
-        """Put the kept memory back in its place when all shards of it have been written."""
+        """Restore the kept memory once all shards of it were written."""
         self._written = True
         invalid = invalid_buffer(self._entries[0].uop)
         if invalid is not None and all(other._written for other in self._others):
             self._put(invalid.kept)
-
-    def _put(self, uop: UOp) -> None:
-        for tensor in self._entries:
-            tensor.uop = uop if tensor.shape == uop.shape else uop.reshape(tensor.shape)
 
 
 def _spread(uop: UOp) -> Any:
@@ -445,8 +445,8 @@ def _spread(uop: UOp) -> Any:
 
 
 def _shards_of(whole: TinygradParameter) -> list[Any]:
-    """The shards of a parameter that has some, or the parameter."""
-    devices = _stands_on(whole._tensors[0].uop).device
+    """The shards of a parameter, or the parameter if it has none."""
+    devices = _stands_on(whole._entries[0].uop).device
     if not isinstance(devices, tuple) or whole.refused:
         return [whole]
     shards: list[ShardParameter] = []
@@ -465,7 +465,7 @@ def map_opencl(device: Any, buffer: Buffer, flags: int, start: int, nbytes: int)
 
 
 def _address(buffer: Buffer) -> int | None:
-    """Where the CPU sees a buffer's memory; None where it does not, or the device does not tell."""
+    """The CPU's address of a buffer's memory; None if it has none, or the device hides it."""
     device = _Devices[buffer.device]
     if backend_of(buffer.device) == "CL":
         from tinygrad.runtime.autogen import opencl as cl
@@ -489,13 +489,13 @@ def _alive(buffers: Iterable[weakref.ref[Buffer]]) -> list[Buffer]:
 
 
 def _stands_on(uop: UOp) -> UOp:
-    """A tensor's graph; for one that is invalid that over the memory which it keeps."""
+    """A tensor's graph; of an invalid one that over its kept memory."""
     invalid = invalid_buffer(uop)
     return uop if invalid is None or invalid.kept is None else invalid.kept
 
 
 def _memory(uop: UOp) -> UOp | None:
-    """The allocated memory that a tensor stands on, directly or as a view; None for a graph."""
+    """The allocated memory of a tensor, directly or as a view; None for a graph."""
     base = uop.base
     while base.op in (Ops.AFTER, Ops.BITCAST):
         base = base.src[0].base
@@ -510,7 +510,7 @@ def _is_allocated(uop: UOp) -> bool:
 
 
 def _first_byte(uop: UOp) -> int | None:
-    """Where a view begins in the memory that it is of; None where it is not contiguous."""
+    """The first byte of a view in its memory; None if it is not contiguous."""
     if not hasattr(uop, "contiguous_view"):  # before 0.14
         begins = uop.contiguous_view_offset()
         return None if begins is None else int(begins) * int(uop.dtype.itemsize)
@@ -519,9 +519,9 @@ def _first_byte(uop: UOp) -> int | None:
 
 
 def _share_out(parameters: Sequence[TinygradParameter]) -> None:
-    """Count the memory under lazy graphs (``w.half()`` that was not realised), each buffer once.
+    """Count memory under lazy graphs (an unrealized ``w.half()``), each buffer once.
 
-    What is a parameter's own memory is counted there, and stays.
+    A parameter's own memory is counted there, and stays.
     """
     counted = {p.span[0] for p in parameters if p.span is not None}
     # each node is looked at once: lazy initialisers hang together, by their random numbers
@@ -531,7 +531,7 @@ def _share_out(parameters: Sequence[TinygradParameter]) -> None:
         return node not in seen
 
     for parameter in parameters:
-        uop = parameter._tensors[0].uop
+        uop = parameter._entries[0].uop
         if parameter.refused or parameter.span is not None or uop.has_buffer_identity():
             continue  # it is no graph
         under = []
@@ -548,7 +548,7 @@ def _share_out(parameters: Sequence[TinygradParameter]) -> None:
 
 
 def tie_key(tensors: Iterable[Tensor]) -> Callable[[Tensor], Any]:
-    """Give what tied tensors share: the memory and the view of it, or a graph over memory."""
+    """A key that tied tensors share: the memory and the view of it, or a graph over memory."""
     found = Counter(uop for uop, _ in {(tensor.uop, id(tensor)) for tensor in tensors})
     several = [uop for uop, count in found.items() if count > 1]
     # one of constants alone (Tensor.arange(4).log()) is one node wherever it is written
@@ -565,7 +565,7 @@ def parameters_of(model: Any) -> list[TinygradParameter | ShardParameter]:
     """The parameters as ``nn.state.get_state_dict`` sees them, tied ones once."""
     tensors = tinygrad.nn.state.get_state_dict(model)
     for name, tensor in tensors.items():
-        if absent_buffer(tensor.uop) is not None:
+        if is_absent(tensor.uop):
             raise OffloadError(f"{name} streams: the model is offloaded, close() it first")
     found = make_parameters(tensors.items(), tie_key(tensors.values()), TinygradParameter)
     _share_out(found)

@@ -1,6 +1,6 @@
-"""torch's devices. Its tensors and modules are in `devices.torch_tensors`.
+"""torch's devices. Its tensors and modules are in `torch.tensors`.
 
-The CPU is written in place. Every other backend is staged: CUDA by `devices.cuda`, the others
+The CPU is written in place. All other backends are staged: CUDA by `devices.cuda`, the others
 through plain memory and torch's own blocking copies.
 """
 
@@ -71,7 +71,7 @@ _SETTINGS = ("CUDA_", "NVIDIA_", "HIP_", "HSA_", "ROCR_", "ZE_", "PYTORCH_", "LD
 
 @contextmanager
 def _unfilled() -> Iterator[None]:
-    """Keep torch from filling new memory in its deterministic mode: all of it is written."""
+    """Keep torch's deterministic mode from filling new memory: all of it is written."""
     before = torch.utils.deterministic.fill_uninitialized_memory
     if not (before and torch.are_deterministic_algorithms_enabled()):
         yield
@@ -130,7 +130,7 @@ class TorchDevice(Device):
         )
 
     def _memory(self) -> tuple[int | None, int | None]:
-        """Free bytes and all, where the backend tells."""
+        """Free bytes and all, if the backend reports them."""
         ask = self._call("mem_get_info")
         if ask is not None:
             with suppress(RuntimeError):
@@ -139,7 +139,7 @@ class TorchDevice(Device):
         return None, None
 
     def _call(self, name: str) -> Callable[..., Any] | None:
-        """A function of the backend's module (torch.xpu, torch.mps, ...), where it has it."""
+        """A function of the backend's module (torch.xpu, torch.mps, ...), or None."""
         module = getattr(torch, self.torch_device.type, None)
         found: Callable[..., Any] | None = getattr(module, name, None)
         return found
@@ -158,7 +158,7 @@ class TorchDevice(Device):
             raise AllocationError(self.name, _first_line(error), nbytes=nbytes) from error
 
     def allocate_all(self, kinds: Sequence[tuple[DType, tuple[int, ...]]]) -> list[torch.Tensor]:
-        """Several of them; like one that is there already, a tensor takes half the time."""
+        """Like one that exists already, a tensor takes half the time."""
         made: list[torch.Tensor] = []
         like: dict[Any, torch.Tensor] = {}
         dtype, shape = kinds[0]
@@ -234,7 +234,7 @@ class TorchDevice(Device):
             return bytes(_flat_bytes(buffer.detach())[start:stop].cpu().numpy())
 
     def release(self, buffer: torch.Tensor) -> None:
-        """Let go of the memory, even where something still holds the tensor."""
+        """Free the memory, even if something still holds the tensor."""
         buffer.data = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
         self.trim()
 
@@ -295,7 +295,7 @@ _CPU_FEATURES = {
 
 
 def _cpu_multiplies(dtype: str) -> bool:
-    """Whether the CPU has instructions that multiply a 16-bit float, as torch found."""
+    """Whether the CPU has instructions that multiply a 16-bit float, according to torch."""
     for name in _CPU_FEATURES[dtype]:
         found = getattr(torch.cpu, name, None) or getattr(torch._C._cpu, name, None)
         if found is not None and found():
@@ -415,7 +415,7 @@ _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream
 
 
 def _cuda_allocator() -> AllocatorKind:
-    """How torch's allocator on CUDA takes memory from the driver, by its settings."""
+    """How torch's CUDA allocator takes memory from the driver, by its settings."""
     if torch.cuda.get_allocator_backend() != "native":
         return "exact"
     if "PYTORCH_NO_CUDA_MEMORY_CACHING" in environment(("PYTORCH_NO_CUDA_MEMORY_CACHING",)):
@@ -430,7 +430,7 @@ def _cuda_settings() -> str:
 
 
 def _cuda_caveat(name: str) -> str:
-    """Settings of the allocator that are not planned for."""
+    """Settings of the allocator that plans do not cover."""
     text = _cuda_settings()
     keys = ("roundup_power2_divisions", "max_split_size_mb", "large_segment_size_mb")
     found = [key for key in keys if key in text]
@@ -477,7 +477,7 @@ class TorchFramework(Framework):
         return _WAYS.get(kind, TorchDevice)(name)
 
     def default_device(self) -> str:
-        """The default device that was set in torch; else the first accelerator; else the CPU."""
+        """The default device set in torch; else the first accelerator; else the CPU."""
         default = torch.get_default_device()
         if default.type not in ("cpu", "meta"):
             return name_of(default)
@@ -493,13 +493,13 @@ class TorchFramework(Framework):
         return [*names, "cpu"]
 
     def trusted(self, name: str) -> bool:
-        """The CPU, and a backend that this process computes on already."""
+        """The CPU, and a backend that this process uses already."""
         kind = self.canonical(name).partition(":")[0]
         initialized = getattr(getattr(torch, kind, None), "is_initialized", None)
         return kind == "cpu" or (initialized is not None and bool(initialized()))
 
     def lasting(self, name: str) -> bool:
-        """Those of NVIDIA: their driver says all that it depends on."""
+        """Those of NVIDIA: the fingerprint of their driver has all dependencies."""
         return self.canonical(name).startswith("cuda") and bool(torch.version.cuda)
 
     def fingerprint(self, name: str) -> str:
@@ -509,7 +509,7 @@ class TorchFramework(Framework):
         return "\n".join(parts)
 
     def probe(self, name: str, full: bool) -> ProbeResult:
-        """Compute there; where that lasts, bfloat16 too, which a load asks for first."""
+        """If results last, bfloat16 too, which a load asks about first."""
         name = self.canonical(name)
         result = computed(
             self,
@@ -527,10 +527,7 @@ class TorchFramework(Framework):
         return result if status == "broken" else replace(result, dtypes={"bfloat16": status})
 
     def dtype_status(self, name: str, dtype: DType) -> DTypeStatus:
-        """Write ones to a real buffer, double them on the device, read the bytes back.
-
-        What has worked once is not tried again: the first kernel of each kind takes milliseconds.
-        """
+        """A dtype that worked once is not tried again: first kernels take milliseconds."""
         if dtype.name in _UNSUPPORTED:
             return "absent"
         key = (self.canonical(name), dtype.name)

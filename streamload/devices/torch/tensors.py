@@ -1,7 +1,4 @@
-"""torch's tensors: what a parameter of a module or of a dict is.
-
-torch's devices are in `devices.torch`.
-"""
+"""torch's tensors: parameters of a module or of a dict. torch's devices are in `torch.device`."""
 
 from __future__ import annotations
 
@@ -85,9 +82,9 @@ class InvalidParameter(_Raises, nn.Parameter):
 
 
 class TorchParameter(SlotParameter):
-    """Entries of a module, or of a dict, that stand on the same memory.
+    """Entries of a module, or of a dict, over the same memory.
 
-    The objects stay what they are wherever torch allows that, and with them what refers to them: an
+    The objects stay the same wherever torch allows that, and with them references to them: of an
     optimizer, hooks, attributes.
     """
 
@@ -137,7 +134,7 @@ class TorchParameter(SlotParameter):
             self.dtype += " (not contiguous)"  # never equal: it is replaced
 
     def is_computed(self) -> bool:
-        """Whether it is a module's buffer with values, and named as one that modules compute."""
+        """Whether it is a module's buffer with values, named as one that modules compute."""
         if self.device is None or self.invalid or not self.of_module:
             return False
         if isinstance(self._objects()[0], nn.Parameter):
@@ -145,10 +142,7 @@ class TorchParameter(SlotParameter):
         return any(is_computed(name, self.shape) for name in self.names)
 
     def _tensors(self) -> list[torch.Tensor]:
-        """The objects, with those that stood there before in place of invalid ones.
-
-        Of those that are sharded, what this process has.
-        """
+        """The objects, valid ones in place of invalid; of sharded ones, this process's part."""
         return [_local(getattr(entry, _BEFORE, entry)) for entry in self._objects()]
 
     def memory(self) -> Sequence[tuple[int, int]]:
@@ -159,7 +153,7 @@ class TorchParameter(SlotParameter):
         return self._lent
 
     def release(self) -> str:
-        """Take the memory out of the parameter, which stays the object that it is."""
+        """Free the memory of the parameter, which stays the same object."""
         tensors = self._tensors()
         storage = tensors[0].untyped_storage()
         if tensors[0].device.type == "meta" or storage.nbytes() == 0:
@@ -191,11 +185,11 @@ class TorchParameter(SlotParameter):
         return "something else still holds its memory (a graph, a view, another tensor)"
 
     def attach(self, buffer: torch.Tensor, dtype: DType) -> None:
-        """Put the memory into the objects, or objects like them where torch cannot do that."""
+        """Put the memory into the objects, or into objects like them if torch cannot."""
         self._swap(lambda old: _with_data(getattr(old, _BEFORE, old), buffer))
 
     def invalidate(self, keep: bool) -> None:
-        """Put tensors of the meta device in place: they have a shape and no values."""
+        """Put in tensors of the meta device: they have a shape and no values."""
 
         def meta(old: torch.Tensor) -> torch.Tensor:
             before = getattr(old, _BEFORE, old)
@@ -216,7 +210,7 @@ class TorchParameter(SlotParameter):
         self.invalid = True
 
     def revive(self) -> None:
-        """Put the objects whose memory was written back in place, and tell autograd."""
+        """Put back the objects whose memory was written, and notify autograd."""
         self._lent = None
         self._swap(lambda old: getattr(old, _BEFORE, old))
         for tensor in self._tensors():
@@ -230,7 +224,7 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """The part of a DTensor that this process has; any other tensor itself."""
+    """This process's part of a DTensor; any other tensor itself."""
     if not _is_sharded(tensor):
         return tensor
     with torch.no_grad():  # else it is a view for autograd
@@ -238,7 +232,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def _why_no_block(tensor: Any) -> str:
-    """Why what this process has of a DTensor is not one block of it, or ""."""
+    """Why this process's part of a DTensor is not one block of it, or ""."""
     if not _is_sharded(tensor):
         return ""
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -256,7 +250,7 @@ def _why_no_block(tensor: Any) -> str:
 
 
 def _block(tensor: Any) -> Block | None:
-    """What this process has of a DTensor; None of any other tensor."""
+    """This process's block of a DTensor; None of any other tensor."""
     if not _is_sharded(tensor):
         return None
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as computed
@@ -289,13 +283,13 @@ def _why_refused(tensor: torch.Tensor) -> str:
 
 
 def _changed(tensor: torch.Tensor) -> None:
-    """Tell autograd that the values are others: graphs that saved them raise."""
+    """Notify autograd of new values: graphs that saved the old ones raise."""
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
 
 
 def _with_data(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """The old object with new memory, or an object like it where torch cannot keep it."""
+    """The old object with new memory, or an object like it if torch cannot keep it."""
     if _is_sharded(old):
         return _with_local(old, new)
     if old.dtype != new.dtype or old.device != new.device:
@@ -314,7 +308,7 @@ def _with_data(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def _with_local(old: Any, new: torch.Tensor) -> torch.Tensor:
-    """The same for a DTensor, of which the new memory is this process's part."""
+    """The same for a DTensor; the new memory is this process's part."""
     local = _local(old)
     alike = (local.dtype, local.device) == (new.dtype, new.device)
     if alike and old.is_inference() == new.is_inference():
@@ -364,9 +358,9 @@ def name_of(device: torch.device) -> str:
 
 
 def _module_slots(module: nn.Module, persistent: bool) -> Iterator[tuple[str, Slot]]:
-    """Parameters and persistent buffers, or else the other buffers, by their places in a module.
+    """Slots of parameters and persistent buffers, or of the other buffers, by name.
 
-    Those are their names in ``state_dict``, unless a hook of the module changes them there.
+    The names are those in ``state_dict``, unless a hook of the module changes them there.
     """
     for prefix, child in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
@@ -379,7 +373,7 @@ def _module_slots(module: nn.Module, persistent: bool) -> Iterator[tuple[str, Sl
 
 
 def tie_key(tensor: torch.Tensor) -> Any:
-    """What tied tensors share: the object, or the memory and the view of it."""
+    """A key that tied tensors share: the object, or the memory and the view of it."""
     if hasattr(tensor, _INVALID):
         return id(getattr(tensor, _INVALID))
     if tensor.device.type == "meta" or _why_refused(tensor) or tensor.numel() == 0:
@@ -409,7 +403,7 @@ def _make(slots: Iterable[tuple[str, Slot]]) -> list[TorchParameter]:
 
 
 def _parameters_of_module(model: nn.Module) -> list[TorchParameter]:
-    """Those of what is wrapped, by the names that they have there."""
+    """Parameters of a module, by their names inside wrappers."""
     slots = list(_module_slots(model, persistent=True))
     wrappers = _wrappers(model)
     wrapped = {_unwrapped(name, wrappers): name for name, _ in slots} if wrappers else {}
@@ -422,7 +416,7 @@ def _parameters_of_module(model: nn.Module) -> list[TorchParameter]:
 
 
 def _wrappers(model: nn.Module) -> list[tuple[str, str]]:
-    """What names begin with inside a wrapper, and inside what it wraps; the innermost first."""
+    """Prefixes of names inside a wrapper and inside its module; the innermost first."""
     compiled = sys.modules.get("torch._dynamo.eval_frame")  # slow to import, and there if needed
     inner: list[tuple[type, str]] = [
         (nn.DataParallel, "module."),
@@ -446,7 +440,7 @@ def _unwrapped(name: str, wrappers: Sequence[tuple[str, str]]) -> str:
 
 
 def unwrapped_names(model: nn.Module) -> Callable[[str], str]:
-    """What gives a name inside a model without what its wrappers put into it."""
+    """A function that removes wrappers' prefixes from names inside a model."""
     return partial(_unwrapped, wrappers=_wrappers(model))
 
 
@@ -482,7 +476,7 @@ def parts_of(module: nn.Module) -> set[str]:
 
 
 def unstored_of(model: Any) -> dict[str, str]:
-    """A module's non-persistent buffers, with the devices that they are on."""
+    """A module's non-persistent buffers, with their devices."""
     if not isinstance(model, nn.Module):
         return {}
     wrappers = _wrappers(model)
@@ -491,7 +485,7 @@ def unstored_of(model: Any) -> dict[str, str]:
 
 
 def changes_nothing(model: nn.Module, change: Callable[[Any], Any]) -> bool:
-    """Whether all tensors have the device and the dtype already that ``.to()`` asks for."""
+    """Whether all tensors already have the device and the dtype that ``.to()`` asks for."""
 
     def kind(tensor: torch.Tensor) -> tuple[Any, ...]:
         return tensor.device, tensor.dtype, tensor.is_shared()
