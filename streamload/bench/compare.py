@@ -94,7 +94,7 @@ def forget(files: Sequence[Path]) -> str:
 
 
 class _NotColdError(Exception):
-    """Files cannot be dropped from the page cache; the message says why."""
+    """Files cannot be dropped from the page cache, with the reason."""
 
 
 #: By state of the page cache: the function that prepares files, and whether loads need it.

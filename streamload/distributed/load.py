@@ -78,7 +78,7 @@ def plan(
 ) -> ClusterPlan:
     """Plan a load across nodes; all ranks call it, and get the same plan.
 
-    ``plan(...).mine`` tells a rank what it will load, so that it builds only that part of a model:
+    ``plan(...).mine`` is the share of a rank, so that it can build that part of a model alone:
     ``mine.layers``, ``mine.has_embedding``, ``mine.has_head``.
 
     Args:
@@ -136,13 +136,13 @@ def load_state_dict(
     Args:
         model: as in `streamload.load_state_dict`: the whole model, where this rank leaves the
             parts of others as they are (on the meta device, never allocated), or the part that
-            `plan` said; None for a ``state_dict`` of the part.
-        path: the checkpoint, where this rank finds it; it may lie elsewhere on each, and needs
+            `plan` gave; None for a ``state_dict`` of the part.
+        path: the checkpoint on this rank; it may be elsewhere on each, and needs
             only the files that a rank reads. Rank 0 reads the headers.
         device: one device; see `streamload.load_state_dict`. With several ranks on a host, "cuda"
             is for each the GPU of its number there, if there are as many. Ranks that share a GPU
             each need a budget in bytes.
-        group: all ranks. None: what the launcher says (torchrun, mpirun, srun, or the
+        group: all ranks. None: those of the launcher (torchrun, mpirun, srun, or the
             environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT). Or a
             torch.distributed ProcessGroup, an mpi4py communicator, or a `Group`.
         split: "layers": contiguous whole layers, the fullest share as small as can be, embedding
@@ -173,7 +173,7 @@ def load_state_dict(
         **options: see `ClusterLoadOptions`.
 
     Returns:
-        What this rank did; ``report.nodes`` says what each did.
+        The report of this rank; ``report.nodes`` has the reports of all.
 
     Raises:
         PeerFailedError: a rank died, hung or gave up; names its node.
@@ -182,7 +182,7 @@ def load_state_dict(
         NodeError: a rank could not take its part; names it.
         StreamloadError: as `streamload.load_state_dict` does, for what this rank itself met.
 
-    After an error, parameters are as `streamload.load_state_dict` says; the error's notes say how.
+    After an error, parameters are as `streamload.load_state_dict` describes; its notes list them.
     """
     clock = Clock()
 
@@ -252,7 +252,7 @@ def offload(
         **options: see `ClusterLoadOptions`.
 
     Returns:
-        What streams this rank's part. Its ``load.nodes`` says what each rank holds and reads.
+        The stream of this rank's part. Its ``load.nodes`` has the bytes of each rank.
 
     Raises:
         PlanInfeasibleError: a node has too little for the least of its share, a slot for its
@@ -260,7 +260,7 @@ def offload(
         OffloadError: the model cannot be offloaded.
         PeerFailedError: as `load_state_dict` does; so do PlanMismatchError, NodeError and others.
 
-    A pass of a rank raises what its own layers meet. The program tells the other ranks, for passes
+    A pass of a rank raises errors of its own layers. The program informs the other ranks, for passes
     have no group.
     """
     clock = Clock()

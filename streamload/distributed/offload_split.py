@@ -127,7 +127,7 @@ def split_offload(
 
     Raises:
         PlanInfeasibleError: a node has too little for the least of its share; names it.
-        CheckpointError: the checkpoint is invalid, or does not tell how much ``tokens`` take.
+        CheckpointError: the checkpoint is invalid, or lacks the facts to size ``tokens``.
         UnsupportedCastError: a dtype cannot be cast or held.
         ValueError: an argument is invalid.
     """
