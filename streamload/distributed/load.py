@@ -260,8 +260,8 @@ def offload(
         OffloadError: the model cannot be offloaded.
         PeerFailedError: as `load_state_dict` does; so do PlanMismatchError, NodeError and others.
 
-    A pass of a rank raises errors of its own layers. The program informs the other ranks, for passes
-    have no group.
+    A pass of a rank raises errors of its own layers. Passes have no group: the program informs the
+    other ranks.
     """
     clock = Clock()
 
