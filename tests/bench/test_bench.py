@@ -12,6 +12,7 @@ from typing import Any
 
 import needs
 import pytest
+from bench_parts.main import main
 from bench_parts.torch_jobs import WAYS
 
 STEPS = ("open", "plan", "plan for nodes", "load")
@@ -85,8 +86,21 @@ def test_ways_to_load_a_model_of_torch_are_compared(tmp_path: Path, ways: list[s
     assert bool(same) == (len(ways) > 1)
 
 
-def test_an_unknown_section_is_wrong_usage() -> None:
-    """A section that is not there is named, with those that are."""
-    done = subprocess.run([sys.executable, SCRIPT, "sped"], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "sped" in done.stderr and "speed" in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["sped"], ["sped", "speed"]), (["gpu-warm", "--site", "nobody=/tmp"], ["--site"])],
+    ids=["section", "site"],
+)
+def test_wrong_usage(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: list[str],
+) -> None:
+    """An unknown section is named, with those that are there; --site names a loader."""
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in words)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forked
 import needs
 import pytest
 
@@ -30,8 +31,8 @@ MIB = 2**20
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     """The command."""
-    command = [sys.executable, "-m", "streamload", "bench", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "streamload", "bench", *arguments]
+    return forked.run(command, forked.COMMANDS)
 
 
 def load_job(path: Path, loader: str = OURS) -> dict[str, Any]:

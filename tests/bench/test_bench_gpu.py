@@ -90,14 +90,6 @@ def test_the_script_runs_sections_of_a_gpu(tmp_path: Path) -> None:
     assert (tmp_path / "large-1000000/config.json").exists()
 
 
-def test_a_folder_for_nobody_is_wrong_usage() -> None:
-    """--site names a loader."""
-    command = [sys.executable, SCRIPT, "gpu-warm", "--site", "nobody=/tmp"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "--site" in done.stderr
-
-
 # --- the checkpoints ------------------------------------------------------------------------------
 
 
