@@ -35,23 +35,16 @@ _ORACLE_BLOCKS = 1 << 8
 class Blocks(Layout):
     """A layout of blocks.
 
-    Args:
+    Attributes:
         name: of the layout, the kind of its weights.
         dtype: of a block; that of `PACKED` by default.
+        numel: elements of a block.
+        nbytes: bytes of a block.
     """
 
     def __init__(self, name: str, dtype: DType | None = None) -> None:
         self.name, self.dtype = name, dtype or PACKED[name]
-
-    @property
-    def numel(self) -> int:
-        """Elements of a block."""
-        return self.dtype.block
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a block."""
-        return self.dtype.nbytes(1)
+        self.numel, self.nbytes = self.dtype.block, self.dtype.nbytes(1)
 
     @abstractmethod
     def decoded(self, blocks: Array) -> Array:

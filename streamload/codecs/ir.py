@@ -269,6 +269,14 @@ def magnitude_bits(v: Vector, x: str) -> str:
     return v.op("and", "i32", v.as_bits(x), 0x7FFFFFFF)
 
 
+def flushed_ir(v: Vector, x: str) -> str:
+    """Subnormal float32 values become zeros of their sign."""
+    is_normal = v.op("icmp uge", "i32", magnitude_bits(v, x), 1 << 23)
+    bits = v.as_bits(x)
+    sign = v.op("and", "i32", bits, -(1 << 31))
+    return v.as_float(v.select(is_normal, "i32", bits, sign))
+
+
 def loop(
     v: Vector,
     start: str,

@@ -23,7 +23,7 @@ from streamload.files import remote
 from streamload.files.header import SAFETENSORS, unreadable
 from streamload.formats.reader import UNREAD_SUFFIXES, readers
 from streamload.formats.safetensors import INDEX, SINGLE
-from streamload.planning.dequantise import all_dequantised
+from streamload.planning.dequantize import all_dequantized
 
 NODE_PLAN = "plan.json"
 #: What the dtype of a model is in.
@@ -358,7 +358,7 @@ def followed_config(
 
     If all quantized weights are dequantized, it loses its quantization settings.
     """
-    is_plain = all_dequantised(checkpoint)
+    is_plain = all_dequantized(checkpoint)
     became: dict[str, Counter[str]] = {}
     for name, dtype in dtypes.items():
         info = checkpoint.tensors[name]

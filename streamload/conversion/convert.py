@@ -47,7 +47,7 @@ from streamload.files import remote
 from streamload.files.guard import FileState
 from streamload.files.header import SAFETENSORS, unreadable
 from streamload.loading.report import Clock, quantised_text, warn_of_overflow
-from streamload.planning.dequantise import as_in_models, asked, dequantised
+from streamload.planning.dequantize import as_in_models, asked, dequantized
 from streamload.planning.partition import Node
 from streamload.planning.quant_policy import QuantArgument, coded
 from streamload.planning.sources import Rename
@@ -246,7 +246,7 @@ def convert(
     names = asked(checkpoint, options.policy, blocks=not options.writer.takes_blocks)
     if options.writer.takes_blocks:
         names += coded_otherwise(checkpoint, options.quant)
-    checkpoint = as_in_models(dequantised(checkpoint, names))
+    checkpoint = as_in_models(dequantized(checkpoint, names))
     dtypes = [wanted for _, wanted in options.policy.rules]
     way = choose_way(checkpoint, dtypes, nodes=bool(nodes))
     if is_foreign(os.fsdecode(destination)):

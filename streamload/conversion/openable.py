@@ -27,7 +27,7 @@ from streamload.codecs.weights import Packed
 from streamload.core.memory import HostMemory
 from streamload.core.units import format_bytes
 from streamload.errors import DeviceError, StreamloadError
-from streamload.planning.dequantise import dequantised
+from streamload.planning.dequantize import dequantized
 from streamload.planning.match import wants_of
 from streamload.planning.quant_policy import QuantPolicy, kinds_of, no_holder
 from streamload.planning.sources import sources
@@ -259,7 +259,7 @@ def _answered(question: str, path: str, **given: Any) -> Any:
     if question == "why_not_opened":
         return {"why": judge.why_not_opened(Path(path))}
     try:
-        checkpoint = dequantised(open_checkpoint(path), given["packed"])
+        checkpoint = dequantized(open_checkpoint(path), given["packed"])
     except StreamloadError as error:
         return str(error)
     found = judge.holding(checkpoint, given["formats"])

@@ -53,7 +53,7 @@ from streamload.formats.writer import (
     writers,
 )
 from streamload.loading.load import split
-from streamload.planning.dequantise import all_names
+from streamload.planning.dequantize import all_names
 from streamload.planning.partition import Node
 from streamload.planning.quant_policy import NO_QUANT, QuantArgument, QuantPolicy, check_distinct
 from streamload.planning.requests import DTypePolicy

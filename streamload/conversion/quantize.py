@@ -16,7 +16,7 @@ from streamload.core.dtypes import DType
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.formats.writer import Joined, OutTensor, Target
-from streamload.planning.dequantise import all_dequantised
+from streamload.planning.dequantize import all_dequantized
 from streamload.planning.families import is_conv1d
 from streamload.planning.match import wants_of
 from streamload.planning.quant_policy import QuantPolicy, codings_of, leaving
@@ -188,7 +188,7 @@ def described(
             "tinygrad into the modules of streamload.nn"
         ]
     key = config_key(checkpoint.config)
-    if key is not None and not all_dequantised(checkpoint):
+    if key is not None and not all_dequantized(checkpoint):
         raise CheckpointError(
             checkpoint.path, f"config.json says already how it is quantised ({key}), and can once"
         )

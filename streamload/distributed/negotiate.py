@@ -31,8 +31,8 @@ from streamload.loading.load import split
 from streamload.loading.options import DEFAULTS, NameOptions, WeightOptions
 from streamload.loading.prepare import Call, Decision, Options, Place
 from streamload.offloading.offload import OffloadAsked, Prepared
-from streamload.planning.dequantise import asked as weights_asked
-from streamload.planning.dequantise import dequantised
+from streamload.planning.dequantize import asked as weights_asked
+from streamload.planning.dequantize import dequantized
 from streamload.planning.partition import Node, ordered
 from streamload.planning.plan import Plan
 from streamload.planning.quant_policy import QuantPolicy
@@ -138,7 +138,7 @@ class Agreement:
         def check() -> tuple[tuple[Index, list[str]], bool]:
             index = Index.read(data, *locate(asked.path))
             missing = index.check()
-            made = dequantised(index.checkpoint, json.loads(weights))
+            made = dequantized(index.checkpoint, json.loads(weights))
             return (replace(index, checkpoint=made), missing), index.is_sampled(session.me.host)
 
         (self.index, self._missing), sampled = session.stage("its files", check)

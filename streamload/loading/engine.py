@@ -11,7 +11,7 @@ from streamload.codecs.cast_table import cast_engine, supported
 from streamload.codecs.permute import compile_transpose
 from streamload.core.dtypes import DType
 from streamload.loading.options import CastArgument
-from streamload.planning.dequantise import compile_decoders
+from streamload.planning.dequantize import compile_decoders
 from streamload.planning.planner import CastChoice
 from streamload.planning.quant_policy import compile_encoders
 from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequests

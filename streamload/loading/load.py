@@ -37,12 +37,12 @@ from streamload.loading.options import (
 from streamload.loading.place import UNSEEN_GRANULARITY_NBYTES, open_devices, unseen_spec
 from streamload.loading.prepare import Call, Decision, Options, Place
 from streamload.loading.report import Clock, LoadReport, Meter, device_map, warn_of_overflow
-from streamload.planning.dequantise import (
+from streamload.planning.dequantize import (
     all_names,
     as_in_models,
     asked,
     asked_by_model,
-    dequantised,
+    dequantized,
     holds_transposes,
     with_blocks,
 )
@@ -321,7 +321,7 @@ def read_call(path: CheckpointLike, model: Any = None, **options: Unpack[LoadOpt
         check_patterns("dtype", (pattern for pattern, _ in read.policy.rules), names)
         check_patterns("quant", (pattern for pattern, _ in read.quant.rules), names)
     if model is None:
-        checkpoint = dequantised(checkpoint, asked(checkpoint, read.policy))
+        checkpoint = dequantized(checkpoint, asked(checkpoint, read.policy))
     elif checkpoint.groups:
         checkpoint, read = _as_held(model, checkpoint, read, given)
     found = sources(checkpoint, given["mapping"], given["rename"], all_match=True)
@@ -342,7 +342,7 @@ def _as_held(
     parameters = owner.parameters(model)
     tensors = dict.fromkeys((*checkpoint.members, *checkpoint.groups))
     fills = parameters_of(given["mapping"], given["rename"], tensors)
-    checkpoint = dequantised(checkpoint, asked_by_model(checkpoint, read.policy, parameters, fills))
+    checkpoint = dequantized(checkpoint, asked_by_model(checkpoint, read.policy, parameters, fills))
     if holds_transposes(checkpoint, parameters, fills):
         checkpoint = as_in_models(checkpoint)
     if not read.quant or not checkpoint.stored:

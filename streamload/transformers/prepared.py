@@ -26,7 +26,7 @@ from streamload.loading.report import LoadReport
 from streamload.offloading.offload import Offloaded, offload
 from streamload.offloading.overrun import OnOverrun
 from streamload.offloading.suggest import OFFLOAD
-from streamload.planning.dequantise import asked, dequantised
+from streamload.planning.dequantize import asked, dequantized
 from streamload.planning.match import Shapes
 from streamload.planning.planner import Residence
 from streamload.planning.requests import DTypePolicy
@@ -35,8 +35,8 @@ from streamload.transformers.configuration import Wanted, configuration_of, on_m
 from streamload.transformers.dtypes import Dtypes
 from streamload.transformers.names import Names, Renames
 from streamload.transformers.quantizers.coded import CodedCheckpoint
-from streamload.transformers.quantizers.on_the_way import Quantising
-from streamload.transformers.quantizers.stored import Quantised
+from streamload.transformers.quantizers.on_the_way import QuantizedOnLoad
+from streamload.transformers.quantizers.stored import QuantizedCheckpoint
 from streamload.transformers.rest import (
     beside_nbytes,
     different_values,
@@ -80,7 +80,7 @@ class Prepared:
     wanted: Wanted
     names: Names
     dtypes: Dtypes
-    quantised: Quantised | None = None
+    quantised: QuantizedCheckpoint | None = None
 
     @classmethod
     def of(
@@ -94,7 +94,7 @@ class Prepared:
     ) -> Prepared:
         """Build and match a model, whose ``name_or_path`` is `name`; reads headers only."""
         config = configuration_of(checkpoint, wanted)
-        checkpoint = dequantised(checkpoint, asked(checkpoint, DTypePolicy(), blocks=True))
+        checkpoint = dequantized(checkpoint, asked(checkpoint, DTypePolicy(), blocks=True))
         if wanted.config is not None or wanted.changes:  # what it needs to run follows from it, too
             checkpoint = replace(checkpoint, config=config.to_dict())
         config.name_or_path = name
@@ -174,12 +174,14 @@ class Prepared:
         as_coded(self.model, getattr(self.model, "hf_quantizer", None))
 
 
-def quantised_as(checkpoint: Checkpoint, config: Any, asked: Any) -> Quantised | None:
+def quantised_as(checkpoint: Checkpoint, config: Any, asked: Any) -> QuantizedCheckpoint | None:
     """How a model is quantised: as its checkpoint is, else as `asked`; None for neither."""
-    stored = CodedCheckpoint.of(checkpoint, config) or Quantised.of(checkpoint, config, asked)
+    stored = CodedCheckpoint.of(checkpoint, config) or QuantizedCheckpoint.of(
+        checkpoint, config, asked
+    )
     if stored is not None or asked is None:
         return stored
-    return Quantising.asked(checkpoint, config, asked)
+    return QuantizedOnLoad.asked(checkpoint, config, asked)
 
 
 def filling(

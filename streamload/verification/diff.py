@@ -35,7 +35,7 @@ from streamload.core.tensors import Coding, RowTranspose, TensorInfo, whole
 from streamload.core.units import format_bytes, format_table, round_up
 from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.files.local import ReaderKind, ResolvedKind, choose_reader
-from streamload.planning.dequantise import all_names, as_in_models, asked, dequantised
+from streamload.planning.dequantize import all_names, as_in_models, asked, dequantized
 from streamload.planning.quant_policy import (
     QuantArgument,
     QuantPolicy,
@@ -177,7 +177,7 @@ def diff(
     formats = QuantPolicy.named(quant)
     first, second = opened(a), opened(b)
     if dtype is not None:
-        first = as_in_models(dequantised(first, asked(first, policy)))
+        first = as_in_models(dequantized(first, asked(first, policy)))
     if isinstance(rename, Mapping):
         check_names("rename", rename, first.tensors)
     names = _names(first)

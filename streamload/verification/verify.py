@@ -36,7 +36,7 @@ from streamload.errors import CheckpointError, TruncatedFileError, printable
 from streamload.files.guard import Guard
 from streamload.files.header import open_regular
 from streamload.loading.report import LoadReport
-from streamload.planning.dequantise import dequantised
+from streamload.planning.dequantize import dequantized
 from streamload.planning.placement import Placement
 from streamload.planning.quant_policy import coded
 from streamload.verification.diff import shards_of, tensors_text, way, weights
@@ -100,7 +100,7 @@ def verify(
     needed = [(nbytes, _BLOCKS * nbytes + _CAST_NBYTES + scales_nbytes) for nbytes in sizes]
     block_nbytes = first_that_fits(needed, [("reading back", needed[-1][1])])
     packed = [p for p in report.plan.placements if p.src.is_packed]
-    checkpoint = dequantised(checkpoint, dict.fromkeys(r.tensor for p in packed for r in p.source))
+    checkpoint = dequantized(checkpoint, dict.fromkeys(r.tensor for p in packed for r in p.source))
     out = []
     done = 0
     parts: dict[str, bytes] = {}  # of quantized weights, by name: their codes come first

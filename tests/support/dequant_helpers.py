@@ -10,7 +10,7 @@ from streamload.checkpoint.open import Checkpoint, open_checkpoint
 from streamload.codecs.decode import decoder_of
 from streamload.codecs.weights import Packed, read_whole
 from streamload.core.dtypes import DType
-from streamload.planning.dequantise import asked, dequantised
+from streamload.planning.dequantize import asked, dequantized
 from streamload.planning.requests import DTypePolicy
 
 
@@ -23,7 +23,7 @@ def load(path: Any, dtype: Any = "bfloat16", **options: Any) -> Any:
 def view(path: Path, dtype: Any = "bfloat16") -> Checkpoint:
     """A checkpoint with its quantised weights as tensors."""
     checkpoint = open_checkpoint(path)
-    return dequantised(checkpoint, asked(checkpoint, DTypePolicy.parse(dtype)))
+    return dequantized(checkpoint, asked(checkpoint, DTypePolicy.parse(dtype)))
 
 
 def decoders(path: Path, name: str, dst: DType, out_of_range: Any = "inf") -> tuple[Packed, Any]:

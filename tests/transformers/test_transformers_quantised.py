@@ -117,19 +117,19 @@ def test_what_a_forward_takes_is_said(tmp_path: Path, name: str) -> None:
 
 def test_blocks_that_are_cut_are_dequantised(tmp_path: Path) -> None:
     """Each value by the scale of its block, rounded once, also where the last blocks are short."""
-    from streamload.transformers.quantizers.fp8 import dequantised
+    from streamload.transformers.quantizers.fp8 import dequantized
 
     values, scales = in_fp8(torch.randn(70, 50), 32, 32)
-    found = dequantised(values, scales, (32, 32), torch.bfloat16)
+    found = dequantized(values, scales, (32, 32), torch.bfloat16)
     wide = scales.repeat_interleave(32, 0)[:70].repeat_interleave(32, 1)[:, :50]
     assert torch.equal(found, (values.float() * wide).to(torch.bfloat16))
     exponents = torch.randint(118, 124, (3, 2), dtype=torch.uint8)
     powers = torch.exp2(exponents.float() - 127)
-    by_exponents = dequantised(values, exponents, (32, 32), torch.float32)
-    assert torch.equal(by_exponents, dequantised(values, powers, (32, 32), torch.float32))
+    by_exponents = dequantized(values, exponents, (32, 32), torch.float32)
+    assert torch.equal(by_exponents, dequantized(values, powers, (32, 32), torch.float32))
     for shape in ((4, 0), (0, 4)):
         empty = torch.zeros(shape, dtype=torch.float8_e4m3fn)
-        assert dequantised(empty, torch.ones(()), (32, 32), torch.float32).shape == shape
+        assert dequantized(empty, torch.ones(()), (32, 32), torch.float32).shape == shape
 
 
 def test_fp8_experts_are_fused_with_their_scales(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from streamload.codecs.decode import ScaledLayout, Weight, check_finite, floats
 from streamload.codecs.decode_kernels import Values
 from streamload.codecs.encode import Encoded, Units
 from streamload.codecs.encode_kernels import Recipe, Scalars
-from streamload.codecs.ir import Vector, magnitude_bits, splat
+from streamload.codecs.ir import Vector, flushed_ir, splat
 from streamload.codecs.parts import Arithmetic, Array, Part, check_source, flushed, stepped
 from streamload.codecs.scheme import Read, Scheme, register
 from streamload.codecs.schemes import bitsandbytes_nested as dynamic
@@ -176,14 +176,6 @@ def _chosen(
             for low, high in zip(some[::2], some[1::2], strict=True)
         ]
     return some[0]
-
-
-def flushed_ir(v: Vector, x: str) -> str:
-    """Subnormal float32 values become zeros of their sign."""
-    is_normal = v.op("icmp uge", "i32", magnitude_bits(v, x), 1 << 23)
-    bits = v.as_bits(x)
-    sign = v.op("and", "i32", bits, -(1 << 31))
-    return v.as_float(v.select(is_normal, "i32", bits, sign))
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from functools import cache, partial
 
-from streamload.codecs.ir import loop, magnitude_bits, maximum
+from streamload.codecs.ir import flushed_ir, loop, magnitude_bits, maximum
 from streamload.codecs.ptx import BLOCK_THREADS, WARP, ThreadWriter, kept_ptx
-from streamload.codecs.schemes.bitsandbytes import flushed_ir
 from streamload.codecs.schemes.bitsandbytes_nested import BLOCK
 
 #: The kernel's name in its PTX.

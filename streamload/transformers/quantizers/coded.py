@@ -19,12 +19,12 @@ from streamload.errors import CheckpointError
 from streamload.loading.place import Devices
 from streamload.transformers.configuration import folder_of
 from streamload.transformers.names import Renames
-from streamload.transformers.quantizers.stored import Quantised, method_of, stated_in
+from streamload.transformers.quantizers.stored import QuantizedCheckpoint, method_of, stated_in
 from streamload.transformers.saving import METHOD, CodedConfig, CodedQuantizer, formats_of
 
 
 @dataclass(slots=True)
-class CodedCheckpoint(Quantised):
+class CodedCheckpoint(QuantizedCheckpoint):
     """Loads such a checkpoint."""
 
     formats: dict[str, str] = field(default_factory=dict)  # by tensor

@@ -17,7 +17,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts, FP8GroupedLine
 _ROWS_NBYTES = 2**24  # of float32, in which values are multiplied by their scales
 
 
-def dequantised(
+def dequantized(
     values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """Multiply a matrix of 8 bits by its scales, rounded once.
@@ -52,7 +52,7 @@ class PackedLinear(FP8Linear):  # type: ignore[misc]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Multiply by the dequantized weight."""
-        weight = dequantised(self.weight, self.weight_scale_inv, self.block_size, input.dtype)
+        weight = dequantized(self.weight, self.weight_scale_inv, self.block_size, input.dtype)
         return functional.linear(input, weight, self.bias)
 
 
@@ -69,7 +69,7 @@ class PackedExperts(FP8Experts):  # type: ignore[misc]
         activation_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Multiply by the dequantized weight of one expert."""
-        dense = dequantised(weight, weight_scale_inv, self.block_size, input.dtype)
+        dense = dequantized(weight, weight_scale_inv, self.block_size, input.dtype)
         return functional.linear(input, dense)
 
 

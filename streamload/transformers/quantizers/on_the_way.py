@@ -25,7 +25,7 @@ from streamload.transformers.configuration import first_line
 from streamload.transformers.internals import AutoHfQuantizer, should_convert_module
 from streamload.transformers.names import Names, Renames
 from streamload.transformers.quantizers.bitsandbytes import EightBit, FourBit, put_together
-from streamload.transformers.quantizers.stored import Quantised, missing, placed
+from streamload.transformers.quantizers.stored import QuantizedCheckpoint, missing, placed
 
 _METHOD = "bitsandbytes"
 _BLOCK = 64  # elements, the default of bitsandbytes' modules
@@ -34,14 +34,14 @@ _8BIT_EXPERTS = "int8"  # in bitsandbytes-int8, two weights of a module would sh
 
 
 @dataclass(slots=True)
-class Quantising(Quantised):
+class QuantizedOnLoad(QuantizedCheckpoint):
     """Loads a checkpoint of floats into modules of bitsandbytes."""
 
     format: str = ""
     _modules: list[str] = field(default_factory=list)
 
     @classmethod
-    def asked(cls, checkpoint: Checkpoint, config: Any, asked: Any) -> Quantising:
+    def asked(cls, checkpoint: Checkpoint, config: Any, asked: Any) -> QuantizedOnLoad:
         """Read a ``BitsAndBytesConfig``, or its arguments, into a configuration of transformers.
 
         Raises:

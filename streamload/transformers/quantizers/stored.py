@@ -50,7 +50,7 @@ _REPACKED_ROWS = 32
 
 
 @dataclass(slots=True)
-class Quantised:
+class QuantizedCheckpoint:
     """Loads a quantized checkpoint."""
 
     method: str  # its name in the configuration
@@ -63,7 +63,9 @@ class Quantised:
     _staged: list[tuple[str, str, QuantizedWeight]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, config: Any, asked: Any = None) -> Quantised | None:
+    def of(
+        cls, checkpoint: Checkpoint, config: Any, asked: Any = None
+    ) -> QuantizedCheckpoint | None:
         """Read a configuration, merged with the caller's; None for checkpoints of floats.
 
         Raises:

@@ -1,7 +1,7 @@
-"""Which quantised weights a load dequantises on the way: those for which `dtype=` names a dtype.
+"""The quantized weights that a load dequantizes: those for which `dtype=` names a dtype.
 
 Such a weight is one tensor of the checkpoint then, a `Packed`, under its own name and with its own
-shape; what belongs to it (scales, zero points, quantisation state) is no tensor of its own.
+shape; its scales, zero points and quantization state are no tensors of their own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from streamload.planning.requests import DTypePolicy, TensorRequests
 
 
 def asked(checkpoint: Checkpoint, policy: DTypePolicy, *, blocks: bool = False) -> list[str]:
-    """The names of the quantised weights that the policy asks to dequantise."""
+    """The names of the quantized weights that the policy dequantizes."""
     if not policy.rules and not (blocks and checkpoint.stored):
         return []
     return [
@@ -83,7 +83,7 @@ def _own_name(group: QuantizedWeight, name: str) -> str:
     return name.removesuffix(group.values.name.removeprefix(group.name))
 
 
-def dequantised(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
+def dequantized(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
     """A checkpoint in which quantised weights are one tensor each."""
     if not names:
         return checkpoint
@@ -109,7 +109,7 @@ def dequantised(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
 def holds_transposes(
     checkpoint: Checkpoint, parameters: Iterable[Parameter], fills: Mapping[str, Sequence[str]]
 ) -> bool:
-    """Whether a model has a Conv1D where a dequantized weight is a Linear's, by its shape."""
+    """Whether a model has a Conv1D for a dequantized weight of a Linear, by its shape."""
     by_name = _by_name(parameters)
     return any(
         info.shape != info.shape[::-1] == by_name[name].shape
@@ -126,7 +126,7 @@ def _is_of_linears(info: Packed) -> bool:
 
 
 def as_in_models(checkpoint: Checkpoint) -> Checkpoint:
-    """A checkpoint whose dequantised weights have the shapes of the model that is not quantised.
+    """A checkpoint whose dequantized weights have the shapes of the model that is not quantized.
 
     For a Conv1D bitsandbytes has a Linear, whose weight is the transpose: see `Checkpoint.turns`.
     """
@@ -159,7 +159,7 @@ def as_in_models(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def with_blocks(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
-    """A checkpoint in which some of the weights that are dequantised stay as they are stored."""
+    """A checkpoint in which the named weights stay as they are stored after all."""
     tensors = {
         name: info.group.values if name in names and isinstance(info, Packed) else info
         for name, info in checkpoint.tensors.items()
@@ -180,7 +180,7 @@ def _packed(checkpoint: Checkpoint, group: QuantizedWeight) -> Packed:
 
 
 def all_names(checkpoint: Checkpoint) -> dict[str, object]:
-    """The names of tensors, of quantised weights, and of what belongs to those, as keys."""
+    """The names of tensors, quantized weights and their tensors, as keys."""
     names: dict[str, object] = {**checkpoint.tensors, **checkpoint.groups}
     for info in checkpoint.tensors.values():
         if isinstance(info, Packed):
@@ -188,14 +188,14 @@ def all_names(checkpoint: Checkpoint) -> dict[str, object]:
     return names
 
 
-def all_dequantised(checkpoint: Checkpoint) -> bool:
-    """Whether weights are dequantised, and none stays as it is stored."""
+def all_dequantized(checkpoint: Checkpoint) -> bool:
+    """Whether weights are dequantized, and none stays as it is stored."""
     packed = any(isinstance(info, Packed) for info in checkpoint.tensors.values())
     return packed and not checkpoint.groups
 
 
 def compile_decoders(wants: TensorRequests, dsts: Iterable[DType], *, clamp: bool) -> None:
-    """Compile what will dequantise."""
+    """Compile the kernels of decoders."""
     for info, dst in zip(wants.infos, dsts, strict=True) if wants.any_packed else ():
         if isinstance(info, Packed):
             compile_decoder(info, dst, clamp=clamp)
