@@ -26,7 +26,7 @@ from streamload.conversion.destination import OUT, Destination
 from streamload.conversion.disk import Folder
 from streamload.conversion.journal import FORMAT, Finished, Journal, noted_verdict
 from streamload.conversion.memory import Way, choose_way
-from streamload.conversion.openable import Judging, Verdict
+from streamload.conversion.openable import Judging
 from streamload.conversion.plan import (
     ConvertOptions,
     ConvertPlan,
@@ -264,7 +264,7 @@ def convert(
         if codes or turned:
             way = choose_way(checkpoint, dtypes, weights, nodes=bool(nodes), turned=turned)
         opens = options.is_whole and options.verdict is not None
-        job = _Conversion(checkpoint, plan, way, judging if opens else None, options.verdict)
+        job = _Conversion(checkpoint, plan, way, judging if opens else None)
         if dry_run:
             job.check(resume=resume, overwrite=overwrite)
             job.destination.check_room()
@@ -282,14 +282,9 @@ class _Conversion:
     """One call of `convert`, planned."""
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        plan: ConvertPlan,
-        way: Way,
-        judging: Judging | None,
-        verdict: Verdict | None,
+        self, checkpoint: Checkpoint, plan: ConvertPlan, way: Way, judging: Judging | None
     ) -> None:
-        self._judging = judging  # where what is written is a model of transformers
+        self._judging = judging  # of a whole model of transformers
         self.destination = Destination(plan)
         self._checkpoint = checkpoint
         self._plan = plan
@@ -301,12 +296,13 @@ class _Conversion:
         used |= {header.path for info in packed for header in info.headers}
         self._shards = [header for header in checkpoint.shards if header.path in used]
         self._source = {header.path.name: header.fingerprint() for header in self._shards}
+        said = plan.verdict
         self._first = {
             "format": FORMAT,
             "plan": plan.digest,
             "options": dict(plan.options),
             "source": self._source,
-            "verdict": asdict(verdict) if verdict is not None and verdict.known else None,
+            "verdict": asdict(said) if said is not None and said.known else None,
         }
         self._check_source()
         self.destination.check_apart(
@@ -433,11 +429,7 @@ class _Conversion:
                 )
 
     def _forget_lost(self, journal: Journal) -> None:
-        """Do tensors again whose file is not there any more, or has become shorter.
-
-        And quantized weights with unfinished parts. The journal records it before
-        anything is written: the file will be long enough again.
-        """
+        """Forget tensors of lost or shorter files, and quantized weights with unfinished parts."""
         found = {file.path: _length(self.destination.out / file.path) for file in self._plan.files}
         lost: set[int] = set()
         weights: dict[tuple[str, object], set[int]] = {}  # by folder and weight

@@ -146,15 +146,9 @@ class ConvertOptions:
     def asked_of_models(
         self, checkpoint: Checkpoint, judging: Judging, noted: Mapping[str, Any]
     ) -> Self:
-        """The same, without the weights that no module of the checkpoint's model holds quantized.
+        """Leave weights that no module holds quantized; ValueError if none can be quantized.
 
-        Args:
-            checkpoint: the source.
-            judging: asks the model.
-            noted: facts of the verdict to use if the model cannot be asked.
-
-        Raises:
-            ValueError: modules can hold none of the weights.
+        If the model cannot be asked, `noted` has the facts of an earlier verdict.
         """
         if not self.quant or self.writer.name != SAFETENSORS or self.rename is not None:
             return self
@@ -215,6 +209,7 @@ class ConvertPlan:
     options: Mapping[str, Any]
     notes: tuple[str, ...] = ()
     wants_sums: bool = False
+    verdict: Verdict | None = None  # see `ConvertOptions`
 
     @property
     def read_nbytes(self) -> int:
@@ -429,6 +424,7 @@ def plan_conversion(
         options=MappingProxyType(options.to_json()),
         notes=tuple(notes),
         wants_sums=writer.wants_sums,
+        verdict=options.verdict,
     )
 
 

@@ -14,7 +14,7 @@ from streamload.files.header import parse_json_object
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
-_LARGEST_ITEMSIZE = 4  # peft computes in float32, whatever is stored
+_LARGEST_ITEMSIZE = 4  # peft computes in float32
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,7 @@ def _stored(checkpoint: Checkpoint) -> list[DType]:
     """The dtypes of the checkpoint's floats, in transformers' order."""
     infos = sorted(checkpoint.tensors.values(), key=lambda info: (info.shard, info.name))
     found = dict.fromkeys(info.dtype for info in infos if info.dtype.name in COMPUTED_IN)
-    blocks = any(info.dtype.is_packed for info in infos)  # beside them, few others are float32
+    blocks = any(info.dtype.is_packed for info in infos)  # few others are float32
     return list({F16: None} | found if blocks else found)
 
 

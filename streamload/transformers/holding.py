@@ -46,7 +46,7 @@ def holding(checkpoint: Checkpoint, formats: Mapping[str, str]) -> Holding | Non
         model = on_meta(checkpoint, config, Wanted(), dtype)
         names = Names.of(model, checkpoint)
         names.check(model, checkpoint, Options.read())
-    except Exception:  # whatever transformers, or code of a model's own, raises
+    except Exception:  # any, from transformers or a model's own code
         return None
     alone = {
         source.rows[0].tensor: name

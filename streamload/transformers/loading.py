@@ -101,11 +101,11 @@ def from_pretrained(
         revision: of ``org/name``: a branch, a tag or a commit. A folder has none.
         subfolder: the folder in ``path`` that holds the checkpoint.
         variant: as in `streamload.open_checkpoint`.
-        trust_remote_code: run the code beside the checkpoint where ``config.json`` names a class
-            in it.
+        trust_remote_code: run the code in the checkpoint's folder if ``config.json`` names a
+            class in it.
         key_mapping: patterns of names in the checkpoint to what they become, as transformers has
             them.
-        generation_config: in place of the one beside the checkpoint.
+        generation_config: in place of the one in the checkpoint's folder.
         quantization_config: a ``BitsAndBytesConfig``: weights are quantised on the way into the
             modules of bitsandbytes that transformers chooses, to bitsandbytes' own bytes; fused
             experts, which it leaves at 16 bits, into modules of streamload.
@@ -130,7 +130,7 @@ def from_pretrained(
             matches. What is initialised counts against the budget.
         shapes: "error" for a parameter whose shape is not that of its tensor, or "skip" to
             initialise it like one that is missing: transformers' ``ignore_mismatched_sizes=True``.
-        reserve: as in `streamload.load_state_dict`; beside what the model has of its own.
+        reserve: as in `streamload.load_state_dict`; the model's own buffers are added.
         context: as in `streamload.load_state_dict`; the cache is that of transformers, full.
         **options: see `ModelOptions`.
 

@@ -143,7 +143,7 @@ class Names:
             if not all(torch.equal(renumbered(ids), again[new]) for new, ids in made.items()):
                 raise NotRowsError("the values change")
             sources = {new: numbered.source(ids) for new, ids in made.items()}
-        except Exception as error:  # whatever an operation of transformers raises
+        except Exception as error:  # any, from an operation of transformers
             operations = ", ".join(map(repr, converter.operations))
             listed = ", ".join([tensor for _, tensor in members[:4]] + ["..."] * (len(members) > 4))
             first, *others = converter.target_patterns

@@ -199,7 +199,7 @@ def filling(
 
 
 def load_untied(load: Callable[[], _Loaded], *parts: Any) -> _Loaded:
-    """Load, and again with weights untied if their stored values turn out to differ.
+    """Load, and again with weights untied if their stored values differ.
 
     A load compares them after planning, before it reads or allocates anything else.
     """

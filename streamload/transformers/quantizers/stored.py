@@ -96,7 +96,7 @@ class QuantizedCheckpoint:
         try:
             config.quantization_config = AutoHfQuantizer.merge_quantization_configs(said, asked)
             quantizer = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
-        except Exception as error:  # whatever a quantiser of transformers raises
+        except Exception as error:  # any, from a quantizer of transformers
             problem = f"transformers does not open the quantised checkpoint: {first_line(error)}"
             raise CheckpointError(path, problem, found=method) from error
         return cls(method, quantizer, checkpoint)
