@@ -241,7 +241,7 @@ class HeaderError(CheckpointError):
 
 
 class TruncatedFileError(CheckpointError):
-    """A file that is shorter than its header says, or shrank while it was read.
+    """A file that is shorter than its header requires, or shrank while it was read.
 
     ``expected`` and ``found`` are file lengths in bytes.
     """
@@ -253,7 +253,7 @@ class FileChangedError(CheckpointError):
 
     Attributes:
         held_back: the system held the writer back until now, so that what was read is right; else
-            whatever was taken from the file may be wrong.
+            all bytes read from the file may be wrong.
     """
 
     _: KW_ONLY

@@ -37,7 +37,7 @@ def check_nesting(text: bytes) -> None:
     """
     if b"\\" in text:  # escaped quotes end no string
         text = text.replace(rb"\\", b"").replace(rb"\"", b"")
-    # two quotes that follow each other leave whatever is around them inside or outside of strings
+    # adjacent quotes do not change which brackets are inside of strings
     brackets = text.translate(None, _OTHERS).replace(b'""', b"")
     if b'"' in brackets:  # what is left are strings with brackets
         brackets = b"".join(brackets.split(b'"')[::2])

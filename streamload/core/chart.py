@@ -23,7 +23,7 @@ class Bars:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """One bar made of parts that lie end to end."""
+    """One bar of parts, end to end."""
 
     name: str  # what stands on the left
     parts: tuple[int, ...]  # the length of each; one for each series
@@ -37,7 +37,7 @@ BLOCKS, ASCII = "\u2588\u2593\u2592\u2591\u00b7", "#=~-."
 def draw_text(
     series: Sequence[str], rows: Sequence[Stack], *, width: int, marks: str = BLOCKS
 ) -> list[str]:
-    """Draw bars of parts as lines of text; the last says what the characters stand for.
+    """Draw bars of parts as lines of text; the last is the legend.
 
     The longest bar is as wide as ``width`` columns have room for, and at least eight, however long
     names and labels are. The legend leaves out those of the series, at most five, that no bar has;
@@ -60,7 +60,7 @@ def draw_text(
 
 
 def draw_stacks(title: str, subtitle: str, series: Sequence[str], rows: Sequence[Stack]) -> str:
-    """Draw bars whose parts, of at most five series, lie end to end; the text of an SVG file."""
+    """Draw bars of parts, of at most five series, end to end; the text of an SVG file."""
     most = max([sum(row.parts) for row in rows] + [1])
     right = max(_RIGHT, 7 * max((len(row.label) for row in rows), default=0) + 20)
     scale = (_WIDTH - _LEFT - right) / most

@@ -162,7 +162,7 @@ def local(path: str | os.PathLike[str]) -> Path:
     """
     text = os.fsdecode(path)
     shown = without_secrets(text)
-    # said here: errors of the operating system would show all of it
+    # raised here: errors of the operating system would show all of it
     if (is_foreign(text) or shown != text) and not os.path.lexists(text):
         went = "a URL that went through Path: give it as a str" if _HALF.match(text) else None
         raise ShardNotFoundError(shown, "no such file or folder", "http(s):// for a URL", went)

@@ -27,7 +27,7 @@ from streamload.errors import BudgetExceededError, DeviceError, Fit, PlanInfeasi
 
 #: The ledger's name for the host staging of devices with memory of their own.
 STAGING = "staging"
-#: Host staging where nothing else was said, in bytes.
+#: Default host staging, in bytes.
 DEFAULT_HOST_NBYTES = 64 * 2**20
 #: The least host staging that may be asked for, in bytes: two threads with slots of a megabyte, and
 #: what else they hold. With less, copies of some kilobytes take longer to begin than to make.
@@ -117,7 +117,7 @@ class Budget:
 
     ``Budget("3GB")`` holds for every device; ``Budget({"CL": "3GB", "CPU": "80%"})`` names them,
     and a device that is not named, like ``None``, gets what is free there less a reserve (see
-    `reserve_nbytes`). Device names compare as `canonical_device` says.
+    `reserve_nbytes`). Device names compare as in `canonical_device`.
 
     Attributes:
         default: for the devices that are not named; None: what is free, less a reserve.
@@ -375,7 +375,7 @@ def _cgroup_available_nbytes(directory: Path, controller: _Controller) -> int | 
     stated = [limit for limit in limits if limit is not None]
     if not stated:
         return None
-    # the files are read one after the other: page cache that comes or goes meanwhile is in one of
+    # the files are read one after the other: page cache that changes in between is in one of
     # the usages and not in the other
     usage_nbytes = min(before, after)
     reclaimable_nbytes = sum(stat.get(name, 0) for name in controller.reclaimable)

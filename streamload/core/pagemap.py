@@ -83,7 +83,7 @@ def _mappings() -> tuple[_Column, _Column]:
             shared = not private and "".join(name).startswith(_SHARED_ANONYMOUS)
             edges += int(first, 16), int(stop, 16)
             kinds += -1, 0 if private else 1 if shared else -1
-    last = np.iinfo(np.int64).max  # [vsyscall] lies beyond
+    last = np.iinfo(np.int64).max  # [vsyscall] is beyond
     return np.array([min(edge, last) for edge in edges], np.int64), np.array([*kinds, -1])
 
 

@@ -42,7 +42,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 _HUGE_PAGE = 2**21  # on the machines that matter here; where it is more, none are had
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
-#: Whether `place_code` works here. Other CPUs than x86-64 may have to be told that data has become
+#: Whether `place_code` works here. Other CPUs than x86-64 may need a call after data has become
 #: instructions (AArch64 needs its instruction cache flushed).
 PLACES_CODE = (
     sys.platform == "linux"
@@ -83,7 +83,7 @@ class _Libc:
 def libc() -> Any:
     """The C library's calls on maps, memory and files that Python does not have.
 
-    They drop the interpreter's lock. `ctypes.get_errno` says why one failed.
+    They drop the interpreter's lock. `ctypes.get_errno` has the reason if one fails.
     """
     return _Libc()
 
@@ -180,7 +180,7 @@ def populate(window: memoryview) -> None:
     if window.nbytes < _MIN_POPULATED_NBYTES or sys.platform != "linux":
         return
     address = address_of(window)
-    # whole pages inside the window: what lies around it is not ours to touch
+    # whole pages inside the window: the pages around it belong to others
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (address + window.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     libc().madvise(first, stop - first, _MADV_POPULATE_WRITE)  # refused: pages come as touched

@@ -159,9 +159,9 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How one part of a quantised tensor is made of the weight.
+    """The encoding of one part of a quantized weight.
 
-    The weight, flattened, is cut at multiples of a unit; each unit is quantised by itself. Its
+    The weight, flattened, is cut at multiples of a unit; each unit is quantized alone. Its
     codes are one part; the others (scales, a table) are made when all codes are there.
 
     Attributes:
@@ -173,7 +173,7 @@ class Coding:
         dst_unit_nbytes: bytes of its codes.
         statistics_nbytes: what the host holds until all codes are there.
         of_rows: functions change whole rows of the weight before.
-        device_parts: the parts that kernels of a device write beside the codes; None where the
+        device_parts: the parts that kernels of a device write besides the codes; None if the
             codes are made on the host.
     """
 

@@ -4,7 +4,7 @@ Sizes and rules of torch's allocator for CUDA: ``c10/cuda/CUDACachingAllocator.c
 (``round_size``, ``get_allocation_size``, ``get_free_block``, ``should_split``).
 
 Those of CUDA's driver are not published. What ``cuMemAlloc`` took of an H200 (driver 580), by how
-much less ``cuMemGetInfo`` said to be free, and how far the addresses were apart:
+much ``cuMemGetInfo`` fell, and how far the addresses were apart:
 
 | bytes | of one | of eight | apart |
 |---|---|---|---|

@@ -257,7 +257,7 @@ def _compiled() -> Any:
     """
     pointer, size = ctypes.c_void_p, ctypes.c_uint64
     prototype = ctypes.CFUNCTYPE(size, pointer, size, pointer, pointer, size, pointer, pointer)
-    # the machine's name tells its byte order, too
+    # the machine's name implies its byte order
     depends_on = ("loop", os.uname().machine, _IR) if PLACES_CODE else None
     if depends_on is not None and (kept := read_kept(*depends_on)) is not None:
         return prototype(place_code(kept))

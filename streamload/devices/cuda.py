@@ -1,7 +1,7 @@
 """Copies to CUDA devices by the driver's own calls, for every framework that has a context there.
 
 Page-locked slots with a stream and an event of their own, casts by kernels on those streams, and no
-work for the interpreter beside the calls themselves. Calls that return at once keep the
+work for the interpreter besides the calls themselves. Calls that return at once keep the
 interpreter's lock: among many threads, to give it up and get it back takes longer than the call.
 Function by function this is the CUDA driver API reference.
 """
@@ -183,7 +183,7 @@ class Context:
 class _Streams:
     """The streams of a context, shared by its slots; each goes with the last slot that has it.
 
-    More streams copy no faster; several, so that the kernels of one run beside the copies of
+    More streams copy no faster; several, so that the kernels of one overlap the copies of
     another: docs/measurements.md, "Streams of a context".
     """
 
@@ -398,7 +398,7 @@ class BulkCopier:
     def run(
         self, fd: int, reads: Sequence[Read], slots: Sequence[Staging], busy: int
     ) -> BulkFailure | None:
-        """Read into the slots in turn, and begin the copies, without the interpreter's lock.
+        """Read into the slots cyclically and begin the copies, without the interpreter's lock.
 
         Afterwards any slot that was used may have copies under way: see `ticket`.
 

@@ -68,7 +68,7 @@ class HostDevice(HeapDevice):
 class InvalidArray(np.lib.mixins.NDArrayOperatorsMixin):
     """What stands in a state dict for an array that a failed load left without values.
 
-    Whatever asks for values raises DeviceError: operators, numpy's functions, attributes, items.
+    Operators, numpy's functions, attributes and items raise DeviceError.
     """
 
     def __init__(self, name: str, dtype: str, shape: tuple[int, ...], kept: Any = None) -> None:
@@ -85,7 +85,7 @@ class InvalidArray(np.lib.mixins.NDArrayOperatorsMixin):
     __bool__ = __int__ = __float__ = __complex__ = __matmul__ = _refuse
 
     def __getattr__(self, attribute: str) -> NoReturn:
-        """Refuse whatever an array would answer."""
+        """Refuse attributes of arrays."""
         if attribute.startswith("__"):
             raise AttributeError(attribute)
         self._refuse()
@@ -150,7 +150,7 @@ class HostParameter(SlotParameter):
         # numpy calls an array of the other byte order by the same name
         whole = value.flags.c_contiguous and value.flags.writeable and value.dtype.isnative
         if isinstance(value.base, np.ndarray) and not _is_own(value):
-            # a view can be written where it lies in one piece; replaced, it would part company
+            # a contiguous view can be written in place; replaced, it would leave its array
             self.fixed = "it is a view of another array"
             if not whole:
                 self.refused = "it is a view of another array, and not writable in one piece"

@@ -84,8 +84,8 @@ def _probe_in_child(framework_name: str, device: str, full: bool, timeout_s: flo
     )
     variables = os.environ | {
         "CACHELEVEL": "0",  # of tinygrad's cache
-        # without the current folder, by any of its names: what lies in a folder of downloads
-        # is not to be imported (-P leaves it out, too); this package is found wherever it is
+        # without the current folder, by any of its names: files in a folder of downloads
+        # must not be imported (-P leaves it out, too); this package is found wherever it is
         "PYTHONPATH": os.pathsep.join([*filter(os.path.isabs, sys.path), _ROOT]),
     }
     hint = ""

@@ -1,4 +1,4 @@
-"""The options of a load: the type, the default and the description of each, said once.
+"""The options of a load: the type, the default and the description of each, in one place.
 
 An entrance takes them as ``**options: Unpack[LoadOptions]``, or those of a narrower dictionary, and
 `takes` shows each by name in `help`, `inspect.signature`, completion and typer.
@@ -30,7 +30,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class WeightOptions(TypedDict, total=False):
-    """The dtype of the weights, and the room beside them; see `LoadOptions`."""
+    """The dtype of the weights, and the memory kept free; see `LoadOptions`."""
 
     dtype: DTypeArgument
     quant: QuantArgument
@@ -91,7 +91,7 @@ class LoadOptions(PlanOptions, total=False):
     """The options of `streamload.load_state_dict`.
 
     Attributes:
-        budget: most bytes on the device, when the load is done and meanwhile: a number, "3GB",
+        budget: most bytes on the device, during the load and after it: a number, "3GB",
             "2.5GiB", "80%" (of what is free), a dict by device, or a `Budget`. None is what is
             free, less a reserve. Staging and scratch count too where the device shares the host's
             memory; elsewhere staging counts against ``Budget(host=...)``.
@@ -104,8 +104,8 @@ class LoadOptions(PlanOptions, total=False):
             private views on the mapped files, which take no memory until they are written, and
             refuses those that a cast, a device of its own or their alignment in the file keeps
             from it; "auto" maps the others, of files on a local disk that nobody can truncate, and
-            loads these. "memory" loads all. Whatever rewrites a mapped file changes the weights,
-            and whatever truncates it ends the process: see `LoadReport.check_files`.
+            loads these. "memory" loads all. Rewriting a mapped file changes the weights,
+            and truncating it ends the process: see `LoadReport.check_files`.
         dtype: a dtype or its name, "checkpoint", or patterns by name, the first that matches
             deciding: ``{"*norm*": "float32", "*": "float16"}``. Floats only; all else passes
             unchanged, but for weights that are stored quantised (FP8 and int8 with scales, MXFP4,
@@ -149,14 +149,14 @@ class LoadOptions(PlanOptions, total=False):
             refused. ``transform`` comes after them, and gets float64.
         strict: every parameter must be in the checkpoint and the other way round, but for what
             models compute (positions, masks, rotary frequencies). With False, what matches is
-            loaded and the report names the rest; a warning says if that is little.
+            loaded and the report names the rest; a warning follows if that is little.
         shapes: "error" for a parameter whose shape is not that of its tensor, or "skip" to leave
             it as it is and name it in the report.
         progress: "auto", True, False, or a callable that gets (bytes done, bytes in all).
-        reserve: bytes, or a size, that stay free on each device or node beside what is loaded: for
+        reserve: bytes, or a size, that stay free on each device or node besides the weights: for
             activations, other parameters. Taken off its budget and of what is free.
         context: leave room for the KV cache of so many tokens, so that what is loaded can run: on
-            each device for the layers that it holds, as ``config.json`` tells. Nothing is allocated
+            each device for the layers that it holds, by ``config.json``. Nothing is allocated
             for it, and until the load is done its bytes may be the load's own.
         batch: how many sequences of ``context`` tokens the cache is for.
         cache_dtype: the dtype of the cache; None is that of the weights as they are loaded.

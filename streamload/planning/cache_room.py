@@ -97,7 +97,7 @@ class CacheRoom:
         where = dict(zip(names, devices, strict=True))
         items = list(starmap(Item, dict(zip(names, wants.nbytes(policy), strict=True)).items()))
         on: dict[str, list[int]] = {}
-        # in place of bytes the layers' numbers, from 1, so that units tell which they are
+        # in place of bytes the layers' numbers, from 1, so that units name their layers
         numbers = range(1, len(self.cache.layers) + 1)
         for unit in units_of(items, cache=numbers):
             if unit.cache_nbytes:

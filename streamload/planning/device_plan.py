@@ -23,9 +23,9 @@ class DevicePlan:
         head: holds the head, under a split.
         release_first: old parameters go all at once before the first is loaded.
         cache_nbytes: the KV cache of its layers, which is allocated when the load is done.
-        reserve_nbytes: what stays free beside that, of the budget and of what is free.
+        reserve_nbytes: bytes kept free in addition, of the budget and of what is free.
         reusable_nbytes: of `held_nbytes`, memory that the load takes over.
-        object_nbytes: what the process takes for tensors beside their bytes.
+        object_nbytes: memory of the process for tensors besides their bytes.
         kernel_nbytes: what the kernel takes for them.
         shared_memory: its memory is the host's.
         mapped_nbytes: what stays in the mapped files: the kernel can take its pages back.
@@ -67,7 +67,7 @@ class DevicePlan:
 
     @property
     def host_needed_nbytes(self) -> int:
-        """What the host gives: for tensors beside their bytes, and for these where it shares."""
+        """Host bytes for tensors, with their own bytes if the device shares the host's memory."""
         beside = self.object_nbytes + self.kernel_nbytes
         return beside + (self.fresh_needed_nbytes if self.shared_memory else 0)
 

@@ -144,7 +144,7 @@ class KvCache:
 
 # --- the configuration ----------------------------------------------------------------------------
 
-_MOST_LAYERS = 100_000  # what a file says is not to be a list without end
+_MOST_LAYERS = 100_000  # bounds the list that a file can ask for
 
 # fmt: off
 _HEADS_OF_128 = (
@@ -314,7 +314,7 @@ _PATTERN = "sliding_window_pattern"
 
 
 def _every(count: int) -> _Rule:
-    """All layers but one of so many; ``sliding_window_pattern`` may say how many."""
+    """All layers but one of so many; ``sliding_window_pattern`` may state how many."""
 
     def windowed(text: _Text, layer: int) -> bool:
         given = text.find(_PATTERN)
@@ -336,7 +336,7 @@ def _with_positions(text: _Text, layer: int) -> bool:
     return (layer + 1) % (4 if text.find(interval) is None else text.number(interval)) != 0
 
 
-#: Which layers attend to a window only, where ``layer_types`` does not say. Of other models none
+#: Which layers attend to a window only, without ``layer_types``. Of other models none
 #: do, as far as is known here: that is the most that they can take.
 _WINDOWED: Mapping[str, _Rule] = MappingProxyType(
     {

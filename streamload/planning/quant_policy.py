@@ -231,7 +231,7 @@ def quantised(
         wants: the parameters.
         formats: the format of each; None leaves it as it is.
         changed: tensors whose rows functions change on the way.
-        beside: the model's current parts besides the codes, by their names.
+        beside: the model's current auxiliary parts, by their names.
         policy: the source of the formats, for messages.
 
     Raises:

@@ -1,8 +1,8 @@
-"""What a pass of a language model takes beside weights and cache, from its ``config.json``.
+"""Memory of a language model's pass besides weights and cache, from its ``config.json``.
 
 For T tokens at once, with the hidden size H, the intermediate size I, n heads (n_kv of keys and
 values) of d elements, a vocabulary V, and a dtype of b bytes, these stand in memory together at
-most, beside two states of T x H x b between the layers:
+most, besides two states of T x H x b between the layers:
 
     normalisation     2 x T x H x 4          (transformers' norms compute in float32)
     attention         T x (4 x n + 4 x n_kv) x d x b, and the mask of T x T x b

@@ -129,7 +129,7 @@ class TinygradDevice(Device):
         )
 
     def _computes_in(self, dtype: Any) -> bool:
-        """Whether its renderer lists a dtype, and tinygrad was not told to emulate it."""
+        """Whether its renderer lists a dtype, and tinygrad does not emulate it."""
         supported = getattr(self._device.renderer, "supported_dtypes", None)
         listed = supported is not None and dtype in supported()
         return listed and dtype not in EMULATED_DTYPES.tolist(dtypes)
@@ -245,7 +245,7 @@ class _OpenCLDevice(TinygradDevice):
         from tinygrad.runtime.ops_cl import cl_errors
 
         self._cl, self._errors = opencl, cl_errors
-        # the queue tells: tinygrad has called it by several names
+        # by the queue: tinygrad has had several names for it
         self._id = opencl.cl_device_id()
         place = ctypes.sizeof(self._id), ctypes.byref(self._id), None
         self._call("clGetCommandQueueInfo", self._device.queue, opencl.CL_QUEUE_DEVICE, *place)

@@ -31,7 +31,7 @@ _Decoded = tuple[list[Tensor], Tensor]
 class QuantLinear:
     """A Linear over a quantised weight, which tinygrad decodes inside the kernel of the product.
 
-    Nothing as large as the weight is ever realised. Sums are of float32, whatever the dtype of the
+    Nothing as large as the weight is ever realised. Sums are of float32, for any dtype of the
     activations; the result has their dtype.
 
     Attributes:

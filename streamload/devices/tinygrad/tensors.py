@@ -91,7 +91,7 @@ def opened(name: str) -> Any:
     from tinygrad.runtime.autogen import cuda as driver
 
     before = driver.CUcontext()
-    with contextlib.suppress(AttributeError):  # there is no driver: opening says so
+    with contextlib.suppress(AttributeError):  # there is no driver: opening fails
         driver.cuCtxGetCurrent(ctypes.byref(before))
     try:
         return _Devices[name]

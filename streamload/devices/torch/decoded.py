@@ -241,7 +241,7 @@ def _as_weight(tensor: torch.Tensor, origin: Origin, is_weight: bool) -> Decoded
 
 
 def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The memory of a tensor, and how it lies there."""
+    """The memory of a tensor, and its layout there."""
     layout = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
     return (tensor.untyped_storage()._cdata, *layout)
 

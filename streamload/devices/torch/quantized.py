@@ -38,7 +38,7 @@ from streamload.devices.torch.tensors import CODED, tie_key
 
 _Parts = Mapping[str, torch.Tensor]
 
-_STEP_NUMEL = 2**20  # elements that are dequantised at once: 16 MB beside the weight, for 4 bits
+_STEP_NUMEL = 2**20  # elements dequantized at once: 16 MB besides the weight, for 4 bits
 
 
 # --- decoding: elements `start` to `stop` of the flattened weight, whole units, in float32 --------

@@ -67,7 +67,7 @@ def refuse_saving(model: nn.Module, coded: type[nn.Module]) -> list[nn.Module]:
 
 
 def allow_saving(model: nn.Module) -> None:
-    """Let a model be saved: its configuration says that it holds codes."""
+    """Let a model be saved: its configuration names its codes."""
     if getattr(model.__dict__.get(_SAVE), "func", None) is _refuse_saving:
         del model.__dict__[_SAVE]
 

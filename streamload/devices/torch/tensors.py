@@ -38,13 +38,12 @@ CODED = "_streamload_coded"
 PARTS = "_streamload_parts"
 #: On what stands in a module for a weight that streams: its name.
 STREAMED = "_streamload_streamed"
-# on invalid entries, one for those that were tied: ``kept`` says whether they have their memory
+# on invalid entries, one for those that were tied: ``kept``: they have their memory
 _INVALID = "_streamload_invalid"
 
 
-# What may be asked of an invalid tensor: what it is. All else would compute: torch's matrix
-# products on the CPU do not notice a tensor without values, and give what lies at address 0 or in
-# fresh memory.
+# Functions that ask about an invalid tensor. All others would compute: torch's matrix products on
+# the CPU do not notice a tensor without values, and read address 0 or fresh memory.
 _ASKED = frozenset(
     (
         "__get__", "__set__", "__deepcopy__", "__reduce_ex__", "__repr__", "detach", "dim",
@@ -88,7 +87,7 @@ class TorchParameter(SlotParameter):
     optimizer, hooks, attributes.
     """
 
-    of_module = False  # a dict's tensors are there to be filled, whatever their names
+    of_module = False  # a dict's tensors are there to be filled, under any name
     _lent: torch.Tensor | None = None
 
     def _look(self) -> None:
@@ -126,7 +125,7 @@ class TorchParameter(SlotParameter):
         first = tensor.data_ptr()
         self.span = (0, first, first + reach_nbytes)
         if storage_nbytes > tensor.nbytes:
-            # a view can be written where it lies in one piece; replaced, it would part company
+            # a contiguous view can be written in place; replaced, it would leave its base
             self.fixed = "it is a view of a larger tensor"
             if not contiguous:
                 self.refused = "it is a view of a larger tensor, and not contiguous"
@@ -173,7 +172,7 @@ class TorchParameter(SlotParameter):
             self._collect()
         if memory.expired():
             if seen[1].type == "cuda" and self.nbytes >= _MIN_TRIMMED_NBYTES:
-                with suppress(RuntimeError):  # its next user is told
+                with suppress(RuntimeError):  # its next user gets the error
                     torch.cuda.empty_cache()
             return ""
         storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
