@@ -254,10 +254,7 @@ def _open(path: str | os.PathLike[str], variant: str | None, key: str | None) ->
 
 
 def locate(path: str | os.PathLike[str]) -> tuple[Location, Location]:
-    """The path of a checkpoint, and the folder of its files; none is opened.
-
-    It raises ShardNotFoundError if there is none; see `open_checkpoint`.
-    """
+    """The path of a checkpoint, and the folder of its files; raises ShardNotFoundError."""
     name = os.fsdecode(path.href if isinstance(path, Url) else path)
     if is_url(name):
         url = path if isinstance(path, Url) and path.is_shown else Url.parse(name)
@@ -345,12 +342,9 @@ def from_headers(
         for info in header.tensors:
             first = tensors.setdefault(info.name, info)
             if first is not info:
+                both = f"{first.shard.name} and {info.shard.name}"
                 raise HeaderError(
-                    path,
-                    "the tensor is in two files",
-                    "one file",
-                    f"{first.shard.name} and {info.shard.name}",
-                    tensor=info.name,
+                    path, "the tensor is in two files", "one file", both, tensor=info.name
                 )
     values: dict[str, set[str]] = {}
     for header in shards:
@@ -537,12 +531,8 @@ def _read_weight_map(index: Location, reader: FormatReader) -> dict[str, str]:
     """Tensor names to file names of an index, each of a file in the index's own folder."""
     document = parse_json_object(read_json_file(index), index)
     if isinstance(document, RepeatedNames):
-        raise HeaderError(
-            index,
-            "a key is not unique",
-            "each key once",
-            f"{describe(document.name)} more than once",
-        )
+        found = f"{describe(document.name)} more than once"
+        raise HeaderError(index, "a key is not unique", "each key once", found)
     weight_map = check_strings(document.get("weight_map"), index, "weight_map")
     if not weight_map:
         raise HeaderError(index, "weight_map is not valid", "at least one tensor", "none")
@@ -567,23 +557,13 @@ def _indexed(index: Location, weight_map: Mapping[str, str], reader: FormatReade
         for info in header.tensors:
             shard = weight_map.get(info.name)
             if shard != file:
-                raise HeaderError(
-                    index,
-                    "weight_map and the shards do not agree",
-                    f"{file}, which holds it",
-                    "no entry" if shard is None else shard,
-                    tensor=info.name,
-                )
+                problem, holds = "weight_map and the shards do not agree", f"{file}, which holds it"
+                raise HeaderError(index, problem, holds, shard or "no entry", tensor=info.name)
             found.add(info.name)
     for tensor, shard in weight_map.items():
         if tensor not in found:
-            raise HeaderError(
-                index,
-                "weight_map names a tensor that its shard does not hold",
-                f"it in {shard}",
-                "it in no shard",
-                tensor=tensor,
-            )
+            problem = "weight_map names a tensor that its shard does not hold"
+            raise HeaderError(index, problem, f"it in {shard}", "it in no shard", tensor=tensor)
     return headers
 
 

@@ -115,13 +115,8 @@ def open_reader(
 ) -> Reader:
     """Open a shard.
 
-    Args:
-        shard: the file, as its `Header` has it: a URL has the version with it.
-        file_nbytes: its length in bytes, from its `Header`.
-        kind: how to read it; "auto" is `resolve_reader`. What would be mapped is read by pread
-            where others cannot be kept from truncating it, and `Reader.fallback` says why.
-        state: what the file was when its header was read, from its `Header`; None: not known.
-        views: tensors that come after the end of the file, from its `Header`.
+    ``kind`` "auto" is `resolve_reader`; a file that a lease does not protect from truncation is
+    read by pread in place of a map, see `Reader.fallback`. The rest is from the file's `Header`.
     """
     if views:
         return StridedReader(open_reader(shard, file_nbytes, kind, state), views)
@@ -151,19 +146,11 @@ def choose_reader(
 ) -> ReaderChoice:
     """How to read a shard; takes less than 2 ms for any length.
 
-    "auto" reads past the page cache what is on a local disk and mostly not in the cache, unless
-    the cache is to be filled; everything else as `resolve_reader` says. Files that others cannot
-    be kept from truncating are read by pread where they would be mapped, for "mmap" as well.
-
-    Args:
-        path: the shard.
-        kind: the user's choice.
-        page_cache: "keep" fills it, which excludes direct reads.
-        whole_slots: the shard is read into memory that begins at a page, and may be over-read.
-            Without it "auto" never reads past the page cache: bytes that are cast, or whose place
-            in memory is not as aligned as in the file, go through memory of the reader's then,
-            which halves what the disk gives (2.6 to 3.2 GB/s became 1.4 to 2.1 on a virtual disk);
-            a map that is dropped behind gave as much there, and needs no memory.
+    "auto" reads files of a local disk that are mostly not in the page cache past it, unless
+    ``page_cache`` is "keep"; all others as `resolve_reader`. Files that a lease does not protect
+    from truncation are never mapped. ``whole_slots`` means that the shard is read into memory that
+    begins at a page, and may be over-read: without it direct reads need a copy, which halves them
+    (2.6 to 3.2 GB/s became 1.4 to 2.1 on a virtual disk, as much as a map).
     """
     choice = _choose(path, kind, page_cache, whole_slots)
     if choice.kind == "mmap" and (why := not_mapped(Path(path))):

@@ -12,8 +12,8 @@ import stat
 import sys
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -49,27 +49,29 @@ MARGIN_NBYTES = 2**28
 def resident_fraction(file: str | os.PathLike[str] | int) -> float | None:
     """The fraction of a file in the page cache; takes about 0.7 ms for any length.
 
-    Files of up to 4 MiB are looked at whole, longer ones in 64 samples spread over them. No byte
-    of the file is touched, with one exception: the kernel answers mincore(2) with "all resident"
-    to a user that neither owns the file nor may write it. There RWF_NOWAIT asks for 64 single
-    bytes, which reads the pages that are not resident: they are dropped again, and a cold file
-    takes the disk's time for 64 pages (3 ms on the disk that was tried).
-
-    Returns:
-        0 to 1, 1 for an empty file; None if the system does not say, or there is no such file.
+    It is 1 for an empty file, and None if the system does not say or there is no such file. Files
+    of up to 4 MiB are looked at whole, longer ones in 64 samples. No byte is touched, unless the
+    user neither owns the file nor may write it: mincore(2) would answer "all resident". There
+    RWF_NOWAIT reads 64 single bytes; pages that it brings in are dropped again.
     """
     try:
         if not stat.S_ISREG(os.stat(file).st_mode):
             return None
         if isinstance(file, int):
             return _sampled(file)
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with _opened(file) as fd:
             return _sampled(fd)
-        finally:
-            os.close(fd)
     except (OSError, ValueError):  # ValueError: a name that no file can have
         return None
+
+
+@contextmanager
+def _opened(file: str | os.PathLike[str]) -> Iterator[int]:
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _sampled(fd: int) -> float | None:
@@ -125,8 +127,7 @@ def _readable_at_once(fd: int, nbytes: int) -> float | None:
     if nowait is None:
         return None
     # opened anew: the advice, against reading ahead of what is sampled, is for this use only
-    own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with _opened(f"/proc/self/fd/{fd}") as own:
         os.posix_fadvise(own, 0, 0, os.POSIX_FADV_RANDOM)
         missed, byte = set(), bytearray(1)
         offsets = [i * (nbytes - 1) // (_SAMPLES - 1) for i in range(_SAMPLES)]
@@ -142,8 +143,6 @@ def _readable_at_once(fd: int, nbytes: int) -> float | None:
         for offset in missed:
             os.posix_fadvise(own, offset // _PAGE * _PAGE, _PAGE, os.POSIX_FADV_DONTNEED)
         return 1 - sum(offset in missed for offset in offsets) / _SAMPLES
-    finally:
-        os.close(own)
 
 
 def _absent_runs(fd: int) -> list[tuple[int, int]]:
@@ -180,12 +179,8 @@ def drop_pages(path: Path, start: int, stop: int) -> None:
     """Drop the unmapped pages of a file within a range: only advice."""
     if not hasattr(os, "posix_fadvise"):
         return
-    with suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.posix_fadvise(fd, start, stop - start, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+    with suppress(OSError), _opened(path) as fd:
+        os.posix_fadvise(fd, start, stop - start, os.POSIX_FADV_DONTNEED)
 
 
 class PageCache:
@@ -218,12 +213,8 @@ class PageCache:
     ) -> None:
         """Prepare for a load; raises ValueError for an unknown kind.
 
-        Args:
-            kind: see the class.
-            to_read_nbytes: file bytes that the load will read.
-            to_allocate_nbytes: host memory that it will allocate while it reads them.
-            available: bytes of host memory that the process can still take, asked at the opening
-                of a shard (`streamload.core.memory.available_host_nbytes`); None: not known.
+        ``available`` returns the bytes of host memory that the process can still take; None if
+        unknown. It is called when a shard is opened.
         """
         if kind not in get_args(PageCacheKind):
             raise ValueError(

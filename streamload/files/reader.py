@@ -19,7 +19,10 @@ Addresses: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 class Reader(ABC):
     """One open shard. Any number of threads may use it at once; it outlives their calls.
 
-    As it stands it has no open file on this machine, and reads any range by `_read`.
+    This class has no open file on this machine, and reads any range by `_read`. Reads raise
+    TruncatedFileError or FileChangedError if the file has changed or a writer waits for it,
+    CheckpointError if the bytes cannot be read (the target's content is undefined then), and
+    ValueError if the range is not within the file or the reader is closed.
 
     Attributes:
         path: the file.
@@ -27,10 +30,8 @@ class Reader(ABC):
         mapped: whether `view` is a window of a memory map, which takes no memory of the process.
         alignment: `read_aligned` takes multiples of it: a power of two up to the page, 1 for any.
             It stays the same while the reader is open, also when it falls back.
-        has_file: whether there is an open file on this machine: `fileno` is for those that have
-            one.
-        fallback: why the file is not read in the way that was asked for: a sentence, "" while it
-            is.
+        has_file: whether there is an open file on this machine, for `fileno`.
+        fallback: why the file is not read as requested: a sentence, or "".
     """
 
     mapped = False
@@ -46,11 +47,7 @@ class Reader(ABC):
     def view(self, start: int, stop: int) -> AbstractContextManager[memoryview]:
         """Bytes ``start`` to ``stop`` (exclusive) of the file, read-only, valid inside the with.
 
-        Raises:
-            TruncatedFileError: the file has become shorter; on leaving the with, too.
-            FileChangedError: it has changed otherwise, or a writer waits for it; likewise.
-            CheckpointError: the bytes cannot be read.
-            ValueError: the range is not within the file, or the reader is closed.
+        It raises on leaving the with, too.
         """
         self._check_range(start, stop)
         return self._filled(start, stop)
@@ -67,18 +64,7 @@ class Reader(ABC):
                 window.release()
 
     def read_into(self, start: int, out: memoryview) -> None:
-        """Fill ``out`` with the file's bytes from ``start`` on; allocates nothing.
-
-        Args:
-            start: first byte, counted from the start of the file.
-            out: where to; writable, C-contiguous.
-
-        Raises:
-            TruncatedFileError: the file has become shorter; what ``out`` holds is undefined.
-            FileChangedError: it has changed otherwise, or a writer waits for it; likewise.
-            CheckpointError: the bytes cannot be read.
-            ValueError: the range is not within the file, or the reader is closed.
-        """
+        """Fill ``out`` (writable, C-contiguous) with the bytes from ``start`` on; no allocation."""
         self._check_range(start, start + out.nbytes)
         if out.nbytes:  # a memoryview of nothing cannot be cast
             with self.unchanged(), out.cast("B") as target:
@@ -94,19 +80,12 @@ class Reader(ABC):
         Args:
             start: a multiple of `alignment`.
             stop: a multiple of `alignment`, or the file's length; exclusive.
-            out: where to; writable, C-contiguous, at least ``stop - start`` bytes, its address a
-                multiple of `alignment` (any page is). What comes after the valid bytes may be
-                overwritten.
+            out: writable, C-contiguous, of ``stop - start`` bytes or more, which may all be
+                overwritten; its address is a multiple of `alignment`, as any page.
 
         Returns:
-            How many bytes at the beginning of ``out`` are valid: ``stop - start``, less where the
-            file ends before ``stop``.
-
-        Raises:
-            TruncatedFileError: the file has become shorter; what ``out`` holds is undefined.
-            CheckpointError: the bytes cannot be read.
-            ValueError: the range begins after the file's end or leads further past it than its
-                last block, ``out`` is too small, or the reader is closed.
+            The number of valid bytes at the beginning of ``out``: fewer than ``stop - start`` if
+            the file ends before ``stop``.
         """
         valid = min(stop, self.nbytes) - start
         self._check_range(start, start + valid)
@@ -142,14 +121,11 @@ class Reader(ABC):
 
         Args:
             start: first file byte.
-            addresses: where to; at most 1024.
-            sizes: how many bytes to each.
+            addresses: of the places; at most 1024.
+            sizes: bytes of each place.
 
         Returns:
-            Whether all of it was read. Otherwise what those places hold is undefined.
-
-        Raises:
-            CheckpointError: see `unchanged`.
+            Whether all of it was read; if not, the content of the places is undefined.
         """
         return False
 

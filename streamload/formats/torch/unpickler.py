@@ -263,10 +263,6 @@ def _collected(make: Callable[[list[Any]], Any]) -> _Action:
     return action
 
 
-def _frozenset(found: list[Any]) -> Opaque:
-    return Opaque()
-
-
 def _pop(machine: _Machine, raw: _Raw) -> None:
     if machine.stack:
         machine.stack.pop()
@@ -450,7 +446,7 @@ _ACTIONS: Mapping[str, _Action] = {
     "SETITEM": _set_item,
     "SETITEMS": _set_items,
     "ADDITEMS": _add_items,
-    "FROZENSET": _collected(_frozenset),
+    "FROZENSET": _collected(lambda found: Opaque()),
     "MARK": lambda machine, raw: machine.mark(),
     "POP": _pop,
     "POP_MARK": lambda machine, raw: machine.since_mark().clear(),
