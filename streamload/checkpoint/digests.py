@@ -189,11 +189,7 @@ class Digests:
             raise fail("files is not valid", "a list of names", describe(files))
         counts = _unique(document.get("counts", {}), path, "counts")
         for name, found in counts.items():
-            if (
-                type(found) is not list
-                or len(found) != 3
-                or not all(type(count) is int and count >= 0 for count in found)
-            ):
+            if type(found) is not list or [type(n) is int and n >= 0 for n in found] != 3 * [True]:
                 raise fail("counts are not valid", "three of 0 or more", describe(name))
         counts = {name: tuple(found) for name, found in counts.items()}
         errors = _unique(document.get("errors", {}), path, "errors")

@@ -47,14 +47,8 @@ _FILE_TYPES = {
 class Turn(NamedTuple):
     """The permutation of a tensor's rows in its file, if models have another order.
 
-    Rows seen as (groups, outer, inner), with the last two axes swapped, are what models have: the
-    numbers of a `streamload.core.tensors.RowTranspose`.
-
-    Attributes:
-        groups: groups of rows that stay together.
-        outer: of each group, the axis that becomes the inner one.
-        inner: the axis that becomes the outer one.
-        shape: the tensor's shape in models, if the file has another one.
+    Rows seen as (groups, outer, inner), with the last two axes swapped, are those of models, as of
+    a `streamload.core.tensors.RowTranspose`. ``shape`` is the models' if the file has another one.
     """
 
     groups: int
@@ -67,15 +61,9 @@ class Turn(NamedTuple):
 class View:
     """A tensor whose elements are not contiguous in its file.
 
-    It gets a place after the file's end, where they are contiguous; see
-    `streamload.files.strided`.
-
-    Attributes:
-        start: first byte of that place.
-        at: the file byte of its first element.
-        itemsize: bytes of an element.
-        shape: its shape; no length is 0.
-        strides: bytes from one index to the next one, along each axis; 0 or more.
+    It gets a place after the file's end, from byte ``start`` on, where they are contiguous; see
+    `streamload.files.strided`. Its first element is at the file byte ``at``. No length of the shape
+    is 0; strides count bytes, 0 or more.
     """
 
     start: int
@@ -94,14 +82,10 @@ class View:
 class Stored:
     """The stored blocks of a quantized weight, if its file describes them.
 
-    The weight is a tensor of U8 in the header, (rows, bytes of a row). It becomes the only member
-    of a `streamload.codecs.weights.QuantizedWeight`.
-
-    Attributes:
-        kind: how it is quantised, a key of `streamload.core.dtypes.PACKED`.
-        shape: of the weight, unpacked.
-        block: how many elements share a scale, along each of the last axes.
-        bits: of one quantised value.
+    The weight is a tensor of U8 in the header, (rows, bytes of a row), and the only member of a
+    `streamload.codecs.weights.QuantizedWeight`. ``kind`` is a key of `PACKED`, ``shape`` the
+    unpacked one, ``block`` the elements that share a scale along each of the last axes, and
+    ``bits`` those of a value.
     """
 
     kind: str

@@ -7,11 +7,11 @@ its name and its metadata as ranges of the metadata segment, and an alignment. D
 the storage segment; a splat is a length, and a pattern of 1 to 16 bytes that fills it. Entries
 begin at multiples of 16 bytes, data at multiples of 64, and files end at a multiple of 4096.
 
-Entries have no dtype and no shape. What says them is the entry's metadata, as IREE's own Python
-writes it: ``TENSORv0:`` (earlier ``PYTORCH:``) and a JSON object with ``type`` (``Tensor``),
-``dtype`` (numpy's name) and ``shape``. What is written here has that. Entries without it are
-bytes, one-dimensional U8: `open_checkpoint` gives them the dtypes and shapes of another checkpoint
-(``like=``).
+Dtype and shape are in the entry's metadata, as IREE's own Python writes them: ``TENSORv0:``
+(earlier ``PYTORCH:``) and a JSON object with ``type`` (``Tensor``), ``dtype`` (numpy's name) and
+``shape``.
+Entries without them are bytes, one-dimensional U8: `open_checkpoint` gives them the dtypes and
+shapes of another checkpoint (``like=``).
 
 Source: github.com/iree-org/iree, ``runtime/src/iree/schemas/parameter_archive.h`` for the format,
 ``runtime/src/iree/io/formats/irpa/irpa_parser.c`` for the rules that files are held to, and

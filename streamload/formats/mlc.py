@@ -1,14 +1,13 @@
 """MLC-LLM's weights: the folder that its compiler, its engines and web-llm read.
 
 ``params_shard_0.bin`` and so on hold tensors one after the other, and nothing else; 32 MiB each
-unless a tensor is larger, which has a file of its own. ``tensor-cache.json`` says what is where,
-with the md5 sum of each file. ``mlc-chat-config.json`` says what model it is; the tokenizer lies
-beside it. Names are those of Hugging Face, but for what is put together, rows of one below those
-of the other: query, key and value are ``qkv_proj`` (``c_attn`` of Qwen), gate and up
-``gate_up_proj``. ``--quant`` says what a tensor is: q0f16 and q0f32 have all of one dtype; with the
-others, weights of linear layers and embeddings are ``q_weight`` and ``q_scale``, see
-`streamload.codecs.schemes.mlc`, and the rest is float16. MLC's own converter stores float32 as
-bfloat16; here it stays as it is.
+unless a tensor is larger, which has a file of its own. ``tensor-cache.json`` has the places of all,
+with the md5 sum of each file, ``mlc-chat-config.json`` the model; the tokenizer is in the same
+folder. Names are those of Hugging Face; tensors that are joined by rows have new ones: query, key
+and value are ``qkv_proj`` (``c_attn`` of Qwen), gate and up ``gate_up_proj``. With ``--quant``
+q0f16 or q0f32 all have one dtype; with the others, weights of linear layers and embeddings are
+``q_weight`` and ``q_scale``, see `streamload.codecs.schemes.mlc`, and the rest is float16. MLC's
+own converter stores float32 as bfloat16; here it stays as it is.
 
 Source: github.com/mlc-ai/mlc-llm, ``*_model.py`` and ``*_loader.py`` of python/mlc_llm/model
 (names, shapes, fields of the configuration), interface/gen_config.py, interface/convert_weight.py,
@@ -70,14 +69,9 @@ _GENERATION = {
 
 
 class _Parameter(NamedTuple):
-    """A tensor of MLC's model.
+    """A tensor of MLC's model: the rows of its sources, of these shapes, one below the other.
 
-    Attributes:
-        name: its name there.
-        sources: the tensors whose rows it has, one below the other, and their shapes.
-        is_linear: whether it is the weight of a linear layer.
-        is_embedding: whether it is that of an embedding.
-        is_conv1d: whether the source has the transpose.
+    The source of a Conv1D has the transpose.
     """
 
     name: str
@@ -246,12 +240,8 @@ def _gpt2_config(model: Model) -> dict[str, Any]:
 class _Family(NamedTuple):
     """The tensors and the configuration of MLC's models of some families.
 
-    Attributes:
-        parameters: their tensors.
-        config: the content of ``model_config``.
-        values: those of config.json that MLC has code for.
-        dropped: names of tensors that are not needed.
-        prefix: optional, of names.
+    ``config`` makes ``model_config``; ``values`` are those of config.json that MLC has code for;
+    tensors of ``dropped`` names are not needed; the ``prefix`` of names is optional.
     """
 
     parameters: Callable[[Model], Iterator[_Parameter]]
@@ -377,10 +367,10 @@ def _quantisation(model: Model) -> str:
 
 
 def _as_read(model: Model, parameter: _Parameter, parts: Sequence[Target]) -> Target:
-    """A tensor as MLC reads it: put together, transposed where it is Conv1D's, perhaps quantised.
+    """A tensor as MLC reads it: joined, transposed if it is of a Conv1D, perhaps quantized.
 
-    What is quantised as it lies has no `Joined`: it is read at once. What is dequantised before has
-    one, and so has the second of two tensors that one weight becomes.
+    It has no `Joined` if it is quantized in the file's order, so that it is read at once, unless it
+    is dequantized before, or the second tensor of one weight.
     """
     first, name = parts[0], parameter.name
     dtype = F32 if model.dtype is F32 else F16
@@ -502,9 +492,9 @@ def _tokenizer_info(raw: bytes) -> dict[str, Any]:
 
 
 def _steps(raw: bytes, key: str, several: str) -> list[Mapping[str, Any]]:
-    """The steps that a key of tokenizer.json says; all that it says would take 100 MB as objects.
+    """The steps of a key of tokenizer.json; to parse all of the file would take 100 MB.
 
-    Words of a vocabulary may be called like the key, but they are no objects.
+    Words of a vocabulary may equal the key, but are not objects.
     """
     for at in re.finditer(rf'(?<!\\)"{key}"\s*:\s*(?=\{{)'.encode(), raw):
         text = raw[at.end() : at.end() + _STEPS_NBYTES].decode(errors="replace")

@@ -1,23 +1,21 @@
-"""What every file format offers: how a file is known, and how its header is read.
+"""File formats that are read: how a file is recognized, and how its header is read.
 
-A format is a file of this package. To add one that is read: write a class that derives from
-`FormatReader`, with its name, the suffixes of its files, `FormatReader.looks` (from the first bytes
-alone) and `FormatReader.read_header`, and call `register_reader` with one of it at the end of the
-file. Nothing else has to know of it: `open_checkpoint` finds its files, and whatever works on a
-`Checkpoint` (inspect, plan, loads, nodes, offload, convert) works on them. A header says names as
-Hugging Face has them, safetensors dtypes, shapes and file ranges, and besides:
+A format is a file of this package. To add one that is read, derive a class from `FormatReader`,
+with its name, the suffixes of its files, `FormatReader.looks` (from the first bytes alone) and
+`FormatReader.read_header`, and call `register_reader` with an instance at the end of the file.
+`open_checkpoint` finds its files, and everything works on the `Checkpoint`: inspect, plan, loads,
+nodes, offload, convert. A header has Hugging Face's names, safetensors dtypes, shapes and file
+ranges, and besides:
 
-- blocks of a quantised weight are one tensor of U8, and `Header.stored` says what they are; what
-  dequantises them is a layout of `streamload.codecs.decode`;
-- rows that lie in another order than models have them, or a matrix that lies as its transpose,
-  are in `Header.turns`;
-- tensors whose elements do not lie one after the other are in `Header.views`;
-- what takes the place of ``config.json`` is in `Header.config`, and other files that safetensors
-  would have beside it (``tokenizer.json``) are made by `FormatReader.documents` where `convert`
-  asks for them.
+- `Header.stored` describes the blocks of a quantized weight, which is one tensor of U8; a layout of
+  `streamload.codecs` decodes them;
+- `Header.turns` has permutations of rows, and transposes;
+- `Header.views` has tensors whose elements are not contiguous;
+- `Header.config` replaces ``config.json``; `FormatReader.documents` makes other files, such as
+  ``tokenizer.json``, if `convert` needs them.
 
-A reader never trusts a number in a file: it reads ranges through `File.read`, which gives no more
-bytes than the file has, and raises HeaderError or TruncatedFileError for what breaks a rule.
+A reader never trusts a number in a file: it reads ranges through `File.read`, which returns no more
+bytes than the file has, and raises HeaderError or TruncatedFileError for an invalid file.
 """
 
 from __future__ import annotations
@@ -203,13 +201,9 @@ def read_header(
     key: str | None = None,
 ) -> Header:
     """Read the header of a file of any format. No byte of the data is read."""
-    if isinstance(path, Url):
-        with remote.connections():
-            asked = remote.RemoteFile(path, patience)
-            header = keyed(reader or reader_of(asked), key).read_header(asked)
-    else:
-        with open_file(Path(path)) as file:
-            header = keyed(reader or reader_of(file), key).read_header(file)
+    with open_location(path, patience) as file:
+        header = keyed(reader or reader_of(file), key).read_header(file)
+    if isinstance(file, LocalFile):
         header = replace(header, state=file.state)
     check_tensors(header.path, len(header.tensors))
     return header
@@ -249,6 +243,19 @@ class LocalFile:
             return FileState.of(self._file.fileno())
         except OSError as error:
             raise unreadable(self.path, error) from error
+
+
+@contextmanager
+def open_location(
+    path: str | os.PathLike[str], patience: Patience | None = None
+) -> Iterator[LocalFile | remote.RemoteFile]:
+    """Open a file of this machine or of a server; see `open_file`."""
+    if isinstance(path, Url):
+        with remote.connections():
+            yield remote.RemoteFile(path, patience)
+    else:
+        with open_file(Path(path)) as file:
+            yield file
 
 
 @contextmanager

@@ -31,13 +31,7 @@ TYPE_NAMES: Mapping[int, str] = MappingProxyType(
 
 
 class TensorType(NamedTuple):
-    """A type of tensors that is read and written.
-
-    Attributes:
-        number: as files have it.
-        name: as GGUF's programs show it ("Q4_K").
-        dtype: of elements, or of blocks (one of `streamload.core.dtypes.PACKED`).
-    """
+    """A type of tensors that is read and written; ``dtype`` may be one of `PACKED`."""
 
     number: int
     name: str
@@ -58,9 +52,11 @@ def _dtype(name: str) -> DType | None:
     return BY_CODE.get(name) or PACKED.get({"MXFP4": "gguf-mxfp4"}.get(name, name.lower()))
 
 
-_KNOWN = [(n, name, dtype) for n, name in TYPE_NAMES.items() if (dtype := _dtype(name))]
-#: By number, the types that are read and written.
-TENSOR_TYPES: Mapping[int, TensorType] = MappingProxyType({t[0]: TensorType(*t) for t in _KNOWN})
+_known = [TensorType(n, name, dtype) for n, name in TYPE_NAMES.items() if (dtype := _dtype(name))]
+#: By number, the types that are read and written: those of elements, then those of blocks.
+TENSOR_TYPES: Mapping[int, TensorType] = MappingProxyType(
+    {each.number: each for each in sorted(_known, key=lambda each: each.dtype.is_packed)}
+)
 #: By name, the same.
 TENSOR_TYPE_OF: Mapping[str, TensorType] = MappingProxyType(
     {each.name: each for each in TENSOR_TYPES.values()}

@@ -40,18 +40,18 @@ _COMPUTED = re.compile(r".*\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How GGUF has the models of one architecture.
+    """The names of one architecture's tensors and settings.
 
     Attributes:
-        name: as files have it.
+        name: in files.
         models: by model_type of config.json, the class with a language model's head; the first is
-            that of a GGUF file that says no more.
-        prefix: what names of the model without its head lack.
-        modules: by GGUF's name of a module that of Hugging Face; "{}" is the layer's number.
-        settings: by GGUF's key, less the architecture, that of config.json.
+            the default of GGUF files.
+        prefix: of Hugging Face's names; the model without its head has none.
+        modules: by GGUF's name of a module, Hugging Face's; "{}" is the layer's number.
+        settings: by GGUF's key without the architecture, the key of config.json.
         rotated: modules whose rows are interleaved, and the key of their heads' count.
         transposed: modules whose weights are transposed.
-        values: by key of config.json, what llama.cpp computes; the first is what silence means.
+        values: by key of config.json, those that llama.cpp computes; the first is the default.
     """
 
     name: str

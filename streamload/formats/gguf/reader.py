@@ -19,21 +19,19 @@ import re
 import struct
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import repeat
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
 from streamload.core.dtypes import BY_CODE, DType
-from streamload.core.location import Location, Url
+from streamload.core.location import Location
 from streamload.core.tensors import TensorInfo, records
 from streamload.core.units import round_up
 from streamload.errors import CheckpointError, HeaderError, TruncatedFileError
-from streamload.files import remote
 from streamload.files.header import MAX_HEADER_NBYTES, Header, Stored, Turn, describe, is_text
 from streamload.files.limits import check_nbytes, check_tensors, most_nbytes
 from streamload.formats.gguf import vocabulary as gguf_vocabulary
@@ -57,7 +55,7 @@ from streamload.formats.gguf.names import (
     config_of,
     unsaid_of,
 )
-from streamload.formats.reader import File, FormatReader, open_file, register_reader
+from streamload.formats.reader import File, FormatReader, open_location, register_reader
 from streamload.formats.writer import numbered
 
 _FIRST_NBYTES = 2**18  # of the first read
@@ -144,7 +142,7 @@ class GGUF(FormatReader):
     def documents(self, headers: Sequence[Header]) -> Mapping[str, bytes]:
         """The tokenizer; see `FormatReader.documents`."""
         for header in headers:
-            with _opened(header.path) as file:
+            with open_location(header.path) as file:
                 metadata = _Cursor(file).metadata(arrays=True)[0]
             if "tokenizer.ggml.model" in metadata:
                 found = gguf_vocabulary.from_gguf(header.path, metadata)
@@ -249,7 +247,7 @@ def _others(path: Location, number: int, count: int) -> list[Location]:
 
 
 def _read_other(path: Location) -> tuple[dict[str, Any], list[_Tensor], int]:
-    with _opened(path) as file:
+    with open_location(path) as file:
         return _read(file)
 
 
@@ -266,16 +264,6 @@ def _check_count(file: File, stated: object, counts: Sequence[int]) -> None:
         problem = "the files of its set do not belong together"
         expected = f"split.tensors.count, {describe(stated)}"
         raise HeaderError(file.path, problem, expected, f"{sum(counts)} tensors")
-
-
-@contextmanager
-def _opened(path: Location) -> Iterator[File]:
-    if isinstance(path, Url):
-        with remote.connections():
-            yield remote.RemoteFile(path)
-    else:
-        with open_file(Path(path)) as file:
-            yield file
 
 
 # --- the grammar ----------------------------------------------------------------------------------
@@ -344,11 +332,7 @@ def _placed(file: File, said: Sequence[_Said], alignment: int, data_start: int) 
 
 
 class _Cursor:
-    """Reads the grammar from a file's first byte on, in pieces; every number is checked.
-
-    Attributes:
-        at: the next byte.
-    """
+    """Reads the grammar from a file's first byte on, in pieces; every number is checked."""
 
     def __init__(self, file: File) -> None:
         self._file = file

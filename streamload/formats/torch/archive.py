@@ -121,13 +121,7 @@ class TorchZip(FormatReader):
 
 @dataclass(frozen=True, slots=True)
 class _Archive:
-    """The entries of a file of torch's.
-
-    Attributes:
-        file: the file.
-        prefix: of the names of all entries.
-        entries: by their names, without that.
-    """
+    """The entries of a file of torch's, by their names without the prefix."""
 
     file: File
     prefix: str

@@ -22,13 +22,7 @@ _SCALARS = frozenset((str, int, float, bool, type(None)))
 
 
 class PickleError(ValueError):
-    """A pickle that is not of a torch checkpoint.
-
-    Attributes:
-        expected: the valid content.
-        found: the invalid one.
-        named: ``found`` is the name of something that could be called.
-    """
+    """A pickle that is not of a torch checkpoint; if ``named``, ``found`` could be called."""
 
     def __init__(self, problem: str, expected: str, found: str, *, named: bool = False) -> None:
         super().__init__(problem)
@@ -54,12 +48,9 @@ class Opaque:
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A name that the pickle may use; never the Python object.
+    """A name with its module that the pickle may use; never the Python object.
 
-    Attributes:
-        name: with its module.
-        role: see `called`.
-        value: the dtype of a storage, or why a tensor cannot be read.
+    ``value`` is the dtype of a storage, or why a tensor cannot be read.
     """
 
     name: str
@@ -69,13 +60,7 @@ class Global:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The memory of tensors, one entry of the archive.
-
-    Attributes:
-        key: its name below ``data/``.
-        dtype: name of its elements' dtype, as torch spells it.
-        numel: number of elements.
-    """
+    """The memory of tensors, the entry ``data/key`` of the archive; torch's name of its dtype."""
 
     key: str
     dtype: str
@@ -84,15 +69,9 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor as the pickle describes it; nothing of it is checked but the kinds of values.
+    """A tensor as the pickle describes it; only the kinds of values are checked.
 
-    Attributes:
-        storage: its memory; None if there is a ``problem``.
-        dtype: name of its dtype, as torch spells it.
-        offset: its first element, counted in elements of its dtype.
-        shape: its shape.
-        strides: elements from one index to the next one, along each axis.
-        problem: why it cannot be read, "" if it can.
+    ``offset`` and ``strides`` count elements. With a ``problem`` it cannot be read.
     """
 
     storage: Storage | None

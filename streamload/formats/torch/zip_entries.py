@@ -46,13 +46,7 @@ _MOST_EXTRA_NBYTES = _TORCH_ALIGNMENT + 4 + 32
 
 
 class Entry(NamedTuple):
-    """The bytes of one entry.
-
-    Attributes:
-        start: first byte, counted from the start of the file.
-        stop: last byte, exclusive.
-        method: of its compression; 0 for none.
-    """
+    """File bytes ``start`` to ``stop`` (exclusive) of an entry; ``method`` 0 is uncompressed."""
 
     start: int
     stop: int
