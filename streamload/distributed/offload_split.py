@@ -20,10 +20,9 @@ from streamload.offloading.problem import ENDLESS_NBYTES, LEAST_CHUNK_NBYTES, Pr
 from streamload.offloading.residency import LayerSize
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.cuts import Need
-from streamload.planning.device_plan import DevicePlan
 from streamload.planning.match import wants_of
 from streamload.planning.partition import Node, Part, Unit
-from streamload.planning.plan import Plan
+from streamload.planning.plan import DevicePlan, Plan
 from streamload.planning.planner import assign
 from streamload.planning.requests import DeviceSpec, TensorRequests
 from streamload.planning.shares import holds

@@ -36,9 +36,8 @@ from streamload.errors import (
 from streamload.files.local import ReaderChoice, ReaderKind, choose_reader
 from streamload.files.page_cache import PageCacheKind
 from streamload.files.strided import thread_nbytes
-from streamload.loading.engine import host_engine
 from streamload.loading.options import DEFAULTS, CastArgument, LoadOptions, plain_options
-from streamload.loading.place import Devices, host_room_nbytes, open_devices
+from streamload.loading.place import Devices, host_engine, host_room_nbytes, open_devices
 from streamload.loading.read_choice import Reading, ahead_nbytes, reader_choice
 from streamload.planning.kv_cache import CacheRequest, KvCache
 from streamload.planning.match import Match, ModelParameters, Shapes, wants_of

@@ -29,9 +29,8 @@ from streamload.offloading.residency import (
 )
 from streamload.offloading.views import Viewable, can_be_views
 from streamload.planning.cache_room import CacheRoom
-from streamload.planning.device_plan import DevicePlan
 from streamload.planning.kv_cache import CacheRequest, KvCache
-from streamload.planning.plan import LOAD_NBYTES, SEGMENTS, Plan
+from streamload.planning.plan import LOAD_NBYTES, SEGMENTS, DevicePlan, Plan
 from streamload.planning.planner import CastChoice
 from streamload.planning.requests import DeviceSpec, TensorRequest, TensorRequests
 from streamload.planning.room import CUDA_WORKSPACE_NBYTES, HOST_WORKSPACE_NBYTES, activation_nbytes

@@ -10,9 +10,9 @@ from itertools import starmap
 from streamload.checkpoint.open import Checkpoint
 from streamload.core.dtypes import DType
 from streamload.errors import CheckpointError
-from streamload.planning.device_plan import DevicePlan
 from streamload.planning.kv_cache import COMPUTED_IN, CacheRequest, KvCache
 from streamload.planning.partition import Item, units_of
+from streamload.planning.plan import DevicePlan
 from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequests
 
 

@@ -11,20 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from typing import Protocol
-
-
-class Measure(Protocol):
-    """What runs of units ``[start, stop)`` take. A run inside another never takes more."""
-
-    def stop(self, start: int, cap_nbytes: int) -> int:
-        """The largest stop with which the run takes at most ``cap_nbytes``."""
-
-    def start(self, stop: int, cap_nbytes: int) -> int:
-        """The smallest start with which the run takes at most ``cap_nbytes``."""
-
-    def too_large(self, cap_nbytes: int) -> list[int]:
-        """The units that take more than ``cap_nbytes`` alone, ascending."""
 
 
 class Costs:
@@ -127,6 +113,10 @@ class Leasts:
     def too_large(self, cap_nbytes: int) -> list[int]:
         """The units that need more than ``cap_nbytes`` alone, ascending."""
         return [u for u in range(len(self._stays) - 1) if self(u, u + 1) > cap_nbytes]
+
+
+#: Bytes of runs of units. A run inside another never takes more.
+Measure = Costs | Leasts
 
 
 class _Largest:

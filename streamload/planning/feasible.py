@@ -10,11 +10,10 @@ from streamload.core.memory import STAGING
 from streamload.core.units import format_bytes
 from streamload.errors import Fit, PlanInfeasibleError
 from streamload.planning.cache_room import CacheRoom
-from streamload.planning.device_plan import DevicePlan
 from streamload.planning.fit import DeviceShare, least_read_nbytes
 from streamload.planning.partition import Item, smallest_count
 from streamload.planning.placement import Placement
-from streamload.planning.plan import Plan
+from streamload.planning.plan import DevicePlan, Plan
 from streamload.planning.requests import DeviceSpec
 
 

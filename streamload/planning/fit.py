@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from streamload.codecs.schemes.bitsandbytes_nested import MAP_NBYTES
 from streamload.core.units import round_up
@@ -15,7 +16,6 @@ from streamload.devices.allocators import (
 )
 from streamload.files.local import BOUNCE_NBYTES, EXACT_NBYTES
 from streamload.planning.cache_room import CacheRoom
-from streamload.planning.device_plan import DevicePlan
 from streamload.planning.partition import Part
 from streamload.planning.placement import HOST_CASTS, Placement, Placements
 from streamload.planning.plan import (
@@ -24,6 +24,7 @@ from streamload.planning.plan import (
     LOAD_NBYTES,
     SEGMENTS,
     STAGING_SLOTS,
+    DevicePlan,
     Plan,
     senders,
     slot_nbytes,
@@ -43,6 +44,14 @@ _THERE_NBYTES = 16 * 2**20
 NUMPY_SCRATCH_NBYTES = 4 * 2**20  # temporaries of one numpy cast call, whatever its length
 
 
+class Timeline(NamedTuple):
+    """Bytes of the parameters on a device, over a load."""
+
+    held_nbytes: int  # at the beginning
+    peak_nbytes: int
+    release_first: bool  # all old parameters must go before the first is loaded
+
+
 @dataclass(frozen=True)
 class DeviceShare:
     """The placements of a load on one device, and their memory there besides scratch.
@@ -58,28 +67,14 @@ class DeviceShare:
     all_first: bool = False
 
     @cached_property
-    def _timeline(self) -> tuple[int, int, bool]:
-        return timeline(self.placements, self.spec, self.all_first)
-
-    @property
-    def held_nbytes(self) -> int:
-        """Bytes of its parameters when the load begins."""
-        return self._timeline[0]
-
-    @property
-    def peak_nbytes(self) -> int:
-        """The most that parameters take at a time."""
-        return self._timeline[1]
-
-    @property
-    def release_first(self) -> bool:
-        """Whether all old parameters must go before the first is loaded."""
-        return self._timeline[2]
+    def timeline(self) -> Timeline:
+        """Bytes of parameters over the load."""
+        return _timeline(self.placements, self.spec, self.all_first)
 
     @cached_property
     def fresh_nbytes(self) -> int:
         """Bytes that parameters newly take at their peak."""
-        return _fresh(self.placements, self.spec, *self._timeline)
+        return _fresh(self.placements, self.spec, self.timeline)
 
     @cached_property
     def casts(self) -> Set[str]:
@@ -196,7 +191,7 @@ class DeviceShare:
     def has_room(self, scratch_nbytes: int) -> bool:
         """Whether so much scratch fits beside the parameters."""
         spec = self.spec
-        room = spec.budget_nbytes - self.peak_nbytes
+        room = spec.budget_nbytes - self.timeline.peak_nbytes
         if spec.free_nbytes is not None:
             beside = 0
             if spec.info.shared_memory:
@@ -210,7 +205,7 @@ class DeviceShare:
     ) -> DevicePlan:
         """What the plan says of the device."""
         spec, placements = self.spec, self.placements
-        reusable = self.held_nbytes
+        reusable = self.timeline.held_nbytes
         if spec.info.shared_memory and not placements.all_new:
             reusable = sum(placements.reusable_nbytes)
         return DevicePlan(
@@ -218,13 +213,13 @@ class DeviceShare:
             budget_nbytes=spec.budget_nbytes,
             resident_nbytes=sum(placements.resident_nbytes),
             scratch_nbytes=scratch_nbytes,
-            peak_nbytes=self.peak_nbytes + scratch_nbytes,
+            peak_nbytes=self.timeline.peak_nbytes + scratch_nbytes,
             fresh_nbytes=self.fresh_nbytes + scratch_nbytes,
-            held_nbytes=self.held_nbytes,
+            held_nbytes=self.timeline.held_nbytes,
             layers=(part.layers.start, part.layers.stop) if part else None,
             embedding=bool(part and part.has_embedding),
             head=bool(part and part.has_head),
-            release_first=self.release_first,
+            release_first=self.timeline.release_first,
             cache_nbytes=cache.nbytes(spec, cache.request.context) if cache else 0,
             reserve_nbytes=spec.reserve_nbytes,
             reusable_nbytes=reusable,
@@ -270,11 +265,12 @@ def fit(
             threads -= 1
     small = [
         replace(share, all_first=True)
-        if nbytes and not share.release_first and not share.has_room(nbytes)
+        if nbytes and not share.timeline.release_first and not share.has_room(nbytes)
         else share
         for share, nbytes in zip(shares, scratch, strict=True)
     ]
-    if any(new.peak_nbytes < old.peak_nbytes for new, old in zip(small, shares, strict=True)):
+    peaks = ([share.timeline.peak_nbytes for share in each] for each in (small, shares))
+    if any(new < old for new, old in zip(*peaks, strict=True)):
         return fit(draft, small, parts, cache)  # what is released first makes room for scratch
     devices = [
         share.planned(nbytes, parts.get(share.spec.name), cache)
@@ -358,14 +354,12 @@ def least_read_nbytes(placements: Placements) -> int:
     return MIN_CHUNK_NBYTES if nbytes >= _LEAST_READ_FROM_NBYTES else 0
 
 
-def timeline(
-    placements: Placements, spec: DeviceSpec, release_first: bool = False
-) -> tuple[int, int, bool]:
-    """(held at the beginning, peak, whether all old parameters must go first), in bytes."""
+def _timeline(placements: Placements, spec: DeviceSpec, release_first: bool) -> Timeline:
+    """Bytes of parameters over the load."""
     budget_nbytes = max(spec.budget_nbytes, 0)
     total = sum(placements.resident_nbytes)
     if placements.all_new:  # nothing is held, nothing goes
-        return 0, total, total > budget_nbytes
+        return Timeline(0, total, total > budget_nbytes)
     rows = list(zip(placements.kinds, placements.resident_nbytes, strict=True))
     stays = [resident for kind, resident in rows if kind.action == "in_place"]
     goes = [kind.released_nbytes for kind, _ in rows]
@@ -380,7 +374,7 @@ def timeline(
         held += shared - sum(kept) - sum(released)
         if released:
             # beside what stays of them, none of their blocks may go back at all
-            return held, total - sum(kept) + (shared if kept else 0), True
+            return Timeline(held, total - sum(kept) + (shared if kept else 0), True)
     now = peak = held
     for kind, resident in rows:
         now -= kind.released_nbytes
@@ -390,40 +384,35 @@ def timeline(
         # what goes one by one leaves holes in segments, which larger ones do not fit into; and
         # beside what stays where it is, none of it may go back to the device at all
         if not stays:
-            return held, now, True
+            return Timeline(held, now, True)
         sizes = (r if kind.action == "in_place" else kind.released_nbytes for kind, r in rows)
-        return held, sum(spec.taken(sizes)) + fresh, True
+        return Timeline(held, sum(spec.taken(sizes)) + fresh, True)
     if release_first or peak > max(held, budget_nbytes) or (held > budget_nbytes >= now):
         # growing parameters come before shrinking ones, or the old ones alone are too large:
         # released together they make room for the new ones
-        return held, now, True
-    return held, peak, False
+        return Timeline(held, now, True)
+    return Timeline(held, peak, False)
 
 
-def _fresh(
-    placements: Placements,
-    spec: DeviceSpec,
-    held_nbytes: int,
-    peak_nbytes: int,
-    release_first: bool,
-) -> int:
+def _fresh(placements: Placements, spec: DeviceSpec, parameters: Timeline) -> int:
     """Bytes that parameters newly take at their peak, of a device on which some may be held."""
     if not spec.info.shared_memory:
         shares = spec.info.allocator == "cuda_driver" and _in_shared_blocks(placements)[1]
         # what is released may stay taken, for others of the process are there too: on an H200, of
         # 515 blocks that a model's weights take where they come first, 514 came back
-        return max(peak_nbytes - held_nbytes + (DRIVER_BLOCK_NBYTES if shares else 0), 0)
+        grown = parameters.peak_nbytes - parameters.held_nbytes
+        return max(grown + (DRIVER_BLOCK_NBYTES if shares else 0), 0)
     if placements.all_new:
         return sum(placements.resident_nbytes)
     columns = (placements.kinds, placements.resident_nbytes, placements.reusable_nbytes)
     rows = list(zip(*columns, strict=True))
     replaced = [reusable for kind, _, reusable in rows if kind.released_nbytes]
-    now = peak = -sum(replaced) if release_first else 0
+    now = peak = -sum(replaced) if parameters.release_first else 0
     for kind, resident, reusable in rows:
         if kind.action == "in_place":
             now += 0 if reusable >= kind.nbytes else resident - reusable
         else:
-            now += resident - (0 if release_first else reusable)
+            now += resident - (0 if parameters.release_first else reusable)
         peak = max(peak, now)
     left = sum(min(spec.info.costs.left_nbytes, reusable) for reusable in replaced)
     return max(peak, 0) + min(TRIM_NBYTES, sum(replaced)) + left

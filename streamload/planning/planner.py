@@ -28,7 +28,7 @@ from streamload.files.page_cache import PageCacheKind
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.cuts import Need
 from streamload.planning.feasible import check
-from streamload.planning.fit import DeviceShare, fit, timeline
+from streamload.planning.fit import DeviceShare, fit
 from streamload.planning.kv_cache import KvCache
 from streamload.planning.partition import Item, Node, Part, Unit, partition
 from streamload.planning.placement import Action, Placement, Placements
@@ -330,7 +330,7 @@ def _as_given(nbytes: int, spec: DeviceSpec) -> int:
     """What an allocator has given for bytes that are held.
 
     Only CUDA's driver tells: a large one has blocks of its own, which it keeps or gives back. Small
-    ones share theirs, and stand at their own size; `fit.timeline` knows of their blocks.
+    ones share theirs, and stand at their own size; `DeviceShare.timeline` counts their blocks.
     """
     large = spec.info.allocator == "cuda_driver" and nbytes > DRIVER_SHARED_NBYTES
     return round_up(nbytes, DRIVER_BLOCK_NBYTES) if large else nbytes
@@ -363,7 +363,8 @@ def _settled(
         released = any(kind.released_nbytes for kind in mine)
         if spec.info.allocator == "exact" or not kept or not released:
             continue
-        if timeline(_allocated(placements.on(name), specs), spec)[1] <= spec.budget_nbytes:
+        mixed = DeviceShare(spec, _allocated(placements.on(name), specs))
+        if mixed.timeline.peak_nbytes <= spec.budget_nbytes:
             continue
         instead = {
             key: replace(

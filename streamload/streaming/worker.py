@@ -86,11 +86,17 @@ class Worker:
             self._fresh = True
 
     def close(self) -> BaseException | None:
-        """Give back the staging slots, all of them; returns what went wrong with the last."""
+        """Give back the staging slots, all of them; returns the last error of that."""
         for _ in self.settle():
-            pass  # where the load failed: nobody asks any more, but the copies must have ended
-        failures = [self._close(device) for device in self._slots]
-        return next((failure for failure in reversed(failures) if failure is not None), None)
+            pass  # of a failed load, too, the copies must have ended
+        failure: BaseException | None = None
+        for slots in self._slots.values():
+            while slots:
+                try:
+                    slots.popleft().staging.close()
+                except BaseException as error:
+                    failure = error
+        return failure
 
     def run(self, reader: Reader, unit: WorkItem, start: int | None = None) -> Iterator[Outcome]:
         """Place one unit, or its bytes from file byte ``start`` on; yields finished units."""
@@ -279,17 +285,6 @@ class Worker:
         staging = job.devices[device].staging(job.plan.staging_nbytes)
         casts = job.casts.get(device)
         return Slot(staging, casts.scratch() if casts is not None else 0)
-
-    def _close(self, device: str) -> BaseException | None:
-        """Give back the slots of a device; returns what went wrong with the last."""
-        slots = self._slots[device]
-        failure: BaseException | None = None
-        while slots:
-            try:
-                slots.popleft().staging.close()
-            except BaseException as error:
-                failure = error
-        return failure
 
     def settle(self) -> Iterator[Outcome]:
         """Wait for all copies under way."""

@@ -25,9 +25,8 @@ from streamload.core.dtypes import BF16, BY_CODE, BY_NAME, F16, F32, DType
 from streamload.core.tensors import RowRange, RowTranspose
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.chunks import chunks
-from streamload.planning.device_plan import DevicePlan
 from streamload.planning.placement import Placement, Placements
-from streamload.planning.plan import Plan
+from streamload.planning.plan import DevicePlan, Plan
 from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest
 
 MIB = 2**20
