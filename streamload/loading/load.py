@@ -402,7 +402,7 @@ def run(
             stats = stream(transfer, target, ledger)
     except BaseException as error:
         state = target.fail()
-        target.state_dict.clear()  # whoever keeps the error does not keep the memory
+        target.state_dict.clear()  # a kept error does not keep the memory
         if not state.loaded and not state.invalid:
             undo()
         if isinstance(error, StreamloadError):
@@ -411,7 +411,7 @@ def run(
         raise
     finally:
         for device in devices.values():
-            with suppress(Exception):  # the first error is the one to be told
+            with suppress(Exception):  # the first error is raised
                 device.synchronize()
                 device.trim()
     meter.sample(at_once=True)

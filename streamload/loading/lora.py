@@ -31,8 +31,8 @@ _NAME = re.compile(
     r"(?:\.weight)?"
 )
 # Multiplications of a block, and its columns. OpenBLAS does so few in the thread that asks: its own
-# threads, beside those of the load, made it ten times slower. Blocks lie where the tensor's shape
-# says, since the order in which sums are made may depend on theirs.
+# threads, with those of the load, made it ten times slower. Blocks depend on the tensor's shape
+# alone, since the order of sums may depend on theirs.
 _BLOCK_PRODUCTS = 2**18
 _BLOCK_COLUMNS = 1024
 

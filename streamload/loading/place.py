@@ -54,7 +54,7 @@ _CUDA_ALLOCATORS: Mapping[str, AllocatorKind] = {
 # What the allocators of devices that nobody looks at round up to, by name. Others, and nodes, count
 # like torch's CPU: what a plan needs of these is enough for most devices that load it.
 _GRANULARITY_NBYTES = {"host": 16, "CPU": mmap.PAGESIZE, "CL": 512, "CUDA": 512}
-#: The same of those that their names say nothing of, in bytes.
+#: The same of devices of other names, in bytes.
 UNSEEN_GRANULARITY_NBYTES = 64
 
 #: What the process takes for each parameter of a model to match and plan it, in bytes: of 20,000
@@ -214,7 +214,7 @@ def _load_decoders(
 
 
 def unseen_spec(name: str, budget_nbytes: int) -> DeviceSpec:
-    """Describe a device that nobody looks at, by what its name says."""
+    """Describe a device by its name, without opening it."""
     owner, rest = split_name(name)
     owner = owner or spelled_as(rest)
     allocator = _CUDA_ALLOCATORS.get(owner)
@@ -236,7 +236,7 @@ def unseen_spec(name: str, budget_nbytes: int) -> DeviceSpec:
 
 
 def host_room_nbytes(parameters: int = 0) -> int | None:
-    """What is free on the host for a load; None where no file says."""
+    """Free memory of the host for a load; None if unknown."""
     free = _host_free_nbytes(needed=False)
     needed = parameters * PLANNING_NBYTES
     if free is not None and free <= needed:
@@ -251,7 +251,7 @@ def host_room_nbytes(parameters: int = 0) -> int | None:
 
 
 def _host_free_nbytes(*, needed: bool) -> int | None:
-    """What is free on the host for a load; None where no file says, if that need not be known."""
+    """Free memory of the host for a load; None if unknown and not needed."""
     try:
         free = available_host_nbytes()
     except DeviceError:  # no /proc: macOS, some sandboxes
@@ -345,7 +345,7 @@ def host_engine(
     """Choose LLVM, or numpy where no kernel can be compiled, and compile what will be needed.
 
     Returns:
-        The engine, and notes that say why it is not LLVM.
+        The engine, and notes if it is not LLVM.
     """
     engine, notes = _engine(wants, policy, specs, asked)
     compile_encoders(wants)
@@ -369,7 +369,7 @@ def _engine(
 ) -> tuple[CastChoice, list[str]]:
     if asked in ("numpy", "device"):
         return asked, []
-    on_host = policy.fp16_cast == "llvm"  # some of it, whatever casts
+    on_host = policy.fp16_cast == "llvm"  # some of it, in any case
     # kernels that no device needs are not compiled
     for native in sorted({spec.native_bf16 for spec in specs if on_host or not spec.casts}):
         for src, dst in wants.casts(policy, native):

@@ -90,7 +90,7 @@ class Options:
     blocks: Mapping[str, CodedWeight] = field(default_factory=dict)
     cpus: int | None = None  # of those that there are, for this load; None: all
     is_part: bool = False  # whether the budget is a rank's part of what its call states
-    host_held_nbytes: int = 0  # of what is free on the host, what is taken beside the load
+    host_held_nbytes: int = 0  # free memory of the host that something else of the load takes
     one_device: bool = False  # whether no other device can be asked for
 
     @classmethod
@@ -363,11 +363,7 @@ class Place(ModelParameters):
 
 
 def _reusable(parameters: Sequence[Parameter], shared: Set[str]) -> dict[int, int] | None:
-    """How many bytes of each parameter on the host are memory that a load can take over.
-
-    Returns:
-        Bytes by the numbers of those parameters; None where the system does not tell.
-    """
+    """Reusable bytes of parameters on the host, by their numbers; None if unknown."""
     places = {i: p.memory() for i, p in enumerate(parameters) if p.device in shared}
     found = reusable_nbytes([place for each in places.values() for place in each])
     if found is None:
@@ -412,7 +408,7 @@ class Decision:
         match = None
         if place.owner is not None:
             match = place.match(call, suggest)
-            tied = {}  # the model says what is tied
+            tied = {}  # the model has its own ties
 
         def demanded(quant: QuantPolicy) -> _Demand:
             if match is None:
@@ -521,7 +517,7 @@ def _check_changes(made: Plan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Demand:
-    """What is to be planned, on whatever devices."""
+    """A load to be planned, on devices that may vary."""
 
     place: Place
     checkpoint: Checkpoint
@@ -532,7 +528,7 @@ class _Demand:
     notes: Sequence[str] = ()
 
     def planned(self, devices: Devices) -> tuple[Plan, int | None]:
-        """Plan for these devices; beside it, the bytes of the process as memory was looked at."""
+        """Plan for these devices; with the bytes of the process when memory was looked at."""
         options, policy = self.options, self.options.policy
         cast, clamp = options.cast, options.out_of_range == "clamp"
         specs = self.place.specs(options, self.wants.needs_native_bf16(policy), devices)
@@ -583,7 +579,7 @@ class _Demand:
 
 
 def on_unstored(unstored: Mapping[str, str], made: Plan) -> list[str]:
-    """Say which tensors the load leaves where they cannot be used."""
+    """Notes on tensors that the load leaves where they cannot be used."""
     without = [name for name, device in unstored.items() if device == "meta"]
     elsewhere = [
         name

@@ -1,4 +1,4 @@
-"""How the files of a load are read, and the page cache that is on its way meanwhile.
+"""How the files of a load are read, and the page cache that this fills at a time.
 
 Pages that a disk is filling are locked: they count in a memory cgroup, and cannot be reclaimed. The
 kernel reads ahead of every thread, 8 to 16 MiB on some disks, so a load that leaves less than that

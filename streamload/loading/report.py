@@ -338,7 +338,7 @@ class Clock:
 
 
 class Meter:
-    """Peaks by counters that are not ours, above what they said at the beginning."""
+    """Peaks by counters that are not ours, above their values at the beginning."""
 
     def __init__(self, devices: Mapping[str, Device], process_nbytes: int | None = None) -> None:
         """Begin now."""

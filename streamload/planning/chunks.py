@@ -370,7 +370,7 @@ def _extents(
 
 
 class _Range(NamedTuple):
-    """Rows of one checkpoint tensor, where they lie in the file and in the concatenation."""
+    """Rows of one checkpoint tensor: their places in the file and in the concatenation."""
 
     shard: int
     first: int  # row of the concatenation

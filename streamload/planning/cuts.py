@@ -196,7 +196,7 @@ def _cut(
 ) -> list[int] | None:
     """The stops of one run per node, each within its bounds; None if there is no such cut.
 
-    Of such cuts, each stop in turn is the one nearest to the node's share by weight of the rest,
+    Of such cuts, each stop is the one nearest to the node's share by weight of the rest,
     the later one of two as near.
     """
     count = len(prefix) - 1

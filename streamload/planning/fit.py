@@ -36,12 +36,12 @@ MIN_CHUNK_NBYTES = 64 * 2**10
 _LEAST_READ_FROM_NBYTES = 16 * 2**20
 _SHARED_CHUNK_NBYTES = 2**20  # fewer threads before shorter chunks: each costs calls
 _CHANGED_ARRAYS = 3  # of the rows that are changed, in float32 or what is wider
-# What the process takes for a part beside codes, more than for a tensor of the checkpoint: its
+# Process memory of an auxiliary part of codes, more than that of a tensor of the checkpoint: its
 # want, its name and its placement. Seen were 330 to 840 bytes on the host, up to 860 elsewhere.
 _PART_NBYTES = 900
-# Most bytes that a device holds beside tensors, of those that follow what is needed.
+# Most bytes on a device for scales and statistics of tensors ahead of the current ones.
 _THERE_NBYTES = 16 * 2**20
-NUMPY_SCRATCH_NBYTES = 4 * 2**20  # temporaries of one numpy cast call, whatever its length
+NUMPY_SCRATCH_NBYTES = 4 * 2**20  # temporaries of one numpy cast call of any length
 
 
 class Timeline(NamedTuple):
@@ -155,7 +155,7 @@ class DeviceShare:
 
     @property
     def object_nbytes(self) -> int:
-        """What the process takes for its tensors beside their bytes."""
+        """Host memory of its tensors besides their bytes."""
         counted = self.placements.counted
         parts = sum(n for p, n in counted if p.cast == "part")
         objects = self.spec.objects.of((p.dst.name, p.shape, p.nbytes, n) for p, n in counted)
@@ -189,7 +189,7 @@ class DeviceShare:
         return min(held, total) + MAP_NBYTES * nests
 
     def has_room(self, scratch_nbytes: int) -> bool:
-        """Whether so much scratch fits beside the parameters."""
+        """Whether so much scratch fits, with the parameters."""
         spec = self.spec
         room = spec.budget_nbytes - self.timeline.peak_nbytes
         if spec.free_nbytes is not None:
@@ -203,7 +203,7 @@ class DeviceShare:
     def planned(
         self, scratch_nbytes: int, part: Part | None, cache: CacheRoom | None
     ) -> DevicePlan:
-        """What the plan says of the device."""
+        """The plan of the device."""
         spec, placements = self.spec, self.placements
         reusable = self.timeline.held_nbytes
         if spec.info.shared_memory and not placements.all_new:
@@ -373,7 +373,7 @@ def _timeline(placements: Placements, spec: DeviceSpec, release_first: bool) -> 
         shared = sum(spec.taken((*kept, *released)))
         held += shared - sum(kept) - sum(released)
         if released:
-            # beside what stays of them, none of their blocks may go back at all
+            # if some of them stay, none of their blocks may go back at all
             return Timeline(held, total - sum(kept) + (shared if kept else 0), True)
     now = peak = held
     for kind, resident in rows:
@@ -382,7 +382,7 @@ def _timeline(placements: Placements, spec: DeviceSpec, release_first: bool) -> 
         peak = max(peak, now)
     if spec.info.allocator in SEGMENTS and any(goes):
         # what goes one by one leaves holes in segments, which larger ones do not fit into; and
-        # beside what stays where it is, none of it may go back to the device at all
+        # if something stays where it is, none of it may go back to the device at all
         if not stays:
             return Timeline(held, now, True)
         sizes = (r if kind.action == "in_place" else kind.released_nbytes for kind, r in rows)

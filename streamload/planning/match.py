@@ -135,7 +135,7 @@ def _begin_at_bytes(info: TensorInfo, columns: Columns | None) -> bool:
 
 
 def _part(checkpoint: Checkpoint, source: Source, block: Block | None) -> Source | None:
-    """What fills a block of a source, with nothing of the rest; None where that cannot be said."""
+    """The source of a block alone; None if there is none."""
     if block is None or block.is_all:
         return source
     rows, t = source.rows, source.transpose
@@ -185,7 +185,7 @@ class Match:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     ties: list[tuple[str, Source, str, Source]] = field(default_factory=list)
-    # of weights that are quantised on the way: what their modules hold beside the codes
+    # auxiliary parts in modules of weights that are quantized on the way
     beside: dict[str, TensorRequest] = field(default_factory=dict)
 
     @property
@@ -307,7 +307,7 @@ class Match:
         rows = [
             (name, kind)
             for name, kind in zip(placements.names, placements.kinds, strict=True)
-            if name in self.parameters  # parts beside the codes may be to come
+            if name in self.parameters  # auxiliary parts may be to come
         ]
         problems = [
             f"{name}: {why}: written in place it stays {self.parameters[name].dtype}, and is not "
@@ -471,7 +471,7 @@ def match(
         if replaced:
             listed = ", ".join(replaced[:8])
             out.notes.append(f"{len(replaced)} parameters are replaced by {said}: {listed}")
-    # what several shards have in common is said once
+    # shards share their errors
     out.missing, out.problems = (list(dict.fromkeys(x)) for x in (out.missing, out.problems))
     out.wrong_shape = list(dict.fromkeys(out.wrong_shape))
     out.problems += _overlaps(out.parameters)

@@ -99,7 +99,7 @@ class Unit:
             a stack in the middle of the model, "tensor" one tensor of a model without layers.
         items: the tensors, in the order given.
         tied: (missing name, stored tensor that it shares) of the tied names that belong here.
-        cache_nbytes: bytes that are needed beside the tensors to run it.
+        cache_nbytes: bytes that it needs besides the tensors to run.
     """
 
     name: str
@@ -130,7 +130,7 @@ class Part:
         has_embedding: whether it holds the unit "embedding".
         has_head: whether it holds the unit "head".
         nbytes: the bytes of ``names`` and ``copies``.
-        cache_nbytes: the bytes that its layers need beside that to run.
+        cache_nbytes: the bytes that its layers need besides to run.
     """
 
     node: str
@@ -205,7 +205,7 @@ def _layer_stacks(names: Iterable[str]) -> dict[str, tuple[str, int]]:
     """Each name that belongs to a layer to (prefix of its stack, layer index).
 
     The layer index is the first integer component whose prefix is a stack: it repeats, with
-    modules below it, or its last word says so. Where there is no such prefix at all, one index or
+    modules below it, or its last word is one of layers. Without such a prefix, one index or
     bare parameters are enough.
     """
     found = {name: list(_integers(name)) for name in names}
@@ -332,7 +332,7 @@ def units_of(
 
 
 def _beside(keys: Iterable[_Key], stacks: Sequence[str], cache: Sequence[int]) -> dict[_Key, int]:
-    """The bytes beside each layer of the language model: see `units_of`."""
+    """The extra bytes of each layer of the language model: see `units_of`."""
     layers: dict[int, list[_Key]] = {}
     for key in keys:
         stage, stack, place, index = key

@@ -105,7 +105,7 @@ class Placement:
 
     @property
     def unit_numel(self) -> int:
-        """Elements of the least that becomes bytes of the parameter by itself."""
+        """Elements in the smallest unit that converts on its own."""
         if self.coding is None:
             own = self.src.unit if self.src.is_packed else 1
             return self.row_numel if self.cast == "rows" else own

@@ -1,6 +1,6 @@
 """The plan: every decision about a load, as frozen data, before anything moves.
 
-A `Plan` says which rows of which checkpoint tensors become which parameter, where, in which
+A `Plan` maps rows of checkpoint tensors to parameters: where, in which
 dtype, by which cast, and what the peak will be on each device and in host staging. It can be
 printed, saved as JSON, compared between nodes, and held against what was then measured.
 """
@@ -44,9 +44,9 @@ BATCH_UNITS = 4
 TURN_NBYTES = 2**19
 # Of a unit that it quantises: a float32.
 STATISTIC_NBYTES = 4
-# What a load takes of the process beside what grows with its tensors: stacks of threads, readers,
+# Process memory of a load that does not grow with its tensors: stacks of threads, readers,
 # the first chunks. Seen were 0.1 to 1.2 MB with 1 to 8 threads, 2.9 MB with tinygrad's devices, and
-# 2.6 MB on the way to CUDA, where a driver takes more beside it.
+# 2.6 MB on the way to CUDA, where a driver adds to it.
 LOAD_NBYTES = 3 * 2**20
 _STAGED_LOAD_NBYTES = 4 * 2**20
 # A thread's connection to a server, with what it has received: seen were 0.5 MB each.
@@ -60,7 +60,7 @@ _MOST_SENDERS = 4
 def units_ahead(*, staged: bool) -> int:
     """Most units of a thread under way: one for each slot and one that waits; staged ones more.
 
-    Those are handed out and told several at a time.
+    Those are handed out and reported several at a time.
     """
     return STAGING_SLOTS + (_STAGED_AHEAD if staged else 1)
 
@@ -173,10 +173,10 @@ class Plan:
         out_of_range: "inf", "clamp" or "error".
         notes: choices that a user may want to know of, one sentence each.
         page_cache: what becomes of the page cache that the load brings in: "auto", "keep", "drop".
-        reader_reasons: why each shard is read as it is, one sentence each; () where nobody said.
+        reader_reasons: why each shard is read as it is, one sentence each; () if unknown.
         cache: the KV cache that there is room for when the load is done, with its dtype, or None.
         change_nbytes: what functions that change values hold for all threads.
-        change_thread_nbytes: what they take in each thread, beside its rows, and what reading views
+        change_thread_nbytes: memory of each thread besides its rows, and for reading views
             of files takes there.
         ahead: the kernel may read ahead of what is read of files; false where the host has too
             little memory for pages that are on their way.

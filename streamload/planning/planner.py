@@ -329,8 +329,8 @@ def _kind(want: TensorRequest, src: DType, dst: DType, spec: DeviceSpec, cast: s
 def _as_given(nbytes: int, spec: DeviceSpec) -> int:
     """What an allocator has given for bytes that are held.
 
-    Only CUDA's driver tells: a large one has blocks of its own, which it keeps or gives back. Small
-    ones share theirs, and stand at their own size; `DeviceShare.timeline` counts their blocks.
+    Known of CUDA's driver alone: a large one has blocks of its own, which it keeps or gives back.
+    Small ones share theirs, and count with their own size; see `DeviceShare.timeline`.
     """
     large = spec.info.allocator == "cuda_driver" and nbytes > DRIVER_SHARED_NBYTES
     return round_up(nbytes, DRIVER_BLOCK_NBYTES) if large else nbytes
@@ -385,7 +385,7 @@ def _settled(
 
 
 def _allocated(placements: Placements, specs: Mapping[str, DeviceSpec]) -> Placements:
-    """Say what each takes of its device, where allocators take more than is asked."""
+    """Count the bytes of each on its device, as allocators round."""
     resident = list(placements.resident_nbytes)
     for name, spec in specs.items():
         if spec.info.allocator == "exact":

@@ -1,4 +1,4 @@
-"""Who loads what: one plan for a group, the same on every rank, whatever the ranks' order."""
+"""The split of a load over a group: one plan, the same on every rank in any order of ranks."""
 
 from __future__ import annotations
 

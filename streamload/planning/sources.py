@@ -64,7 +64,7 @@ class Source:
         transpose: RowTranspose | bool | None = None,
         shape: Iterable[int] | None = None,
     ) -> None:
-        """Say what fills a parameter.
+        """Name the rows that fill a parameter.
 
         Args:
             rows: tensors of the checkpoint, or row ranges of them, one after the other.
@@ -205,7 +205,7 @@ def sources(
 
 
 def _turned(checkpoint: Checkpoint) -> Mapping[str, Source]:
-    """Weights whose rows lie in the file in another order than models have them."""
+    """Weights whose rows the file has in another order than models."""
     packed = (info for info in checkpoint.tensors.values() if isinstance(info, Packed))
     turned = {
         info.name: _with_lengths(checkpoint, info.name, Source(whole(info), transpose=True))
@@ -236,7 +236,7 @@ _EMBEDDINGS = re.compile(
 def _tied_names(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     """(head, embedding) of a language model that stores its embedding alone.
 
-    ``tie_word_embeddings`` is true where config.json does not say otherwise: the default of
+    ``tie_word_embeddings`` is true unless config.json has another value: the default of
     transformers' configurations.
     """
     architectures = checkpoint.config.get("architectures")
@@ -298,7 +298,7 @@ def _mapped(
         rest = [(name, source) for name, source in rest if name not in layouts]
     if not turned:
         return explicit + rest
-    # of blocks that models have transposed, users name the tensor as it lies
+    # of blocks that models have transposed, users name the tensor as stored
     said = {name: source for name, source in turned.items() if name in checkpoint.turns}
     return [
         (name, _from_file(checkpoint, source, lying))
@@ -308,7 +308,7 @@ def _mapped(
 
 
 def _from_file(checkpoint: Checkpoint, source: Source, turned: Mapping[str, Source]) -> Source:
-    """A source of tensors as models have them, in the order in which they lie in the file."""
+    """A source of tensors as models have them, in the order of the file."""
     lying = next((turned[r.tensor] for r in source.rows if r.tensor in turned), None)
     if lying is None:
         return source

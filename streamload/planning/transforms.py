@@ -32,7 +32,7 @@ class Changes:
     Attributes:
         by_tensor: functions, one after the other.
         nbytes: what they hold for all threads.
-        thread_nbytes: what a thread takes beside the rows.
+        thread_nbytes: memory of a thread besides the rows.
     """
 
     by_tensor: Mapping[str, Sequence[Change]] = field(default_factory=dict)

@@ -42,7 +42,7 @@ def reads_of(
     for chunk in unit:
         p = job.plan.placements[chunk.placement]
         width = p.stored_nbytes(p.unit_numel) if p.cast == "device" else 1
-        if at != chunk.runs[0].start:  # what lies between is not wanted
+        if at != chunk.runs[0].start:  # a gap is not read
             reads.append(_read(start, at, alignment, copies))
             copies, start = [], chunk.runs[0].start
             at = start

@@ -96,7 +96,7 @@ class DeviceCasts:
         return self._memory.address + at
 
     def hold(self, index: int, p: Placement, make: Callable[[], Weight]) -> bool:
-        """Take memory for what is held beside a placement; False where there is no room now.
+        """Take memory for the scales or statistics of a placement; False if there is no room now.
 
         What dequantises it is made and sent by another thread.
         """
@@ -114,7 +114,7 @@ class DeviceCasts:
         self._held.give_back(index)
 
     def held(self, index: int) -> int:
-        """The address of what is held beside a placement."""
+        """The address of the scales or statistics of a placement."""
         return self._memory.address + self._held_at + self._held.taken[index]
 
     def weight(self, index: int) -> int:

@@ -2,7 +2,7 @@
 
 The calling thread prepares parameters in plan order (old memory is released and new memory is
 allocated there, since frameworks are not thread-safe) and hands units of work to a few workers
-(`worker`); progress is told and parameters are finished there too (`job`). With no workers, the
+(`worker`); it reports progress and finishes parameters, too (`job`). With no workers, the
 calling thread does their work as well.
 """
 
@@ -29,7 +29,7 @@ _TOLD_TOGETHER = 4  # units that a worker has finished
 # the workers busy: with two, 100 files of 40 MB came to an H200 at a quarter of the rate of four.
 _OPEN_SHARDS = 2
 _MOST_OPEN_SHARDS = 16
-# Chunks that are cut before the workers begin: beside them it took 10 ms and not 2.
+# Chunks that are cut before the workers begin: while they work it took 10 ms and not 2.
 _CUT_ALONE = 1024
 _LOOK_S = 0.05  # while there is nothing to read
 
@@ -143,7 +143,7 @@ class Crew:
         self._in_flight: Counter[int] = Counter()  # units, by shard
         staged = not all(job.host_visible.values())
         # Units for each worker: one for each of its slots and one that waits, or more where they
-        # are told or handed out together. What is begun and not finished is lost by a failure.
+        # are reported or handed out together. Begun and unfinished work is lost by a failure.
         self._told_together = _TOLD_TOGETHER if staged else 1
         self._ahead = units_ahead(staged=staged)
         self._most_in_flight = self._ahead * threads
@@ -178,7 +178,7 @@ class Crew:
     def _start(self) -> None:
         """Start a worker, one for each batch: to start all at first would keep the first waiting.
 
-        Eight take 8 ms beside what they begin with, on one H200's host.
+        Eight take 8 ms while the first works, on one H200's host.
         """
         number = len(self._threads)
         self._threads.append(threading.Thread(target=self._serve, name=f"streamload-{number}"))
@@ -276,7 +276,7 @@ class Crew:
         self.job.tell()
 
     def _serve(self) -> None:
-        """What a worker's thread does. Whatever ends it early ends the load, which waits for it."""
+        """The function of a worker's thread. Its error ends the load, which waits for it."""
         worker = Worker(self.job)
         try:
             worker.open()
@@ -286,7 +286,7 @@ class Crew:
         self._close(worker)
 
     def _wait_for_work(self) -> tuple[Reader, Sequence[WorkItem]] | None:
-        """The next item; nobody who wants to change an open file waits long meanwhile."""
+        """The next item; between looks, writers of open files get their turn soon."""
         while True:
             with suppress(queue.Empty):
                 return self._work.get(timeout=_LOOK_S)
@@ -323,7 +323,7 @@ class Crew:
 
 
 def _insist(wait: Callable[[], object]) -> None:
-    """Wait to the end, whatever a signal handler raises meanwhile: threads are always joined."""
+    """Wait to the end even if a signal handler raises: threads are always joined."""
     while True:
         try:
             wait()

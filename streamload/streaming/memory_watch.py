@@ -12,7 +12,7 @@ from streamload.errors import DeviceError, MemoryTakenError
 from streamload.planning.plan import Plan
 
 # Given to workers and written by them between two looks, so half as many of each, as long as
-# little is left beside what was promised. A look takes 70 microseconds, 250 in a cgroup with a
+# little more is left than was promised. A look takes 70 microseconds, 250 in a cgroup with a
 # limit; a load has more in reserve than these bytes.
 _LOOK_NBYTES = 2**24
 _LOOK_EVERY_S = 0.01
@@ -40,7 +40,7 @@ class Headroom:
     Made before the load touches anything. What the process has grown by since then counts as
     touched, up to what workers were given: so interpreter and drivers may grow as was planned, and
     what other threads of the process take was taken by others. Page cache that the kernel can
-    reclaim is free. Where the system does not say what is free, nothing is looked at.
+    reclaim is free. If the system does not report free memory, nothing is checked.
     """
 
     def __init__(self, plan: Plan, shared: Collection[str]) -> None:
@@ -62,7 +62,7 @@ class Headroom:
         self._memory = HostMemory()
         self._free_nbytes = self._available_nbytes()
         # To stop takes memory too: units under way are ended. Half of the reserve is left for what
-        # the process grows by itself.
+        # the process grows otherwise.
         self._margin_nbytes = overhead_nbytes(self._free_nbytes or 0) // 2
         self._taken_nbytes = 0
         self._unseen_nbytes = self._next_nbytes = 0
@@ -127,7 +127,7 @@ def process_nbytes() -> int | None:
 def exclusive_nbytes() -> int | None:
     """The same of pages that no other process maps, which a forked one has written itself.
 
-    None where the kernel does not say (before Linux 4.14). Source: proc_pid_smaps(5).
+    None before Linux 4.14. Source: proc_pid_smaps(5).
     """
     return _status_nbytes("smaps_rollup", b"Private_Dirty:")
 

@@ -193,10 +193,10 @@ class ModelTarget(Sink):
             self._ledger.release(p.device, p.resident_nbytes)
 
     def fail(self) -> LoadState:
-        """Give back what is half-filled, and say what each parameter is now.
+        """Give back half-filled parameters, and return the state of each.
 
         Memory that was being written in place is kept, and stays in the ledger: another load
-        writes it again, and whoever else refers to it sees that.
+        writes it again, and others that refer to it see that.
         """
         made = self._plan
         begun = (self._released | self._revoked | set(self._buffers)) - self._loaded

@@ -142,7 +142,7 @@ class Job:
         self.host_visible = {name: info.host_visible for name, info in infos.items()}
         cast_there = {p.device for p, _ in plan.placements.counted if p.cast == "device"}
         self.casting = [name for name, info in infos.items() if info.casts and name in cast_there]
-        # of a buffer's first byte, for devices that tell
+        # of a buffer's first byte, for devices with addresses
         self._address: dict[str, Callable[[Buffer], int]] = {}
         for name, device in devices.items():
             if device.bulk is not None:
@@ -213,7 +213,7 @@ class Job:
         self._shards.stop()
 
     def fail(self, error: BaseException) -> None:
-        """Stop, and take back what was finished where the error says that it may be wrong."""
+        """Stop, and revoke finished placements if their bytes may be wrong by the error."""
         self.stop()
         held_back = isinstance(error, FileChangedError) and error.held_back
         if isinstance(error, (FileChangedError, TruncatedFileError)) and not held_back:
@@ -338,8 +338,8 @@ class Job:
     def _most_of(self, p: Placement) -> int:
         """Bytes of a unit that goes in bulk.
 
-        Statistics that a device nests are held until all units of a weight are told: small ones are
-        told sooner.
+        Statistics that a device nests are held until all units of a weight are reported: small ones
+        are reported sooner.
         """
         if p.coding is not None and p.coding.nests:
             return min(self._bulk_nbytes, STAGING_SLOTS * self.plan.slot_nbytes)
@@ -363,7 +363,7 @@ class Job:
                     self._begin_beside(index)
 
     def has_room(self, batch: Sequence[WorkItem]) -> bool:
-        """Whether devices can hold what they do beside what units are the first to write.
+        """Whether devices have room for scales and statistics of placements that units begin.
 
         What there is room for is taken; ask again when something is done.
         """
@@ -379,7 +379,7 @@ class Job:
         return True
 
     def _hold(self, index: int, p: Placement) -> bool:
-        """Have a device hold what it does beside a placement; False where there is no room now."""
+        """Have a device hold scales or statistics of a placement; False if there is no room now."""
         source = self.plan.placements.sources[index][0]
         info = self._checkpoint.tensors[source.tensor]
 
@@ -398,7 +398,7 @@ class Job:
         return self.casts[p.device].hold(index, p, make)
 
     def _begin_beside(self, index: int) -> None:
-        """Make room for the parts that a device writes beside the codes, where it makes them."""
+        """Make room for the auxiliary parts that a device writes with the codes."""
         p = self.plan.placements[index]
         if p.cast != "device" or p.coding is None or not p.coding.device_parts:
             return
@@ -422,7 +422,7 @@ class Job:
         return self._address[self.plan.placements.kinds[index].device](self.buffers[index])
 
     def addresses(self, pack: SmallTensorBatch) -> _Addresses | None:
-        """Where the parameters of a pack begin; None where the device does not tell."""
+        """Addresses of the parameters of a batch; None if the device has none."""
         address = self._address.get(self.plan.placements.kinds[pack.first].device)
         if address is None:
             return None
@@ -494,7 +494,7 @@ class Job:
         self._account(unit, self.stats.read_nbytes - before)
 
     def _let_go(self, index: int, p: Placement) -> None:
-        """Give back what a device held beside a placement that is all there."""
+        """Give back the device's scales or statistics of a placement that is complete."""
         casts = self.casts[p.device]
         if p.coding is not None:
             addresses = map(self._address_of, self._beside[index])
@@ -513,7 +513,7 @@ class Job:
         deque(map(self.buffers.__delitem__, indices), maxlen=0)
 
     def _account(self, unit: WorkItem, nbytes: int) -> None:
-        """Tell the page cache what has been read; close a file that nobody will read any more."""
+        """Report read bytes to the page cache; close a file that is read to the end."""
         shard = self._paths[unit[0].shard]
         if self._shards.drops(shard):
             for start, stop in file_ranges(unit):
@@ -532,7 +532,7 @@ class Job:
             raise OutOfRangeError(name, shard, p.src.name, p.dst.name, found.overflowed)
 
     def tell(self) -> None:
-        """Tell the progress."""
+        """Report progress."""
         self.transfer.progress(self.stats.read_nbytes)
 
 

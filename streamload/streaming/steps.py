@@ -89,7 +89,7 @@ class Changing(Step):
 
 
 class Encoding(Step):
-    """Quantises elements: ``at`` says which units they are."""
+    """Quantizes elements: ``at`` is the place of their units."""
 
     gathers = True
     counts: QuantCounts
@@ -116,7 +116,7 @@ class Encoding(Step):
 
 
 class Decoding(Step):
-    """Dequantises elements: ``start`` says which scales they have."""
+    """Dequantizes elements: ``start`` selects their scales."""
 
     gathers = True
     counts: CastCounts
@@ -143,7 +143,7 @@ class Decoding(Step):
 
 
 def step_of(job: Job, chunk: Chunk, p: Placement) -> Step:
-    """What is done to a chunk on the host; its placement is no part beside codes."""
+    """The step of a chunk on the host; its placement is no auxiliary part."""
     if p.cast == "device":
         return Casting(job.cast(p), moves=True)
     if p.cast == "rows":

@@ -68,13 +68,13 @@ class Worker:
         self._job = job
         self._slots: dict[str, deque[Slot]] = {}  # by device, least recently used first
         self._under_way: deque[_UnderWay] = deque()
-        self._finished: list[Outcome] = []  # and not told yet
+        self._finished: list[Outcome] = []  # and not reported yet
         self._source = memoryview(b"")
         self._transposer = Transposer(job.plan)
         self._fresh = False  # it has the slot of `open` alone, and has begun nothing
 
     def open(self) -> None:
-        """Take a slot that all units will need: the first parameters are allocated meanwhile.
+        """Take a slot that all units will need, while the first parameters are allocated.
 
         Locking its pages takes longer than anything else before the first read, and the driver
         locks those of one thread at a time: the others are taken when this one is in use.
@@ -114,11 +114,11 @@ class Worker:
             for _, ticket in tickets:
                 with suppress(Exception):
                     ticket.wait()
-        if failure is None:  # first: whoever is given an outcome may want no more
+        if failure is None:  # first: the caller may stop at an outcome
             self._has_begun(unit, counts, tickets)
         yield from self._take_finished()
         if failure is not None or not tickets:
-            yield from self.settle()  # slots are filled in turn, and this unit is out of turn
+            yield from self.settle()  # slots are filled in order, and this unit is out of it
         if failure is not None:
             yield unit, counts, failure
 
@@ -159,14 +159,14 @@ class Worker:
         while at < len(batch):
             begun, start = yield from self._run_bulk(reader, batch[at:])
             at += begun
-            if start is not None or not begun:  # by itself: what was not read is tried once more
+            if start is not None or not begun:  # alone: unread bytes are tried once more
                 yield from self.run(reader, batch[at], start)
                 at += 1
 
     def _run_bulk(
         self, reader: Reader, units: Sequence[WorkItem]
     ) -> Generator[Outcome, None, tuple[int, int | None]]:
-        """Read units into the slots in turn, and start their copies, without the interpreter.
+        """Read units into the slots in order, and start their copies, without the interpreter.
 
         Returns:
             The number of units started, or ended with an error; and of the next one the file byte
@@ -381,7 +381,7 @@ class Worker:
     def _send(
         self, name: str, unit: WorkItem, slot: Slot, at: int, tickets: list[_SlotTicket]
     ) -> None:
-        """Begin the copies of chunks whose bytes lie in a slot from ``at`` on, without gaps."""
+        """Begin the copies of chunks whose bytes are in a slot from ``at`` on, without gaps."""
         job = self._job
         bulk, device = job.bulk[name], job.devices[name]
         copies = []
@@ -556,7 +556,7 @@ def _slot_nbytes(chunk: Chunk, placement: Placement) -> int:
 
 
 def _at_fault(unit: WorkItem, error: CheckpointError) -> Chunk:
-    """The chunk whose bytes a file did not give, as far as the error says."""
+    """The chunk whose bytes a file lacks, as far as the error has them."""
     end = error.found if isinstance(error.found, int) else 0
     return next((chunk for chunk in unit if chunk.runs and chunk.runs[-1].stop > end), unit[0])
 
