@@ -139,24 +139,9 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
     """
     clock = Clock()
     with uncollected():
-        checkpoint, read, found = read_call(path, model, **options)
-        place = Place.look(model, checkpoint, read, options["device"])
-        wanted = Wanted(
-            *(checkpoint, place.parameters, options["mapping"], options["rename"]),
-            strict=read.strict,
-        )
-
-        def instead(error: PlanInfeasibleError, match: Match, wants: TensorRequests) -> list[Fit]:
-            given = {**options, "path": path}
-            call = InfeasibleLoad(error, place, checkpoint, read, match, wants, given)
-            return [line for suggest in _SUGGESTERS for line in suggest(call)]
-
-        try:
-            decided = Decision.make(
-                place, Call(checkpoint, read, found), wanted.suggestions, instead=instead
-            )
-        except StateDictMismatchError as error:
-            raise error.or_by(call_of_library(model, checkpoint.path)) from None
+        call = read_call(path, model, **options)
+        place = Place.look(model, call.checkpoint, call.options, options["device"])
+        decided = _decided(place, call, {**options, "path": path})
         try:
             with deferred_interrupt():  # one that comes while we clean up waits until that is done
                 return run(decided, options["progress"], clock)
@@ -165,6 +150,23 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
                 names = tuple(decided.plan.placements.names)
                 error.add_note(f"parameters: {LoadState(names, (), ())}")
             raise
+
+
+def _decided(place: Place, call: Call, given: Mapping[str, Any]) -> Decision:
+    """Match and plan; errors suggest other calls."""
+    checkpoint, read, _ = call
+    wanted = Wanted(
+        *(checkpoint, place.parameters, given["mapping"], given["rename"]), strict=read.strict
+    )
+
+    def instead(error: PlanInfeasibleError, match: Match, wants: TensorRequests) -> list[Fit]:
+        load = InfeasibleLoad(error, place, checkpoint, read, match, wants, given)
+        return [line for suggest in _SUGGESTERS for line in suggest(load)]
+
+    try:
+        return Decision.make(place, call, wanted.suggestions, instead=instead)
+    except StateDictMismatchError as error:
+        raise error.or_by(call_of_library(place.model, checkpoint.path)) from None
 
 
 @contextmanager
