@@ -38,7 +38,7 @@ def offload(options: Options) -> Section:
                 asked = PassOptions(
                     str(path),
                     "cpu",
-                    budgets=[str(budget_nbytes), str(2 * options.nbytes)],
+                    budgets=[str(budget_nbytes), str(2 * options.nbytes + _ACTIVATIONS_NBYTES)],
                     tokens=_TOKENS,
                     runs=_PASSES,
                     peers=["accelerate"],
