@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -20,7 +19,7 @@ PACKAGES = (
 )
 
 
-def facts(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+def facts() -> dict[str, str]:
     """CPU, kernel, memory and versions, by name."""
     affinity = getattr(os, "sched_getaffinity", None)
     return {
@@ -33,7 +32,7 @@ def facts(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
         "of shared memory": _text("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
         "CUDA driver": _text("/proc/driver/nvidia/version").partition("\n")[0],
         "Python": platform.python_version(),
-        **{name: installed_version(name) for name in packages},
+        **{name: installed_version(name) for name in PACKAGES},
         "OpenCL drivers": ", ".join(p.stem for p in Path("/etc/OpenCL/vendors").glob("*.icd")),
     }
 
