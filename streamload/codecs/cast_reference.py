@@ -12,7 +12,7 @@ import numpy as np
 
 from streamload.core.dtypes import DType
 
-_CHUNK_NUMEL = 1 << 15  # temporaries stay below about 2 MB whatever the length of the input
+_CHUNK_NUMEL = 1 << 15  # temporaries stay below about 2 MB for any length of the input
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -20,18 +20,12 @@ Array = np.ndarray[Any, np.dtype[Any]]
 def cast_bytes(
     src: DType, dst: DType, data: memoryview, out: memoryview, *, clamp: bool = False
 ) -> tuple[int, int, int]:
-    """Cast the elements of one dtype to another, in chunks.
+    """Cast C-contiguous little-endian elements, of any alignment, in chunks.
 
-    Args:
-        src: dtype of ``data``.
-        dst: dtype of ``out``.
-        data: C-contiguous little-endian elements; any alignment.
-        out: as many elements, written; must not overlap ``data``.
-        clamp: finite values that overflow become the largest finite value of their sign.
+    With ``clamp`` finite values that overflow become the largest finite value of their sign.
 
     Returns:
-        How many finite values overflowed, how many that are not zero became zero, and how many
-        changed otherwise.
+        Counts of finite values that overflowed, nonzero ones that became zero, and other changes.
     """
     source = np.frombuffer(data, np.uint8)
     target = np.frombuffer(out, np.uint8)
@@ -55,15 +49,7 @@ def cast_bytes(
 
 
 def cast_array(x: Array, dst: DType) -> Array:
-    """Round each element of a float array once, to nearest even, to ``dst``.
-
-    Args:
-        x: floats of numpy or ml_dtypes, one-dimensional.
-        dst: a float dtype of 16 bits or more.
-
-    Returns:
-        An array of ``dst.numpy`` of the same length.
-    """
+    """Round each element of an array of floats once, to nearest even, to floats of 16+ bits."""
     with np.errstate(all="ignore"):
         if x.dtype == np.float64 and dst.bits == 16:
             x = _round_to_odd(x)

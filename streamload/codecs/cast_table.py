@@ -70,14 +70,7 @@ def supported(src: DType, dst: DType) -> bool:
 
 
 def cast_engine(src: DType, dst: DType, engine: Engine = "auto") -> str:
-    """What `make_cast` uses for a pair: "copy", "llvm" or "numpy".
-
-    "auto" compiles the kernel to find out; it is kept for `make_cast`.
-
-    Raises:
-        UnsupportedCastError: as `make_cast`.
-        ValueError: as `make_cast`.
-    """
+    """The engine of `make_cast` for a pair: "copy", "llvm" or "numpy"; raises as `make_cast`."""
     return _resolve(src, dst, engine, clamp=False)[0]
 
 
@@ -86,17 +79,16 @@ def make_cast(
 ) -> Cast:
     """The cast from ``src`` to ``dst``: to nearest, ties to even, rounded once.
 
-    NaN stays NaN, infinities stay, and subnormals are right on both sides. Where the dtypes are
-    the same the bytes are copied.
+    NaN stays NaN, infinities stay, and subnormals are right on both sides. If the dtypes are the
+    same the bytes are copied.
 
     Args:
         src: dtype of the source bytes, little-endian.
         dst: dtype of the target bytes, little-endian.
-        engine: "llvm" compiles a kernel for this CPU, "numpy" does without, "auto" is "llvm" where
-            that works and else "numpy". Both give the same bits, the payload of a NaN aside.
-        out_of_range: what becomes of finite values beyond the largest one of the target: infinity,
-            or with "clamp" that largest value with their sign. "error" computes what "inf" does:
-            the caller knows the tensor, looks at ``overflowed`` and raises.
+        engine: "llvm" and "numpy" give the same bits, the payload of a NaN aside.
+        out_of_range: finite values beyond the largest one of the target become infinity, or with
+            "clamp" that largest value with their sign. "error" computes as "inf" does: the caller
+            knows the tensor, and raises if ``overflowed``.
 
     Returns:
         A function that may be called from any thread, and from several at once. Copies and
@@ -118,7 +110,7 @@ def make_cast(
 def _resolve(
     src: DType, dst: DType, engine: Engine, *, clamp: bool
 ) -> tuple[Literal["copy", "llvm", "numpy"], Kernel | None]:
-    """What does a cast, and its kernel where that is "llvm"."""
+    """The engine of a cast, and its kernel if that is "llvm"."""
     if engine not in get_args(Engine):
         raise ValueError(f"engine is one of {get_args(Engine)}, not {engine!r}")
     if src == dst:

@@ -56,21 +56,21 @@ class Blocks(Layout):
 
     def decoder(
         self, info: Packed, dst: DType, read: Read, engine: Engine, out_of_range: OutOfRange
-    ) -> BlockDecoder:
+    ) -> _BlockDecoder:
         """See `decode.decoder_of`."""
         kernel = kernel_for(engine, lambda: compile_kernel(self))
         cast = None
         if dst is not F32:
             engine = engine if kernel is not None or engine == "numpy" else "auto"
             cast = make_cast(F32, dst, engine=engine, out_of_range=out_of_range)
-        return BlockDecoder(self, dst, kernel, cast)
+        return _BlockDecoder(self, dst, kernel, cast)
 
     def compile(self, weight: QuantizedWeight, dst: DType, *, clamp: bool) -> None:
         """See `Layout.compile`."""
         compile_kernel(self)
 
 
-class BlockDecoder(Decoder):
+class _BlockDecoder(Decoder):
     """Dequantises blocks; see `Decoder`."""
 
     def __init__(
@@ -81,7 +81,6 @@ class BlockDecoder(Decoder):
     def decode(
         self, data: memoryview, out: memoryview, first: int, lines: int = 1, pitch: int = 0
     ) -> CastCounts:
-        """See `Decoder.decode`."""
         layout, n = self._layout, self._dst.itemsize
         numel, odd = divmod(out.nbytes, n * lines)
         skipped = first % layout.numel
@@ -128,14 +127,12 @@ class BlockDecoder(Decoder):
         return counts
 
     def _placed(self, elements: Array, out: memoryview) -> CastCounts:
-        """Float32 elements as what they are to be."""
         if self._cast is not None:
             return self._cast(memoryview(elements.data).cast("B"), out)
         np.frombuffer(out, np.uint8)[:] = elements.view(np.uint8)
         return ZERO
 
     def _floats(self, source: Array, out: Array) -> None:
-        """Whole blocks to float32, by kernel or oracle."""
         layout = self._layout
         blocks = source.size // layout.nbytes
         if self._kernel is not None:

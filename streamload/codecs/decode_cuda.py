@@ -32,22 +32,17 @@ _OFFSETS = ("zeros.offset", "table.offset")
 
 
 def blocks(numel: int, bits: int) -> int:
-    """How many blocks to launch for so many elements: any other number gives the same result.
-
-    Args:
-        numel: elements.
-        bits: of a value.
-    """
+    """How many blocks to launch for elements with values of so many bits; any number is right."""
     nbytes = numel * bits // 8
     return min(max(-(-nbytes // (_THREAD_BYTES * BLOCK_THREADS)), 1), _MAX_BLOCKS)
 
 
 def weight_parts(weight: Weight, turned: tuple[int, int] | None) -> list[Array]:
-    """What the kernel reads beside values, one after the other: places of scales, and scales.
+    """The kernel's data other than values, in order: the header, scales, zeros and table.
 
     Args:
         weight: of up to `MOST_NUMEL` elements; those of a byte share their scale.
-        turned: rows and columns of each matrix, where these are transposed.
+        turned: rows and columns of each matrix, if these are transposed.
     """
     outer, inner = turned or (1, 1)
     scales = weight.scales
@@ -72,13 +67,13 @@ def packed_ptx(info: Packed, dst: DType, *, clamp: bool, turned: bool) -> str:
 def dequant_ptx(values: Values, dst: DType, *, clamp: bool, turned: bool) -> str:
     """PTX of the kernel: ``dequantise(src, out, numel, tally, weight, first)``, of 64 bits each.
 
-    It dequantizes ``numel`` elements of which the values lie from device address ``src`` on: those
-    from number ``first`` of the weight on, an even one where values have 4 bits. They go to device
-    address ``out`` on, a multiple of the size of an element: to where they follow each other; or if
-    ``turned``, each to where the transpose of `weight_parts` moves it, ``out`` being the beginning
-    of the whole. ``weight`` (a multiple of 8) is the device address of `weight_parts`. Counts are
-    added to ``tally`` as by `cast_cuda.cast_ptx`. It is launched in any number of blocks
-    (`blocks` suggests one) of `BLOCK_THREADS` threads, without dynamic shared memory.
+    It dequantizes ``numel`` elements with values from device address ``src`` on: those from number
+    ``first`` of the weight on, an even one if values have 4 bits. They go to device address ``out``
+    on, a multiple of the size of an element, in order; or if ``turned``, each to its place in the
+    transpose that `weight_parts` describes, ``out`` being the address of the whole. ``weight`` (a
+    multiple of 8) is the device address of `weight_parts`. Counts are added to ``tally`` as by
+    `cast_cuda.cast_ptx`. It is launched in any number of blocks (`blocks` suggests one) of
+    `BLOCK_THREADS` threads, without dynamic shared memory.
 
     Raises:
         UnsupportedCastError: as `kept_ptx`.

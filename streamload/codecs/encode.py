@@ -201,7 +201,7 @@ class Units(Quantized):
         own = dict.fromkeys(self.device_parts or (), statistics)
         return {**own, **self.constants()}
 
-    def encoder(self, src: DType, engine: Engine = "auto") -> UnitEncoder:
+    def encoder(self, src: DType, engine: Engine = "auto") -> _UnitEncoder:
         """See `Quantized.encoder`."""
         if src not in SOURCES:
             raise ValueError(
@@ -211,7 +211,7 @@ class Units(Quantized):
             reason = "checkpoints are little-endian and this CPU is not"
             raise UnsupportedCastError(src.name, self.format, reason=reason)
         kernel = kernel_for(engine, lambda: compile_kernel(self.recipe, src, self.format))
-        return UnitEncoder(self, src, kernel)
+        return _UnitEncoder(self, src, kernel)
 
 
 def checked_numel(
@@ -236,7 +236,7 @@ def checked_numel(
     return numel
 
 
-class UnitEncoder(Encoder):
+class _UnitEncoder(Encoder):
     """A kernel for whole units, the oracle for a short one and without a kernel."""
 
     def __init__(self, tensor: Units, src: DType, kernel: Kernel | None) -> None:
@@ -244,7 +244,6 @@ class UnitEncoder(Encoder):
         self.statistics = np.zeros(tensor.statistics_nbytes // 4, np.float32)
 
     def encode(self, data: memoryview, out: memoryview, first: int) -> QuantCounts:
-        """See `Encoder.encode`."""
         tensor, unit = self._tensor, self._tensor.unit_numel
         numel = checked_numel(tensor, self._src, data, out, first)
         source, target = np.frombuffer(data, np.uint8), np.frombuffer(out, np.uint8)
@@ -260,7 +259,6 @@ class UnitEncoder(Encoder):
         return counts + self._by_oracle(rest, by_oracle, statistics[whole:], numel - done)
 
     def finish(self) -> dict[str, memoryview]:
-        """See `Encoder.finish`."""
         found = self._tensor.finished(self.statistics)
         return {name: as_bytes(array) for name, array in found.items()}
 

@@ -127,14 +127,7 @@ class Tally(Structure):
 
 
 class UnitWriter:
-    """Instructions that the kernels of a recipe share, on the host and on CUDA.
-
-    Args:
-        recipe: the scheme's instructions.
-        src: dtype of the elements.
-        count: integer type of counts.
-        most: integer type of a unit's largest magnitude.
-    """
+    """Instructions that the kernels of a recipe share; ``count``, ``most``: types of these."""
 
     def __init__(self, recipe: Recipe, src: DType, count: str, most: str) -> None:
         self.recipe, self.src = recipe, src
@@ -148,13 +141,7 @@ class UnitWriter:
         return v.op("and", self.lane, x, self.source.magnitude)
 
     def scanned(self, v: Vector, x: str, carried: list[str]) -> list[str]:
-        """The largest finite magnitude, and counts of NaN, infinity and what float16 cannot hold.
-
-        Args:
-            v: receives the instructions, for single elements.
-            x: an element.
-            carried: the same before it.
-        """
+        """The largest finite magnitude, and counts of NaN, infinity and beyond float16, after x."""
         most, nans, infs, overs = carried
         special, magnitude = self.source.special, self.magnitude(v, x)
         is_finite = v.op("icmp ult", self.lane, magnitude, special)

@@ -76,7 +76,7 @@ def overflow_start(src: DType, dst: DType) -> int | None:
     """The smallest magnitude of ``src``, as an integer, that rounds to infinity in ``dst``.
 
     The midpoint between the largest finite value and the power of two above it is a tie and goes
-    to the even one, infinity. None where every finite value stays finite.
+    to the even one, infinity. None if every finite value stays finite.
     """
     source, target = FLOATS[src.code], FLOATS[dst.code]
     one = 1 << source.mantissa_bits
@@ -99,14 +99,11 @@ def flush_stop(src: DType, dst: DType) -> int | None:
 
 
 def plain_range(src: DType, dst: DType, *, direct: bool) -> tuple[int, int]:
-    """The magnitudes of ``src``, as integers, that a kernel casts the short way, beside zero.
+    """The nonzero magnitudes of ``src``, as integers, that a kernel casts the short way: [a, b).
 
-    They are normal numbers before and after the cast, so that the same bits are lost in all. Where
-    the CPU does the cast and the target has the longer significand, the largest subnormals of the
+    They are normal numbers before and after the cast, so that the same bits are lost in all. If the
+    CPU does the cast and the target has the longer significand, the largest subnormals of the
     target are among them: those have room for every bit of the source.
-
-    Returns:
-        The first one, and the one after the last.
     """
     source, target = FLOATS[src.code], FLOATS[dst.code]
     exponent = source.bias - target.bias + 1

@@ -243,14 +243,7 @@ def square_sum(v: Vector, x: str, total: str) -> str:
 
 
 def clean(v: Vector, source: FloatFormat, x: str, largest: str) -> str:
-    """Elements, as integers, without NaN and infinity.
-
-    Args:
-        v: where the instructions go.
-        source: the elements' format.
-        x: the elements.
-        largest: the largest finite magnitude of their unit, in every element.
-    """
+    """Elements, as integers, without NaN and infinity; ``largest`` is finite, of their unit."""
     lane = f"i{source.bits}"
     magnitude = v.op("and", lane, x, source.magnitude)
     is_nan = v.op("icmp ugt", lane, magnitude, source.special)
@@ -288,10 +281,10 @@ def loop(
     """A loop of IR; returns the carried values after it.
 
     Args:
-        v: where it goes.
+        v: receives it.
         start: the first index.
-        stop: the index after the last, exclusive.
-        step: what an iteration adds to the index.
+        stop: exclusive.
+        step: added to the index.
         carried: (type, value at first) of each value.
         body: takes the index and the carried values, and returns those after an iteration.
     """

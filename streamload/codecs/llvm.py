@@ -62,7 +62,7 @@ def host_target() -> Target:
     triple = llvm.get_process_triple()
     try:
         return Target(triple, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
-    except RuntimeError:  # LLVM cannot tell on this architecture: the least CPU is safe
+    except RuntimeError:  # LLVM does not know on this architecture: the least CPU is safe
         return Target(triple)
 
 
@@ -129,7 +129,7 @@ def undefined_symbols(image: bytes) -> tuple[str, ...]:
 
 
 def movable_code(image: bytes) -> bytes | None:
-    """The code of an ELF object of one function, which runs wherever it lies.
+    """The code of an ELF object of one function, which runs at any address.
 
     Returns:
         None where the object has to be linked first: its code refers to other sections (constants,

@@ -98,7 +98,7 @@ class ThreadWriter(Vector):
         self.lines += [f"br label %{label}.no", f"{label}.no:"]
 
     def by_threads(self) -> None:
-        """Let threads take elements in turns."""
+        """Let threads take elements in strides."""
         self.lines += [
             "%before = mul i64 %block, %threads",
             "%first = add i64 %before, %thread",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from ptx_machine import Ahead, Machine
 from quant_kernels_helpers import BLOCKED, MATRICES, assert_same_counts, encoded
-from quant_ptx_helpers import KERNELS, NAMES, Array, by_oracle, kernel_id, there
+from quant_ptx_helpers import FILL, KERNELS, NAMES, Array, Task, by_oracle, kernel_id, there
 from quant_samples import samples
 
 from streamload.codecs.encode_cuda import TALLY_NBYTES, blocks, quant_ptx
@@ -25,7 +25,6 @@ from streamload.codecs.schemes.bitsandbytes_nested_cuda import nested_blocks, ne
 from streamload.core.dtypes import BF16, F16, F32, DType
 
 BASE = 0x7F_0000_0000
-FILL = 0xA5
 
 
 def quantised_there(
@@ -50,31 +49,17 @@ def quantised_there(
         ahead: see `Machine.launch`.
     """
     tensor = there(name).of(x.shape, src)
-    data = np.frombuffer(x.tobytes(), np.uint8)
-    source = 256
-    out = -(-(source + data.size + 1) // 256) * 256
-    statistics = -(-(out + tensor.parts[0].nbytes + 1) // 256) * 256
-    memory = np.full(statistics + tensor.statistics_nbytes + 256, FILL, np.uint8)
-    memory[source : source + data.size] = data
-    memory[:TALLY_NBYTES] = np.frombuffer(tally, np.uint8)
-    expected = memory.copy()
-    written = [
-        *(slice(0, TALLY_NBYTES), slice(out, out + tensor.parts[0].nbytes)),
-        slice(statistics, statistics + tensor.statistics_nbytes),
-    ]
-    machine = Machine(quant_ptx(tensor, src), memory, BASE)
+    task = Task(tensor, x, BASE, tally)
+    memory = task.memory.copy()
     chosen = blocks(tensor, x.size) if grid is None else grid
-    addresses = (BASE + source, BASE + out, x.size, BASE, BASE + statistics, tensor.unit_numel)
-    machine.launch(chosen, BLOCK_THREADS, addresses, ahead=ahead)
-    for some in written:
-        expected[some] = memory[some]
-    assert np.array_equal(memory, expected), "written beside the codes"
-    told = Tally.from_buffer_copy(memory[:TALLY_NBYTES].tobytes())
-    counts = told.counts(x.size)
-    total = float(memory[written[2]].view(np.float32).sum(dtype=np.float64))
+    machine = Machine(quant_ptx(tensor, src), memory, BASE)
+    machine.launch(chosen, BLOCK_THREADS, task.arguments, ahead=ahead)
+    codes, statistics, counts = task.found(memory)
     if not any(tally):
+        total = float(statistics.sum(dtype=np.float64))
+        told = Tally.from_buffer_copy(memory[:TALLY_NBYTES].tobytes())
         assert told.statistics == pytest.approx(total, rel=1e-13)
-    return memory[written[1]].tobytes(), memory[written[2]].view(np.float32), counts
+    return codes, statistics, counts
 
 
 def assert_same(

@@ -13,13 +13,12 @@ from typing import Any
 import needs
 import numpy as np
 import pytest
-from ptx_cuda_helpers import CONTEXT, FILL, Gpu
+from ptx_cuda_helpers import CONTEXT, Gpu
 from quant_kernels_helpers import BLOCKED, MATRICES, assert_same_counts
-from quant_ptx_helpers import KERNELS, NAMES, by_oracle, kernel_id, there
+from quant_ptx_helpers import KERNELS, NAMES, Task, by_oracle, kernel_id, there
 from quant_samples import Sample, samples
 
 from streamload.codecs.encode_cuda import SYMBOL, TALLY_NBYTES, blocks, quant_ptx
-from streamload.codecs.encode_kernels import Tally
 from streamload.codecs.parts import QuantCounts
 from streamload.codecs.schemes import bitsandbytes_nested as dynamic
 from streamload.codecs.schemes.bitsandbytes_nested_cuda import SYMBOL as NEST
@@ -55,28 +54,11 @@ def quantised_there(
 ) -> tuple[bytes, Array, QuantCounts]:
     """Codes, statistics and counts of a kernel; nothing else may be written."""
     tensor = there(name).of(x.shape, src)
-    data = np.frombuffer(x.tobytes(), np.uint8)
-    source = 256
-    out = -(-(source + data.size + 1) // 256) * 256
-    statistics = -(-(out + tensor.parts[0].nbytes + 1) // 256) * 256
-    expected = np.full(statistics + tensor.statistics_nbytes + 256, FILL, np.uint8)
-    expected[source : source + data.size] = data
-    expected[:TALLY_NBYTES] = 0
-    gpu.put(0, expected)
+    task = Task(tensor, x, gpu.address, bytes(TALLY_NBYTES))
+    gpu.put(0, task.memory)
     chosen = blocks(tensor, x.size) if grid is None else grid
-    at = gpu.address
-    arguments = (at + source, at + out, x.size, at, at + statistics, tensor.unit_numel)
-    gpu.launch(kernel(name, src), chosen, arguments)
-    memory = gpu.get(0, expected.size)
-    written = (
-        *(slice(0, TALLY_NBYTES), slice(out, out + tensor.parts[0].nbytes)),
-        slice(statistics, statistics + tensor.statistics_nbytes),
-    )
-    for some in written:
-        expected[some] = memory[some]
-    assert np.array_equal(memory, expected), "written beside the codes"
-    counts = Tally.from_buffer_copy(memory[:TALLY_NBYTES].tobytes()).counts(x.size)
-    return memory[written[1]].tobytes(), memory[written[2]].copy().view(np.float32), counts
+    gpu.launch(kernel(name, src), chosen, task.arguments)
+    return task.found(gpu.get(0, task.memory.size))
 
 
 def assert_same(found: Any, expected: Any, name: str, label: str) -> None:

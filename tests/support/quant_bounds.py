@@ -10,7 +10,7 @@ import numpy as np
 
 from streamload.codecs.schemes import bitsandbytes_nested as nested
 from streamload.codecs.schemes.bitsandbytes import VALUES
-from streamload.codecs.schemes.mlc import SCALES, MLCWeight
+from streamload.codecs.schemes.mlc import SCALES
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -24,8 +24,8 @@ def bound(tensor: Any, parts: Mapping[str, Any]) -> Array:
     if tensor.format == "bitsandbytes-int8":  # half of 1/127, and the rounding to float16
         rows = tensor.part(parts, "SCB").astype(np.float64)[:, None]
         return np.asarray(rows * (0.5 / 127 + 2.0**-11 + 2.0**-20) + 2.0**-24)
-    if isinstance(
-        tensor, MLCWeight
+    if (
+        tensor.parts[-1].suffix == SCALES
     ):  # half a step, and the scale's rounding times the largest code
         most = (1 << tensor.bits - 1) - 1
         d = np.frombuffer(memoryview(parts[SCALES]), "<f2").astype(np.float64)

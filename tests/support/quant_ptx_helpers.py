@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from streamload.codecs.encode_kernels import Tally
 from streamload.codecs.parts import SOURCES, QuantCounts
 from streamload.codecs.scheme import SCHEMES
 from streamload.codecs.schemes.bitsandbytes import FourBit
 from streamload.core.dtypes import DType
 
 Array = np.ndarray[Any, np.dtype[Any]]
+
+
+FILL = 0xA5
 
 
 NAMES = tuple(name for name in SCHEMES if not name.endswith("-nested"))
@@ -39,3 +43,40 @@ def by_oracle(name: str, src: DType, x: Array) -> tuple[bytes, Array, QuantCount
     out = bytearray(tensor.parts[0].nbytes)
     counts = encoder.encode(memoryview(x.tobytes()), memoryview(out), 0)
     return bytes(out), encoder.statistics, counts
+
+
+class Task:
+    """A tensor to quantize on a device, and the memory for it from address ``base`` on.
+
+    Attributes:
+        memory: bytes of the device, with the elements, and room for codes and statistics.
+        arguments: of the kernel.
+        written: the bytes of tally, codes and statistics; a kernel may write these alone.
+    """
+
+    def __init__(self, tensor: Any, x: Array, base: int, tally: bytes) -> None:
+        data = np.frombuffer(x.tobytes(), np.uint8)
+        source = 256
+        out = -(-(source + data.size + 1) // 256) * 256
+        statistics = -(-(out + tensor.parts[0].nbytes + 1) // 256) * 256
+        self.memory = np.full(statistics + tensor.statistics_nbytes + 256, FILL, np.uint8)
+        self.memory[source : source + data.size] = data
+        self.memory[: len(tally)] = np.frombuffer(tally, np.uint8)
+        self.written = (
+            slice(0, len(tally)),
+            slice(out, out + tensor.parts[0].nbytes),
+            slice(statistics, statistics + tensor.statistics_nbytes),
+        )
+        addresses = base + source, base + out, x.size, base, base + statistics
+        self.arguments = (*addresses, tensor.unit_numel)
+        self._numel = x.size
+
+    def found(self, memory: Array) -> tuple[bytes, Array, QuantCounts]:
+        """Codes, statistics and counts in the memory after a kernel."""
+        expected = self.memory.copy()
+        for some in self.written:
+            expected[some] = memory[some]
+        assert np.array_equal(memory, expected), "written beside the codes"
+        tally, codes, statistics = (memory[some].tobytes() for some in self.written)
+        counts = Tally.from_buffer_copy(tally).counts(self._numel)
+        return codes, np.frombuffer(statistics, np.float32), counts

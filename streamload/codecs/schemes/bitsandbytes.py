@@ -12,7 +12,7 @@ and its rank is the number of midpoints between values that are less. A short la
 by absmax instead, which is stored as at least 1e-38. A block of zeros has absmax 0 and the code of
 0; an odd last code is that of 0. fp4 has the code 8, another zero, for what is above 0 and rounds
 to 0. The mean is rounded once here; torch's is a float32 sum, which depends on its threads, and
-lies within a unit in the last place for weights.
+is within a unit in the last place for weights.
 
 On CUDA (`kQuantizeBlockwise`, csrc/kernels.cu, compiled with ``--use_fast_math``) subnormals are
 zeros, 1 / absmax is ``rcp.approx.ftz``, short blocks are as others, fp4's midpoints are constants

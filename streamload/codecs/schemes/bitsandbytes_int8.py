@@ -127,7 +127,7 @@ class _Rows(Rows):
         return decoded
 
 
-class Int8Matrix(Scheme):
+class _Int8(Scheme):
     """The scheme."""
 
     name = "bitsandbytes-int8"
@@ -141,7 +141,6 @@ class Int8Matrix(Scheme):
         return _Rows(self.name, shape, src)
 
     def config(self, left: Sequence[str], dtype: str) -> dict[str, Any]:
-        """See `Scheme.config`: of transformers 5.23."""
         return {
             "quant_method": "bitsandbytes",
             "load_in_4bit": False,
@@ -156,7 +155,6 @@ class _Layout(Int8Layout):
     of_linears = True
 
     def weight(self, weight: QuantizedWeight, read: Read) -> Weight:
-        """See `ScaledLayout.weight`."""
         form = weight.members.get("weight_format")
         if form is not None and any(found := read(form)):
             problem = "the rows of the weight do not follow each other"
@@ -186,7 +184,7 @@ def _find(layouts: Layouts, info: TensorInfo) -> QuantizedWeight | None:
 
 
 register(
-    Int8Matrix(),
+    _Int8(),
     layouts={"bnb-int8": _Layout("bnb-int8")},
     find=_find,
     marks=lambda leaf: leaf == "SCB",

@@ -8,8 +8,8 @@ last group, the bits that are left are 0. Codes are M where the scale is 0 in fl
 is infinite: the group's elements count as overflowed then.
 
 ``q4f16_1`` and ``q3f16_1`` keep the rows: words and scales are matrices with a row for each of the
-weight's. ``q4f16_0`` stores both transposed, for weights (not embeddings) alone: it is made of the
-tensor (groups of a row, rows, 32), which is a permutation of the weight that has runs of 32.
+weight's. ``q4f16_0`` stores both transposed, for weights (not embeddings) alone: its tensor is
+(groups of a row, rows, 32), which is a permutation of the weight that has runs of 32.
 
 Source: github.com/mlc-ai/mlc-llm, group_quantization.py (``_quantize``, ``_dequantize``), utils.py
 (``pack_weight``) and quantization.py (the names) of python/mlc_llm/quantization. MLC divides and
@@ -130,7 +130,7 @@ class _Groups(Units):
 
 
 @dataclass(frozen=True)
-class MLCWeight(Quantized):
+class _Weight(Quantized):
     """A tensor ``layer.q_weight`` as words and scales.
 
     Its shape is rows, or (groups of a row, rows, 32) if it is stored transposed.
@@ -145,22 +145,18 @@ class MLCWeight(Quantized):
 
     @property
     def group_numel(self) -> int:
-        """Elements of a group."""
         return _RECIPES[self.bits].numel
 
     @property
     def row_groups(self) -> int:
-        """Groups of a row, of which the last may be short."""
         return -(-self.shape[-1] // self.group_numel)
 
     @property
     def group_count(self) -> int:
-        """Groups of the tensor."""
         return math.prod(self.shape[:-1]) * self.row_groups
 
     @property
     def has_short_groups(self) -> bool:
-        """Whether a group is short."""
         return self.shape[-1] % self.group_numel != 0
 
     @property
@@ -178,28 +174,23 @@ class MLCWeight(Quantized):
 
     @property
     def unit_groups(self) -> int:
-        """Groups of a unit."""
         return -(-self.unit_numel // self.group_numel)
 
     @property
     def unit_nbytes(self) -> int:
-        """Bytes of a unit's words."""
         return 4 * _WORDS * self.unit_groups
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The words and the scales."""
         *rows, groups = *self.shape[:-1], self.row_groups
         scales = tuple(rows) if self.is_transposed else (*rows, groups)
         words = (_WORDS * rows[0], *rows[1:]) if self.is_transposed else (*rows, _WORDS * groups)
         return Part("", BY_CODE["U32"], words), Part(SCALES, F16, scales, is_sibling=True)
 
-    def encoder(self, src: DType, engine: Engine = "auto") -> MLCEncoder:
-        """See `Quantized.encoder`."""
-        return MLCEncoder(self, src, engine)
+    def encoder(self, src: DType, engine: Engine = "auto") -> _Encoder:
+        return _Encoder(self, src, engine)
 
     def decode(self, parts: Mapping[str, Any]) -> Array:
-        """See `Quantized.decode`."""
         return self._cut(self.groups.decode({"": self._joined(parts)}))
 
     def _joined(self, parts: Mapping[str, Any]) -> Array:
@@ -219,16 +210,15 @@ class MLCWeight(Quantized):
         return rows[:, : self.shape[-1]].reshape(self.shape)
 
 
-class MLCEncoder(Encoder):
+class _Encoder(Encoder):
     """Encodes groups, whose words and scales go to different places."""
 
-    def __init__(self, tensor: MLCWeight, src: DType, engine: Engine) -> None:
+    def __init__(self, tensor: _Weight, src: DType, engine: Engine) -> None:
         self._tensor, self._src = tensor, src
         self._groups = tensor.groups.encoder(src, engine)
         self._scales = np.zeros(tensor.group_count, "<f2")
 
     def encode(self, data: memoryview, out: memoryview, first: int) -> QuantCounts:
-        """See `Encoder.encode`."""
         tensor, unit = self._tensor, self._tensor.unit_numel
         numel = checked_numel(tensor, self._src, data, out, first)
         at = first // unit * tensor.unit_groups
@@ -253,7 +243,6 @@ class MLCEncoder(Encoder):
         return {SCALES: as_bytes(self._scales)}
 
     def _filled(self, data: memoryview) -> memoryview:
-        """Rows with zeros up to a multiple of a group."""
         tensor = self._tensor
         rows = np.frombuffer(data, f"V{self._src.itemsize}").reshape(-1, tensor.shape[-1])
         filled = np.zeros((len(rows), tensor.row_groups * tensor.group_numel), rows.dtype)
@@ -281,13 +270,13 @@ class _Scheme(Scheme):
     bits: int
     is_transposed: bool = False
 
-    def of(self, shape: tuple[int, ...], src: DType) -> MLCWeight:
+    def of(self, shape: tuple[int, ...], src: DType) -> _Weight:
         check_source(self.name, shape, src)
         group = _RECIPES[self.bits].numel
         if not shape or (self.is_transposed and (len(shape) != 3 or shape[-1] != group)):
             of = f"(groups, rows, {group})" if self.is_transposed else "rows"
             raise ValueError(f"{self.name} is made from a tensor of {of}, not of shape {shape}")
-        return MLCWeight(self.name, shape, src, self.bits, self.is_transposed)
+        return _Weight(self.name, shape, src, self.bits, self.is_transposed)
 
 
 register(

@@ -126,7 +126,7 @@ class _Int8Rows(Rows):
         return decoded
 
 
-class Int8(Scheme):
+class _Int8(Scheme):
     """The scheme."""
 
     name = "int8"
@@ -139,7 +139,6 @@ class Int8(Scheme):
         return _Int8Rows(self.name, shape, src)
 
     def config(self, left: Sequence[str], dtype: str) -> dict[str, Any]:
-        """See `Scheme.config`: of compressed-tensors 0.20."""
         weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
         group = {"targets": ["Linear"], "weights": weights, "format": "int-quantized"}
         return {
@@ -333,7 +332,7 @@ def _stated_blocks(layouts: Layouts) -> list[tuple[int, int]]:
 
 
 register(
-    Int8(),
+    _Int8(),
     layouts={"int8": Int8Layout("int8"), "fp8": _FP8Layout("fp8")},
     find=_find,
 )
