@@ -182,10 +182,11 @@ def _with_experts(
 
 def held(layers: Sequence[LayerSize], names: Collection[str], room_nbytes: int) -> tuple[str, ...]:
     """Streamed layers that host memory keeps, as bytes of the files, spread evenly."""
+    among = {*names}
     streams = [
         replace(layer, resident_nbytes=layer.read_nbytes)
         for layer in layers
-        if layer.name in names and layer.read_nbytes
+        if layer.name in among and layer.read_nbytes
     ]
     prices = {layer.name: float(layer.read_nbytes) for layer in streams}
     kept = {layer.name for layer in _kept(streams, room_nbytes, prices)} if streams else set()

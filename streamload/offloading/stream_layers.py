@@ -86,7 +86,7 @@ class LayerStream:
         self.plan, self.load = streaming.plan, replace(load, state_dict={})
         self.resident = dict(load.state_dict)
         self._streaming, self._rounds, self._lent = streaming, streaming.rounds, lent
-        self._turns = [_turn(step, self.plan, wants, self.resident) for step in steps]
+        self._turns = _turns(steps, self.plan, wants, self.resident)
         self._timed, self._entered, self._closed = Timed(), False, False
         self._number: int | None = None  # of the layer that the loop has
         self._thread = 0  # which has it
@@ -257,21 +257,23 @@ def stream_layers(
     return LayerStream(streaming, report, steps, wants, memory.lent)
 
 
-def _turn(
-    step: Step, plan: OffloadPlan, wants: TensorRequests, resident: Mapping[str, Any]
-) -> _Turn:
-    """The places of a step's tensors."""
-    streams = plan.residency.streams
-    number = streams.index(step.name) if step.name in streams else None
-    place: dict[str, int] = {}
-    if number is not None:
-        assert plan.stream is not None
-        order = plan.stream.placements.names
-        place = {order[at]: n for n, at in enumerate(plan.layer_placements[number])}
-    stored = {name: wants.names[at] for name, at in step.wants.items()}
-    stays = {name: resident[other] for name, other in stored.items() if other not in place}
-    lent = {name: place[other] for name, other in stored.items() if other in place}
-    return _Turn(step.name, stays, number, lent)
+def _turns(
+    steps: Sequence[Step], plan: OffloadPlan, wants: TensorRequests, resident: Mapping[str, Any]
+) -> list[_Turn]:
+    """Locate the tensors of each step: resident, or at a place in a slot."""
+    order = plan.stream.placements.names if plan.stream is not None else ()
+    numbers = {name: number for number, name in enumerate(plan.residency.streams)}
+    ranges = plan.layer_placements
+    turns = []
+    for step in steps:
+        number = numbers.get(step.name)
+        streamed = ranges[number] if number is not None else ()
+        place = {order[at]: n for n, at in enumerate(streamed)}
+        stored = {name: wants.names[at] for name, at in step.wants.items()}
+        stays = {name: resident[other] for name, other in stored.items() if other not in place}
+        lent = {name: place[other] for name, other in stored.items() if other in place}
+        turns.append(_Turn(step.name, stays, number, lent))
+    return turns
 
 
 def _abandon(streaming: Streaming) -> None:
