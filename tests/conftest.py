@@ -32,7 +32,6 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-
 suggested.record()
 
 #: rooms of whose tests each error's suggestions are executed

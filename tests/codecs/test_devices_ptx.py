@@ -41,30 +41,19 @@ KERNELS = [
 
 
 def cast_there(
-    src: DType,
-    dst: DType,
-    x: Bits,
+    src: DType,  # dtype of ``x``
+    dst: DType,  # what it is cast to
+    x: Bits,  # the elements, as integers
     *,
-    clamp: bool = False,
+    clamp: bool = False,  # see `cast_ptx`
+    # elements between a multiple of 256 and the source, and the target
     shifts: tuple[int, int] = (0, 0),
-    in_place: bool = False,
-    grid: int | None = None,
-    tally: tuple[int, int, int] = (0, 0, 0),
-    ahead: Ahead = None,
+    in_place: bool = False,  # the target is the source
+    grid: int | None = None,  # how many blocks; as many as suggested without
+    tally: tuple[int, int, int] = (0, 0, 0),  # what it is before
+    ahead: Ahead = None,  # see `Machine.launch`
 ) -> tuple[Bits, tuple[int, ...]]:
-    """What a kernel makes of elements, and the tally after it; nothing else may be written.
-
-    Args:
-        src: dtype of ``x``.
-        dst: what it is cast to.
-        x: the elements, as integers.
-        clamp: see `cast_ptx`.
-        shifts: elements between a multiple of 256 and the source, and the target.
-        in_place: the target is the source.
-        grid: how many blocks; as many as suggested without.
-        tally: what it is before.
-        ahead: see `Machine.launch`.
-    """
+    """What a kernel makes of elements, and the tally after it; nothing else may be written."""
     start = 256 + shifts[0] * src.itemsize
     out = -(-(start + x.nbytes + 1) // 256) * 256 + shifts[1] * dst.itemsize
     out = start if in_place else out
@@ -256,12 +245,7 @@ def test_a_target_that_llvm_was_built_without() -> None:
 
 
 class RecordingDriver:
-    """A driver that notes what it is asked to load, and refuses at one call.
-
-    Args:
-        refuse: the call's name, or "".
-        log: what its compiler says then.
-    """
+    """Notes what it is asked to load; the call ``refuse`` fails, with ``log`` of the compiler."""
 
     def __init__(self, refuse: str = "", log: bytes = b"") -> None:
         self.slow = self

@@ -28,25 +28,17 @@ BASE = 0x7F_0000_0000
 
 
 def quantised_there(
-    name: str,
-    src: DType,
-    x: Array,
+    name: str,  # of the format
+    src: DType,  # dtype of ``x``
+    x: Array,  # the tensor
     *,
-    grid: int | None = None,
-    tally: bytes = bytes(TALLY_NBYTES),
-    ahead: Ahead = None,
+    grid: int | None = None,  # how many blocks; as many as suggested without
+    tally: bytes = bytes(TALLY_NBYTES),  # what it is before
+    ahead: Ahead = None,  # see `Machine.launch`
 ) -> tuple[bytes, Array, QuantCounts]:
     """Codes, statistics and counts of a kernel; nothing else may be written.
 
     The tally has the sum of the statistics too: no device has to send them back for their mean.
-
-    Args:
-        name: of the format.
-        src: dtype of ``x``.
-        x: the tensor.
-        grid: how many blocks; as many as suggested without.
-        tally: what it is before.
-        ahead: see `Machine.launch`.
     """
     tensor = there(name).of(x.shape, src)
     task = Task(tensor, x, BASE, tally)

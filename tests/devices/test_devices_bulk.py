@@ -24,9 +24,7 @@ _WAIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 class Driver:
     """A device in host memory. Copies are made when their event is waited for, or at the end.
 
-    Args:
-        nbytes: the device's memory.
-        fail: "copy", "record" or "wait", and at which call of it, with which status.
+    ``fail`` is "copy", "record" or "wait", and at which call of it, with which status.
     """
 
     def __init__(self, nbytes: int, fail: tuple[str, int, int] = ("", 0, 0)) -> None:

@@ -55,19 +55,12 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """How a server keeps a client waiting.
+    """How a server keeps a client waiting."""
 
-    Attributes:
-        act: what it does.
-        reason: what the error says.
-        scheme: of the URL.
-        proxy: whether it is a proxy.
-    """
-
-    act: Drip
-    reason: str
-    scheme: str = "http"
-    proxy: bool = False
+    act: Drip  # what it does
+    reason: str  # what the error says
+    scheme: str = "http"  # of the URL
+    proxy: bool = False  # whether it is a proxy
 
 
 PART = (

@@ -112,12 +112,7 @@ def _late(module: str) -> set[int]:
 
 
 def _imports(module: str, *, at_import: bool = False) -> Iterator[str]:
-    """Full names of the modules that a file imports, inside functions too.
-
-    Args:
-        module: the file.
-        at_import: only those that are imported with it.
-    """
+    """Names of the modules that a file imports; inside functions, too, unless ``at_import``."""
     late = _late(module) if at_import else set()
     for node in _nodes(module):
         if id(node) in late:

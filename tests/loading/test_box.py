@@ -225,14 +225,7 @@ def _command(name: str, *arguments: str | Path) -> list[str]:
 def _boxes(
     cgroup: Boxes, command: Sequence[str], shares: Sequence[float], made: Path
 ) -> Iterator[int]:
-    """Boxes around what a command needs, as its own refusals tell.
-
-    Args:
-        cgroup: makes them.
-        command: the command.
-        shares: of what is needed.
-        made: what the command makes; it is removed.
-    """
+    """Boxes of shares of what a command needs, by its own refusals; removes what it ``made``."""
     held = _run(cgroup, [sys.executable, "-c", HELD], 2**30)
     least = limit = int(held.stdout) * 1024 + 10_000_000  # the command line, and a little room
     while (done := _run(cgroup, command, limit)).returncode == 3:

@@ -18,7 +18,6 @@ from streamload.core.dtypes import BF16
 
 NBYTES = 100_000_000
 
-
 ALIGNED = pytest.param(0, id="aligned", marks=pytest.mark.slow)
 
 

@@ -66,15 +66,10 @@ class _Work:
 
 @dataclass(eq=False)
 class _Late(RecordingDevice):
-    """Copies and work are ordered among themselves, and end when they are waited for.
+    """Copies and work are ordered among themselves, and end when they are waited for."""
 
-    Attributes:
-        slowness: the longest that work takes, in seconds.
-        failed: how much work followed a copy that was lost.
-    """
-
-    slowness: float = 0.002
-    failed: int = 0
+    slowness: float = 0.002  # the longest that work takes, in seconds
+    failed: int = 0  # how much work followed a copy that was lost
     computing: Any = field(default_factory=threading.Lock)
     _after: list[Any] = field(default_factory=list)
     _reads: tuple[Sequence[_Part], Sequence[bytes]] = ((), ())

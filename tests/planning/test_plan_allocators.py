@@ -218,7 +218,6 @@ SIZES = st.lists(
     max_size=40,
 ).map(lambda runs: [nbytes for nbytes, count in runs for _ in range(count)])
 
-
 KINDS = st.sampled_from(["exact", "cuda_caching", "cuda_expandable", "cuda_driver"])
 
 
@@ -364,15 +363,10 @@ def test_old_weights_leave_all_at_once_where_segments_would_have_holes(
 
 @dataclass(slots=True)
 class Driver:
-    """A model of CUDA's driver: blocks of 2 MiB with addresses, which go back when they are empty.
+    """A model of CUDA's driver: blocks of 2 MiB with addresses, given back when empty."""
 
-    Attributes:
-        blocks: how many are taken.
-        peak: the most that there were.
-    """
-
-    blocks: int = 0
-    peak: int = 0
+    blocks: int = 0  # how many are taken
+    peak: int = 0  # the most that there were
     _free: list[list[tuple[int, int]]] = field(default_factory=list)  # (first, stop), by address
 
     def allocate(self, nbytes: int) -> tuple[int, int, int]:

@@ -59,21 +59,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Failing:
-    """A call that fails, and how many lines its error has to have.
+    """A call that fails, and how many lines its error has to have."""
 
-    Attributes:
-        call: what is called; most take a path first.
-        given: its arguments.
-        lines: how many lines it has at least.
-        model: makes its first argument, or None.
-        prepare: changes the checkpoint before.
-    """
-
-    call: Callable[..., Any]
-    given: Mapping[str, Any] = field(default_factory=dict)
-    lines: int = 1
-    model: Callable[[], Any] | None = None
-    prepare: Callable[[Path], Any] | None = None
+    call: Callable[..., Any]  # what is called; most take a path first
+    given: Mapping[str, Any] = field(default_factory=dict)  # its arguments
+    lines: int = 1  # how many lines it has at least
+    model: Callable[[], Any] | None = None  # makes its first argument, or None
+    prepare: Callable[[Path], Any] | None = None  # changes the checkpoint before
 
     def run(self, path: Path, **given: Any) -> Any:
         """Call it, with a model that is new."""

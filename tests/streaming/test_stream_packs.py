@@ -187,14 +187,7 @@ def test_memory_that_cannot_be_had_names_the_tensor(tmp_path: Path, at: int) -> 
 
 @dataclass
 class Segments:
-    """A staged device that puts small buffers side by side into segments of 2 MiB.
-
-    Attributes:
-        info: what it is.
-        memory: its bytes.
-        used: how many are taken.
-        copies: those made: (first byte, stop).
-    """
+    """A staged device that puts small buffers side by side into segments of 2 MiB."""
 
     info: DeviceInfo = field(
         default_factory=lambda: DeviceInfo(
@@ -202,8 +195,8 @@ class Segments:
         )
     )
     memory: bytearray = field(default_factory=lambda: bytearray(12 * MIB))
-    used: int = 0
-    copies: list[tuple[int, int]] = field(default_factory=list)
+    used: int = 0  # bytes
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (first byte, stop)
 
     BASE = 2**40
 

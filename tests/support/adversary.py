@@ -65,14 +65,7 @@ class Adversary:
         self._pending = 0
 
     def act(self, act: str, path: Path, at: int, nbytes: int = 1) -> None:
-        """Have something done to a file; returns when it is done, or held back by a lease.
-
-        Args:
-            act: one of `ACTS`.
-            path: the file.
-            at: the first byte that is changed, or lost.
-            nbytes: how many are changed.
-        """
+        """Do one of `ACTS` to a file from a byte on; returns when done, or held back by a lease."""
         self.wait()
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([act, str(path), at, nbytes]) + "\n")

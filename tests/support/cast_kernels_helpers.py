@@ -13,14 +13,11 @@ from streamload.codecs.llvm import (
 
 BASELINE = Target("x86_64-unknown-linux-gnu", "x86-64", "-f16c,-avx,-avx2,-avx512f")
 
-
 AARCH64 = Target("aarch64-unknown-linux-gnu", "generic", "+neon")
-
 
 on_x86 = pytest.mark.skipif(
     host_target().architecture != "x86_64", reason="this is about x86-64, and this CPU is not"
 )
-
 
 SCANNED: dict[str, Callable[[], Target]] = {
     "host": host_target,

@@ -78,22 +78,14 @@ def visible(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Written:
-    """A format in the tests that all formats share (tests/conversion/test_convert_formats.py).
+    """A format in the tests that all formats share (tests/conversion/test_convert_formats.py)."""
 
-    Attributes:
-        make: writes a checkpoint that the format takes, of about so many bytes, in the dtype that
-            is written or another one of 16 bits.
-        options: of `convert`; plain JSON values.
-        speed: the least of it, of the speed of the plain cast.
-        file: of the checkpoint, where a server is asked for that alone; "" for the folder.
-        decoded: bytes of 16-bit elements that a byte of the source stands for.
-    """
-
+    # writes a checkpoint of about so many bytes, in the dtype that is written or another of 16 bits
     make: Callable[[Path, int], object]
-    options: dict[str, Any]
-    speed: float = 0.6
-    file: str = ""
-    decoded: float = 1.0
+    options: dict[str, Any]  # of `convert`; plain JSON values
+    speed: float = 0.6  # the least of it, of the speed of the plain cast
+    file: str = ""  # where a server is asked for that alone; "" for the folder
+    decoded: float = 1.0  # bytes of 16-bit elements that a byte of the source stands for
 
 
 @dataclass(frozen=True)

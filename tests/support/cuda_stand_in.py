@@ -394,15 +394,7 @@ int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsign
 
 
 def build(folder: Path, name: str = "libcuda.so.1") -> Path:
-    """Compile the stand-in; skips the test where there is no C compiler.
-
-    Args:
-        folder: where to.
-        name: of the file, and what the library calls itself.
-
-    Returns:
-        The library.
-    """
+    """Compile the stand-in to a library that calls itself ``name``; skips without a C compiler."""
     compiler = shutil.which("clang") or shutil.which("cc")
     if compiler is None or sys.platform != "linux":
         needs.lacking("no C compiler, or no Linux")
@@ -420,12 +412,7 @@ class Kernels:
     """
 
     def __init__(self, driver: Any, pairs: Iterable[tuple[DType, DType]]) -> None:
-        """Know the casts of some pairs.
-
-        Args:
-            driver: the stand-in, by ``ctypes.CDLL``.
-            pairs: dtypes of source and target.
-        """
+        """Give the stand-in ``driver``, by ``ctypes.CDLL``, casts of pairs of source and target."""
         self._casts = [(src, dst, clamp) for src, dst in pairs for clamp in (False, True)]
         self._texts = [cast_ptx(s, d, clamp=clamp).encode() for s, d, clamp in self._casts]
         word = ctypes.c_uint64
@@ -458,14 +445,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def run(folder: Path, code: str, *arguments: object, **variables: str) -> None:
-    """Run code in a child whose driver is the stand-in in a folder; it has to succeed.
-
-    Args:
-        folder: of the library.
-        code: what to run.
-        arguments: the child's.
-        variables: of its environment.
-    """
+    """Run code in a child whose driver is the stand-in in a folder; it has to succeed."""
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         env=environment(folder) | variables,

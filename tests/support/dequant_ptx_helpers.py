@@ -18,60 +18,42 @@ from streamload.core.dtypes import DType
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-
 Counts = tuple[int, ...]
 
-
 BASE = 0x7F_0000_0000
-
 
 FILL = 0xA5
 
 
 class Task:
-    """Some elements of a weight, and the memory of a device on which they are to be made.
-
-    Attributes:
-        memory: bytes of the device, with values, scales, and room for elements.
-        arguments: of the kernel, for memory that begins at ``base``.
-        written: the bytes that a kernel may write.
-    """
+    """Some elements of a weight, and the memory of a device on which they are to be made."""
 
     def __init__(
         self,
-        weight: Weight,
-        data: bytes,
-        dst: DType,
-        first: int,
-        stop: int,
-        turned: tuple[int, int] | None = None,
-        base: int = BASE,
-        tally: Counts = (0, 0, 0),
+        weight: Weight,  # what decodes the values
+        data: bytes,  # all values
+        dst: DType,  # what they become
+        first: int,  # the first element
+        stop: int,  # the one after the last
+        turned: tuple[int, int] | None = None,  # see `weight_parts`
+        base: int = BASE,  # address of the memory
+        tally: Counts = (0, 0, 0),  # what it is before
     ) -> None:
-        """Lay everything out.
-
-        Args:
-            weight: what decodes the values.
-            data: all values.
-            dst: what they become.
-            first: the first element.
-            stop: the one after the last.
-            turned: see `weight_parts`.
-            base: address of the memory.
-            tally: what it is before.
-        """
+        """Lay everything out."""
         bits = weight.values.bits
         there = b"".join(part.tobytes() for part in weight_parts(weight, turned))
         values = data[first * bits // 8 : -(-stop * bits // 8)]
         numel = len(data) * 8 // bits if turned else stop - first
         source = 256 + -(-len(there) // 256) * 256 + 3
         out = -(-(source + len(values) + 1) // 256) * 256 + dst.itemsize
+        # bytes of the device, with values, scales, and room for elements
         self.memory = np.full(out + numel * dst.itemsize + 256, FILL, np.uint8)
         self.memory[:24] = np.array(tally, np.uint64).view(np.uint8)
         for at, some in ((256, there), (source, values)):
             self.memory[at : at + len(some)] = np.frombuffer(some, np.uint8)
+        # of the kernel, for memory that begins at ``base``
         self.arguments = (base + source, base + out, stop - first, base, base + 256, first)
-        self.written = slice(out, out + numel * dst.itemsize)
+        self.written = slice(out, out + numel * dst.itemsize)  # the bytes that a kernel may write
         self._dst, self._numel = dst, stop - first
 
     def found(self, memory: Array) -> tuple[Array, Counts]:

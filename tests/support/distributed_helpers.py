@@ -16,7 +16,6 @@ from streamload import distributed
 
 LAYERS, WIDTH = 5, 16
 
-
 PLENTY = 10**8
 
 

@@ -58,22 +58,16 @@ class Process:
 
 
 def start(
+    # Python with ``-c`` and code, ``-m`` and a module, or a file; then arguments
     command: Sequence[object],
-    imported: tuple[str, ...],
+    imported: tuple[str, ...],  # the modules that have been imported: `COMMANDS` or `TORCH`
     *,
+    # all of its environment. What is read while the modules are imported has no effect
     env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
-    input: str = "",
+    cwd: Path | None = None,  # where it runs
+    input: str = "",  # what it reads
 ) -> Process:
-    """Start a command of Python: ``[sys.executable, "-m", "streamload", ...]``.
-
-    Args:
-        command: Python with ``-c`` and code, ``-m`` and a module, or a file; then arguments.
-        imported: the modules that have been imported: `COMMANDS` or `TORCH`.
-        env: all of its environment. What is read while the modules are imported has no effect.
-        cwd: where it runs.
-        input: what it reads.
-    """
+    """Start a command of Python: ``[sys.executable, "-m", "streamload", ...]``."""
     args = [str(part) for part in command]
     assert args[0] == sys.executable
     names = ["stdin", "stdout", "stderr"]

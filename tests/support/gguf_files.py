@@ -90,26 +90,18 @@ def settings_of(writer: Any, config: Any) -> None:
 
 
 def write(
-    path: Path,
+    path: Path,  # of the file
+    # by name, float32, or the bytes of blocks where ``types`` has a name for them
     tensors: Mapping[str, np.ndarray[Any, Any]],
-    types: Mapping[str, str] | None = None,
+    types: Mapping[str, str] | None = None,  # by name, GGUF's types; other tensors stay float32
     *,
-    config: Any = None,
-    architecture: str = "llama",
+    config: Any = None,  # a model's, whose settings are written
+    architecture: str = "llama",  # that it says where there is no model
+    # methods of gguf-py's writer to call, and their arguments
     more: Iterable[tuple[str, tuple[Any, ...]]] = (),
-    **options: Any,
+    **options: Any,  # of gguf-py's writer
 ) -> None:
-    """Write a file, or a set of files.
-
-    Args:
-        path: of the file.
-        tensors: by name, float32, or the bytes of blocks where ``types`` has a name for them.
-        types: by name, GGUF's types; other tensors stay float32.
-        config: a model's, whose settings are written.
-        architecture: that it says where there is no model.
-        more: methods of gguf-py's writer to call, and their arguments.
-        options: of gguf-py's writer.
-    """
+    """Write a file, or a set of files."""
     if config is not None:
         architecture = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[MODELS[config.model_type][0]]]
     writer = gguf.GGUFWriter(path, architecture, **options)

@@ -124,12 +124,7 @@ def write_model(
 def made_by_gguf_py(
     folder: Path, kind: str | None
 ) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """The type, the shape and the bytes of each tensor, by gguf-py's names and its quantiser.
-
-    Args:
-        folder: the model.
-        kind: of its matrices; None for that of the checkpoint.
-    """
+    """Type (``kind`` or the checkpoint's), shape and bytes of each tensor, by gguf-py's names."""
     import gguf
 
     config = json.loads((folder / "config.json").read_text())

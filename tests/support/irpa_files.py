@@ -14,21 +14,14 @@ _SEGMENTS = ("entries", "metadata", "storage")
 
 @dataclass
 class Item:
-    """An entry.
-
-    Attributes:
-        name: its name, as it stands in the file.
-        data: its bytes; of a splat, the pattern.
-        metadata: of the entry.
-        nbytes: of a splat, its length.
-        fields: numbers in place of the right ones: "size", "type", "name", "name_nbytes",
-            "metadata", "metadata_nbytes", "alignment", "at", "nbytes" and "pattern".
-    """
+    """An entry."""
 
     name: bytes
-    data: bytes = b""
+    data: bytes = b""  # of a splat, the pattern
     metadata: bytes = b""
-    nbytes: int | None = None
+    nbytes: int | None = None  # of a splat, its length
+    # in place of the right ones: "size", "type", "name", "name_nbytes", "metadata",
+    # "metadata_nbytes", "alignment", "at", "nbytes" and "pattern"
     fields: dict[str, int] = field(default_factory=dict)
 
 
@@ -38,13 +31,10 @@ def said(dtype: object, shape: object, prefix: bytes = b"TENSORv0:") -> bytes:
 
 
 def archive(items: Sequence[Item], *, start: int = 0, **fields: int | bytes) -> bytes:
-    """An archive.
+    """An archive that begins at file byte ``start``, which alignment is counted from.
 
-    Args:
-        items: its entries, in order.
-        start: the file byte at which it begins, which alignment is counted from.
-        fields: in place of the right ones, fields of the header; of a segment its name for the
-            offset, and with "_nbytes" for the length.
+    ``fields`` replace those of the header; of a segment its name is the offset, and with "_nbytes"
+    the length.
     """
     table, texts, storage = bytearray(), bytearray(), bytearray()
     for item in items:

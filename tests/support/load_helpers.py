@@ -14,7 +14,6 @@ from streamload.core.dtypes import BY_CODE
 
 Array = np.ndarray[Any, Any]
 
-
 CODES = {dtype.numpy: code for code, dtype in BY_CODE.items() if dtype.numpy is not None}
 
 

@@ -86,15 +86,11 @@ def cut_link(host: int) -> Act:
 
 @dataclass(frozen=True, slots=True)
 class Aftermath:
-    """How the programs ended.
+    """How the programs ended."""
 
-    Attributes:
-        endings: of what was started; with bare environment variables of every rank, in order.
-        happened_s: when it happened, by `time.monotonic`.
-    """
-
+    # of what was started; with bare environment variables of every rank, in order
     endings: list[Program]
-    happened_s: float
+    happened_s: float  # when it happened, by `time.monotonic`
 
     def seconds(self, ending: Program) -> float:
         """From what happened until a program had ended."""
@@ -110,30 +106,14 @@ def play(
     argv: Sequence[str | Path],
     act: Act,
     *,
-    when: str,
-    on: int | None = None,
-    launcher: str = "env",
-    per_host: int = 1,
+    when: str,  # is in a line of its output or complaints then
+    on: int | None = None,  # the host that says it; None: whichever does first
+    launcher: str = "env",  # one of `launchers.LAUNCHERS`
+    per_host: int = 1,  # ranks
     env: Mapping[str, str] | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = 60.0,  # until they say it, and from then until all have ended
 ) -> Aftermath:
-    """Run a program on all hosts; when it says so, something happens; wait for all to end.
-
-    Args:
-        made: the hosts.
-        argv: the program and its arguments.
-        act: what happens.
-        when: what a line of its output or complaints has in it then.
-        on: the host that says it; None: whichever does first.
-        launcher: one of `launchers.LAUNCHERS`.
-        per_host: ranks of a host.
-        env: more environment variables.
-        timeout_s: until they say it, and from then until all have ended.
-
-    Raises:
-        TimeoutError: some do not end; they do with the cluster.
-        AssertionError: it was not said.
-    """
+    """Run a program on all hosts; when it says so, something happens; wait for all to end."""
     said = threading.Event()
 
     def listen(host: int, stream: str, line: str) -> None:

@@ -49,7 +49,6 @@ MODELS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
 
 IDS = torch.randint(5, 500, (2, 9), generator=torch.Generator().manual_seed(1))
 
-
 _WIDTHS = {"hidden_size", "intermediate_size", "moe_intermediate_size", "embedding_size"} | {
     *("n_embd", "d_model", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim")
 }

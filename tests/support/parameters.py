@@ -23,12 +23,7 @@ def enough(there_is: bool) -> bool:
 
 
 def product(*axes: Iterable[Any], fast: Callable[..., bool]) -> list[Any]:
-    """Every combination; those that ``fast`` refuses are slow.
-
-    Args:
-        axes: the values of each parameter; a tuple is several parameters.
-        fast: takes the parameters of a combination.
-    """
+    """Every combination, a tuple as several values; those that ``fast`` refuses are slow."""
     combinations = []
     for chosen in itertools.product(*axes):
         values = [v for part in chosen for v in (part if isinstance(part, tuple) else (part,))]

@@ -18,9 +18,7 @@ try:
 except (OSError, DeviceError) as error:  # CI has none: what needs no GPU is in test_devices_ptx.py
     pytest.skip(f"no CUDA device here: {error}", allow_module_level=True)
 
-
 FILL = 0xA5
-
 
 BUSY_NBYTES = 128 * 2**20  # at the end of it, to keep the device busy with
 

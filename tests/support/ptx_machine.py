@@ -76,13 +76,7 @@ class _Instruction:
 
 
 class Machine:
-    """One kernel, and the memory that it may touch.
-
-    Args:
-        ptx: its text.
-        memory: bytes of global memory; changed in place.
-        base: the address of the first.
-    """
+    """One kernel, and the memory that it may touch, which begins at ``base``; changed in place."""
 
     def __init__(self, ptx: str, memory: Array, base: int) -> None:
         self._memory, self._base = memory, base
@@ -114,13 +108,9 @@ class Machine:
     def launch(
         self, blocks: int, threads: int, arguments: Sequence[int], *, ahead: Ahead = None
     ) -> None:
-        """Run the kernel to its end.
+        """Run the kernel to its end, with 64 bits of each argument.
 
-        Args:
-            blocks: how many.
-            threads: of a block.
-            arguments: 64 bits each.
-            ahead: which warp runs as far as it can before another does; all in step without.
+        ``ahead`` says which warp runs as far as it can before another does; else all are in step.
         """
         total = blocks * threads
         self._arguments = dict(zip(self._parameters, arguments, strict=True))

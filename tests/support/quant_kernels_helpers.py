@@ -15,9 +15,7 @@ from streamload.core.dtypes import DType
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-
 BLOCKED = ("q8_0", "q4_0")
-
 
 MATRICES = ("bitsandbytes-int8",)
 

@@ -15,9 +15,7 @@ from streamload.verification.verify import verify
 
 Array = np.ndarray[Any, Any]
 
-
 CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-
 
 NAMES = tuple(SCHEMES)
 

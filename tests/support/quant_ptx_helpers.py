@@ -15,12 +15,9 @@ from streamload.core.dtypes import DType
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-
 FILL = 0xA5
 
-
 NAMES = tuple(name for name in SCHEMES if not name.endswith("-nested"))
-
 
 KERNELS = [(name, src) for name in NAMES for src in SOURCES]
 
@@ -46,19 +43,14 @@ def by_oracle(name: str, src: DType, x: Array) -> tuple[bytes, Array, QuantCount
 
 
 class Task:
-    """A tensor to quantize on a device, and the memory for it from address ``base`` on.
-
-    Attributes:
-        memory: bytes of the device, with the elements, and room for codes and statistics.
-        arguments: of the kernel.
-        written: the bytes of tally, codes and statistics; a kernel may write these alone.
-    """
+    """A tensor to quantize on a device, and the memory for it from address ``base`` on."""
 
     def __init__(self, tensor: Any, x: Array, base: int, tally: bytes) -> None:
         data = np.frombuffer(x.tobytes(), np.uint8)
         source = 256
         out = -(-(source + data.size + 1) // 256) * 256
         statistics = -(-(out + tensor.parts[0].nbytes + 1) // 256) * 256
+        # with the elements, and room for codes and statistics
         self.memory = np.full(statistics + tensor.statistics_nbytes + 256, FILL, np.uint8)
         self.memory[source : source + data.size] = data
         self.memory[: len(tally)] = np.frombuffer(tally, np.uint8)

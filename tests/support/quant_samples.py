@@ -49,13 +49,7 @@ def _values(random: np.random.Generator, kind: int, numel: int, src: DType) -> A
 
 
 def samples(count: int = COUNT, *, columns: int = 1, non_finite: bool = True) -> Iterator[Sample]:
-    """Some tensors, always the same.
-
-    Args:
-        count: how many.
-        columns: what divides the last axis.
-        non_finite: some hold NaN and infinity.
-    """
+    """Some tensors, always the same; ``columns`` divides the last axis."""
     random = np.random.default_rng(16)
     for index in range(count):
         src = (F32, BF16, F16)[index % 3]

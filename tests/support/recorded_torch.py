@@ -24,16 +24,11 @@ from streamload.errors import CheckpointError, DeviceError
 
 @dataclass(eq=False)
 class RecordedTorchDevice(RecordingDevice):
-    """Host memory behind staging, under the name of torch's CPU: modules find themselves there.
-
-    Attributes:
-        in_bulk: many reads and copies can be made in one call.
-        disk: what bulk reads find of the files; None for what there is.
-    """
+    """Host memory behind staging, under the name of torch's CPU: modules find themselves there."""
 
     name: str = "cpu"
-    in_bulk: bool = False
-    disk: Disk | None = None
+    in_bulk: bool = False  # many reads and copies can be made in one call
+    disk: Disk | None = None  # what bulk reads find of the files; None for what there is
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,9 +73,6 @@ class RecordedBulk:
     The compiled loop has this as its driver: its calls are recorded, checked, and fail on demand.
     An error that no driver knows leaves by `run` itself, with copies under way. The operations,
     beside the device's own: run, ran (its end), record; unread is a read that the disk refused.
-
-    Attributes:
-        status: what a failed call of the driver returns.
     """
 
     status = 719

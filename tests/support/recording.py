@@ -128,18 +128,6 @@ class RecordingDevice:
     A copy reads its staging only when some ticket is waited for, so that bytes which are
     overwritten too early arrive wrong; and it is checked that staging still holds what it held.
     Other kinds of memory override `_make`, `_bytes`, `_key` and `_free`.
-
-    Attributes:
-        wrongs: breaches of the protocol, one sentence each.
-        events: (operation, detail), in order.
-        buffers: all that were allocated of this device's own memory.
-        live: bytes of each allocation that was not released, by key.
-        written_nbytes: bytes that windows, copies and casts wrote.
-        stagings: all that were given out.
-        pending: copies that were asked for and not made.
-        lost: copies that failed when they were waited for: they were not made, and never will be.
-        in_order: the copies of a slot are made in their order.
-        watch: called at each operation, with its name.
     """
 
     name: str = "REC"
@@ -148,15 +136,18 @@ class RecordingDevice:
     threads: int = 16
     faults: Faults = field(default_factory=Faults)
     seed: int = 0
-    watch: Callable[[str], None] = lambda operation: None
-    in_order: bool = False
-    wrongs: list[str] = field(default_factory=list)
-    events: list[tuple[str, object]] = field(default_factory=list)
+    watch: Callable[[str], None] = lambda operation: None  # called at each operation, with its name
+    in_order: bool = False  # the copies of a slot are made in their order
+    wrongs: list[str] = field(default_factory=list)  # breaches of the protocol, one sentence each
+    events: list[tuple[str, object]] = field(default_factory=list)  # (operation, detail), in order
+    # all that were allocated of this device's own memory
     buffers: list[RecordedBuffer] = field(default_factory=list)
+    # bytes of each allocation that was not released, by key
     live: dict[int, int] = field(default_factory=dict)
-    written_nbytes: int = 0
-    stagings: list[RecordedStaging] = field(default_factory=list)
-    pending: list[Copy] = field(default_factory=list)
+    written_nbytes: int = 0  # bytes that windows, copies and casts wrote
+    stagings: list[RecordedStaging] = field(default_factory=list)  # all that were given out
+    pending: list[Copy] = field(default_factory=list)  # copies that were asked for and not made
+    # copies that failed when they were waited for: they were not made, and never will be
     lost: set[Copy] = field(default_factory=set)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -354,19 +345,13 @@ class RecordingFramework:
 
 @dataclass(eq=False)
 class Disk:
-    """What the files of a stream do: what is read of them, and where they fail.
+    """What the files of a stream do: what is read of them, and where they fail."""
 
-    Attributes:
-        reads: file bytes that were asked for, (file name, first, stop), in order.
-        bad: file bytes that cannot be read.
-        forgiving: the bad bytes fail once, and can be read from then on.
-        faults: for the operation "read".
-    """
-
+    # file bytes that were asked for, (file name, first, stop), in order
     reads: list[tuple[str, int, int]] = field(default_factory=list)
-    bad: range = range(0)
-    forgiving: bool = False
-    faults: Faults = field(default_factory=Faults)
+    bad: range = range(0)  # file bytes that cannot be read
+    forgiving: bool = False  # the bad bytes fail once, and can be read from then on
+    faults: Faults = field(default_factory=Faults)  # for the operation "read"
 
     def touch(self, path: Path, start: int, stop: int) -> None:
         """Note a read; raises what the storage gives."""
@@ -417,11 +402,7 @@ class RecordedReader:
 
 @contextmanager
 def recorded(folder: Path | None = None) -> Iterator[Disk]:
-    """The files are real; what this process can read of them is what the disk says.
-
-    Args:
-        folder: only of the files in there; None for all.
-    """
+    """The files are real; what this process reads of them, or of a folder, the disk says."""
     disk, real = Disk(), reading.open_reader
 
     def open_recorded(path: Location, *arguments: Any) -> Any:

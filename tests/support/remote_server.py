@@ -50,29 +50,19 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Ranges of the file as they should be, but for what is stated.
+    """Ranges of the file as they should be, but for what is stated."""
 
-    Attributes:
-        status: another status than 206 or 200.
-        headers: instead of its own; None leaves one out.
-        ranges: whether Range is looked at.
-        cut: bytes of the body after which the connection ends.
-        reset: whether it ends by a reset.
-        stall: bytes of the body after which nothing more comes.
-        piece: most bytes of a body, as some servers have it; the headers are of that range.
-        body: another body.
-        dribble: one byte of the body at a time, this many seconds apart.
-    """
-
-    status: int | None = None
+    status: int | None = None  # another status than 206 or 200
+    # instead of its own; None leaves one out
     headers: Mapping[str, str | None] = field(default_factory=dict)
-    ranges: bool = True
-    cut: int | None = None
-    reset: bool = False
-    stall: int | None = None
+    ranges: bool = True  # whether Range is looked at
+    cut: int | None = None  # bytes of the body after which the connection ends
+    reset: bool = False  # whether it ends by a reset
+    stall: int | None = None  # bytes of the body after which nothing more comes
+    # most bytes of a body, as some servers have it; the headers are of that range
     piece: int | None = None
-    body: bytes | None = field(default=None, repr=False)
-    dribble: float | None = None
+    body: bytes | None = field(default=None, repr=False)  # another body
+    dribble: float | None = None  # one byte of the body at a time, this many seconds apart
 
     def __call__(self, handler: Handler, content: bytes) -> None:
         wanted = handler.wanted if self.ranges else None
@@ -183,24 +173,14 @@ class _Server(ThreadingHTTPServer):
 
 
 class Site:
-    """What a server serves and how, and what it was asked.
-
-    Attributes:
-        url: of its root, with a slash.
-        files: by path, from "/" on.
-        acts: by path, what becomes of the next requests, one after the other.
-        always: by path, what becomes of those after that.
-        requests: in the order in which they came.
-        connections: how many there were.
-        open_connections: how many there are.
-    """
+    """What a server serves and how, and what it was asked."""
 
     def __init__(self, url: str, files: Mapping[str, bytes]) -> None:
         self.url = url
-        self.files = dict(files)
-        self.acts: defaultdict[str, deque[Act]] = defaultdict(deque)
-        self.always: dict[str, Act] = {}
-        self.requests: list[Request] = []
+        self.files = dict(files)  # by path, from "/" on
+        self.acts: defaultdict[str, deque[Act]] = defaultdict(deque)  # by path, in order
+        self.always: dict[str, Act] = {}  # by path, after those
+        self.requests: list[Request] = []  # in the order in which they came
         self.connections = self.open_connections = 0
         self.lock = threading.Condition()
         self.stopped = threading.Event()
@@ -268,19 +248,13 @@ def _serving(server: _Server, files: Mapping[str, bytes]) -> Iterator[Site]:
 
 @dataclass(slots=True)
 class RawSite:
-    """A server of bytes that need not be HTTP.
+    """A server of bytes that need not be HTTP."""
 
-    Attributes:
-        port: where it listens.
-        reached: set when a client has got to where it is to wait.
-        stopped: set when the server ends.
-        requests: what each client sent first.
-    """
-
-    port: int
+    port: int  # where it listens
+    # set when a client has got to where it is to wait
     reached: threading.Event = field(default_factory=threading.Event)
-    stopped: threading.Event = field(default_factory=threading.Event)
-    requests: list[bytes] = field(default_factory=list)
+    stopped: threading.Event = field(default_factory=threading.Event)  # set when the server ends
+    requests: list[bytes] = field(default_factory=list)  # what each client sent first
 
     @property
     def url(self) -> str:
@@ -319,19 +293,12 @@ def serve_raw(act: Callable[[RawSite, socket.socket], None]) -> Iterator[RawSite
 
 @dataclass(frozen=True, slots=True)
 class Drip:
-    """Some bytes at once, and others one by one or again and again, for ever.
+    """Some bytes at once, and others one by one or again and again, for ever."""
 
-    Attributes:
-        begin: what is sent at once.
-        slowly: what is sent after that, byte by byte.
-        again: what is sent after that, without end; nothing: silence.
-        seconds: from one to the next; 0: as fast as it is taken.
-    """
-
-    begin: bytes = field(default=b"", repr=False)
-    slowly: bytes = b""
-    again: bytes = b""
-    seconds: float = 0.05
+    begin: bytes = field(default=b"", repr=False)  # what is sent at once
+    slowly: bytes = b""  # what is sent after that, byte by byte
+    again: bytes = b""  # what is sent after that, without end; nothing: silence
+    seconds: float = 0.05  # from one to the next; 0: as fast as it is taken
 
     def __call__(self, site: RawSite, connection: socket.socket) -> None:
         site.requests.append(connection.recv(2**16))

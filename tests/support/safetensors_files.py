@@ -9,12 +9,7 @@ from pathlib import Path
 
 
 def header_bytes(header: object, *, pad_nbytes: int = 0) -> bytes:
-    """The first bytes of a file: the length prefix and the header.
-
-    Args:
-        header: the JSON as bytes, as text, or as a value to be serialised.
-        pad_nbytes: spaces after the JSON.
-    """
+    """The length prefix and the header (bytes, text, or a value to be serialised), then spaces."""
     if isinstance(header, str):
         header = header.encode()
     if not isinstance(header, bytes):
@@ -25,24 +20,13 @@ def header_bytes(header: object, *, pad_nbytes: int = 0) -> bytes:
 
 def write_safetensors(
     path: Path,
-    tensors: Mapping[str, tuple[str, Sequence[int], bytes]],
+    tensors: Mapping[str, tuple[str, Sequence[int], bytes]],  # name to (dtype code, shape, data)
     *,
     metadata: Mapping[str, str] | None = None,
-    align: int | None = None,
-    pad_nbytes: int = 0,
+    align: int | None = None,  # where the data starts, modulo 16, by spaces after the header
+    pad_nbytes: int = 0,  # spaces after the header before that
 ) -> Path:
-    """Write a valid file, with the tensors' data in the order given.
-
-    Args:
-        path: the file; its folder is made.
-        tensors: name to (dtype code, shape, data).
-        metadata: ``__metadata__``; left out where None.
-        align: where the data starts, modulo 16 (0 to 15), by spaces after the header.
-        pad_nbytes: spaces after the header before that.
-
-    Returns:
-        The path.
-    """
+    """Write a valid file, with the tensors' data in the order given; its folder is made."""
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     start = 0
     for name, (code, shape, data) in tensors.items():

@@ -35,16 +35,11 @@ SIZES: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A class of transformers, what it gets, and what `SIZES` does not know.
+    """A class of transformers, what it gets, and what `SIZES` does not know."""
 
-    Attributes:
-        class_name: of the model.
-        kind: a key of `INPUTS`.
-        sizes: arguments of the configuration; a mapping goes into the configuration of that name.
-    """
-
-    class_name: str
-    kind: str = "text"
+    class_name: str  # of the model
+    kind: str = "text"  # a key of `INPUTS`
+    # arguments of the configuration; a mapping goes into the configuration of that name
     sizes: Mapping[str, Any] = field(default_factory=dict)
 
 

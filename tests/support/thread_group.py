@@ -28,21 +28,13 @@ def _unwatched(rank: int, operation: str) -> None:
 
 @dataclass(eq=False)
 class World:
-    """The ranks, and what befalls them.
+    """The ranks, and what befalls them."""
 
-    Attributes:
-        size: how many ranks there are.
-        timeout_s: of a collective.
-        watch: told of every call.
-        groups: one for each rank.
-        closed: ranks whose group was closed.
-    """
-
-    size: int
-    timeout_s: float = 10.0
-    watch: Watch = _unwatched
-    groups: list[ThreadGroup] = field(default_factory=list)
-    closed: set[int] = field(default_factory=set)
+    size: int  # how many ranks there are
+    timeout_s: float = 10.0  # of a collective
+    watch: Watch = _unwatched  # told of every call
+    groups: list[ThreadGroup] = field(default_factory=list)  # one for each rank
+    closed: set[int] = field(default_factory=set)  # ranks whose group was closed
 
     def __post_init__(self) -> None:
         self.store = MemoryStore()
@@ -170,14 +162,9 @@ class ThreadGroup:
 
 
 def run(world: World, body: Callable[[ThreadGroup], Any], *, main: int | None = None) -> list[Any]:
-    """Run a function as every rank; what each returned or raised, None of those that were lost.
+    """Run a function as every rank, ``main`` in this thread; results and errors, None of the lost.
 
     No thread that they started is left.
-
-    Args:
-        world: the ranks.
-        body: what each runs.
-        main: the rank that runs in this thread.
     """
     before = set(threading.enumerate())
     found: list[Any] = [None] * world.size

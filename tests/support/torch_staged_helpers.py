@@ -33,7 +33,6 @@ from streamload.streaming.state import Transfer
 
 torch = needs.module("torch")
 
-
 nn = torch.nn
 from recorded_torch import RecordedTorchDevice  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
@@ -42,7 +41,6 @@ from streamload.devices.torch.device import FRAMEWORK  # noqa: E402
 from streamload.devices.torch.tensors import InvalidParameter, InvalidTensor  # noqa: E402
 
 KINDS = ("meta", "real", "mixed", "replace")
-
 
 _UNTOUCHED_SEED, _NEW_SEED = 1, 2
 
@@ -271,14 +269,9 @@ def fault(operation: str, odd: bool) -> BaseException:
 
 
 def cutter(path: Path, nbytes: int, *, passing: str = "") -> Callable[[str], None]:
-    """A `watch` that cuts a file at the first operation; every thread waits until that is done.
+    """A `watch` that cuts a file at the first operation but ``passing``; all threads wait for it.
 
     The headers were read by then, and the file is open.
-
-    Args:
-        path: the file.
-        nbytes: what it is cut to.
-        passing: an operation that does not count.
     """
     lock, left = threading.Lock(), [nbytes]
 

@@ -25,9 +25,7 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 
-
 GROUPED: dict[str, Any] = {**SMALL, "num_key_value_heads": 2}
-
 
 MOE: dict[str, Any] = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
 

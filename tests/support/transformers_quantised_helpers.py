@@ -26,9 +26,7 @@ SMALL: dict[str, Any] = {
     **{"max_position_embeddings": 64, "tie_word_embeddings": False},
 }
 
-
 MOE: dict[str, Any] = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
-
 
 Make = Callable[[Path], None]
 
@@ -265,7 +263,6 @@ def by_columns(kind: str) -> Make:
 
 
 _GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
-
 
 _TOKENS = {"num_bits": 8, "strategy": "token", "dynamic": True}
 
