@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -61,10 +62,8 @@ def _difference(now: Mapping[str, Any], earlier: Mapping[str, Any]) -> str | Non
 
 def noted_verdict(folder: Path) -> dict[str, Any]:
     """Facts of the `Verdict` of an unfinished conversion in a folder; {} if there is none."""
-    path = folder / JOURNAL
-    if not path.is_file():
-        return {}
-    with path.open("rb") as file:
+    lines = []
+    with suppress(OSError), (folder / JOURNAL).open("rb") as file:
         lines = _whole_lines(file.readline())
     found = lines[0][0].get("verdict") if lines else None
     return found if type(found) is dict else {}

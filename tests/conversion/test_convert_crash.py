@@ -116,7 +116,7 @@ def test_a_weight_is_whole_in_the_journal_or_begun_again(tmp_path: Path) -> None
         (i, tensors[index])
         for i, line in enumerate(lines[1:], 1)
         for index in [json.loads(line)["tensor"][0]]
-        if tensors[index].coding is not None and not tensors[index].is_beside
+        if tensors[index].coding is not None and not tensors[index].is_auxiliary
     )
     journal.write_text("".join(lines[: at + 2]))
     with recorded(path) as disk:
