@@ -51,6 +51,11 @@ class Writing:
         return self.out.coding
 
     @property
+    def is_alone(self) -> bool:
+        """Whether its blocks have nothing of other tensors: those of codes, or permuted."""
+        return self.coding is not None or (self.out.turn is not None and self.out.nbytes > 0)
+
+    @property
     def finished(self) -> Finished:
         """What the journal keeps."""
         errors = None if self.errors is None else self.errors.rounded()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Self
 
 from streamload.checkpoint.digests import digest_of
+from streamload.conversion.checksums import FileSum
 from streamload.core.system import libc, read_at, sync, sync_folder
 from streamload.errors import CheckpointError
 from streamload.files.header import is_there, unreadable
@@ -222,15 +223,15 @@ class Output:
                 done += count
         out[done:] = bytes(out.nbytes - done)
 
-    def drop(self, start: int, nbytes: int, *, keeps: bool = False) -> None:
+    def drop(self, start: int, nbytes: int, checksum: FileSum | None) -> None:
         """Wait for what was written a while ago, and take it out of the page cache.
 
-        With ``keeps`` it stays there until the file is closed, for it is read again.
+        What a checksum has yet to read again stays there until the file is closed.
         """
         with self._lock:
             if self._fd >= 0:  # else it is whole and closed
                 self._bring(lambda: _sync_range(self._fd, start, nbytes, _WRITE_AND_WAIT))
-                if not keeps:
+                if checksum is None or checksum.has(start + nbytes):
                     _drop_range(self._fd, start, nbytes)
 
     def sync(self) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from itertools import chain
@@ -110,13 +111,11 @@ class Writer:
         # the blocks of files that are not all handed out, and of these which thread has which
         self._cuts = deque(self._cut(file) for file in self._files)
         self._own: dict[int, Iterator[Block]] = {}
-        # file, first byte and length of what the disk is busy with
-        self._behind: deque[tuple[File, Output, int, int]] = deque()
+        self._behind: deque[Callable[[], None]] = deque()  # each waits for the disk
         self._whole: list[File] = []  # with nothing left to be written
         self._changed = threading.Condition()
         self._stopped = False
         self._error: BaseException | None = None
-        self._running = 0
         self._next_commit = time.monotonic()
 
     def _list_unfinished(self, journal: Journal) -> None:
@@ -153,11 +152,10 @@ class Writer:
         tensors, file.tensors = file.tensors, []  # they go as they are written
         ranges = ((t, t.out.start, t.out.stop) for t in tensors)
         for tensor, start, stop in chain([(None, 0, len(file.out.header))], ranges):
-            own = None if tensor is None else self._cut_alone(tensor)
-            if own is not None:
+            if tensor is not None and tensor.is_alone:
                 if block.runs:
                     yield block
-                yield from own
+                yield from self._cut_units(tensor)
                 block = Block(file, stop // nbytes * nbytes)
                 continue
             for first, last in cut(start, stop, nbytes, base=0):
@@ -187,26 +185,18 @@ class Writer:
             self._own = {thread: one for thread, one in self._own.items() if one is not blocks}
         return None
 
-    def _cut_alone(self, tensor: Writing) -> Iterator[Block] | None:
-        """Blocks of codes or of a permuted tensor; None if it shares blocks with others."""
-        out = tensor.out
-        if out.coding is not None:
-            tensor.encoder = encoder_of(out.coding, out.src)
-            tensor.errors = QuantCounts()
-            return self._cut_units(tensor)
-        return self._cut_units(tensor) if out.turn is not None and out.nbytes else None
-
     def _cut_units(self, tensor: Writing) -> Iterator[Block]:
         """Cut a tensor into blocks of whole units, or of less where a unit is longer."""
-        out, nbytes = tensor.out, self._way.block_nbytes
-        if out.turn is not None:
-            nbytes = self._way.turned_nbytes
+        out = tensor.out
+        nbytes = self._way.block_nbytes if out.turn is None else self._way.turned_nbytes
+        if out.coding is not None:
+            tensor.encoder, tensor.errors = encoder_of(out.coding, out.src), QuantCounts()
         if out.turn is not None and out.coding is not None:
             step = most_codes(out, out.coding, nbytes)  # all of a block is read at once
         else:
             unit_nbytes = least_nbytes(out, nbytes)
             step = nbytes // unit_nbytes * unit_nbytes or nbytes // _ELEMENT * _ELEMENT
-        for first, last in cut(tensor.out.start, tensor.out.stop, step):
+        for first, last in cut(out.start, out.stop, step):
             block = Block(tensor.file, first)
             block.add(tensor, first, last, nbytes)
             yield block
@@ -216,20 +206,13 @@ class Writer:
 
         After an error, the journal has the finished tensors. ``tell`` gets the bytes read so far.
         """
-        count = self._way.threads
-        threads = [
-            threading.Thread(target=self._work_through, name=f"convert-{i}", daemon=True)
-            for i in range(count)
-        ]
-        with deferred_interrupt() as interrupt:
+        crew = ThreadPoolExecutor(self._way.threads, "convert")
+        with deferred_interrupt() as interrupt, crew:
             try:
                 tell(0)
-                self._running = count
-                for thread in threads:
-                    thread.start()
-                while self._running:
-                    with self._changed:
-                        self._changed.wait(_TICK_S)
+                under_way = {crew.submit(self._work_through) for _ in range(self._way.threads)}
+                while under_way and self._error is None:
+                    under_way = wait(under_way, _TICK_S).not_done
                     interrupt.check()
                     tell(self.read_nbytes)
                     # files are closed there: a process may have 1,024, and this one others too
@@ -239,7 +222,9 @@ class Writer:
                     raise self._error
                 self._commit()
             except BaseException:
-                self._stop(threads)
+                self._fail(None)
+                self._shards.stop()
+                crew.shutdown()
                 # room for the journal, where the disk is full
                 with suppress(OSError, CheckpointError):
                     self._destination.give_up_reserve()
@@ -247,22 +232,17 @@ class Writer:
                     self._commit()
                 raise
             finally:
-                self._stop(threads)
                 self._shards.close_all()
                 for file in self._files:
                     self._close(file)
             tell(self.read_nbytes)
 
-    def _stop(self, threads: Sequence[threading.Thread]) -> None:
-        """Wait for the threads to end, soon."""
+    def _fail(self, error: BaseException | None) -> None:
+        """Have all threads end soon; the first error is the one that is raised."""
         with self._changed:
+            self._error = self._error or error
             self._stopped = True
             self._changed.notify_all()
-        if self._running:
-            self._shards.stop()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
 
     def _commit(self) -> None:
         """Bring what was finished to the disk, and then into the journal."""
@@ -310,13 +290,7 @@ class Writer:
                 self._fill(block, memory, room)
                 self._put(block, memory)
         except BaseException as error:
-            with self._changed:
-                self._error = self._error or error
-                self._stopped = True
-        finally:
-            with self._changed:
-                self._running -= 1
-                self._changed.notify_all()
+            self._fail(error)
 
     def _fill(self, block: Block, memory: memoryview, room: Room) -> None:
         header = block.file.out.header
@@ -446,10 +420,8 @@ class Writer:
                 self._changed.notify_all()
 
     def _put(self, block: Block, memory: memoryview) -> None:
-        for run in block.runs:
-            for start, stop in cut(*run, self._way.block_nbytes):
-                with memory[start - block.start : stop - block.start] as data:
-                    self._write(block.file, start, data)
+        for start, stop in block.runs:
+            self._write(block.file, start, memory[start - block.start : stop - block.start])
         done: list[Writing] = []
         with self._changed:
             for window in block.windows:
@@ -475,10 +447,8 @@ class Writer:
         for file in whole:
             if file.sum is not None:
                 self.sums[file.out.path] = file.sum.hexdigest()
-            with self._changed:
-                self._whole.append(file)
-                if len(self._whole) == _MOST_WHOLE:
-                    self._changed.notify_all()
+        with self._changed:
+            self._whole += whole
 
     def _put_beside(self, codes: Writing) -> Sequence[Writing]:
         """Write the other parts of a weight that has all of its codes; gives what is written."""
@@ -490,9 +460,7 @@ class Writer:
             assert out.coding is not None, out.name
             data = made[out.coding.part]
             part.digest = digest_of([data])
-            for first, last in cut(0, data.nbytes, self._way.block_nbytes):
-                with data[first:last] as piece:
-                    self._write(part.file, out.start + first, piece)
+            self._write(part.file, out.start, data)
         return codes.beside
 
     def _write(self, file: File, start: int, data: memoryview) -> None:
@@ -501,17 +469,17 @@ class Writer:
                 to, path = self._destination, file.out.path
                 file.output = Output(to.root, f"{OUT}/{path}", to.path / path)
             output = file.output
-        output.write(start, data)
-        if file.sum is not None:
-            file.sum.add(start, data, partial(self._read_back, output))
-        # of all files together: small ones may be whole before the disk has any of their bytes
-        with self._changed:
-            self._behind.append((file, output, start, data.nbytes))
-            late = self._behind.popleft() if len(self._behind) > self._way.behind else None
-        if late is not None:
-            file, output, start, nbytes = late
-            keeps = file.sum is not None and not file.sum.has(start + nbytes)
-            output.drop(start, nbytes, keeps=keeps)
+        for first, last in cut(start, start + data.nbytes, self._way.block_nbytes):
+            with data[first - start : last - start] as piece:
+                output.write(first, piece)
+                if file.sum is not None:
+                    file.sum.add(first, piece, partial(self._read_back, output))
+            with self._changed:
+                # of all files: small ones may be whole before the disk has any of their bytes
+                self._behind.append(partial(output.drop, first, last - first, file.sum))
+                late = self._behind.popleft() if len(self._behind) > self._way.behind else None
+            if late is not None:
+                late()
 
     def _read_back(self, output: Output, start: int, out: memoryview) -> None:
         """Read what was written, for a sum."""
