@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-from streamload.core.dtypes import BY_NAME
-from streamload.devices.base import Buffer, Device, Ticket
-from streamload.offloading.plan import OffloadPlan
+from streamload.core.dtypes import DType
+from streamload.devices.base import Buffer, Ticket
 from streamload.offloading.residency import SlotPlaces
 from streamload.streaming.state import Sink, WorkItem
-
-Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,42 +44,47 @@ class HeldLayer:
     computing: int = 0  # uses that the device has not ended
 
 
-class SlotMemory(Protocol):
-    """Slots of a device at fixed addresses."""
-
-    count: int  # of layers' and of experts' slots
-
-    def buffers(self, layer: int, slot: int) -> Sequence[Buffer]:
-        """A buffer for each placement of a layer that begins at a slot."""
-
-    def to_fill(self, layer: int, slot: int) -> Sequence[Buffer]:
-        """The same memory for workers, whose references to it come and go."""
-
-    def close(self) -> None:
-        """Give the memory back, when nothing uses it any more."""
-
-
 class Slots:
-    """Slots of a device in one piece of memory, over which layers have tensors: of numpy, here."""
+    """Slots of a device in one piece of memory, over which layers have tensors: of numpy, here.
+
+    Attributes:
+        count: slots of layers and of experts.
+    """
 
     def __init__(self, memory: Any, places: SlotPlaces) -> None:
         """Take the bytes of all slots."""
         self._memory, self._places, self.count = memory, places, len(places.starts)
+        self._made: dict[Hashable, tuple[list[Any], list[Any]]] = {}
 
-    def buffers(self, layer: int, slot: int) -> Sequence[Any]:
-        """Tensors over the slot's memory."""
-        return [
-            self._memory[start:stop].view(dtype.numpy).reshape(shape)
-            for start, stop, dtype, shape in self._places.of(layer, slot)
-        ]
+    def buffers(self, layer: int, slot: int) -> list[Any]:
+        """A buffer for each placement of a layer that begins at a slot; the same for all alike."""
+        return self._of(layer, slot)[0]
 
-    def to_fill(self, layer: int, slot: int) -> Sequence[Any]:
-        """The same memory for workers."""
-        return self.buffers(layer, slot)
+    def to_fill(self, layer: int, slot: int) -> list[Any]:
+        """The same memory for workers, whose references to it come and go."""
+        return self._of(layer, slot)[1]
+
+    def _of(self, layer: int, slot: int) -> tuple[list[Any], list[Any]]:
+        key = self._places.alike(layer, slot)
+        if key not in self._made:
+            found = [self._view(*place) for place in self._places.of(layer, slot)]
+            self._made[key] = [view for view, _ in found], [plain for _, plain in found]
+        return self._made[key]
+
+    def _view(self, start: int, stop: int, dtype: DType, shape: tuple[int, ...]) -> tuple[Any, Any]:
+        """A tensor over some bytes, and the same for workers."""
+        view = self._memory[start:stop].view(dtype.numpy).reshape(shape)
+        return view, view
+
+    @staticmethod
+    def weight_of(view: Any, /) -> Any:
+        """The tensor that modules or loops get for a view on a file."""
+        return view
 
     def close(self) -> None:
-        """Let go of the memory, which goes with the last tensor over it."""
-        del self._memory
+        """Give the memory back, when nothing uses it any more; it goes with the last tensor."""
+        self._made.clear()
+        self._memory = None
 
     def lend(self, buffers: Sequence[Any]) -> Sequence[Any]:
         """Return the tensors of a loop over layers, until `take_back`."""
@@ -92,18 +94,11 @@ class Slots:
         """End the use of lent buffers: the loop has gone on."""
 
 
-def allocated(kind: Callable[[Any, SlotPlaces], Kind], plan: OffloadPlan, device: Device) -> Kind:
-    """Allocate the slots of a plan."""
-    memory = device.allocate(BY_NAME["uint8"], (plan.residency.arena_nbytes,))
-    return kind(memory, plan.slot_places)
-
-
 @dataclass(slots=True)
 class RoundStats:
     """Counts of passes so far."""
 
     read_nbytes: int = 0
-    used: list[int] = field(default_factory=list)  # calls, by layer
     stalls: list[float] = field(default_factory=list)  # seconds of waiting, by layer
     misses: int = 0  # layers that were not expected next
     busy_s: float = 0.0  # while layers were on their way

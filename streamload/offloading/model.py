@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from streamload.checkpoint.open import Checkpoint
 from streamload.core.dtypes import DType
 from streamload.core.location import Url
 from streamload.core.patterns import matches
@@ -23,14 +22,13 @@ from streamload.offloading.groups import (
     outer_modules,
     without,
 )
-from streamload.offloading.layers import SlotMemory
+from streamload.offloading.layers import Slots
 from streamload.offloading.overrun import TokenRoom
 from streamload.offloading.plan import OffloadPlan
 from streamload.offloading.prefetch import Rounds
 from streamload.offloading.problem import Problem
 from streamload.offloading.residency import LayerKind
 from streamload.offloading.rows import RowReader
-from streamload.offloading.views import FileViews
 from streamload.planning.requests import TensorRequests
 
 P = TypeVar("P", bound=Parameter)
@@ -74,6 +72,8 @@ class ModelAdapter(ABC, Generic[P]):
     patterns of names of layers.
     """
 
+    slots: type[Slots]
+
     def __init__(
         self,
         model: Any,
@@ -112,14 +112,6 @@ class ModelAdapter(ABC, Generic[P]):
         """Whether a parameter cannot stream, in any module."""
 
     @abstractmethod
-    def slots(self, plan: OffloadPlan, device: Device) -> SlotMemory:
-        """Allocate the slots."""
-
-    def views(self, plan: OffloadPlan, checkpoint: Checkpoint, device: Device) -> FileViews | None:
-        """Map the files of what streams; None if the framework cannot compute on them."""
-        return None
-
-    @abstractmethod
     def begin_streaming(
         self, plan: OffloadPlan, dtypes: Mapping[str, DType], device: Device
     ) -> None:
@@ -151,11 +143,10 @@ class ModelAdapter(ABC, Generic[P]):
 
     @abstractmethod
     def end_putting(self, plan: OffloadPlan, rounds: Rounds | None) -> None:
-        """All modules that stream are in place: count passes, and refuse what cannot be."""
+        """All modules that stream are in place: count passes, and refuse what cannot be.
 
-    @abstractmethod
-    def watch(self) -> None:
-        """Count the tokens of passes of a model of which nothing streams."""
+        If nothing streams, count the tokens of passes alone.
+        """
 
     def take_out(self) -> None:
         """Restore modules as after a failed load: weights that streamed hold nothing."""
@@ -268,12 +259,11 @@ class ModelAdapter(ABC, Generic[P]):
     def empty(self, plan: OffloadPlan, wants: TensorRequests) -> None:
         """Free the memory of all that streams; raises OffloadError if something else holds it."""
         absent = plan.residency.absent
-        for group in plan.groups:
-            for at in group.wants if group.name in absent else ():
-                reason = self._parameters[wants.names[at]].release()
-                if reason:
-                    raise OffloadError(f"{wants.names[at]} streams, and {reason}")
-                self._emptied.append(wants.names[at])
+        numbers = (at for group in plan.groups if group.name in absent for at in group.wants)
+        for name in (wants.names[at] for at in numbers):
+            if reason := self._parameters[name].release():
+                raise OffloadError(f"{name} streams, and {reason}")
+            self._emptied.append(name)
 
     def put(
         self, plan: OffloadPlan, problem: Problem, device: Device, rounds: Rounds | None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, Self, Unpack
+from typing import Any, NamedTuple, Self, Unpack
 
 from streamload.checkpoint.open import Checkpoint, CheckpointLike
+from streamload.core.dtypes import BY_NAME
 from streamload.core.patterns import Patterns, Selection, check_patterns
 from streamload.core.progress import Progress
 from streamload.core.units import parse_bytes
@@ -19,7 +20,7 @@ from streamload.loading.report import Clock, LoadReport
 from streamload.offloading.experts import ExpertCache
 from streamload.offloading.groups import groups_of_checkpoint
 from streamload.offloading.host import HostFile
-from streamload.offloading.layers import Layer, SlotMemory
+from streamload.offloading.layers import Layer, Slots
 from streamload.offloading.model import ModelAdapter
 from streamload.offloading.models import adapter_of, check_place, device_of
 from streamload.offloading.overrun import OnOverrun, check_on_overrun
@@ -168,12 +169,12 @@ class Prepared:
         try:
             adapter.empty(self.plan, self.problem.wants)
             report = run(self.load, progress, clock)
-            streaming = begin(self.plan, self.problem, device, adapter)
+            streaming = begin(self.plan, self.problem, device, adapter.slots)
             made = streaming.plan
             if made.residency.absent:
                 adapter.put(made, self.problem, device, streaming.rounds)
             elif made.tokens is not None or made.cached_tokens:
-                adapter.watch()
+                adapter.end_putting(made, None)
             adapter.room.tokens, adapter.room.cached = made.tokens, made.cached_tokens
         except BaseException:
             streaming.close("it could not be offloaded")
@@ -350,35 +351,25 @@ def load_of_stays(made: OffloadPlan, problem: Problem, place: Place, found: Foun
     return Decision.make(part, Call(problem.checkpoint, options, Found(rest, tied=ties)))
 
 
-class Memory(Protocol):
-    """Allocates the memory of streamed weights on a device."""
-
-    def slots(self, plan: OffloadPlan, device: Device) -> SlotMemory:
-        """Allocate the slots."""
-
-    def views(self, plan: OffloadPlan, checkpoint: Checkpoint, device: Device) -> FileViews | None:
-        """Map the files of what streams; None if the framework cannot compute on them."""
-
-
-def begin(made: OffloadPlan, problem: Problem, device: Device, memory: Memory) -> Streaming:
+def begin(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slots]) -> Streaming:
     """Read what host memory keeps, and allocate the slots."""
     if made.stream is None:
         return Streaming(made)
     if not made.host:
-        return Streaming(made, _rounds(made, problem, device, memory))
+        return Streaming(made, _rounds(made, problem, device, kind))
     names, ahead = made.tensors_of(made.host, problem.wants), made.stream.ahead
     kept = HostFile(problem.checkpoint, names, keeps=made.cached, ahead=ahead)
     try:
         made = problem.streamed_from(made, kept.checkpoint)
         there = replace(problem, checkpoint=kept.checkpoint)
-        return Streaming(made, _rounds(made, there, device, memory), kept)
+        return Streaming(made, _rounds(made, there, device, kind), kept)
     except BaseException:
         kept.close()
         raise
 
 
-def _rounds(made: OffloadPlan, problem: Problem, device: Device, memory: Memory) -> Rounds:
-    """Allocate the slots."""
+def _rounds(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slots]) -> Rounds:
+    """Allocate the slots, or map the files."""
     assert made.stream is not None
     residency, kinds = made.residency, made.stream.placements.kinds
     sizes = {layer.name: layer.nbytes for layer in made.sizes}
@@ -389,9 +380,14 @@ def _rounds(made: OffloadPlan, problem: Problem, device: Device, memory: Memory)
         Layer(name, placements, slots, sum(kinds[at].src_nbytes for at in placements))
         for (name, slots), placements in zip(names, made.layer_placements, strict=True)
     ]
-    views = memory.views(made, problem.checkpoint, device) if made.views else None
+    memory: Slots
+    if made.views:
+        memory = FileViews(made, problem.checkpoint, device, kind.weight_of)
+    else:
+        arena = device.allocate(BY_NAME["uint8"], (residency.arena_nbytes,))
+        memory = kind(arena, made.slot_places)
     return Rounds(
-        *(made.stream, problem.checkpoint, device, layers, views or memory.slots(made, device)),
+        *(made.stream, problem.checkpoint, device, layers, memory),
         changes=problem.options.changes,
         experts=ExpertCache(made.experts, residency.cache_slots),
     )

@@ -48,7 +48,7 @@ from streamload.offloading.layers import (
     LayerState,
     Order,
     RoundStats,
-    SlotMemory,
+    Slots,
     SlotTarget,
 )
 from streamload.offloading.views import FileViews
@@ -77,7 +77,7 @@ class Rounds:
         checkpoint: Checkpoint,
         device: Device,
         layers: Sequence[Layer],
-        memory: SlotMemory,
+        memory: Slots,
         changes: Changes = NO_CHANGES,
         experts: ExpertCache | None = None,
     ) -> None:
@@ -85,9 +85,9 @@ class Rounds:
         self._views = memory if isinstance(memory, FileViews) else None
         self.experts = experts if experts is not None else ExpertCache((), 0)
         self._first_expert = ring = len(layers) - self.experts.count
-        self.stats = RoundStats(used=[0] * ring, stalls=[0.0] * ring)
+        self.stats = RoundStats(stalls=[0.0] * ring)
         self._plan, self._checkpoint, self._device = plan, checkpoint, device
-        self._layers, self._memory = layers, memory
+        self._layers, self.memory = layers, memory
         self._changes = changes
         self._layer_of = {p: n for n, layer in enumerate(layers) for p in layer.placements}
         self._order = Order(ring)
@@ -122,7 +122,6 @@ class Rounds:
         self._check_process()
         with self._changed:
             (buffers,) = self._acquire([number])
-            self.stats.used[number] += 1
             self.stats.stalls[number] += time.perf_counter() - begun
             return buffers
 
@@ -144,7 +143,7 @@ class Rounds:
             self._leave(me)
         self._unproved.update(n for n in numbers if self._held[n].unsure_nbytes)
         self._wake()  # the next may go where the one before was
-        return [self._memory.buffers(number, self._held[number].first) for number in numbers]
+        return [self.memory.buffers(number, self._held[number].first) for number in numbers]
 
     def _leave(self, me: int | None) -> None:
         """A thread still computes if it uses layers, or will use experts."""
@@ -246,7 +245,7 @@ class Rounds:
             OffloadError: a thread computes with a layer now.
         """
         if os.getpid() != self._process:
-            self._memory.close()  # this process's copy; the threads are the parent's
+            self.memory.close()  # this process's copy; the threads are the parent's
             return
         with self._changed:
             if self._users:
@@ -263,7 +262,7 @@ class Rounds:
             thread.join()
         self._reaper.join()
         self._device.synchronize()  # what computes with the slots
-        self._memory.close()
+        self.memory.close()
 
     def abandon(self) -> None:
         """Let all threads end: the model is gone. Any thread may call this, holding any lock."""
@@ -505,7 +504,7 @@ class Rounds:
                     idle_since = time.monotonic()
                 continue
             number, first = picked
-            target.place(number, self._memory.to_fill(number, first))
+            target.place(number, self.memory.to_fill(number, first))
             if number not in self._work:  # there may be very many, and few that are chosen
                 units = job.units(self._layers[number].placements)
                 self._work[number] = list(batches(units, job, self._plan.threads))

@@ -207,7 +207,6 @@ class Problem:
             plan = self._fitted(needed, chunks[-1], "exact")
         largest = sorted(((each.name, each.nbytes) for each in self.sizes), key=lambda e: -e[1])
         experts = "; others hold as many experts as a token chooses"
-        experts = experts if plan.residency.experts else ""
         others = [
             ("the KV cache", self.cache_nbytes),
             (f"activations of {self.tokens} tokens", self.activation_nbytes),
@@ -219,9 +218,7 @@ class Problem:
             limit=f"{limited_by}, with layers that stream",
             largest=[*(each for each in others if each[1]), *largest[:6]],
             reason="a slot holds the largest layer, and what cannot stream stays"
-            + (
-                "; others hold as many experts as a token chooses" if plan.residency.experts else ""
-            ),
+            + (experts if plan.residency.experts else ""),
         )
 
     def _fitted(

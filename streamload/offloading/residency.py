@@ -7,8 +7,9 @@ evenly between the layers that stream, whose transfers hide behind compute.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Literal
 
@@ -135,10 +136,8 @@ class Residency:
 
 def choose(layers: Sequence[LayerSize], room_nbytes: int) -> Residency | None:
     """Decide what stays so that passes take the least time; None if not even `least` fits."""
-    everything = sum(layer.resident_nbytes for layer in layers)
-    if everything <= room_nbytes:
-        names = tuple(layer.name for layer in layers)
-        return Residency(names, (), (), 0, 0, everything, 0)
+    if sum(layer.resident_nbytes for layer in layers) <= room_nbytes:
+        return _decided(layers, {layer.name for layer in layers}, [], 0, 0)
     experts = [layer for layer in layers if layer.kind == "experts"]
     if experts:
         return _with_experts(layers, experts, room_nbytes)
@@ -147,15 +146,12 @@ def choose(layers: Sequence[LayerSize], room_nbytes: int) -> Residency | None:
     if left >= 0:  # nothing streams: rows of embeddings are read
         stay = {layer.name for layer in (*needed, *_rows_within(layers, left))}
         return _decided(layers, stay, [], 0, 0)
-    best: tuple[tuple[float, int], Residency] | None = None
-    for slots, slot_nbytes in _arenas(layers):
-        for most in {slots, max(slots - 1, 1)}:  # layers of all slots are exposed, or stay
-            found = _filled(layers, room_nbytes, slots, slot_nbytes, most * slot_nbytes)
-            if found is not None:
-                key = _cost(layers, found), found.taken_nbytes
-                if best is None or key < best[0]:
-                    best = key, found
-    return best[1] if best else None
+    trials = (
+        _filled(layers, room_nbytes, slots, slot_nbytes, most * slot_nbytes)
+        for slots, slot_nbytes in _arenas(layers)
+        for most in {slots, max(slots - 1, 1)}  # layers of all slots are exposed, or stay
+    )
+    return min(filter(None, trials), key=partial(_cost, layers), default=None)
 
 
 def _with_experts(
@@ -188,8 +184,8 @@ def held(layers: Sequence[LayerSize], names: Collection[str], room_nbytes: int) 
         for layer in layers
         if layer.name in among and layer.read_nbytes
     ]
-    prices = {layer.name: float(layer.read_nbytes) for layer in streams}
-    kept = {layer.name for layer in _kept(streams, room_nbytes, prices)} if streams else set()
+    found = _kept(streams, room_nbytes, lambda layer: layer.read_nbytes) if streams else []
+    kept = {layer.name for layer in found}
     return tuple(layer.name for layer in layers if layer.name in kept)
 
 
@@ -202,7 +198,7 @@ def least(layers: Sequence[LayerSize]) -> int:
         return min(rest, sum(layer.resident_nbytes for layer in layers))
     sizes = [sum(layer.resident_nbytes for layer in layers if layer.kind != "rows")]
     for slots, slot_nbytes in _arenas(layers):
-        must, _, _ = _sorted_out(layers, slots * slot_nbytes)
+        must, _ = _sorted_out(layers, slots * slot_nbytes)
         sizes.append(sum(layer.resident_nbytes for layer in must) + slots * slot_nbytes)
     return min(sizes)
 
@@ -230,34 +226,29 @@ def _arenas(layers: Sequence[LayerSize]) -> Iterator[tuple[int, int]]:
 
 def _sorted_out(
     layers: Sequence[LayerSize], most_nbytes: int
-) -> tuple[list[LayerSize], list[LayerSize], list[LayerSize]]:
-    """Layers that must stay, that may stream within so many bytes, and of rows."""
+) -> tuple[list[LayerSize], list[LayerSize]]:
+    """Layers that must stay, and those, without rows, that may stream within so many bytes."""
     worth = worth_streaming(layers)
-    rows = [layer for layer in layers if layer.kind == "rows"]
-    may = [
-        layer
-        for layer in layers
-        if layer.kind == "layer" and layer.name in worth and layer.nbytes <= most_nbytes
-    ]
-    names = {layer.name for layer in (*may, *rows)}
-    return [layer for layer in layers if layer.name not in names], may, rows
+    needed = [layer for layer in layers if layer.kind != "rows"]
+    may = [layer for layer in needed if layer.name in worth and layer.nbytes <= most_nbytes]
+    names = {layer.name for layer in may}
+    return [layer for layer in needed if layer.name not in names], may
 
 
 def _filled(
     layers: Sequence[LayerSize], room_nbytes: int, slots: int, slot_nbytes: int, most_nbytes: int
 ) -> Residency | None:
     """The decision with these slots: as many bytes stay as there is room for."""
-    must, may, rows = _sorted_out(layers, most_nbytes)
+    must, may = _sorted_out(layers, most_nbytes)
     room = room_nbytes - slots * slot_nbytes - sum(layer.resident_nbytes for layer in must)
     if room < 0 or not may:
         return None
-    prices = {layer.name: _price(layer, slots, slot_nbytes) for layer in may}
-    chosen = _kept(may, room, prices)
+    chosen = _kept(may, room, lambda layer: _price(layer, slots, slot_nbytes))
     if len(chosen) == len(may):
         return None  # slots for nothing: the caller has seen that all together does not fit
     stay = {layer.name for layer in (*must, *chosen)}
     room -= sum(layer.resident_nbytes for layer in chosen)
-    stay.update(layer.name for layer in _rows_within(rows, room))
+    stay.update(layer.name for layer in _rows_within(layers, room))
     streams = [layer for layer in may if layer.name not in stay]
     return _decided(layers, stay, streams, slots, slot_nbytes)
 
@@ -286,12 +277,11 @@ def _decided(
     )
 
 
-def _cost(layers: Sequence[LayerSize], found: Residency) -> float:
-    """The cost of a pass, in bytes that compute hides."""
-    streams = set(found.streams)
-    return sum(
-        _price(layer, found.slots, found.slot_nbytes) for layer in layers if layer.name in streams
-    )
+def _cost(layers: Sequence[LayerSize], found: Residency) -> tuple[float, int]:
+    """The cost of a pass, in bytes that compute hides; then the bytes that are taken."""
+    streams = [layer for layer in layers if layer.name in {*found.streams}]
+    cost = sum(_price(layer, found.slots, found.slot_nbytes) for layer in streams)
+    return cost, found.taken_nbytes
 
 
 def _price(layer: LayerSize, slots: int, slot_nbytes: int) -> float:
@@ -301,12 +291,12 @@ def _price(layer: LayerSize, slots: int, slot_nbytes: int) -> float:
 
 
 def _kept(
-    layers: Sequence[LayerSize], room_nbytes: int, prices: Mapping[str, float]
+    layers: Sequence[LayerSize], room_nbytes: int, price: Callable[[LayerSize], float]
 ) -> list[LayerSize]:
     """Layers that stay although they may stream: those that save most, spread evenly."""
     alike: dict[tuple[int, float], list[LayerSize]] = {}
     for layer in layers:
-        alike.setdefault((layer.resident_nbytes, prices[layer.name]), []).append(layer)
+        alike.setdefault((layer.resident_nbytes, price(layer)), []).append(layer)
     groups = sorted(alike.values(), key=len)
     *few, many = groups
     trials = math.prod(len(group) + 1 for group in few)
@@ -323,7 +313,7 @@ def _kept(
         if left < 0:
             continue
         n = min(left // max(many[0].resident_nbytes, 1), len(many))
-        saved = sum(k * prices[g[0].name] for k, g in zip((*trial, n), groups, strict=True))
+        saved = sum(k * price(g[0]) for k, g in zip((*trial, n), groups, strict=True))
         if saved > most_saved:
             best, most_saved = [*trial, n], saved
     return [layer for n, group in zip(best, groups, strict=True) for layer in _spread(group, n)]

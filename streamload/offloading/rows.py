@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -45,7 +46,8 @@ class RowReader:
         reader = open_shard(self._header, file_kind(self._info.shard, "pread"))
         try:
             reader.stop_ahead()  # rows are read here and there
-            for at, stop in _runs(rows):
+            breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+            for at, stop in pairwise((0, *breaks.tolist(), len(rows)) if len(rows) else ()):
                 start = self._info.start + rows[at] * self._nbytes
                 reader.read_into(start, view[at * self._nbytes : stop * self._nbytes])
         except CheckpointError as error:
@@ -58,14 +60,3 @@ class RowReader:
         if len(rows):
             self._cast(view, memoryview(out.data))
         return out
-
-
-def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
-    """Places of numbers that follow each other: first, and last exclusive."""
-    found: list[tuple[int, int]] = []
-    for at, row in enumerate(rows):
-        if found and rows[at - 1] + 1 == row:
-            found[-1] = found[-1][0], at + 1
-        else:
-            found.append((at, at + 1))
-    return found

@@ -25,7 +25,7 @@ class Stays:
         self.streams: dict[str, str] = {}  # the name in errors, by each name of a weight
         self._kept: dict[str, str] = {}  # why each cannot stream, in any pass
         self._outside: dict[str, str] = {}  # the same, of this pass
-        self._fine: set[str] = set()  # those that a layer computed with, and left as they are
+        self.fine: set[str] = set()  # those that a layer computed with, and left as they are
         self._passes = 0
 
     @contextmanager
@@ -36,7 +36,7 @@ class Stays:
             yield
             return
         self._outside.clear()
-        self._fine.clear()
+        self.fine.clear()
         self._passes += 1
         try:
             yield
@@ -54,10 +54,6 @@ class Stays:
         if self._kept and not self._passes:
             raise self._error()
 
-    def fine(self, name: str) -> None:
-        """A layer has computed with a weight, and left it as it is."""
-        self._fine.add(name)
-
     def cannot(self, name: str, reason: str, *, outside: bool = False) -> None:
         """A weight cannot stream: raise OffloadError, or at the end of the pass.
 
@@ -65,12 +61,12 @@ class Stays:
         """
         (self._outside if outside else self._kept).setdefault(name, reason)
         if not self._passes:
-            self._fine.clear()
+            self.fine.clear()
             raise self._error()
 
     def _error(self) -> OffloadError:
         found = {**self._kept, **self._outside}
-        hint = written(patterns(found, self.streams, self._fine))
+        hint = written(patterns(found, self.streams, self.fine))
         (first, reason), *rest = found.items()
         if not self._passes:
             self._outside.clear()

@@ -9,23 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, Unpack
 
-from streamload.checkpoint.open import Checkpoint, CheckpointLike
+from streamload.checkpoint.open import CheckpointLike
 from streamload.core.patterns import Patterns, check_patterns
-from streamload.devices.base import Device
 from streamload.errors import OffloadError
 from streamload.loading.load import read_call, run, uncollected
 from streamload.loading.options import PlanOptions, takes
 from streamload.loading.prepare import Place
 from streamload.loading.report import Clock, LoadReport
 from streamload.offloading.groups import Step, steps_of_checkpoint
-from streamload.offloading.layers import Slots, allocated
 from streamload.offloading.model import Timed
 from streamload.offloading.models import device_of
 from streamload.offloading.offload import OffloadAsked, Streaming, begin, load_of_stays
 from streamload.offloading.plan import OffloadPlan
 from streamload.offloading.problem import Problem
 from streamload.offloading.report import OffloadReport
-from streamload.offloading.views import FileViews
 from streamload.planning.match import wants_of
 from streamload.planning.requests import TensorRequests
 
@@ -35,25 +32,6 @@ _SLOTS: Mapping[str, tuple[str, str]] = {
     "tinygrad": ("streamload.offloading.tinygrad_modules", "LentSlots"),
     "torch": ("streamload.offloading.torch_modules", "TensorSlots"),
 }
-
-
-class _Memory:
-    """Slots of a framework, or views on the files."""
-
-    def __init__(self, framework: str) -> None:
-        self._framework = framework
-        self.lent: Slots | None = None  # views have nothing to take back
-
-    def slots(self, plan: OffloadPlan, device: Device) -> Slots:
-        """Allocate the slots."""
-        module, kind = _SLOTS[self._framework]
-        made: type[Slots] = getattr(importlib.import_module(module), kind)
-        self.lent = allocated(made, plan, device)
-        return self.lent
-
-    def views(self, plan: OffloadPlan, checkpoint: Checkpoint, device: Device) -> FileViews:
-        """Map the files of what streams."""
-        return FileViews(plan, checkpoint, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +59,10 @@ class LayerStream:
         load: LoadReport,
         steps: Sequence[Step],
         wants: TensorRequests,
-        lent: Slots | None,
     ) -> None:
         self.plan, self.load = streaming.plan, replace(load, state_dict={})
         self.resident = dict(load.state_dict)
-        self._streaming, self._rounds, self._lent = streaming, streaming.rounds, lent
+        self._streaming, self._rounds = streaming, streaming.rounds
         self._turns = _turns(steps, self.plan, wants, self.resident)
         self._timed, self._entered, self._closed = Timed(), False, False
         self._number: int | None = None  # of the layer that the loop has
@@ -132,8 +109,7 @@ class LayerStream:
             return dict(turn.stays)
         assert self._rounds is not None
         self._number, self._thread = turn.number, threading.get_ident()
-        buffers = self._rounds.acquire(turn.number)
-        lent = buffers if self._lent is None else self._lent.lend(buffers)
+        lent = self._rounds.memory.lend(self._rounds.acquire(turn.number))
         return {**turn.stays, **{name: lent[at] for name, at in turn.streams.items()}}
 
     def _take_back(self) -> None:
@@ -145,8 +121,7 @@ class LayerStream:
         assert self._rounds is not None
         self._number = None
         try:
-            if self._lent is not None:
-                self._lent.take_back()
+            self._rounds.memory.take_back()
         finally:
             self._rounds.release(number)
 
@@ -252,9 +227,9 @@ def stream_layers(
         made = replace(problem, groups=groups).decide()
         decided = load_of_stays(made, problem, place, found)
     report = run(decided, False, clock)
-    memory = _Memory(place.devices.framework.name)
-    streaming = begin(made, problem, device, memory)
-    return LayerStream(streaming, report, steps, wants, memory.lent)
+    module, kind = _SLOTS[place.devices.framework.name]
+    streaming = begin(made, problem, device, getattr(importlib.import_module(module), kind))
+    return LayerStream(streaming, report, steps, wants)
 
 
 def _turns(

@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from streamload.core.units import format_bytes
-from streamload.errors import Fit, PlanInfeasibleError, StreamloadError
+from streamload.errors import Fit, StreamloadError
 from streamload.loading.load import InfeasibleLoad, InfeasiblePlan
 from streamload.loading.options import DEFAULTS
-from streamload.loading.prepare import Options
 from streamload.offloading.groups import groups_of_checkpoint
 from streamload.offloading.models import adapter_of, device_of
 from streamload.offloading.plan import OffloadPlan
@@ -27,38 +26,24 @@ _PLAIN = (str, int, float, bool)
 
 def suggest_offload(call: InfeasibleLoad | InfeasiblePlan) -> list[Fit]:
     """Return the call that offloads what does not fit, with the bytes that a pass reads."""
-    return _of_load(call) if isinstance(call, InfeasibleLoad) else _of_plan(call)
-
-
-def _of_load(call: InfeasibleLoad) -> list[Fit]:
-    place, options, checkpoint = call.place, call.options, call.checkpoint
-    if not _may_stream(call.error, options, [*place.devices.opened]):
+    options, checkpoint, error = call.options, call.checkpoint, call.error
+    devices = [*call.place.devices.opened] if isinstance(call, InfeasibleLoad) else [call.spec.name]
+    # smaller pieces on the device help, and `offload` takes the options
+    helps = [error.device] == devices and error.limit != "largest allocation"
+    if not helps or options.quant or options.residence != "memory":
         return []
     with suppress(StreamloadError):
-        spec = device_of(place, options, call.wants)
-        held_nbytes = place.held.get(spec.name, 0)
-        problem = Problem(options, checkpoint, call.wants, spec, held_nbytes=held_nbytes)
-        groups = adapter_of(place, call.match).groups(problem, ())
-        return _said(OFFLOAD, "model, ", call.given, replace(problem, groups=groups).decide())
-    return []
-
-
-def _of_plan(call: InfeasiblePlan) -> list[Fit]:
-    checkpoint, options, spec = call.checkpoint, call.options, call.spec
-    if not _may_stream(call.error, options, [spec.name]):
-        return []
-    with suppress(StreamloadError):
+        if isinstance(call, InfeasibleLoad):
+            spec = device_of(call.place, options, call.wants)
+            held_nbytes = call.place.held.get(spec.name, 0)
+            problem = Problem(options, checkpoint, call.wants, spec, held_nbytes=held_nbytes)
+            groups = adapter_of(call.place, call.match).groups(problem, ())
+            return _said(OFFLOAD, "model, ", call.given, replace(problem, groups=groups).decide())
         fill, _, tied = call.found
-        problem = Problem(options, checkpoint, wants_of(checkpoint, fill), spec)
+        problem = Problem(options, checkpoint, wants_of(checkpoint, fill), call.spec)
         groups = groups_of_checkpoint(problem.wants, problem.nbytes, tied, config=checkpoint.config)
         return _said(PLAN_OFFLOAD, "", call.given, replace(problem, groups=groups).decide())
     return []
-
-
-def _may_stream(error: PlanInfeasibleError, options: Options, devices: list[str]) -> bool:
-    """Whether smaller pieces on the device would help, and `offload` takes the options."""
-    of_device = [error.device] == devices and error.limit != "largest allocation"
-    return of_device and not options.quant and options.residence == "memory"
 
 
 def _said(call: str, model: str, given: Mapping[str, Any], made: OffloadPlan) -> list[Fit]:

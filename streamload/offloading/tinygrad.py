@@ -13,7 +13,6 @@ from streamload.devices.base import Device
 from streamload.devices.tinygrad.linear import walk
 from streamload.devices.tinygrad.tensors import TO_TINYGRAD, TinygradParameter
 from streamload.errors import OffloadError
-from streamload.offloading.layers import allocated
 from streamload.offloading.model import ModelAdapter, Timed
 from streamload.offloading.overrun import TokenRoom, tokens_of
 from streamload.offloading.plan import OffloadPlan
@@ -36,6 +35,8 @@ from streamload.planning.requests import TensorRequests
 class TinygradModel(ModelAdapter[TinygradParameter]):
     """A model, whose layers are objects in it that are called."""
 
+    slots = TinygradSlots
+
     def __init__(
         self, model: Any, parameters: Mapping[str, Any], layers: Sequence[str] = ()
     ) -> None:
@@ -53,7 +54,6 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
                 f"a model of tinygrad that is offloaded is an object that is called, not a "
                 f"{type(model).__name__}: its layers are brought when they are called"
             )
-        self._slots: TinygradSlots | None = None
         self._device: Device | None = None
         self._set_aside: SetAside | None = None
 
@@ -80,15 +80,11 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
             self._set_aside = SetAside(self._model, layers)
         super().empty(plan, wants)
 
-    def slots(self, plan: OffloadPlan, device: Device) -> TinygradSlots:
-        """Allocate the slots."""
-        self._device, self._slots = device, allocated(TinygradSlots, plan, device)
-        return self._slots
-
     def begin_streaming(
         self, plan: OffloadPlan, dtypes: Mapping[str, DType], device: Device
     ) -> None:
         """Let the weights that stream stand on memory that raises; mark where layers end."""
+        self._device = device
         for name in self._emptied:
             parameter = self._parameters[name]
             kind = TO_TINYGRAD[dtypes[name].name]
@@ -105,10 +101,8 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
         self, name: str, number: int, weights: Sequence[tuple[int, str]], rounds: Rounds
     ) -> None:
         """Let an object bring its weights."""
-        assert self._slots is not None
         places = [(at, self._parameters[weight].tensors) for at, weight in weights]
-        module = self._modules[name]
-        self._wrap(StreamedLayer(name, module, number, places, rounds, self._slots))
+        self._wrap(StreamedLayer(name, self._modules[name], number, places, rounds))
 
     def gather_rows(self, name: str, reader: RowReader, device: Device) -> None:
         """Let an embedding read its rows."""
@@ -116,11 +110,8 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
 
     def end_putting(self, plan: OffloadPlan, rounds: Rounds | None) -> None:
         """Count passes."""
-        self._wrap(Pass(self._model, self.room, self.timed))
-
-    def watch(self) -> None:
-        """Count the tokens of passes."""
-        self._wrap(Pass(self._model, self.room))
+        timed = self.timed if plan.residency.absent else None
+        self._wrap(Pass(self._model, self.room, timed))
 
     def take_out(self) -> None:
         """Restore objects as after a failed load: weights that streamed hold nothing."""
@@ -128,7 +119,6 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
         if self._set_aside is not None:
             self._set_aside.put_back()
             self._set_aside = None
-        self._slots = None
         if self._device is not None:
             self._device.trim()
 

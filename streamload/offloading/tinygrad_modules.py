@@ -21,6 +21,7 @@ from tinygrad.engine.realize import capturing
 from tinygrad.tensor import all_tensors
 from tinygrad.uop.ops import Ops, UOp
 
+from streamload.core.dtypes import DType
 from streamload.devices.base import Device
 from streamload.devices.tinygrad.buffers import AbsentBuffer
 from streamload.devices.tinygrad.linear import put_into, walk
@@ -47,29 +48,19 @@ class TinygradSlots(Slots):
         self._made: dict[Any, tuple[list[Buffer], list[UOp]]] = {}
         view_of(memory, 0, memory.nbytes, memory.dtype)  # raises now if the device has no views
 
-    def buffers(self, layer: int, slot: int) -> Sequence[Buffer]:
-        """Buffers over the slot's memory; the same objects for layers that are alike."""
-        return self._of(layer, slot)[0]
+    def to_fill(self, layer: int, slot: int) -> list[Buffer]:
+        """The same buffers."""
+        return self.buffers(layer, slot)
 
     def graphs(self, buffers: Sequence[Buffer]) -> Sequence[UOp]:
         """Graphs of weights over these buffers of a slot; the same objects each time."""
         return next(graphs for made, graphs in self._made.values() if made is buffers)
 
-    def _of(self, layer: int, slot: int) -> tuple[list[Buffer], list[UOp]]:
-        key = self._places.alike(layer, slot)
-        if key not in self._made:
-            buffers, graphs = [], []
-            for start, _, dtype, shape in self._places.of(layer, slot):
-                kind = TO_TINYGRAD[dtype.name]
-                buffers.append(view_of(self._memory, start, math.prod(shape), kind))
-                graphs.append(over(buffers[-1], dtype, shape))
-            self._made[key] = buffers, graphs
-        return self._made[key]
-
-    def close(self) -> None:
-        """Let go of the memory; TinyJits of layers may still hold some of it."""
-        self._made.clear()
-        super().close()
+    def _view(
+        self, start: int, stop: int, dtype: DType, shape: tuple[int, ...]
+    ) -> tuple[Buffer, UOp]:
+        buffer = view_of(self._memory, start, math.prod(shape), TO_TINYGRAD[dtype.name])
+        return buffer, over(buffer, dtype, shape)
 
 
 class LentSlots(TinygradSlots):
@@ -199,12 +190,11 @@ class StreamedLayer(Wrapped):
         number: int,
         places: Sequence[tuple[int, Sequence[Tensor]]],
         rounds: Rounds,
-        slots: TinygradSlots,
     ) -> None:
         """Change nothing yet; ``places``: the tensors of each weight, by its buffer's number."""
         super().__init__(module)
         self._name, self._number = name, number
-        self._rounds, self._slots = rounds, slots
+        self._rounds = rounds
         self._places = [(at, each, each.uop) for at, tensors in places for each in tensors]
         self._captured: dict[tuple[int, int], tuple[Any, int, Any]] = {}  # by TinyJit and slot
 
@@ -230,7 +220,8 @@ class StreamedLayer(Wrapped):
 
     @contextmanager
     def _there(self, buffers: Sequence[Buffer]) -> Iterator[None]:
-        graphs = self._slots.graphs(buffers)
+        slots: Any = self._rounds.memory
+        graphs = slots.graphs(buffers)
         try:
             for at, tensor, _ in self._places:
                 tensor.uop = _shaped(graphs[at], tensor)

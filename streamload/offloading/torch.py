@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamload.checkpoint.open import Checkpoint
 from streamload.core.dtypes import DType
 from streamload.devices.base import Device
 from streamload.devices.torch.tensors import TO_TORCH, TorchParameter, parts_of, unwrapped_names
 from streamload.errors import OffloadError
 from streamload.offloading.groups import LayerGroup, rows_of_experts
-from streamload.offloading.layers import allocated
 from streamload.offloading.model import ModelAdapter, Timed
 from streamload.offloading.overrun import TokenRoom, tokens_of
 from streamload.offloading.plan import OffloadPlan
@@ -31,7 +29,6 @@ from streamload.offloading.torch_experts import (
     number_of_experts,
     sums_of,
 )
-from streamload.offloading.torch_lent import weight_of
 from streamload.offloading.torch_modules import (
     GatheredEmbedding,
     Refusals,
@@ -47,11 +44,12 @@ from streamload.offloading.torch_modules import (
     refuse_training,
     used_elsewhere,
 )
-from streamload.offloading.views import FileViews
 
 
 class TorchModel(ModelAdapter[TorchParameter]):
     """A module, whose layers are modules in it."""
+
+    slots = TorchSlots
 
     def __init__(
         self, model: Any, parameters: Mapping[str, Any], layers: Sequence[str] = ()
@@ -142,14 +140,6 @@ class TorchModel(ModelAdapter[TorchParameter]):
 
     # --- running ------------------------------------------------------------------------------
 
-    def slots(self, plan: OffloadPlan, device: Device) -> TorchSlots:
-        """Allocate the slots."""
-        return allocated(TorchSlots, plan, device)
-
-    def views(self, plan: OffloadPlan, checkpoint: Checkpoint, device: Device) -> FileViews:
-        """Map the files of what streams."""
-        return FileViews(plan, checkpoint, device, weight_of)
-
     def begin_streaming(
         self, plan: OffloadPlan, dtypes: Mapping[str, DType], device: Device
     ) -> None:
@@ -199,10 +189,19 @@ class TorchModel(ModelAdapter[TorchParameter]):
         self._wrap(GatheredEmbedding(self._modules[name], rows))
 
     def end_putting(self, plan: OffloadPlan, rounds: Rounds | None) -> None:
-        """Count passes, and refuse what cannot be."""
-        self._wrap(Pass(self._model, self.timed, self.room, self._stays, trains=self._trains))
-        self._watch_encoder()
+        """Count passes, and refuse what cannot be.
+
+        transformers' `generate` calls an encoder before the model: its tokens count, too.
+        """
         absent = plan.residency.absent
+        stays = self._stays if absent else None
+        self._wrap(Pass(self._model, self.timed, self.room, stays, trains=self._trains))
+        if getattr(getattr(self._model, "config", None), "is_encoder_decoder", False):
+            encoder = self._model.get_encoder()
+            if encoder is not self._model:
+                self._wrap(Pass(encoder, self.timed, self.room, has_cache=False))
+        if not absent:
+            return
         holders = [
             module
             for name, module in self._modules.items()
@@ -213,18 +212,6 @@ class TorchModel(ModelAdapter[TorchParameter]):
             weakref.finalize(self._model, rounds.abandon)
         self._modules = {}  # the model may go, and this not
         self._model = nn.Module()
-
-    def watch(self) -> None:
-        """Count the tokens of passes."""
-        self._wrap(Pass(self._model, self.timed, self.room))
-        self._watch_encoder()
-
-    def _watch_encoder(self) -> None:
-        """Count the tokens of transformers' encoder, which `generate` calls before the model."""
-        if getattr(getattr(self._model, "config", None), "is_encoder_decoder", False):
-            encoder = self._model.get_encoder()
-            if encoder is not self._model:
-                self._wrap(Pass(encoder, self.timed, self.room, has_cache=False))
 
     def take_out(self) -> None:
         """Restore modules as after a failed load: weights that streamed hold nothing."""

@@ -103,22 +103,16 @@ def take_back(weight: torch.Tensor) -> None:
         delattr(weight, key)
 
 
-def references(weights: Sequence[torch.Tensor], at: int) -> int:
-    """How many references of Python there are to one of some weights."""
-    return sys.getrefcount(weights[at])
-
-
 def forget(weight: torch.Tensor) -> None:
     """Nothing lends it any more."""
     weight.__dict__.pop(_LENT, None)
 
 
 def is_kept(weights: Sequence[torch.Tensor], at: int, before: int) -> bool:
-    """Whether there are more `references` than before to one of some weights."""
-    if references(weights, at) > before:
+    """Whether Python has more references than before to one of some weights."""
+    if sys.getrefcount(weights[at]) > before:
         gc.collect()  # a cycle may hold what nobody needs any more
-        return references(weights, at) > before
-    return False
+    return sys.getrefcount(weights[at]) > before
 
 
 def why_kept(weight: Any, given: torch.Tensor) -> str:
@@ -132,9 +126,8 @@ def why_kept(weight: Any, given: torch.Tensor) -> str:
     if found.version != was.version:
         setattr(given, _LENT, replace(was, version=found.version))  # of this layer alone
         return "writes into it"
-    most = was.uses + was.left
-    if found.uses > most:
+    if found.uses > was.uses + was.left:
         gc.collect()
-        if _Lent.of(given, was.home).uses > most:
+        if _Lent.of(given, was.home).uses > was.uses + was.left:
             return "keeps or gives a view of it"
     return ""

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 from types import MethodType
 from typing import Any, cast
 from weakref import WeakSet
@@ -17,12 +18,12 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
+from streamload.core.dtypes import DType
 from streamload.devices.parameters import Slot
 from streamload.devices.torch.tensors import TO_TORCH, changes_nothing
 from streamload.errors import OffloadError
 from streamload.offloading.layers import Slots
 from streamload.offloading.prefetch import Rounds
-from streamload.offloading.residency import SlotPlaces
 from streamload.offloading.stays import Stays
 from streamload.offloading.torch_faces import Face
 from streamload.offloading.torch_lent import (
@@ -32,7 +33,6 @@ from streamload.offloading.torch_lent import (
     is_lent,
     kept_in,
     lend,
-    references,
     take_back,
     weight_of,
     why_kept,
@@ -176,55 +176,24 @@ def _entries(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
     ]
 
 
-class TorchSlots(Slots):
-    """Parameters of torch over slots."""
+class TensorSlots(Slots):
+    """Plain tensors of torch over slots, for loops of a user's own."""
 
-    def __init__(self, memory: torch.Tensor, places: SlotPlaces) -> None:
-        """Take a flat uint8 tensor of all slots."""
-        super().__init__(memory, places)
-        self._views: dict[Any, list[torch.Tensor]] = {}
-        self._plain: dict[Any, list[torch.Tensor]] = {}
-
-    def buffers(self, layer: int, slot: int) -> Sequence[torch.Tensor]:
-        """Parameters over the slot's memory; the same objects for layers that are alike."""
-        key = self._places.alike(layer, slot)
-        if key not in self._views:
-            with torch.inference_mode(False), torch.no_grad():
-                self._views[key] = [*self._made(layer, slot)]
-        return self._views[key]
-
-    def to_fill(self, layer: int, slot: int) -> Sequence[torch.Tensor]:
-        """The same memory for workers: modules' references to weights are counted."""
-        key = self._places.alike(layer, slot)
-        if key not in self._plain:
-            self._plain[key] = [each.detach() for each in self.buffers(layer, slot)]
-        return self._plain[key]
-
-    def _made(self, layer: int, slot: int) -> Iterator[torch.Tensor]:
-        for start, stop, dtype, shape in self._places.of(layer, slot):
-            flat = self._memory[start:stop].view(TO_TORCH[dtype.name])
-            yield self._held(flat.view(shape))
-
-    def _held(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter over a tensor in a slot, whose storage counts references."""
-        own = from_dlpack(to_dlpack(tensor.reshape(-1).view(torch.uint8)))
-        return weight_of(own.view(tensor.dtype).view(tensor.shape))
-
-    def close(self) -> None:
-        """Let go of the memory, even where something still refers to a view."""
-        made = (*self._views.values(), *self._plain.values())
-        for view in (self._memory, *(each for views in made for each in views)):
-            view.data = torch.empty(0, dtype=view.dtype, device=view.device)
-            forget(view)
-        self._views.clear()
-        self._plain.clear()
-
-
-class TensorSlots(TorchSlots):
-    """Plain tensors over slots, for loops of a user's own."""
+    def _view(self, start: int, stop: int, dtype: DType, shape: tuple[int, ...]) -> tuple[Any, Any]:
+        with torch.inference_mode(False), torch.no_grad():
+            made = self._held(self._memory[start:stop].view(TO_TORCH[dtype.name]).view(shape))
+            return made, made.detach()
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
+
+    def close(self) -> None:
+        """Let go of the memory, even where something still refers to a view."""
+        both = chain.from_iterable(self._made.values())
+        for view in (self._memory, *chain.from_iterable(both)):
+            view.data = torch.empty(0, dtype=view.dtype, device=view.device)
+            forget(view)
+        self._made.clear()
 
     def lend(self, buffers: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the buffers, until `take_back`."""
@@ -234,6 +203,16 @@ class TensorSlots(TorchSlots):
     def take_back(self) -> None:
         """Make a ``backward`` that needs lent tensors raise: it would read the next layer."""
         torch.autograd.graph.increment_version(self._memory)
+
+
+class TorchSlots(TensorSlots):
+    """Parameters over slots, whose storages count references; workers have others."""
+
+    weight_of = staticmethod(weight_of)
+
+    def _held(self, tensor: torch.Tensor) -> torch.Tensor:
+        own = from_dlpack(to_dlpack(tensor.reshape(-1).view(torch.uint8)))
+        return weight_of(own.view(tensor.dtype).view(tensor.shape))
 
 
 def refuse_capture() -> None:
@@ -383,7 +362,7 @@ class StreamedModule(Wrapped):
             for at, container, key, absent in self._places:
                 lend(buffers[at], absent)
                 container[key] = buffers[at]
-            counts = [references(buffers, at) for at in range(len(buffers))]
+            counts = [sys.getrefcount(buffers[at]) for at in range(len(buffers))]
             with without_autocast_cache(), self._lists():
                 yield
             ended = True
@@ -418,7 +397,7 @@ class StreamedModule(Wrapped):
             if problem:
                 self._cannot(absent, problem)
             else:
-                self._stays.fine(absent._streamload_streamed)
+                self._stays.fine.add(absent._streamload_streamed)
 
     def _check_attributes(self, buffers: Sequence[torch.Tensor]) -> None:
         """Report weights that attributes keep after an error, whose traceback refers to others."""

@@ -12,6 +12,7 @@ import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from streamload.errors import CheckpointError
 from streamload.files.header import unreadable
 from streamload.files.local import Reader
 from streamload.files.page_cache import drop_pages
+from streamload.offloading.layers import Slots
 from streamload.offloading.plan import OffloadPlan
 from streamload.planning.plan import Plan
 
@@ -62,17 +64,17 @@ def can_be_views(plan: Plan, checkpoint: Checkpoint) -> Viewable:
     return Viewable(not unaligned, unaligned if movable else "", mappable=True)
 
 
-class FileViews:
-    """Weights of layers as views on private maps of their files, for `Rounds`."""
+class FileViews(Slots):
+    """Weights of layers as views on private maps of their files, whichever slots they count in."""
 
     def __init__(
         self,
         made: OffloadPlan,
         checkpoint: Checkpoint,
         device: Device,
-        weight: Callable[[Any], Buffer] = lambda view: view,
+        weight_of: Callable[[Any], Any],
     ) -> None:
-        """Map the files, of which nothing is read; ``weight``: what a module holds of a view.
+        """Map the files, of which nothing is read; ``weight_of``: see `Slots`.
 
         Raises:
             FileChangedError: a file is not what it was when its header was read.
@@ -90,25 +92,20 @@ class FileViews:
         self._entered: dict[int, list[ExitStack]] = {}  # by layer: one may be inside itself
         self._maps: dict[Location, mmap.mmap] = {}
         self._addresses: dict[Location, int] = {}
-        self._views: list[list[Buffer]] = []
-        self._plain: list[list[Buffer]] = []
+        self._views: list[tuple[list[Buffer], list[Buffer]]] = []
         self._ranges: list[list[tuple[Location, int, int]]] = []
         kinds, sources = plan.placements.kinds, plan.placements.sources
         for placements in made.layer_placements:
             found: list[tuple[Location, int, int]] = []
-            views: list[Buffer] = []
             plain: list[Buffer] = []
             for at in placements:
                 (row,) = sources[at]
                 info = checkpoint.tensors[row.tensor]
                 memory = self._map(info.shard, checkpoint)
                 start = first_byte(info, row)
-                view = device.view(memory, start, kinds[at].dst, kinds[at].shape)
-                plain.append(view)
-                views.append(weight(view))
+                plain.append(device.view(memory, start, kinds[at].dst, kinds[at].shape))
                 found.append((info.shard, start, start + _nbytes(kinds[at].dst, kinds[at].shape)))
-            self._views.append(views)
-            self._plain.append(plain)
+            self._views.append(([*map(weight_of, plain)], plain))
             self._ranges.append([*_joined(found)])
 
     def _map(self, shard: Location, checkpoint: Checkpoint) -> mmap.mmap:
@@ -119,13 +116,8 @@ class FileViews:
             self._addresses[shard] = np.frombuffer(memory, np.uint8).ctypes.data
         return self._maps[shard]
 
-    def buffers(self, layer: int, slot: int) -> Sequence[Buffer]:
-        """The views of a layer, whichever slots it counts in."""
+    def _of(self, layer: int, slot: int) -> tuple[list[Buffer], list[Buffer]]:
         return self._views[layer]
-
-    def to_fill(self, layer: int, slot: int) -> Sequence[Buffer]:
-        """The same memory, whose pages are mapped: nothing is written."""
-        return self._plain[layer]
 
     def bring(self, shard: Location, start: int, stop: int) -> None:
         """Map the pages of some bytes; reads those that are not in the page cache.
@@ -183,11 +175,9 @@ class FileViews:
         self.close_files()
         for layer in range(len(self._views)):
             self.let_go(layer)
-        for views in (*self._views, *self._plain):
-            for view in views:
-                self._device.release(view)
+        for view in chain.from_iterable(chain.from_iterable(self._views)):
+            self._device.release(view)
         self._views.clear()
-        self._plain.clear()
         self._maps.clear()
 
 

