@@ -312,8 +312,7 @@ def _planned(
 def read_call(path: CheckpointLike, model: Any = None, **options: Unpack[LoadOptions]) -> Call:
     """The checkpoint of a call, its options as they are read, and what fills each parameter.
 
-    Of the checkpoint, what a dtype is asked for is dequantised; where there is a model, what that
-    does not hold as it is stored.
+    Dequantizes the weights for which a dtype is asked, or which the model does not hold as stored.
     """
     given: LoadOptions = {**DEFAULTS, **options}
     read = Options.read(**given)
@@ -324,7 +323,7 @@ def read_call(path: CheckpointLike, model: Any = None, **options: Unpack[LoadOpt
         check_patterns("quant", (pattern for pattern, _ in read.quant.rules), names)
     if model is None:
         checkpoint = dequantized(checkpoint, asked(checkpoint, read.policy))
-    elif checkpoint.groups:
+    elif checkpoint.groups or checkpoint.stored:
         checkpoint, read = _as_held(model, checkpoint, read, given)
     found = sources(checkpoint, given["mapping"], given["rename"], all_match=True)
     if read.changes is NO_CHANGES:
@@ -342,7 +341,7 @@ def _as_held(
     """
     owner = framework(framework_of(model) or default_framework())
     parameters = owner.parameters(model)
-    tensors = dict.fromkeys((*checkpoint.members, *checkpoint.groups))
+    tensors = dict.fromkeys((*checkpoint.members, *checkpoint.groups, *checkpoint.stored))
     fills = parameters_of(given["mapping"], given["rename"], tensors)
     checkpoint = dequantized(checkpoint, asked_by_model(checkpoint, read.policy, parameters, fills))
     if holds_transposes(checkpoint, parameters, fills):

@@ -801,8 +801,8 @@ def test_threads_are_as_many_as_help(tmp_path: Path) -> None:
             chunk_nbytes=2**23,
             threads=count,
         )
-        specs = options.casting([spec])
-        return options.plan(checkpoint, wants, specs, {}, "llvm").threads
+        request = options.request(checkpoint, wants, options.casting([spec]), "llvm")
+        return options.plan(request).threads
 
     assert threads("float16", 12) == threads("checkpoint", 12) == 12
     assert threads("float16", None) == min(threads("checkpoint", None), 8)
