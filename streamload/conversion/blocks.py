@@ -138,8 +138,9 @@ def least_nbytes(out: OutTensor, most_nbytes: int) -> int:
 
     Rows that are cut are read twice: those of more than ``most_nbytes``.
     """
-    row_numel = 0 if out.made is None or out.turn is None else out.made.numel // out.turn.rows
-    row_numel *= 0 if out.turn is None else out.turn.outer
+    row_numel = 0
+    if out.made is not None and out.turn is not None:
+        row_numel = out.made.numel // out.turn.rows * out.turn.outer
     coding = out.coding
     if coding is None:
         return out.dtype.nbytes(row_numel)

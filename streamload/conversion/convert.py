@@ -11,7 +11,7 @@ import os
 import stat
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -239,9 +239,8 @@ def convert(
         out_of_range=out_of_range,
         max_shard_size=max_shard_size,
         nodes=nodes,
-        selection=Selection.parse(select, exclude),
-        rename=rename,
     )
+    options = replace(options, selection=Selection.parse(select, exclude), rename=rename)
     checkpoint = opened(source)
     names = asked(checkpoint, options.policy, blocks=not options.writer.takes_blocks)
     if options.writer.takes_blocks:
@@ -289,7 +288,6 @@ class _Conversion:
         self._checkpoint = checkpoint
         self._plan = plan
         self._way = way
-        self._sums: dict[str, str] = {}  # md5 of files, where documents need them
         infos = [info for _, _, t in plan.tensors() for info in t.infos]
         used = {info.shard for info in infos}
         packed = (info for info in infos if isinstance(info, Packed))
@@ -388,10 +386,10 @@ class _Conversion:
         read_nbytes, replaces = 0, journal.replaces or overwrite
         begun_to_publish = journal.published is not None
         if not begun_to_publish:
-            read_nbytes = self._write(journal, progress)
+            read_nbytes, sums = self._write(journal, progress)
             if verify:
                 self._verify(self._by_key(journal), self.destination.out, progress)
-            published = self._prepare(journal)
+            published = self._prepare(journal, sums)
             self._check_opens()
             journal.publish(published)
         self._publish(journal, replaces=replaces)
@@ -443,15 +441,18 @@ class _Conversion:
                 lost |= parts
         journal.forget(sorted(lost & journal.finished.keys()))
 
-    def _write(self, journal: Journal, progress: Progress) -> int:
+    def _write(self, journal: Journal, progress: Progress) -> tuple[int, dict[str, str]]:
+        """Write the unfinished tensors; returns bytes read, and md5 sums where they are needed."""
         writer = Writer(self._plan, self._checkpoint, self.destination, journal, self._way)
         with reporting(progress, writer.unread_nbytes, "converted") as tell:
             writer.run(tell)
         self._check_source()
-        self._sums |= writer.sums
         for file in self._plan.files:
             disk.extend(self.destination.root, f"{OUT}/{file.path}", file.nbytes)
-        return writer.read_nbytes
+        if self._plan.wants_sums:  # of what an earlier call wrote, nothing is known yet
+            for path in {file.path for file in self._plan.files} - writer.sums.keys():
+                writer.sums[path] = disk.file_sum(self.destination.out / path)
+        return writer.read_nbytes, writer.sums
 
     def _by_key(self, journal: Journal) -> dict[str, Finished]:
         """All tensors by their keys, when all are finished."""
@@ -468,15 +469,9 @@ class _Conversion:
 
     # --- publishing -------------------------------------------------------------------------------
 
-    def _prepare(self, journal: Journal) -> dict[str, str]:
+    def _prepare(self, journal: Journal, sums: Mapping[str, str]) -> dict[str, str]:
         """Write the small files, and bring every name to the disk; gives `Journal.published`."""
         out, root = self.destination.out, self.destination.root
-        sums: dict[str, str] = {}
-        for file in self._plan.files:
-            if self._plan.wants_sums:  # of what an earlier call wrote, nothing is known yet
-                found = self._sums.get(file.path)
-                disk.extend(root, f"{OUT}/{file.path}", file.nbytes)
-                sums[file.path] = found or disk.file_sum(out / file.path)
         for small in (*self._plan.small, *self._plan.indexes):
             path, content = f"{OUT}/{small.path}", small.content
             if isinstance(content, Url):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from streamload.checkpoint.digests import SIDECAR, Digests
@@ -50,9 +50,9 @@ class Destination:
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Hold the folder open: all is written and removed in it, even if it is renamed."""
-        with ExitStack() as stack:
-            with writing_to(self.path):
-                self.root = stack.enter_context(Folder(self.path))
+        with writing_to(self.path):
+            self.root = Folder(self.path)
+        with self.root:
             yield
 
     # --- before anything is written ---------------------------------------------------------------

@@ -155,10 +155,8 @@ class Journal:
         self.published = dict(files)
 
     def close(self) -> None:
-        """Close it; may be called twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Close it."""
+        os.close(self._fd)
 
     def _take(self, line: Mapping[str, Any]) -> None:
         if "tensor" in line:

@@ -101,10 +101,8 @@ class ConvertOptions:
         out_of_range: OutOfRange,
         max_shard_size: float | str | None,
         nodes: Sequence[Node] | None,
-        selection: Selection,
-        rename: Rename | None,
     ) -> Self:
-        """Read arguments of `convert`; raises ValueError."""
+        """Read the arguments of `convert` that a format has a say in; raises ValueError."""
         if out_of_range not in get_args(OutOfRange):
             raise ValueError(f"out_of_range is one of {get_args(OutOfRange)}, not {out_of_range!r}")
         writer = writers().get(to)
@@ -130,12 +128,10 @@ class ConvertOptions:
             out_of_range,
             max_nbytes,
             tuple(nodes or ()),
-            selection,
-            rename,
-            QuantPolicy.named(quant, writer.quants),
-            writer,
-            for_runtime,
-            tuple(notes),
+            quant=QuantPolicy.named(quant, writer.quants),
+            writer=writer,
+            runtime=for_runtime,
+            notes=tuple(notes),
         )
 
     @property
@@ -261,19 +257,12 @@ class ConvertPlan:
     @property
     def paths(self) -> tuple[str, ...]:
         """Every path that is published, in that order: all indexes last."""
-        lasts = {index.path for index in self.indexes}
-        folders = (*self.subfolders, *self.folders)
-        names = (path for folder in folders for path in self.names(folder))
-        return tuple(sorted(names, key=lasts.__contains__))
-
-    def names(self, folder: str) -> tuple[str, ...]:
-        """Every path that is published in a folder, in that order; the index is the last one."""
         small = (file.path for file in self.small)
+        sidecars = (in_folder(folder, SIDECAR) for folder in self.folders)
         large = (file.path for file in self.files)
-        indexes = (file.path for file in self.indexes)
-        sidecar = [in_folder(folder, SIDECAR)] if folder in self.folders else []
-        whole = (*small, *sidecar, *large, *indexes)
-        return tuple(path for path in whole if folder_of(path) == folder)
+        order = (*self.subfolders, *self.folders).index
+        paths = sorted((*small, *sidecars, *large), key=lambda path: order(folder_of(path)))
+        return (*paths, *(file.path for file in self.indexes))
 
     def below(self, folder: str) -> tuple[str, ...]:
         """Every path that is published in a folder or below it, from there, in that order."""
