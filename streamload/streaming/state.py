@@ -431,15 +431,8 @@ class Job:
 
     def tensor(self, chunk: Chunk) -> tuple[str, Location]:
         """The tensor that a chunk's first bytes are of, and its file."""
-        path = self._checkpoint.shards[chunk.shard].path
-        infos = [
-            self._checkpoint.tensors[r.tensor] for r in self.plan.placements[chunk.placement].source
-        ]
-        first = chunk.runs[0].start if chunk.runs else -1
-        for info in infos:
-            if info.shard == path and info.start <= first < info.stop:
-                return info.name, path
-        return infos[0].name, infos[0].shard
+        info = self.tensor_at(chunk, chunk.runs[0].start if chunk.runs else -1)
+        return info.name, info.shard
 
     def rows_at(self, chunk: Chunk, start: int) -> tuple[TensorInfo, int]:
         """The tensor that a file byte of a chunk is of, and the number of its row."""
@@ -448,13 +441,14 @@ class Job:
         return info, (start - info.start) * rows // info.nbytes
 
     def tensor_at(self, chunk: Chunk, start: int) -> TensorInfo:
-        """The tensor that a file byte of a chunk is of."""
+        """The tensor that a file byte of a chunk is of; the first of its sources for no byte."""
         path = self._checkpoint.shards[chunk.shard].path
-        for r in self.plan.placements[chunk.placement].source:
-            info = self._checkpoint.tensors[r.tensor]
+        source = self.plan.placements[chunk.placement].source
+        infos = (self._checkpoint.tensors[row.tensor] for row in source)
+        for info in infos:
             if info.shard == path and info.start <= start < info.stop:
                 return info
-        raise AssertionError("a chunk is of its sources")
+        return self._checkpoint.tensors[source[0].tensor]
 
     def done(self, unit: WorkItem, counts: Sequence[Counts]) -> None:
         """Account for a unit whose bytes are in place."""
@@ -472,16 +466,15 @@ class Job:
             self.stats.read_nbytes += chunk.read_nbytes
             if p.cast in HOST_CASTS:
                 self.count(index, count)
-            if count.overflowed and self.plan.out_of_range == "error":
-                name, shard = self.tensor(chunk)
-                raise OutOfRangeError(name, shard, p.src.name, p.dst.name, count.overflowed)
+            self._check_range(chunk, p, count)
             left = self._left.get(index)
             left = (p.nbytes if left is None else left) - (chunk.stop - chunk.start)
             self._left[index] = left
             if not left:
                 del self._left[index]
-                if p.cast == "device" and self.plan.out_of_range == "error":
-                    self._refuse_overflow(chunk, p)
+                strict = self.plan.out_of_range == "error"  # else it is not read for each
+                if strict and p.cast == "device" and p.device in self.casts:
+                    self._check_range(chunk, p, self.casts[p.device].counts(index))
                 if p.there_nbytes:
                     self._let_go(index, p)
                 if p.coding is not None and not p.coding.part:
@@ -523,13 +516,11 @@ class Job:
         self._to_come[unit[0].shard] -= 1
         self._close_if_done(unit[0].shard)
 
-    def _refuse_overflow(self, chunk: Chunk, p: Placement) -> None:
-        """Look at what the device counted of a parameter, if it counts."""
-        casts = self.casts.get(p.device)
-        found = casts.counts(chunk.placement) if casts is not None else NO_COUNTS
-        if found.overflowed:
+    def _check_range(self, chunk: Chunk, p: Placement, counts: Counts) -> None:
+        """Raise OutOfRangeError for values that do not fit, where that is an error."""
+        if counts.overflowed and self.plan.out_of_range == "error":
             name, shard = self.tensor(chunk)
-            raise OutOfRangeError(name, shard, p.src.name, p.dst.name, found.overflowed)
+            raise OutOfRangeError(name, shard, p.src.name, p.dst.name, counts.overflowed)
 
     def tell(self) -> None:
         """Report progress."""

@@ -66,26 +66,17 @@ class Casting(Step):
         self.counts += self._cast(data, out)
 
 
-class Changing(Step):
-    """Casts rows that functions have changed."""
-
-    counts: CastCounts
+class Changing(Casting):
+    """Casts rows that functions have changed, from the dtype that these gave."""
 
     def __init__(self, job: Job, chunk: Chunk, p: Placement) -> None:
+        super().__init__(job.cast(p), moves=False)
         self._job, self._chunk, self._dst = job, chunk, p.dst
-        self._cast = job.cast(p)
-        self.counts = NO_COUNTS
 
     def changed(self, data: memoryview, start: int) -> memoryview:
         """See `Step.changed`."""
         rows, _, self._cast = _changed(self._job, self._chunk, data, start, self._dst)
         return rows
-
-    def __call__(
-        self, data: memoryview, out: memoryview, *, at: int, start: int, lines: int = 1
-    ) -> None:
-        """Cast elements of the dtype that the functions gave."""
-        self.counts += self._cast(data, out)
 
 
 class Encoding(Step):

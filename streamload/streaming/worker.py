@@ -111,9 +111,7 @@ class Worker:
                 counts = [NO_COUNTS] * len(unit)
         except BaseException as error:
             failure = self._named(unit, error)
-            for _, ticket in tickets:
-                with suppress(Exception):
-                    ticket.wait()
+            _UnderWay(unit, counts, tickets).outcome()
         if failure is None:  # first: the caller may stop at an outcome
             self._has_begun(unit, counts, tickets)
         yield from self._take_finished()
