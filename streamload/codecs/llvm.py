@@ -220,6 +220,11 @@ class HostFunction:
             raise UnsupportedCastError(*names, reason=found)
         return found
 
+    def found(self, key: Hashable) -> Any:
+        """The kernel if this process has compiled it, else None."""
+        found = compiled.get((self.symbol, key))
+        return None if isinstance(found, str) else found
+
     def _linked(self, ir: Callable[..., str]) -> Any:
         """The function, or why there is none."""
         try:

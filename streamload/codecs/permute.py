@@ -115,17 +115,17 @@ def kind_of(nbytes: int) -> str:
 
 
 def transpose(found: _Array, to: _Array) -> None:
-    """``to[...] = found``, of matrices of one dtype; fast if columns of ``to`` are contiguous."""
+    """``to[...] = found``, of matrices of one dtype; fast if columns of ``to`` are contiguous.
+
+    It uses what `compile_transpose` compiled, and compiles nothing: LLVM takes memory and time.
+    """
     n = to.itemsize
     lines = columns = 0
-    if n in _ITEMSIZES and to.strides[0] == n == found.strides[1]:
-        with suppress(UnsupportedCastError):
-            kernel = _compiled(n)
-            lines, columns = (
-                of // step * step for of, step in zip(to.shape, _steps(n), strict=True)
-            )
-            at, out = (array.__array_interface__["data"][0] for array in (found, to))
-            kernel(at, out, lines, columns, found.strides[0], to.strides[1])
+    kernel = _FUNCTION.found(n)
+    if kernel is not None and to.strides[0] == n == found.strides[1]:
+        lines, columns = (of // step * step for of, step in zip(to.shape, _steps(n), strict=True))
+        at, out = (array.__array_interface__["data"][0] for array in (found, to))
+        kernel(at, out, lines, columns, found.strides[0], to.strides[1])
     to[lines:] = found[lines:]
     to[:lines, columns:] = found[:lines, columns:]
 
@@ -133,21 +133,14 @@ def transpose(found: _Array, to: _Array) -> None:
 def compile_transpose(itemsizes: Iterable[int]) -> None:
     """Compile the kernels for elements of so many bytes, as far as there are any."""
     for itemsize in set(itemsizes).intersection(_ITEMSIZES):
+        name = f"{8 * itemsize} bits"
         with suppress(UnsupportedCastError):
-            _compiled(itemsize)
+            _FUNCTION.kernel(itemsize, (name, name), lambda n=itemsize, **_: _kernel_ir(n))
 
 
 def _steps(itemsize: int) -> tuple[int, int]:
     """The kernel takes multiples of so many lines and columns."""
     return _BLOCK, _LINE_NBYTES // itemsize
-
-
-def _compiled(itemsize: int) -> Callable[..., None]:
-    name = f"{8 * itemsize} bits"
-    kernel: Callable[..., None] = _FUNCTION.kernel(
-        itemsize, (name, name), lambda **_: _kernel_ir(itemsize)
-    )
-    return kernel
 
 
 def _kernel_ir(itemsize: int) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from streamload.checkpoint.shards import cut
 from streamload.codecs.cast_table import ZERO, Cast, CastCounts
 from streamload.codecs.decode import Decoders
-from streamload.codecs.permute import Fill, Permutation, transpose
+from streamload.codecs.permute import Fill, Permutation, compile_transpose, transpose
 from streamload.codecs.weights import Packed
 from streamload.core.dtypes import DType
 from streamload.core.tensors import RowTranspose, TensorInfo
@@ -107,6 +107,7 @@ class Assembler:
         grain = math.lcm(*(info.dtype.unit // math.gcd(info.dtype.unit, row) for info in infos))
         most = min((info.dtype.numel(self._most) for info in infos), default=self._most)
         to = np.frombuffer(out, f"u{self._n}")
+        compile_transpose([row * self._n])
         return Permutation(order.outer, order.inner, row, grain).write(first, to, fill, most)
 
     def _make(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -358,10 +359,15 @@ def host_engine(
 
 
 def _transposed(wants: TensorRequests, dsts: Iterable[DType]) -> Iterator[int]:
-    """Bytes of the elements of matrices that are transposed, as they are read or cast."""
-    for order, shape, *dtypes in zip(wants.transposes, wants.shapes, wants.srcs, dsts, strict=True):
-        if order is not None and order.rows != (shape or (1,))[0]:
-            yield from (dtype.itemsize for dtype in dtypes)
+    """Bytes of the rows that change places within parameters, as they are read or cast."""
+    columns = (wants.transposes, wants.shapes, wants.codings, wants.srcs, dsts)
+    for order, shape, coding, src, dst in zip(*columns, strict=True):
+        of = shape if coding is None else coding.shape
+        if order is not None and order.rows != (of or (1,))[0]:
+            numel = math.prod(of) // order.rows
+            yield from (
+                numel * dtype.itemsize for dtype in ((src, dst) if coding is None else (src,))
+            )
 
 
 def _engine(

@@ -5,7 +5,27 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from streamload.codecs.permute import transpose
+from streamload.codecs.llvm import compiled
+from streamload.codecs.permute import compile_transpose, transpose
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> None:
+    """What is asked for before any bytes are read."""
+    compile_transpose([1, 2, 4, 8])
+
+
+def test_nothing_is_compiled_while_bytes_move() -> None:
+    """A load that was not to have LLVM has none, and takes no memory for it."""
+    kernel = compiled.pop(("transpose", 4))
+    try:
+        found = np.arange(64 * 64, dtype=np.uint32).reshape(64, 64)
+        out = np.empty((64, 64), np.uint32)
+        transpose(found, out.T)
+        assert np.array_equal(out, found.T)
+        assert ("transpose", 4) not in compiled
+    finally:
+        compiled["transpose", 4] = kernel
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64])
