@@ -11,7 +11,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -263,7 +263,6 @@ class _Controller:
 
     limits: tuple[str, ...]
     usage: str
-    stat_limits: tuple[str, ...]
     reclaimable: tuple[str, ...]
 
 
@@ -274,13 +273,11 @@ _CONTROLLERS: Mapping[_Hierarchy, _Controller] = MappingProxyType(
         "cgroup": _Controller(
             limits=("memory.limit_in_bytes",),
             usage="memory.usage_in_bytes",
-            stat_limits=("hierarchical_memory_limit",),
             reclaimable=("total_inactive_file", "total_active_file"),
         ),
         "cgroup2": _Controller(
             limits=("memory.max", "memory.high"),
             usage="memory.current",
-            stat_limits=(),
             reclaimable=("inactive_file", "active_file", "slab_reclaimable"),
         ),
     }
@@ -332,14 +329,10 @@ class HostMemory:
                 "host", f"{self._meminfo} does not say what is free: state the budget in bytes"
             )
         system_nbytes = system_free_nbytes() if system_kib is None else system_kib * 1024
-        left = [_cgroup_available_nbytes(at, _CONTROLLERS[kind]) for at, kind in self._groups]
-        known = [nbytes for nbytes in left if nbytes is not None]
-        self._groups = [
-            group
-            for group, nbytes in zip(self._groups, left, strict=True)
-            if nbytes is not None and nbytes < _NO_LIMIT_NBYTES
-        ]
-        return min([system_nbytes, *known])
+        left = {group: _cgroup_available_nbytes(*group) for group in self._groups}
+        known = {group: nbytes for group, nbytes in left.items() if nbytes is not None}
+        self._groups = [group for group, nbytes in known.items() if nbytes < _NO_LIMIT_NBYTES]
+        return min([system_nbytes, *known.values()])
 
 
 def first_that_fits(
@@ -365,13 +358,14 @@ def first_that_fits(
     )
 
 
-def _cgroup_available_nbytes(directory: Path, controller: _Controller) -> int | None:
+def _cgroup_available_nbytes(directory: Path, kind: _Hierarchy) -> int | None:
     """Free bytes of one cgroup, or None if it has no limit."""
+    controller = _CONTROLLERS[kind]
     before = _number(directory / controller.usage) or 0
     stat = _fields(directory / "memory.stat")
     after = _number(directory / controller.usage) or 0
     limits = [_number(directory / name) for name in controller.limits]
-    limits += [stat.get(name) for name in controller.stat_limits]
+    limits.append(stat.get("hierarchical_memory_limit"))  # v1 alone has it
     stated = [limit for limit in limits if limit is not None]
     if not stated:
         return None
@@ -395,25 +389,13 @@ def available_cpus(root: Path = Path("/")) -> int:
     """
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity else os.cpu_count() or 1
-    limits = (_CPU_TIME[kind](directory) for directory, kind in _cgroups(root, "cpu"))
-    shares = [Fraction(quota, period) for quota, period in limits if quota and period]
-    return max(1, min([count, *map(math.ceil, shares)]))
-
-
-def _cpu_time_v1(directory: Path) -> tuple[int | None, int | None]:
-    return _number(directory / "cpu.cfs_quota_us"), _number(directory / "cpu.cfs_period_us")
-
-
-def _cpu_time_v2(directory: Path) -> tuple[int | None, int | None]:
-    quota, _, period = _text(directory / "cpu.max").strip().partition(" ")
-    found = (int(text) if text.isdecimal() else None for text in (quota, period))
-    return next(found), next(found)
-
-
-#: Microseconds of CPU time in a period, and those of the period; None where there is no limit.
-_CPU_TIME: Mapping[_Hierarchy, Callable[[Path], tuple[int | None, int | None]]] = MappingProxyType(
-    {"cgroup": _cpu_time_v1, "cgroup2": _cpu_time_v2}
-)
+    for directory, kind in _cgroups(root, "cpu"):
+        names = ("cpu.max",) if kind == "cgroup2" else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        time = [_decimal(text) for name in names for text in _text(directory / name).split()]
+        quota, period = time if len(time) == 2 else (None, None)
+        if quota and period:  # microseconds
+            count = min(count, -(-quota // period))
+    return max(1, count)
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[tuple[Path, _Hierarchy]]:
@@ -469,7 +451,10 @@ def _text(path: Path) -> str:
 
 def _number(path: Path) -> int | None:
     """The number in a one-line file; None for "max", and where there is no such file."""
-    text = _text(path).strip()
+    return _decimal(_text(path).strip())
+
+
+def _decimal(text: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 

@@ -26,6 +26,7 @@ import numpy as np
 
 from streamload.codecs.scheme import CodedWeight
 from streamload.core.dtypes import DType
+from streamload.core.interrupt import nothing
 from streamload.core.system import bytes_at, trim_heap
 from streamload.core.tensors import Block
 from streamload.devices.allocators import NO_COSTS, AllocatorKind, TensorCosts
@@ -430,10 +431,6 @@ class Swap:
     dense_nbytes: int = 0
     holders: str = "none"
     refused: Mapping[str, str] = field(default_factory=dict)
-
-
-def nothing() -> None:
-    """Undo nothing."""
 
 
 #: Of a model that stays as it is.

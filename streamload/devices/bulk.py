@@ -39,13 +39,22 @@ _SYMBOL = "streamload_bulk"
 # failed: {index of the read, what a call returned}; the result is 0 or the stage's number from 1 on
 
 
-def _words(base: str, *fields: str) -> str:
+def _words(base: str, fields: str) -> str:
     """IR that loads a row's words, "name" or "ptr name", from ``%name.p`` as ``%name``."""
     lines = []
-    for index, field in enumerate(fields):
+    for index, field in enumerate(fields.split(", ")):
         kind, _, name = field.rpartition(" ")
         lines.append(f"%{name}.p = getelementptr i64, ptr {base}, i64 {index}")
         lines.append(f"%{name} = load {kind or 'i64'}, ptr %{name}.p")
+    return "\n  ".join(lines)
+
+
+def _parameters(*names: str) -> str:
+    """IR that stores the addresses of words, for a kernel's launch."""
+    lines = []
+    for index, name in enumerate(names):
+        lines.append(f"%parameters.{index} = getelementptr ptr, ptr %parameters, i64 {index}")
+        lines.append(f"store ptr %{name}.p, ptr %parameters.{index}")
     return "\n  ".join(lines)
 
 
@@ -63,13 +72,8 @@ _IR = f"""
 define i64 @{_SYMBOL}(ptr %reads, i64 %n, ptr %copies, ptr %slots, i64 %nslots, ptr %calls,
                       ptr %failed) {{
 entry:
-  {_words("%calls", *(f"ptr {name}" for name in CALLS))}
+  {_words("%calls", ", ".join(f"ptr {name}" for name in CALLS))}
   %parameters = alloca [6 x ptr]
-  %parameters.1 = getelementptr ptr, ptr %parameters, i64 1
-  %parameters.2 = getelementptr ptr, ptr %parameters, i64 2
-  %parameters.3 = getelementptr ptr, ptr %parameters, i64 3
-  %parameters.4 = getelementptr ptr, ptr %parameters, i64 4
-  %parameters.5 = getelementptr ptr, ptr %parameters, i64 5
   %code.p = getelementptr i64, ptr %failed, i64 1
   br label %next
 
@@ -81,11 +85,11 @@ next:
 begin:
   store i64 %i, ptr %failed
   %r = getelementptr [6 x i64], ptr %reads, i64 %i
-  {_words("%r", "fd64", "offset", "asked", "needed", "first", "count")}
+  {_words("%r", "fd64, offset, asked, needed, first, count")}
   %fd = trunc i64 %fd64 to i32
   %which = urem i64 %i, %nslots
   %slot = getelementptr [4 x i64], ptr %slots, i64 %which
-  {_words("%slot", "ptr memory", "ptr stream", "ptr event", "busy")}
+  {_words("%slot", "ptr memory, ptr stream, ptr event, busy")}
   %is.busy = icmp ne i64 %busy, 0
   br i1 %is.busy, label %waiting, label %reading
 
@@ -134,9 +138,7 @@ copy.next:
 copy.one:
   %c.i = add i64 %first, %k
   %c = getelementptr [10 x i64], ptr %copies, i64 %c.i
-  {_words("%c", "at", "size", "target", "ptr kernel", "numel", "cast", "tally", "blocks64")}
-  %statistics.p = getelementptr i64, ptr %c, i64 8
-  %unit.p = getelementptr i64, ptr %c, i64 9
+  {_words("%c", "at, size, target, ptr kernel, numel, cast, tally, blocks64, statistics, unit")}
   %source = getelementptr i8, ptr %memory, i64 %at
   %copy.code = call i32 %copy(i64 %target, ptr %source, i64 %size, ptr %stream)
   %copy.failed = icmp ne i32 %copy.code, 0
@@ -148,12 +150,7 @@ is.there:
 
 casting:
   %blocks = trunc i64 %blocks64 to i32
-  store ptr %target.p, ptr %parameters
-  store ptr %cast.p, ptr %parameters.1
-  store ptr %numel.p, ptr %parameters.2
-  store ptr %tally.p, ptr %parameters.3
-  store ptr %statistics.p, ptr %parameters.4
-  store ptr %unit.p, ptr %parameters.5
+  {_parameters("target", "cast", "numel", "tally", "statistics", "unit")}
   %launched = call i32 %launch(ptr %kernel, i32 %blocks, i32 1, i32 1, i32 {BLOCK_THREADS}, i32 1,
                                i32 1, i32 0, ptr %stream, ptr %parameters, ptr null)
   %launch.failed = icmp ne i32 %launched, 0

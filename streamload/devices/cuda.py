@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -155,19 +156,17 @@ class Context:
 
     def finish(self, stream: int) -> None:
         """Wait for what was queued on a stream, 0 for the null stream. Mostly there is nothing."""
-        self.check(self._push(self.handle), "cuCtxPushCurrent")
-        status = self._query(stream)
-        if status == _NOT_READY:
-            status = _driver().slow.cuStreamSynchronize(stream)
-        self._pop(self._popped)
-        self.check(status, "earlier work on the device")
+        with self.current():
+            status = self._query(stream)
+            if status == _NOT_READY:
+                status = _driver().slow.cuStreamSynchronize(stream)
+            self.check(status, "earlier work on the device")
 
     def order(self, stream: int, slot: PinnedStaging) -> None:
         """Let a stream wait for the copies that were begun from a slot last."""
-        self.check(self._push(self.handle), "cuCtxPushCurrent")
-        status = _driver().quick.cuStreamWaitEvent(stream, slot.event, 0)
-        self._pop(self._popped)
-        self.check(status, "cuStreamWaitEvent")
+        with self.current():
+            status = _driver().quick.cuStreamWaitEvent(stream, slot.event, 0)
+            self.check(status, "cuStreamWaitEvent")
 
     def copy(self, staging: PinnedStaging, start: int, nbytes: int, address: int) -> None:
         """Begin to copy bytes of staging to a device address; `PinnedStaging.wait` ends it."""
@@ -227,12 +226,15 @@ def _spins() -> bool:
 
 
 class _Stream:
-    """A stream, and an event of its own: one copy after the other.
+    """Memory with a stream, and an event of its own: one copy after the other.
 
     Attributes:
+        what: the memory, for errors.
         stream: a ``CUstream``.
         event: a ``CUevent``, recorded after each copy.
     """
+
+    what: str
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -253,17 +255,36 @@ class _Stream:
         if status:
             self._context.check(status, "a copy")
 
-    def _destroy(self) -> int:
-        """Wait for a copy under way and let go of both; returns a status."""
+    @contextmanager
+    def _allocating(self, name: str, nbytes: int) -> Iterator[None]:
+        """Close it if it cannot be had, and raise AllocationError."""
+        try:
+            yield
+        except (DeviceError, OSError) as error:
+            with suppress(DeviceError):
+                self.close()
+            problem = error.problem if isinstance(error, DeviceError) else str(error)
+            raise AllocationError(name, problem, nbytes=nbytes) from error
+
+    @abstractmethod
+    def _free(self) -> int:
+        """Give the memory back, in the current context; returns a status."""
+
+    def close(self) -> None:
+        """Give everything back; waits for a copy under way."""
         failure = 0
-        if self.stream:  # not for the event alone: what was begun last may have failed before it
-            failure = self._slow.cuStreamSynchronize(self.stream)
-        if self.event:
-            self._slow.cuEventDestroy_v2(self.event)
-        if self.stream:
-            _streams.give_back(self._context, self.stream)
-        self.stream, self.event = 0, ctypes.c_void_p()
-        return failure
+        # raises where the context is gone, and with it all that was page-locked in it
+        with self._context.current():
+            if self.stream:  # not for the event alone: the last copy may have failed before it
+                failure = self._slow.cuStreamSynchronize(self.stream)
+            if self.event:
+                self._slow.cuEventDestroy_v2(self.event)
+            if self.stream:
+                _streams.give_back(self._context, self.stream)
+            self.stream, self.event = 0, ctypes.c_void_p()
+            failure = self._free() or failure
+        if failure:
+            self._context.check(failure, f"giving {self.what} back")
 
 
 class PinnedStaging(_Stream):
@@ -279,11 +300,13 @@ class PinnedStaging(_Stream):
         AllocationError: the memory cannot be had, or not be page-locked.
     """
 
+    what = "staging"
+
     def __init__(self, context: Context, nbytes: int) -> None:
         super().__init__(context)
         self._registered = False
         self.view = memoryview(b"")
-        try:
+        with self._allocating(self.what, nbytes):
             self.view = direct_memory(max(nbytes, 1))
             populate(self.view)  # by this thread: the driver locks pages for one at a time
             self.address = address_of(self.view)
@@ -291,44 +314,30 @@ class PinnedStaging(_Stream):
                 context.call("cuMemHostRegister_v2", self.address, max(nbytes, 1), _PORTABLE)
                 self._registered = True
                 self._create()
-        except (DeviceError, OSError) as error:
-            with suppress(DeviceError):
-                self.close()
-            problem = error.problem if isinstance(error, DeviceError) else str(error)
-            raise AllocationError("staging", problem, nbytes=nbytes) from error
 
-    def close(self) -> None:
-        """Give everything back; waits for a copy under way."""
-        # raises where the context is gone, and with it all that was page-locked in it
-        with self._context.current():
-            failure = self._destroy()
-            if self._registered:
-                failure = self._slow.cuMemHostUnregister(self.address) or failure
+    def _free(self) -> int:
+        status = self._slow.cuMemHostUnregister(self.address) if self._registered else 0
         self._registered = False
         with suppress(BufferError):  # an error's traceback refers to it: it goes then
             self.view.release()
-        if failure:
-            self._context.check(failure, "giving staging back")
+        return int(status)
 
 
 class DeviceMemory(_Stream):
     """Memory besides buffers, from the driver itself and no allocator; zeros at first."""
 
+    what = "memory"
+
     def __init__(self, context: Context, nbytes: int) -> None:
         super().__init__(context)
         allocated = ctypes.c_uint64()
         self.address = 0
-        try:
-            with context.current():
-                self._create()
-                context.call("cuMemAlloc_v2", ctypes.byref(allocated), nbytes)
-                self.address = allocated.value
-                context.call("cuMemsetD8Async", self.address, 0, nbytes, self.stream)
-                context.call("cuStreamSynchronize", self.stream)
-        except DeviceError as error:
-            with suppress(DeviceError):
-                self.close()
-            raise AllocationError(context.name, error.problem, nbytes=nbytes) from error
+        with self._allocating(context.name, nbytes), context.current():
+            self._create()
+            context.call("cuMemAlloc_v2", ctypes.byref(allocated), nbytes)
+            self.address = allocated.value
+            context.call("cuMemsetD8Async", self.address, 0, nbytes, self.stream)
+            context.call("cuStreamSynchronize", self.stream)
 
     def read(self, start: int, stop: int) -> bytes:
         """Bytes ``start`` to ``stop`` (exclusive), without waiting for other streams."""
@@ -355,14 +364,10 @@ class DeviceMemory(_Stream):
             self._context.call("cuLaunchKernel", kernel, *shape, 0, self.stream, places, None)
             self._context.call("cuStreamSynchronize", self.stream)
 
-    def close(self) -> None:
-        with self._context.current():
-            failure = self._destroy()
-            if self.address:
-                failure = self._slow.cuMemFree_v2(self.address) or failure
+    def _free(self) -> int:
+        status = self._slow.cuMemFree_v2(self.address) if self.address else 0
         self.address = 0
-        if failure:
-            self._context.check(failure, "giving memory back")
+        return int(status)
 
 
 class BulkCopier:

@@ -11,11 +11,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -147,52 +148,57 @@ def _read_probe(data: bytes | None) -> ProbeResult | None:
         return None
 
 
-def computed(
-    owner: Framework,
-    name: str,
-    full: bool,
-    *,
-    add_one: Callable[[list[float]], list[float]],
-    problem: Callable[[Exception], str],
-    held: Iterable[str],
-    casts: Iterable[tuple[DType, DType]],
-) -> ProbeResult:
-    """Add numbers on a device; ``full`` tries every dtype and cast on real buffers.
+class ComputingFramework(Framework):
+    """A framework whose devices are probed by computing with its tensors.
 
-    Args:
-        owner: the framework.
-        name: the device's canonical name.
-        full: try all of it.
-        add_one: adds one to each number, on the device.
-        problem: the line of an error that names the problem, without the device's name.
-        held: long names of the framework's dtypes; the others are absent.
-        casts: (src, dst) pairs that the device may cast.
+    Attributes:
+        held: its dtypes, by their long names; the others are absent.
+        casts: (src, dst) pairs that its devices may cast.
     """
-    try:
-        device = owner.device(name)
-        found = add_one([1.0, 2.0, 3.0])
-    except Exception as error:  # each backend raises what it likes
-        return ProbeResult(name, False, problem(error))
-    if found != [2.0, 3.0, 4.0]:
-        return ProbeResult(name, False, f"[1, 2, 3] + 1 gave {found}")
-    if not full:
-        return ProbeResult(name, True)
-    statuses: dict[str, DTypeStatus] = dict.fromkeys(sorted(BY_NAME.keys() - set(held)), "absent")
-    statuses |= {ours: owner.dtype_status(name, BY_NAME[ours]) for ours in held}
-    exact = tuple((src.name, dst.name) for src, dst in casts if _casts_exactly(device, src, dst))
-    return ProbeResult(name, True, "", statuses, exact)
 
+    held: Mapping[str, Any]
+    casts: Iterable[tuple[DType, DType]]
 
-def doubles(dtype: DType, double: Callable[[bytes], bytes]) -> bool:
-    """Whether a device doubles ones correctly; ``double`` gets and returns elements as bytes.
+    @abstractmethod
+    def _add_one(self, name: str, numbers: list[float]) -> list[float]:
+        """Add one to each number, on a device."""
 
-    Bools stay as they are.
-    """
-    one, two = (np.full(4, value).astype(dtype.numpy).tobytes() for value in (1, 2))
-    try:
-        return double(one) == (one if dtype.kind == "bool" else two)
-    except Exception:  # each backend raises what it likes
-        return False
+    @abstractmethod
+    def _problem(self, error: Exception) -> str:
+        """The line of an error that names the problem, without the device's name."""
+
+    @abstractmethod
+    def _double(self, device: Any, dtype: DType, ones: bytes) -> tuple[bytes, DTypeStatus]:
+        """Double elements on a real buffer; bools stay. With the status of a dtype that works."""
+
+    def probe(self, name: str, full: bool) -> ProbeResult:
+        name = self.canonical(name)
+        try:
+            device = self.device(name)
+            found = self._add_one(name, [1.0, 2.0, 3.0])
+        except Exception as error:  # each backend raises what it likes
+            return ProbeResult(name, False, self._problem(error))
+        if found != [2.0, 3.0, 4.0]:
+            return ProbeResult(name, False, f"[1, 2, 3] + 1 gave {found}")
+        if not full:
+            return ProbeResult(name, True)
+        names = (*sorted(BY_NAME.keys() - self.held.keys()), *self.held)
+        statuses = {ours: self.dtype_status(name, BY_NAME[ours]) for ours in names}
+        exact = [
+            (src.name, dst.name) for src, dst in self.casts if _casts_exactly(device, src, dst)
+        ]
+        return ProbeResult(name, True, "", statuses, tuple(exact))
+
+    def dtype_status(self, name: str, dtype: DType) -> DTypeStatus:
+        if dtype.name not in self.held:
+            return "absent"
+        device = self.device(name)
+        one, two = (np.full(4, value).astype(dtype.numpy).tobytes() for value in (1, 2))
+        try:
+            doubled, status = self._double(device, dtype, one)
+        except Exception:  # each backend raises what it likes
+            return "broken"
+        return status if doubled == (one if dtype.kind == "bool" else two) else "broken"
 
 
 def _casts_exactly(device: Device, src: DType, dst: DType) -> bool:

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple, Unpack
 from streamload.checkpoint.open import Checkpoint
 from streamload.codecs.cast_table import OutOfRange
 from streamload.codecs.scheme import CodedWeight
+from streamload.core.interrupt import nothing
 from streamload.core.location import Location, Url
 from streamload.core.memory import STAGING, Budget, available_cpus, canonical_device
 from streamload.core.pagemap import reusable_nbytes
 from streamload.core.units import format_bytes, parse_bytes
-from streamload.devices.base import NO_SWAP, Device, Framework, Parameter, Swap, nothing
+from streamload.devices.base import NO_SWAP, Device, Framework, Parameter, Swap
 from streamload.devices.names import (
     default_framework,
     environment_fp16_cast,

@@ -38,13 +38,11 @@ from streamload.devices.base import (
     Device,
     DeviceInfo,
     DTypeStatus,
-    Framework,
-    ProbeResult,
     Staging,
     Ticket,
 )
 from streamload.devices.names import NO_DEVICE, environment
-from streamload.devices.probing import computed, doubles, nvidia_parts
+from streamload.devices.probing import ComputingFramework, nvidia_parts
 from streamload.devices.staging import DONE, HostStaging
 from streamload.devices.tinygrad.linear import coded, swapping
 from streamload.devices.tinygrad.tensors import (
@@ -217,9 +215,7 @@ class _HostVisibleDevice(TinygradDevice):
         with self._view(buffer)[start:stop] as view:
             yield view
 
-    def copy(
-        self, staging: Staging, start: int, nbytes: int, buffer: Buffer, offset: int
-    ) -> Ticket:
+    def copy(self, staging: Staging, start: int, nbytes: int, buffer: Any, offset: int) -> Ticket:
         self._device.synchronize()
         with self.window(buffer, offset, offset + nbytes) as view:
             view[:] = staging.view[start : start + nbytes]
@@ -295,9 +291,7 @@ class _OpenCLDevice(TinygradDevice):
         finally:
             self._enqueue("clEnqueueUnmapMemObject", buffer._buf, ctypes.c_void_p(address))
 
-    def copy(
-        self, staging: Staging, start: int, nbytes: int, buffer: Buffer, offset: int
-    ) -> Ticket:
+    def copy(self, staging: Staging, start: int, nbytes: int, buffer: Any, offset: int) -> Ticket:
         source = ctypes.c_void_p(address_of(staging.view) + start)
         self._enqueue("clEnqueueWriteBuffer", buffer._buf, True, offset, nbytes, source)
         return DONE
@@ -365,9 +359,7 @@ class _CUDADevice(cuda.Copies, TinygradDevice):
 class _OffsetDevice(TinygradDevice):
     """Backends whose allocator points into a buffer: HIP, NV, AMD."""
 
-    def copy(
-        self, staging: Staging, start: int, nbytes: int, buffer: Buffer, offset: int
-    ) -> Ticket:
+    def copy(self, staging: Staging, start: int, nbytes: int, buffer: Any, offset: int) -> Ticket:
         """tinygrad's own copy, to an offset; it keeps the source until it has synchronised."""
         allocator = self._device.allocator
         source = staging.view[start : start + nbytes]
@@ -434,10 +426,11 @@ _NEEDED = {
 }
 
 
-class TinygradFramework(Framework):
+class TinygradFramework(ComputingFramework):
     """tinygrad, as `devices.base.Framework`."""
 
     name = "tinygrad"
+    held, casts = TO_TINYGRAD, _DEVICE_CASTS
 
     parameters = staticmethod(parameters_of)
     coded = staticmethod(coded)
@@ -503,37 +496,24 @@ class TinygradFramework(Framework):
     def tensor(self, device: Device, buffer: Any, dtype: DType, shape: tuple[int, ...]) -> Tensor:
         return Tensor(over(buffer, dtype, shape))
 
-    def probe(self, name: str, full: bool) -> ProbeResult:
-        name = self.canonical(name)
-        return computed(
-            self,
-            name,
-            full,
-            add_one=lambda numbers: (Tensor(numbers, device=name) + 1).tolist(),
-            problem=_problem,
-            held=TO_TINYGRAD,
-            casts=_DEVICE_CASTS,
-        )
+    def _add_one(self, name: str, numbers: list[float]) -> list[float]:
+        return (Tensor(numbers, device=name) + 1).tolist()  # type: ignore[no-any-return]
 
-    def dtype_status(self, name: str, dtype: DType) -> DTypeStatus:
-        if dtype.name in _UNSUPPORTED:
-            return "absent"
-        device, kind = self.device(name), TO_TINYGRAD[dtype.name]
+    def _problem(self, error: Exception) -> str:
+        return _problem(error)
 
-        def double(ones: bytes) -> bytes:
-            buffer = device.allocate(dtype, (len(ones) // dtype.itemsize,))
-            staging = device.staging(len(ones))
-            staging.view[:] = ones
-            device.copy(staging, 0, len(ones), buffer, 0).wait()
-            staging.close()
-            tensor = Tensor(over(buffer, dtype, (len(ones) // dtype.itemsize,)))
-            doubled = (tensor | tensor) if dtype.kind == "bool" else (tensor + tensor)
-            return bytes(doubled.contiguous().realize().bitcast(dtypes.uint8).data())
-
-        if not doubles(dtype, double):
-            return "broken"
+    def _double(self, device: Any, dtype: DType, ones: bytes) -> tuple[bytes, DTypeStatus]:
+        kind = TO_TINYGRAD[dtype.name]
+        buffer = device.allocate(dtype, (len(ones) // dtype.itemsize,))
+        staging = device.staging(len(ones))
+        staging.view[:] = ones
+        device.copy(staging, 0, len(ones), buffer, 0).wait()
+        staging.close()
+        tensor = self.tensor(device, buffer, dtype, (len(ones) // dtype.itemsize,))
+        doubled = (tensor | tensor) if dtype.kind == "bool" else (tensor + tensor)
         native = kind is not dtypes.bfloat16 or backend_of(device.name) in _BF16_NATIVE
-        return "native" if native and device._computes_in(kind) else "emulated"
+        status: DTypeStatus = "native" if native and device._computes_in(kind) else "emulated"
+        return bytes(doubled.contiguous().realize().bitcast(dtypes.uint8).data()), status
 
 
 def _version() -> str:

@@ -187,8 +187,9 @@ def swapping(model: Any, formats: Mapping[str, str]) -> Swap:
         return lambda: put_into(model, {id(layer): linear for linear, layer in pairs})
 
     coded = {name: CodedWeight(form, shapes[name]) for name, form in replaced.items()}
+    owners = {prefix: type(obj).__name__ for prefix, obj in walk(model, Tensor)}
     others = (name for name in formats if name in tensors and name not in coded)
-    refused = {name: type(_owner(model, name)).__name__ for name in others}
+    refused = {name: owners["".join(name.rpartition(".")[:2])] for name in others}
     return Swap(coded, put, 0, "tinygrad's nn.Linear", refused)
 
 
@@ -209,28 +210,17 @@ def _chosen(
     replaced: dict[str, str] = {}
     pairs: list[tuple[nn.Linear, QuantLinear]] = []
     for tied in shared:
-        held = [linears.get(name) for name in tied]
-        whole = {id(linear): linear for linear in held if linear is not None}
-        if None in held or isinstance(next(iter(whole.values())).weight.device, tuple):
+        held = [linears[name] for name in tied if name in linears]
+        if len(held) < len(tied) or isinstance(held[0].weight.device, tuple):
             continue
         format = _agreed({name: wanted[name] for name in tied})
         if format is not None:
-            layer = _quantised(tied[0], next(iter(whole.values())), format)
-            for linear in whole.values():
+            layer = _quantised(tied[0], held[0], format)
+            for linear in {id(linear): linear for linear in held}.values():
                 pairs.append((linear, copy.copy(layer)))
                 pairs[-1][1].bias = linear.bias
             replaced |= dict.fromkeys(tied, format)
     return replaced, pairs
-
-
-def _owner(model: Any, name: str) -> Any:
-    """The object that holds the tensor of a name."""
-    for key in name.split(".")[:-1]:
-        if isinstance(model, (list, tuple)):
-            model = model[int(key)]
-        else:
-            model = model[key] if isinstance(model, dict) else getattr(model, key)
-    return model
 
 
 def coded(model: Any) -> dict[str, CodedWeight]:

@@ -179,6 +179,12 @@ class _Tensors(EntryParameter):
         for tensor in self._entries:  # tied ones may have shapes of their own
             tensor.uop = uop if tensor.shape == uop.shape else uop.reshape(tensor.shape)
 
+    def _hollow(self, where: str, shape: Sequence[int], kept: UOp | None) -> None:
+        """Put in memory that raises when it is used."""
+        first, numel = self._entries[0], math.prod(shape)
+        buffer = InvalidBuffer(self.names[0], where, numel, first.dtype, kept, self.keeps)
+        self._put(UOp.from_buffer(buffer).reshape(shape))
+
     def _shown(self, buffer: Buffer | None) -> Sequence[tuple[int, int]]:
         """The bytes of its span, if the CPU sees the buffer that it is of."""
         address = None if buffer is None else _address(buffer.base)
@@ -344,14 +350,9 @@ class TinygradParameter(_Tensors):
         self._put(over(buffer, dtype, self.shape))
 
     def invalidate(self, keep: bool) -> None:
-        first = self._entries[0]
-        numel = math.prod(self.shape)
-        if numel == 0:
-            return
-        kept = _stands_on(first.uop) if keep else None
-        where = first.device, numel, first.dtype
-        buffer = InvalidBuffer(self.names[0], *where, kept, self.keeps)
-        self._put(UOp.from_buffer(buffer).reshape(self.shape))
+        if 0 not in self.shape:
+            first = self._entries[0]
+            self._hollow(first.device, self.shape, _stands_on(first.uop) if keep else None)
 
     def revive(self) -> None:
         invalid = invalid_buffer(self._entries[0].uop)
@@ -414,8 +415,7 @@ class ShardParameter(_Tensors):
             return
         first = Tensor(_stands_on(self._entries[0].uop))
         made = first.cast(TO_TINYGRAD[dtype.name]).empty_like()
-        memory = _spread(made.uop)
-        memory.bufs[:] = [other._new for other in self._others]
+        _spread(made.uop).bufs[:] = [other._new for other in self._others]
         self._put(made.uop)
         for other in self._others:
             other._new = None
@@ -424,10 +424,8 @@ class ShardParameter(_Tensors):
         """Replace the memory of all shards by memory that raises when used."""
         first = self._entries[0]
         self._written = False
-        if invalid_buffer(first.uop) is None and math.prod(first.shape):
-            where = str(self.device), math.prod(first.shape), first.dtype
-            buffer = InvalidBuffer(self.names[0], *where, first.uop, self.keeps)
-            self._put(UOp.from_buffer(buffer).reshape(first.shape))
+        if invalid_buffer(first.uop) is None and 0 not in first.shape:
+            self._hollow(str(self.device), first.shape, first.uop)
 
     def revive(self) -> None:
         """Restore the kept memory once all shards of it were written."""

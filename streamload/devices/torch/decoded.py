@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -54,6 +55,7 @@ class Holder(Protocol):
         """The name of a weight in the model."""
 
 
+@dataclass(eq=False)
 class Origin:
     """The weight that a copy was decoded from.
 
@@ -65,18 +67,14 @@ class Origin:
         partial: whether the copy is a part of the weight: an expert's matrix.
     """
 
-    def __init__(
-        self,
-        values: torch.Tensor,
-        holder: Holder,
-        leaf: str,
-        *,
-        transposed: bool = False,
-        partial: bool = False,
-    ) -> None:
-        self.values, self.holder, self.leaf = values, holder, leaf
-        self.transposed, self.partial = transposed, partial
-        self._stamp = holder.stamp(leaf)
+    values: torch.Tensor
+    holder: Holder
+    leaf: str
+    transposed: bool = False
+    partial: bool = False
+
+    def __post_init__(self) -> None:
+        self._stamp = self.holder.stamp(self.leaf)
 
     def write(self, what: str, values: torch.Tensor | None = None) -> None:
         """Quantize the copy again, or other values; raise for an unknown writer.

@@ -25,7 +25,6 @@ from streamload.devices.base import (
     Device,
     DeviceInfo,
     DTypeStatus,
-    Framework,
     HeapDevice,
     ProbeResult,
     Staging,
@@ -33,7 +32,7 @@ from streamload.devices.base import (
     Ticket,
 )
 from streamload.devices.names import NO_DEVICE, environment
-from streamload.devices.probing import computed, doubles, nvidia_parts
+from streamload.devices.probing import ComputingFramework, nvidia_parts
 from streamload.devices.staging import DONE, HostStaging
 from streamload.devices.torch.tensors import (
     TO_TORCH,
@@ -131,8 +130,7 @@ class TorchDevice(Device):
 
     def _memory(self) -> tuple[int | None, int | None]:
         """Free bytes and all, if the backend reports them."""
-        ask = self._call("mem_get_info")
-        if ask is not None:
+        if (ask := self._call("mem_get_info")) is not None:
             with suppress(RuntimeError):
                 free, total = ask(self.torch_device)
                 return free, total
@@ -140,9 +138,7 @@ class TorchDevice(Device):
 
     def _call(self, name: str) -> Callable[..., Any] | None:
         """A function of the backend's module (torch.xpu, torch.mps, ...), or None."""
-        module = getattr(torch, self.torch_device.type, None)
-        found: Callable[..., Any] | None = getattr(module, name, None)
-        return found
+        return getattr(getattr(torch, self.torch_device.type, None), name, None)
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
         try:
@@ -239,14 +235,12 @@ class TorchDevice(Device):
         self.trim()
 
     def trim(self) -> None:
-        empty_cache = self._call("empty_cache")
-        if empty_cache is not None:
+        if (empty_cache := self._call("empty_cache")) is not None:
             with self._translated("giving memory back"):
                 empty_cache()
 
     def synchronize(self) -> None:
-        synchronize = self._call("synchronize")
-        if synchronize is not None:
+        if (synchronize := self._call("synchronize")) is not None:
             with self._translated("earlier work on the device"):
                 synchronize()
 
@@ -442,10 +436,11 @@ def _cuda_caveat(name: str) -> str:
     )
 
 
-class TorchFramework(Framework):
+class TorchFramework(ComputingFramework):
     """torch, as `devices.base.Framework`."""
 
     name = "torch"
+    held, casts = TO_TORCH, _DEVICE_CASTS
 
     parameters = staticmethod(parameters_of)
     unstored = staticmethod(unstored_of)
@@ -510,16 +505,7 @@ class TorchFramework(Framework):
 
     def probe(self, name: str, full: bool) -> ProbeResult:
         """If results last, bfloat16 too, which a load asks about first."""
-        name = self.canonical(name)
-        result = computed(
-            self,
-            name,
-            full,
-            add_one=lambda numbers: (torch.tensor(numbers, device=name) + 1).tolist(),
-            problem=lambda error: getattr(error, "problem", "") or _first_line(error),
-            held=TO_TORCH,
-            casts=_DEVICE_CASTS,
-        )
+        result = super().probe(name, full)
         if full or not result.works or not self.lasting(name):
             return result
         status = self.dtype_status(name, BF16)
@@ -528,13 +514,33 @@ class TorchFramework(Framework):
 
     def dtype_status(self, name: str, dtype: DType) -> DTypeStatus:
         """A dtype that worked once is not tried again: first kernels take milliseconds."""
-        if dtype.name in _UNSUPPORTED:
-            return "absent"
         key = (self.canonical(name), dtype.name)
-        status = _WORKED.get(key) or _dtype_status(self.device(name), dtype)
+        status = _WORKED.get(key) or super().dtype_status(name, dtype)
         if status != "broken":  # else the device may have been full
             _WORKED[key] = status
         return status
+
+    def _add_one(self, name: str, numbers: list[float]) -> list[float]:
+        return (torch.tensor(numbers, device=name) + 1).tolist()  # type: ignore[no-any-return]
+
+    def _problem(self, error: Exception) -> str:
+        return getattr(error, "problem", "") or _first_line(error)
+
+    def _double(self, device: Any, dtype: DType, ones: bytes) -> tuple[bytes, DTypeStatus]:
+        status: DTypeStatus = "native"
+        tensor = device.allocate(dtype, (len(ones) // dtype.itemsize,))
+        _flat_bytes(tensor).copy_(torch.frombuffer(bytearray(ones), dtype=torch.uint8))
+        try:
+            doubled = tensor.logical_or(tensor) if dtype.kind == "bool" else tensor + tensor
+        except RuntimeError:
+            # torch has few operations for 8-bit floats and wide unsigned integers: they are cast
+            wide = tensor.to(torch.float32 if dtype.kind == "float" else torch.int64)
+            doubled, status = (wide + wide).to(tensor.dtype), "emulated"
+        if dtype.name in _CPU_FEATURES and device.name == "cpu":
+            status = "native" if _cpu_multiplies(dtype.name) else "emulated"
+        elif dtype is BF16 and not device.info.native_bf16:
+            status = "emulated"
+        return device.read(doubled.contiguous(), 0, len(ones)), status
 
 
 _WAYS: dict[str, type[TorchDevice]] = {
@@ -544,29 +550,6 @@ _WAYS: dict[str, type[TorchDevice]] = {
 
 
 _WORKED: dict[tuple[str, str], DTypeStatus] = {}
-
-
-def _dtype_status(device: TorchDevice, dtype: DType) -> DTypeStatus:
-    """Write ones to a real buffer, double them on the device, read the bytes back."""
-    status: DTypeStatus = "native"
-
-    def double(ones: bytes) -> bytes:
-        nonlocal status
-        tensor = device.allocate(dtype, (len(ones) // dtype.itemsize,))
-        _flat_bytes(tensor).copy_(torch.frombuffer(bytearray(ones), dtype=torch.uint8))
-        try:
-            doubled = tensor.logical_or(tensor) if dtype.kind == "bool" else tensor + tensor
-        except RuntimeError:
-            # torch has few operations for 8-bit floats and wide unsigned integers: they are cast
-            wide = tensor.to(torch.float32 if dtype.kind == "float" else torch.int64)
-            doubled, status = (wide + wide).to(tensor.dtype), "emulated"
-        return device.read(doubled.contiguous(), 0, len(ones))
-
-    if not doubles(dtype, double):
-        return "broken"
-    if dtype.name in _CPU_FEATURES and device.name == "cpu":
-        return "native" if _cpu_multiplies(dtype.name) else "emulated"
-    return "emulated" if dtype is BF16 and not device.info.native_bf16 else status
 
 
 FRAMEWORK = TorchFramework()

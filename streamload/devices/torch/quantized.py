@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -47,13 +48,10 @@ _STEP_NUMEL = 2**20  # elements dequantized at once: 16 MB besides the weight, f
 def _int8(parts: _Parts, start: int, stop: int) -> torch.Tensor:
     width = parts[""].shape[1]
     rows = slice(start // width, stop // width)
-    return parts[""][rows].flatten(1) * parts["_scale"][rows]
-
-
-def _bitsandbytes_int8(parts: _Parts, start: int, stop: int) -> torch.Tensor:
-    width = parts[""].shape[1]
-    rows = slice(start // width, stop // width)
-    return parts[""][rows].flatten(1) * parts["SCB"][rows, None] * float(STEP)
+    codes = parts[""][rows].flatten(1)
+    if "SCB" in parts:  # bitsandbytes'
+        return codes * parts["SCB"][rows, None] * float(STEP)
+    return codes * parts["_scale"][rows]
 
 
 def _gguf_blocks(
@@ -100,8 +98,7 @@ def _offset(state: torch.Tensor) -> float:
 
 
 _DECODERS: Mapping[str, Callable[[_Parts, int, int], torch.Tensor]] = {
-    "int8": _int8,
-    "bitsandbytes-int8": _bitsandbytes_int8,
+    **dict.fromkeys(("int8", "bitsandbytes-int8"), _int8),
     "q8_0": _q8_0,
     "q4_0": _q4_0,
     **dict.fromkeys(("nf4", "nf4-nested", "fp4", "fp4-nested"), _four_bit),
@@ -137,20 +134,16 @@ class Coded(nn.Module):
             index: along the first axis of the weight; None for all of it.
             device: where it is computed, after moving the parts there; None: where they are.
         """
-        coded: CodedWeight = getattr(self, CODED)[leaf]
-        made, shape = coded.made, coded.shape
+        coded = self._coded[leaf]
         device = device or self._buffers[leaf].device
-        parts = {part.suffix: self._buffers[part.name(leaf)].to(device) for part in made.parts}
-        shape, numel = (shape[1:] if index is not None else shape), math.prod(shape)
+        parts = {suffix: part.to(device) for suffix, part in self._parts(leaf).items()}
+        shape = coded.shape if index is None else coded.shape[1:]
         first, count = 0, math.prod(shape)
         if index is not None:
-            first = range(numel // count)[index] * count
-        dtype = dtype or self._streamload_dtype
-        out = torch.empty(count, dtype=dtype, device=device)
-        step = max(_STEP_NUMEL // made.unit_numel, 1) * made.unit_numel
+            first = range(math.prod(coded.shape) // count)[index] * count
+        out = torch.empty(count, dtype=dtype or self._streamload_dtype, device=device)
         with torch.no_grad():
-            for at in range(0, count, step):
-                end = min(at + step, count)
+            for at, end in _steps(coded.made, count):
                 piece = _DECODERS[coded.format](parts, first + at, first + end)
                 out[at:end] = piece.reshape(-1)
         return out.view(shape)
@@ -159,12 +152,11 @@ class Coded(nn.Module):
     def shown(self, leaf: str, index: int | None = None, **options: Any) -> torch.Tensor:
         """A weight, or a part of it, as the module's own class has it; see `DecodedWeight`."""
         refuse_moves(self.address(leaf))
-        coded: CodedWeight = getattr(self, CODED)[leaf]
+        transposed = self._coded[leaf].transposed
         with torch.inference_mode(False):  # else nobody counts what is written to it
             values = self.dense(leaf, index=index, **options)
-        partial, turned = index is not None, coded.transposed
-        values = values.t() if turned else values
-        return decoded(values, Origin(values, self, leaf, transposed=turned, partial=partial))
+        values = values.t() if transposed else values
+        return decoded(values, Origin(values, self, leaf, transposed, partial=index is not None))
 
     def requantize(self, leaf: str, values: torch.Tensor) -> QuantCounts:
         """Quantize other values in place of a weight, on the CPU, into the memory of its parts.
@@ -174,26 +166,22 @@ class Coded(nn.Module):
         Raises:
             ValueError: their shape is not the quantized one, or they are no floats.
         """
-        coded: CodedWeight = getattr(self, CODED)[leaf]
-        found = tuple(values.shape)
+        coded, found = self._coded[leaf], tuple(values.shape)
         if found != coded.shape or not values.is_floating_point():
             raise ValueError(
                 f"cannot quantise {self.address(leaf)} again: expected floats of the shape "
                 f"{list(coded.shape)}, found {values.dtype} of {list(found)}"
             )
-        parts = {part.suffix: self._buffers[part.name(leaf)] for part in coded.made.parts}
+        parts = self._parts(leaf)
         made = SCHEMES[coded.format].of(coded.matrix, _source(parts))
         kept = values.dtype in _ENCODED
-        src = _ENCODED[values.dtype if kept else torch.float32]
-        encoder, numel = made.encoder(src), values.numel()
+        encoder = made.encoder(_ENCODED[values.dtype if kept else torch.float32])
         codes = torch.empty(made.parts[0].nbytes, dtype=torch.uint8, device="cpu")
-        counts, flat, done = QuantCounts(), values.detach().reshape(-1), 0
-        step = max(_STEP_NUMEL // made.unit_numel, 1) * made.unit_numel
-        for at in range(0, numel, step):
-            piece = flat[at : at + step].to("cpu", None if kept else torch.float32).contiguous()
-            out = codes[done:] if at + step >= numel else codes[done:][: _nbytes(made, step)]
+        counts, flat = QuantCounts(), values.detach().reshape(-1)
+        for at, end in _steps(made, values.numel()):
+            piece = flat[at:end].to("cpu", None if kept else torch.float32).contiguous()
+            out = codes[made.codes_nbytes(at) : made.codes_nbytes(end)]
             counts += encoder.encode(_bytes(piece), _bytes(out), at)
-            done += out.numel()
         written = {"": memoryview(codes.numpy()), **encoder.finish()}
         with torch.no_grad():
             for suffix, part in parts.items():
@@ -204,8 +192,17 @@ class Coded(nn.Module):
 
     def stamp(self, leaf: str) -> tuple[int, ...]:
         """Versions of the parts of a weight, which change when they are written."""
-        parts = [self._buffers[name] for name in getattr(self, CODED)[leaf].names(leaf)]
+        parts = self._parts(leaf).values()
         return tuple(0 if part.is_inference() else part._version for part in parts)
+
+    @property
+    def _coded(self) -> Mapping[str, CodedWeight]:
+        coded: Mapping[str, CodedWeight] = self.__dict__.get(CODED, {})
+        return coded
+
+    def _parts(self, leaf: str) -> dict[str, torch.Tensor]:
+        """The parts of a weight, by their suffixes."""
+        return {p.suffix: self._buffers[p.name(leaf)] for p in self._coded[leaf].made.parts}
 
     def address(self, leaf: str) -> str:
         """The name of a weight in the model, as it was loaded."""
@@ -213,26 +210,25 @@ class Coded(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Quantise a parameter that is put in place of a weight; share the codes of another's."""
-        coded: Mapping[str, CodedWeight] = self.__dict__.get(CODED, {})
-        if name not in coded:
+        if name not in self._coded:
             super().__setattr__(name, value)
             return
-        origin = origin_of(value)
+        coded, origin = self._coded[name], origin_of(value)
         if origin is not None and isinstance(origin.holder, Coded):
             self._share(name, origin.holder, origin.leaf)
         elif isinstance(value, nn.Parameter):
             own = value.detach()
-            self.requantize(name, own.t() if coded[name].transposed else own)
+            self.requantize(name, own.t() if coded.transposed else own)
         else:
             raise TypeError(
                 f"cannot assign a {type(value).__name__} to {self.address(name)}, which is held as "
-                f"{coded[name].format}: write module.{name} = torch.nn.Parameter(new), which "
+                f"{coded.format}: write module.{name} = torch.nn.Parameter(new), which "
                 "quantises it again"
             )
 
     def _share(self, leaf: str, other: Coded, its: str) -> None:
         """Hold the parts that another module holds: the two weights are tied."""
-        mine, theirs = getattr(self, CODED)[leaf], getattr(other, CODED)[its]
+        mine, theirs = self._coded[leaf], other._coded[its]
         if mine != theirs:
             raise TypeError(
                 f"cannot tie {self.address(leaf)} to {other.address(its)}: one is {mine.format} of "
@@ -245,15 +241,14 @@ class Coded(nn.Module):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy by the class that it had: the one that it has is made by a load."""
         own = type(self).__bases__[1]
-        return _empty, (own, frozenset(getattr(self, CODED))), self.__dict__
+        return _empty, (own, frozenset(self._coded)), self.__dict__
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Move parts with the module, as they are: scales are never cast apart from codes.
 
         Where moving fails, for want of memory, all parts are where they were.
         """
-        names = _names(getattr(self, CODED))
-        held = {name: self._buffers.pop(name) for name in names}
+        held = {name: self._buffers.pop(name) for name in _names(self._coded)}
         try:
             device = next(iter(held.values())).device
             like = fn(torch.empty(0, dtype=self._streamload_dtype, device=device))
@@ -271,21 +266,20 @@ class Coded(nn.Module):
 
     def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, Any]]:
         """The parameters, which weights in codes are not."""
-        refuse_wrapping({self.address(leaf) for leaf in getattr(self, CODED)})
+        refuse_wrapping({self.address(leaf) for leaf in self._coded})
         own: Iterator[tuple[str, Any]] = super().named_parameters(*arguments, **options)
         return own
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
         """Add the parts to a state; accelerate asks for one before it begins to move tensors."""
-        for leaf in self._buffers.keys() & getattr(self, CODED).keys():  # none: see `set_aside`
+        for leaf in self._buffers.keys() & self._coded.keys():  # none: see `set_aside`
             refuse_moves(self.address(leaf))
         super()._save_to_state_dict(*arguments)
 
     def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
         """Take parts whose names have a dot, which torch takes for names of submodules."""
-        coded: Mapping[str, CodedWeight] = getattr(self, CODED)
-        own = {prefix + name for name in _names(coded)}
-        for leaf, each in coded.items():
+        own = {prefix + name for name in _names(self._coded)}
+        for leaf, each in self._coded.items():
             codes = state.get(prefix + leaf)
             if isinstance(codes, torch.Tensor) and codes.is_floating_point():
                 # codes of eight bits may have its shape, and would become its integers
@@ -310,9 +304,10 @@ def _source(parts: _Parts) -> DType:
     return F32
 
 
-def _nbytes(made: Quantized, numel: int) -> int:
-    """Bytes of the codes of whole units."""
-    return numel // made.unit_numel * made.unit_nbytes
+def _steps(made: Quantized, numel: int) -> Iterator[tuple[int, int]]:
+    """Cut elements into pieces of whole units, from one to another (exclusive)."""
+    step = max(_STEP_NUMEL // made.unit_numel, 1) * made.unit_numel
+    return pairwise([*range(0, numel, step), numel])
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
@@ -376,18 +371,16 @@ class _Dense:
 
 
 @cache
-def _product_class(own: type[Any]) -> type[Any]:
+def _class_of(own: Any, leaves: frozenset[str]) -> type[Any]:
+    """The class for modules of a class whose parameters of these names are codes.
+
+    That of experts computes one after the other, as transformers' own does without kernels. Its
+    weights are `_Dense`: it takes only the experts that are used.
+    """
     if own is nn.Linear:
         return QuantLinear
-    return type(f"Quant{own.__name__}", (_Product, own), {})
-
-
-@cache
-def _experts_class(own: type[Any], leaves: frozenset[str]) -> type[Any]:
-    """A class that computes one expert after the other, as transformers' own does without kernels.
-
-    Its weights are `_Dense`: it takes only the experts that are used.
-    """
+    if leaves == {"weight"}:
+        return type(f"Quant{own.__name__}", (_Product, own), {})
     entries: dict[str, Any] = {leaf: property(partial(_Dense, leaf)) for leaf in leaves}
     eager = inspect.unwrap(own.forward)
 
@@ -400,12 +393,7 @@ def _experts_class(own: type[Any], leaves: frozenset[str]) -> type[Any]:
     return type(f"Quant{own.__name__}", (Coded, own), entries)
 
 
-def _class_of(own: Any, leaves: frozenset[str]) -> type[Any]:
-    """The class for modules of a class whose parameters of these names are codes."""
-    return _product_class(own) if leaves == {"weight"} else _experts_class(own, leaves)
-
-
-def _empty(own: type[Any], leaves: frozenset[str]) -> Any:
+def _empty(own: Any, leaves: frozenset[str]) -> Any:
     """A module without a state, for pickle."""
     return object.__new__(_class_of(own, leaves))
 
@@ -416,8 +404,7 @@ def make_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     for module in list(model.modules()):
         if not isinstance(module, Coded):
             continue
-        coded: dict[str, CodedWeight] = getattr(module, CODED)
-        for leaf, said in coded.items():
+        for leaf, said in module._coded.items():
             codes = module._buffers[leaf]
             assert codes is not None
             if id(codes) not in made:
@@ -427,18 +414,23 @@ def make_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
             module._parameters[leaf] = made[id(codes)]
             for name in said.names(leaf):
                 del module._buffers[name]
-        module.__class__ = type(module).__bases__[1]
-        for key in (CODED, "_streamload_dtype", "_streamload_name"):
-            module.__dict__.pop(key, None)
+        _become(module, type(module).__bases__[1])
+
+
+def _become(module: nn.Module, own: type[nn.Module]) -> None:
+    """Let a module have its own class again."""
+    module.__class__ = own
+    for key in (CODED, "_streamload_dtype", "_streamload_name"):
+        module.__dict__.pop(key, None)
 
 
 @contextmanager
 def set_aside(model: nn.Module) -> Iterator[None]:
     """Take all parts out of their modules, while others walk over tensors and move them."""
-    coded = [module for module in model.modules() if hasattr(module, CODED)]
     held = [
         (module, {name: module._buffers.pop(name) for name in _names(getattr(module, CODED))})
-        for module in coded
+        for module in model.modules()
+        if hasattr(module, CODED)
     ]
     try:
         yield
@@ -450,6 +442,7 @@ def set_aside(model: nn.Module) -> Iterator[None]:
 # --- the place of modules in a model --------------------------------------------------------------
 
 _Place = tuple[nn.Module, str]
+_CONV1D = "transformers.pytorch_utils.Conv1D"
 #: The classes that `_said` takes.
 _HOLDERS = "torch's Linear, and transformers' Conv1D and fused experts"
 
@@ -472,10 +465,7 @@ def _said(module: nn.Module, leaf: str, format: str) -> CodedWeight | None:
     coded, own = CodedWeight(format, shape), type(module)
     if leaf == "weight" and own is nn.Linear:
         return coded
-    if leaf == "weight" and (own.__module__, own.__name__) == (
-        "transformers.pytorch_utils",
-        "Conv1D",
-    ):
+    if leaf == "weight" and f"{own.__module__}.{own.__name__}" == _CONV1D:
         return CodedWeight(format, shape[::-1], transposed=True)
     if not _is_experts(module, parameter):
         return None
@@ -509,14 +499,13 @@ def swapping(
     if unknown is not None:
         raise ValueError(f"quant: torch computes with {', '.join(_DECODERS)}, not with {unknown}")
     by_name: dict[str, _Place] = {}
-    shared: dict[Any, dict[tuple[int, str], tuple[str, _Place]]] = {}
+    shared: dict[Any, dict[_Place, str]] = {}
     for name, (module, leaf) in places:
         if leaf in module._parameters:
             by_name[name] = module, leaf
-            holders = shared.setdefault(_tied(module, leaf), {})
-            holders.setdefault((id(module), leaf), (name, (module, leaf)))
+            shared.setdefault(_tied(module, leaf), {}).setdefault((module, leaf), name)
     coded: dict[str, CodedWeight] = {}
-    groups: list[list[tuple[str, _Place, CodedWeight]]] = []
+    groups: list[tuple[CodedWeight, dict[_Place, str]]] = []
     refused: dict[str, str] = {}
     dense_nbytes = 0
     for name, format in formats.items():
@@ -524,36 +513,34 @@ def swapping(
             continue
         module, leaf = by_name[name]
         holders = shared[_tied(module, leaf)]
-        said = [_said(*place, format) for _, place in holders.values()]
-        first = said[0]
-        if first is None or any(each != first for each in said):
+        weight, *others = {_said(*place, format) for place in holders}
+        if weight is None or others:
             # an embedding shares it: it needs the weight as it is
-            kinds = dict.fromkeys(type(holder).__name__ for _, (holder, _) in holders.values())
+            kinds = dict.fromkeys(type(holder).__name__ for holder, _ in holders)
             refused[name] = " and ".join(kinds) + ", which share it" * (len(kinds) > 1)
             continue
-        coded |= {other: first for other, _ in holders.values()} | {name: first}
-        groups.append([(other, place, first) for other, place in holders.values()])
+        coded |= dict.fromkeys((*holders.values(), name), weight)
+        groups.append((weight, holders))
         itemsize = module._parameters[leaf].itemsize
-        one_nbytes = math.prod(first.shape[-2:]) * itemsize  # of experts, one at a time
+        one_nbytes = math.prod(weight.shape[-2:]) * itemsize  # of experts, one at a time
         dense_nbytes = max(dense_nbytes, one_nbytes)
     return Swap(coded, lambda: _put(model, groups), dense_nbytes, _HOLDERS, refused)
 
 
 def _put(
-    model: nn.Module, groups: Iterable[list[tuple[str, _Place, CodedWeight]]]
+    model: nn.Module, groups: Iterable[tuple[CodedWeight, Mapping[_Place, str]]]
 ) -> Callable[[], None]:
     """Let modules hold codes, without values yet; returns what lets them be as they were."""
-    before: dict[int, tuple[nn.Module, type[nn.Module], dict[str, Any], dict[str, Any]]] = {}
-    for group in groups:
-        made = group[0][2].made
+    before: dict[int, tuple[nn.Module, Any, dict[str, Any], dict[str, Any]]] = {}
+    for said, holders in groups:
         beside = {
             part: torch.empty(part.shape, dtype=getattr(torch, part.dtype.name), device="meta")
-            for part in made.parts[1:]
+            for part in said.made.parts[1:]
         }
-        _, (first, its), _ = group[0]
+        first, its = next(iter(holders))
         held = first._parameters[its]  # the objects may be several, over the same memory
         assert held is not None
-        for name, (module, leaf), said in group:
+        for (module, leaf), name in holders.items():
             kept = dict(module._parameters), dict(module._buffers)
             before.setdefault(id(module), (module, type(module), *kept))
             # it goes on holding the old weight until the load releases that
@@ -571,11 +558,9 @@ def _put(
         for each in silent:
             allow_saving(each)
         for module, own, parameters, buffers in before.values():
-            module.__class__ = own
+            _become(module, own)
             for entries, kept in ((module._parameters, parameters), (module._buffers, buffers)):
                 entries.clear()
                 entries.update(kept)
-            for key in (CODED, "_streamload_dtype", "_streamload_name"):
-                del module.__dict__[key]
 
     return undo

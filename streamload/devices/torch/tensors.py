@@ -134,9 +134,8 @@ class TorchParameter(SlotParameter):
 
     def is_computed(self) -> bool:
         """Whether it is a module's buffer with values, named as one that modules compute."""
-        if self.device is None or self.invalid or not self.of_module:
-            return False
-        if isinstance(self._objects()[0], nn.Parameter):
+        holds = self.device is not None and not self.invalid and self.of_module
+        if not holds or isinstance(self._objects()[0], nn.Parameter):
             return False
         return any(is_computed(name, self.shape) for name in self.names)
 
@@ -161,25 +160,24 @@ class TorchParameter(SlotParameter):
             return self.fixed
         memory = StorageWeakRef(storage)
         del storage
-        seen = tensors[0].dtype, tensors[0].device
+        device = tensors[0].device
         layout = tensors[0].storage_offset(), tensors[0].shape, tensors[0].stride()
         grads = [tensor.grad if tensor.is_leaf else None for tensor in tensors]
         for tensor in tensors:
             with torch.inference_mode(tensor.is_inference()):  # it stays what it is
-                tensor.data = torch.empty(0, dtype=seen[0], device=seen[1])
+                tensor.data = _empty(tensor)
             tensor.grad = None  # of the old values
         if not memory.expired():
             self._collect()
         if memory.expired():
-            if seen[1].type == "cuda" and self.nbytes >= _MIN_TRIMMED_NBYTES:
+            if device.type == "cuda" and self.nbytes >= _MIN_TRIMMED_NBYTES:
                 with suppress(RuntimeError):  # its next user gets the error
                     torch.cuda.empty_cache()
             return ""
         storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
         for tensor, grad in zip(tensors, grads, strict=True):
             with torch.inference_mode(tensor.is_inference()):
-                back = torch.empty(0, dtype=seen[0], device=seen[1])
-                tensor.data = back.set_(storage, *layout)
+                tensor.data = _empty(tensor).set_(storage, *layout)
             tensor.grad = grad
         return "something else still holds its memory (a graph, a view, another tensor)"
 
@@ -201,7 +199,7 @@ class TorchParameter(SlotParameter):
             return entry
 
         if self._lent is not None:  # the traceback of what failed may refer to it for long
-            self._lent.data = torch.empty(0, dtype=self._lent.dtype, device=self._lent.device)
+            self._lent.data = _empty(self._lent)
         mark = SimpleNamespace(kept=keep)
         self._swap(meta)
         for tensor in self._tensors():
@@ -214,6 +212,10 @@ class TorchParameter(SlotParameter):
         self._swap(lambda old: getattr(old, _BEFORE, old))
         for tensor in self._tensors():
             _changed(tensor)
+
+
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
@@ -338,9 +340,7 @@ def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         )
     elif old.requires_grad and _can_have_grad(new):
         made = new.detach().requires_grad_()
-    made.__dict__.update(
-        {key: value for key, value in old.__dict__.items() if key not in (_BEFORE, _INVALID)}
-    )
+    made.__dict__.update({k: v for k, v in old.__dict__.items() if k not in (_BEFORE, _INVALID)})
     # the dicts themselves: the handles that remove hooks refer to them
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         registered = getattr(old, hooks, None)
@@ -356,13 +356,18 @@ def name_of(device: torch.device) -> str:
     return f"{device.type}:{device.index or 0}" if has_index else str(device.type)
 
 
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules inside of one, by the prefixes of their tensors' names."""
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        yield f"{prefix}." if prefix else "", child
+
+
 def _module_slots(module: nn.Module, persistent: bool) -> Iterator[tuple[str, Slot]]:
     """Slots of parameters and persistent buffers, or of the other buffers, by name.
 
     The names are those in ``state_dict``, unless a hook of the module changes them there.
     """
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
+    for dot, child in _children(module):
         for key, parameter in child._parameters.items() if persistent else ():
             if parameter is not None:
                 yield dot + key, (child._parameters, key)
@@ -422,12 +427,12 @@ def _wrappers(model: nn.Module) -> list[tuple[str, str]]:
         (nn.parallel.DistributedDataParallel, "module."),
         *([(compiled.OptimizedModule, "_orig_mod.")] if compiled is not None else []),
     ]
-    found = []
-    for prefix, child in model.named_modules(remove_duplicate=False):
-        for kind, attribute in inner:
-            if isinstance(child, kind):
-                dot = f"{prefix}." if prefix else ""
-                found.append((dot + attribute, dot))
+    found = [
+        (dot + attribute, dot)
+        for dot, child in _children(model)
+        for kind, attribute in inner
+        if isinstance(child, kind)
+    ]
     return sorted(found, key=lambda each: -len(each[0]))
 
 
@@ -449,8 +454,8 @@ def places_of(model: Any) -> list[tuple[str, tuple[nn.Module, str]]]:
         return []
     wrappers = _wrappers(model)
     return [
-        (_unwrapped(f"{prefix}.{leaf}" if prefix else leaf, wrappers), (child, leaf))
-        for prefix, child in model.named_modules(remove_duplicate=False)
+        (_unwrapped(dot + leaf, wrappers), (child, leaf))
+        for dot, child in _children(model)
         for leaf in child._parameters
     ]
 
@@ -461,8 +466,8 @@ def coded_of(model: Any) -> dict[str, CodedWeight]:
         return {}
     wrappers = _wrappers(model)
     return {
-        _unwrapped(f"{prefix}.{leaf}" if prefix else leaf, wrappers): said
-        for prefix, child in model.named_modules(remove_duplicate=False)
+        _unwrapped(dot + leaf, wrappers): said
+        for dot, child in _children(model)
         for leaf, said in getattr(child, CODED, {}).items()
     }
 
