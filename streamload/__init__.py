@@ -27,8 +27,7 @@ from streamload.core.tensors import RowRange
 from streamload.files.limits import Limits
 from streamload.loading.iterate import iterate
 from streamload.loading.load import (
-    InfeasibleLoad,
-    InfeasiblePlan,
+    Infeasible,
     load_state_dict,
     plan,
     register_suggester,
@@ -51,7 +50,7 @@ if TYPE_CHECKING:  # imported when they are first used
 __version__ = "0.1.0"
 
 
-def _suggest_offload(call: InfeasibleLoad | InfeasiblePlan) -> list[errors.Fit]:
+def _suggest_offload(call: Infeasible) -> list[errors.Fit]:
     """Suggest offloading if a load does not fit; its modules are imported only then."""
     from streamload.offloading.suggest import suggest_offload
 

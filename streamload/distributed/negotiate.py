@@ -331,7 +331,7 @@ class Agreement:
             try:
                 own, part, options, fill, suggest = self._own(place)
                 call = Call(part, options, Found(fill))
-                load = Decision.make(own, call, suggest, ())
+                load = Decision.make(own, call, own.match(call, suggest), ())
             except PlanInfeasibleError as error:
                 if last or error.device not in place.devices.opened:
                     raise self._or_offload(error) from None

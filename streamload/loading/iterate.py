@@ -121,7 +121,8 @@ class _Loop:
         shards = {tensors[r.tensor].shard for s in chosen.values() for r in s.rows}
         headers = tuple(header for header in self.checkpoint.shards if header.path in shards)
         part = replace(self.checkpoint, shards=headers)
-        return Decision.make(self.place, Call(part, self.read, Found(chosen)), offers=("quant",))
+        call = Call(part, self.read, Found(chosen))
+        return Decision.make(self.place, call, None, offers=("quant",))
 
     def tensors(self) -> Iterator[tuple[str, Any]]:
         """Read them; what the caller keeps is free no more, and fewer are read at once."""

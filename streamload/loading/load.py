@@ -35,7 +35,7 @@ from streamload.loading.options import (
     takes,
 )
 from streamload.loading.place import UNSEEN_GRANULARITY_NBYTES, open_devices, unseen_spec
-from streamload.loading.prepare import Call, Decision, Options, Place
+from streamload.loading.prepare import Call, Decision, Options, Place, has_room_to_try
 from streamload.loading.report import Clock, LoadReport, Meter, device_map, warn_of_overflow
 from streamload.planning.dequantize import (
     all_names,
@@ -52,7 +52,7 @@ from streamload.planning.plan import Plan
 from streamload.planning.planner import CastChoice
 from streamload.planning.quant_policy import QuantPolicy
 from streamload.planning.requests import DeviceSpec, TensorRequests
-from streamload.planning.sources import Found, parameters_of, sources
+from streamload.planning.sources import parameters_of, sources
 from streamload.planning.suggest import Wanted, call_of_library
 from streamload.planning.transforms import NO_CHANGES
 from streamload.streaming.loop import stream
@@ -62,35 +62,26 @@ from streamload.streaming.state import StreamStats, Transfer
 
 
 @dataclass(frozen=True, slots=True)
-class InfeasibleLoad:
-    """A load that does not fit, for functions that suggest other calls.
+class Infeasible:
+    """A load into a model, or a plan without one, that does not fit.
 
-    ``given`` are the arguments of the call, with the checkpoint as "path".
+    Attributes:
+        given: the arguments of the call, with the checkpoint as "path".
+        target: the model with its match; of a plan, the only device.
     """
 
     error: PlanInfeasibleError
-    place: Place
-    checkpoint: Checkpoint
-    options: Options
-    match: Match
-    wants: TensorRequests
+    call: Call
     given: Mapping[str, Any]
+    target: tuple[Place, Match] | DeviceSpec
 
-
-@dataclass(frozen=True, slots=True)
-class InfeasiblePlan:
-    """A plan without a model that does not fit; see `InfeasibleLoad`."""
-
-    error: PlanInfeasibleError
-    checkpoint: Checkpoint
-    options: Options
-    found: Found
-    spec: DeviceSpec
-    given: Mapping[str, Any]
+    def suggesting(self) -> PlanInfeasibleError:
+        """The error with the calls that all registered functions suggest."""
+        return self.error.suggesting([fit for suggest in _SUGGESTERS for fit in suggest(self)])
 
 
 #: Returns calls that would work instead, as source text.
-Suggester = Callable[[InfeasibleLoad | InfeasiblePlan], list[Fit]]
+Suggester = Callable[[Infeasible], list[Fit]]
 _SUGGESTERS: list[Suggester] = []
 
 
@@ -141,7 +132,14 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
     with uncollected():
         call = read_call(path, model, **options)
         place = Place.look(model, call.checkpoint, call.options, options["device"])
-        decided = _decided(place, call, {**options, "path": path})
+        match = _matched(place, call, options)
+        try:
+            decided = Decision.make(place, call, match)
+        except PlanInfeasibleError as error:
+            if match is None or not has_room_to_try(len(match.wants)):
+                raise
+            given = {**options, "path": path}
+            raise Infeasible(error, call, given, (place, match)).suggesting() from None
         try:
             with deferred_interrupt():  # one that comes while we clean up waits until that is done
                 return run(decided, options["progress"], clock)
@@ -152,21 +150,14 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
             raise
 
 
-def _decided(place: Place, call: Call, given: Mapping[str, Any]) -> Decision:
-    """Match and plan; errors suggest other calls."""
-    checkpoint, read, _ = call
-    wanted = Wanted(
-        *(checkpoint, place.parameters, given["mapping"], given["rename"]), strict=read.strict
-    )
-
-    def instead(error: PlanInfeasibleError, match: Match, wants: TensorRequests) -> list[Fit]:
-        load = InfeasibleLoad(error, place, checkpoint, read, match, wants, given)
-        return [line for suggest in _SUGGESTERS for line in suggest(load)]
-
+def _matched(place: Place, call: Call, given: LoadOptions) -> Match | None:
+    """Match the model, if there is one; errors suggest other arguments."""
+    names = given["mapping"], given["rename"]
+    wanted = Wanted(call.checkpoint, place.parameters, *names, strict=call.options.strict)
     try:
-        return Decision.make(place, call, wanted.suggestions, instead=instead)
+        return place.match(call, wanted.suggestions)
     except StateDictMismatchError as error:
-        raise error.or_by(call_of_library(place.model, checkpoint.path)) from None
+        raise error.or_by(call_of_library(place.model, call.checkpoint.path)) from None
 
 
 @contextmanager
@@ -211,18 +202,17 @@ def plan(path: CheckpointLike, **options: Unpack[PlanOptions]) -> Plan:
         DeviceNotFoundError: a device had to be looked at and does not work.
         ValueError: an argument is invalid.
     """
-    checkpoint, read, found = read_call(path, **options)
+    call = read_call(path, **options)
+    checkpoint, read, found = call
     specs = partial(described, read, options["device"])
     try:
-        return _planned(checkpoint, read, found, specs)
+        return _planned(call, specs)
     except PlanInfeasibleError as error:
-        looked = read.casting(specs(wants_of(checkpoint, found[0]).needs_native_bf16(read.policy)))
-        if len(looked) > 1:
+        native = wants_of(checkpoint, found.fill).needs_native_bf16(read.policy)
+        spec, *others = read.casting(specs(native))
+        if others:
             raise
-        given = {**options, "path": path}
-        call = InfeasiblePlan(error, checkpoint, read, found, looked[0], given)
-        rest = [line for suggest in _SUGGESTERS for line in suggest(call)]
-        raise error.suggesting(rest) from None
+        raise Infeasible(error, call, {**options, "path": path}, spec).suggesting() from None
 
 
 def described(
@@ -263,9 +253,9 @@ def split(
         ValueError: an argument is invalid.
     """
     check_nodes(nodes)
-    checkpoint, read, found = read_call(path, **options)
-    specs = node_specs(read, nodes)
-    return _planned(checkpoint, read, found, lambda _: specs)
+    call = read_call(path, **options)
+    specs = node_specs(call.options, nodes)
+    return _planned(call, lambda _: specs)
 
 
 def check_nodes(nodes: Sequence[Node]) -> None:
@@ -287,14 +277,9 @@ def _check_distinct(names: Sequence[str]) -> None:
         raise ValueError(f"expected devices or nodes of different names, found {names}")
 
 
-def _planned(
-    checkpoint: Checkpoint,
-    read: Options,
-    found: Found,
-    specs: Callable[[bool], Sequence[DeviceSpec]],
-) -> Plan:
+def _planned(call: Call, specs: Callable[[bool], Sequence[DeviceSpec]]) -> Plan:
     """Plan a load of everything onto devices, which may depend on whether they compute in bf16."""
-    fill, _, tied = found
+    checkpoint, read, (fill, _, tied) = call
     engine: CastChoice = "llvm" if read.cast == "auto" else read.cast
 
     def planned(quant: QuantPolicy) -> Plan:

@@ -338,8 +338,12 @@ class Place(ModelParameters):
             devices=devices,
         )
 
-    def match(self, call: Call, suggest: Callable[[], Sequence[Suggestion]] = tuple) -> Match:
-        """Match the model to a checkpoint, by name and shape."""
+    def match(
+        self, call: Call, suggest: Callable[[], Sequence[Suggestion]] = tuple
+    ) -> Match | None:
+        """Match the model to a checkpoint, by name and shape; None if there is no model."""
+        if self.owner is None:
+            return None
         checkpoint, options, found = call
         match = match_parameters(checkpoint, self, found, options.policy, options.blocks)
         match.check(checkpoint.path, options.strict, options.shapes, suggest)
@@ -399,17 +403,11 @@ class Decision:
         cls,
         place: Place,
         call: Call,
-        suggest: Callable[[], Sequence[Suggestion]] = tuple,
+        match: Match | None,
         offers: Collection[str] = ("quant", "residence", "device"),
-        instead: Callable[[PlanInfeasibleError, Match, TensorRequests], Sequence[Fit]]
-        | None = None,
     ) -> Decision:
-        """Match and plan; ``offers`` are the options of the entrance that may make a load fit."""
+        """Plan; ``offers`` are the options of the entrance that may make a load fit."""
         checkpoint, options, (fill, _, tied) = call
-        match = None
-        if place.owner is not None:
-            match = place.match(call, suggest)
-            tied = {}  # the model has its own ties
 
         def demanded(quant: QuantPolicy) -> _Demand:
             if match is None:
@@ -426,7 +424,7 @@ class Decision:
                     notes.append(f"a module dequantises its own weight to compute: {said}")
             coded = {**place.coded, **swap.coded}
             wants = match.quantised(checkpoint, coded, options.changes.by_tensor, quant)
-            return _Demand(place, checkpoint, options, wants, tied, swap, notes)
+            return _Demand(place, checkpoint, options, wants, {}, swap, notes)  # it has its ties
 
         demand = demanded(NO_QUANT)
         try:
@@ -440,12 +438,11 @@ class Decision:
             if error.reason and not place.pages_are_known:
                 error = error.suggesting((), "/proc/self/pagemap cannot be read: " + error.reason)
             fits = []
-            if "quant" in offers and not options.quant and not place.coded and demand.may_try():
+            may_quantize = "quant" in offers and not options.quant and not place.coded
+            if may_quantize and has_room_to_try(len(demand.wants)):
                 fits = QuantPolicy.that_fits(lambda q: demanded(q).planned(place.devices)[0])
             fits += demand.mapped() if "residence" in offers else []
             fits += demand.wider() if "device" in offers else []
-            if instead is not None and match is not None and demand.may_try():
-                fits += instead(error, match, demand.wants)
             raise error.suggesting(fits) from None
         place.devices.check_buffers(made)
         if options.changes.by_tensor:
@@ -544,14 +541,6 @@ class _Demand:
         made = options.plan(request, free)
         return replace(made, notes=(*made.notes, *refused, *notes)), begun
 
-    def may_try(self) -> bool:
-        """Whether the host has the memory to plan all parameters again, and to compile for it."""
-        try:
-            free = host_room_nbytes(len(self.wants))
-        except PlanInfeasibleError:
-            return False
-        return free is None or free >= _WIDER_NBYTES
-
     def mapped(self) -> list[Fit]:
         """What to ask for so that it fits, with weights that stay in their files."""
         maps = any(device.info.maps for device in self.place.devices.opened.values())
@@ -569,7 +558,7 @@ class _Demand:
 
         Nothing where the host has too little memory to open them and to plan all parameters again.
         """
-        if not self.may_try():
+        if not has_room_to_try(len(self.wants)):
             return []
         for more in self.place.devices.widened():
             with suppress(PlanInfeasibleError):
@@ -577,6 +566,15 @@ class _Demand:
                 parts = (f"{d.device} {format_bytes(d.peak_nbytes)}" for d in made.devices)
                 return [Fit("device", f"={list(more.opened)}", ", ".join(parts))]
         return []
+
+
+def has_room_to_try(parameters: int) -> bool:
+    """Whether the host has the memory to plan all parameters again, and to compile for it."""
+    try:
+        free = host_room_nbytes(parameters)
+    except PlanInfeasibleError:
+        return False
+    return free is None or free >= _WIDER_NBYTES
 
 
 def on_unstored(unstored: Mapping[str, str], made: Plan) -> list[str]:

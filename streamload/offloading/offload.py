@@ -139,6 +139,7 @@ class Prepared:
         """Match and plan; ``part``: a rank's share of the model, None for all of it."""
         check_place(place)
         match = place.match(Call(checkpoint, read, found), suggest)
+        assert match is not None  # `check_place` refuses what is no model
         wants = match.quantised(checkpoint, place.coded, read.changes.by_tensor)
         spec = device_of(place, read, wants)
         adapter = adapter_of(place, match, asked.layers)
@@ -348,7 +349,8 @@ def load_of_stays(made: OffloadPlan, problem: Problem, place: Place, found: Foun
     ties = {name: other for name, other in tied.items() if name in theirs}
     room = made.cache_nbytes + made.activation_nbytes + made.reserve_nbytes
     options = replace(problem.options, reserve_nbytes=room, cache=None, one_device=True)
-    return Decision.make(part, Call(problem.checkpoint, options, Found(rest, tied=ties)))
+    call = Call(problem.checkpoint, options, Found(rest, tied=ties))
+    return Decision.make(part, call, part.match(call))
 
 
 def begin(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slots]) -> Streaming:

@@ -9,13 +9,14 @@ from typing import Any
 
 from streamload.core.units import format_bytes
 from streamload.errors import Fit, StreamloadError
-from streamload.loading.load import InfeasibleLoad, InfeasiblePlan
+from streamload.loading.load import Infeasible
 from streamload.loading.options import DEFAULTS
 from streamload.offloading.groups import groups_of_checkpoint
 from streamload.offloading.models import adapter_of, device_of
 from streamload.offloading.plan import OffloadPlan
 from streamload.offloading.problem import Problem
 from streamload.planning.match import wants_of
+from streamload.planning.requests import DeviceSpec
 
 #: The calls that are named.
 OFFLOAD, PLAN_OFFLOAD = "streamload.offload", "streamload.plan_offload"
@@ -24,25 +25,28 @@ _MOST_WRITTEN = 60  # characters of an argument that is written out
 _PLAIN = (str, int, float, bool)
 
 
-def suggest_offload(call: InfeasibleLoad | InfeasiblePlan) -> list[Fit]:
+def suggest_offload(call: Infeasible) -> list[Fit]:
     """Return the call that offloads what does not fit, with the bytes that a pass reads."""
-    options, checkpoint, error = call.options, call.checkpoint, call.error
-    devices = [*call.place.devices.opened] if isinstance(call, InfeasibleLoad) else [call.spec.name]
+    checkpoint, options, (fill, _, tied) = call.call
+    error, target = call.error, call.target
+    devices = [target.name] if isinstance(target, DeviceSpec) else [*target[0].devices.opened]
     # smaller pieces on the device help, and `offload` takes the options
     helps = [error.device] == devices and error.limit != "largest allocation"
     if not helps or options.quant or options.residence != "memory":
         return []
     with suppress(StreamloadError):
-        if isinstance(call, InfeasibleLoad):
-            spec = device_of(call.place, options, call.wants)
-            held_nbytes = call.place.held.get(spec.name, 0)
-            problem = Problem(options, checkpoint, call.wants, spec, held_nbytes=held_nbytes)
-            groups = adapter_of(call.place, call.match).groups(problem, ())
-            return _said(OFFLOAD, "model, ", call.given, replace(problem, groups=groups).decide())
-        fill, _, tied = call.found
-        problem = Problem(options, checkpoint, wants_of(checkpoint, fill), call.spec)
-        groups = groups_of_checkpoint(problem.wants, problem.nbytes, tied, config=checkpoint.config)
-        return _said(PLAN_OFFLOAD, "", call.given, replace(problem, groups=groups).decide())
+        if isinstance(target, DeviceSpec):
+            wants = wants_of(checkpoint, fill)
+            problem = Problem(options, checkpoint, wants, target)
+            groups = groups_of_checkpoint(wants, problem.nbytes, tied, config=checkpoint.config)
+            return _said(PLAN_OFFLOAD, "", call.given, replace(problem, groups=groups).decide())
+        place, match = target
+        wants = match.quantised(checkpoint, place.coded, options.changes.by_tensor)
+        spec = device_of(place, options, wants)
+        held_nbytes = place.held.get(spec.name, 0)
+        problem = Problem(options, checkpoint, wants, spec, held_nbytes=held_nbytes)
+        groups = adapter_of(place, match).groups(problem, ())
+        return _said(OFFLOAD, "model, ", call.given, replace(problem, groups=groups).decide())
     return []
 
 
