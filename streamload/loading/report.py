@@ -136,37 +136,18 @@ class LoadReport:
 
     def to_json(self) -> str:
         """Write everything but the tensors as JSON; "plan" is what `Plan.from_json` reads."""
-        data = {
-            "path": self.path,
+        names = [name for name in self.__slots__ if name not in ("plan", "state_dict", "files")]
+        data = {name: getattr(self, name) for name in names} | {
             "digest": self.plan.digest,
             "tensors": len(self.plan.placements),
-            "read_nbytes": self.read_nbytes,
-            "resident_nbytes": self.resident_nbytes,
             "mapped_nbytes": sum(d.mapped_nbytes for d in self.plan.devices),
-            "seconds": self.seconds,
-            "stream_seconds": self.stream_seconds,
-            "transfer_seconds": self.transfer_seconds,
             "gigabytes_per_second": self.gigabytes_per_second,
             "budget_nbytes": {d.device: d.budget_nbytes for d in self.plan.devices},
-            "predicted_nbytes": dict(self.predicted_nbytes),
-            "held_nbytes": dict(self.held_nbytes),
-            "measured_nbytes": dict(self.measured_nbytes),
             "process_ratio": self.process_ratio,
-            "counts": {name: asdict(count) for name, count in self.counts.items()},
-            "errors": {name: asdict(count) for name, count in self.errors.items()},
-            "skipped": list(self.skipped),
-            "missing": list(self.missing),
-            "tied": list(self.tied),
-            "device_map": dict(self.device_map),
-            "allocators": {name: dict(counters) for name, counters in self.allocators.items()},
-            "notes": list(self.notes),
             "reading": self.plan.reading,
-            "page_cache": self.page_cache,
-            "dropped_nbytes": self.dropped_nbytes,
-            "nodes": [asdict(node) for node in self.nodes],
             "plan": json.loads(self.plan.to_json()),
         }
-        return json.dumps(data)
+        return json.dumps(data, default=_plain)
 
     def __str__(self) -> str:
         total = sum(self.counts.values(), CastCounts())
@@ -185,19 +166,13 @@ class LoadReport:
             said = f"{format_bytes(self.dropped_nbytes)} dropped; {self.page_cache}"
             rows.append(("page cache", said))
         for d in self.plan.devices:
-            rows.append(
-                (
-                    d.device,
-                    f"{format_bytes(d.resident_nbytes)} resident; peak predicted "
-                    f"{format_bytes(d.peak_nbytes)}, held "
-                    f"{format_bytes(self.held_nbytes[d.device])}, budget "
-                    f"{format_bytes(d.budget_nbytes)}",
-                )
-            )
+            sizes = (d.resident_nbytes, d.peak_nbytes, self.held_nbytes[d.device], d.budget_nbytes)
+            resident, peak, held, budget = map(format_bytes, sizes)
+            said = f"{resident} resident; peak predicted {peak}, held {held}, budget {budget}"
+            rows.append((d.device, said))
             if d.mapped_nbytes:
-                said = (
-                    f"{format_bytes(d.mapped_nbytes)} stay in the files, which the kernel can drop"
-                )
+                mapped = format_bytes(d.mapped_nbytes)
+                said = f"{mapped} stay in the files, which the kernel can drop"
                 rows.append((f"{d.device} maps", said))
             counters = self.allocators.get(d.device)
             if counters:
@@ -206,20 +181,13 @@ class LoadReport:
         if self.plan.host_nbytes:
             rows.append(("staging", format_bytes(self.plan.host_nbytes)))
         if "process" in self.measured_nbytes:
-            said = (
-                f"{format_bytes(self.measured_nbytes['process'])}, predicted "
-                f"{format_bytes(self.predicted_nbytes['process'])}"
-            )
+            each = (self.measured_nbytes["process"], self.predicted_nbytes["process"])
+            said = ", predicted ".join(map(format_bytes, each))
             ratio = self.process_ratio
             rows.append(("process grew by", said + ("" if ratio is None else f" ({ratio:.1%})")))
         if total.total:
-            rows.append(
-                (
-                    "cast",
-                    f"{total.overflowed} overflowed, {total.flushed} flushed to zero, "
-                    f"{total.rounded} rounded",
-                )
-            )
+            said = f"{total.overflowed} overflowed, {total.flushed} flushed to zero"
+            rows.append(("cast", f"{said}, {total.rounded} rounded"))
         if self.errors:
             rows.append(("quantised", quantised_text(self.errors)))
         rows += [
@@ -243,6 +211,11 @@ class LoadReport:
         return as_html(str(self), PARTS, self.plan.bars)
 
 
+def _plain(value: Any) -> dict[str, Any]:
+    """What JSON has in place of counts, or of a mapping that is no dict."""
+    return dict(value) if isinstance(value, Mapping) else asdict(value)
+
+
 def quantised_text(errors: Mapping[str, QuantCounts]) -> str:
     """The error of all that was quantised, and of what lost most."""
     whole = sum(errors.values(), QuantCounts())
@@ -256,15 +229,8 @@ def quantised_text(errors: Mapping[str, QuantCounts]) -> str:
 
 
 def _also(report: LoadReport) -> str:
-    also = [
-        f"{len(names)} {what}"
-        for names, what in (
-            (report.tied, "tied"),
-            (report.skipped, "skipped"),
-            (report.missing, "missing"),
-        )
-        if names
-    ]
+    found = {what: len(getattr(report, what)) for what in ("tied", "skipped", "missing")}
+    also = [f"{count} {what}" for what, count in found.items() if count]
     return f" ({', '.join(also)})" if also else ""
 
 
@@ -350,15 +316,9 @@ class Meter:
         self.peaks = dict.fromkeys(self._begun, 0)
 
     def _now(self) -> dict[str, int]:
-        now = {
-            name: nbytes
-            for name, device in self._devices.items()
-            if (nbytes := device.allocated_nbytes()) is not None
-        }
-        process = process_nbytes()
-        if process is not None:
-            now["process"] = process
-        return now
+        now = {name: device.allocated_nbytes() for name, device in self._devices.items()}
+        now["process"] = process_nbytes()
+        return {name: nbytes for name, nbytes in now.items() if nbytes is not None}
 
     def sample(self, *, at_once: bool = False) -> None:
         """Read the counters, unless they were read a moment ago."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush, heapreplace
+from heapq import heappop, heappush
 from operator import attrgetter
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
 
@@ -153,6 +153,9 @@ class SmallTensorBatch(Sequence[Chunk]):
         return Chunk(self.first + places, self.shard, 0, stop - start, (run,))
 
 
+_Piece: TypeAlias = Chunk | SmallTensorBatch
+
+
 def split(chunk: Chunk, placement: Placement, nbytes: int, start: int = 0) -> Iterator[Chunk]:
     """Cut a chunk of one run into pieces of at most ``nbytes``, in the file and in the parameter.
 
@@ -228,7 +231,7 @@ class Cut:
         largest: Callable[[Placement], int],
         pack_nbytes: Callable[[Placement], int],
         most: int,
-    ) -> Iterator[Chunk | SmallTensorBatch]:
+    ) -> Iterator[_Piece]:
         """All chunks, small neighbours in batches of at most ``most``.
 
         ``largest`` and ``pack_nbytes`` are the most bytes of a placement's chunks, in the file and
@@ -245,25 +248,17 @@ class Cut:
         firsts = np.append(0, np.flatnonzero(~follows) + 1)  # of what may be packed, or is alone
         ends = np.append(firsts[1:], len(starts))
         taken = np.cumsum(-(-sizes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT)
-        # By place, the next pieces of what has been reached: several where tensors are read twice.
-        reached: list[
-            tuple[
-                tuple[int, int], int, Chunk | SmallTensorBatch, Iterator[Chunk | SmallTensorBatch]
-            ]
-        ] = []
+        # several where tensors are read twice
+        reached: list[_Reached] = []
         for at in np.lexsort((starts[firsts], shards[firsts])).tolist():
             first = int(firsts[at])
             place = int(shards[first]), int(starts[first])
             while reached and reached[0][0] < place:
                 yield _next(reached)
-            pieces: Iterator[Chunk | SmallTensorBatch]
             if alone[first]:
-                pieces = self._pieces(first, largest)
+                _push(reached, at, self._pieces(first, largest))
             else:
-                pieces = self._packs(first, int(ends[at]), taken, pack_nbytes, most)
-            for piece in pieces:
-                heappush(reached, (_place(piece), at, piece, pieces))
-                break
+                _push(reached, at, self._packs(first, int(ends[at]), taken, pack_nbytes, most))
         while reached:
             yield _next(reached)
 
@@ -274,7 +269,7 @@ class Cut:
         taken: _Column,
         pack_nbytes: Callable[[Placement], int],
         most: int,
-    ) -> Iterator[Chunk | SmallTensorBatch]:
+    ) -> Iterator[_Piece]:
         """Neighbours that are small, in packs; ``taken``: bytes of each in a slot, added up."""
         starts, stops, shards, placements = self._extents[:4]
         room = pack_nbytes(self._plan.placements.kinds[int(placements[first])])
@@ -313,25 +308,24 @@ def chunks(plan: Plan, checkpoint: Checkpoint) -> Iterator[Chunk]:
         yield piece
 
 
-def _next(
-    reached: list[
-        tuple[tuple[int, int], int, Chunk | SmallTensorBatch, Iterator[Chunk | SmallTensorBatch]]
-    ],
-) -> Chunk | SmallTensorBatch:
+#: The place of a piece in the files, the number of those that it is one of, it, and the rest.
+_Reached: TypeAlias = tuple[tuple[int, int], int, _Piece, Iterator[_Piece]]
+
+
+def _push(reached: list[_Reached], at: int, pieces: Iterator[_Piece]) -> None:
+    """Put the next piece, if there is one, into a heap."""
+    for piece in pieces:
+        first = piece if isinstance(piece, SmallTensorBatch) else next(iter(piece.runs), None)
+        start = first.start if first is not None else 0
+        heappush(reached, ((piece.shard, start), at, piece, pieces))
+        break
+
+
+def _next(reached: list[_Reached]) -> _Piece:
     """Take the first piece from the heap, and put what follows it there."""
-    _, at, piece, pieces = reached[0]
-    following = next(pieces, None)
-    if following is None:
-        heappop(reached)
-    else:
-        heapreplace(reached, (_place(following), at, following, pieces))
+    _, at, piece, pieces = heappop(reached)
+    _push(reached, at, pieces)
     return piece
-
-
-def _place(piece: Chunk | SmallTensorBatch) -> tuple[int, int]:
-    if isinstance(piece, SmallTensorBatch):
-        return piece.shard, piece.start
-    return piece.shard, piece.runs[0].start if piece.runs else 0
 
 
 def _extents(
@@ -475,13 +469,8 @@ def _transposed(
                     )
                     to += count * t.outer * dst_row
             at += n
-        yield Chunk(
-            index,
-            mine.shard,
-            first * t.outer * dst_row,
-            stop * t.outer * dst_row,
-            tuple(runs),
-        )
+        begins, ends = (at * t.outer * dst_row for at in (first, stop))
+        yield Chunk(index, mine.shard, begins, ends, tuple(runs))
 
 
 def _turned(

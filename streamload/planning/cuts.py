@@ -6,6 +6,7 @@ with a most for each node.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,31 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 
-class Costs:
-    """The bytes that a run of units ``[start, stop)`` takes on one node, with what it runs with.
+class Measure(ABC):
+    """Bytes of runs of ``count`` units ``[start, stop)``. A run inside another never takes more."""
+
+    count: int
+
+    @abstractmethod
+    def __call__(self, start: int, stop: int) -> int:
+        """The bytes of a run; 0 of an empty one."""
+
+    def stop(self, start: int, cap_nbytes: int) -> int:
+        """The largest stop with which the run takes at most ``cap_nbytes``."""
+        stops = range(start, self.count + 1)
+        return start + bisect_right(stops, cap_nbytes, key=lambda stop: self(start, stop)) - 1
+
+    def start(self, stop: int, cap_nbytes: int) -> int:
+        """The smallest start with which the run takes at most ``cap_nbytes``."""
+        return bisect_left(range(stop + 1), -cap_nbytes, key=lambda start: -self(start, stop))
+
+    def too_large(self, cap_nbytes: int) -> list[int]:
+        """The units that take more than ``cap_nbytes`` alone, ascending."""
+        return [u for u in range(self.count) if self(u, u + 1) > cap_nbytes]
+
+
+class Costs(Measure):
+    """The bytes that a run of units takes on one node, with what it runs with.
 
     A stored tensor counts once, whether it lives in the run or a name tied to it does. So a run
     inside another never takes more, and both ends can be found by bisection.
@@ -27,6 +51,7 @@ class Costs:
         tied: Iterable[tuple[int, str]],
     ) -> None:
         """Take what units have."""
+        self.count = len(sizes)
         self.prefix = [0, *accumulate(sizes)]
         away = {(u, source) for u, source in tied if home[source][0] != u}
         #: Where a tied name stands without its tensor, ascending, and (tensor, its unit, bytes).
@@ -48,24 +73,8 @@ class Costs:
                     nbytes += copy_nbytes
         return nbytes
 
-    def stop(self, start: int, cap_nbytes: int) -> int:
-        """The largest stop with which the run takes at most ``cap_nbytes``."""
-        best = bisect_right(self.prefix, self.prefix[start] + cap_nbytes) - 1
-        if not self._users or self(start, best) <= cap_nbytes:
-            return best
-        stops = range(start, best + 1)
-        return start + bisect_right(stops, cap_nbytes, key=lambda stop: self(start, stop)) - 1
-
-    def start(self, stop: int, cap_nbytes: int) -> int:
-        """The smallest start with which the run takes at most ``cap_nbytes``."""
-        best = bisect_left(self.prefix, self.prefix[stop] - cap_nbytes)
-        if not self._users or self(best, stop) <= cap_nbytes:
-            return best
-        starts = range(best, stop + 1)
-        return best + bisect_left(starts, -cap_nbytes, key=lambda start: -self(start, stop))
-
     def too_large(self, cap_nbytes: int) -> list[int]:
-        """The units that take more than ``cap_nbytes`` alone, ascending."""
+        """See `Measure.too_large`."""
         return sorted(self._single_units[bisect_right(self._single_nbytes, cap_nbytes) :])
 
 
@@ -86,10 +95,11 @@ class Need:
     rows_nbytes: int = 0
 
 
-class Leasts:
+class Leasts(Measure):
     """The least that a run needs: what stays, a slot for its largest part, one for its experts."""
 
     def __init__(self, needs: Sequence[Need]) -> None:
+        self.count = len(needs)
         self._stays = [0, *accumulate(need.stays_nbytes for need in needs)]
         self._slots = _Largest([need.slot_nbytes for need in needs])
         self._experts = _Largest([need.experts_nbytes for need in needs])
@@ -98,25 +108,6 @@ class Leasts:
         """The least of a run, in bytes."""
         slots = self._slots(start, stop) + self._experts(start, stop)
         return self._stays[stop] - self._stays[start] + slots
-
-    def stop(self, start: int, cap_nbytes: int) -> int:
-        """The largest stop with which the run needs at most ``cap_nbytes``."""
-        stops = range(start, len(self._stays))
-        found = bisect_right(stops, cap_nbytes, key=lambda stop: self(start, stop))
-        return start + max(found - 1, 0)
-
-    def start(self, stop: int, cap_nbytes: int) -> int:
-        """The smallest start with which the run needs at most ``cap_nbytes``."""
-        starts = range(stop + 1)
-        return min(bisect_left(starts, -cap_nbytes, key=lambda start: -self(start, stop)), stop)
-
-    def too_large(self, cap_nbytes: int) -> list[int]:
-        """The units that need more than ``cap_nbytes`` alone, ascending."""
-        return [u for u in range(len(self._stays) - 1) if self(u, u + 1) > cap_nbytes]
-
-
-#: Bytes of runs of units. A run inside another never takes more.
-Measure = Costs | Leasts
 
 
 class _Largest:
@@ -246,7 +237,7 @@ def stops_of(
     nothing strictly below is feasible. With ``leasts`` a node in between may be empty, as it may be
     too small for any unit. None if no cut leaves each node the least of its run.
     """
-    count, nodes = len(costs.prefix) - 1, len(budgets)
+    count, nodes = costs.count, len(budgets)
     if not count:
         return [0] * nodes
     # the ends are held by the ends; a node in between is empty only where there are too few units

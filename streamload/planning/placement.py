@@ -6,7 +6,7 @@ import ctypes
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -183,52 +183,39 @@ class Placement:
         return self.transpose.rows != (shape or (1,))[0]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Placements(Table[Placement]):
     """The placements of a plan, in columns.
 
     They compare, hash and pickle like a tuple of the same.
 
     Attributes:
-        names: of the parameters.
         kinds: for each a placement with all facts that are in no other column; one object for all
             that are alike.
+        names: of the parameters.
         sources: the row ranges of each.
         resident_nbytes: what each takes of its device.
         reusable_nbytes: of the bytes that each holds, those that the load takes over.
     """
 
-    __slots__ = (
-        *("_counted", "_rows", "kinds", "names"),
-        *("resident_nbytes", "reusable_nbytes", "sources"),
-    )
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        kinds: Sequence[Placement],
-        sources: Sequence[tuple[RowRange, ...]],
-        resident_nbytes: Sequence[int],
-        reusable_nbytes: Sequence[int],
-    ) -> None:
-        self.names = names
-        self.kinds = kinds
-        self.sources = sources
-        self.resident_nbytes = resident_nbytes
-        self.reusable_nbytes = reusable_nbytes
-        self._counted: tuple[tuple[Placement, int], ...] | None = None
-        self._rows: dict[int, Placement] = {}
+    kinds: Sequence[Placement]
+    names: Sequence[str]
+    sources: Sequence[tuple[RowRange, ...]]
+    resident_nbytes: Sequence[int]
+    reusable_nbytes: Sequence[int]
+    _counted: tuple[tuple[Placement, int], ...] | None = field(init=False, default=None)
+    _rows: dict[int, Placement] = field(init=False, default_factory=dict)
 
     @classmethod
     def of(cls, placements: Iterable[Placement]) -> Placements:
         """Put placements into columns, each as a kind of its own."""
         kinds = tuple(placements)
-        names, *columns = (list(map(attrgetter(field), kinds)) for field in _DIFFERENT)
-        return cls(names, kinds, *columns)
+        return cls(kinds, *(list(map(attrgetter(name), kinds)) for name in _DIFFERENT))
 
     @property
     def _columns(self) -> tuple[Sequence[Any], ...]:
         sizes = self.resident_nbytes, self.reusable_nbytes
-        return self.names, self.kinds, self.sources, *sizes
+        return self.kinds, self.names, self.sources, *sizes
 
     @property
     def counted(self) -> tuple[tuple[Placement, int], ...]:
@@ -254,19 +241,15 @@ class Placements(Table[Placement]):
         """Make one row, once."""
         found = self._rows.get(at)
         if found is None:
-            own = zip(_DIFFERENT, (column[at] for column in self._own_columns), strict=True)
-            found = self._rows[at] = replace(self.kinds[at], **dict(own))
+            kind, *own = (column[at] for column in self._columns)
+            found = self._rows[at] = replace(kind, **dict(zip(_DIFFERENT, own, strict=True)))
         return found
 
-    @property
-    def _own_columns(self) -> tuple[Sequence[Any], ...]:
-        return self.names, self.sources, self.resident_nbytes, self.reusable_nbytes
-
     def __iter__(self) -> Iterator[Placement]:
-        own = dict(zip(_DIFFERENT, self._own_columns, strict=True))
+        own = dict(zip(_DIFFERENT, self._columns[1:], strict=True))
         columns = (
-            own[field] if field in own else list(map(attrgetter(field), self.kinds))
-            for field in Placement.__slots__
+            own[name] if name in own else list(map(attrgetter(name), self.kinds))
+            for name in Placement.__slots__
         )
         return iter(records(Placement, *columns))
 

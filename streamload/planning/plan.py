@@ -236,10 +236,7 @@ class Plan:
 
     def device(self, name: str) -> DevicePlan:
         """The plan of one device; KeyError if it has none."""
-        for device in self.devices:
-            if device.device == name:
-                return device
-        raise KeyError(name)
+        return {d.device: d for d in self.devices}[name]
 
     @property
     def digest(self) -> str:

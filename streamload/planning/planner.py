@@ -117,7 +117,7 @@ def make_plan(request: PlanRequest) -> Plan:
     parts, wants, where = assign(checkpoint, wants, devices, policy, request.tied, by_layer)
     if room is not None:
         room = room.placed(checkpoint, wants, where, policy)
-    placements = _place(_Assigned.of(request, wants, [specs[name] for name in where]), notes)
+    placements = _place(request, wants, [specs[name] for name in where], notes)
     placements = _allocated(_settled(placements, specs, notes), specs)
     draft = Plan(
         path=str(checkpoint.path),
@@ -144,56 +144,33 @@ def make_plan(request: PlanRequest) -> Plan:
     return plan
 
 
-@dataclass(frozen=True, slots=True)
-class _Assigned:
-    """Requests with a device each.
-
-    Attributes:
-        specs: the device of each.
-        dsts: the dtype of each there.
-        changed: whether functions change its rows on the way.
-    """
-
-    request: PlanRequest
-    wants: TensorRequests
-    specs: Sequence[DeviceSpec]
-    dsts: Sequence[DType]
-    changed: Sequence[bool]
-
-    @classmethod
-    def of(
-        cls, request: PlanRequest, wants: TensorRequests, specs: Sequence[DeviceSpec]
-    ) -> _Assigned:
-        """Choose dtypes."""
-        by_native = {
-            native: wants.dsts(request.dtype, native)
-            for native in {spec.native_bf16 for spec in specs}
-        }
-        if len(by_native) == 1:
-            (dsts,) = by_native.values()
-        else:
-            dsts = [by_native[spec.native_bf16][at] for at, spec in enumerate(specs)]
-        changed = [False] * len(wants)
-        if request.changed:
-            changed = [any(r.tensor in request.changed for r in rows) for rows in wants.sources]
-        return cls(request, wants, specs, dsts, changed)
-
-
-def _place(assigned: _Assigned, notes: dict[str, None]) -> Placements:
-    """Place requests in the order of the files, so that each is read once.
+def _place(
+    request: PlanRequest,
+    wants: TensorRequests,
+    specs: Sequence[DeviceSpec],
+    notes: dict[str, None],
+) -> Placements:
+    """Place requests, each on its device, in the order of the files, so that each is read once.
 
     Requests that are alike share one kind, which is made once.
     """
-    wants, specs, dsts = assigned.wants, assigned.specs, assigned.dsts
-    checkpoint = assigned.request.checkpoint
-    mapped = _mapped(assigned)
+    checkpoint = request.checkpoint
+    native = {spec.native_bf16 for spec in specs}
+    dsts = wants.dsts(request.dtype, True in native)
+    if len(native) > 1:
+        other = wants.dsts(request.dtype, False)
+        dsts = [(dsts if spec.native_bf16 else other)[at] for at, spec in enumerate(specs)]
+    changed = [False] * len(wants)
+    if request.changed:
+        changed = [any(r.tensor in request.changed for r in rows) for rows in wants.sources]
+    mapped = _mapped(request, wants, specs, dsts, changed)
     scales = _scales_nbytes(checkpoint, wants)
     there = _there_nbytes(wants)
     keys = list(
         zip(
             *(map(attrgetter("name"), each) for each in (wants.srcs, dsts, specs)),
             *(wants.shapes, wants.transposes, wants.held, wants.codings),
-            *(mapped, assigned.changed, scales, there),
+            *(mapped, changed, scales, there),
             strict=True,
         )
     )
@@ -206,10 +183,10 @@ def _place(assigned: _Assigned, notes: dict[str, None]) -> Placements:
             cast = "part" if coding.part else "device" if on_device else "quant"
         elif spec.casts and there[at]:
             cast = "device"
-        elif mapped[at] or assigned.changed[at]:
+        elif mapped[at] or changed[at]:
             cast = "mapped" if mapped[at] else "rows"
         else:
-            cast = _engine(assigned.request, wants.srcs[at], dsts[at], spec, notes)
+            cast = _engine(request, wants.srcs[at], dsts[at], spec, notes)
         kinds[key] = kind = replace(
             _kind(wants[at], wants.srcs[at], dsts[at], spec, cast),
             scales_nbytes=scales[at],
@@ -231,8 +208,8 @@ def _place(assigned: _Assigned, notes: dict[str, None]) -> Placements:
         if reusable[n] and nbytes is not None:
             reusable[n] = nbytes
     return Placements(
-        [wants.names[at] for at in order],
         found,
+        [wants.names[at] for at in order],
         [wants.sources[at] for at in order],
         [kind.resident_nbytes for kind in found],
         reusable,
@@ -268,16 +245,19 @@ def _there_nbytes(wants: TensorRequests) -> Sequence[int]:
     return found
 
 
-def _mapped(assigned: _Assigned) -> Sequence[bool]:
+def _mapped(
+    request: PlanRequest,
+    wants: TensorRequests,
+    specs: Sequence[DeviceSpec],
+    dsts: Sequence[DType],
+    changed: Sequence[bool],
+) -> Sequence[bool]:
     """Whether each becomes a view on its mapped file; under "mapped" all must, unless empty."""
-    request, wants = assigned.request, assigned.wants
     if request.residence == "memory":
         return [False] * len(wants)
     out = []
     shards = request.checkpoint.shard_numbers(wants.infos).tolist()
-    for at, (info, dst, spec) in enumerate(
-        zip(wants.infos, assigned.dsts, assigned.specs, strict=True)
-    ):
+    for at, (info, dst, spec) in enumerate(zip(wants.infos, dsts, specs, strict=True)):
         row, *others = wants.sources[at]
         start = first_byte(info, row)
         why = ""
@@ -287,7 +267,7 @@ def _mapped(assigned: _Assigned) -> Sequence[bool]:
             why = "the file is not on this machine"
         elif info.stop > request.checkpoint.shards[shards[at]].file_nbytes:
             why = "its elements do not follow each other in the file"
-        elif assigned.changed[at]:
+        elif changed[at]:
             why = "its values change on the way"
         elif wants.codings[at] is not None:
             why = "it is quantised on the way"
@@ -376,10 +356,8 @@ def _settled(
             for key, kind in kept.items()
         }
         kinds = [instead.get(id(kind), kind) for kind in placements.kinds]
-        placements = Placements(
-            *(placements.names, kinds, placements.sources),
-            *([kind.resident_nbytes for kind in kinds], placements.reusable_nbytes),
-        )
+        resident = [kind.resident_nbytes for kind in kinds]
+        placements = replace(placements, kinds=kinds, resident_nbytes=resident)
         notes[f"{name}: all parameters are replaced, for not all can be written in place"] = None
     return placements
 
@@ -390,17 +368,14 @@ def _allocated(placements: Placements, specs: Mapping[str, DeviceSpec]) -> Place
     for name, spec in specs.items():
         if spec.info.allocator == "exact":
             continue
-        fresh = [
-            at
+        fresh = {
+            at: kind.nbytes
             for at, kind in enumerate(placements.kinds)
             if kind.device == name and kind.action != "in_place"
-        ]
-        sizes = (placements.kinds[at].nbytes for at in fresh)
-        takes = spec.taken(sizes)
-        for at, nbytes in zip(fresh, takes, strict=True):
+        }
+        for at, nbytes in zip(fresh, spec.taken(fresh.values()), strict=True):
             resident[at] = nbytes
-    columns = (placements.names, placements.kinds, placements.sources)
-    return Placements(*columns, resident, placements.reusable_nbytes)
+    return replace(placements, resident_nbytes=resident)
 
 
 def assign(

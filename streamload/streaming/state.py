@@ -195,11 +195,8 @@ class Job:
         """Cut the plan, or some placements in a row, into units in the order of reading."""
         cut, first = self._cut, 0
         if some is not None:
-            placements = self.plan.placements[some.start : some.stop]
-            cut, first = (
-                Cut(replace(self.plan, placements=placements), self._checkpoint),
-                some.start,
-            )
+            first, placements = some.start, self.plan.placements[some.start : some.stop]
+            cut = Cut(replace(self.plan, placements=placements), self._checkpoint)
         pieces = cut.packs_and_chunks(self._chunk_nbytes, self.unit_nbytes, _MAX_UNIT_CHUNKS)
         return _units((piece.moved(first) for piece in pieces) if first else pieces, self)
 
@@ -263,9 +260,6 @@ class Job:
     def cast_of(self, src: DType, dst: DType, engine: Engine = "auto") -> Cast:
         """The cast of a pair of dtypes on the host."""
         key = (src, dst, engine)
-        found = self._casts.get(key)
-        if found is not None:
-            return found
         with self._compiling:
             if key not in self._casts:
                 self._casts[key] = make_cast(
@@ -276,12 +270,11 @@ class Job:
     def encoder(self, index: int) -> Encoder:
         """What quantises a placement; any thread may ask."""
         with self._compiling:
-            found = self._encoders.get(index)
-            if found is None:
+            if index not in self._encoders:
                 p = self.plan.placements[index]
                 assert p.coding is not None, p.name
-                found = self._encoders[index] = encoder_of(p.coding, p.src)
-            return found
+                self._encoders[index] = encoder_of(p.coding, p.src)
+            return self._encoders[index]
 
     def decoder(self, info: Packed, p: Placement) -> Decoder:
         """The decoder of a tensor for a placement; reads its scales. Any thread may call this."""
@@ -369,9 +362,8 @@ class Job:
         """
         if not self.holds:
             return True
-        units = [
-            unit for unit in batch if not isinstance(unit, SmallTensorBatch)
-        ]  # those go as they are
+        # packs go as they are
+        units = [unit for unit in batch if not isinstance(unit, SmallTensorBatch)]
         for index in dict.fromkeys(chunk.placement for unit in units for chunk in unit):
             p = self.plan.placements.kinds[index]
             if p.there_nbytes and not self._hold(index, p):

@@ -27,6 +27,9 @@ class Step(ABC):
     gathers = False
     counts: Counts = NO_COUNTS
 
+    def __init__(self, job: Job, chunk: Chunk, p: Placement) -> None:
+        self._job, self._chunk, self._placement = job, chunk, p
+
     def begin(self, run: StridedRead) -> None:
         """Look at a run; all calls until the next are for its elements."""
         return None
@@ -53,11 +56,10 @@ class Step(ABC):
 class Casting(Step):
     """Casts elements, or copies them."""
 
-    counts: CastCounts
+    counts: CastCounts = NO_COUNTS
 
     def __init__(self, cast: Cast, *, moves: bool) -> None:
         self._cast, self.moves = cast, moves
-        self.counts = NO_COUNTS
 
     def __call__(
         self, data: memoryview, out: memoryview, *, at: int, start: int, lines: int = 1
@@ -83,12 +85,7 @@ class Encoding(Step):
     """Quantizes elements: ``at`` is the place of their units."""
 
     gathers = True
-    counts: QuantCounts
-
-    def __init__(self, job: Job, chunk: Chunk, p: Placement) -> None:
-        self._job, self._chunk, self._placement = job, chunk, p
-        self._encoder = job.encoder(chunk.placement)
-        self.counts = NO_ERRORS
+    counts: QuantCounts = NO_ERRORS
 
     def changed(self, data: memoryview, start: int) -> memoryview:
         """Changed rows in float32; see `Step.changed`."""
@@ -103,20 +100,17 @@ class Encoding(Step):
         self, data: memoryview, out: memoryview, *, at: int, start: int, lines: int = 1
     ) -> None:
         """Quantise whole units."""
-        self.counts += self._encoder.encode(data, out, self._placement.numel_at(at))
+        encoder = self._job.encoder(self._chunk.placement)
+        self.counts += encoder.encode(data, out, self._placement.numel_at(at))
 
 
 class Decoding(Step):
     """Dequantizes elements: ``start`` selects their scales."""
 
     gathers = True
-    counts: CastCounts
+    counts: CastCounts = NO_COUNTS
     _info: Packed
     _decoder: Decoder
-
-    def __init__(self, job: Job, chunk: Chunk, p: Placement) -> None:
-        self._job, self._chunk, self._placement = job, chunk, p
-        self.counts = NO_COUNTS
 
     def begin(self, run: StridedRead) -> None:
         """Read the scales of the run's tensor, where no thread has done that yet."""
