@@ -138,14 +138,14 @@ class DeviceShare:
 
         Each with these bytes, and how many there are.
         """
-        counted = self.placements.counted
-        made = [
-            (p, p.coding.statistics_nbytes, n)
-            for p, n in counted
-            if p.cast == "quant" and p.coding is not None
-        ]
-        return made + [
-            (p, p.scales_nbytes, n) for p, n in counted if p.scales_nbytes and p.cast != "device"
+        return [
+            (
+                p,
+                p.coding.statistics_nbytes if p.coding and p.cast == "quant" else p.scales_nbytes,
+                n,
+            )
+            for p, n in self.placements.counted
+            if p.cast != "device"
         ]
 
     @property

@@ -60,9 +60,7 @@ class CacheRequest:
         Raises:
             ValueError: one is invalid, or is given without ``context``.
         """
-        for name, count in (("context", context), ("batch", batch)):
-            if name == "context" and count is None:
-                continue
+        for name, count in (("context", 1 if context is None else context), ("batch", batch)):
             if type(count) is not int or not 1 <= count <= _MOST:
                 raise ValueError(f"{name} is a whole number from 1 to {_MOST}, not {count!r}")
         dtype = None if cache_dtype is None else parse_dtype(cache_dtype)

@@ -37,19 +37,12 @@ _REPLACED = {
 }
 
 
-def want_of(checkpoint: Checkpoint, name: str, source: Source) -> TensorRequest:
-    """Ask for one parameter as the checkpoint has it."""
-    return TensorRequest(name, shape_of(checkpoint, source), source.rows, source.transpose)
-
-
 def shape_of(checkpoint: Checkpoint, source: Source) -> tuple[int, ...]:
     """The shape that a source gives, or that of its rows put together."""
     whole = _whole(checkpoint, source)
     if whole is not None:
         return whole.shape
-    if source.shape is not None:
-        return source.shape
-    return _rows_shape(checkpoint, source)
+    return _rows_shape(checkpoint, source) if source.shape is None else source.shape
 
 
 def _whole(checkpoint: Checkpoint, source: Source) -> TensorInfo | None:
@@ -119,7 +112,11 @@ def wants_of(checkpoint: Checkpoint, fill: Mapping[str, Source]) -> TensorReques
     ]
     if problems:
         raise StateDictMismatchError(checkpoint.path, problems=problems)
-    return TensorRequests.of(checkpoint, [want_of(checkpoint, *each) for each in fill.items()])
+    wants = (
+        TensorRequest(name, shape_of(checkpoint, source), source.rows, source.transpose)
+        for name, source in fill.items()
+    )
+    return TensorRequests.of(checkpoint, [*wants])
 
 
 def _begin_at_bytes(info: TensorInfo, columns: Columns | None) -> bool:
@@ -153,11 +150,8 @@ def _part(checkpoint: Checkpoint, source: Source, block: Block | None) -> Source
             return None
         t = RowTranspose(size // per_group, t.outer, t.inner) if size else None
     made = cut(rows, row_numel, block)
-    if made is None or not all(
-        _begin_at_bytes(checkpoint.tensors[r.tensor], r.columns) for r in made
-    ):
-        return None
-    return Source(made, t, block.shape)
+    begin = (_begin_at_bytes(checkpoint.tensors[r.tensor], r.columns) for r in made or ())
+    return Source(made, t, block.shape) if made is not None and all(begin) else None
 
 
 def _fits(t: RowTranspose, shape: tuple[int, ...]) -> bool:
@@ -208,18 +202,14 @@ class Match:
         """What is wanted, with the weights whose codes the model holds in their parts."""
         if not coded:
             return TensorRequests.of(checkpoint, self.wants)
-        forms = [coded.get(want.name) for want in self.wants]
-        floats = (_is_float(checkpoint, want.source) for want in self.wants)
-        forms = [form if ok else None for form, ok in zip(forms, floats, strict=True)]
-        wants = TensorRequests.of(
-            checkpoint,
-            [
-                want if form is None else coded_want(form, want)
-                for want, form in zip(self.wants, forms, strict=True)
-            ],
-        )
-        formats = [None if form is None else form.format for form in forms]
-        return quantised(checkpoint, wants, formats, changed, self.beside, policy)
+        wants: list[TensorRequest] = []
+        formats: list[str | None] = []
+        for want in self.wants:
+            form = coded.get(want.name) if _is_float(checkpoint, want.source) else None
+            wants.append(want if form is None else coded_want(form, want))
+            formats.append(None if form is None else form.format)
+        requests = TensorRequests.of(checkpoint, wants)
+        return quantised(checkpoint, requests, formats, changed, self.beside, policy)
 
     def formats(
         self, checkpoint: Checkpoint, quant: QuantPolicy, coded: Mapping[str, CodedWeight]
@@ -237,12 +227,11 @@ class Match:
         coded: Mapping[str, CodedWeight],
     ) -> list[str]:
         """Notes on what was to be quantised, and has no module that can hold it."""
+        wants = TensorRequests.of(checkpoint, self.wants)
         kept = {
-            want.name: src.nbytes(math.prod(want.shape))
-            for want, src in zip(
-                self.wants, TensorRequests.of(checkpoint, self.wants).srcs, strict=True
-            )
-            if want.name in formats and want.name not in swap.coded
+            name: src.nbytes(math.prod(shape))
+            for name, shape, src in zip(wants.names, wants.shapes, wants.srcs, strict=True)
+            if name in formats and name not in swap.coded
         }
         if not formats and not coded:
             return ["nothing is quantised: no weight of a layer is meant by quant="]
@@ -304,21 +293,16 @@ class Match:
 
     def check_views(self, path: Location, placements: Placements) -> None:
         """Raise StateDictMismatchError for views that a plan would not write where they are."""
-        rows = [
-            (name, kind)
-            for name, kind in zip(placements.names, placements.kinds, strict=True)
-            if name in self.parameters  # auxiliary parts may be to come
-        ]
-        problems = [
-            f"{name}: {why}: written in place it stays {self.parameters[name].dtype}, and is not "
-            f"replaced by {kind.dst} on {kind.device}"
-            for name, kind in rows
-            if kind.action != "in_place" and (why := self.parameters[name].fixed)
-        ]
-        for name, kind in rows:
-            where = self.parameters[name].device
-            if self.parameters[name].shard and where != kind.device:
-                problems.append(f"{name}: it is a shard on {where}: leave device= away")
+        problems = []
+        for name, kind in zip(placements.names, placements.kinds, strict=True):
+            p = self.parameters.get(name)  # auxiliary parts may be to come
+            if p is not None and kind.action != "in_place" and p.fixed:
+                problems.append(
+                    f"{name}: {p.fixed}: written in place it stays {p.dtype}, and is not "
+                    f"replaced by {kind.dst} on {kind.device}"
+                )
+            if p is not None and p.shard and p.device != kind.device:
+                problems.append(f"{name}: it is a shard on {p.device}: leave device= away")
         if problems:
             raise StateDictMismatchError(path, problems=problems)
 

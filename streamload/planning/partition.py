@@ -6,9 +6,11 @@ Pure: names and sizes in, parts out. The sizes are those that will be resident, 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, takewhile
+from operator import eq
 from typing import Literal
 
 from streamload.core.memory import Size
@@ -185,14 +187,6 @@ _LAST: _Key = (2, 0, 0, 0)
 _START, _LAYERS, _END = range(3)
 
 
-@dataclass(slots=True)
-class _Prefix:
-    """What stands under a dotted prefix before an integer component."""
-
-    indices: set[int]
-    holds_modules: bool = False  # "layers.0.norm.weight"; "mlp.0.weight" holds only parameters
-
-
 def _integers(name: str) -> Iterator[tuple[str, int, bool]]:
     """(prefix, index, whether a module follows) for each integer component, from the left."""
     parts = name.split(".")
@@ -209,28 +203,24 @@ def _layer_stacks(names: Iterable[str]) -> dict[str, tuple[str, int]]:
     bare parameters are enough.
     """
     found = {name: list(_integers(name)) for name in names}
-    prefixes: dict[str, _Prefix] = {}
+    indices: dict[str, set[int]] = defaultdict(set)
+    of_modules: set[str] = set()  # "layers.0.norm.weight"; "mlp.0.weight" holds only parameters
     for integers in found.values():
         for prefix, index, module in integers:
-            at = prefixes.setdefault(prefix, _Prefix(set()))
-            at.indices.add(index)
-            at.holds_modules |= module
-    rules: tuple[Callable[[str, _Prefix], bool], ...] = (
-        lambda prefix, at: (
-            at.holds_modules and (len(at.indices) > 1 or prefix.rpartition(".")[2] in _CONTAINERS)
-        ),
-        lambda prefix, at: at.holds_modules,
-        lambda prefix, at: True,
+            indices[prefix].add(index)
+            if module:
+                of_modules.add(prefix)
+    repeated = {
+        prefix
+        for prefix in of_modules
+        if len(indices[prefix]) > 1 or prefix.rpartition(".")[2] in _CONTAINERS
+    }
+    stacks = repeated or of_modules or indices
+    layers = (
+        (name, next((i[:2] for i in integers if i[0] in stacks), None))
+        for name, integers in found.items()
     )
-    for rule in rules:
-        stacks = {prefix for prefix, at in prefixes.items() if rule(prefix, at)}
-        if stacks:
-            layers = (
-                (name, next((i[:2] for i in integers if i[0] in stacks), None))
-                for name, integers in found.items()
-            )
-            return {name: layer for name, layer in layers if layer is not None}
-    return {}
+    return {name: layer for name, layer in layers if layer is not None}
 
 
 def _is_input(name: str) -> bool:
@@ -245,15 +235,8 @@ def _end_of_stacks(name: str, stacks: Sequence[str]) -> _Key:
     model.
     """
     parts = name.split(".")
-    lengths = [
-        sum(
-            1
-            for _ in takewhile(
-                lambda pair: pair[0] == pair[1], zip(parts, stack.split("."), strict=False)
-            )
-        )
-        for stack in stacks
-    ]
+    same = (map(eq, parts, stack.split(".")) for stack in stacks)
+    lengths = [sum(takewhile(bool, each)) for each in same]
     most = max(lengths)
     near = [place for place, length in enumerate(lengths) if length == most]
     if _is_input(name):

@@ -21,7 +21,7 @@ from streamload.codecs.parts import Part
 from streamload.codecs.scheme import ALL_SCHEMES, SCHEMES, CodedWeight
 from streamload.core.dtypes import F32, DType
 from streamload.core.patterns import did_you_mean
-from streamload.core.tensors import Coding, RowRange, RowTranspose, TensorInfo
+from streamload.core.tensors import Coding, RowTranspose, TensorInfo
 from streamload.core.units import format_bytes
 from streamload.errors import Fit, PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.families import is_conv1d
@@ -168,16 +168,11 @@ class QuantPolicy:
         out: list[str | None] = []
         for info, shape in zip(wants.infos, wants.shapes, strict=True):
             name = info.name
-            rule = self.rule(name)
-            found = None if rule is None else rule[1]
-            if (
-                info.dtype.kind != "float"
-                or len(shape) < 2
-                or not math.prod(shape)
-                or name in already
-            ):
+            pattern, found = self.rule(name) or ("", None)
+            is_matrix = info.dtype.kind == "float" and len(shape) > 1 and 0 not in shape
+            if not is_matrix or name in already:
                 found = None
-            elif rule is not None and rule[0] == "*" and found is not None:
+            elif pattern == "*" and found is not None:
                 layers = _of_layers(checkpoint.tensors) if layers is None else layers
                 found = found if name in layers and not _SPARED.search(name) else None
             out.append(found)
@@ -257,10 +252,9 @@ def quantised(
             continue
         taken.append(tensor)
         for each in parts:
-            there = beside.get(each.name)
-            if there is not None:
-                reusable = there.reusable_nbytes
-                each = replace(each, device=there.device, held=there.held, reusable_nbytes=reusable)
+            if (there := beside.get(each.name)) is not None:
+                held, reusable = there.held, there.reusable_nbytes
+                each = replace(each, device=there.device, held=held, reusable_nbytes=reusable)
             out.append(each)
     if refused:
         raise leaving(refused, taken, policy)
@@ -395,19 +389,12 @@ def parts_of(
     if made.device_parts and len(made.device_parts) > 1:  # what a device holds goes as it came
         in_order = in_order and len(want.source) == 1
     for part, coding in _codings(name, want.shape, src, of_rows=of_rows, in_order=in_order):
-        at = want.source[0]
-        codes = not part.suffix
-        held = want if codes else TensorRequest("", (), ())
+        each = want
+        if part.suffix:  # not the codes: nothing is read for it
+            at = replace(want.source[0], stop=want.source[0].start, columns=None)
+            each = TensorRequest("", (), (at,), device=want.device, fixed=want.fixed)
         yield replace(
-            want,
-            name=part.name(want.name),
-            shape=part.shape,
-            dtype=part.dtype,
-            source=want.source if codes else (RowRange(at.tensor, at.start, at.start),),
-            transpose=want.transpose if codes else None,
-            held=held.held,
-            reusable_nbytes=held.reusable_nbytes,
-            coding=coding,
+            each, name=part.name(want.name), shape=part.shape, dtype=part.dtype, coding=coding
         )
 
 
