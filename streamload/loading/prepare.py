@@ -579,18 +579,12 @@ def has_room_to_try(parameters: int) -> bool:
 
 def on_unstored(unstored: Mapping[str, str], made: Plan) -> list[str]:
     """Notes on tensors that the load leaves where they cannot be used."""
-    without = [name for name, device in unstored.items() if device == "meta"]
-    elsewhere = [
-        name
-        for name, device in unstored.items()
-        if device != "meta" and device not in {d.device for d in made.devices}
-    ]
-    return [
-        f"{len(names)} buffers that checkpoints do not hold {what}: {', '.join(names[:8])}"
-        f"{', ...' if len(names) > 8 else ''}"
-        for names, what in (
-            (without, "are on the meta device still, without values"),
-            (elsewhere, "stay on another device"),
-        )
-        if names
-    ]
+    fates = dict.fromkeys((d.device for d in made.devices), "")
+    fates["meta"] = "are on the meta device still, without values"
+    notes = []
+    for fate in (fates["meta"], "stay on another device"):
+        names = [n for n, at in unstored.items() if fates.get(at, "stay on another device") == fate]
+        listed = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
+        if names:
+            notes.append(f"{len(names)} buffers that checkpoints do not hold {fate}: {listed}")
+    return notes

@@ -127,29 +127,7 @@ class _Largest:
         return max(row[start], row[stop - (1 << level)])
 
 
-@dataclass(frozen=True, slots=True)
-class _Bounds:
-    """What a node may take at most, by one or more measures."""
-
-    measures: Sequence[Measure]
-    caps_nbytes: tuple[int, ...]
-
-    def stop(self, start: int) -> int:
-        """The largest stop of a run that keeps all caps."""
-        pairs = zip(self.measures, self.caps_nbytes, strict=True)
-        return min(measure.stop(start, cap) for measure, cap in pairs)
-
-    def start(self, stop: int) -> int:
-        """The smallest start of a run that keeps all caps."""
-        pairs = zip(self.measures, self.caps_nbytes, strict=True)
-        return max(measure.start(stop, cap) for measure, cap in pairs)
-
-    def too_large(self) -> list[int]:
-        """The units that keep not all caps alone, ascending."""
-        pairs = zip(self.measures, self.caps_nbytes, strict=True)
-        return sorted({unit for measure, cap in pairs for unit in measure.too_large(cap)})
-
-
+_Bounds = tuple[tuple[Measure, int], ...]  # the most bytes of a node, by each measure
 _Ranges = list[tuple[int, int]]  # disjoint, ascending, last included
 
 
@@ -165,7 +143,8 @@ def _starts(bounds: _Bounds, stops: _Ranges, too_large: Sequence[int]) -> _Range
         inside = too_large[bisect_left(too_large, low - 1) : bisect_left(too_large, high)]
         for before, after in pairwise((low - 2, *inside, high)):
             if before + 1 < after:  # units (before, after) may be the last of a run
-                starts.append((bounds.start(before + 2), after - 1))
+                first = max(measure.start(before + 2, cap) for measure, cap in bounds)
+                starts.append((first, after - 1))
     return starts
 
 
@@ -192,11 +171,11 @@ def _cut(
     """
     count = len(prefix) - 1
     reachable: list[_Ranges] = [[(count, count)]]  # from where the nodes behind can take the rest
-    too_large: dict[tuple[int, ...], list[int]] = {}
+    too_large: dict[_Bounds, list[int]] = {}
     for bound, empty in zip(reversed(bounds), reversed(may_be_empty), strict=True):
-        if bound.caps_nbytes not in too_large:
-            too_large[bound.caps_nbytes] = bound.too_large()
-        starts = _starts(bound, reachable[-1], too_large[bound.caps_nbytes])
+        if bound not in too_large:
+            too_large[bound] = sorted({u for measure, cap in bound for u in measure.too_large(cap)})
+        starts = _starts(bound, reachable[-1], too_large[bound])
         reachable.append(_union([*starts, *(reachable[-1] if empty else ())]))
         if not reachable[-1]:
             return None
@@ -208,7 +187,8 @@ def _cut(
     start = 0
     weight_left = sum(weights)
     for k, (bound, weight) in enumerate(zip(bounds, weights, strict=True)):
-        low, high = start + (not may_be_empty[k]), bound.stop(start)
+        low = start + (not may_be_empty[k])
+        high = min(measure.stop(start, cap) for measure, cap in bound)
         target = prefix[start] + (prefix[count] - prefix[start]) * weight // weight_left
         near = bisect_right(prefix, target)
         candidates = {
@@ -253,7 +233,7 @@ def stops_of(
         if min(caps) < 0:
             return None
         pairs = zip(caps, budgets, strict=True)
-        bounds = [_Bounds(measures, each[: len(measures)]) for each in pairs]
+        bounds = [tuple(zip(measures, each, strict=False)) for each in pairs]
         return _cut(costs.prefix, bounds, budgets, may_be_empty)
 
     low = Fraction(0)

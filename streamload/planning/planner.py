@@ -117,7 +117,7 @@ def make_plan(request: PlanRequest) -> Plan:
     parts, wants, where = assign(checkpoint, wants, devices, policy, request.tied, by_layer)
     if room is not None:
         room = room.placed(checkpoint, wants, where, policy)
-    placements = _place(request, wants, [specs[name] for name in where], notes)
+    placements = _place(request, wants, where, notes)
     placements = _allocated(_settled(placements, specs, notes), specs)
     draft = Plan(
         path=str(checkpoint.path),
@@ -147,29 +147,30 @@ def make_plan(request: PlanRequest) -> Plan:
 def _place(
     request: PlanRequest,
     wants: TensorRequests,
-    specs: Sequence[DeviceSpec],
+    where: Sequence[str],
     notes: dict[str, None],
 ) -> Placements:
-    """Place requests, each on its device, in the order of the files, so that each is read once.
+    """Place requests on the devices of these names, in the order of the files.
 
     Requests that are alike share one kind, which is made once.
     """
     checkpoint = request.checkpoint
-    native = {spec.native_bf16 for spec in specs}
+    specs = {spec.name: spec for spec in request.devices}
+    native = {specs[name].native_bf16 for name in set(where)}
     dsts = wants.dsts(request.dtype, True in native)
     if len(native) > 1:
         other = wants.dsts(request.dtype, False)
-        dsts = [(dsts if spec.native_bf16 else other)[at] for at, spec in enumerate(specs)]
+        dsts = [(dsts if specs[name].native_bf16 else other)[at] for at, name in enumerate(where)]
     changed = [False] * len(wants)
     if request.changed:
         changed = [any(r.tensor in request.changed for r in rows) for rows in wants.sources]
-    mapped = _mapped(request, wants, specs, dsts, changed)
+    mapped = _mapped(request, wants, where, dsts, changed)
     scales = _scales_nbytes(checkpoint, wants)
     there = _there_nbytes(wants)
     keys = list(
         zip(
-            *(map(attrgetter("name"), each) for each in (wants.srcs, dsts, specs)),
-            *(wants.shapes, wants.transposes, wants.held, wants.codings),
+            *(map(attrgetter("name"), each) for each in (wants.srcs, dsts)),
+            *(where, wants.shapes, wants.transposes, wants.held, wants.codings),
             *(mapped, changed, scales, there),
             strict=True,
         )
@@ -177,7 +178,7 @@ def _place(
     kinds: dict[Any, Placement] = {}
     doubtful = set()
     for key, at in _firsts(keys).items():
-        spec, coding = specs[at], wants.codings[at]
+        spec, coding = specs[where[at]], wants.codings[at]
         if coding is not None:
             on_device = spec.casts and coding.device_parts is not None
             cast = "part" if coding.part else "device" if on_device else "quant"
@@ -198,7 +199,7 @@ def _place(
             doubtful.add(key)
     for at in [at for at, key in enumerate(keys) if key in doubtful] if doubtful else ():
         kind = kinds[keys[at]]
-        _check_dtypes(checkpoint, wants[at], kind.src, kind.dst, specs[at])
+        _check_dtypes(checkpoint, wants[at], kind.src, kind.dst, specs[where[at]])
     places = _first_bytes(checkpoint, wants)
     order = sorted(range(len(keys)), key=places.__getitem__)  # stable
     found = [kinds[keys[at]] for at in order]
@@ -248,7 +249,7 @@ def _there_nbytes(wants: TensorRequests) -> Sequence[int]:
 def _mapped(
     request: PlanRequest,
     wants: TensorRequests,
-    specs: Sequence[DeviceSpec],
+    where: Sequence[str],
     dsts: Sequence[DType],
     changed: Sequence[bool],
 ) -> Sequence[bool]:
@@ -257,12 +258,13 @@ def _mapped(
         return [False] * len(wants)
     out = []
     shards = request.checkpoint.shard_numbers(wants.infos).tolist()
-    for at, (info, dst, spec) in enumerate(zip(wants.infos, dsts, specs, strict=True)):
+    specs = {spec.name: spec for spec in request.devices}
+    for at, (info, dst, name) in enumerate(zip(wants.infos, dsts, where, strict=True)):
         row, *others = wants.sources[at]
         start = first_byte(info, row)
         why = ""
-        if not spec.info.maps:
-            why = f"{spec.name} does not compute on mapped files"
+        if not specs[name].info.maps:
+            why = f"{name} does not compute on mapped files"
         elif not request.mappable[shards[at]]:
             why = "the file is not on this machine"
         elif info.stop > request.checkpoint.shards[shards[at]].file_nbytes:
@@ -393,7 +395,8 @@ def assign(
         What each device has under a split; the parameters, and the device of each.
     """
     if len(devices) == 1 or None not in wants.devices:
-        return {}, wants, [device or devices[0].name for device in wants.devices]
+        name = devices[0].name
+        return {}, wants, [device or name for device in wants.devices]
     nbytes = dict(zip(wants.names, wants.nbytes(dtype), strict=True))
     fixed = [(want, want.device) for want in wants if want.device is not None]
     free = {want.name: want for want in wants if want.device is None}

@@ -18,7 +18,7 @@ from streamload.core.computed import is_computed
 from streamload.core.location import Location
 from streamload.devices.base import Parameter
 from streamload.errors import CheckpointError, Suggestion
-from streamload.planning.families import FAMILIES, Family
+from streamload.planning.families import FAMILIES
 from streamload.planning.match import fits, shape_of, whole_shape
 from streamload.planning.sources import MAPPINGS, MappingArgument, Rename, renamed, sources
 
@@ -140,8 +140,9 @@ class Wanted:
         stored = self._stored(None)
         if stored is None:
             return -1, ""
-        either_way = model.with_shapes(_either_way)  # names are found whichever way matrices are
-        loose = _Stored({n: _either_way(s) for n, s in stored.shapes.items()}, stored.heads)
+        # names are found whichever way matrices are
+        either_way = replace(model, shapes=_either_way(model.shapes))
+        loose = _Stored(_either_way(stored.shapes), stored.heads)
         first = _orders(either_way, loose)[0]
         found = _Search(either_way, loose, self._given).renaming(first)
         names = _stored_transposed(
@@ -165,16 +166,17 @@ class Wanted:
             return [self.mapping]
         model_type = str(self.checkpoint.config.get("model_type", ""))
         endings = {name[at:] for name in model.shapes for at in _starts(name)}
-        families = [name for name in MAPPINGS if self._leads_to(FAMILIES[name], endings)]
+        families = []
+        for mapping in MAPPINGS:
+            family = FAMILIES[mapping]
+            changed = [family.name(n) for n in self.checkpoint.tensors if family.matches(n)]
+            kept = [name for name in changed if name]  # not those that it leaves out
+            there = [n for n in kept if not endings.isdisjoint((n, n.partition(".")[2]))]
+            if 2 * len(there) > len(kept):
+                families.append(mapping)
         # those of the model's own family first
         families.sort(key=lambda name: not model_type.startswith(name.split("-")[1]))
         return list(dict.fromkeys([self.mapping, None, *families]))
-
-    def _leads_to(self, family: Family, endings: Set[str]) -> bool:
-        changed = [family.name(name) for name in self.checkpoint.tensors if family.matches(name)]
-        kept = [name for name in changed if name]  # not those that it leaves out
-        there = [n for n in kept if not endings.isdisjoint((n, n.partition(".")[2]))]
-        return 2 * len(there) > len(kept)
 
     def _stored(self, mapping: MappingArgument | None) -> _Stored | None:
         """Names and shapes under a mapping; None where it is not one for this checkpoint."""
@@ -223,10 +225,6 @@ class _Model:
             {name: n for n, _, name in names},
             {n for n, p in enumerate(once) if not p.is_computed()},
         )
-
-    def with_shapes(self, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> _Model:
-        """The same names, of other shapes."""
-        return replace(self, shapes={name: change(shape) for name, shape in self.shapes.items()})
 
     def takes(self, name: str | None, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of that name and shape fills a parameter."""
@@ -463,9 +461,9 @@ def _different_heads(model: _Model, stored: _Stored) -> Iterator[tuple[str, str]
                 break
 
 
-def _either_way(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape that a matrix and its transpose share."""
-    return tuple(sorted(shape)) if len(shape) == 2 else shape
+def _either_way(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Shapes that a matrix and its transpose share."""
+    return {n: tuple(sorted(s)) if len(s) == 2 else s for n, s in shapes.items()}
 
 
 def _stored_transposed(
@@ -503,12 +501,9 @@ def _listed(names: Sequence[str]) -> str:
     return f"for i in range({count}) for name in [{listed}]"
 
 
-def _starts(name: str) -> Iterator[int]:
+def _starts(name: str) -> list[int]:
     """Where the parts of a name begin."""
-    at = 0
-    while at >= 0:
-        yield at
-        at = name.find(".", at) + 1 or -1
+    return [0, *(match.end() for match in re.finditer(r"\.", name))]
 
 
 def _ends(name: str, other: str) -> bool:
