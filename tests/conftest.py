@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -130,3 +131,23 @@ def cgroup() -> Boxes:
         if sys.platform == "linux" and os.geteuid() == 0:
             needs.lacking(str(error))
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[str, str]]:
+    """Run a command in this process and expect an exit code; gives stdout and stderr."""
+
+    def call(*arguments: object, code: int = 0) -> tuple[str, str]:
+        from streamload.cli import main
+
+        monkeypatch.setattr(sys, "argv", ["streamload", *map(str, arguments)])
+        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        assert ended.value.code == code, (out, err)
+        return out, err
+
+    return call

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import pytest
 from safetensors_files import header_bytes, write_safetensors
 
 import streamload
-from streamload.cli import main
 
 COMMANDS = ("inspect", "plan", "load", "devices", "verify", "diff", "convert")
 
@@ -31,24 +29,6 @@ def run(*arguments: object, env: Mapping[str, str] | None = None, code: int = 0)
     done = forked.run(command, forked.COMMANDS, env=os.environ | (env or {}))
     assert done.returncode == code, (done.stdout, done.stderr)
     return done.stdout, done.stderr
-
-
-@pytest.fixture
-def here(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[str, str]]:
-    """Like `run`, in this process: for the many ways to call a command wrongly."""
-
-    def call(*arguments: object, code: int = 0) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["streamload", *map(str, arguments)])
-        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        assert ended.value.code == code, (out, err)
-        return out, err
-
-    return call
 
 
 def refused(*arguments: object, code: int) -> str:

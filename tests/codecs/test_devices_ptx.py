@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cast_reference_helpers import Bits, as_bits, pair_id, samples
+from cast_reference_helpers import CASTS, Bits, as_bits, pair_id, samples, tallied
 from ptx_machine import Ahead, Machine
 
 from streamload.codecs.cast_cuda import blocks, cast_ptx
-from streamload.codecs.cast_reference import cast_bytes
 from streamload.codecs.floats import PAIRS, flush_stop, lossless, overflow_start
 from streamload.codecs.ptx import BLOCK_THREADS, compile_ptx
 from streamload.core.dtypes import BF16, BY_CODE, F16, F32, F64, DType
@@ -31,13 +30,6 @@ BASE = 0x7F_0000_0000  # the address of the first byte of memory
 TALLY = 0  # where the tally is, from there
 FILL = 0xA5
 LARGEST = 60_000  # as many samples go through the machine: others are seen by the GPU
-
-#: every kernel that differs, as (source, target, clamp)
-KERNELS = [
-    (src, dst, clamp)
-    for src, dst in PAIRS
-    for clamp in ((False, True) if overflow_start(src, dst) is not None else (False,))
-]
 
 
 def cast_there(
@@ -76,15 +68,6 @@ def cast_there(
     return as_bits(bytearray(memory[out:stop].tobytes()), dst), tuple(counts)
 
 
-def by_reference(
-    src: DType, dst: DType, x: Bits, clamp: bool = False
-) -> tuple[Bits, tuple[int, int, int]]:
-    """The elements and the tally that a kernel owes."""
-    out = bytearray(x.size * dst.itemsize)
-    counts = cast_bytes(src, dst, memoryview(x.tobytes()), memoryview(out), clamp=clamp)
-    return as_bits(out, dst), (counts[0], counts[1], sum(counts))
-
-
 def some(dtype: DType, numel: int) -> Bits:
     """Some of the samples of a dtype, in no order."""
     x = samples(dtype)
@@ -97,7 +80,7 @@ def kernel_id(kernel: tuple[DType, DType, bool]) -> str:
     return f"{src.code}-{dst.code}-{'clamp' if clamp else 'inf'}"
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=kernel_id)
+@pytest.mark.parametrize("kernel", CASTS, ids=kernel_id)
 def test_kernels_equal_the_reference(kernel: tuple[DType, DType, bool]) -> None:
     """Bits and counts are the reference's, NaN payloads aside; counts are added to the tally."""
     src, dst, clamp = kernel
@@ -105,7 +88,7 @@ def test_kernels_equal_the_reference(kernel: tuple[DType, DType, bool]) -> None:
     x = x if x.size <= 1 << 16 else some(src, LARGEST)
     before = (10, 20, 1 << 40)
     bits, tally = cast_there(src, dst, x, clamp=clamp, tally=before)
-    expected, counts = by_reference(src, dst, x, clamp)
+    expected, counts = tallied(src, dst, x, clamp)
     assert np.array_equal(bits, expected)
     assert tally == tuple(a + b for a, b in zip(before, counts, strict=True))
 
@@ -115,13 +98,13 @@ def test_every_length_and_alignment(pair: tuple[DType, DType]) -> None:
     """Any number of elements between any addresses that are aligned to an element."""
     src, dst = pair
     x = some(src, 80)
-    bits, _ = by_reference(src, dst, x)
+    bits, _ = tallied(src, dst, x)
     width = 16 // max(src.itemsize, dst.itemsize)
     for numel in (0, 1, *range(width - 1, width + 2), 2 * width, 2 * width + 1, 79, 80):
         for shifts in {(0, 0), (1, 1), (width - 1, width - 1), (0, 1), (1, 0), (3, 2)}:
             found, tally = cast_there(src, dst, x[:numel], shifts=shifts)
             assert np.array_equal(found, bits[:numel]), (numel, shifts)
-            assert tally == by_reference(src, dst, x[:numel])[1], (numel, shifts)
+            assert tally == tallied(src, dst, x[:numel])[1], (numel, shifts)
 
 
 @pytest.mark.parametrize("pair", [(BF16, F16), (F16, BF16)], ids=pair_id)
@@ -130,7 +113,7 @@ def test_in_place(pair: tuple[DType, DType], shift: int) -> None:
     """Where elements keep their size the target may be the source."""
     x = some(pair[0], 5003)
     found = cast_there(*pair, x, in_place=True, shifts=(shift, 0))
-    bits, counts = by_reference(*pair, x)
+    bits, counts = tallied(*pair, x)
     assert np.array_equal(found[0], bits)
     assert found[1] == counts
 
@@ -141,7 +124,7 @@ def test_any_grid(grid: int, shifts: tuple[int, int]) -> None:
     """Fewer blocks than there is work for go on in strides; more have nothing to do."""
     x = some(F32, 20_011)
     found = cast_there(F32, F16, x, grid=grid, shifts=shifts)
-    bits, counts = by_reference(F32, F16, x)
+    bits, counts = tallied(F32, F16, x)
     assert np.array_equal(found[0], bits)
     assert found[1] == counts
 
@@ -151,7 +134,7 @@ def test_warps_that_come_apart(ahead: Ahead) -> None:
     """In whatever order warps run, a block's counts are begun, summed and told in theirs."""
     x = some(BF16, 5003)
     found = cast_there(BF16, F16, x, ahead=ahead, shifts=(1, 1))
-    bits, counts = by_reference(BF16, F16, x)
+    bits, counts = tallied(BF16, F16, x)
     assert np.array_equal(found[0], bits)
     assert found[1] == counts
 
@@ -165,7 +148,7 @@ def test_blocks(numel: int, expected: int) -> None:
     assert blocks(numel) == expected
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=kernel_id)
+@pytest.mark.parametrize("kernel", CASTS, ids=kernel_id)
 def test_the_text(kernel: tuple[DType, DType, bool]) -> None:
     """Old PTX that depends on nothing, and rounds each element once with subnormals kept."""
     src, dst, clamp = kernel

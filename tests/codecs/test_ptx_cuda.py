@@ -9,12 +9,11 @@ from functools import cache
 
 import numpy as np
 import pytest
-from cast_reference_helpers import Bits, as_bits, pair_id, samples
+from cast_reference_helpers import CASTS, Bits, as_bits, pair_id, samples, tallied
 from ptx_cuda_helpers import BUSY_NBYTES, CONTEXT, FILL, Gpu
 
 from streamload.codecs.cast_cuda import blocks, cast_ptx
-from streamload.codecs.cast_reference import cast_bytes
-from streamload.codecs.floats import PAIRS, lossless, overflow_start
+from streamload.codecs.floats import PAIRS, lossless
 from streamload.codecs.ptx import BLOCK_THREADS
 from streamload.core.dtypes import BF16, BY_CODE, F16, F32, DType
 from streamload.devices import cuda
@@ -80,15 +79,6 @@ def cast_there(
     return as_bits(bytearray(found[out:stop].tobytes()), dst), tuple(counts)
 
 
-def by_reference(
-    src: DType, dst: DType, x: Bits, clamp: bool = False
-) -> tuple[Bits, tuple[int, int, int]]:
-    """The elements and the tally that a kernel owes."""
-    out = bytearray(x.size * dst.itemsize)
-    counts = cast_bytes(src, dst, memoryview(x.tobytes()), memoryview(out), clamp=clamp)
-    return as_bits(out, dst), (counts[0], counts[1], sum(counts))
-
-
 def check(
     found: tuple[Bits, tuple[int, ...]],
     expected: tuple[Bits, tuple[int, ...]],
@@ -102,21 +92,14 @@ def check(
     assert found[1] == expected[1], f"{case}: overflowed, flushed, changed"
 
 
-CASES = [
-    (src, dst, clamp)
-    for src, dst in PAIRS
-    for clamp in ((False, True) if overflow_start(src, dst) is not None else (False,))
-]
-
-
 @pytest.mark.parametrize(
-    "case", CASES, ids=lambda c: f"{c[0].code}-{c[1].code}-{'clamp' if c[2] else 'inf'}"
+    "case", CASTS, ids=lambda c: f"{c[0].code}-{c[1].code}-{'clamp' if c[2] else 'inf'}"
 )
 def test_kernels_equal_the_reference(gpu: Gpu, case: tuple[DType, DType, bool]) -> None:
     """All codes of 8 and 16 bits, planted and random ones of more; counts are added."""
     src, dst, clamp = case
     x = samples(src)
-    bits, counts = by_reference(src, dst, x, clamp)
+    bits, counts = tallied(src, dst, x, clamp)
     before = (10, 20, 1 << 40)
     after = tuple(a + b for a, b in zip(before, counts, strict=True))
     shuffled = np.random.default_rng(0).permutation(x.size)
@@ -130,12 +113,12 @@ def test_every_length_and_alignment(gpu: Gpu, pair: tuple[DType, DType]) -> None
     """Any number of elements between any addresses that are aligned to an element."""
     src, dst = pair
     x = np.random.default_rng(2).choice(samples(src), 6000)
-    bits, _ = by_reference(src, dst, x)
+    bits, _ = tallied(src, dst, x)
     width = 16 // max(src.itemsize, dst.itemsize)
     for shifts in {(0, 0), (1, 1), (width - 1, width - 1), (0, 1), (1, 0), (3, 2), (2, 1)}:
         for numel in (*range(2 * width + 3), 255, 256, 257, 2047, 2049, 5999, 6000):
             found = cast_there(gpu, src, dst, x[:numel], shifts=shifts)
-            counts = by_reference(src, dst, x[:numel])[1]
+            counts = tallied(src, dst, x[:numel])[1]
             check(found, (bits[:numel], counts), x[:numel], (numel, shifts))
 
 
@@ -147,14 +130,14 @@ def test_in_place(gpu: Gpu, pair: tuple[DType, DType], clamp: bool) -> None:
     for shift in range(9):
         for part in (x, x[: -1 - shift], x[30_000 : 30_000 + 7 * shift]):
             found = cast_there(gpu, *pair, part, clamp=clamp, in_place=True, shifts=(shift, 0))
-            check(found, by_reference(*pair, part, clamp), part, (part.size, shift))
+            check(found, tallied(*pair, part, clamp), part, (part.size, shift))
 
 
 @pytest.mark.parametrize("shifts", [(3, 3), (0, 1)], ids=["vectors", "one by one"])
 def test_any_grid(gpu: Gpu, shifts: tuple[int, int]) -> None:
     """Fewer blocks than there is work for go on in strides; more have nothing to do."""
     x = samples(F32)
-    expected = by_reference(F32, F16, x)
+    expected = tallied(F32, F16, x)
     for grid in (1, 2, 7, 131, 5000, 100_000):
         found = cast_there(gpu, F32, F16, x, grid=grid, shifts=shifts)
         check(found, expected, x, grid)
@@ -287,7 +270,7 @@ def test_a_chunk_takes_microseconds(
     launch(places[:1])
     found = gpu.get(places[0][1] - gpu.address, numel * dst.itemsize)
     tally = tuple(gpu.get(0, 24).view(np.uint64).tolist())
-    check((as_bits(bytearray(found.tobytes()), dst), tally), by_reference(src, dst, x), x)
+    check((as_bits(bytearray(found.tobytes()), dst), tally), tallied(src, dst, x), x)
 
     cold = gpu.microseconds(lambda: launch(places * 8)) / (8 * spread)
     hot = gpu.microseconds(lambda: launch(places[:1] * 200)) / 200

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from cast_kernels_helpers import BASELINE, SCANNED, on_x86
 from quant_bounds import bound
-from quant_kernels_helpers import BLOCKED, MATRICES, assert_same_counts, encoded
-from quant_samples import Sample, samples
+from quant_kernels_helpers import BLOCKED, assert_same_counts, encoded, fitting, shaped
 
 from streamload.codecs import llvm
 from streamload.codecs.encode_kernels import compile_kernel, kernel_ir
@@ -28,6 +27,8 @@ from streamload.core.dtypes import BF16, BY_CODE, F16, F32, F64, DType
 
 NAMES = tuple(SCHEMES)
 FORMS = [*SCHEMES.values(), FourBit("nf4", arithmetic="cuda"), FourBit("fp4", arithmetic="cuda")]
+#: MLC's as well, which only files have.
+ALL_FORMS = [*FORMS, *(ALL_SCHEMES[name] for name in ("q4f16_1", "q4f16_0", "q3f16_1"))]
 
 
 def form_id(form: Any) -> str:
@@ -35,28 +36,20 @@ def form_id(form: Any) -> str:
     return f"{form.name}-{getattr(form, 'arithmetic', 'cpu')}"
 
 
-def fitting(name: str, count: int = 500, *, non_finite: bool = True) -> list[Sample]:
-    """Samples that a format can hold."""
-    columns = 32 if name in BLOCKED else 1
-    found = []
-    for sample in samples(count, columns=columns, non_finite=non_finite):
-        x = sample.x
-        found.append(sample._replace(x=x.reshape(-1, x.shape[-1]) if name in MATRICES else x))
-    return found
-
-
-@pytest.mark.parametrize("form", FORMS, ids=form_id)
+@pytest.mark.parametrize("form", ALL_FORMS, ids=form_id)
 def test_kernels_equal_the_oracle(form: Any) -> None:
     """Bytes of every part and counts are the oracle's, for 500 tensors."""
     for sample in fitting(form.name):
         parts, counts = encoded(form, sample.x, sample.src, "llvm")
         expected, expected_counts = encoded(form, sample.x, sample.src, "numpy")
+        assert parts.keys() == expected.keys()
         for suffix, part in expected.items():
             assert parts[suffix] == part, (sample.name, suffix)
         assert_same_counts(counts, expected_counts, sample.name)
+        assert counts.numel == sample.x.size
 
 
-@pytest.mark.parametrize("form", FORMS, ids=form_id)
+@pytest.mark.parametrize("form", ALL_FORMS, ids=form_id)
 def test_errors_are_within_the_bound(form: Any) -> None:
     """No element decodes to something further away than the bound, and the largest is counted."""
     for sample in fitting(form.name, non_finite=False):
@@ -67,7 +60,7 @@ def test_errors_are_within_the_bound(form: Any) -> None:
             continue
         x = sample.x.astype(np.float32)
         decoded = tensor.decode(parts)
-        assert decoded.dtype == np.float32
+        assert (decoded.dtype, decoded.shape) == (np.float32, x.shape)
         errors = np.abs(x.astype(np.float64) - decoded)
         most = bound(tensor, parts)
         assert (errors <= most).all(), (sample.name, (errors - most).max())
@@ -273,7 +266,7 @@ def test_other_blocks(block: int) -> None:
 def test_no_kernel_needs_an_external_symbol(name: str) -> None:
     """Every format and source, in each form that the target may get."""
     target = SCANNED[name]()
-    for form, src in itertools.product(FORMS, SOURCES):
+    for form, src in itertools.product(ALL_FORMS, SOURCES):
         for native_half in {target.native_half, False}:
             image = object_of(form, src, target, native_half=native_half)
             assert llvm.undefined_symbols(image) == (), (form, src, native_half)
@@ -281,20 +274,22 @@ def test_no_kernel_needs_an_external_symbol(name: str) -> None:
 
 def object_of(form: Any, src: DType, target: Target, *, native_half: bool) -> bytes:
     """A kernel's object for a target."""
-    recipe = form.of((64, 64), src).recipe
+    tensor = form.of(shaped(form.name, np.zeros((64, 64))).shape, src)
+    recipe = getattr(tensor, "groups", tensor).recipe  # a group of MLC's, or a unit
     architecture = target.architecture
     text = kernel_ir(recipe, src, native_half=native_half, architecture=architecture)
     return llvm.compile_object(text, target)
 
 
 @on_x86
-@pytest.mark.parametrize("form", FORMS, ids=form_id)
+@pytest.mark.parametrize("form", ALL_FORMS, ids=form_id)
 def test_kernels_of_the_least_cpu(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without AVX, FMA and float16, by integers and SSE2, a kernel gives the same codes."""
     random = np.random.default_rng(13)
     for src in SOURCES:
         x = random.standard_normal((9, 160)).astype(np.float32).astype(src.numpy)
         x[0, :2] = np.nan, np.inf
+        x = shaped(form.name, x)
         expected, expected_counts = encoded(form, x, src)
         monkeypatch.setattr(llvm, "host_target", lambda: BASELINE)
         llvm.compiled.clear()

@@ -11,13 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cast_kernels_helpers import BASELINE, SCANNED, on_x86
 from quant_bounds import bound
-from quant_kernels_helpers import assert_same_counts, encoded
-from quant_samples import samples
+from quant_kernels_helpers import assert_same_counts, encoded, fitting, shaped
 
-from streamload.codecs import llvm
-from streamload.codecs.encode_kernels import kernel_ir
 from streamload.codecs.parts import SOURCES, QuantCounts
 from streamload.codecs.scheme import ALL_SCHEMES, SCHEMES
 from streamload.core.dtypes import F16, F32, DType
@@ -27,20 +23,6 @@ Array = np.ndarray[Any, np.dtype[Any]]
 GROUPS = {"q4f16_1": 32, "q4f16_0": 32, "q3f16_1": 40}
 BITS = {"q4f16_1": 4, "q4f16_0": 4, "q3f16_1": 3}
 SEVERAL = pytest.mark.parametrize("name", GROUPS)
-
-
-def shaped(name: str, x: Array) -> Array:
-    """Rows as the format takes them: for q4f16_0, strips of all rows."""
-    if name != "q4f16_0":
-        return x
-    rows = x.reshape(-1, x.shape[-1] // 32, 32)
-    return np.ascontiguousarray(rows.swapaxes(0, 1))
-
-
-def fitting(name: str, *, non_finite: bool = True) -> Any:
-    """500 tensors that a format can hold."""
-    for sample in samples(columns=32 if name == "q4f16_0" else 1, non_finite=non_finite):
-        yield sample._replace(x=shaped(name, sample.x))
 
 
 def described(name: str, x: Array) -> tuple[Array, Array]:
@@ -76,35 +58,16 @@ def test_words_and_scales_are_as_described(name: str) -> None:
 
 
 @SEVERAL
-def test_kernels_equal_the_oracle(name: str) -> None:
-    """Bytes of both parts and counts are the oracle's, for 500 tensors."""
-    form = ALL_SCHEMES[name]
-    for sample in fitting(name):
-        parts, counts = encoded(form, sample.x, sample.src, "llvm")
-        expected, expected_counts = encoded(form, sample.x, sample.src, "numpy")
-        assert parts == expected, sample.name
-        assert_same_counts(counts, expected_counts, sample.name)
-        assert counts.numel == sample.x.size
-
-
-@SEVERAL
 def test_errors_are_at_most_half_a_step(name: str) -> None:
-    """And what float16 does to the scale; the largest is counted."""
+    """And what float16 does to the scale: so large is the bound that errors are compared with."""
     most = 2 ** (BITS[name] - 1) - 1
     for sample in fitting(name, non_finite=False):
         tensor = ALL_SCHEMES[name].of(sample.x.shape, sample.src)
         parts, counts = encoded(ALL_SCHEMES[name], sample.x, sample.src)
-        x = sample.x.astype(np.float32)
-        if counts.overflowed:
-            assert math.isinf(counts.largest_error)
-            continue
-        decoded = tensor.decode(parts)
-        assert (decoded.dtype, decoded.shape) == (np.float32, x.shape)
-        errors, limit = np.abs(x.astype(np.float64) - decoded), bound(tensor, parts)
-        assert (errors <= limit).all(), (sample.name, (errors - limit).max())
-        scales = np.frombuffer(parts["q_scale"], np.float16).astype(np.float64)
-        assert limit.max() <= scales.max() * (0.5 + (most + 1) * 2**-11) + (most + 1) * 2**-25
-        assert counts.largest_error == pytest.approx(errors.max(), rel=1e-6, abs=1e-44)
+        if not counts.overflowed:
+            limit = bound(tensor, parts).max()
+            scales = np.frombuffer(parts["q_scale"], np.float16).astype(np.float64)
+            assert limit <= scales.max() * (0.5 + (most + 1) * 2**-11) + (most + 1) * 2**-25
 
 
 @SEVERAL
@@ -160,36 +123,6 @@ def test_nan_infinity_zeros_and_overflow(name: str) -> None:
     if name != "q4f16_0":  # a short group counts no more than it has
         _, counts = encoded(form, filled[:, : 3 * group + 2].copy(), F32)
         assert (counts.overflowed, counts.numel) == (2, 3 * group + 2)
-
-
-@SEVERAL
-def test_kernels_call_no_other_object(name: str) -> None:
-    """In each form that this machine may get."""
-    target = SCANNED["host"]()
-    recipe: Any = ALL_SCHEMES[name].of(shaped(name, np.zeros((64, 64))).shape, F32)
-    for src, native_half in itertools.product(SOURCES, {target.native_half, False}):
-        architecture = target.architecture
-        text = kernel_ir(
-            recipe.groups.recipe, src, native_half=native_half, architecture=architecture
-        )
-        assert llvm.undefined_symbols(llvm.compile_object(text, target)) == (), src
-
-
-@on_x86
-@SEVERAL
-def test_kernels_of_the_least_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without AVX, FMA and float16 a kernel gives the same codes."""
-    form = ALL_SCHEMES[name]
-    for src in SOURCES:
-        x = shaped(name, np.random.default_rng(13).standard_normal((9, 160)))
-        x = x.astype(np.float32).astype(src.numpy)
-        expected, _ = encoded(form, x, src)
-        monkeypatch.setattr(llvm, "host_target", lambda: BASELINE)
-        llvm.compiled.clear()
-        parts, _ = encoded(form, x, src, "llvm")
-        monkeypatch.undo()
-        llvm.compiled.clear()
-        assert parts == expected, src
 
 
 def by_numpy(x: Array, bits: int, group: int) -> tuple[Array, Array]:

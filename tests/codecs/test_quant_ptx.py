@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ptx_machine import Ahead, Machine
-from quant_kernels_helpers import BLOCKED, MATRICES, assert_same_counts, encoded
+from quant_kernels_helpers import BLOCKED, assert_same_counts, encoded, shaped
 from quant_ptx_helpers import FILL, KERNELS, NAMES, Array, Task, by_oracle, kernel_id, there
 from quant_samples import samples
 
@@ -70,7 +70,7 @@ def test_kernels_equal_the_oracle(name: str) -> None:
     """Codes, statistics and counts of tensors of odd shapes with planted extremes."""
     for sample in samples(24, columns=32 if name in BLOCKED else 1):
         x = sample.x
-        x = x.reshape(-1, x.shape[-1]) if name in MATRICES else x
+        x = shaped(name, x)
         found = quantised_there(name, sample.src, x)
         assert_same(found, by_oracle(name, sample.src, x), sample.name)
 

@@ -14,7 +14,7 @@ import needs
 import numpy as np
 import pytest
 from ptx_cuda_helpers import CONTEXT, Gpu
-from quant_kernels_helpers import BLOCKED, MATRICES, assert_same_counts
+from quant_kernels_helpers import BLOCKED, assert_same_counts, shaped
 from quant_ptx_helpers import KERNELS, NAMES, Task, by_oracle, kernel_id, there
 from quant_samples import Sample, samples
 
@@ -79,7 +79,7 @@ def test_kernels_equal_the_oracle(gpu: Gpu, name: str) -> None:
     """Codes, statistics and counts of 500 tensors of odd shapes with planted extremes."""
     for sample in samples(columns=32 if name in BLOCKED else 1):
         x = sample.x
-        x = x.reshape(-1, x.shape[-1]) if name in MATRICES else x
+        x = shaped(name, x)
         found = quantised_there(gpu, name, sample.src, x)
         assert_same(found, by_oracle(name, sample.src, x), name, sample.name)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import needs
 import pytest
 from conversions import files_of, quiet, tensors_of, visible
 from gguf_models import write_model
-from remote_server import Answer, Site, serve
+from remote_server import Answer, Site, patience, serve, site
 
 from streamload.checkpoint.open import open_checkpoint
 from streamload.conversion.companions import SINGLE
@@ -22,12 +22,7 @@ from streamload.errors import CheckpointError
 
 needs.module("httpx2")
 
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tries, and servers of this machine are asked directly, whatever its settings."""
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setenv("STREAMLOAD_HTTP_TRIES", "2")
+__all__ = ["patience", "site"]
 
 
 @pytest.fixture
@@ -36,13 +31,6 @@ def folder(tmp_checkpoint: Callable[..., Path]) -> Path:
     folder = tmp_checkpoint(2_000_000, shards=3)
     (folder / "tokenizer.json").write_text('{"some": "words"}')
     return folder
-
-
-@pytest.fixture
-def site(folder: Path) -> Iterator[Site]:
-    """It, served."""
-    with serve(folder) as served:
-        yield served
 
 
 def shown(out: Path) -> dict[str, bytes]:

@@ -16,9 +16,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from array_files import floats, load, save
 from safetensors_files import write_safetensors
 
-import streamload
 from streamload.core.dtypes import BY_CODE, BY_NAME, F32
 from streamload.devices.host import FRAMEWORK, InvalidArray
 from streamload.devices.names import framework_of
@@ -31,25 +31,6 @@ from streamload.errors import (
     StateDictMismatchError,
     UnsupportedCastError,
 )
-
-
-def floats(seed: int, *shape: int) -> np.ndarray[Any, Any]:
-    """Ordinary numbers, the same for the same seed."""
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def save(path: Path, arrays: dict[str, np.ndarray[Any, Any]], code: str = "F32") -> Path:
-    """Write arrays in one dtype."""
-    return write_safetensors(
-        path / "model.safetensors",
-        {k: (code, v.shape, v.astype(BY_CODE[code].numpy).tobytes()) for k, v in arrays.items()},
-    )
-
-
-def load(model: Any, path: Path, **arguments: Any) -> streamload.LoadReport:
-    """Load quietly under a budget that suffices."""
-    arguments.setdefault("budget", "100MB")
-    return streamload.load_state_dict(model, path, progress=False, **arguments)
 
 
 def test_every_dtype_of_a_byte_or_more_is_an_array(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from array_files import floats, load, save
 from parameters import product
 from plan_helpers import device_spec, plan_of
 from safetensors_files import write_safetensors
@@ -60,25 +61,6 @@ def _no_leftovers() -> Iterator[None]:
     yield
     gc.collect()
     assert Device["CL"].pending_copyin == []
-
-
-def floats(seed: int, *shape: int) -> np.ndarray[Any, Any]:
-    """Ordinary numbers, the same for the same seed."""
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def save(path: Path, arrays: dict[str, np.ndarray[Any, Any]], code: str = "F32") -> Path:
-    """Write arrays in one dtype."""
-    return write_safetensors(
-        path / "model.safetensors",
-        {k: (code, v.shape, v.astype(BY_CODE[code].numpy).tobytes()) for k, v in arrays.items()},
-    )
-
-
-def load(model: Any, path: Path, **arguments: Any) -> streamload.LoadReport:
-    """Load quietly under a budget that suffices."""
-    arguments.setdefault("budget", "100MB")
-    return streamload.load_state_dict(model, path, progress=False, **arguments)
 
 
 def cached_nbytes(device: str) -> int:

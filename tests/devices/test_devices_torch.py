@@ -34,6 +34,7 @@ torch = needs.module("torch")
 nn = torch.nn
 
 from safetensors.torch import save_file  # noqa: E402
+from torch_staged_helpers import same_bits  # noqa: E402
 
 from streamload.devices.torch.device import FRAMEWORK, CPUDevice, TorchDevice  # noqa: E402
 from streamload.devices.torch.tensors import TorchParameter  # noqa: E402
@@ -70,14 +71,6 @@ def numbers(*shape: int, seed: int = 0, dtype: Any = None) -> Any:
     """The same numbers for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(dtype or torch.float32)
-
-
-def same_bits(a: Any, b: Any) -> bool:
-    """Whether two tensors have the same dtype, shape and bytes."""
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return False
-    one, other = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-    return bool(torch.equal(one, other))
 
 
 def filled(device: Any, dtype: Any, data: bytes) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import safetensors.numpy as sn
+from array_files import save
 from safetensors_files import write_safetensors
 from tinygrad import Tensor, TinyJit, Variable, dtypes, nn
 from tinygrad.helpers import GlobalCounters
@@ -338,11 +339,9 @@ def test_a_load_fills_the_layers(tmp_path: Path, device: str) -> None:
                 assert np.array_equal(found.numpy(), array)
 
 
-def save(folder: Path, model: Transformer) -> Path:
-    """A checkpoint of a model, whose head is its embedding."""
-    arrays = {n: t.numpy() for n, t in get_state_dict(model).items() if n != "head.weight"}
-    tensors = {n: ("F32", a.shape, a.tobytes()) for n, a in arrays.items()}
-    return write_safetensors(folder / "model.safetensors", tensors)
+def stored(model: Transformer) -> dict[str, Any]:
+    """The arrays of a model, whose head is its embedding."""
+    return {n: t.numpy() for n, t in get_state_dict(model).items() if n != "head.weight"}
 
 
 @pytest.mark.parametrize(
@@ -353,7 +352,7 @@ def save(folder: Path, model: Transformer) -> Path:
 def test_a_load_puts_the_layers_in_place(tmp_path: Path, format: str) -> None:
     """`quant=` with a model: when it is known to fit; where it does not, the model is as it was."""
     full = Transformer()
-    path = save(tmp_path, full)
+    path = save(tmp_path, stored(full))
     model = Transformer()
     before = get_state_dict(model)
     with pytest.raises(PlanInfeasibleError):
@@ -416,7 +415,7 @@ def test_shared_weights_are_held_once(tmp_path: Path, format: str) -> None:
 
 def test_auto_chooses_a_format_for_a_model(tmp_path: Path) -> None:
     """The first that fits."""
-    path = save(tmp_path, Transformer())
+    path = save(tmp_path, stored(Transformer()))
     options: dict[str, Any] = {"device": "CPU", "dtype": "checkpoint"}
     whole = streamload.plan(path, budget="1GB", **options).devices[0].peak_nbytes
     options |= {"progress": False, "quant": "auto"}

@@ -26,6 +26,7 @@ from remote_server import (
     etag,
     make_certificate,
     modified,
+    no_proxy,
     serve,
     tls_proxy,
 )
@@ -45,18 +46,13 @@ from streamload.formats.reader import read_header
 
 needs.module("httpx2")
 
+__all__ = ["no_proxy"]
+
 SOON = Patience(read_seconds=10, tries=3, backoff_seconds=0.01)
 HASTY = Patience(read_seconds=0.5, tries=3, backoff_seconds=0.01)
 NBYTES = 300_000
 NAME = "/model.safetensors"
 DIGITS = "9" * 5000  # more than Python makes an integer of
-
-
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers of this machine are asked directly, whatever the machine's settings."""
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.delenv("HF_TOKEN", raising=False)
 
 
 def content(nbytes: int = NBYTES, seed: int = 0) -> bytes:

@@ -29,6 +29,7 @@ from remote_server import (
     etag,
     full,
     make_certificate,
+    no_proxy,
     serve,
     serve_raw,
 )
@@ -40,17 +41,12 @@ from streamload.files.remote import HttpReader, Patience
 
 needs.module("httpx2")
 
+__all__ = ["no_proxy"]
+
 NBYTES = 200_000
 FOREVER = 20.0  # seconds, to which no wait may come
 BRIEF = Patience(connect_seconds=0.4, read_seconds=0.4, tries=1)
 LONG = Patience(connect_seconds=60, read_seconds=60, tries=1)
-
-
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers of this machine are asked directly, whatever the machine's settings."""
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.delenv("HF_TOKEN", raising=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import pytest
 from remote_server import serve
 
 import streamload
-from streamload.cli import main
 from streamload.core.dtypes import BY_CODE
 from streamload.core.tensors import TensorInfo
 from streamload.distributed.index import Index, _tuples, write_index
@@ -237,17 +236,13 @@ def test_what_headers_say_goes_to_other_processes(tmp_path: Path) -> None:
             assert (same.format, same.stored, same.turns) == ("tiny", header.stored, header.turns)
 
 
-def test_inspect_and_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_and_plan(tmp_path: Path, here: Callable[..., tuple[str, str]]) -> None:
     """The commands take such files as any."""
     write_tiny(tmp_path / "model.tiny", some())
     path = str(tmp_path / "model.tiny")
-    for arguments in (["inspect", path], ["plan", path, "--budget", "1GB", "--device", "host"]):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("sys.argv", ["streamload", *arguments])
-            with pytest.raises(SystemExit) as exit:
-                main()
-        assert not exit.value.code
-    assert "a.weight" in capsys.readouterr().out
+    shown, _ = here("inspect", path)
+    here("plan", path, "--budget", "1GB", "--device", "host")
+    assert "a.weight" in shown
 
 
 def test_a_conversion_brings_what_the_file_says(tmp_path: Path) -> None:

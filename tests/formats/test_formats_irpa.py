@@ -7,6 +7,7 @@ import os
 import struct
 import time
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from remote_server import serve
 from safetensors_files import write_safetensors
 
 import streamload
-from streamload.cli import main
 from streamload.core.dtypes import BY_CODE
 from streamload.errors import CheckpointError, HeaderError, TruncatedFileError
 
@@ -169,7 +169,7 @@ def bare(path: Path, tensors: dict[str, tuple[Any, Any, bytes]]) -> None:
     path.write_bytes(archive([Item(n.encode(), data) for n, (_, _, data) in tensors.items()]))
 
 
-def test_like(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_like(tmp_path: Path, here: Callable[..., tuple[str, str]]) -> None:
     """An archive of bytes alone gets the dtypes and shapes of another checkpoint."""
     source(tmp_path / "in")
     tensors = tensors_of(tmp_path / "in")
@@ -184,19 +184,9 @@ def test_like(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()
     }
     options = ["--like", str(tmp_path / "in"), "--exclude", "more", "--verify"]
-    command(["convert", str(tmp_path / "bare"), str(tmp_path / "out"), *options])
+    here("convert", tmp_path / "bare", tmp_path / "out", *options)
     assert tensors_of(tmp_path / "out") == tensors
-    command(["inspect", str(tmp_path / "bare"), "--like", str(tmp_path / "in")])
-    assert "t.BF16" in capsys.readouterr().out
-
-
-def command(arguments: list[str]) -> None:
-    """Run a command, which is to succeed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["streamload", *arguments])
-        with pytest.raises(SystemExit) as exit:
-            main()
-    assert not exit.value.code
+    assert "t.BF16" in here("inspect", tmp_path / "bare", "--like", tmp_path / "in")[0]
 
 
 def test_like_is_for_bytes_alone(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,6 @@ from remote_server import serve
 from thread_group import World, run
 
 import streamload
-from streamload.cli import main
 from streamload.core.dtypes import PACKED
 from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError
 from streamload.files.header import Turn
@@ -176,7 +176,7 @@ def test_plain_types_come_as_they_are(tmp_path: Path) -> None:
     assert np.array_equal(found["bf16"].view(np.uint16), halves)
 
 
-def test_inspect_and_plan_show_types(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_and_plan_show_types(tmp_path: Path, here: Callable[..., tuple[str, str]]) -> None:
     """The commands take such a file as any; inspect says how weights are quantised."""
     model = small_model("llama")
     tensors = tensors_of(model)
@@ -187,12 +187,7 @@ def test_inspect_and_plan_show_types(tmp_path: Path, capsys: pytest.CaptureFixtu
         ["plan", str(path), "--budget", "1GB", "--device", "host", "--dtype", "float16"],
         ["plan", str(path), "--nodes", "2", "--budget", "1GB", "--dtype", "float16"],
     ):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("sys.argv", ["streamload", *arguments])
-            with pytest.raises(SystemExit) as exit:
-                main()
-        assert not exit.value.code
-        said = capsys.readouterr().out
+        said, _ = here(*arguments)
         if "inspect" in arguments:
             assert re.search(r"model\.layers\.1\.mlp\.up_proj\.weight +q4_0 +512 x 256", said)
 

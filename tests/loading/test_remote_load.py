@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import forked
 import needs
 import numpy as np
 import pytest
-from remote_server import Act, Answer, Handler, Site, serve
+from remote_server import Act, Answer, Handler, Site, patience, serve, site
 from safetensors_files import write_safetensors
 
 import streamload
@@ -23,25 +23,13 @@ from streamload.planning.plan import Plan
 
 needs.module("httpx2")
 
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tries, and servers of this machine are asked directly, whatever its settings."""
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setenv("STREAMLOAD_HTTP_TRIES", "2")
+__all__ = ["patience", "site"]
 
 
 @pytest.fixture
 def folder(tmp_checkpoint: Callable[..., Path]) -> Path:
     """A small Llama of bfloat16 in three shards."""
     return tmp_checkpoint(2_000_000, shards=3)
-
-
-@pytest.fixture
-def site(folder: Path) -> Iterator[Site]:
-    """It, served."""
-    with serve(folder) as served:
-        yield served
 
 
 def load(path: str | Path, **arguments: Any) -> dict[str, Any]:

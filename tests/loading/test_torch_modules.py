@@ -33,6 +33,7 @@ torch = needs.module("torch")
 nn = torch.nn
 
 from safetensors.torch import load_file, save_file  # noqa: E402
+from torch_staged_helpers import same_bits  # noqa: E402
 
 
 def load(model: Any, path: Path, **arguments: Any) -> streamload.LoadReport:
@@ -81,14 +82,6 @@ def stored(folder: Path) -> dict[str, Any]:
     for file in sorted(folder.glob("*.safetensors")):
         out |= load_file(file)
     return out
-
-
-def same_bits(a: Any, b: Any) -> bool:
-    """Whether two tensors have the same dtype, shape and bytes."""
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return False
-    one, other = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-    return bool(torch.equal(one, other))
 
 
 def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from load_helpers import CODES, write
 from safetensors_files import write_safetensors
 
 import streamload
@@ -21,21 +21,6 @@ from streamload.planning.sources import MAPPINGS, sources
 from streamload.verification.verify import verify
 
 Array = np.ndarray[Any, Any]
-
-CODES = {"float32": "F32", "float16": "F16", "uint8": "U8", "int8": "I8"}
-
-
-def write(
-    folder: Path, tensors: Mapping[str, Array], config: Mapping[str, Any] | None = None
-) -> Path:
-    """A checkpoint of these arrays, with a config.json where there is a config."""
-    write_safetensors(
-        folder / "model.safetensors",
-        {n: (CODES[a.dtype.name], a.shape, a.tobytes()) for n, a in tensors.items()},
-    )
-    if config is not None:
-        (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def to_meta(w: Array, heads: int) -> Array:
@@ -351,7 +336,7 @@ def test_layouts(tmp_path: Path, device: str, chunk_nbytes: int, dtype: str) -> 
     for number, tensors in enumerate((first, second)):
         write_safetensors(
             tmp_path / f"{number}.safetensors",
-            {n: (CODES[a.dtype.name], a.shape, a.tobytes()) for n, a in tensors.items()},
+            {n: (CODES[a.dtype], a.shape, a.tobytes()) for n, a in tensors.items()},
         )
     mapping = {name: source for name, (source, _) in LAYOUTS.items()}
     options = {"chunk_nbytes": chunk_nbytes, "dtype": dtype, "progress": False}

@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 import random
 import tracemalloc
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from plan_helpers import checkpoint_of
 
-from streamload.checkpoint.open import Checkpoint, from_headers
+from streamload.checkpoint.open import Checkpoint
 from streamload.core.dtypes import BY_CODE, F16, F32, F64, DType
-from streamload.core.tensors import RowRange, RowTranspose, TensorInfo
-from streamload.files.header import Header
+from streamload.core.tensors import RowRange, RowTranspose
 from streamload.planning.chunks import Chunk, StridedRead, chunks
 from streamload.planning.placement import Placement, Placements
 from streamload.planning.plan import Plan, slot_nbytes
@@ -24,20 +23,6 @@ from streamload.planning.plan import Plan, slot_nbytes
 Array = np.ndarray[Any, Any]
 
 START = 1000  # first data byte of each shard
-
-
-def checkpoint_of(*shards: Mapping[str, tuple[str, Sequence[int]]]) -> Checkpoint:
-    """A checkpoint of headers alone: (dtype code, shape) by name, for each shard."""
-    headers = []
-    for number, tensors in enumerate(shards):
-        path = Path(f"shard-{number}")
-        infos, at = [], START
-        for name, (code, shape) in tensors.items():
-            stop = at + BY_CODE[code].nbytes(math.prod(shape))
-            infos.append(TensorInfo(name, BY_CODE[code], tuple(shape), path, at, stop))
-            at = stop
-        headers.append(Header(path, at, START, tuple(infos), {}))
-    return from_headers(Path("model"), headers)
 
 
 def plan_of(chunk_nbytes: int, *placements: Placement) -> Plan:
@@ -199,7 +184,7 @@ def random_placements(
             info = rng.choice(fitting)
             a, b = sorted(rng.randint(0, info.shape[0]) for _ in range(2))
             source.append(RowRange(info.name, a, b))
-            shard = int(info.shard.name[-1])
+            shard = int(info.shard.stem[-1])
             first = (info.start - START) // 4
             numel = math.prod(info.shape)
             values.append(files[shard][first : first + numel].reshape(info.shape)[a:b])

@@ -6,16 +6,13 @@ the loop is the compiled one, with functions of the device as its driver.
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import forked
 import needs
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -522,114 +519,3 @@ def test_an_interrupt_at_any_operation_leaves_a_stated_condition(
             assert bulk or not shots.fired
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert interrupted >= (3 if bulk else 5)
-
-
-INTERRUPTED = """
-import gc, os, random, signal, sys, threading, time
-import torch
-import streamload
-from streamload.errors import DeviceError
-
-path, seed, rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-COUNT = 20
-torch.set_num_threads(1)
-
-def model():
-    # written in place, replaced, on meta
-    made = torch.nn.ParameterDict()
-    for i in range(COUNT):
-        dtype = torch.float16 if i % 3 == 1 else torch.float32
-        full = torch.full((50_000,), float(-1 - i), dtype=dtype)
-        made[f"t{i:03d}"] = full.to("meta") if i % 3 == 2 else full
-    return made
-
-def load(into, **arguments):
-    streamload.load_state_dict(
-        into, path, device="cpu", dtype="float32", progress=False, chunk_nbytes=30_000, **arguments
-    )
-
-generator = random.Random(seed)
-for _ in range(2):  # the first is slower
-    made = model()
-    begun = time.perf_counter()
-    load(made)
-    usual_s = time.perf_counter() - begun
-interrupted = 0
-
-for _ in range(rounds):
-    made = model()
-    after_s = generator.uniform(0, usual_s)
-    armed = threading.Event()
-
-    def shoot():
-        armed.wait()
-        time.sleep(after_s)
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(generator.uniform(0, usual_s / 10))
-        os.kill(os.getpid(), signal.SIGINT)
-
-    shooter = threading.Thread(target=shoot)
-    shooter.start()
-    caught = None
-    try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        armed.set()
-        load(made, threads=generator.randint(1, 3))
-    except KeyboardInterrupt as error:
-        caught = error
-    while signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        try:
-            signal.signal(signal.SIGINT, lambda signum, frame: None)
-        except KeyboardInterrupt:
-            pass  # a shot that came after the load
-    shooter.join()
-    assert not [t for t in threading.enumerate() if t.name.startswith("streamload")]
-    kinds = set()
-    for i in range(COUNT):
-        entry = made[f"t{i:03d}"]
-        try:
-            found = (entry + 0).float()
-        except DeviceError:
-            kinds.add("invalid")
-            continue
-        if found.is_meta:
-            assert i % 3 == 2
-            kinds.add("untouched")
-        elif bool((found == -1 - i).all()):
-            kinds.add("untouched")
-        else:
-            assert bool((found == i).all()), (i, found)
-            kinds.add("loaded")
-    while caught is not None and not hasattr(caught, "__notes__") and caught.__context__:
-        caught = caught.__context__  # the second came when the load was already on its way out
-    notes = getattr(caught, "__notes__", [])
-    if notes:
-        interrupted += 1
-        assert len(notes) == 1 and notes[0].startswith("parameters: "), notes
-        for kind in ("loaded", "untouched", "invalid"):
-            told = any(part.endswith(kind) or f" {kind} (" in part or f" {kind}:" in part
-                       for part in notes[0].removeprefix("parameters: ").split("; ")
-                       if not part.startswith("0 "))
-            assert told == (kind in kinds), (notes, kinds)
-    else:
-        assert len(kinds) == 1 and "invalid" not in kinds, (kinds, caught)
-    load(made)
-    for i in range(COUNT):
-        assert bool((made[f"t{i:03d}"] == i).all())
-print(interrupted)
-"""
-
-
-def test_interrupts_at_random_moments_leave_what_is_promised(tmp_path: Path) -> None:
-    """Two real SIGINTs at random moments of real loads, the second while the first is dealt with.
-
-    Each parameter is then loaded, untouched or invalid, as the note says; threads have ended; and
-    calling again completes the load.
-    """
-    tensors = {f"t{i:03d}": torch.full((50_000,), float(i)) for i in range(20)}
-    save_file(tensors, tmp_path / "x.safetensors")
-    command = [sys.executable, "-c", INTERRUPTED, tmp_path / "x.safetensors", "1", "30"]
-    done = forked.run(command, forked.TORCH, env=os.environ | {"PYTHONPATH": ROOT}, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert int(done.stdout) >= 3

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from streamload.codecs.cast_reference import cast_bytes
+from streamload.codecs.floats import PAIRS, overflow_start
 from streamload.core.dtypes import BF16, F16, F64, DType
 
 Bits = np.ndarray[Any, np.dtype[Any]]
@@ -65,15 +66,37 @@ def as_bits(data: bytearray, dtype: DType) -> Bits:
     return bits
 
 
-@cache
-def by_reference(src: DType, dst: DType, clamp: bool) -> tuple[Bits, tuple[int, int, int]]:
-    """The samples of ``src`` cast by the reference: bits as of `as_bits`, and counts."""
-    x = samples(src)
+#: Every kernel that differs, as (source, target, clamp).
+CASTS = [
+    (src, dst, clamp)
+    for src, dst in PAIRS
+    for clamp in ((False, True) if overflow_start(src, dst) is not None else (False,))
+]
+
+
+def cast_by_reference(
+    src: DType, dst: DType, x: Bits, clamp: bool = False
+) -> tuple[Bits, tuple[int, int, int]]:
+    """Elements cast by the reference: bits as of `as_bits`, and counts."""
     out = bytearray(x.size * dst.itemsize)
     counts = cast_bytes(src, dst, memoryview(x.tobytes()), memoryview(out), clamp=clamp)
     return as_bits(out, dst), counts
 
 
+@cache
+def by_reference(src: DType, dst: DType, clamp: bool) -> tuple[Bits, tuple[int, int, int]]:
+    """The samples of ``src`` cast by the reference."""
+    return cast_by_reference(src, dst, samples(src), clamp)
+
+
 def pair_id(value: object) -> str | None:
     """A pair's name in the output of pytest."""
     return "-".join(dtype.code for dtype in value) if isinstance(value, tuple) else None
+
+
+def tallied(
+    src: DType, dst: DType, x: Bits, clamp: bool = False
+) -> tuple[Bits, tuple[int, int, int]]:
+    """The elements and the tally that a kernel owes."""
+    bits, counts = cast_by_reference(src, dst, x, clamp)
+    return bits, (counts[0], counts[1], sum(counts))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from quant_samples import Sample, samples
 
 from streamload.codecs.llvm import Engine
 from streamload.codecs.parts import QuantCounts
@@ -17,7 +19,19 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 BLOCKED = ("q8_0", "q4_0")
 
-MATRICES = ("bitsandbytes-int8",)
+
+def shaped(name: str, x: Array) -> Array:
+    """Rows as a format takes them: matrices for bitsandbytes-int8, strips for q4f16_0."""
+    if name == "q4f16_0":
+        return np.ascontiguousarray(x.reshape(-1, x.shape[-1] // 32, 32).swapaxes(0, 1))
+    return x.reshape(-1, x.shape[-1]) if name == "bitsandbytes-int8" else x
+
+
+def fitting(name: str, count: int = 500, *, non_finite: bool = True) -> Iterator[Sample]:
+    """Samples that a format can hold."""
+    columns = 32 if name in (*BLOCKED, "q4f16_0") else 1
+    for sample in samples(count, columns=columns, non_finite=non_finite):
+        yield sample._replace(x=shaped(name, sample.x))
 
 
 def encoded(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import needs
+import pytest
 from range_server import RangeHandler
 
 Act = Callable[["Handler", bytes], None]
@@ -340,3 +341,24 @@ def full() -> Iterator[int]:
             waiting.setblocking(False)
             waiting.connect_ex(listener.getsockname())
         yield listener.getsockname()[1]
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tries, and servers of this machine are asked directly, whatever its settings."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("STREAMLOAD_HTTP_TRIES", "2")
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers of this machine are asked directly, whatever the machine's settings."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+
+
+@pytest.fixture
+def site(folder: Path) -> Iterator[Site]:
+    """A server of a test's folder."""
+    with serve(folder) as served:
+        yield served

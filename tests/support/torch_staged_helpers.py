@@ -119,7 +119,7 @@ def same_bits(a: Any, b: Any) -> bool:
     """Whether two tensors have the same dtype, shape and bytes."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    one, other = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    one, other = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
     return bool(torch.equal(one, other))
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ import pytest
 torch = needs.module("torch")
 transformers = needs.module("transformers")
 import safetensors.torch as st  # noqa: E402
+from transformers_helpers import load, quiet, reconfigure  # noqa: E402
 
-import streamload.transformers as ours  # noqa: E402
+__all__ = ["load", "quiet"]
 
 SMALL: dict[str, Any] = {
     **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
@@ -29,17 +29,6 @@ SMALL: dict[str, Any] = {
 MOE: dict[str, Any] = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
 
 Make = Callable[[Path], None]
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """transformers says nothing of its own about these models."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    yield
-    transformers.logging.set_verbosity(before)
-    transformers.utils.logging.enable_progress_bar()
 
 
 def plain(folder: Path, name: str = "Llama", dtype: Any = torch.bfloat16, **changes: Any) -> None:
@@ -61,12 +50,6 @@ def rewrite(folder: Path, change: Callable[[str, Any], Mapping[str, Any]], **con
         tensors |= change(name, tensor)
     st.save_file(tensors, path, metadata={"format": "pt"})
     reconfigure(folder, quantization_config=config)
-
-
-def reconfigure(folder: Path, **changes: Any) -> None:
-    """Change entries of config.json."""
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def in_fp8(weight: Any, tall: int, wide: int) -> tuple[Any, Any]:
@@ -127,11 +110,6 @@ def mxfp4(folder: Path) -> None:
         return {f"{name}_blocks": blocks, f"{name}_scales": scales}
 
     rewrite(folder, change, quant_method="mxfp4", modules_to_not_convert=["lm_head"])
-
-
-def load(path: Path, **arguments: Any) -> Any:
-    """Load with streamload, on the CPU."""
-    return ours.from_pretrained(path, **{"device": "cpu", "progress": False, **arguments})
 
 
 def reference(path: Path, **arguments: Any) -> Any:

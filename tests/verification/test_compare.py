@@ -25,7 +25,6 @@ from safetensors_files import header_bytes, write_safetensors
 import streamload
 from streamload import diff, open_checkpoint, verify_checkpoint
 from streamload.checkpoint.digests import SIDECAR, Digest, Digests, hasher
-from streamload.cli import main
 from streamload.codecs.cast_table import make_cast
 from streamload.codecs.floats import PAIRS
 from streamload.core.dtypes import BF16, BY_CODE, F16, DType
@@ -656,24 +655,9 @@ def test_no_kernel_takes_part(tmp_path: Path) -> None:
 Command = Callable[..., tuple[str, str]]
 
 
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run a command in this process and expect an exit code; gives stdout and stderr."""
-
-    def call(*arguments: object, code: int = 0) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["streamload", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        assert ended.value.code == code, (out, err)
-        return out, err
-
-    return call
-
-
-def test_verify(command: Command, path: Path, tmp_path: Path) -> None:
+def test_verify(here: Command, path: Path, tmp_path: Path) -> None:
     """A good checkpoint: one line and 0. A bad one: what is wrong, a verdict on stderr, and 1."""
-    out, err = command("verify", path)
+    out, err = here("verify", path)
     assert out.startswith("verified: 6 tensors, ")
     assert err == ""
     code, shape, data = TENSORS["b.w"]
@@ -681,48 +665,48 @@ def test_verify(command: Command, path: Path, tmp_path: Path) -> None:
         tmp_path, {**TENSORS, "b.w": (code, shape, flipped(data, 3)), "new\x1b\n": TENSORS["b.one"]}
     )
     listed(tmp_path, TENSORS)
-    out, err = command("verify", tmp_path, code=1)
+    out, err = here("verify", tmp_path, code=1)
     title, *rows = out.splitlines()
     assert title.split() == ["tensor", "problem"]
     assert rows[0].startswith("b.w ")
     assert rows[1].startswith(r"new\x1b\n ")
     assert len(rows) == 2
     assert err.startswith(f"streamload: 2 tensors not as {SIDECAR} says, 5 verified")
-    assert command("verify", tmp_path, "--select", "a.*")[1] == ""
-    out, _ = command("verify", tmp_path, "--json", code=1)
+    assert here("verify", tmp_path, "--select", "a.*")[1] == ""
+    out, _ = here("verify", tmp_path, "--json", code=1)
     found = json.loads(out)
     assert (found["ok"], [c["name"] for c in found["changed"]]) == (False, ["b.w"])
 
 
-def test_verify_a_conversion(command: Command, tmp_path: Path) -> None:
+def test_verify_a_conversion(here: Command, tmp_path: Path) -> None:
     """The second is compared with what the cast makes of the first."""
     bits = samples(BF16)
     a = one(tmp_path, "a.safetensors", "BF16", bits)
     data = cast(BF16, F16, bits.tobytes())
     b = write_safetensors(tmp_path / "b.safetensors", {"out.w": ("F16", bits.shape, data)})
     arguments = ("verify", a, b, "--rename", "*=out.*")
-    out, err = command(*arguments, "--dtype", "float16")
+    out, err = here(*arguments, "--dtype", "float16")
     assert out.startswith("equal: 1 tensor, ")
     assert err == ""
-    out, err = command(*arguments, "--dtype", "*=float16", "--out-of-range", "clamp", code=1)
+    out, err = here(*arguments, "--dtype", "*=float16", "--out-of-range", "clamp", code=1)
     assert "28672 of 65536 values differ" in out
     assert err.startswith("streamload: 1 tensor different, 0 equal, ")
-    out, _ = command(*arguments, "--json", code=1)
+    out, _ = here(*arguments, "--json", code=1)
     assert json.loads(out)["differences"][0]["dtypes"] == ["bfloat16", "float16"]
 
 
-def test_diff(command: Command, path: Path, tmp_path: Path) -> None:
+def test_diff(here: Command, path: Path, tmp_path: Path) -> None:
     """Like diff(1): what differs on stdout, and exit code 1 where something does."""
-    out, err = command("diff", path, path / "model.safetensors")
+    out, err = here("diff", path, path / "model.safetensors")
     assert (out.startswith("equal: 6 tensors, "), err) == (True, "")
     other = written(tmp_path, {name: TENSORS[name] for name in ("a.w", "b.w")})
-    out, err = command("diff", path, other, code=1)
+    out, err = here("diff", path, other, code=1)
     assert [line.split()[0] for line in out.splitlines()] == [
         *("tensor", "a.big", "b.one", "b.none", "b.half", "4"),
     ]
     assert err == ""
-    assert command("diff", path, other, "--select", "?.w")[1] == ""
-    data = json.loads(command("diff", path, other, "--json", code=1)[0])
+    assert here("diff", path, other, "--select", "?.w")[1] == ""
+    data = json.loads(here("diff", path, other, "--json", code=1)[0])
     assert (data["ok"], data["only_a"][0], data["equal_count"]) == (False, "a.big", 2)
 
 
@@ -744,7 +728,7 @@ def test_diff(command: Command, path: Path, tmp_path: Path) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_cannot_be_done(
-    command: Command,
+    here: Command,
     path: Path,
     tmp_path: Path,
     arguments: Sequence[str],
@@ -754,7 +738,7 @@ def test_what_cannot_be_done(
     """Nothing on stdout, one line on stderr, and exit code 1 for what is there, 2 for usage."""
     file = one(tmp_path, "other.safetensors", "F32", np.array([1e30], np.float32))
     names = {"PATH": str(path), "FILE": str(file)}
-    out, err = command(*(names.get(argument, argument) for argument in arguments), code=code)
+    out, err = here(*(names.get(argument, argument) for argument in arguments), code=code)
     assert out == ""
     assert message in err
     assert err.count("\n") == 1
