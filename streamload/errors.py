@@ -154,10 +154,6 @@ def _optional_text(path: str | PathLike[str] | None) -> str | None:
     return None if path is None else fspath(path)
 
 
-def _tuple(values: Sequence[_T]) -> tuple[_T, ...]:
-    return tuple(values)
-
-
 _Path: TypeAlias = _Converted[str | PathLike[str], str]
 _OptionalPath: TypeAlias = _Converted[str | PathLike[str] | None, str | None]
 _Tuple: TypeAlias = _Converted[Sequence[_T], tuple[_T, ...]]
@@ -281,11 +277,11 @@ class StateDictMismatchError(StreamloadError, ValueError):
 
     path: _Path = _Converted(_text)
     _: KW_ONLY
-    missing: _Tuple[str] = _Converted(_tuple, ())
-    unexpected: _Tuple[str] = _Converted(_tuple, ())
-    wrong_shape: _Tuple[ShapeMismatch] = _Converted(_tuple, ())
-    problems: _Tuple[str] = _Converted(_tuple, ())
-    suggestions: _Tuple[Suggestion] = _Converted(_tuple, ())
+    missing: _Tuple[str] = _Converted(tuple, ())
+    unexpected: _Tuple[str] = _Converted(tuple, ())
+    wrong_shape: _Tuple[ShapeMismatch] = _Converted(tuple, ())
+    problems: _Tuple[str] = _Converted(tuple, ())
+    suggestions: _Tuple[Suggestion] = _Converted(tuple, ())
     instead: str = ""
 
     def _message(self) -> str:
@@ -357,8 +353,8 @@ class PlanInfeasibleError(BudgetError):
     budget_nbytes: int
     _: KW_ONLY
     limit: str = "budget"
-    largest: _Tuple[tuple[str, int]] = _Converted(_tuple, ())
-    would_fit: _Tuple[str] = _Converted(_tuple, ())
+    largest: _Tuple[tuple[str, int]] = _Converted(tuple, ())
+    would_fit: _Tuple[str] = _Converted(tuple, ())
     reason: str = ""
 
     def _message(self) -> str:
@@ -535,7 +531,7 @@ class DeviceNotFoundError(DeviceError):
     """
 
     _: KW_ONLY
-    working: _Tuple[str] = _Converted(_tuple, ())
+    working: _Tuple[str] = _Converted(tuple, ())
 
     def _message(self) -> str:
         here = f"; devices that work here: {', '.join(self.working)}" if self.working else ""

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from operator import attrgetter
@@ -79,36 +80,25 @@ def read(
             buffer.write(b"\1" * block_nbytes)  # resident
         turns = itertools.count(first_block)
         most = first_block + len(blocks) * (1 if seconds is None else _MOST_ROUNDS)
-        moved, failed = [0] * threads, []
         begin = threading.Barrier(threads + 1)
-        until = [0.0]
 
-        def work(index: int) -> None:
-            into = memoryview(buffers[index])
+        def work(buffer: mmap.mmap) -> int:
+            moved, into = 0, memoryview(buffer)
             begin.wait()
-            try:
-                while True:
-                    turn = next(turns)
-                    if turn >= most or time.perf_counter() >= until[0]:
-                        return
-                    fd, at = blocks[turn % len(blocks)]
-                    moved[index] += read_at(fd, at, into)
-            except OSError as error:
-                failed.append(error)
+            while (turn := next(turns)) < most and time.perf_counter() < until:
+                fd, at = blocks[turn % len(blocks)]
+                moved += read_at(fd, at, into)
+            return moved
 
-        crew = [threading.Thread(target=work, args=(index,)) for index in range(threads)]
-        for thread in crew:
-            thread.start()
-        begun = time.perf_counter()
-        until[0] = math.inf if seconds is None else begun + seconds
-        begin.wait()
-        for thread in crew:
-            thread.join()
-        took = time.perf_counter() - begun
-        if failed:
-            raise failed[0]
+        with ThreadPoolExecutor(threads) as crew:
+            counts = [crew.submit(work, buffer) for buffer in buffers]
+            begun = time.perf_counter()
+            until = math.inf if seconds is None else begun + seconds
+            begin.wait()
+            nbytes = sum(count.result() for count in counts)
+            took = time.perf_counter() - begun
     how = f"{threads} thread{'s' * (threads != 1)}, blocks of {block_nbytes // _MIB or 1} MiB"
-    return Rate(sum(moved), took, how, threads, block_nbytes)
+    return Rate(nbytes, took, how, threads, block_nbytes)
 
 
 def fastest(paths: Sequence[str], *, direct: bool) -> Rate:

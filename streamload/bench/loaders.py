@@ -234,8 +234,7 @@ def _safetensors_prefetch(task: Task) -> _Pairs:
         coming = begun(task.files[0])
         for following in (*task.files[1:], None):
             loader = coming
-            if following is not None:
-                coming = begun(following)  # reads while the tensors of this file are taken
+            coming = following and begun(following)  # reads while this file's tensors are taken
             yield from loader
             loader.close()
 

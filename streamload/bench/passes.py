@@ -9,10 +9,10 @@ from typing import Any
 
 from streamload.errors import DeviceError
 
+Lap = Callable[[], dict[str, Any]]
 
-def passes(
-    path: str, device: str, budget: int, tokens: int, dtype: str, **how: Any
-) -> Callable[[], dict[str, Any]]:
+
+def passes(path: str, device: str, budget: int, tokens: int, dtype: str, **how: Any) -> Lap:
     """Passes of `streamload.offload`; ``how`` are more of its options."""
     from streamload.transformers import from_pretrained
 
@@ -30,9 +30,7 @@ def passes(
     return _lap(model, device, tokens, {"pass_nbytes": report.pass_nbytes})
 
 
-def accelerate_passes(
-    path: str, device: str, budget: int, tokens: int
-) -> Callable[[], dict[str, Any]]:
+def accelerate_passes(path: str, device: str, budget: int, tokens: int) -> Lap:
     """Passes of transformers and accelerate, with the weights beyond a budget on the disk."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -43,18 +41,12 @@ def accelerate_passes(
     if device.startswith("cuda"):
         room["cpu"] = 0
     model = AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype="auto",
-        device_map="auto",
-        max_memory=room,
-        offload_folder=folder,
+        path, dtype="auto", device_map="auto", max_memory=room, offload_folder=folder
     )
     return _lap(model, device, tokens, {})
 
 
-def group_passes(
-    path: str, device: str, budget: int, tokens: int, low_memory: bool = False
-) -> Callable[[], dict[str, Any]]:
+def group_passes(path: str, device: str, budget: int, tokens: int, low_memory: bool = False) -> Lap:
     """Passes with group offloading of diffusers; ``low_memory`` is its ``low_cpu_mem_usage``."""
     import torch
     from diffusers.hooks import apply_group_offloading
@@ -77,24 +69,18 @@ def group_passes(
     return _lap(model, device, tokens, {})
 
 
-def layered_passes(
-    path: str, device: str, budget: int, tokens: int
-) -> Callable[[], dict[str, Any]]:
+def layered_passes(path: str, device: str, budget: int, tokens: int) -> Lap:
     """Passes of AirLLM, layer by layer from files that it writes first."""
     from airllm import AutoModel
     from airllm.airllm_base import AirLLMBaseModel
 
     AirLLMBaseModel.get_tokenizer = lambda self, hf_token=None: None  # passes need none
     folder = tempfile.mkdtemp(prefix="streamload-bench-")
-    return _lap(
-        AutoModel.from_pretrained(path, device=device, layer_shards_saving_path=folder),
-        *(device, tokens, {}),
-    )
+    model = AutoModel.from_pretrained(path, device=device, layer_shards_saving_path=folder)
+    return _lap(model, device, tokens, {})
 
 
-def _lap(
-    model: Any, device: str, tokens: int, facts: dict[str, Any]
-) -> Callable[[], dict[str, Any]]:
+def _lap(model: Any, device: str, tokens: int, facts: dict[str, Any]) -> Lap:
     """A lap of one pass, with the framework's counters."""
     import torch
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
+from operator import itemgetter
 from typing import Self
 
 from streamload.checkpoint.open import Checkpoint
@@ -53,25 +54,19 @@ def _most(ranks: int, block_nbytes: int) -> int:
 
 
 def shared_ranges(
-    checkpoint: Checkpoint, placements: Iterable[Placement]
+    checkpoint: Checkpoint, placements: Collection[Placement]
 ) -> dict[Location, list[tuple[int, int]]]:
     """File ranges that a load of these placements reads in order, and once.
 
     They are of whole tensors. Permuted or joined rows, and tensors that share bytes, are read
     directly from the file.
     """
-    uses: dict[str, int] = {}
-    plain: list[str] = []
-    for p in placements:
-        for r in p.source:
-            uses[r.tensor] = uses.get(r.tensor, 0) + 1
-        info = checkpoint.tensors[p.source[0].tensor]
-        if p.transpose is None and p.source == (whole(info),):
-            plain.append(info.name)
+    uses = Counter(r.tensor for p in placements for r in p.source)
     found: dict[Location, list[tuple[int, int]]] = {header.path: [] for header in checkpoint.shards}
-    for name in plain:
-        info = checkpoint.tensors[name]
-        if uses[name] == 1 and info.nbytes:
+    for p in placements:
+        info = checkpoint.tensors[p.source[0].tensor]
+        is_plain = p.transpose is None and p.source == (whole(info),)
+        if is_plain and uses[info.name] == 1 and info.nbytes:
             found[info.shard].append((info.start, info.stop))
     return {shard: _joined(_apart(sorted(ranges))) for shard, ranges in found.items()}
 
@@ -130,15 +125,16 @@ class CollectiveReader:
         self._group = group
         self._shards = Shards(checkpoint.shards, kinds.__getitem__)
         most = _most(group.size, block_nbytes)
-        self._blocks: dict[Location, list[_Block]] = {}
-        for shard, ranges in shared.items():
-            self._blocks[shard] = [
-                _Block(shard, at, min(at + most, stop), 0)
+        self._blocks = {
+            shard: [
+                _Block(
+                    shard, at, end := min(at + most, stop), _overlap(mine.get(shard, ()), at, end)
+                )
                 for start, stop in ranges
                 for at in range(start, stop, most)
             ]
-            for block in self._blocks[shard]:
-                block.left_nbytes = _overlap(mine.get(shard, ()), block.start, block.stop)
+            for shard, ranges in shared.items()
+        }
         room = held_nbytes(checkpoint, group.size, block_nbytes) // BLOCKS
         self._free = [memoryview(bytearray(room)) for _ in range(BLOCKS)]
         order = list(chain.from_iterable(self._blocks.values()))
@@ -334,13 +330,9 @@ class CollectiveReader:
 
 
 def _overlap(ranges: Ranges, start: int, stop: int) -> int:
-    first = max(bisect_right(ranges, start, key=lambda pair: pair[0]) - 1, 0)
-    total = 0
-    for low, high in ranges[first:]:
-        if low >= stop:
-            break
-        total += max(min(high, stop) - max(low, start), 0)
-    return total
+    first = max(bisect_right(ranges, start, key=itemgetter(0)) - 1, 0)
+    last = bisect_left(ranges, stop, key=itemgetter(0))
+    return sum(max(min(high, stop) - max(low, start), 0) for low, high in ranges[first:last])
 
 
 class _CollectiveShard(Reader):

@@ -7,7 +7,9 @@ order, from one thread at a time; the key-value store serves any thread at any t
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -223,6 +225,18 @@ def check_blocks(mine: memoryview, out: memoryview, size: int) -> None:
         raise ValueError("blocks are contiguous bytes, and the output is writable")
     if out.nbytes != size * mine.nbytes:
         raise ValueError(f"{size} blocks of {mine.nbytes} bytes do not make {out.nbytes}")
+
+
+def poll(
+    is_done: Callable[[], bool], share: float, naps_s: tuple[float, float], most_s: float = math.inf
+) -> None:
+    """Test and sleep in a loop, for a share of the time waited, within the limits ``naps_s``."""
+    began = time.monotonic()
+    while not is_done():
+        waited = time.monotonic() - began
+        if waited > most_s:
+            raise TimeoutError(f"a rank did not come within {most_s:g} s")
+        time.sleep(min(max(waited * share, naps_s[0]), naps_s[1]))
 
 
 def lost(problem: str, rank: int | None = None) -> PeerFailedError:

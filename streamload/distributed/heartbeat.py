@@ -64,6 +64,7 @@ class Heartbeat:
         self.on_progress: Callable[[int], None] = _ignore
         self._group = group
         self._prefix = prefix
+        self._lost_key = f"{prefix}/lost"  # of the first loss
         self._mine = self.peers[group.rank]
         # half of the time to notice missing beats; the rest to spread the loss and to stop
         self._stale_s = timeout_s / 2
@@ -286,11 +287,6 @@ class Heartbeat:
 
     def _key(self, rank: int) -> str:
         return f"{self._prefix}/beat/{rank}"
-
-    @property
-    def _lost_key(self) -> str:
-        """The key of the first loss."""
-        return f"{self._prefix}/lost"
 
     def _ask(self, call: Callable[[], T]) -> T:
         """Call the store, which rank 0 or its host keeps."""

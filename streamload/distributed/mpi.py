@@ -12,15 +12,15 @@ from __future__ import annotations
 import atexit
 import socket
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
-from streamload.distributed.group import Engine, Launch, ProcessGroup, check_blocks, lost
+from streamload.distributed.group import Engine, Launch, ProcessGroup, check_blocks, lost, poll
 from streamload.distributed.store import SharedStore, open_store
 from streamload.errors import NodeError
 
-_NAPS_S = (2e-5, 1e-2)  # the shortest and the longest; between them, a thousandth of the wait
+_NAPS_S = (2e-5, 1e-2)  # between tests: MPI moves data in them only
+_NAP_SHARE = 1e-3  # of the time waited so far
 
 #: Requests that a lost peer left unfinished, with their memory, which MPI may still write to.
 #: If there are any, MPI is not finalized: that would wait for the peer.
@@ -64,7 +64,7 @@ class MpiGroup(Engine):
         _unfinished.append(under_way)
 
         def wait() -> None:
-            _wait(under_way[0], self._timeout)
+            poll(under_way[0].Test, _NAP_SHARE, _NAPS_S, self._timeout)
             _unfinished[:] = [other for other in _unfinished if other is not under_way]
 
         return wait
@@ -98,7 +98,7 @@ def wrap(comm: Any, timeout: float) -> ProcessGroup:
     mpi = _start()
     own, request = comm.Idup()
     try:
-        _wait(request, timeout)
+        poll(request.Test, _NAP_SHARE, _NAPS_S, timeout)
     except (mpi.Exception, TimeoutError) as error:
         _unfinished.append(own)
         raise lost(f"the ranks did not meet: {error}") from error
@@ -139,14 +139,3 @@ def _finish() -> None:
     # nor after an uncaught exception: the others may wait for this rank
     if not _unfinished and not hasattr(sys, "last_value") and not MPI.Is_finalized():
         MPI.Finalize()
-
-
-def _wait(request: Any, timeout: float) -> None:
-    """Test and sleep in a loop; MPI moves data in tests only."""
-    shortest, longest = _NAPS_S
-    began = time.monotonic()
-    while not request.Test():
-        waited = time.monotonic() - began
-        if waited > timeout:
-            raise TimeoutError(f"a rank did not come within {timeout:g} s")
-        time.sleep(min(max(waited / 1000, shortest), longest))

@@ -28,6 +28,7 @@ from streamload.planning.requests import DeviceSpec, TensorRequests
 from streamload.planning.shares import holds
 
 _THREADS = 2
+_Assigned = tuple[dict[str, Part], TensorRequests, list[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ def split_offload(
 
 def _assigned(
     problem: Problem, specs: Sequence[DeviceSpec], tied: Mapping[str, str], stay: Sequence[str]
-) -> tuple[dict[str, Part], TensorRequests, list[str]]:
+) -> _Assigned:
     """Assign parameters to nodes: as a load does if all shares fit, else by least needs."""
     checkpoint, wants, policy = problem.checkpoint, problem.wants, problem.options.policy
     less = replace(problem, has_head=False).activation_nbytes
@@ -174,9 +175,7 @@ def _assigned(
     if cache is not None:
         caches = CacheRoom.of(checkpoint, wants, policy, cache, problem.spec.native_bf16).layers
 
-    def assigned(
-        needs: Callable[[Unit], Need] | None,
-    ) -> tuple[dict[str, Part], TensorRequests, list[str]]:
+    def assigned(needs: Callable[[Unit], Need] | None) -> _Assigned:
         rooms = [replace(each, budget_nbytes=max(each.budget_nbytes - less, 1)) for each in specs]
         return assign(checkpoint, wants, rooms, policy, tied, caches, needs)
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from streamload.distributed.group import Engine, Launch, ProcessGroup, check_blocks, lost
+from streamload.distributed.group import Engine, Launch, ProcessGroup, check_blocks, lost, poll
 from streamload.distributed.store import SharedStore, gloo_interfaces, interface_address, open_store
 from streamload.errors import NodeError, PeerFailedError
 
@@ -78,10 +78,7 @@ class TorchGroup(Engine):
 
         def wait() -> None:
             # not in gloo: at exit Python ends a thread that returns from C++, which then aborts
-            began = time.monotonic()
-            while not work.is_completed():
-                waited = time.monotonic() - began
-                time.sleep(min(max(waited * _NAP_SHARE, _NAPS_S[0]), _NAPS_S[1]))
+            poll(work.is_completed, _NAP_SHARE, _NAPS_S)
             work.wait()
 
         return wait
