@@ -97,11 +97,8 @@ class _NotColdError(Exception):
     """Files cannot be dropped from the page cache, with the reason."""
 
 
-#: By state of the page cache: the function that prepares files, and whether loads need it.
-_STATES: dict[str, tuple[Callable[[Sequence[Path]], str], bool]] = {
-    "warm": (warm, False),
-    "cold": (forget, True),
-}
+#: By state of the page cache: the function that prepares files.
+_STATES: dict[str, Callable[[Sequence[Path]], str]] = {"warm": warm, "cold": forget}
 STATES = tuple(_STATES)
 
 
@@ -317,29 +314,26 @@ class _Comparing:
         of.runs.setdefault(state, []).append(run)
 
     def _prepare(self, state: str) -> None:
-        prepare, needed = _STATES[state]
-        problem = prepare(self._files)
-        if problem and needed:
+        problem = _STATES[state](self._files)
+        if problem and state == "cold":
             raise _NotColdError(problem)
         note = f"{state}: {problem}"
         if problem and note not in self.found.notes:
             self.found.notes.append(note)
 
     def _limits_of(self, state: str, where: str) -> list[str]:
-        """The limits of a state; first finds the fastest threads and blocks of each."""
-        names = {"warm": ["cached"], "cold": ["direct"]}[state]
-        for name in names:
-            if name not in self._ways and f"limit: {name}" not in self.found.skipped:
-                self._options.say(f"{where}: looking for the fastest way of {_LIMITS[name]}")
-                self._prepare(state)
-                try:
-                    with self._limit_child(name) as child:
-                        said = child.lap()[0]
-                    self._ways[name] = {key: said[key] for key in ("threads", "block_nbytes")}
-                except MeasurementError as error:
-                    self.found.skipped[f"limit: {name}"] = str(error)
-        if self._index is not None:
-            names.append("copy")
+        """The limits of a state; first finds the fastest threads and blocks to read with."""
+        name = {"warm": "cached", "cold": "direct"}[state]
+        if name not in self._ways and f"limit: {name}" not in self.found.skipped:
+            self._options.say(f"{where}: looking for the fastest way of {_LIMITS[name]}")
+            self._prepare(state)
+            try:
+                with self._limit_child(name) as child:
+                    said = child.lap()[0]
+                self._ways[name] = {key: said[key] for key in ("threads", "block_nbytes")}
+            except MeasurementError as error:
+                self.found.skipped[f"limit: {name}"] = str(error)
+        names = [name] if self._index is None else [name, "copy"]
         return [name for name in names if f"limit: {name}" not in self.found.skipped]
 
     def _limit_child(self, name: str, **more: Any) -> Child:

@@ -159,10 +159,8 @@ class Index:
         found = _digests(self.checkpoint) if self.digests else ""
         if not found or found == self.digests:
             return
-        pairs = (range(0, len(found), _DIGITS), self.checkpoint.tensors)
-        name = next(
-            n for at, n in zip(*pairs, strict=True) if _at(found, at) != _at(self.digests, at)
-        )
+        pairs = zip(range(0, len(found), _DIGITS), self.checkpoint.tensors, strict=True)
+        name = next(n for at, n in pairs if not self.digests.startswith(found[at:][:_DIGITS], at))
         raise CheckpointError(
             _folder(self.checkpoint) / SIDECAR,
             "says other bytes than that of rank 0: the checkpoints differ",
@@ -233,10 +231,6 @@ def _digests(checkpoint: Checkpoint) -> str:
         d and (d.dtype, d.shape) == (i.dtype, i.shape) for d, i in zip(found, infos, strict=True)
     )
     return "".join(d.hex[:_DIGITS] for d in found if d) if all(alike) else ""
-
-
-def _at(digests: str, at: int) -> str:
-    return digests[at : at + _DIGITS]
 
 
 def _tuples(values: Sequence[Any]) -> Iterator[Any]:
