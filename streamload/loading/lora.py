@@ -193,11 +193,9 @@ def _merge(
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
     """By which the product is multiplied: alpha / rank, or alpha / sqrt(rank)."""
-    alpha = config.get("lora_alpha", 8)
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):  # as peft's get_pattern_key
-            alpha = value
-            break
+    own = (config.get("alpha_pattern") or {}).items()  # matched as by peft's get_pattern_key
+    found = (value for p, value in own if re.fullmatch(rf"(.*\.)?({p})", module))
+    alpha = next(found, config.get("lora_alpha", 8))
     return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 

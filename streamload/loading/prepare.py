@@ -34,7 +34,7 @@ from streamload.errors import (
     ResidenceError,
     Suggestion,
 )
-from streamload.files.local import ReaderChoice, ReaderKind, choose_reader
+from streamload.files.local import ReaderKind, choose_reader
 from streamload.files.page_cache import PageCacheKind
 from streamload.files.strided import thread_nbytes
 from streamload.loading.options import DEFAULTS, CastArgument, LoadOptions, plain_options
@@ -224,7 +224,10 @@ class Options:
         remote = any(choice.kind == "http" for choice in choices)
         threads = _MOST_THREADS if remote else min(self.cpus or available_cpus(), _MOST_THREADS)
         most_nbytes = DEFAULT_CHUNK_NBYTES
-        if all(spec.casts for spec in request.devices) and _is_cold(request.checkpoint, choices):
+        lengths = [header.file_nbytes for header in shards]
+        direct = [n for n, each in zip(lengths, choices, strict=True) if each.kind == "direct"]
+        is_cold = 2 * sum(direct) > sum(lengths)
+        if all(spec.casts for spec in request.devices) and is_cold:
             threads, most_nbytes = min(threads, _DIRECT_THREADS), _DIRECT_CHUNK_NBYTES
         return replace(
             request,
@@ -263,13 +266,6 @@ def _mapped_in_little(made: Plan, taken_nbytes: int, free_nbytes: int) -> Plan:
         limit="free memory",
         would_fit=[Fit("reader", '="pread"')],
     )
-
-
-def _is_cold(checkpoint: Checkpoint, choices: Sequence[ReaderChoice]) -> bool:
-    """Whether most bytes are read past the page cache."""
-    lengths = [header.file_nbytes for header in checkpoint.shards]
-    direct = sum(n for n, choice in zip(lengths, choices, strict=True) if choice.kind == "direct")
-    return 2 * direct > sum(lengths)
 
 
 class Call(NamedTuple):

@@ -223,11 +223,6 @@ def _layer_stacks(names: Iterable[str]) -> dict[str, tuple[str, int]]:
     return {name: layer for name, layer in layers if layer is not None}
 
 
-def _is_input(name: str) -> bool:
-    words = frozenset(_WORDS.split(name.lower()))
-    return bool(words & _INPUT) and not words & _OUTPUT
-
-
 def _end_of_stacks(name: str, stacks: Sequence[str]) -> _Key:
     """The place of a tensor outside the layers: an end of the stacks that its name is nearest to.
 
@@ -239,7 +234,8 @@ def _end_of_stacks(name: str, stacks: Sequence[str]) -> _Key:
     lengths = [sum(takewhile(bool, each)) for each in same]
     most = max(lengths)
     near = [place for place, length in enumerate(lengths) if length == most]
-    if _is_input(name):
+    words = frozenset(_WORDS.split(name.lower()))
+    if words & _INPUT and not words & _OUTPUT:
         return (1, near[0], _START, 0) if most and near[0] > 0 else _FIRST
     return (1, near[-1], _END, 0) if most and near[-1] < len(stacks) - 1 else _LAST
 

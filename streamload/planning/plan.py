@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections import Counter
 from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
 from typing import Any
 
 from streamload.codecs.cast_table import OutOfRange
@@ -255,29 +256,24 @@ class Plan:
         for p, n in self.placements.counted:
             count[p.device] += n
             casts[p.src.name, p.dst.name, p.cast] += n
-        rows = [
-            (
-                d.device,
-                *([d.holds or "-"] if split else []),
-                str(count[d.device]),
-                format_bytes(d.resident_nbytes, up=True),  # a budget of what is shown is enough
-                *([format_bytes(d.cache_nbytes, up=True)] if cached else []),
-                format_bytes(d.peak_nbytes, up=True),
-                *([format_bytes(d.reserve_nbytes, up=True)] if reserved else []),
-                format_bytes(d.stated_nbytes),
-                f"{(d.needed_nbytes + d.reserve_nbytes) / d.stated_nbytes:.0%}"
-                if d.stated_nbytes
-                else "-",
-            )
-            for d in self.devices
-        ]
-        titles = (
-            *("device", *["holds"] * split, "tensors", "resident", *["cache"] * cached, "peak"),
-            *(*["reserve"] * reserved, "budget", "share"),
-        )
+        up = partial(format_bytes, up=True)  # a budget of what is shown is enough
+        taken = [(d.needed_nbytes + d.reserve_nbytes, d.stated_nbytes) for d in self.devices]
+        columns = {
+            "device": [d.device for d in self.devices],
+            "holds": [d.holds or "-" for d in self.devices if split],
+            "tensors": [str(count[d.device]) for d in self.devices],
+            "resident": [up(d.resident_nbytes) for d in self.devices],
+            "cache": [up(d.cache_nbytes) for d in self.devices if cached],
+            "peak": [up(d.peak_nbytes) for d in self.devices],
+            "reserve": [up(d.reserve_nbytes) for d in self.devices if reserved],
+            "budget": [format_bytes(stated) for _, stated in taken],
+            "share": [f"{n / stated:.0%}" if stated else "-" for n, stated in taken],
+        }
+        columns = {title: column for title, column in columns.items() if column}
+        rows = list(zip(*columns.values(), strict=True))
         return printed(
             [
-                *format_table(titles, rows, right=5 + cached + reserved),
+                *format_table(list(columns), rows, right=5 + cached + reserved),
                 *(
                     f"{n} tensors from {src} to {dst} by {by}"
                     for (src, dst, by), n in casts.items()

@@ -169,7 +169,7 @@ def _place(
     there = _there_nbytes(wants)
     keys = list(
         zip(
-            *(map(attrgetter("name"), each) for each in (wants.srcs, dsts)),
+            *(map(id, wants.srcs), map(id, dsts)),
             *(where, wants.shapes, wants.transposes, wants.held, wants.codings),
             *(mapped, changed, scales, there),
             strict=True,
@@ -204,7 +204,7 @@ def _place(
     order = sorted(range(len(keys)), key=places.__getitem__)  # stable
     found = [kinds[keys[at]] for at in order]
     reusable = [kind.reusable_nbytes for kind in found]
-    for n, at in enumerate(order):
+    for n, at in enumerate(order) if any(reusable) else ():
         nbytes = wants.reusable_nbytes[at]
         if reusable[n] and nbytes is not None:
             reusable[n] = nbytes

@@ -404,16 +404,14 @@ def quantised_of(info: TensorInfo, shape: tuple[int, ...], src: DType, name: str
     Raises:
         UnsupportedCastError: the weight cannot be in the format, or is dequantized.
     """
-    tensor, path = info.name, info.shard
-    if src.is_packed:
-        reason = "this call dequantises it: quantise what convert(dtype=...) writes"
-        raise UnsupportedCastError(src.name, name, reason=reason, tensor=tensor, path=path)
+    reason = "this call dequantises it: quantise what convert(dtype=...) writes"
     try:
-        return ALL_SCHEMES[name].of(shape, src)
+        if not src.is_packed:
+            return ALL_SCHEMES[name].of(shape, src)
     except ValueError as error:
-        raise UnsupportedCastError(
-            src.name, name, reason=str(error), tensor=tensor, path=path
-        ) from error
+        reason = str(error)
+    tensor, path = info.name, info.shard
+    raise UnsupportedCastError(src.name, name, reason=reason, tensor=tensor, path=path)
 
 
 def codings_of(
