@@ -164,6 +164,7 @@ class TensorRequests(Table[TensorRequest]):
     Attributes:
         infos: the tensors of the first rows of each.
         srcs: their dtypes.
+        any_packed: some are dequantized.
     """
 
     infos: Sequence[TensorInfo]
@@ -178,10 +179,14 @@ class TensorRequests(Table[TensorRequest]):
     codings: Sequence[Coding | None]
     fixed: Sequence[str]
     srcs: Sequence[DType] = field(init=False)
+    any_packed: bool = field(init=False)
     _dsts: dict[tuple[DTypePolicy, bool], Sequence[DType]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "srcs", [info.dtype for info in self.infos])
+        srcs = list(map(attrgetter("dtype"), self.infos))
+        kinds = dict(zip(map(id, srcs), srcs, strict=True))
+        object.__setattr__(self, "srcs", srcs)
+        object.__setattr__(self, "any_packed", any(src.is_packed for src in kinds.values()))
 
     @property
     def _columns(self) -> tuple[Sequence[Any], ...]:
@@ -193,12 +198,6 @@ class TensorRequests(Table[TensorRequest]):
     def row(self, at: int) -> TensorRequest:
         """Make one row."""
         return TensorRequest(*(column[at] for column in self._columns[1:]))
-
-    @property
-    def any_packed(self) -> bool:
-        """Whether some are dequantized."""
-        kinds = dict(zip(map(id, self.srcs), self.srcs, strict=True))
-        return any(src.is_packed for src in kinds.values())
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, rows: Sequence[TensorRequest]) -> TensorRequests:
