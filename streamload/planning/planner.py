@@ -370,11 +370,13 @@ def _allocated(placements: Placements, specs: Mapping[str, DeviceSpec]) -> Place
     for name, spec in specs.items():
         if spec.info.allocator == "exact":
             continue
-        fresh = {
-            at: kind.nbytes
-            for at, kind in enumerate(placements.kinds)
+        sizes = {
+            id(kind): kind.nbytes
+            for kind, _ in placements.counted
             if kind.device == name and kind.action != "in_place"
         }
+        kinds = enumerate(map(id, placements.kinds))
+        fresh = {at: sizes[kind] for at, kind in kinds if kind in sizes}
         for at, nbytes in zip(fresh, spec.taken(fresh.values()), strict=True):
             resident[at] = nbytes
     return replace(placements, resident_nbytes=resident)
