@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 import xxhash
@@ -22,7 +21,6 @@ import xxhash
 from streamload.checkpoint.open import read_json_file
 from streamload.core.dtypes import BY_CODE, DType
 from streamload.core.location import Location, Url, is_url, local
-from streamload.core.system import sync_folder
 from streamload.errors import HeaderError
 from streamload.files.header import RepeatedNames, describe, is_text, parse_json_object
 
@@ -206,24 +204,6 @@ class Digests:
             for name, found in errors.items()
         }
         return cls(digests, source, options, tuple(files), counts, errors)
-
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Write a sidecar; it replaces another one when it is whole, and on the disk."""
-        target = Path(path)
-        if target.is_dir():
-            target /= SIDECAR
-        partial = target.with_name(f".{target.name}.partial")
-        try:
-            with open(partial, "w", encoding="utf-8") as file:
-                file.writelines(self.lines())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, target)
-        except BaseException:
-            with suppress(OSError):
-                partial.unlink()
-            raise
-        sync_folder(target.parent)
 
 
 def _number(value: float) -> float | str:

@@ -69,7 +69,8 @@ def listed(folder: Path, tensors: Tensors) -> None:
         one = hasher()
         one.update(memoryview(data))
         digests.append(Digest(name, BY_CODE[code], tuple(shape), len(data), one.hexdigest()))
-    Digests({digest.name: digest for digest in digests}).write(folder)
+    written = Digests({digest.name: digest for digest in digests})
+    (folder / SIDECAR).write_text(written.to_json())
 
 
 def written(folder: Path, tensors: Tensors, files: int = 1) -> Path:
@@ -751,7 +752,8 @@ def test_ctrl_c(tmp_path: Path) -> None:
     raw = header_bytes({"w": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}})
     file.write_bytes(raw)
     os.truncate(file, len(raw) + nbytes)
-    Digests({"w": Digest("w", BY_CODE["U8"], (nbytes,), nbytes, "0" * 32)}).write(tmp_path)
+    written = Digests({"w": Digest("w", BY_CODE["U8"], (nbytes,), nbytes, "0" * 32)})
+    (tmp_path / SIDECAR).write_text(written.to_json())
     process = subprocess.Popen(
         [sys.executable, "-m", "streamload", "verify", str(tmp_path)],
         stdout=subprocess.PIPE,
