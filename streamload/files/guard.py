@@ -20,7 +20,6 @@ from contextlib import suppress
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 from streamload.errors import CheckpointError, FileChangedError, TruncatedFileError
@@ -124,12 +123,7 @@ class Guard:
             self._leave()
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         try:
             if error is None:
                 self._check(entering=False)

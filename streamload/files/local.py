@@ -78,13 +78,7 @@ _MOSTLY_RESIDENT = 0.5
 # In words, since numbers would be different for each of a hundred shards: next to nothing (headers
 # have been read), less than that share, as much or more, all.
 _SHARES = (0.05, _MOSTLY_RESIDENT, 1.0)
-_RESIDENT: dict[int | None, str] = {
-    None: "it is not known how much is in the page cache",
-    0: "not in the page cache",
-    1: "mostly not in the page cache",
-    2: "mostly in the page cache",
-    3: "in the page cache",
-}
+_RESIDENT = ("not ", "mostly not ", "mostly ", "")
 
 _ADDRESS_BITS = sys.maxsize.bit_length() + 1
 _MAX_MAPPED_NBYTES_32 = 2**30  # of one shard, with addresses of 32 bits
@@ -182,7 +176,9 @@ def _choose(
     if not whole_slots:
         return ReaderChoice(buffered, f"on {filesystem}, for memory that the CPU writes")
     resident = resident_fraction(path)
-    reason = _RESIDENT[None if resident is None else bisect_right(_SHARES, resident)]
+    reason = "it is not known how much is in the page cache"
+    if resident is not None:
+        reason = f"{_RESIDENT[bisect_right(_SHARES, resident)]}in the page cache"
     if filesystem not in DIRECT_FILESYSTEMS:
         reason = f"{filesystem} is read through the page cache"
     elif page_cache == "keep":
@@ -280,9 +276,6 @@ class PreadReader(Reader):
         return True
 
     def _read(self, start: int, target: memoryview, nbytes: int) -> None:
-        self._read_buffered(start, target, nbytes)
-
-    def _read_buffered(self, start: int, target: memoryview, nbytes: int) -> None:
         done = 0
         while done < nbytes:
             with target[done : min(done + self._most_nbytes, nbytes)] as rest:
@@ -381,22 +374,16 @@ class MmapReader(PreadReader):
 
     def _populate(self, held: FileMap, start: int, stop: int) -> None:
         """Read a window in: a touch of bytes that the storage does not give would kill."""
-        while self._populates:
-            code = held.populate(start, stop)
-            match code:
-                case 0:
-                    return
-                case errno.EINTR:
-                    continue
-                case errno.EINVAL:  # not known to this kernel
-                    self._populates = False
-                case errno.EFAULT:
-                    if (found := self._found_nbytes()) < stop:  # a lease is broken after 45 s
-                        raise self._truncated(found)
-                    # the file is as long as it should be: the storage did not give its bytes
-                    raise unreadable(self.path, OSError(errno.EIO, os.strerror(errno.EIO)))
-                case _:
-                    raise unreadable(self.path, OSError(code, os.strerror(code)))
+        while self._populates and (code := held.populate(start, stop)):
+            if code == errno.EINVAL:  # not known to this kernel
+                self._populates = False
+            elif code == errno.EFAULT:
+                if (found := self._found_nbytes()) < stop:  # a lease is broken after 45 s
+                    raise self._truncated(found)
+                # the file is as long as it should be: the storage did not give its bytes
+                raise unreadable(self.path, OSError(errno.EIO, os.strerror(errno.EIO)))
+            elif code != errno.EINTR:
+                raise unreadable(self.path, OSError(code, os.strerror(code)))
 
 
 class DirectReader(PreadReader):
@@ -447,7 +434,7 @@ class DirectReader(PreadReader):
 
     def _read(self, start: int, target: memoryview, nbytes: int) -> None:
         if self.fallback:
-            self._read_buffered(start, target, nbytes)
+            super()._read(start, target, nbytes)
             return
         unit, stop = self.alignment, start + nbytes
         # the whole blocks that are read straight to their place, if there are any
@@ -490,7 +477,7 @@ class DirectReader(PreadReader):
             # the file's end, a fallback, or a piece after which nothing is aligned any more
             if done < nbytes and (not read or read % self.alignment):
                 with target[done:] as rest:
-                    self._read_buffered(start + done, rest, nbytes - done)
+                    super()._read(start + done, rest, nbytes - done)
                 return
 
     def _read_direct(self, start: int, blocks: memoryview) -> int:
@@ -521,12 +508,7 @@ def _open_direct(fd: int) -> FileIO:
     flag = getattr(os, "O_DIRECT", None)
     if flag is None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-    return open(
-        f"/proc/self/fd/{fd}",
-        "rb",
-        buffering=0,
-        opener=lambda path, flags: os.open(path, flags | flag | os.O_CLOEXEC),
-    )
+    return FileIO(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | flag | os.O_CLOEXEC))
 
 
 def _direct_alignment(fd: int) -> int:
