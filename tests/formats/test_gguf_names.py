@@ -61,7 +61,7 @@ def test_names_that_are_not_known_stay(name: str) -> None:
     assert all(one.to_hugging_face(name) is None for one in ARCHITECTURES.values())
 
 
-def test_rows_are_interleaved_as_converters_do_and_come_back() -> None:
+def test_rows_are_interleaved_as_converters_do() -> None:
     """Query rows are ordered as llama.cpp's converter orders them: reshape, exchange, reshape."""
     llama = ARCHITECTURES["llama"]
     config = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -71,7 +71,6 @@ def test_rows_are_interleaved_as_converters_do_and_come_back() -> None:
         rows = np.arange(32)
         theirs = rows.reshape(heads, 2, 16 // heads).swapaxes(1, 2).reshape(32)
         assert (_moved(rows, there) == theirs).all()
-        assert (_moved(theirs, llama.half_split(name, 32, config)) == rows).all()
     assert llama.interleaved("blk.3.attn_v.weight", 32, config) is None
     assert ARCHITECTURES["qwen2"].interleaved("blk.3.attn_q.weight", 32, config) is None
     with pytest.raises(ValueError, match="30 rows are not 4 heads"):

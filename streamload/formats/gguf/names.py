@@ -20,10 +20,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -49,9 +48,9 @@ class Architecture:
         prefix: of Hugging Face's names; the model without its head has none.
         modules: by GGUF's name of a module, Hugging Face's; "{}" is the layer's number.
         settings: by GGUF's key without the architecture, the key of config.json.
+        values: by key of config.json, those that llama.cpp computes; the first is the default.
         rotated: modules whose rows are interleaved, and the key of their heads' count.
         transposed: modules whose weights are transposed.
-        values: by key of config.json, those that llama.cpp computes; the first is the default.
     """
 
     name: str
@@ -59,9 +58,9 @@ class Architecture:
     prefix: str
     modules: Mapping[str, str]
     settings: Mapping[str, str]
-    rotated: Mapping[str, str]
-    transposed: frozenset[str]
     values: Mapping[str, tuple[object, ...]]
+    rotated: Mapping[str, str] = field(default_factory=dict)
+    transposed: frozenset[str] = frozenset()
 
     def to_hugging_face(self, name: str) -> str | None:
         """The name of a tensor of a GGUF file in a checkpoint; None for one that is not known."""
@@ -79,22 +78,13 @@ class Architecture:
 
     def interleaved(self, name: str, rows: int, config: Mapping[str, Any]) -> RowTranspose | None:
         """The order of a tensor's rows in GGUF, from those of the checkpoint; None for the same."""
-        heads = self._heads(name, rows, config)
-        return heads and RowTranspose(heads, 2, rows // heads // 2)
-
-    def half_split(self, name: str, rows: int, config: Mapping[str, Any]) -> RowTranspose | None:
-        """The order of a tensor's rows in the checkpoint, from GGUF's: undoes `interleaved`."""
-        heads = self._heads(name, rows, config)
-        return heads and RowTranspose(heads, rows // heads // 2, 2)
-
-    def _heads(self, name: str, rows: int, config: Mapping[str, Any]) -> Any:
         key = self.rotated.get(_template(name)[0])
         if key is None:
             return None
         heads = config.get(key, config.get("num_attention_heads"))
         if type(heads) is not int or heads < 1 or rows % (2 * heads):
             raise ValueError(f"{rows} rows are not {heads} heads of an even size ({key})")
-        return heads
+        return RowTranspose(heads, 2, rows // heads // 2)
 
 
 @lru_cache(maxsize=16)  # called several times for one tensor
@@ -113,45 +103,45 @@ def _renamed(name: str, modules: Mapping[str, str]) -> str | None:
     return None if found is None else f"{found.format(layer)}.{name.rpartition('.')[2]}"
 
 
+def _of_layers(prefix: str, **modules: str) -> dict[str, str]:
+    """The modules of layers, Hugging Face's by GGUF's."""
+    return {f"blk.{{}}.{ours}": f"{prefix}.{{}}.{theirs}" for ours, theirs in modules.items()}
+
+
 _LLAMA_MODULES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
-    **{
-        f"blk.{{}}.{ours}": f"model.layers.{{}}.{theirs}"
-        for ours, theirs in {
-            "attn_norm": "input_layernorm",
-            "attn_q": "self_attn.q_proj",
-            "attn_k": "self_attn.k_proj",
-            "attn_v": "self_attn.v_proj",
-            "attn_output": "self_attn.o_proj",
-            "ffn_norm": "post_attention_layernorm",
-            "ffn_gate": "mlp.gate_proj",
-            "ffn_up": "mlp.up_proj",
-            "ffn_down": "mlp.down_proj",
-        }.items()
-    },
+    **_of_layers(
+        "model.layers",
+        attn_norm="input_layernorm",
+        attn_q="self_attn.q_proj",
+        attn_k="self_attn.k_proj",
+        attn_v="self_attn.v_proj",
+        attn_output="self_attn.o_proj",
+        ffn_norm="post_attention_layernorm",
+        ffn_gate="mlp.gate_proj",
+        ffn_up="mlp.up_proj",
+        ffn_down="mlp.down_proj",
+    ),
 }
-_QWEN3_MODULES = _LLAMA_MODULES | {
-    "blk.{}.attn_q_norm": "model.layers.{}.self_attn.q_norm",
-    "blk.{}.attn_k_norm": "model.layers.{}.self_attn.k_norm",
-}
+_QWEN3_MODULES = _LLAMA_MODULES | _of_layers(
+    "model.layers", attn_q_norm="self_attn.q_norm", attn_k_norm="self_attn.k_norm"
+)
 _GPT2_MODULES = {
     "token_embd": "transformer.wte",
     "position_embd": "transformer.wpe",
     "output_norm": "transformer.ln_f",
     "output": "lm_head",
-    **{
-        f"blk.{{}}.{ours}": f"transformer.h.{{}}.{theirs}"
-        for ours, theirs in {
-            "attn_norm": "ln_1",
-            "attn_qkv": "attn.c_attn",
-            "attn_output": "attn.c_proj",
-            "ffn_norm": "ln_2",
-            "ffn_up": "mlp.c_fc",
-            "ffn_down": "mlp.c_proj",
-        }.items()
-    },
+    **_of_layers(
+        "transformer.h",
+        attn_norm="ln_1",
+        attn_qkv="attn.c_attn",
+        attn_output="attn.c_proj",
+        ffn_norm="ln_2",
+        ffn_up="mlp.c_fc",
+        ffn_down="mlp.c_proj",
+    ),
 }
 _LLAMA_SETTINGS = {
     "vocab_size": "vocab_size",
@@ -168,7 +158,6 @@ _LLAMA_SETTINGS = {
     "rope.dimension_count": "head_dim",
     "rope.freq_base": "rope_theta",
 }
-_LLAMA_VALUES = {"hidden_act": ("silu", "swish"), "partial_rotary_factor": (1.0, None)}
 _GPT2_SETTINGS = {
     "vocab_size": "vocab_size",
     "context_length": "n_positions",
@@ -184,56 +173,41 @@ _GPT2_VALUES = {
     "scale_attn_by_inverse_layer_idx": (False,),
 }
 
+_LLAMA = Architecture(
+    "llama",
+    {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"},
+    "model.",
+    _LLAMA_MODULES,
+    _LLAMA_SETTINGS,
+    {"hidden_act": ("silu", "swish"), "partial_rotary_factor": (1.0, None)},
+    rotated={"blk.{}.attn_q": "num_attention_heads", "blk.{}.attn_k": "num_key_value_heads"},
+)
+_QWEN2 = replace(_LLAMA, name="qwen2", models={"qwen2": "Qwen2ForCausalLM"}, rotated={})
+_QWEN3 = replace(_QWEN2, name="qwen3", models={"qwen3": "Qwen3ForCausalLM"}, modules=_QWEN3_MODULES)
+_GPT2_MATRICES = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
+_GPT2 = Architecture(
+    "gpt2",
+    {"gpt2": "GPT2LMHeadModel"},
+    "transformer.",
+    _GPT2_MODULES,
+    _GPT2_SETTINGS,
+    _GPT2_VALUES,
+    transposed=frozenset(f"blk.{{}}.{module}" for module in _GPT2_MATRICES),
+)
 #: By the name that files have.
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {
-        one.name: one
-        for one in (
-            Architecture(
-                "llama",
-                {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"},
-                "model.",
-                _LLAMA_MODULES,
-                _LLAMA_SETTINGS,
-                {"blk.{}.attn_q": "num_attention_heads", "blk.{}.attn_k": "num_key_value_heads"},
-                frozenset(),
-                _LLAMA_VALUES,
-            ),
-            Architecture(
-                "qwen2",
-                {"qwen2": "Qwen2ForCausalLM"},
-                *("model.", _LLAMA_MODULES, _LLAMA_SETTINGS, {}, frozenset(), _LLAMA_VALUES),
-            ),
-            Architecture(
-                "qwen3",
-                {"qwen3": "Qwen3ForCausalLM"},
-                *("model.", _QWEN3_MODULES, _LLAMA_SETTINGS, {}, frozenset(), _LLAMA_VALUES),
-            ),
-            Architecture(
-                "gpt2",
-                {"gpt2": "GPT2LMHeadModel"},
-                *("transformer.", _GPT2_MODULES, _GPT2_SETTINGS, {}),
-                frozenset(
-                    f"blk.{{}}.{module}"
-                    for module in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
-                ),
-                _GPT2_VALUES,
-            ),
-        )
-    }
-)
+ARCHITECTURES: Mapping[str, Architecture] = {
+    one.name: one for one in (_LLAMA, _QWEN2, _QWEN3, _GPT2)
+}
 #: By model_type of config.json.
-OF_MODEL: Mapping[str, Architecture] = MappingProxyType(
-    {model: one for one in ARCHITECTURES.values() for model in one.models}
-)
+OF_MODEL: Mapping[str, Architecture] = {
+    model: one for one in ARCHITECTURES.values() for model in one.models
+}
 #: By GGUF's key, the key of config.json; each is a token's number.
-TOKENS: Mapping[str, str] = MappingProxyType(
-    {
-        "tokenizer.ggml.bos_token_id": "bos_token_id",
-        "tokenizer.ggml.eos_token_id": "eos_token_id",
-        "tokenizer.ggml.padding_token_id": "pad_token_id",
-    }
-)
+TOKENS: Mapping[str, str] = {
+    "tokenizer.ggml.bos_token_id": "bos_token_id",
+    "tokenizer.ggml.eos_token_id": "eos_token_id",
+    "tokenizer.ggml.padding_token_id": "pad_token_id",
+}
 
 
 def is_computed(name: str) -> bool:

@@ -20,7 +20,6 @@ import struct
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, TypeAlias
@@ -108,13 +107,17 @@ class GGUF(FormatReader):
         elif others:  # the configuration depends on all tensors
             counts = [len(tensors)]
             for other in others[1:]:
-                more = _shapes_of(other)
-                if more is None:
+                try:
+                    more = _read_other(other)[1]
+                except CheckpointError:
                     break  # the file is not there, or invalid: that is found out later
-                shapes |= more
+                shapes |= {each.name: each.shape for each in more}
                 counts.append(len(more))
-            if len(counts) == count:
-                _check_count(file, metadata.get("split.tensors.count"), counts)
+            stated = metadata.get("split.tensors.count", sum(counts))
+            if len(counts) == count and stated != sum(counts):
+                problem = "the files of its set do not belong together"
+                expected = f"split.tensors.count, {describe(stated)}"
+                raise HeaderError(file.path, problem, expected, f"{sum(counts)} tensors")
         known = ARCHITECTURES.get(str(of_model.get(ARCHITECTURE)))
         freqs = () if known is None else _freqs(file, tensors)
         try:
@@ -163,16 +166,13 @@ def _header(
     data_start: int,
 ) -> Header:
     """A header, with the names of Hugging Face."""
+    kept = [each for each in tensors if known is None or each.name != ROPE_FREQS]
     names: list[str] = []
     dtypes: list[DType] = []
     shapes: list[tuple[int, ...]] = []
-    starts: list[int] = []
-    stops: list[int] = []
     stored: dict[str, Stored] = {}
     turns: dict[str, Turn] = {}
-    for each in tensors:  # there may be millions
-        if known is not None and each.name == ROPE_FREQS:
-            continue
+    for each in kept:  # there may be millions
         name = (known and known.to_hugging_face(each.name)) or each.name
         dtype, shape = each.type.dtype, each.shape
         if dtype.is_packed:
@@ -182,13 +182,10 @@ def _header(
         names.append(name)
         dtypes.append(dtype)
         shapes.append(shape)
-        starts.append(each.start)
-        stops.append(each.stop)
-        turn = None if known is None else _turn(file, known, each, heads)
-        if turn is not None:
+        if known is not None and (turn := _turn(file, known, each, heads)) is not None:
             turns[name] = turn
-    path = file.path
-    made = records(TensorInfo, names, dtypes, shapes, repeat(path), starts, stops)
+    path, places = file.path, ((each.start for each in kept), (each.stop for each in kept))
+    made = records(TensorInfo, names, dtypes, shapes, repeat(path), *places)
     infos = sorted(made, key=attrgetter("start", "stop", "name"))
     _check_distinct(file, names)
     said = {k: v for k, v in metadata.items() if k.startswith("general.") and isinstance(v, str)}
@@ -209,14 +206,14 @@ def _turn(
     if known.is_transposed(tensor.name) and len(shape) == 2 and min(shape) > 1:
         return Turn(1, *shape, shape[::-1])
     try:
-        order = known.half_split(tensor.name, shape[0] if shape else 1, config)
+        order = known.interleaved(tensor.name, shape[0] if shape else 1, config)
     except ValueError as error:
         raise HeaderError(
             file.path, "its rows cannot be split into heads", str(error), shape, tensor=tensor.name
         ) from error
     if order is None or 1 in (order.outer, order.inner):
         return None
-    return Turn(order.groups, order.outer, order.inner)
+    return Turn(order.groups, order.inner, order.outer)  # back to that of models
 
 
 def _freqs(file: File, tensors: Sequence[_Tensor]) -> Sequence[float]:
@@ -249,21 +246,6 @@ def _others(path: Location, number: int, count: int) -> list[Location]:
 def _read_other(path: Location) -> tuple[dict[str, Any], list[_Tensor], int]:
     with open_location(path) as file:
         return _read(file)
-
-
-def _shapes_of(path: Location) -> dict[str, tuple[int, ...]] | None:
-    """The tensors of another file of the set; None if it cannot be read: it will be refused."""
-    with suppress(CheckpointError):
-        return {each.name: each.shape for each in _read_other(path)[1]}
-    return None
-
-
-def _check_count(file: File, stated: object, counts: Sequence[int]) -> None:
-    """Refuse a set whose files hold another number of tensors than the first one states."""
-    if stated not in (None, sum(counts)):
-        problem = "the files of its set do not belong together"
-        expected = f"split.tensors.count, {describe(stated)}"
-        raise HeaderError(file.path, problem, expected, f"{sum(counts)} tensors")
 
 
 # --- the grammar ----------------------------------------------------------------------------------
