@@ -37,11 +37,9 @@ def cached_snapshot(name: str) -> Path:
 
 
 def _hub_cache() -> Path:
-    def variable(name: str) -> str | None:
-        return os.environ.get(name) or None
-
+    variable = os.environ.get  # one that is empty counts as unset
     folder = variable("HF_HUB_CACHE") or variable("HUGGINGFACE_HUB_CACHE")
-    if folder is None:
+    if not folder:
         caches = variable("XDG_CACHE_HOME") or "~/.cache"
         home = variable("HF_HOME") or os.path.join(caches, "huggingface")
         folder = os.path.join(home, "hub")

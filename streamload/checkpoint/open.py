@@ -35,9 +35,8 @@ from streamload.files.header import (
     check_strings,
     describe,
     is_there,
-    open_regular,
     parse_json_object,
-    read_up_to,
+    some,
     unreadable,
 )
 from streamload.files.limits import Limits, check_nbytes, limited, most_nbytes
@@ -45,7 +44,7 @@ from streamload.formats.reader import (
     UNREAD_SUFFIXES,
     FormatReader,
     default_reader,
-    keyed,
+    open_file,
     read_header,
     readers,
 )
@@ -242,7 +241,7 @@ def _open(path: str | os.PathLike[str], variant: str | None, key: str | None) ->
             )
         if found.name.endswith(".json"):
             config = _read_config(folder)
-            reader = keyed(_reader_of_index(found.name), key)
+            reader = _reader_of_index(found.name).keyed(key)
             weight_map = _read_weight_map(found, reader)
             return from_headers(found, _indexed(found, weight_map, reader), config)
         headers = _with_siblings(read_header(found, key=key), folder)
@@ -293,12 +292,12 @@ def _open_remote_folder(folder: Url, variant: str | None, key: str | None) -> Ch
     default = default_reader()
     try:
         headers = _remote_headers(folder, default, variant)
-        keyed(default, key)
+        default.keyed(key)
     except ShardNotFoundError as error:
         for reader in readers().values():
             if reader is not default and reader.single:
                 with suppress(ShardNotFoundError):
-                    headers = _remote_headers(folder, keyed(reader, key), variant)
+                    headers = _remote_headers(folder, reader.keyed(key), variant)
                     break
         else:
             raise error
@@ -373,7 +372,7 @@ def _open_folder(folder: Path, variant: str | None, key: str | None) -> Checkpoi
     except OSError as error:
         raise unreadable(folder, error) from error
     config = _read_config(folder)
-    reader = keyed(_reader_of_folder(names, variant), key)
+    reader = _reader_of_folder(names, variant).keyed(key)
     single, index = (variants.varied(name, variant) for name in (reader.single, reader.index))
     if index and index in names:
         weight_map = _read_weight_map(folder / index, reader)
@@ -426,13 +425,13 @@ def _plain(folder: Path, headers: Sequence[Header], variant: str | None) -> Sequ
         return headers  # their names may look like variants: they are parts of one
     names = [header.path.name for header in headers]
     if headers[0].format != default_reader().name:
-        raise HeaderError(folder, "holds several checkpoints", "the path of one file", _some(names))
+        raise HeaderError(folder, "holds several checkpoints", "the path of one file", some(names))
     if variant:
         return headers
     kept = set(variants.plain(names))
     if len(kept) == len(names) and len(found := variants.found(names)) > 1:
         written = " or ".join(f'open_checkpoint(path, variant="{name}")' for name in found)
-        raise HeaderError(folder, "holds several variants", written, _some(names))
+        raise HeaderError(folder, "holds several variants", written, some(names))
     return [header for header in headers if header.path.name in kept]
 
 
@@ -448,14 +447,14 @@ def _unindexed(
         if known and not shards:
             expected = variants.varied(f"*{_SUFFIX}", variant)
             raise ShardNotFoundError(
-                folder, f"holds no file of variant {variant!r}", expected, _some(known)
+                folder, f"holds no file of variant {variant!r}", expected, some(known)
             )
     if not shards and _PIPELINE in names:
         raise ShardNotFoundError(
             folder,
             "is a pipeline of diffusers, with a folder for each of its models",
             "one of these, or streamload.diffusers.from_pretrained for all of them",
-            _some([f"{folder / name}" for name in names if (folder / name).is_dir()]),
+            some([f"{folder / name}" for name in names if (folder / name).is_dir()]),
         )
     if not shards:
         others = sorted(names, key=lambda name: not name.endswith(UNREAD_SUFFIXES))
@@ -464,7 +463,7 @@ def _unindexed(
             folder,
             "holds no file of weights",
             f"{', '.join(known[:-1])} or {known[-1]}",
-            _some(others) if others else "an empty folder",
+            some(others) if others else "an empty folder",
         )
     sets: dict[tuple[str, str, str], set[int]] = {}
     for name in shards:
@@ -483,14 +482,9 @@ def _unindexed(
     return shards
 
 
-def _some(names: Sequence[str], count: int | None = None) -> str:
-    rest = (len(names) if count is None else count) - _LISTED
-    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
-
-
 def _missing(path: Location, names: Sequence[str], count: int, total: int) -> ShardNotFoundError:
     return ShardNotFoundError(
-        path, "shards are missing", _some(names, count), f"{total - count} of {total} files"
+        path, "shards are missing", some(names, count), f"{total - count} of {total} files"
     )
 
 
@@ -500,14 +494,10 @@ def read_json_file(path: Location) -> bytes:
         raw = remote.read_file(path, most_nbytes(path))
         check_nbytes(path, "the file is too long", len(raw))
         return raw
-    with open_regular(path) as file:
-        nbytes = os.fstat(file.fileno()).st_size
-        check_nbytes(path, "the file is too long", nbytes)
-        check_memory(path, nbytes)
-        try:
-            return read_up_to(file, nbytes)
-        except OSError as error:
-            raise unreadable(path, error) from error
+    with open_file(path) as file:
+        check_nbytes(path, "the file is too long", file.nbytes)
+        check_memory(path, file.nbytes)
+        return file.read(0, file.nbytes)
 
 
 def _read_config(folder: Location) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import math
 import os
 import stat
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from io import FileIO
 from pathlib import Path
@@ -35,6 +35,7 @@ _MAX_INT_LENGTH = len(str(-(2**64 - 1)))  # in characters
 _LONG_NBYTES = 2**16
 _COPIES = 3
 _MEMBER_NBYTES = 280
+_LISTED = 8  # names shown in a message
 _FILE_TYPES = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a FIFO",
@@ -98,10 +99,6 @@ class Stored:
 SAFETENSORS = "safetensors"
 
 
-def _empty() -> Mapping[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class Header:
     """The content of one file; valid.
@@ -131,9 +128,9 @@ class Header:
     metadata: Mapping[str, str]
     state: FileState | None = field(default=None, compare=False)
     format: str = SAFETENSORS
-    config: Mapping[str, Any] = field(default_factory=_empty, repr=False)
-    stored: Mapping[str, Stored] = field(default_factory=_empty, repr=False)
-    turns: Mapping[str, Turn] = field(default_factory=_empty, repr=False)
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    stored: Mapping[str, Stored] = field(default_factory=dict, repr=False)
+    turns: Mapping[str, Turn] = field(default_factory=dict, repr=False)
     views: tuple[View, ...] = field(default=(), repr=False)
     untyped: frozenset[str] = field(default=frozenset(), repr=False)
 
@@ -190,14 +187,6 @@ def open_regular(path: Path) -> FileIO:
     raise CheckpointError(path, "is not a file", "a regular file", found)
 
 
-def read_up_to(file: FileIO, nbytes: int) -> bytes:
-    """Read ``nbytes``, or fewer up to the end of the file."""
-    raw = file.read(nbytes)
-    while len(raw) < nbytes and (more := file.read(nbytes - len(raw))):
-        raw += more
-    return raw
-
-
 def check_memory(path: Location, nbytes: int, raw: bytes = b"") -> None:
     """Raise PlanInfeasibleError if free memory has no room to parse ``nbytes`` of JSON.
 
@@ -252,12 +241,10 @@ def parse_json_object(raw: bytes, path: Location) -> dict[str, Any]:
             "UTF-8",
             f"{error.object[error.start : error.end]!r} at byte {error.start} of the JSON",
         ) from error
-    except ValueError as error:
-        raise HeaderError(path, "the JSON is not valid", "JSON", str(error)) from error
-    except RecursionError as error:
-        raise HeaderError(
-            path, "the JSON is not valid", "JSON", "too many levels of nesting"
-        ) from error
+    except (ValueError, RecursionError) as error:
+        deep = isinstance(error, RecursionError)
+        found = "too many levels of nesting" if deep else str(error)
+        raise HeaderError(path, "the JSON is not valid", "JSON", found) from error
     return document
 
 
@@ -283,6 +270,12 @@ def is_text(text: str) -> bool:
         return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:
         return False
+
+
+def some(names: Sequence[str], count: int | None = None) -> str:
+    """The first few names of so many, for an error."""
+    rest = (len(names) if count is None else count) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def describe(value: object) -> str:

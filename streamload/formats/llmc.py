@@ -108,12 +108,8 @@ class LlmC(FormatWriter):
             model.refuse("llm.c has no place for it", "a tensor of GPT-2", tensor=unknown[0])
         out = []
         for name, shape in shapes.items():
-            target = by_name.get(name)
-            if target is None:
-                model.refuse("a tensor is missing", f"transformer.{name}", "no such tensor")
-            if target.shape != shape:
-                found = list(target.shape)
-                model.refuse("its shape is not GPT-2's", list(shape), found, target.info.name)
+            known = f"transformer.{name}"
+            target = model.take(by_name.get(name), known, shape, "its shape is not GPT-2's")
             out.append((_as_read(name, target),))
         return out
 

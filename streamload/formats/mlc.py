@@ -159,9 +159,9 @@ def _gpt2(model: Model) -> Iterator[_Parameter]:
 # --- the configuration ----------------------------------------------------------------------------
 
 
-def _says(model: Model, key: str, otherwise: bool = False) -> bool:
+def _says(model: Model, key: str) -> bool:
     """A yes or no of config.json."""
-    return bool(model.config.get(key, otherwise))
+    return bool(model.config.get(key))
 
 
 def _llama_numbers(model: Model) -> dict[str, int]:
@@ -303,19 +303,13 @@ class MLC(FormatWriter):
         model, family = self.model, _family(self.model)
         model.check_values(f"MLC's {model.family}", family.values)
         by_name = model.by_name(family.prefix)
+        problem = f"its shape is not that of a {model.family} by config.json"
         out = []
         used: set[str] = set()
         for each in family.parameters(model):
             parts = []
             for name, shape in each.sources.items():
-                target = by_name.get(name)
-                if target is None:
-                    model.refuse("a tensor is missing", name, "no such tensor")
-                if target.shape != shape:
-                    found = list(target.shape)
-                    problem = f"its shape is not that of a {model.family} by config.json"
-                    model.refuse(problem, list(shape), found, target.name)
-                parts.append(target)
+                parts.append(model.take(by_name.get(name), name, shape, problem))
             used.update(each.sources)
             out.append((_as_read(model, each, parts),))
         for name in by_name.keys() - used:
@@ -361,11 +355,6 @@ def _family(model: Model) -> _Family:
     return found
 
 
-def _quantisation(model: Model) -> str:
-    """MLC's name of the quantization."""
-    return model.quant or next(name for name, dtype in _PLAIN.items() if dtype is model.dtype)
-
-
 def _as_read(model: Model, parameter: _Parameter, parts: Sequence[Target]) -> Target:
     """A tensor as MLC reads it: joined, transposed if it is of a Conv1D, perhaps quantized.
 
@@ -382,18 +371,14 @@ def _as_read(model: Model, parameter: _Parameter, parts: Sequence[Target]) -> Ta
         made = first.source if is_turned else first.source.transposed(*first.shape)
     if model.quant is None or not (parameter.is_linear or parameter.is_embedding):
         return Target(name, first.info, dtype, shape, made=made)
-    if made is None and (isinstance(first.info, Packed) or _is_shared(parameter)):
+    is_shared = parameter.name == _HEAD and _HEAD not in parameter.sources  # the embedding
+    if made is None and (isinstance(first.info, Packed) or is_shared):
         made = first.source
     if is_turned:
         made, shape = _strips(model, parameter, made or first.source, first, shape)
     quant = _NOT_TURNED if model.quant == _TURNED and not is_turned else model.quant
     name = name.removesuffix("weight") + CODES
     return Target(name, first.info, dtype, shape, quant, made)
-
-
-def _is_shared(parameter: _Parameter) -> bool:
-    """Whether it is a head that the source has as its embedding."""
-    return parameter.name == _HEAD and _HEAD not in parameter.sources
 
 
 def _strips(
@@ -450,18 +435,18 @@ def _chat_config(model: Model) -> dict[str, Any]:
     config = _family(model).config(model)
     said = [model.config]
     if _GENERATION_CONFIG in model.companions:
-        said.insert(0, parse_json(model.companions[_GENERATION_CONFIG]()))
-    generation = {}
-    for key, otherwise in _GENERATION.items():
-        values = (one[key] for one in said if isinstance(one, Mapping) and one.get(key) is not None)
-        generation[key] = next(values, otherwise)
+        said.append(parse_json(model.companions[_GENERATION_CONFIG]()))
+    generation = dict(_GENERATION)
+    for one in said:
+        if isinstance(one, Mapping):
+            generation |= {key: one[key] for key in _GENERATION if one.get(key) is not None}
     info = {}
     if _TOKENIZER in model.companions:
         info = _tokenizer_info(model.companions[_TOKENIZER]())
     return {
         "version": _CHAT_CONFIG_VERSION,
         "model_type": model.family,
-        "quantization": _quantisation(model),
+        "quantization": model.quant or next(q for q in _PLAIN if _PLAIN[q] is model.dtype),
         "model_config": config,
         "vocab_size": config["vocab_size"],
         "context_window_size": config["context_window_size"],

@@ -111,12 +111,14 @@ class FormatReader(Protocol):
             CheckpointError: it cannot be read.
         """
 
-    def keyed(self, key: str) -> FormatReader:
+    def keyed(self, key: str | None) -> FormatReader:
         """The reader of one of several dicts of tensors in a file; see `open_checkpoint`.
 
         Raises:
-            ValueError: files of this format have no such keys.
+            ValueError: there is a key, and files of this format have none.
         """
+        if key is None:
+            return self
         raise ValueError(f"key={key!r} is for files that torch.save writes, not for {self.name}")
 
     def weights(self, names: Sequence[str]) -> Sequence[str]:
@@ -202,16 +204,11 @@ def read_header(
 ) -> Header:
     """Read the header of a file of any format. No byte of the data is read."""
     with open_location(path, patience) as file:
-        header = keyed(reader or reader_of(file), key).read_header(file)
+        header = (reader or reader_of(file)).keyed(key).read_header(file)
     if isinstance(file, LocalFile):
         header = replace(header, state=file.state)
     check_tensors(header.path, len(header.tensors))
     return header
-
-
-def keyed(reader: FormatReader, key: str | None) -> FormatReader:
-    """A reader, or the one that takes the dict of that key; raises as `FormatReader.keyed`."""
-    return reader if key is None else reader.keyed(key)
 
 
 class LocalFile:
@@ -220,7 +217,7 @@ class LocalFile:
     def __init__(self, path: Path, file: FileIO) -> None:
         self.path = path
         self._file = file
-        self.state = self._now()
+        self.state = self.now()
         self.nbytes = self.state.nbytes
 
     def read(self, start: int, stop: int) -> bytes:
@@ -234,11 +231,8 @@ class LocalFile:
             raise unreadable(self.path, error) from error
         return raw
 
-    def check(self) -> None:
-        """Raise FileChangedError or TruncatedFileError if it has changed."""
-        self.state.check(self._now(), self.path)
-
-    def _now(self) -> FileState:
+    def now(self) -> FileState:
+        """Its state at this time."""
         try:
             return FileState.of(self._file.fileno())
         except OSError as error:
@@ -266,4 +260,4 @@ def open_file(path: Path) -> Iterator[LocalFile]:
         try:
             yield file
         finally:
-            file.check()
+            file.state.check(file.now(), path)

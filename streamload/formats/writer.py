@@ -380,6 +380,14 @@ class Model:
                 expected = " or ".join(map(repr, known))
                 self.refuse(f"{runtime} has no such {key} in config.json", expected, repr(found))
 
+    def take(self, found: Target | None, name: str, shape: tuple[int, ...], problem: str) -> Target:
+        """A tensor that the format needs, of a shape; ``problem`` is for one of another shape."""
+        if found is None:
+            self.refuse("a tensor is missing", name, "no such tensor")
+        if found.shape != shape:
+            self.refuse(problem, list(shape), list(found.shape), found.info.name)
+        return found
+
     def by_name(self, prefix: str) -> dict[str, Target]:
         """The tensors without a prefix of their names."""
         return {name.removeprefix(prefix): each for name, each in self.tensors.items()}

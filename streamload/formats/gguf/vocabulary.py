@@ -291,15 +291,15 @@ def _template(around: Mapping[str, tuple[str, int]]) -> dict[str, Any] | None:
     if not around:
         return None
 
+    def special(role: str, kind: int) -> list[dict[str, Any]]:
+        token = around.get(role)
+        return [{"SpecialToken": {"id": token[0], "type_id": kind}}] if token else []
+
     def listed(*sequences: str) -> list[dict[str, Any]]:
         out: list[dict[str, Any]] = []
         for kind, name in enumerate(sequences):
-            each: list[dict[str, Any]] = [{"Sequence": {"id": name, "type_id": kind}}]
-            if "bos" in around:
-                each.insert(0, {"SpecialToken": {"id": around["bos"][0], "type_id": kind}})
-            if "eos" in around:
-                each.append({"SpecialToken": {"id": around["eos"][0], "type_id": kind}})
-            out += each
+            sequence = {"Sequence": {"id": name, "type_id": kind}}
+            out += [*special("bos", kind), sequence, *special("eos", kind)]
         return out
 
     return {

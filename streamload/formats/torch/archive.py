@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
-from streamload.core.dtypes import BY_NAME, DType
+from streamload.core.dtypes import BY_NAME
 from streamload.core.memory import first_that_fits
 from streamload.core.tensors import TensorInfo
 from streamload.core.units import round_up
 from streamload.errors import HeaderError
-from streamload.files.header import Header, View, describe, is_text
+from streamload.files.header import Header, View, describe, is_text, some
 from streamload.files.limits import check_nbytes
 from streamload.formats.reader import File, FormatReader, read_exactly, register_reader
 from streamload.formats.torch import zip_entries
@@ -85,9 +86,9 @@ class TorchZip(FormatReader):
         found = [name for name in names if not name.startswith(_NO_WEIGHTS)]
         return [name for name in found if not name.endswith(".bin") or "model" in name]
 
-    def keyed(self, key: str) -> FormatReader:
+    def keyed(self, key: str | None) -> FormatReader:
         """See `FormatReader.keyed`."""
-        return TorchZip(key)
+        return self if key is None else TorchZip(key)
 
     def read_header(self, file: File) -> Header:
         """See `FormatReader.read_header`."""
@@ -140,7 +141,7 @@ class _Archive:
                 file.path,
                 "is a zip archive, but not of torch.save",
                 "one entry data.pkl in one folder",
-                f"{len(names)} of them, among {_some(list(found))}",
+                f"{len(names)} of them, among {some(list(map(describe, found)))}",
             )
         prefix = names[0].removesuffix("data.pkl")
         entries = {n.removeprefix(prefix): e for n, e in found.items() if n.startswith(prefix)}
@@ -206,10 +207,7 @@ class _Archive:
 
     def place(self, name: str, tensor: Tensor, after: int) -> tuple[TensorInfo, View | None]:
         """The place of a tensor: in the file, or as a view at ``after``."""
-
-        def fail(problem: str, expected: object = None, found: object = None) -> HeaderError:
-            return HeaderError(self.file.path, problem, expected, found, tensor=name)
-
+        fail = partial(HeaderError, self.file.path, tensor=name)
         if not is_text(name):
             raise fail("the name is not valid", "Unicode text", "half a surrogate pair")
         if tensor.problem or tensor.storage is None:
@@ -228,22 +226,22 @@ class _Archive:
             raise fail(
                 "its storage has another length than data.pkl says", stated_nbytes, entry.nbytes
             )
-        shape, strides = _checked(fail, tensor)
+        _check_layout(fail, tensor)
+        shape = tensor.shape
         numel = math.prod(shape)
         at = entry.start + tensor.offset * dtype.itemsize
         if not numel:
             return TensorInfo(name, dtype, shape, self.file.path, entry.start, entry.start), None
-        follow = _follow(shape, strides)
-        last = numel - 1
-        if not follow:
-            last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-        stop = at + (last + 1) * dtype.itemsize
+        axes = _axes(shape, tensor.strides)
+        stop = at + (sum((n - 1) * stride for n, stride in axes) + 1) * dtype.itemsize
         if stop > entry.stop:
             expected = f"{entry.nbytes} bytes of data/{storage.key}"
             raise fail("leads out of its storage", expected, f"its end at {stop - entry.start}")
-        if follow:
+        if axes in ([], [(numel, 1)]):
             return TensorInfo(name, dtype, shape, self.file.path, at, stop), None
-        view = _view(dtype, after, at, shape, strides)
+        lengths, steps = zip(*axes, strict=True)
+        steps = tuple(step * dtype.itemsize for step in steps)
+        view = View(after, at, dtype.itemsize, lengths, steps)
         return TensorInfo(name, dtype, shape, self.file.path, view.start, view.stop), view
 
 
@@ -261,8 +259,8 @@ def _refuse_other(file: File, head: bytes) -> None:
     raise HeaderError(path, "is not of torch.save", expected, found or describe(head[:16]))
 
 
-def _checked(fail: Any, tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape and the strides of a tensor, held to the rules of torch's."""
+def _check_layout(fail: Callable[..., HeaderError], tensor: Tensor) -> None:
+    """Hold the shape and the strides of a tensor to the rules of torch's."""
     shape, strides = tensor.shape, tensor.strides
     if len(shape) != len(strides):
         given = f"{len(shape)} lengths and {len(strides)} strides"
@@ -273,23 +271,10 @@ def _checked(fail: Any, tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...
         raise fail("an offset, length or stride is not valid", f"0 to {_MOST_NBYTES}", found)
     if math.prod(shape) > _MOST_NBYTES // 8:
         raise fail("the shape is too large", f"at most {_MOST_NBYTES // 8} elements", list(shape))
-    return shape, strides
 
 
-def _follow(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements are contiguous."""
-    expected = 1
-    for n, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if n != 1 and stride != expected:
-            return False
-        expected *= n
-    return True
-
-
-def _view(
-    dtype: DType, start: int, at: int, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> View:
-    """A view with as few axes as possible."""
+def _axes(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """Lengths and strides of as few axes as possible: one of stride 1 if elements follow."""
     axes: list[tuple[int, int]] = []
     for n, stride in zip(shape, strides, strict=True):
         if n == 1:
@@ -298,8 +283,7 @@ def _view(
             axes[-1] = axes[-1][0] * n, stride
         else:
             axes.append((n, stride))
-    lengths, steps = zip(*axes, strict=True)
-    return View(start, at, dtype.itemsize, lengths, tuple(s * dtype.itemsize for s in steps))
+    return axes
 
 
 # --- which tensors --------------------------------------------------------------------------------
@@ -314,10 +298,11 @@ def _chosen(file: File, root: Any, key: str | None) -> Mapping[str, Tensor]:
     if key is not None and (tensors := _tensors_at(root, key)):
         return tensors
     found = sorted(_holders(root), key=lambda one: -len(one[1]))
-    listed = ", ".join(
+    shown = [
         f"{describe(_key(way))} ({len(tensors)} tensor{'s' * (len(tensors) != 1)})"
         for way, tensors in found[:_LISTED]
-    ) + (f" and {len(found) - _LISTED} more" if len(found) > _LISTED else "")
+    ]
+    listed = some(shown, len(found))
     if key is not None:
         problem = f"key {describe(key)} holds no tensors by name"
         raise HeaderError(file.path, problem, listed or "a dict of tensors", "no such dict")
@@ -383,11 +368,6 @@ def _key(way: _Way) -> str:
         key, way = way
         keys.append(key)
     return ".".join(reversed(keys)) or ROOT
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(map(describe, names[:_LISTED]))
-    return shown + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
 
 
 register_reader(TorchZip())

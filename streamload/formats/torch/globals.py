@@ -10,9 +10,9 @@ Sources, of torch 2.13: ``torch/_utils.py`` (the ``_rebuild_`` functions and the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from streamload.core.dtypes import BY_NAME
 
@@ -31,13 +31,8 @@ class PickleError(ValueError):
         self.named = named
 
 
-class ArgumentsError(ValueError):
-    """Arguments that none of torch's functions has; facts as of `PickleError`."""
-
-    def __init__(self, expected: str, found: str) -> None:
-        super().__init__(f"expected {expected}, found {found}")
-        self.expected = expected
-        self.found = found
+#: Raises PickleError for arguments that none of torch's functions has: expected, found.
+Refuse = Callable[[str, str], NoReturn]
 
 
 class Opaque:
@@ -173,24 +168,24 @@ def key_of(key: Any) -> Any:
     return key if type(key) in _SCALARS else Opaque()
 
 
-def storage_of(found: Any) -> Storage:
+def storage_of(found: Any, refuse: Refuse) -> Storage:
     """A storage, by its persistent id: a tuple of five."""
     match found:
         case ("storage", Global(role="storage", value=dtype), str(key), str(), int(numel)):
             if numel < 0 or len(key) > _LONGEST_KEY:
-                raise ArgumentsError(
+                refuse(
                     f"a length of 0 or more, of a key of {_LONGEST_KEY} letters or fewer",
                     f"{numel} of {key[:_LONGEST_KEY]!r}",
                 )
             return Storage(key, dtype, numel)
-    raise ArgumentsError("a storage: its class, key, device and length", kind_of(found))
+    refuse("a storage: its class, key, device and length", kind_of(found))
 
 
-def called(function: Any, arguments: Any) -> Any:
+def called(function: Any, arguments: Any, refuse: Refuse) -> Any:
     """The record of a function's result for its arguments; it is not called."""
     if type(arguments) is not tuple or not isinstance(function, Global):
         found = f"{kind_of(function)} and {kind_of(arguments)}"
-        raise ArgumentsError("one of torch's functions, and a tuple", found)
+        refuse("one of torch's functions, and a tuple", found)
     match function.role, arguments:
         case "dict", ():
             return {}
@@ -205,16 +200,16 @@ def called(function: Any, arguments: Any) -> Any:
         case "unreadable", _:
             return Tensor(None, "", problem=function.value)
         case "tensor", (Storage(), *_):
-            return _tensor(function, arguments)
+            return _tensor(function, arguments, refuse)
         case "parameter", (Tensor() as data, *_):
             return data
         case "from_type", (Global() as inner, Global(role="class"), tuple(given), *_):
             if inner.role in _TENSOR_ROLES:  # of its own kind, the file would decide the depth
-                return called(inner, given)
-    raise ArgumentsError(f"arguments of {function.name}", f"{len(arguments)} others")
+                return called(inner, given, refuse)
+    refuse(f"arguments of {function.name}", f"{len(arguments)} others")
 
 
-def _tensor(function: Global, arguments: tuple[Any, ...]) -> Tensor:
+def _tensor(function: Global, arguments: tuple[Any, ...], refuse: Refuse) -> Tensor:
     """A tensor that is a view of a storage, by the arguments of ``_rebuild_tensor*``."""
     storage, offset, shape, strides = (*arguments, None, None, None)[:4]
     rest = arguments[4:]
@@ -230,9 +225,9 @@ def _tensor(function: Global, arguments: tuple[Any, ...]) -> Tensor:
         for each in (shape, strides)
     ):
         expected = f"an offset, a shape and strides of integers, for {_MOST_AXES} axes or fewer"
-        raise ArgumentsError(expected, "others")
+        refuse(expected, "others")
     if not dtype:
-        raise ArgumentsError("the dtype of a tensor", "none")
+        refuse("the dtype of a tensor", "none")
     made = Tensor(storage, dtype, offset, shape, strides)
     if metadata.get("conj") or metadata.get("neg"):
         return replace(made, problem="it is a view that is conjugated or negated")

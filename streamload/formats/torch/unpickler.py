@@ -21,7 +21,6 @@ from typing import Any, NoReturn, TypeAlias
 
 from streamload.core.memory import first_that_fits
 from streamload.formats.torch.globals import (
-    ArgumentsError,
     Global,
     Opaque,
     PickleError,
@@ -184,10 +183,6 @@ class _Machine:
 # --- opcodes --------------------------------------------------------------------------------------
 
 
-def _nothing(machine: _Machine, raw: _Raw) -> None:
-    pass
-
-
 def _stop(machine: _Machine, raw: _Raw) -> None:
     if len(machine.stack) != 1 or machine.below:
         raise PickleError("does not end with one object", "one", str(len(machine.stack)))
@@ -228,10 +223,6 @@ def _digits(raw: _Raw) -> Any:
 
 def _text(raw: _Raw) -> str:
     return str(raw, "utf-8", "surrogatepass")
-
-
-def _line(raw: _Raw) -> str:
-    return str(raw[:-1], "raw-unicode-escape")
 
 
 def _quoted(raw: _Raw) -> str:
@@ -312,35 +303,15 @@ def _fill(machine: _Machine, target: dict[Any, Any], pairs: list[Any]) -> None:
     target.update(zip(map(key_of, pairs[::2]), pairs[1::2], strict=True))
 
 
-def _get(machine: _Machine, raw: _Raw) -> None:
-    _push_kept(machine, int.from_bytes(raw, "little"))
-
-
-def _get_line(machine: _Machine, raw: _Raw) -> None:
-    _push_kept(machine, _index(machine, raw))
-
-
 def _push_kept(machine: _Machine, index: int) -> None:
     if index not in machine.memo:
         machine.refuse("an object that was kept", f"number {index}")
     machine.stack.append(machine.memo[index])
 
 
-def _put(machine: _Machine, raw: _Raw) -> None:
-    _keep(machine, int.from_bytes(raw, "little"))
-
-
-def _put_line(machine: _Machine, raw: _Raw) -> None:
-    _keep(machine, _index(machine, raw))
-
-
 def _keep(machine: _Machine, index: int) -> None:
     machine.stack.append(machine.pop())
     machine.memo[index] = machine.stack[-1]
-
-
-def _memoize(machine: _Machine, raw: _Raw) -> None:
-    _keep(machine, len(machine.memo))
 
 
 def _index(machine: _Machine, raw: _Raw) -> int:
@@ -382,59 +353,35 @@ def _build(machine: _Machine, raw: _Raw) -> None:
 
 
 def _persistent(machine: _Machine, raw: _Raw) -> None:
-    machine.stack.append(machine.storage(_made(machine, storage_of, machine.pop())))
+    machine.stack.append(machine.storage(storage_of(machine.pop(), machine.refuse)))
 
 
 def _reduce(machine: _Machine, raw: _Raw) -> None:
     arguments, function = machine.pop(), machine.pop()
     if type(arguments) is tuple and len(arguments) == 1 and type(arguments[0]) is dict:
         machine.count_copied(len(arguments[0]))
-    machine.stack.append(_made(machine, called, function, arguments))
+    machine.stack.append(called(function, arguments, machine.refuse))
 
 
-def _made(machine: _Machine, make: Callable[..., Any], *arguments: Any) -> Any:
-    try:
-        return make(*arguments)
-    except ArgumentsError as error:
-        return machine.refuse(error.expected, error.found)
-
-
-_NUMBER = _pushes(_integer)
-_UNSIGNED = _pushes(lambda raw: int.from_bytes(raw, "little"))
-_STRING = _pushes(_text)
-_OPAQUE = _pushes(lambda raw: Opaque())
-
-_ACTIONS: Mapping[str, _Action] = {
+#: By names of opcodes.
+_ALIKE: Mapping[str, _Action] = {
     "PROTO": _proto,
-    "FRAME": _nothing,
+    "FRAME": lambda machine, raw: None,
     "STOP": _stop,
     "NONE": _pushes(lambda raw: None),
     "NEWTRUE": _pushes(lambda raw: True),
     "NEWFALSE": _pushes(lambda raw: False),
-    "INT": _pushes(_digits),
-    "LONG": _pushes(_digits),
-    "BININT": _NUMBER,
-    "BININT1": _UNSIGNED,
-    "BININT2": _UNSIGNED,
-    "LONG1": _NUMBER,
-    "LONG4": _NUMBER,
-    "FLOAT": _OPAQUE,
+    "INT LONG": _pushes(_digits),
+    "BININT LONG1 LONG4": _pushes(_integer),
+    "BININT1 BININT2": _pushes(lambda raw: int.from_bytes(raw, "little")),
     "BINFLOAT": _pushes(lambda raw: struct.unpack(">d", raw)[0]),
     "STRING": _pushes(_quoted),
-    "BINSTRING": _STRING,
-    "SHORT_BINSTRING": _STRING,
-    "UNICODE": _pushes(_line),
-    "SHORT_BINUNICODE": _STRING,
-    "BINUNICODE": _STRING,
-    "BINUNICODE8": _STRING,
-    "BINBYTES": _OPAQUE,
-    "SHORT_BINBYTES": _OPAQUE,
-    "BINBYTES8": _OPAQUE,
-    "BYTEARRAY8": _OPAQUE,
+    "UNICODE": _pushes(lambda raw: str(raw[:-1], "raw-unicode-escape")),
+    "SHORT_BINUNICODE BINUNICODE BINUNICODE8 BINSTRING SHORT_BINSTRING": _pushes(_text),
+    "FLOAT BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8 EMPTY_SET": _pushes(lambda raw: Opaque()),
     "EMPTY_LIST": _pushes(lambda raw: []),
     "EMPTY_TUPLE": _pushes(lambda raw: ()),
     "EMPTY_DICT": _pushes(lambda raw: {}),
-    "EMPTY_SET": _OPAQUE,
     "APPEND": _append,
     "APPENDS": _appends,
     "LIST": _collected(list),
@@ -451,19 +398,18 @@ _ACTIONS: Mapping[str, _Action] = {
     "POP": _pop,
     "POP_MARK": lambda machine, raw: machine.since_mark().clear(),
     "DUP": _dup,
-    "GET": _get_line,
-    "BINGET": _get,
-    "LONG_BINGET": _get,
-    "PUT": _put_line,
-    "BINPUT": _put,
-    "LONG_BINPUT": _put,
-    "MEMOIZE": _memoize,
+    "GET": lambda machine, raw: _push_kept(machine, _index(machine, raw)),
+    "BINGET LONG_BINGET": lambda machine, raw: _push_kept(machine, int.from_bytes(raw, "little")),
+    "PUT": lambda machine, raw: _keep(machine, _index(machine, raw)),
+    "BINPUT LONG_BINPUT": lambda machine, raw: _keep(machine, int.from_bytes(raw, "little")),
+    "MEMOIZE": lambda machine, raw: _keep(machine, len(machine.memo)),
     "GLOBAL": _global,
     "STACK_GLOBAL": _stack_global,
     "REDUCE": _reduce,
     "BUILD": _build,
     "BINPERSID": _persistent,
 }
+_ACTIONS = {name: action for names, action in _ALIKE.items() for name in names.split()}
 
 _NAMES = [f"byte 0x{byte:02x}" for byte in range(256)]
 #: By byte, the kind of an opcode's argument, and its action.
