@@ -95,9 +95,8 @@ def deferred_interrupt() -> Iterator[Interrupt]:
     if outer is not None:
         yield outer
         return
-    handler = None
-    if threading.current_thread() is threading.main_thread():
-        handler = signal.getsignal(signal.SIGINT)
+    in_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT) if in_main else None
     interrupt = Interrupt(handler if callable(handler) else None)
     if callable(handler):
         signal.signal(signal.SIGINT, interrupt.handle)

@@ -18,7 +18,6 @@ from typing import (
     NamedTuple,
     NoReturn,
     Protocol,
-    overload,
     runtime_checkable,
 )
 
@@ -156,7 +155,7 @@ class Copy(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CopyTable(Sequence[Copy]):
+class CopyTable:
     """Many copies as one table, for the compiled loop; `Copy` objects are made on demand.
 
     Attributes:
@@ -168,13 +167,8 @@ class CopyTable(Sequence[Copy]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, at: int) -> Copy: ...
-    @overload
-    def __getitem__(self, at: slice) -> tuple[Copy, ...]: ...
-    def __getitem__(self, at: int | slice) -> Copy | tuple[Copy, ...]:
-        found = self.rows[at].tolist()
-        return tuple(map(Copy._make, found)) if isinstance(at, slice) else Copy(*found)
+    def __iter__(self) -> Iterator[Copy]:
+        return map(Copy._make, self.rows.tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +186,7 @@ class Read:
     offset: int
     asked: int
     needed: int
-    copies: Sequence[Copy]
+    copies: Sequence[Copy] | CopyTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,44 +179,40 @@ class Context:
         self.check(recorded, "cuEventRecord")
 
 
-class _Streams:
-    """The streams of a context, shared by its slots; each goes with the last slot that has it.
+# More streams copy no faster; several, so that the kernels of one overlap the copies of another:
+# docs/measurements.md, "Streams of a context".
+_sharing = threading.Lock()
+_users = Counter[tuple[int, int]]()  # slots by (context, stream), under the lock
 
-    More streams copy no faster; several, so that the kernels of one overlap the copies of
-    another: docs/measurements.md, "Streams of a context".
+
+def _take_stream(context: Context) -> int:
+    """A stream for a slot, shared by a few; the context is current.
+
+    Raises:
+        DeviceError: the driver refused.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = Counter[tuple[int, int]]()  # slots by (context, stream)
-
-    def take(self, context: Context) -> int:
-        """A stream for a slot; the context is current.
-
-        Raises:
-            DeviceError: the driver refused.
-        """
-        with self._lock:
-            mine = [key for key in self._users if key[0] == context.handle]
-            if len(mine) < _STREAMS:
-                created = ctypes.c_void_p()
-                context.call("cuStreamCreate", ctypes.byref(created), _NON_BLOCKING)
-                mine = [(context.handle, created.value or 0)]
-            key = min(mine, key=self._users.__getitem__)
-            self._users[key] += 1
-            return key[1]
-
-    def give_back(self, context: Context, stream: int) -> None:
-        """Take a stream back from a slot whose copies have ended; the context is current."""
-        with self._lock:
-            key = (context.handle, stream)
-            self._users[key] -= 1
-            if not self._users[key]:
-                del self._users[key]
-                _driver().slow.cuStreamDestroy_v2(stream)
+    with _sharing:
+        mine = [key for key in _users if key[0] == context.handle]
+        if len(mine) < _STREAMS:
+            created = ctypes.c_void_p()
+            context.call("cuStreamCreate", ctypes.byref(created), _NON_BLOCKING)
+            mine = [(context.handle, created.value or 0)]
+        key = min(mine, key=_users.__getitem__)
+        _users[key] += 1
+        return key[1]
 
 
-_streams = _Streams()
+def _give_back(context: Context, stream: int) -> None:
+    """Take a stream back from a slot whose copies have ended; the context is current.
+
+    It goes with its last slot.
+    """
+    with _sharing:
+        key = (context.handle, stream)
+        _users[key] -= 1
+        if not _users[key]:
+            del _users[key]
+            _driver().slow.cuStreamDestroy_v2(stream)
 
 
 @cache
@@ -244,7 +240,7 @@ class _Stream:
 
     def _create(self) -> None:
         """Make both, in the current context."""
-        self.stream = _streams.take(self._context)
+        self.stream = _take_stream(self._context)
         flags = _DISABLE_TIMING if _spins() else _DISABLE_TIMING | _BLOCKING_SYNC
         self._context.call("cuEventCreate", ctypes.byref(self.event), flags)
 
@@ -280,7 +276,7 @@ class _Stream:
             if self.event:
                 self._slow.cuEventDestroy_v2(self.event)
             if self.stream:
-                _streams.give_back(self._context, self.stream)
+                _give_back(self._context, self.stream)
             self.stream, self.event = 0, ctypes.c_void_p()
             failure = self._free() or failure
         if failure:

@@ -62,12 +62,11 @@ def framework_of(model: Any) -> str | None:
                 return "tinygrad"
             if kinds & _ARRAYS:
                 found = "host"
-            if isinstance(obj, Mapping):
-                following.extend(obj.values())
-            elif isinstance(obj, (list, tuple)):
+            if isinstance(obj, (list, tuple)):
                 following.extend(obj)
             else:
-                following.extend(getattr(obj, "__dict__", {}).values())
+                held = obj if isinstance(obj, Mapping) else getattr(obj, "__dict__", {})
+                following.extend(held.values())
         level = following
     return found
 

@@ -46,12 +46,16 @@ def probe(
     """
     owner = framework(framework_name)
     key = (framework_name, owner.canonical(device), full)
-    if key in _PROBES:
-        return _PROBES[key]
+    if key not in _PROBES:
+        _PROBES[key] = _probed(owner, key, timeout_s)
+    return _PROBES[key]
+
+
+def _probed(owner: Framework, key: tuple[str, str, bool], timeout_s: float) -> ProbeResult:
+    _, device, full = key
     trusted = owner.trusted(device)
     if trusted and not owner.lasting(device):
-        _PROBES[key] = owner.probe(device, full)
-        return _PROBES[key]
+        return owner.probe(device, full)
     parts = ["probe", *map(str, key), owner.fingerprint(device), sys.version, sys.executable]
     result = _read_probe(read_kept(*parts))
     if result is None:
@@ -60,7 +64,6 @@ def probe(
         # process that does other things may have found the device full
         if result.works and not (trusted and "broken" in result.dtypes.values()):
             keep(json.dumps(asdict(result)).encode(), *parts)
-    _PROBES[key] = result
     return result
 
 

@@ -110,7 +110,7 @@ def copy_of(
     return Copy(at, nbytes, address + offset)
 
 
-def _read(start: int, stop: int, alignment: int, copies: Sequence[Copy]) -> Read:
+def _read(start: int, stop: int, alignment: int, copies: Sequence[Copy] | CopyTable) -> Read:
     """A read of file bytes ``start`` to ``stop`` (exclusive), and of what is around them."""
     first = start // alignment * alignment
     return Read(first, round_up(stop, alignment) - first, stop - first, copies)

@@ -242,7 +242,6 @@ class Segments:
                     return BulkFailure(i, "copy", 1)
                 self.memory[start:stop] = view[copy.at : copy.at + copy.nbytes]
                 self.copies.append((start, stop))
-            assert read.copies[0] == next(iter(read.copies)) == read.copies[:1][0]
         return None
 
 

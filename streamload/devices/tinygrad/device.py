@@ -426,12 +426,22 @@ _NEEDED = {
 }
 
 
+def _problem(error: Exception) -> str:
+    """The line of a message that names the problem; compilers end theirs with another."""
+    if isinstance(error, ExceptionGroup):  # of renderers: what each of them lacks
+        return "; ".join(dict.fromkeys(map(_problem, error.exceptions)))
+    problem = error.problem if isinstance(error, DeviceError) else str(error)
+    lines = problem.strip().splitlines() or [type(error).__name__]
+    return next((line.strip() for line in lines if _AT_FAULT.search(line)), lines[-1])
+
+
 class TinygradFramework(ComputingFramework):
     """tinygrad, as `devices.base.Framework`."""
 
     name = "tinygrad"
     held, casts = TO_TINYGRAD, _DEVICE_CASTS
 
+    _problem = staticmethod(_problem)
     parameters = staticmethod(parameters_of)
     coded = staticmethod(coded)
     swap = staticmethod(swapping)
@@ -499,9 +509,6 @@ class TinygradFramework(ComputingFramework):
     def _add_one(self, name: str, numbers: list[float]) -> list[float]:
         return (Tensor(numbers, device=name) + 1).tolist()  # type: ignore[no-any-return]
 
-    def _problem(self, error: Exception) -> str:
-        return _problem(error)
-
     def _double(self, device: Any, dtype: DType, ones: bytes) -> tuple[bytes, DTypeStatus]:
         kind = TO_TINYGRAD[dtype.name]
         buffer = device.allocate(dtype, (len(ones) // dtype.itemsize,))
@@ -522,15 +529,6 @@ def _version() -> str:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("tinygrad") + stamp
     return stamp
-
-
-def _problem(error: Exception) -> str:
-    """The line of a message that names the problem; compilers end theirs with another."""
-    if isinstance(error, ExceptionGroup):  # of renderers: what each of them lacks
-        return "; ".join(dict.fromkeys(map(_problem, error.exceptions)))
-    problem = error.problem if isinstance(error, DeviceError) else str(error)
-    lines = problem.strip().splitlines() or [type(error).__name__]
-    return next((line.strip() for line in lines if _AT_FAULT.search(line)), lines[-1])
 
 
 def _stamp(path: str | None) -> str:

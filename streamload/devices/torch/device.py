@@ -290,10 +290,10 @@ _CPU_FEATURES = {
 
 def _cpu_multiplies(dtype: str) -> bool:
     """Whether the CPU has instructions that multiply a 16-bit float, according to torch."""
-    for name in _CPU_FEATURES[dtype]:
-        found = getattr(torch.cpu, name, None) or getattr(torch._C._cpu, name, None)
-        if found is not None and found():
-            return True
+    names = _CPU_FEATURES[dtype]
+    asks = (getattr(torch.cpu, n, None) or getattr(torch._C._cpu, n, None) for n in names)
+    if any(ask() for ask in asks if ask is not None):
+        return True
     if dtype == "float16":  # Armv8.2 and later list it as "asimdhp"
         with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             return any("asimdhp" in line.split() for line in file)

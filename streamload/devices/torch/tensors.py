@@ -408,14 +408,13 @@ def _make(slots: Iterable[tuple[str, Slot]]) -> list[TorchParameter]:
 
 def _parameters_of_module(model: nn.Module) -> list[TorchParameter]:
     """Parameters of a module, by their names inside wrappers."""
-    slots = list(_module_slots(model, persistent=True))
-    wrappers = _wrappers(model)
-    wrapped = {_unwrapped(name, wrappers): name for name, _ in slots} if wrappers else {}
-    found = _make((_unwrapped(name, wrappers), slot) for name, slot in slots)
+    unwrapped = unwrapped_names(model)
+    slots = [(unwrapped(name), name, s) for name, s in _module_slots(model, persistent=True)]
+    wrapped = {inner: name for inner, name, _ in slots if inner != name}
+    found = _make((inner, slot) for inner, _, slot in slots)
     for parameter in found:
         parameter.of_module = True
-        if wrappers:
-            parameter.wrapped = tuple(wrapped[n] for n in parameter.names if wrapped[n] != n)
+        parameter.wrapped = tuple(wrapped[n] for n in parameter.names if n in wrapped)
     return found
 
 
