@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import re
 import shutil
 import sys
@@ -226,6 +227,8 @@ def _boxes(
     cgroup: Boxes, command: Sequence[str], shares: Sequence[float], made: Path
 ) -> Iterator[int]:
     """Boxes of shares of what a command needs, by its own refusals; removes what it ``made``."""
+    # to compile a module takes more than the little room: none may be compiled in a box
+    compileall.compile_dir(Path(streamload.__file__).parent, quiet=2)
     held = _run(cgroup, [sys.executable, "-c", HELD], 2**30)
     least = limit = int(held.stdout) * 1024 + 10_000_000  # the command line, and a little room
     while (done := _run(cgroup, command, limit)).returncode == 3:
