@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol, Self
 
@@ -50,7 +50,7 @@ class Judge(Protocol):
     """Knows the models of transformers."""
 
     def holding(self, checkpoint: Checkpoint, formats: Mapping[str, str], /) -> Any:
-        """The facts of a `Verdict`, as a dataclass, on formats by tensor; None without a model."""
+        """Facts of a `Verdict` on formats by tensor; None without a model."""
 
     def why_not_opened(self, folder: Path, /) -> str:
         """Why a checkpoint is not opened; "" where it is."""
@@ -262,5 +262,4 @@ def _answered(question: str, path: str, **given: Any) -> Any:
         checkpoint = dequantized(open_checkpoint(path), given["packed"])
     except StreamloadError as error:
         return str(error)
-    found = judge.holding(checkpoint, given["formats"])
-    return None if found is None else asdict(found)
+    return judge.holding(checkpoint, given["formats"])

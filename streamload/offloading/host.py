@@ -36,14 +36,27 @@ class HostFile:
         """
         infos = [info for name, info in checkpoint.tensors.items() if name in names]
         header = _header(infos)
-        self._fd = _memory_file(len(header) + sum(info.nbytes for info in infos))
+        nbytes = sum(info.nbytes for info in infos)
+        cache = page_cache("keep" if keeps else "drop", to_read_nbytes=nbytes)
+        room = Room(BLOCK_NBYTES)
+
+        def kind(path: Location) -> ResolvedKind:
+            if ahead or not isinstance(path, Path):
+                return file_kind(path, "auto")
+            return choose_reader(path, "auto").kind
+
+        self._fd = _memory_file(len(header) + nbytes)
+        path = Path(f"/proc/self/fd/{self._fd}")
         try:
-            writing = os.open(f"/proc/self/fd/{self._fd}", os.O_WRONLY | os.O_CLOEXEC)
-            try:
-                self._fill(checkpoint, infos, header, writing, keeps=keeps, ahead=ahead)
-            finally:  # a lease is not given where somebody may write
-                os.close(writing)
-            own = read_header(Path(f"/proc/self/fd/{self._fd}"), reader=default_reader())
+            with (
+                path.open("r+b") as file,  # closed then: no lease is given on what can be written
+                Shards(checkpoint.shards, kind, cache=cache, ahead=ahead) as shards,
+            ):
+                file.write(header)
+                for info in infos:
+                    for block in shards.blocks(info, room):
+                        file.write(block)
+            own = read_header(path, reader=default_reader())
         except BaseException:
             self.close()
             raise
@@ -53,33 +66,6 @@ class HostFile:
         )
         #: The checkpoint with these tensors in this file.
         self.checkpoint = from_headers(checkpoint.path, [*rest, own], checkpoint.config)
-
-    def _fill(
-        self,
-        checkpoint: Checkpoint,
-        infos: Collection[TensorInfo],
-        header: bytes,
-        fd: int,
-        *,
-        keeps: bool,
-        ahead: bool,
-    ) -> None:
-        nbytes = sum(info.nbytes for info in infos)
-        cache = page_cache("keep" if keeps else "drop", to_read_nbytes=nbytes)
-        os.write(fd, header)
-        room = Room(BLOCK_NBYTES)
-
-        def kind(path: Location) -> ResolvedKind:
-            if ahead or not isinstance(path, Path):
-                return file_kind(path, "auto")
-            return choose_reader(path, "auto").kind
-
-        with Shards(checkpoint.shards, kind, cache=cache, ahead=ahead) as shards:
-            for info in infos:
-                for block in shards.blocks(info, room):
-                    done = 0
-                    while done < len(block):
-                        done += os.write(fd, block[done:])
 
     def close(self) -> None:
         """Give the memory back, when nothing reads it any more; may be called twice."""

@@ -118,32 +118,31 @@ class Rounds:
             OffloadError: it is closed, or another thread computes with a layer now.
             StreamloadError: the layer could not be brought; the next call tries again.
         """
-        begun = time.perf_counter()
         self._check_process()
-        with self._changed:
-            (buffers,) = self._acquire([number])
-            self.stats.stalls[number] += time.perf_counter() - begun
-            return buffers
+        (buffers,) = self._acquire([number], self.stats.stalls, number)
+        return buffers
 
-    def _acquire(self, numbers: Sequence[int]) -> list[Sequence[Buffer]]:
-        """Wait until layers are there, and let this thread use them."""
-        me = threading.get_ident()
-        self._check_usable(me)
-        self._runner = me
-        try:
-            self._wait_for(numbers, me)
-            for number in numbers:
-                for ticket in self._held[number].tickets:
-                    self._device.follow(ticket)
-                if self._views is not None:
-                    self._views.enter(number)
-                self._users.append(number)
-        finally:
-            self._wanted = ()
-            self._leave(me)
-        self._unproved.update(n for n in numbers if self._held[n].unsure_nbytes)
-        self._wake()  # the next may go where the one before was
-        return [self.memory.buffers(number, self._held[number].first) for number in numbers]
+    def _acquire(self, numbers: Sequence[int], stalls: list[float], at: int) -> list[list[Buffer]]:
+        """Wait until layers are there, and let this thread use them; adds the wait to a stall."""
+        begun, me = time.perf_counter(), threading.get_ident()
+        with self._changed:
+            self._check_usable(me)
+            self._runner = me
+            try:
+                self._wait_for(numbers, me)
+                for number in numbers:
+                    for ticket in self._held[number].tickets:
+                        self._device.follow(ticket)
+                    if self._views is not None:
+                        self._views.enter(number)
+                    self._users.append(number)
+            finally:
+                self._wanted = ()
+                self._leave(me)
+            self._unproved.update(n for n in numbers if self._held[n].unsure_nbytes)
+            self._wake()  # the next may go where the one before was
+            stalls[at] += time.perf_counter() - begun
+            return [self.memory.buffers(number, self._held[number].first) for number in numbers]
 
     def _leave(self, me: int | None) -> None:
         """A thread still computes if it uses layers, or will use experts."""
@@ -177,18 +176,13 @@ class Rounds:
                 self._start()
                 self._wake()
 
-    def acquire_experts(self, layer: int, chosen: Sequence[int]) -> list[Sequence[Buffer]]:
+    def acquire_experts(self, layer: int, chosen: Sequence[int]) -> list[list[Buffer]]:
         """Wait until some of the experts that were asked for are in slots; as `acquire`."""
-        begun = time.perf_counter()
-        with self._changed:
-            found = self._acquire(self._numbers(layer, chosen))
-            self.experts.stalls[layer] += time.perf_counter() - begun
-            return found
+        return self._acquire(self._numbers(layer, chosen), self.experts.stalls, layer)
 
     def release_experts(self, layer: int, chosen: Sequence[int]) -> None:
         """All is queued that computes with some experts; see `release`."""
-        numbers = self._numbers(layer, chosen)
-        self._mark_release(numbers, [number - self._first_expert for number in numbers])
+        self._mark_release(self._numbers(layer, chosen))
 
     def end_asking(self) -> None:
         """The layer that asked for experts needs no more of them."""
@@ -205,7 +199,7 @@ class Rounds:
         """All is queued that computes with a layer; does nothing if `acquire` failed."""
         self._mark_release([number])
 
-    def _mark_release(self, numbers: Sequence[int], experts: Sequence[int] = ()) -> None:
+    def _mark_release(self, numbers: Sequence[int]) -> None:
         if os.getpid() != self._process:
             return
         ticket = None
@@ -213,7 +207,7 @@ class Rounds:
             ticket = self._device.mark()
         finally:
             with self._changed:
-                self.experts.has_computed(experts)
+                self.experts.has_computed([number - self._first_expert for number in numbers])
                 self._release(numbers, ticket)
 
     def _release(self, numbers: Sequence[int], ticket: Ticket | None) -> None:

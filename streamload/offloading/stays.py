@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from streamload.core.patterns import matches
@@ -66,7 +66,8 @@ class Stays:
 
     def _error(self) -> OffloadError:
         found = {**self._kept, **self._outside}
-        hint = written(patterns(found, self.streams, self.fine))
+        quoted = [f'"{each}"' for each in patterns(found, self.streams, self.fine)]
+        hint = quoted[0] if len(quoted) == 1 else f"[{', '.join(quoted)}]"
         (first, reason), *rest = found.items()
         if not self._passes:
             self._outside.clear()
@@ -89,9 +90,3 @@ def patterns(found: Iterable[str], streams: Mapping[str, str], fine: Container[s
         others = {own for each, own in streams.items() if matches(each, [kind])} - mine
         out.append(exact if any(each in fine for each in others) else kind)
     return out
-
-
-def written(found: Sequence[str]) -> str:
-    """Patterns as Python writes them."""
-    quoted = [f'"{each}"' for each in found]
-    return quoted[0] if len(quoted) == 1 else f"[{', '.join(quoted)}]"

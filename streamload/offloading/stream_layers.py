@@ -53,17 +53,11 @@ class LayerStream:
         resident: the tensors that stay, by name: they are there all the time.
     """
 
-    def __init__(
-        self,
-        streaming: Streaming,
-        load: LoadReport,
-        steps: Sequence[Step],
-        wants: TensorRequests,
-    ) -> None:
+    def __init__(self, streaming: Streaming, load: LoadReport, turns: list[_Turn]) -> None:
         self.plan, self.load = streaming.plan, replace(load, state_dict={})
         self.resident = dict(load.state_dict)
         self._streaming, self._rounds = streaming, streaming.rounds
-        self._turns = _turns(steps, self.plan, wants, self.resident)
+        self._turns = turns
         self._timed, self._entered, self._closed = Timed(), False, False
         self._number: int | None = None  # of the layer that the loop has
         self._thread = 0  # which has it
@@ -229,7 +223,8 @@ def stream_layers(
     report = run(decided, False, clock)
     module, kind = _SLOTS[place.devices.framework.name]
     streaming = begin(made, problem, device, getattr(importlib.import_module(module), kind))
-    return LayerStream(streaming, report, steps, wants)
+    turns = _turns(steps, streaming.plan, wants, report.state_dict)
+    return LayerStream(streaming, report, turns)
 
 
 def _turns(

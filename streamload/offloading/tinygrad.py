@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,12 +22,12 @@ from streamload.offloading.tinygrad_modules import (
     JIT,
     GatheredEmbedding,
     Layer,
-    SetAside,
     StreamedLayer,
     TinygradSlots,
     Wrapped,
     absent,
     can_be_wrapped,
+    set_aside,
 )
 from streamload.planning.requests import TensorRequests
 
@@ -55,7 +55,7 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
                 f"{type(model).__name__}: its layers are brought when they are called"
             )
         self._device: Device | None = None
-        self._set_aside: SetAside | None = None
+        self._put_back: Callable[[], None] | None = None  # TinyJits that are set aside
 
     # --- deciding -----------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
         """Free all that streams, and the captures of TinyJits."""
         if plan.residency.streams or plan.residency.gathers:
             layers = [self._modules[name] for name in (*plan.residency.streams, *plan.bounded)]
-            self._set_aside = SetAside(self._model, layers)
+            self._put_back = set_aside(self._model, layers)
         super().empty(plan, wants)
 
     def begin_streaming(
@@ -116,9 +116,9 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
     def take_out(self) -> None:
         """Restore objects as after a failed load: weights that streamed hold nothing."""
         super().take_out()
-        if self._set_aside is not None:
-            self._set_aside.put_back()
-            self._set_aside = None
+        if self._put_back is not None:
+            self._put_back()
+            self._put_back = None
         if self._device is not None:
             self._device.trim()
 

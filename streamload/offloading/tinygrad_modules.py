@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -364,21 +364,16 @@ def jits_in(obj: Any) -> list[Any]:
     return list(found.values())
 
 
-class SetAside:
-    """The TinyJits of a model outside of its layers: their functions stand in their places."""
+def set_aside(model: Any, layers: Collection[Any]) -> Callable[[], None]:
+    """Put functions in the places of the TinyJits outside of layers; returns what undoes that.
 
-    def __init__(self, model: Any, layers: Collection[Any]) -> None:
-        """Set them aside, and let go of what they captured."""
-        self._model = model
-        inside = {id(jit) for layer in layers for jit in jits_in(layer)}
-        found = jits_in(model)
-        jits = [jit for jit in found if id(jit) not in inside]
-        for jit in found:
-            jit.reset()
-        self._plain: Mapping[int, Any] = {id(jit): partial(jit.fxn) for jit in jits}
-        self._back = {id(self._plain[id(jit)]): jit for jit in jits}
-        put_into(model, self._plain)
-
-    def put_back(self) -> None:
-        """Let the model have them again."""
-        put_into(self._model, self._back)
+    All TinyJits of the model let go of what they captured.
+    """
+    inside = {id(jit) for layer in layers for jit in jits_in(layer)}
+    found = jits_in(model)
+    jits = [jit for jit in found if id(jit) not in inside]
+    for jit in found:
+        jit.reset()
+    plain = {id(jit): partial(jit.fxn) for jit in jits}
+    put_into(model, plain)
+    return lambda: put_into(model, {id(plain[id(jit)]): jit for jit in jits})

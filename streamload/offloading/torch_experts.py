@@ -53,7 +53,8 @@ def sums_of(module: nn.Module) -> Sums | None:
     forms: tuple[Sums, ...] = ("states", "float32", "weights")
     try:
         small, trials = _small(module), [*_trials(module)]
-        if getattr(module, "config", None) is not None and _is_grouped(module):
+        config = getattr(module, "config", None)
+        if getattr(config, "_experts_implementation", None) == "grouped_mm":
             eager, forms = _grouped_mm(), ("grouped", *forms)
         wanted = [eager(small, *trial) for trial in trials]
         for sums in forms:
@@ -63,10 +64,6 @@ def sums_of(module: nn.Module) -> Sums | None:
     except Exception:  # it needs what the others do not have
         return None
     return None
-
-
-def _is_grouped(module: Any) -> bool:
-    return getattr(module.config, "_experts_implementation", None) == "grouped_mm"
 
 
 def _grouped_mm() -> Callable[..., torch.Tensor]:
@@ -145,23 +142,22 @@ def computed(
     flat = choices.T.reshape(-1)  # as the eager loop finds them: by choice, then by token
     order = torch.argsort(flat, stable=True)
     places, numbers = order // tokens, order % tokens
-    mine = _parts(flat)
+    mine = _parts(flat, module.num_experts)
     dtypes = {"states": states.dtype, "float32": torch.float32, "weights": weights.dtype}
     out = torch.zeros_like(states, dtype=dtypes[sums])
-    chosen = [each for each in mine if each < module.num_experts]
-    with closing(give(chosen)) as experts:  # an error lets go of them too
+    with closing(give([*mine])) as experts:  # an error lets go of them too
         for expert, own in experts:
             some = mine[expert]
             _add(module, out, states, weights, own, numbers[some], places[some])
     return out.to(states.dtype)
 
 
-def _parts(flat: torch.Tensor) -> dict[int, slice]:
-    """The places of each expert among choices, when these are sorted."""
+def _parts(flat: torch.Tensor, count: int) -> dict[int, slice]:
+    """The places of each known expert among choices, when these are sorted."""
     asked, counts = torch.unique(flat.cpu(), return_counts=True)  # the one wait for the device
     ends = counts.cumsum(0)
     rows = zip(asked.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True)
-    return {expert: slice(first, end) for expert, first, end in rows}
+    return {expert: slice(first, end) for expert, first, end in rows if expert < count}
 
 
 def _computed_grouped(
@@ -174,11 +170,11 @@ def _computed_grouped(
     """Compute by "grouped_mm": a group for each expert, and sums over a token's."""
     grouped, flat = _grouped_mm(), choices.reshape(-1)
     _, order = torch.sort(flat)  # as it sorts them
-    numbers, mine = order // choices.shape[-1], _parts(flat)
+    numbers, mine = order // choices.shape[-1], _parts(flat, module.num_experts)
     out = states.new_zeros(len(flat), states.shape[-1])
     one = copy.copy(module)
     one.__dict__.update(num_experts=1, _parameters={})
-    with closing(give([each for each in mine if each < module.num_experts])) as experts:
+    with closing(give([*mine])) as experts:
         for expert, own in experts:
             one._parameters.update({name: each[None] for name, each in own.items()})
             rows = states[numbers[mine[expert]]]

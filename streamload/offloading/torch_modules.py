@@ -6,7 +6,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import chain
 from types import MethodType
@@ -363,7 +363,7 @@ class StreamedModule(Wrapped):
                 lend(buffers[at], absent)
                 container[key] = buffers[at]
             counts = [sys.getrefcount(buffers[at]) for at in range(len(buffers))]
-            with without_autocast_cache(), self._lists():
+            with self._restored():
                 yield
             ended = True
             self._check_given_back(buffers, counts)
@@ -379,14 +379,18 @@ class StreamedModule(Wrapped):
                 self._rounds.release(self._number)
 
     @contextmanager
-    def _lists(self) -> Iterator[None]:
-        """Let recurrent modules have the lists of weights again that they had before a call."""
-        found = [(each, {key: each.__dict__.get(key) for key in _LISTS}) for each in self._listed]
-        try:
+    def _restored(self) -> Iterator[None]:
+        """Keep autocast from caching casts, and recurrent modules from keeping lists of weights.
+
+        Autocast identifies weights by their objects, which layers share.
+        """
+        with ExitStack() as after:
+            for each in self._listed:
+                before = {key: each.__dict__.get(key) for key in _LISTS}
+                after.callback(each.__dict__.update, before)
+            after.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(False)
             yield
-        finally:
-            for each, before in found:
-                each.__dict__.update(before)
 
     def _check_given_back(self, buffers: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
         """Report weights that changed: the next pass would not notice."""
@@ -425,17 +429,6 @@ class StreamedModule(Wrapped):
             self._stays.cannot(absent._streamload_streamed, reason, outside=True)
 
 
-@contextmanager
-def without_autocast_cache() -> Iterator[None]:
-    """Keep autocast from caching casts: it knows weights by their objects."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
-
-
 class GatheredEmbedding(Wrapped):
     """Reads the rows that an embedding is asked for from the file."""
 
@@ -458,24 +451,20 @@ class Refusals:
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         """Change nothing yet; ``models``: the model, and its modules that hold layers."""
-        self._models = [weakref.ref(model) for model in models]
+        self._models = WeakSet(models)
 
     def put(self) -> None:
         """Refuse."""
-        for model in self._alive():
+        for model in self._models:
             for name in _WORDS:
                 if name == "__deepcopy__" or hasattr(type(model), name):
                     model.__dict__[name] = _refusing(name, weakref.ref(model))
 
     def take_out(self) -> None:
         """Let the methods be as they were."""
-        for model in self._alive():
+        for model in self._models:
             for name in _WORDS:
                 model.__dict__.pop(name, None)
-
-    def _alive(self) -> list[nn.Module]:
-        found = (refer() for refer in self._models)
-        return [model for model in found if model is not None]
 
 
 _WORDS: Mapping[str, str] = {
@@ -519,11 +508,8 @@ def computes(module: nn.Module) -> bool:
 
 def used_elsewhere(model: nn.Module) -> set[int]:
     """Ids of modules whose weights other modules use without calling them."""
-    found: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention):
-            found.update(map(id, module.children()))
-    return found
+    attentions = (m for m in model.modules() if isinstance(m, nn.MultiheadAttention))
+    return {id(child) for module in attentions for child in module.children()}
 
 
 def looked_at(model: nn.Module) -> set[int]:

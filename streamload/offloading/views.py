@@ -20,7 +20,6 @@ import numpy as np
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.checkpoint.shards import map_shard, open_shard
-from streamload.core.dtypes import DType
 from streamload.core.location import Location
 from streamload.core.system import populate_shared, unmap_pages
 from streamload.core.tensors import first_byte
@@ -104,7 +103,7 @@ class FileViews(Slots):
                 memory = self._map(info.shard, checkpoint)
                 start = first_byte(info, row)
                 plain.append(device.view(memory, start, kinds[at].dst, kinds[at].shape))
-                found.append((info.shard, start, start + _nbytes(kinds[at].dst, kinds[at].shape)))
+                found.append((info.shard, start, start + kinds[at].nbytes))
             self._views.append(([*map(weight_of, plain)], plain))
             self._ranges.append([*_joined(found)])
 
@@ -179,10 +178,6 @@ class FileViews(Slots):
             self._device.release(view)
         self._views.clear()
         self._maps.clear()
-
-
-def _nbytes(dtype: DType, shape: Sequence[int]) -> int:
-    return dtype.nbytes(int(np.prod(shape, dtype=np.int64)))
 
 
 def _joined(ranges: Sequence[tuple[Location, int, int]]) -> Iterator[tuple[Location, int, int]]:

@@ -6,7 +6,6 @@ Models are built on the meta device; only headers and ``config.json`` are read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +26,12 @@ from streamload.transformers.quantizers.stored import method_of, missing, stated
 from streamload.transformers.saving import METHOD, left_by_theirs, own_config, would_be_floats
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """The weights that modules can hold quantized; see `streamload.conversion.openable.Verdict`."""
+def holding(checkpoint: Checkpoint, formats: Mapping[str, str]) -> dict[str, Any] | None:
+    """Match formats by tensor to modules; None if transformers does not open the checkpoint.
 
-    holders: str  # the classes of such modules, in words
-    left: Mapping[str, str]
-    modules: list[str] | None
-    said: Mapping[str, Any] | None
-
-
-def holding(checkpoint: Checkpoint, formats: Mapping[str, str]) -> Holding | None:
-    """Match formats by tensor to modules; None if transformers does not open the checkpoint."""
+    Gives facts of `streamload.conversion.openable.Verdict`, and ``holders``, the classes of modules
+    that can hold such weights, in words.
+    """
     try:
         config = configuration_of(checkpoint, Wanted())
         stated = str(getattr(config, "dtype", None)).removeprefix("torch.")
@@ -78,7 +71,7 @@ def holding(checkpoint: Checkpoint, formats: Mapping[str, str]) -> Holding | Non
         )
         if not turned and not would_be_floats(coded.values()):
             said = own_config(coded)
-    return Holding(swap.holders, left, modules, said)
+    return {"holders": swap.holders, "left": left, "modules": modules, "said": said}
 
 
 def _kept_in_float32(model: Any, tensors: Mapping[str, str], formats: set[str]) -> list[str]:
@@ -102,14 +95,8 @@ def why_not_opened(folder: Path) -> str:
         method = method_of(stated)
         if said is None or (method != METHOD and missing(method)):
             return ""
-        Prepared.of(
-            checkpoint,
-            str(folder),
-            Wanted(),
-            open_devices("cpu", framework("torch"), {}),
-            None,
-            Options.read(),
-        )
+        devices = open_devices("cpu", framework("torch"), {})
+        Prepared.of(checkpoint, str(folder), Wanted(), devices, None, Options.read())
     except StreamloadError as error:
         return "" if "does not run on" in str(error) else first_line(error)
     return ""

@@ -58,6 +58,7 @@ _OFFLOADING = {"offload", "tokens", "stay", "layers", "host"}
 #: Options for quantized weights, and the format if their value does not name it.
 _QUANT = {"quant": "", "load_in_8bit": "int8", "load_in_4bit": "nf4"}
 _OTHERS = DEFAULTS.keys() | _OFFLOADING | _QUANT.keys()
+_MODELS = (diffusers.ModelMixin, transformers.PreTrainedModel)
 _WEIGHTS = (".safetensors", ".bin", ".msgpack", ".onnx", ".pb", ".ckpt", ".pt", ".pth")
 
 
@@ -223,7 +224,7 @@ def _classes(folder: Path, given: Mapping[str, Any]) -> dict[str, tuple[Any, Pat
         if name.startswith("_") or name in given or not is_component or not where.is_dir():
             continue
         model_class = _class(*entry)
-        if _is_model(model_class):
+        if isinstance(model_class, type) and issubclass(model_class, _MODELS):
             out[name] = model_class, where
         elif any(file.name.endswith(_WEIGHTS) for file in where.iterdir()):
             # diffusers would load it outside of the budget
@@ -248,11 +249,6 @@ def _class(library: str, name: str) -> Any:
         except (ImportError, AttributeError):
             continue
     return None
-
-
-def _is_model(value: object) -> bool:
-    bases = (diffusers.ModelMixin, transformers.PreTrainedModel)
-    return isinstance(value, type) and issubclass(value, bases)
 
 
 def _has(variant: str, folder: Path) -> bool:

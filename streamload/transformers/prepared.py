@@ -27,7 +27,7 @@ from streamload.offloading.offload import Offloaded, offload
 from streamload.offloading.overrun import OnOverrun
 from streamload.offloading.suggest import OFFLOAD
 from streamload.planning.dequantize import asked, dequantized
-from streamload.planning.match import Shapes
+from streamload.planning.match import Shapes, same_bytes
 from streamload.planning.planner import Residence
 from streamload.planning.requests import DTypePolicy
 from streamload.planning.sources import Source
@@ -39,10 +39,9 @@ from streamload.transformers.quantizers.on_the_way import QuantizedOnLoad
 from streamload.transformers.quantizers.stored import QuantizedCheckpoint
 from streamload.transformers.rest import (
     beside_nbytes,
-    different_values,
     finish,
     initialise_the_rest,
-    stored_otherwise,
+    stored_alike,
     untie,
 )
 from streamload.transformers.saving import as_coded
@@ -111,7 +110,7 @@ class Prepared:
         if quantised is not None:
             quantised.check(model, names)
         names.check(model, checkpoint, options)
-        untie(model, checkpoint, names, stored_otherwise)
+        untie(model, checkpoint, names, stored_alike)
         if quantised is not None:
             quantised.stage(model, names)
         return cls(model, checkpoint, wanted, names, dtypes, quantised)
@@ -161,7 +160,7 @@ class Prepared:
 
     def untied(self) -> bool:
         """Untie weights that are stored with different values; whether there were any."""
-        return untie(self.model, self.checkpoint, self.names, different_values)
+        return untie(self.model, self.checkpoint, self.names, same_bytes)
 
     def finish(self, report: LoadReport) -> None:
         """Initialize what the checkpoint lacks, and make the model ready for use."""

@@ -19,7 +19,6 @@ from streamload.errors import StateDictMismatchError
 from streamload.loading.place import Devices
 from streamload.loading.report import LoadReport
 from streamload.offloading.torch_modules import stood_in
-from streamload.planning.match import same_bytes
 from streamload.planning.sources import Source
 from streamload.transformers.configuration import Wanted, folder_of
 from streamload.transformers.names import Names
@@ -36,7 +35,7 @@ def untie(
     model: Any,
     checkpoint: Checkpoint,
     names: Names,
-    differ: Callable[[Checkpoint, Source, Source], bool],
+    alike: Callable[[Checkpoint, Source, Source], bool],
 ) -> bool:
     """Untie weights that the checkpoint stores twice and that differ; whether there were any.
 
@@ -46,7 +45,7 @@ def untie(
     for target, source in list(model.all_tied_weights_keys.items()):
         if target not in names.fill or source not in names.fill:
             continue
-        if not differ(checkpoint, names.fill[target], names.fill[source]):
+        if alike(checkpoint, names.fill[target], names.fill[source]):
             continue
         found = True
         _log.warning(
@@ -64,15 +63,10 @@ def untie(
     return found
 
 
-def stored_otherwise(checkpoint: Checkpoint, a: Source, b: Source) -> bool:
-    """Whether two sources differ in dtype or shape; reads no data."""
+def stored_alike(checkpoint: Checkpoint, a: Source, b: Source) -> bool:
+    """Whether two sources have the same dtype and shape; reads no data."""
     one, other = (checkpoint.tensors[source.rows[0].tensor].dtype for source in (a, b))
-    return a.shape != b.shape or one is not other
-
-
-def different_values(checkpoint: Checkpoint, a: Source, b: Source) -> bool:
-    """Whether the bytes of two sources differ; reads them."""
-    return not same_bytes(checkpoint, a, b)
+    return a.shape == b.shape and one is other
 
 
 def beside_nbytes(model: Any, names: Names, devices: Devices) -> int:

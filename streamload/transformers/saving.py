@@ -195,11 +195,8 @@ def _class_of(own: Any) -> type[Any]:
     if issubclass(own, CodedModel):
         known: type[Any] = own
         return known
-    entries: dict[str, Any] = {
-        "__module__": own.__module__,
-        "__qualname__": own.__qualname__,
-        "__doc__": own.__doc__,
-    }
+    names = ("__module__", "__qualname__", "__doc__")
+    entries: dict[str, Any] = {name: getattr(own, name) for name in names}
     for name in ("save_pretrained", "num_parameters", "get_memory_footprint", "dequantize"):
         entries[name] = _like(getattr(own, name), CodedModel.__dict__[name])
     return type(own.__name__, (CodedModel, own), entries)
