@@ -45,7 +45,6 @@ class ExpertCache:
         self._slot: dict[int, int] = {}  # by expert
         self.asked: list[int] = []
         self.together = max(min(_TOGETHER, slots // 2), 1)
-        self._ahead = 2 * self.together
         self.hits, self.misses = [0] * len(experts), [0] * len(experts)
         self.stalls = [0.0] * len(experts)
         self.read_nbytes = [0] * len(experts)
@@ -71,7 +70,7 @@ class ExpertCache:
 
     def next(self, busy: Collection[int] = ()) -> tuple[int, int] | None:
         """The expert to bring next, and its slot; ``busy``: experts whose slots are in use."""
-        for place, expert in enumerate(self.asked[: self._ahead]):
+        for place, expert in enumerate(self.asked[: 2 * self.together]):
             if expert not in self._slot:
                 slot = self._room(place, busy)
                 return None if slot is None else (expert, slot)

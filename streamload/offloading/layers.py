@@ -8,8 +8,10 @@ from enum import Enum, auto
 from typing import Any
 
 from streamload.core.dtypes import DType
+from streamload.core.units import round_up
 from streamload.devices.base import Buffer, Ticket
-from streamload.offloading.residency import SlotPlaces
+from streamload.offloading.plan import OffloadPlan
+from streamload.offloading.residency import SLOT_ALIGNMENT_NBYTES
 from streamload.streaming.state import Sink, WorkItem
 
 
@@ -51,9 +53,12 @@ class Slots:
         count: slots of layers and of experts.
     """
 
-    def __init__(self, memory: Any, places: SlotPlaces) -> None:
+    def __init__(self, memory: Any, plan: OffloadPlan) -> None:
         """Take the bytes of all slots."""
-        self._memory, self._places, self.count = memory, places, len(places.starts)
+        assert plan.stream is not None
+        self._memory, self._starts = memory, plan.residency.slot_starts
+        self.count, kinds = len(self._starts), plan.stream.placements.kinds
+        self._layers = [[kinds[at] for at in each] for each in plan.layer_placements]
         self._made: dict[Hashable, tuple[list[Any], list[Any]]] = {}
 
     def buffers(self, layer: int, slot: int) -> list[Any]:
@@ -65,9 +70,12 @@ class Slots:
         return self._of(layer, slot)[1]
 
     def _of(self, layer: int, slot: int) -> tuple[list[Any], list[Any]]:
-        key = self._places.alike(layer, slot)
+        key = slot, *((kind.dst.name, kind.shape) for kind in self._layers[layer])
         if key not in self._made:
-            found = [self._view(*place) for place in self._places.of(layer, slot)]
+            found, at = [], self._starts[slot]
+            for kind in self._layers[layer]:
+                found.append(self._view(at, at + kind.nbytes, kind.dst, kind.shape))
+                at = round_up(at + kind.nbytes, SLOT_ALIGNMENT_NBYTES)
             self._made[key] = [view for view, _ in found], [plain for _, plain in found]
         return self._made[key]
 

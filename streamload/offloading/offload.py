@@ -387,7 +387,7 @@ def _rounds(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slot
         memory = FileViews(made, problem.checkpoint, device, kind.weight_of)
     else:
         arena = device.allocate(BY_NAME["uint8"], (residency.arena_nbytes,))
-        memory = kind(arena, made.slot_places)
+        memory = kind(arena, made)
     return Rounds(
         *(made.stream, problem.checkpoint, device, layers, memory),
         changes=problem.options.changes,

@@ -10,7 +10,7 @@ from itertools import accumulate
 from streamload.core.units import format_bytes, format_table
 from streamload.errors import printed
 from streamload.offloading.groups import LayerGroup
-from streamload.offloading.residency import LayerSize, Residency, SlotPlaces, worth_streaming
+from streamload.offloading.residency import LayerSize, Residency, worth_streaming
 from streamload.planning.plan import Plan
 from streamload.planning.requests import TensorRequests
 
@@ -76,15 +76,6 @@ class OffloadPlan:
         for name in self.residency.experts:
             counts += [by_name[name].parts] * by_name[name].experts
         return [range(end - n, end) for end, n in zip(accumulate(counts), counts, strict=True)]
-
-    @property
-    def slot_places(self) -> SlotPlaces:
-        """The places in slots of each layer, and of each expert."""
-        assert self.stream is not None
-        kinds = self.stream.placements.kinds
-        layers = self.layer_placements
-        shapes = [[(kinds[at].dst, kinds[at].shape) for at in each] for each in layers]
-        return SlotPlaces(self.residency.slot_starts, shapes)
 
     @property
     def experts(self) -> list[int]:

@@ -370,17 +370,14 @@ class Problem:
         wants = self._requests(group.wants)
         if group.apart:
             return [wants[at : at + group.parts] for at in range(0, len(wants), group.parts)]
-        parts = []
-        for want in wants:
-            sources = rows_of_experts(want, group.experts)
-            assert sources is not None, want.name
-            parts.append(
-                [
-                    replace(want, name=f"{want.name}[{n}]", shape=want.shape[1:], source=source)
-                    for n, source in enumerate(sources)
-                ]
-            )
-        return [list(each) for each in zip(*parts, strict=True)]
+        rows = [(want, rows_of_experts(want, group.experts) or []) for want in wants]
+        return [
+            [
+                replace(want, name=f"{want.name}[{n}]", shape=want.shape[1:], source=sources[n])
+                for want, sources in rows
+            ]
+            for n in range(group.experts)
+        ]
 
     def _is_cached(self, found: Residency) -> bool:
         """Whether this host's page cache has room for all that streams."""

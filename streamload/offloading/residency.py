@@ -7,14 +7,11 @@ evenly between the layers that stream, whose transfers hide behind compute.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Literal
-
-from streamload.core.dtypes import DType
-from streamload.core.units import round_up
 
 #: If it does not stay, a "layer" streams through a slot, "rows" are read from the file as a pass
 #: asks for them, and of "experts" a cache holds those that the router chose. "fixed": it stays.
@@ -31,26 +28,6 @@ _EXPOSED = 1.5
 _MOST_TRIALS = 4096
 # Smaller than this share of the largest, a layer costs more in waits than it takes.
 _WORTH_STREAMING = 64
-
-
-@dataclass(frozen=True, slots=True)
-class SlotPlaces:
-    """The places of layers' tensors in adjacent slots."""
-
-    starts: Sequence[int]  # the first byte of each slot
-    layers: Sequence[Sequence[tuple[DType, tuple[int, ...]]]]
-
-    def of(self, layer: int, slot: int) -> Iterator[tuple[int, int, DType, tuple[int, ...]]]:
-        """The first byte, the last (exclusive), the dtype and the shape of each tensor."""
-        at = self.starts[slot]
-        for dtype, shape in self.layers[layer]:
-            stop = at + dtype.nbytes(math.prod(shape))
-            yield at, stop, dtype, shape
-            at = round_up(stop, SLOT_ALIGNMENT_NBYTES)
-
-    def alike(self, layer: int, slot: int) -> Hashable:
-        """A key that layers share whose tensors have the same places, dtypes and shapes."""
-        return slot, tuple((dtype.name, shape) for dtype, shape in self.layers[layer])
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,8 +46,8 @@ class RowReader:
         reader = open_shard(self._header, file_kind(self._info.shard, "pread"))
         try:
             reader.stop_ahead()  # rows are read here and there
-            breaks = np.flatnonzero(np.diff(rows) != 1) + 1
-            for at, stop in pairwise((0, *breaks.tolist(), len(rows)) if len(rows) else ()):
+            breaks = [at for at in range(1, len(rows)) if rows[at] != rows[at - 1] + 1]
+            for at, stop in pairwise([0, *breaks, len(rows)] if rows else []):
                 start = self._info.start + rows[at] * self._nbytes
                 reader.read_into(start, view[at * self._nbytes : stop * self._nbytes])
         except CheckpointError as error:

@@ -28,8 +28,8 @@ from streamload.devices.tinygrad.linear import put_into, walk
 from streamload.devices.tinygrad.tensors import ALLOCATORS, TO_TINYGRAD, backend_of, has, over
 from streamload.errors import AllocationError, OffloadError
 from streamload.offloading.layers import Slots
+from streamload.offloading.plan import OffloadPlan
 from streamload.offloading.prefetch import Rounds
-from streamload.offloading.residency import SlotPlaces
 from streamload.offloading.rows import RowReader
 
 #: The class of TinyJits.
@@ -42,9 +42,9 @@ JIT = type(TinyJit(lambda: None))
 class TinygradSlots(Slots):
     """Buffers of tinygrad over slots."""
 
-    def __init__(self, memory: Buffer, places: SlotPlaces) -> None:
+    def __init__(self, memory: Buffer, plan: OffloadPlan) -> None:
         """Take the bytes of all slots."""
-        super().__init__(memory, places)
+        super().__init__(memory, plan)
         self._made: dict[Any, tuple[list[Buffer], list[UOp]]] = {}
         view_of(memory, 0, memory.nbytes, memory.dtype)  # raises now if the device has no views
 

@@ -241,15 +241,13 @@ class StreamedExperts(Wrapped):
         together = self._rounds.experts.together
         self._rounds.ask(self._layer, chosen)
         try:
-            for at in range(0, len(chosen), together):
-                yield from self._some(chosen[at : at + together])
+            for first in range(0, len(chosen), together):
+                some = chosen[first : first + together]
+                try:  # from here on: some of them may be there where it raises
+                    buffers = self._rounds.acquire_experts(self._layer, some)
+                    for expert, own in zip(some, buffers, strict=True):
+                        yield expert, {name: own[at] for name, at in self._places[expert].items()}
+                finally:
+                    self._rounds.release_experts(self._layer, some)
         finally:
             self._rounds.end_asking()
-
-    def _some(self, chosen: Sequence[int]) -> _Given:
-        try:  # from here on: some of them may be there where it raises
-            buffers = self._rounds.acquire_experts(self._layer, chosen)
-            for expert, own in zip(chosen, buffers, strict=True):
-                yield expert, {name: own[at] for name, at in self._places[expert].items()}
-        finally:
-            self._rounds.release_experts(self._layer, chosen)
