@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from streamload.core.patterns import matches
@@ -126,9 +127,7 @@ def _stated(names: Sequence[str], layers: Sequence[str]) -> dict[str, str]:
     """Tensors in layers that were stated, and the outermost such layer of each."""
     found, left = {}, {*layers}
     for name in names:
-        parts = name.split(".")
-        for count in range(1, len(parts)):
-            module = ".".join(parts[:count])
+        for module in accumulate(name.split(".")[:-1], "{}.{}".format):
             if matches(module, layers):
                 found[name] = module
                 left -= {pattern for pattern in left if matches(module, [pattern])}
@@ -232,10 +231,8 @@ def steps_of_checkpoint(
     if layers:
         steps.sort(key=lambda step: min(step.wants.values()))
     users = Counter(at for step in steps for at in step.wants.values())
-    first: dict[int, str] = {}  # the step that places a tensor
-    for step in steps:
-        for at in step.wants.values():
-            first.setdefault(at, step.name)
+    # the step that places a tensor
+    first = {at: step.name for step in reversed(steps) for at in step.wants.values()}
     own = [
         Module(s.name, sorted({at for at in s.wants.values() if first[at] == s.name}), True)
         for s in steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -117,11 +118,9 @@ def tokens_of(arguments: Mapping[str, Any], is_ids: Callable[[Any], bool]) -> tu
 
 def _first(outputs: Any) -> Any:
     """The first tensor of a model's output, if it has one."""
-    try:
-        found = outputs[0]
-    except (TypeError, IndexError, KeyError):
-        return None
-    return found if hasattr(found, "shape") else None
+    with suppress(TypeError, IndexError, KeyError):
+        return outputs[0] if hasattr(outputs[0], "shape") else None
+    return None
 
 
 def _allocated(past: Any) -> int:
@@ -134,7 +133,6 @@ def _length(past: Any) -> int:
     """How many tokens of each sequence a KV cache of transformers has."""
     if hasattr(past, "get_seq_length"):
         return int(past.get_seq_length())
-    try:
+    with suppress(TypeError, IndexError, AttributeError, KeyError):
         return int(past[0][0].shape[-2])  # of older models: pairs of keys and values
-    except (TypeError, IndexError, AttributeError, KeyError):
-        return 0
+    return 0

@@ -13,6 +13,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -244,10 +245,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _class(library: str, name: str) -> Any:
     """A class of a library, or of a pipeline of diffusers."""
     for module in (library, f"diffusers.pipelines.{library}"):
-        try:
+        with suppress(ImportError, AttributeError):
             return getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError):
-            continue
     return None
 
 
