@@ -18,14 +18,13 @@ Kernels depend on nothing outside themselves:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from ctypes import c_uint64, c_void_p
 from functools import partial
-from typing import Any
 
 from streamload.codecs.floats import FLOATS, flush_stop, lossless, overflow_start, plain_range
-from streamload.codecs.ir import ENVIRONMENT, NARROW, WIDEN, Vector, nearest_f32, widen_f32
-from streamload.codecs.llvm import HostFunction
+from streamload.codecs.ir import NARROW, WIDEN, Vector, kernel_text, loop, nearest_f32, widen_f32
+from streamload.codecs.llvm import HostFunction, Kernel
 from streamload.core.dtypes import DType
 
 _BLOCK_VECTORS = 1 << 15  # a count of one block fits the 16-bit lanes that it is kept in
@@ -200,33 +199,20 @@ exit:
 }}
 """
 
-_KERNEL = """
-define void @{symbol}(ptr %src, ptr %out, i64 %numel, ptr %tally) nounwind {{
-entry:
-  {enter}
-  %whole = and i64 %numel, -{width}
-  br label %test
-test:
-  %at = phi i64 [0, %entry], [%next, %block]
-  %more = icmp ult i64 %at, %whole
-  br i1 %more, label %block, label %rest
-block:
-  %left = sub i64 %whole, %at
+_BLOCK = """
+  %left = sub i64 %whole, {at}
   %is.last = icmp ult i64 %left, {block}
   %take = select i1 %is.last, i64 %left, i64 {block}
-  %src.at = getelementptr {source}, ptr %src, i64 %at
-  %out.at = getelementptr {target}, ptr %out, i64 %at
+  %src.at = getelementptr {source}, ptr %src, i64 {at}
+  %out.at = getelementptr {target}, ptr %out, i64 {at}
   call void @vectors(ptr %src.at, ptr %out.at, i64 %take, ptr %tally)
-  %next = add i64 %at, %take
-  br label %test
-rest:
+"""
+
+_REST = """
   %src.rest = getelementptr {source}, ptr %src, i64 %whole
   %out.rest = getelementptr {target}, ptr %out, i64 %whole
   %few = sub i64 %numel, %whole
   call void @scalars(ptr %src.rest, ptr %out.rest, i64 %few, ptr %tally)
-  {leave}
-  ret void
-}}
 """
 
 
@@ -246,24 +232,24 @@ def kernel_ir(src: DType, dst: DType, *, clamp: bool, native_half: bool, archite
         architecture: selects how the kernel enters the default floating-point environment; on an
             unknown one it runs in the caller's.
     """
-    enter, leave = ENVIRONMENT.get(architecture, ("", ""))
     functions = (
         _function(name, src, dst, clamp=clamp, native_half=native_half, width=width)
         for name, width in (("vectors", _WIDTH), ("scalars", 1))
     )
-    return "".join(functions) + _KERNEL.format(
-        symbol=FUNCTION.symbol,
-        source=f"i{src.bits}",
-        target=f"i{dst.bits}",
-        width=_WIDTH,
-        block=_WIDTH * _BLOCK_VECTORS,
-        enter=enter,
-        leave=leave,
-    )
+    one = Vector(1, native_half)
+    lanes = {"source": f"i{src.bits}", "target": f"i{dst.bits}"}
+
+    def block(at: str, _: list[str]) -> Sequence[str]:
+        one.lines.append(_BLOCK.format(at=at, block=_WIDTH * _BLOCK_VECTORS, **lanes))
+        return ()
+
+    one.lines.append(f"%whole = and i64 %numel, -{_WIDTH}")
+    loop(one, "0", "%whole", "%take", (), block)
+    one.lines.append(_REST.format(**lanes))
+    parameters = "ptr %src, ptr %out, i64 %numel, ptr %tally"
+    return "".join(functions) + kernel_text(FUNCTION.symbol, parameters, one.lines, architecture)
 
 
-#: ``(src address, out address, numel, tally address)``, see `kernel_ir`.
-Kernel = Callable[[int, int, int, Any], None]
 FUNCTION = HostFunction("cast", (c_void_p, c_void_p, c_uint64, c_void_p), is_kept=False)
 
 
@@ -271,5 +257,4 @@ def compile_kernel(src: DType, dst: DType, *, clamp: bool = False) -> Kernel:
     """Return the kernel of a pair of `floats.PAIRS`; see `HostFunction.kernel`, `kernel_ir`."""
     clamp = clamp and overflow_start(src, dst) is not None
     ir = partial(kernel_ir, src, dst, clamp=clamp)
-    kernel: Kernel = FUNCTION.kernel((src, dst, clamp), (src.name, dst.name), ir)
-    return kernel
+    return FUNCTION.kernel((src, dst, clamp), (src.name, dst.name), ir)

@@ -14,10 +14,10 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from streamload.codecs.cast import Kernel, compile_kernel
+from streamload.codecs.cast import compile_kernel
 from streamload.codecs.cast_reference import cast_bytes
 from streamload.codecs.floats import FLOATS, PAIRS
-from streamload.codecs.llvm import Engine, kernel_for
+from streamload.codecs.llvm import Engine, Kernel, kernel_for
 from streamload.core.dtypes import DType
 from streamload.errors import UnsupportedCastError
 
@@ -102,9 +102,23 @@ def make_cast(
         raise ValueError(f"out_of_range is one of {get_args(OutOfRange)}, not {out_of_range!r}")
     clamp = out_of_range == "clamp"
     kind, kernel = _resolve(src, dst, engine, clamp=clamp)
-    if kernel is not None:
-        return _llvm_cast(src, dst, kernel)
-    return _copy if kind == "copy" else _numpy_cast(src, dst, clamp)
+    if kind == "copy":
+        return _copy
+
+    def cast(data: memoryview, out: memoryview) -> CastCounts:
+        numel = _checked_numel(data, src.itemsize, out, dst.itemsize)
+        if numel == 0:
+            return ZERO
+        if kernel is None:
+            return CastCounts(*cast_bytes(src, dst, data, out, clamp=clamp))
+        # the exports keep both memories in place until the call is over
+        places = np.frombuffer(data, np.uint8), np.frombuffer(out, np.uint8)
+        tally = _Tally()
+        kernel(*(place.__array_interface__["data"][0] for place in places), numel, tally)
+        overflowed, flushed, changed = tally
+        return CastCounts(overflowed, flushed, changed - overflowed - flushed)
+
+    return cast
 
 
 def _resolve(
@@ -131,41 +145,10 @@ def _why_not(src: DType, dst: DType) -> str:
     return f"{src.name} goes to {', '.join(targets)}"
 
 
-def _llvm_cast(src: DType, dst: DType, kernel: Kernel) -> Cast:
-    src_nbytes, dst_nbytes = src.itemsize, dst.itemsize
-
-    def cast(data: memoryview, out: memoryview) -> CastCounts:
-        numel = _checked_numel(data, src_nbytes, out, dst_nbytes)
-        if numel == 0:
-            return ZERO
-        # the exports keep both memories in place until the call is over
-        source, target = np.frombuffer(data, np.uint8), ctypes.c_char.from_buffer(out)
-        tally = _Tally()
-        address = source.__array_interface__["data"][0]
-        kernel(address, ctypes.addressof(target), numel, tally)
-        overflowed, flushed, changed = tally
-        if changed == 0:
-            return ZERO
-        return CastCounts(overflowed, flushed, changed - overflowed - flushed)
-
-    return cast
-
-
-def _numpy_cast(src: DType, dst: DType, clamp: bool) -> Cast:
-    def cast(data: memoryview, out: memoryview) -> CastCounts:
-        if _checked_numel(data, src.itemsize, out, dst.itemsize) == 0:
-            return ZERO
-        return CastCounts(*cast_bytes(src, dst, data, out, clamp=clamp))
-
-    return cast
-
-
 def _copy(data: memoryview, out: memoryview) -> CastCounts:
     nbytes = _checked_numel(data, 1, out, 1)
     if nbytes:
-        source, target = np.frombuffer(data, np.uint8), ctypes.c_char.from_buffer(out)
-        address = source.__array_interface__["data"][0]
-        ctypes.memmove(ctypes.addressof(target), address, nbytes)  # drops the GIL
+        np.frombuffer(out, np.uint8)[:] = np.frombuffer(data, np.uint8)  # drops the GIL
     return ZERO
 
 

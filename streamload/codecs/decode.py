@@ -24,8 +24,8 @@ import numpy as np
 
 from streamload.codecs.cast_reference import cast_bytes
 from streamload.codecs.cast_table import ZERO, CastCounts, OutOfRange
-from streamload.codecs.decode_kernels import Kernel, Values, compile_kernel
-from streamload.codecs.llvm import Engine, kernel_for
+from streamload.codecs.decode_kernels import Values, compile_kernel
+from streamload.codecs.llvm import Engine, Kernel, kernel_for
 from streamload.codecs.parts import Array
 from streamload.codecs.scheme import Decoder, Layout, Read, layout_of
 from streamload.codecs.weights import Packed, QuantizedWeight, read_whole
@@ -131,22 +131,17 @@ class _WeightDecoder(Decoder):
         if self._kernel is None:
             return self._by_oracle(data, out, first, lines, pitch)
         if not skipped:
-            return self._by_kernel(self._kernel, data, out, first, lines, pitch)
+            return self._by_kernel(data, out, first, lines, pitch)
         n = self._dst.itemsize
         counts = self._by_oracle(data[:1], out[:n], first, 1, 0)
         if numel == 1:
             return counts
-        return counts + self._by_kernel(self._kernel, data[1:], out[n:], first + 1, 1, 0)
+        return counts + self._by_kernel(data[1:], out[n:], first + 1, 1, 0)
 
     def _by_kernel(
-        self,
-        kernel: Kernel,
-        data: memoryview,
-        out: memoryview,
-        first: int,
-        lines: int,
-        pitch: int,
+        self, data: memoryview, out: memoryview, first: int, lines: int, pitch: int
     ) -> CastCounts:
+        assert self._kernel is not None
         w = self.weight
         source, target = np.frombuffer(data, np.uint8), np.frombuffer(out, np.uint8)
         arrays = (source, target, w.scales, w.zeros, w.table)
@@ -155,7 +150,7 @@ class _WeightDecoder(Decoder):
         numel = out.nbytes // self._dst.itemsize // lines
         cut = (lines, data.nbytes // lines, numel, first, pitch)
         place = (*cut, w.rows, w.width, w.tall, w.wide, w.per_row, w.per_matrix)
-        kernel(*addresses, (ctypes.c_uint64 * len(place))(*place), tally)
+        self._kernel(*addresses, (ctypes.c_uint64 * len(place))(*place), tally)
         overflowed, flushed, changed = tally
         return CastCounts(overflowed, flushed, changed - overflowed - flushed)
 

@@ -11,7 +11,7 @@ Scales that are NaN or infinite make elements NaN or infinite, as in gguf-py.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import c_uint64, c_void_p
 from functools import partial
 
@@ -19,8 +19,8 @@ import numpy as np
 
 from streamload.codecs.cast_table import ZERO, Cast, CastCounts, OutOfRange, make_cast
 from streamload.codecs.decode import check_lengths
-from streamload.codecs.ir import ENVIRONMENT, WIDEN, Vector, loop, splat
-from streamload.codecs.llvm import Engine, HostFunction, kernel_for
+from streamload.codecs.ir import WIDEN, Vector, kernel_text, loop, splat
+from streamload.codecs.llvm import Engine, HostFunction, Kernel, kernel_for
 from streamload.codecs.parts import Array
 from streamload.codecs.scheme import Decoder, Layout, Read
 from streamload.codecs.weights import Packed, QuantizedWeight
@@ -234,17 +234,6 @@ class BlockWriter:
         self._stored += WIDTH
 
 
-_KERNEL = """
-define void @{symbol}(ptr noalias %src, ptr noalias %out, i64 %blocks) nounwind {{
-entry:
-  {enter}
-  {body}
-  {leave}
-  ret void
-}}
-"""
-
-
 def kernel_ir(layout: Blocks, *, native_half: bool, architecture: str) -> str:
     """LLVM IR of ``void decode_blocks(src, out, blocks)``: of any alignment, to float32."""
     b = BlockWriter(native_half)
@@ -259,16 +248,10 @@ def kernel_ir(layout: Blocks, *, native_half: bool, architecture: str) -> str:
         return carried
 
     loop(b.one, "0", "%blocks", 1, [], block)
-    enter, leave = ENVIRONMENT.get(architecture, ("", ""))
-    body = "\n  ".join(b.lines)
-    return _KERNEL.format(symbol=FUNCTION.symbol, enter=enter, body=body, leave=leave)
-
-
-#: Addresses of blocks and of float32 elements, and how many blocks.
-Kernel = Callable[[int, int, int], None]
+    parameters = "ptr noalias %src, ptr noalias %out, i64 %blocks"
+    return kernel_text(FUNCTION.symbol, parameters, b.lines, architecture)
 
 
 def compile_kernel(layout: Blocks) -> Kernel:
     """Return the kernel of a layout; see `HostFunction.kernel`."""
-    kernel: Kernel = FUNCTION.kernel(layout, (layout.name, F32.name), partial(kernel_ir, layout))
-    return kernel
+    return FUNCTION.kernel(layout, (layout.name, F32.name), partial(kernel_ir, layout))

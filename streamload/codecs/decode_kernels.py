@@ -11,7 +11,7 @@ range, take the product in float64, which is exact, and `cast.careful`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Sequence
 from ctypes import c_void_p
 from functools import partial
 
@@ -19,8 +19,8 @@ import numpy as np
 
 from streamload.codecs.cast import ADD_COUNT, LOOP, careful
 from streamload.codecs.floats import FLOATS, plain_range
-from streamload.codecs.ir import ENVIRONMENT, NARROW, Vector, splat
-from streamload.codecs.llvm import HostFunction
+from streamload.codecs.ir import NARROW, Vector, kernel_text, loop, splat
+from streamload.codecs.llvm import HostFunction, Kernel
 from streamload.codecs.parts import Array
 from streamload.core.dtypes import F32, F64, DType
 
@@ -201,59 +201,44 @@ _PLACE = (
     *("rows", "width", "tall", "wide", "per.row", "per.matrix"),
 )
 
-_KERNEL = """
-define void @{symbol}(
+_PARAMETERS = """
     ptr noalias %src, ptr noalias %out, ptr noalias %scales, ptr noalias %zeros,
     ptr noalias %table, ptr noalias %place, ptr noalias %tally
-) nounwind {{
-entry:
-  {enter}
-  {place}
-  br label %line.head
-line.head:
-  %line = phi i64 [0, %entry], [%line.next, %line.end]
-  %line.more = icmp ult i64 %line, %lines
-  br i1 %line.more, label %line.body, label %exit
-line.body:
-  %src.offset = mul i64 %line, %line.nbytes
+"""
+
+_LINE = """
+  %src.offset = mul i64 {line}, %line.nbytes
   %src.line = getelementptr i8, ptr %src, i64 %src.offset
-  %out.offset = mul i64 %line, %numel
+  %out.offset = mul i64 {line}, %numel
   %out.line = getelementptr {target}, ptr %out, i64 %out.offset
-  %beyond = mul i64 %line, %pitch
+  %beyond = mul i64 {line}, %pitch
   %element = add i64 %first, %beyond
   %row.number = udiv i64 %element, %width
   %column.first = urem i64 %element, %width
   %matrix.first = udiv i64 %row.number, %rows
   %row.first = urem i64 %row.number, %rows
-  br label %head
-head:
-  %at = phi i64 [0, %line.body], [%at.next, %after]
-  %column = phi i64 [%column.first, %line.body], [%column.next, %after]
-  %row = phi i64 [%row.first, %line.body], [%row.next, %after]
-  %matrix = phi i64 [%matrix.first, %line.body], [%matrix.next, %after]
-  %more = icmp ult i64 %at, %numel
-  br i1 %more, label %segment, label %line.end
-line.end:
-  %line.next = add i64 %line, 1
-  br label %line.head
-segment:
-  %across = udiv i64 %column, %wide
-  %down = udiv i64 %row, %tall
-  %before = mul i64 %matrix, %per.matrix
+"""
+
+_INDEX = """
+  %across = udiv i64 {column}, %wide
+  %down = udiv i64 {row}, %tall
+  %before = mul i64 {matrix}, %per.matrix
   %above = mul i64 %down, %per.row
   %block.row = add i64 %before, %above
   %index = add i64 %block.row, %across
-  {scale}
+"""
+
+_SEGMENT = """
   %block.next = add i64 %across, 1
   %block.end = mul i64 %block.next, %wide
   %stop = call i64 @llvm.umin.i64(i64 %block.end, i64 %width)
-  %here = sub i64 %stop, %column
-  %left = sub i64 %numel, %at
+  %here = sub i64 %stop, {column}
+  %left = sub i64 %numel, {at}
   %take = call i64 @llvm.umin.i64(i64 %here, i64 %left)
   %whole = and i64 %take, -{vector}
   %few = sub i64 %take, %whole
-  %at.few = add i64 %at, %whole
-  call void @vectors(ptr %src.line, ptr %out.line, i64 %at, i64 %whole, float %scale, float %zero,
+  %at.few = add i64 {at}, %whole
+  call void @vectors(ptr %src.line, ptr %out.line, i64 {at}, i64 %whole, float %scale, float %zero,
                      i32 %guard, ptr %table, ptr %tally)
   %is.whole = icmp eq i64 %few, 0
   br i1 %is.whole, label %after, label %rest
@@ -262,21 +247,15 @@ rest:
                      i32 %guard, ptr %table, ptr %tally)
   br label %after
 after:
-  %at.next = add i64 %at, %take
-  %column.end = add i64 %column, %take
+  %column.end = add i64 {column}, %take
   %is.row.end = icmp eq i64 %column.end, %width
   %column.next = select i1 %is.row.end, i64 0, i64 %column.end
   %row.more = zext i1 %is.row.end to i64
-  %row.end = add i64 %row, %row.more
+  %row.end = add i64 {row}, %row.more
   %is.matrix.end = icmp eq i64 %row.end, %rows
   %row.next = select i1 %is.matrix.end, i64 0, i64 %row.end
   %matrix.more = zext i1 %is.matrix.end to i64
-  %matrix.next = add i64 %matrix, %matrix.more
-  br label %head
-exit:
-  {leave}
-  ret void
-}}
+  %matrix.next = add i64 {matrix}, %matrix.more
 """
 
 
@@ -316,34 +295,33 @@ def kernel_ir(
     `Decoder.decode`; then rows, width, tall, wide, per_row and per_matrix of a `Weight`; 64 bits
     each. It adds to ``tally`` as `cast.kernels.kernel_ir`.
     """
-    enter, leave = ENVIRONMENT.get(architecture, ("", ""))
     functions = (
         _segment(name, values, dst, clamp=clamp, native_half=native_half, width=width)
         for name, width in (("vectors", _WIDTH), ("scalars", 1))
     )
-    place = []
     one = Vector(1, native_half)
-    scale_of(values, one)
     for slot, name in enumerate(_PLACE):
-        place.append(f"%at.{name} = getelementptr i64, ptr %place, i64 {slot}")
-        place.append(f"%{name} = load i64, ptr %at.{name}")
-    return "".join(functions) + _KERNEL.format(
-        symbol=FUNCTION.symbol,
-        enter=enter,
-        place="\n  ".join(place),
-        scale="\n  ".join(one.lines),
-        vector=_WIDTH,
-        target=f"i{dst.bits}",
-        leave=leave,
-    )
+        place = one.emit(f"getelementptr i64, ptr %place, i64 {slot}")
+        one.lines.append(f"%{name} = load i64, ptr {place}")
 
+    def segment(at: str, carried: list[str]) -> Sequence[str]:
+        position = dict(zip(("column", "row", "matrix"), carried, strict=True))
+        one.lines.append(_INDEX.format(**position))
+        scale_of(values, one)
+        one.lines.append(_SEGMENT.format(at=at, vector=_WIDTH, **position))
+        return "%column.next", "%row.next", "%matrix.next"
 
-#: Addresses of source, out, scales, zeros and table; place and tally: see `kernel_ir`.
-Kernel = Callable[..., None]
+    def line(number: str, _: list[str]) -> Sequence[str]:
+        one.lines.append(_LINE.format(line=number, target=f"i{dst.bits}"))
+        starts = [("i64", f"%{name}.first") for name in ("column", "row", "matrix")]
+        loop(one, "0", "%numel", "%take", starts, segment)
+        return ()
+
+    loop(one, "0", "%lines", 1, (), line)
+    return "".join(functions) + kernel_text(FUNCTION.symbol, _PARAMETERS, one.lines, architecture)
 
 
 def compile_kernel(values: Values, dst: DType, *, clamp: bool) -> Kernel:
     """Return the kernel of values; see `HostFunction.kernel`."""
     ir = partial(kernel_ir, values, dst, clamp=clamp)
-    kernel: Kernel = FUNCTION.kernel((values, dst, clamp), (values.name, dst.name), ir)
-    return kernel
+    return FUNCTION.kernel((values, dst, clamp), (values.name, dst.name), ir)

@@ -16,12 +16,13 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from streamload.codecs.encode_kernels import Kernel, Recipe, Tally, compile_kernel
-from streamload.codecs.llvm import Engine, kernel_for
+from streamload.codecs.encode_kernels import Recipe, Tally, compile_kernel
+from streamload.codecs.llvm import Engine, Kernel, kernel_for
 from streamload.codecs.parts import SOURCES, Array, Part, QuantCounts
 from streamload.core.dtypes import DType
 from streamload.errors import UnsupportedCastError
@@ -275,24 +276,20 @@ class _UnitEncoder(Encoder):
         itemsize = self._src.itemsize
         step = max(_ORACLE_NUMEL // unit, 1) * unit
         counts = QuantCounts()
-        for start in range(0, numel, step):
-            # whole units at once, and a short one alone
-            some = min(step, numel - start)
-            some -= some % unit if some > unit else 0
-            for begin, count in ((start, some), (start + some, min(step, numel - start) - some)):
-                if not count:
-                    continue
-                # copy: numpy and ml_dtypes are only right, or fast, on aligned elements
-                raw = source[begin * itemsize : (begin + count) * itemsize].copy()
-                x = raw.view(self._src.numpy).astype(np.float32)
-                clean, nan, inf = cleaned(x.reshape(-1, min(unit, count)))
-                found = tensor.encoded(clean)
-                at = begin // unit
-                codes = found.codes.reshape(-1).view(np.uint8)
-                out[at * tensor.unit_nbytes :][: codes.size] = codes
-                if tensor.has_statistics:
-                    statistics[at : at + clean.shape[0]] = found.statistics
-                counts += _counted(clean, found, nan, inf)
+        whole = numel - numel % unit
+        # whole units at once, and a short one alone
+        for begin, end in pairwise(sorted({*range(0, whole, step), whole, numel})):
+            # copy: numpy and ml_dtypes are only right, or fast, on aligned elements
+            raw = source[begin * itemsize : end * itemsize].copy()
+            x = raw.view(self._src.numpy).astype(np.float32)
+            clean, nan, inf = cleaned(x.reshape(-1, min(unit, end - begin)))
+            found = tensor.encoded(clean)
+            at = begin // unit
+            codes = found.codes.reshape(-1).view(np.uint8)
+            out[at * tensor.unit_nbytes :][: codes.size] = codes
+            if tensor.has_statistics:
+                statistics[at : at + clean.shape[0]] = found.statistics
+            counts += _counted(clean, found, nan, inf)
         return counts
 
 

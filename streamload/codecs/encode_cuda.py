@@ -253,7 +253,7 @@ class _Writer(UnitWriter):
         totals = [
             *(t.over_warp(x, self._larger) for x in (error, largest)),
             *(self._summed(x) for x in (squared_error, squared)),
-            *(t.over_warp(x, lambda a, b: t.op("add", "i32", a, b)) for x in counts),
+            *(t.over_warp(x, t.sum) for x in counts),
         ]
         totals[4:] = [t.convert("zext", "i32", count, "i64") for count in totals[4:]]
         totals.append(self._summed(total))

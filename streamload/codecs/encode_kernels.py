@@ -19,9 +19,9 @@ from typing import Literal
 
 from streamload.codecs.floats import FLOATS, overflow_start
 from streamload.codecs.ir import (
-    ENVIRONMENT,
     Vector,
     clean,
+    kernel_text,
     loop,
     magnitude_bits,
     maximum,
@@ -29,7 +29,7 @@ from streamload.codecs.ir import (
     square_sum,
     to_float,
 )
-from streamload.codecs.llvm import HostFunction
+from streamload.codecs.llvm import HostFunction, Kernel
 from streamload.codecs.parts import QuantCounts
 from streamload.core.dtypes import F16, DType
 
@@ -113,17 +113,9 @@ class Tally(Structure):
     def counts(self, numel: int) -> QuantCounts:
         """The counts of ``numel`` elements."""
         error, largest = struct.unpack("<2f", struct.pack("<2I", self.largest_error, self.largest))
-        squared_error = float(self.squared_error)
-        return QuantCounts(
-            math.inf if math.isnan(error) else error,
-            math.inf if math.isnan(squared_error) else squared_error,
-            float(self.squared),
-            largest,
-            numel,
-            int(self.nan),
-            int(self.inf),
-            int(self.overflowed),
-        )
+        errors = (math.inf if math.isnan(e) else e for e in (error, self.squared_error))
+        counts = self.nan, self.inf, self.overflowed
+        return QuantCounts(*errors, self.squared, largest, numel, *counts)
 
 
 class UnitWriter:
@@ -189,14 +181,14 @@ class _Writer(UnitWriter):
         self.one.lines = self.wide.lines
         self.begun = ""  # the word that the last step did not fill
 
-    def text(self) -> str:
+    def text(self) -> list[str]:
         """The instructions of the kernel's body."""
         v, one = self.wide, self.one
         sums = [(v.type(of), "zeroinitializer") for of in _SUMS]
         sums += [(of, "0" if of == "i32" else "0.0") for of in (*_SUMS, "i32")]
         ends = loop(one, "0", "%units", 1, sums, self._unit)
         self._add_sums(ends)
-        return "\n  ".join(v.lines)
+        return v.lines
 
     def _unit(self, unit: str, carried: list[str]) -> list[str]:
         one, recipe = self.one, self.recipe
@@ -391,20 +383,6 @@ def _numbers(values: Iterable[int]) -> str:
     return f"<{', '.join(f'i32 {value}' for value in values)}>"
 
 
-_KERNEL = """
-define void @{symbol}(
-    ptr %src, ptr %out, ptr %statistics, i64 %units, i64 %unit, ptr %tally
-) nounwind {{
-entry:
-  {enter}
-  {sizes}
-  {body}
-  {leave}
-  ret void
-}}
-"""
-
-
 def kernel_ir(recipe: Recipe, src: DType, *, native_half: bool, architecture: str) -> str:
     """LLVM IR of ``void quantise(src, out, statistics, units, unit, tally)``.
 
@@ -414,7 +392,6 @@ def kernel_ir(recipe: Recipe, src: DType, *, native_half: bool, architecture: st
     For ``native_half`` and ``architecture`` see `cast.kernel_ir`.
     """
     writer = _Writer(recipe, src, native_half)
-    enter, leave = ENVIRONMENT.get(architecture, ("", ""))
     numel = str(recipe.numel) if recipe.numel else "%unit"
     # codes of so many bytes are in one of so many
     nbytes, codes = (1, 1 if recipe.packing == "bytes" else 2)
@@ -427,22 +404,10 @@ def kernel_ir(recipe: Recipe, src: DType, *, native_half: bool, architecture: st
         f"%unit.nbytes = add i64 %unit.codes, {recipe.header_nbytes}",
         f"%whole = and i64 %numel, -{_WIDTH}",
     )
-    return _KERNEL.format(
-        symbol=FUNCTION.symbol,
-        enter=enter,
-        sizes="\n  ".join(sizes),
-        body=writer.text(),
-        leave=leave,
-    )
-
-
-#: ``(src address, out address, statistics address, units, elements of a unit, tally address)``, see
-#: `kernel_ir`.
-Kernel = Callable[[int, int, int, int, int, int], None]
+    parameters = "ptr %src, ptr %out, ptr %statistics, i64 %units, i64 %unit, ptr %tally"
+    return kernel_text(FUNCTION.symbol, parameters, (*sizes, *writer.text()), architecture)
 
 
 def compile_kernel(recipe: Recipe, src: DType, name: str) -> Kernel:
     """Return the kernel of a recipe; ``name`` is the scheme's, see `HostFunction.kernel`."""
-    ir = partial(kernel_ir, recipe, src)
-    kernel: Kernel = FUNCTION.kernel((recipe, src), (src.name, name), ir)
-    return kernel
+    return FUNCTION.kernel((recipe, src), (src.name, name), partial(kernel_ir, recipe, src))

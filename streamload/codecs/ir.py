@@ -10,7 +10,7 @@ to odd", IEEE Transactions on Computers 57(4), 2008).
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from streamload.codecs.floats import FLOATS, FloatFormat
 from streamload.core.dtypes import DType
@@ -205,6 +205,13 @@ ENVIRONMENT: Mapping[str, tuple[str, str]] = {
         "call void @llvm.aarch64.set.fpcr(i64 %saved)",
     ),
 }
+
+
+def kernel_text(symbol: str, parameters: str, body: Iterable[str], architecture: str = "") -> str:
+    """IR of a kernel; where the architecture is known, it runs in the default environment."""
+    enter, leave = ENVIRONMENT.get(architecture, ("", ""))
+    lines = "\n  ".join((enter, *body, leave))
+    return f"define void @{symbol}({parameters}) nounwind {{\nentry:\n  {lines}\n  ret void\n}}\n"
 
 
 def splat(v: Vector, scalar: str, value: str) -> str:

@@ -20,6 +20,8 @@ from streamload.errors import UnsupportedCastError
 
 #: "llvm" compiles a kernel for this CPU, "numpy" does without, "auto" is the first that works.
 Engine = Literal["auto", "llvm", "numpy"]
+#: A C function of addresses and numbers, which returns nothing.
+Kernel = Callable[..., None]
 ELF = b"\x7fELF"
 _K = TypeVar("_K")
 
@@ -200,7 +202,7 @@ class HostFunction:
         """The function's type, of ctypes."""
         return CFUNCTYPE(None, *self.arguments)
 
-    def kernel(self, key: Hashable, names: tuple[str, str], ir: Callable[..., str]) -> Any:
+    def kernel(self, key: Hashable, names: tuple[str, str], ir: Callable[..., str]) -> Kernel:
         """Return the kernel for this CPU, compiled once per process; any thread may call it.
 
         Args:
@@ -213,7 +215,7 @@ class HostFunction:
             UnsupportedCastError: llvmlite is missing or cannot compile for this machine.
         """
         with _compiling:
-            found = compiled.get((self.symbol, key))
+            found: Kernel | str | None = compiled.get((self.symbol, key))
             if found is None:
                 found = compiled[self.symbol, key] = self._linked(ir)
         if isinstance(found, str):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from streamload.codecs.cast_table import ZERO, CastCounts
-from streamload.codecs.ir import Vector, loop
+from streamload.codecs.ir import Vector, kernel_text, loop
 from streamload.codecs.llvm import HostFunction
 from streamload.errors import UnsupportedCastError
 
@@ -32,15 +32,6 @@ _TILE_NBYTES = 2**20
 _BLOCK = 8  # lines, and columns
 _LINE_NBYTES = 64  # of a line, read at once: what the CPU's cache has at least
 _ITEMSIZES = (1, 2, 4, 8)
-_KERNEL = """
-define void @{symbol}(
-    ptr %src, ptr %out, i64 %lines, i64 %columns, i64 %src.pitch, i64 %out.pitch
-) nounwind {{
-entry:
-  {body}
-  ret void
-}}
-"""
 _FUNCTION = HostFunction("transpose", (c_void_p, c_void_p, *4 * (c_size_t,)))
 
 
@@ -178,7 +169,8 @@ def _kernel_ir(itemsize: int) -> str:
         return loop(v, "0", "%lines", line_step, (), body)
 
     loop(v, "0", "%columns", column_step, (), down)
-    return _KERNEL.format(symbol=_FUNCTION.symbol, body="\n  ".join(v.lines))
+    parameters = "ptr %src, ptr %out, i64 %lines, i64 %columns, i64 %src.pitch, i64 %out.pitch"
+    return kernel_text(_FUNCTION.symbol, parameters, v.lines)
 
 
 def _transposed(v: Vector, of: str, rows: list[str]) -> list[str]:

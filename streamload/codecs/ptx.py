@@ -33,7 +33,6 @@ declare i32 @llvm.nvvm.read.ptx.sreg.tid.x()
 declare i32 @llvm.nvvm.read.ptx.sreg.ntid.x()
 declare i32 @llvm.nvvm.read.ptx.sreg.ctaid.x()
 declare i32 @llvm.nvvm.read.ptx.sreg.nctaid.x()
-declare i32 @llvm.nvvm.shfl.sync.down.i32(i32, i32, i32, i32) convergent
 declare i32 @llvm.nvvm.shfl.sync.bfly.i32(i32, i32, i32, i32) convergent
 declare i32 @llvm.nvvm.vote.ballot.sync(i32, i1) convergent
 declare void @llvm.nvvm.barrier0() convergent
@@ -90,6 +89,10 @@ class ThreadWriter(Vector):
             x = join(x, self.shuffled(x, distance))
         return x
 
+    def sum(self, a: str, b: str) -> str:
+        """The sum of two i32."""
+        return self.op("add", "i32", a, b)
+
     def when(self, mask: str, body: Callable[[], None]) -> None:
         """Instructions for those threads only for which a mask is set."""
         label = f"w{len(self.lines)}"
@@ -121,14 +124,7 @@ class ThreadWriter(Vector):
     def add_counts(self, sums: Mapping[int, str]) -> None:
         """Add each thread's i32 sums, by slot, to the 64-bit counts at address ``%tally``."""
         self.barrier()  # after the clearing, and the threads of each warp together
-        totals = dict(sums)
-        for slot in totals:
-            for distance in (16, 8, 4, 2, 1):
-                other = self.emit(
-                    "call i32 @llvm.nvvm.shfl.sync.down.i32"
-                    f"(i32 -1, i32 {totals[slot]}, i32 {distance}, i32 31)"
-                )
-                totals[slot] = self.op("add", "i32", totals[slot], other)
+        totals = {slot: self.over_warp(total, self.sum) for slot, total in sums.items()}
 
         def lead() -> None:
             for slot, total in totals.items():

@@ -116,35 +116,31 @@ class Layout(ABC):
 class _Schemes(Mapping[str, Scheme]):
     """Schemes by name; the files of `schemes` are imported when one is first looked for."""
 
-    def __init__(self, *, includes_files: bool) -> None:
-        self._includes_files = includes_files
+    def __init__(self) -> None:
+        self.registered: dict[str, Scheme] = {}
 
     def __getitem__(self, name: str) -> Scheme:
         _import_all()
-        if name in _of_files and not self._includes_files:
-            raise KeyError(name)
-        return _schemes[name]
+        return self.registered[name]
 
     def __iter__(self) -> Iterator[str]:
         _import_all()
-        return iter(sorted(n for n in _schemes if self._includes_files or n not in _of_files))
+        return iter(sorted(self.registered))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
 #: The schemes that models can have.
-SCHEMES: Mapping[str, Scheme] = _Schemes(includes_files=False)
+SCHEMES = _Schemes()
 #: These and those that only files have.
-ALL_SCHEMES: Mapping[str, Scheme] = _Schemes(includes_files=True)
+ALL_SCHEMES = _Schemes()
 
 #: Files of `schemes`. A new one is added here.
 _FILES = (
     *("bitsandbytes", "bitsandbytes_int8", "gguf", "gguf_k", "mlc"),
     *("mxfp4", "packed", "scaled", "torchao"),
 )
-_schemes: dict[str, Scheme] = {}
-_of_files: set[str] = set()
 _layouts: dict[str, Layout] = {}
 _finders: list[tuple[Callable[[str], bool] | None, Find]] = []
 _complete: dict[str, Complete] = {}
@@ -170,9 +166,8 @@ def register(
         in_models: whether loads can give the schemes to models; others are for `convert` alone.
     """
     for scheme in schemes:
-        assert _schemes.setdefault(scheme.name, scheme) is scheme, scheme.name
-        if not in_models:
-            _of_files.add(scheme.name)
+        for known in (ALL_SCHEMES, *([SCHEMES] if in_models else [])):
+            assert known.registered.setdefault(scheme.name, scheme) is scheme, scheme.name
     for kind, layout in layouts.items():
         assert _layouts.setdefault(kind, layout) is layout, kind
         add_packed(kind, layout.dtype)

@@ -159,12 +159,13 @@ class Layouts:
                 info.dtype.code,
             )
         if shapes and info.shape not in shapes:
-            self.refuse(
-                info.name,
-                "the shape of a quantised weight's tensor is wrong",
-                " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes)),
-                list(info.shape),
-            )
+            expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+            self.refuse_shape(info, expected)
+
+    def refuse_shape(self, info: TensorInfo, expected: str) -> NoReturn:
+        """Raise CheckpointError for the shape of a tensor of a quantized weight."""
+        problem = "the shape of a quantised weight's tensor is wrong"
+        self.refuse(info.name, problem, expected, list(info.shape))
 
 
 def config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:

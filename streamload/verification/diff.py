@@ -206,7 +206,7 @@ def diff(
         shards_of(first, kind) as files_a,
         shards_of(second, kind) as files_b,
     ):
-        mine, theirs = _read(files_a, block_nbytes), _read(files_b, block_nbytes)
+        mine, theirs = reads(files_a, block_nbytes), reads(files_b, block_nbytes)
         for pair in pairs():
             if codes is not None and pair.codes is not codes:
                 codes.expected.parts.clear()
@@ -449,7 +449,7 @@ def shards_of(checkpoint: Checkpoint, kind: ReaderKind) -> Shards:
     return Shards(checkpoint.shards, choose, most_open=_MOST_OPEN)
 
 
-def _read(files: Shards, block_nbytes: int) -> Read:
+def reads(files: Shards, block_nbytes: int) -> Read:
     """Reads of a checkpoint's files by one thread, in blocks of at most `block_nbytes`."""
     room = Room(block_nbytes, ahead=True)
     return lambda info, start, stop: files.block(info.shard, start, stop, room, info.name)

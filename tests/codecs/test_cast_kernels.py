@@ -16,10 +16,11 @@ import pytest
 from cast_kernels_helpers import AARCH64, BASELINE, SCANNED, on_x86
 from cast_reference_helpers import as_bits, by_reference, pair_id, samples
 
-from streamload.codecs.cast import FUNCTION, Kernel, compile_kernel, kernel_ir
+from streamload.codecs.cast import FUNCTION, compile_kernel, kernel_ir
 from streamload.codecs.cast_reference import cast_bytes
 from streamload.codecs.floats import PAIRS, lossless, plain_range
 from streamload.codecs.llvm import (
+    Kernel,
     Target,
     compile_object,
     host_target,

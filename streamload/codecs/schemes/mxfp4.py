@@ -68,12 +68,7 @@ def _find(layouts: Layouts, values: TensorInfo) -> QuantizedWeight | None:
         return None
     scales = layouts.need(f"{stem}_scales", name, "scale")
     if not fits:
-        layouts.refuse(
-            name,
-            "the shape of a quantised weight's tensor is wrong",
-            f"[..., blocks, {_BLOCK // 2}]",
-            list(values.shape),
-        )
+        layouts.refuse_shape(values, f"[..., blocks, {_BLOCK // 2}]")
     layouts.check(scales, ("U8",), values.shape[:-1])
     shape = (*values.shape[:-2], values.shape[-2] * _BLOCK)
     members = {"weight": values, "scale": scales}

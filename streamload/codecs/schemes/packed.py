@@ -115,12 +115,7 @@ def _groups_of(
     if scale.numel == 1:
         return width
     if len(scale.shape) != 2 or scale.shape[0] != rows or not scale.shape[1]:
-        layouts.refuse(
-            scale.name,
-            "the shape of a quantised weight's tensor is wrong",
-            f"[{rows}, groups of the {width} values of a row]",
-            list(scale.shape),
-        )
+        layouts.refuse_shape(scale, f"[{rows}, groups of the {width} values of a row]")
     size, rest = divmod(width, scale.shape[1])
     if rest or not size:
         layouts.refuse(
@@ -149,12 +144,7 @@ def _by_columns(layouts: Layouts, module: str) -> QuantizedWeight | None:
     layouts.check(scales, _FLOATS)
     layouts.check(zeros, ("I32",))
     if len(scales.shape) != 2 or len(zeros.shape) != 2 or zeros.shape[0] != scales.shape[0]:
-        layouts.refuse(
-            zeros.name,
-            "the shape of a quantised weight's tensor is wrong",
-            f"a row for each of {scales.name} ({list(scales.shape)})",
-            list(zeros.shape),
-        )
+        layouts.refuse_shape(zeros, f"a row for each of {scales.name} ({list(scales.shape)})")
     groups, outputs = scales.shape
     awq = order is None and values.shape[1] != outputs
     bits = _AWQ_BITS if awq else _WORD_BITS * zeros.shape[1] // max(outputs, 1)

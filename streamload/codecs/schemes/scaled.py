@@ -299,12 +299,8 @@ def _block(layouts: Layouts, values: TensorInfo, scale: TensorInfo) -> tuple[int
             f"blocks of {' or '.join(f'{a} x {b}' for a, b in sizes)}",
             list(found),
         )
-    layouts.refuse(
-        scale.name,
-        "the shape of a quantised weight's tensor is wrong",
-        f"one for all of {values.name} ({list(values.shape)}), for each row or each block",
-        list(found),
-    )
+    each = f"one for all of {values.name} ({list(values.shape)}), for each row or each block"
+    layouts.refuse_shape(scale, each)
 
 
 def _fitting(
