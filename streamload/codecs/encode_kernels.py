@@ -113,9 +113,11 @@ class Tally(Structure):
     def counts(self, numel: int) -> QuantCounts:
         """The counts of ``numel`` elements."""
         error, largest = struct.unpack("<2f", struct.pack("<2I", self.largest_error, self.largest))
-        errors = (math.inf if math.isnan(e) else e for e in (error, self.squared_error))
-        counts = self.nan, self.inf, self.overflowed
-        return QuantCounts(*errors, self.squared, largest, numel, *counts)
+        error = math.inf if math.isnan(error) else error
+        squared_error = math.inf if math.isnan(self.squared_error) else self.squared_error
+        return QuantCounts(
+            error, squared_error, self.squared, largest, numel, self.nan, self.inf, self.overflowed
+        )
 
 
 class UnitWriter:

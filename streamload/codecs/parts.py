@@ -104,8 +104,13 @@ class QuantCounts:
 
     def rounded(self) -> QuantCounts:
         """Round to six digits: the last digits of a sum depend on where the tensor was cut."""
-        names = "largest_error", "squared_error", "squared", "largest"
-        return replace(self, **{name: float(f"{getattr(self, name):.6g}") for name in names})
+        return replace(
+            self,
+            largest_error=float(f"{self.largest_error:.6g}"),
+            squared_error=float(f"{self.squared_error:.6g}"),
+            squared=float(f"{self.squared:.6g}"),
+            largest=float(f"{self.largest:.6g}"),
+        )
 
     @property
     def rms(self) -> float:

@@ -7,11 +7,12 @@ They are recognized by names, dtypes, shapes and the configuration. Nothing is r
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from operator import attrgetter
 from types import MappingProxyType
 from typing import TypeVar
 
-from streamload.codecs.scheme import Find, complete_of, finder_of
+from streamload.codecs.scheme import complete_of, finder_of
 from streamload.codecs.weights import Layouts, Packed, QuantizedWeight, read_whole, scale_of
 from streamload.core.dtypes import BY_CODE, DType
 from streamload.core.tensors import TensorInfo
@@ -43,14 +44,11 @@ def groups(layouts: Layouts) -> Mapping[str, QuantizedWeight]:
         if (info := layouts.tensors.get(name)) is not None and not isinstance(info, Packed)
     }
     owners = out.copy()
-    finders: dict[str, Find | None] = {}  # by the last component of names, which are few
+    finder = cache(finder_of)  # the last components of names are few
     for info in layouts.tensors.values():
         if info.name in owners:
             continue
-        leaf = info.name.rpartition(".")[2]
-        if leaf not in finders:
-            finders[leaf] = finder_of(leaf)
-        find = finders[leaf]
+        find = finder(info.name.rpartition(".")[2])
         weight = find(layouts, info) if find is not None else None
         if weight is None:
             continue
@@ -128,18 +126,11 @@ def together(
     Returns:
         A list for each weight and one for each other tensor, in the order of their first values.
     """
-    out: dict[str, list[_T]] = {}
-    alone: list[list[_T]] = []
-    for tensor, value in rows:
+    out: dict[str | int, list[_T]] = {}
+    for number, (tensor, value) in enumerate(rows):
         group = members.get(tensor)
-        if group is None:
-            alone.append([value])
-        elif group.name in out:
-            out[group.name].append(value)
-        else:
-            out[group.name] = [value]
-            alone.append(out[group.name])
-    return alone
+        out.setdefault(number if group is None else group.name, []).append(value)
+    return list(out.values())
 
 
 def by_weight(rows: Iterable[tuple[str, str]], weights: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -132,6 +132,14 @@ class Layouts:
         """The quantization method of ``config.json``, or ""."""
         return str(self.quantization.get("quant_method", ""))
 
+    def stated_weights(self) -> Iterator[Mapping[str, Any]]:
+        """What the groups of compressed-tensors' settings state of weights."""
+        groups = self.quantization.get("config_groups")
+        for group in groups.values() if isinstance(groups, Mapping) else ():
+            weights = group.get("weights") if isinstance(group, Mapping) else None
+            if isinstance(weights, Mapping):
+                yield weights
+
     def find(self, name: str) -> TensorInfo | None:
         """Return a tensor, or None."""
         return self.tensors.get(name)

@@ -252,6 +252,15 @@ class _Quantized(Units):
             return _BY_NAME[self.format].decoded(rows).reshape(self.shape)
 
 
+def _encoded(d: Array, codes: Array, values: Array) -> Encoded:
+    """Blocks of codes and their scales ``d``, which float16 may not hold."""
+    header, kept = stored(d)
+    with np.errstate(invalid="ignore"):
+        decoded = values * kept
+    overflowed = BLOCK * int(np.count_nonzero(np.isinf(kept)))
+    return Encoded(np.concatenate([header, codes], axis=1), decoded, overflowed=overflowed)
+
+
 class _Q80(_Quantized):
     recipe = _Q80Recipe()
 
@@ -261,12 +270,7 @@ class _Q80(_Quantized):
         length = np.abs(steps)
         whole = np.floor(length)
         codes = np.copysign(whole + np.floor(2 * (length - whole)), steps).astype(np.int8)
-        header, kept = stored(d)
-        with np.errstate(invalid="ignore"):
-            decoded = codes.astype(np.float32) * kept
-        both = np.concatenate([header, codes.view(np.uint8)], axis=1)
-        overflowed = BLOCK * int(np.count_nonzero(np.isinf(kept)))
-        return Encoded(both, decoded, overflowed=overflowed)
+        return _encoded(d, codes.view(np.uint8), codes.astype(np.float32))
 
 
 class _Q40(_Quantized):
@@ -278,13 +282,8 @@ class _Q40(_Quantized):
         inverse = inverted(d)
         centre = np.where((d == 0) | (inverse != 0), np.float32(8.5), np.float32(0))
         codes = np.minimum((x * inverse + centre).astype(np.int32), 15).astype(np.uint8)
-        header, kept = stored(d)
-        with np.errstate(invalid="ignore"):
-            decoded = (codes.astype(np.float32) - 8) * kept
         low, high = codes[:, : BLOCK // 2], codes[:, BLOCK // 2 :]
-        both = np.concatenate([header, low | high << 4], axis=1)
-        overflowed = BLOCK * int(np.count_nonzero(np.isinf(kept)))
-        return Encoded(both, decoded, overflowed=overflowed)
+        return _encoded(d, low | high << 4, codes.astype(np.float32) - 8)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from streamload.codecs.llvm import Engine
 from streamload.codecs.parts import Array, Part, QuantCounts, check_source
 from streamload.codecs.scheme import Scheme, register
 from streamload.codecs.schemes.gguf import half_scale, stored
+from streamload.codecs.schemes.scaled import nearest
 from streamload.core.dtypes import BY_CODE, F16, DType
 
 #: The names of words and of scales, in place of "weight".
@@ -46,9 +47,6 @@ CODES, SCALES = "q_weight", "q_scale"
 _WORDS = 4  # of a group
 _GROUP = np.dtype([("scale", "<f2"), ("words", "<u4", _WORDS)])
 _AS_BYTES = np.dtype([("scale", "V2"), ("words", f"V{4 * _WORDS}")])  # numpy copies these faster
-#: Added to a float32, it rounds to a whole number, which is in the low bits then.
-_ROUNDS = 1.5 * 2**23
-_ROUNDS_BITS = int(np.float32(_ROUNDS).view(np.uint32))
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,7 @@ class _Recipe(Recipe):
     def encode(self, v: Vector, x: str, scalars: Sequence[str]) -> tuple[str, str]:
         divisor, d = scalars
         steps = v.op("fadd", "float", v.op("fdiv", "float", x, divisor), float(self.most))
-        rounded = v.as_bits(v.op("fadd", "float", steps, _ROUNDS))
-        code = v.op("sub", "i32", rounded, _ROUNDS_BITS)
+        code, _ = nearest(v, steps)
         code = v.select(v.op("icmp slt", "i32", code, 0), "i32", 0, code)
         code = minimum(v, "i32", code, 2 * self.most)
         value = v.convert("sitofp", "i32", v.op("sub", "i32", code, self.most), "float")

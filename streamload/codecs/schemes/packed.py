@@ -63,7 +63,7 @@ def _compressed(layouts: Layouts, module: str) -> QuantizedWeight | None:
         block = _groups_of(layouts, values, scale, rows, width)
         return QuantizedWeight("ct-fp4", f"{module}weight", members, (rows, width), (1, block), 4)
     layouts.check(scale, _FLOATS)
-    bits = _stated_bits(layouts.quantization) or 0
+    bits = _stated_bits(layouts) or 0
     return QuantizedWeight("ct-packed", f"{module}weight", members, None, (), bits)
 
 
@@ -96,14 +96,10 @@ def _with_shape(layouts: Layouts, weight: QuantizedWeight, data: bytes) -> Quant
     return replace(weight, shape=(rows, width), block=(1, block), bits=bits)
 
 
-def _stated_bits(config: Mapping[str, object]) -> int | None:
+def _stated_bits(layouts: Layouts) -> int | None:
     """The bits of packed values, where the configuration has one number for all."""
-    groups = config.get("config_groups")
-    found = set()
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(weights, Mapping) and weights.get("type", "int") == "int":
-            found.add(weights.get("num_bits"))
+    stated = (each for each in layouts.stated_weights() if each.get("type", "int") == "int")
+    found = {each.get("num_bits") for each in stated}
     bits = found.pop() if len(found) == 1 else None
     return bits if type(bits) is int and 0 < bits <= 8 else None
 

@@ -316,10 +316,7 @@ def _fitting(
 def _stated_blocks(layouts: Layouts) -> list[tuple[int, int]]:
     """The sizes of blocks in the configuration."""
     stated = [layouts.quantization.get("weight_block_size")]
-    groups = layouts.quantization.get("config_groups")
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        stated.append(weights.get("block_structure") if isinstance(weights, Mapping) else None)
+    stated += [weights.get("block_structure") for weights in layouts.stated_weights()]
     return [
         (size[0], size[1])
         for size in stated
