@@ -204,7 +204,7 @@ def _quantised(path: Path, texts: list[str], name: str) -> tuple[np.ndarray[Any,
         if not p.coding.part:
             made = coded(p.coding, p.src)
             parts = {part.suffix: report.state_dict[part.name(p.name)] for part in made.parts}
-            changed[p.name] = made.decode(parts)
+            changed[p.name] = importlib.import_module("quant_bounds").elements_of(made, parts)
     error = sum(report.errors.values(), QuantCounts()).relative
     return _embeddings(path, texts, changed)[0], nbytes, error
 

@@ -14,7 +14,6 @@ import ctypes
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -117,10 +116,6 @@ class Quantized(ABC):
                 the machine is not little-endian.
         """
 
-    @abstractmethod
-    def decode(self, parts: Mapping[str, Any]) -> Array:
-        """Decode all parts, by suffix, in numpy: float32 elements of the tensor's shape."""
-
     @property
     def numel(self) -> int:
         """Elements of the tensor."""
@@ -157,16 +152,6 @@ class Quantized(ABC):
         """Bytes of the codes of some elements from a unit's first on."""
         whole, rest = divmod(numel, self.unit_numel)
         return whole * self.unit_nbytes + -(-rest * self.unit_nbytes // self.unit_numel)
-
-    def part(self, parts: Mapping[str, Any], suffix: str) -> Array:
-        """One of the parts as an array of its dtype and shape."""
-        part = next(part for part in self.parts if part.suffix == suffix)
-        given = parts[suffix]
-        flat = np.frombuffer(
-            given if isinstance(given, np.ndarray) else memoryview(given), np.uint8
-        )
-        array: Array = flat.view(part.dtype.numpy).reshape(part.shape)
-        return array
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import needs
 import numpy as np
 import pytest
-from quant_bounds import bound
+from quant_bounds import bound, elements_of
 
 import streamload
 from streamload.codecs.scheme import SCHEMES
@@ -75,7 +75,7 @@ def test_codes_of_the_gpu(tmp_path: Path, name: str, dtype: Any) -> None:
                 part.suffix: gpu.state_dict[part.name(p.name)].cpu().numpy() for part in made.parts
             }
             whole = tensors[p.name].double().numpy()
-            error = np.abs(made.decode(parts) - whole)
+            error = np.abs(elements_of(made, parts) - whole)
             assert (error <= bound(made, parts) * (1 + 1e-5) + 1e-37).all(), p.name
             counts, expected = gpu.errors[p.name], host.errors[p.name]
             assert counts.numel == expected.numel

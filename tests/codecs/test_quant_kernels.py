@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cast_kernels_helpers import BASELINE, SCANNED, on_x86
-from quant_bounds import bound
+from quant_bounds import bound, elements_of
 from quant_kernels_helpers import BLOCKED, assert_same_counts, encoded, fitting, shaped
 
 from streamload.codecs import llvm
@@ -59,7 +59,7 @@ def test_errors_are_within_the_bound(form: Any) -> None:
             assert math.isinf(counts.largest_error)
             continue
         x = sample.x.astype(np.float32)
-        decoded = tensor.decode(parts)
+        decoded = elements_of(tensor, parts)
         assert (decoded.dtype, decoded.shape) == (np.float32, x.shape)
         errors = np.abs(x.astype(np.float64) - decoded)
         most = bound(tensor, parts)
@@ -149,7 +149,7 @@ def test_zeros(name: str) -> None:
     """Zeros stay zeros, without an error."""
     tensor = SCHEMES[name].of((3, 64), BF16)
     parts, counts = encoded(SCHEMES[name], np.zeros((3, 64), BF16.numpy), BF16)
-    assert not tensor.decode(parts).any()
+    assert not elements_of(tensor, parts).any()
     assert counts == QuantCounts(numel=192)
     assert (counts.rms, counts.relative) == (0, 0)
 

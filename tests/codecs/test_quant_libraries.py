@@ -8,6 +8,7 @@ from typing import Any
 import needs
 import numpy as np
 import pytest
+from quant_bounds import elements_of
 from quant_samples import Sample, samples
 
 from streamload.codecs.scheme import SCHEMES, Scheme
@@ -50,7 +51,7 @@ def test_gguf(name: str) -> None:
             expected = gguf.quants.quantize(sample.x.astype(np.float32), kind)
             decoded = gguf.quants.dequantize(expected, kind)
         assert np.array_equal(parts[""], expected), sample.name
-        assert np.array_equal(tensor.decode(parts), decoded, equal_nan=True), sample.name
+        assert np.array_equal(elements_of(tensor, parts), decoded, equal_nan=True), sample.name
 
 
 @pytest.mark.slow
@@ -107,7 +108,7 @@ def test_bitsandbytes_reads_it(name: str) -> None:
     state = bitsandbytes.functional.QuantState.from_dict(given, device=torch.device("cpu"))
     codes = torch.from_numpy(parts[""].copy())
     decoded = bitsandbytes.functional.dequantize_4bit(codes, state).numpy()
-    np.testing.assert_allclose(decoded, tensor.decode(parts), rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(decoded, elements_of(tensor, parts), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.slow
@@ -124,7 +125,7 @@ def test_bitsandbytes_int8() -> None:
         assert np.array_equal(parts[""], codes.numpy()), sample.name
         assert np.array_equal(parts["SCB"], statistics.numpy()), sample.name
         decoded = bitsandbytes.functional.int8_vectorwise_dequant(codes, statistics).numpy()
-        assert np.array_equal(tensor.decode(parts), decoded, equal_nan=True), sample.name
+        assert np.array_equal(elements_of(tensor, parts), decoded, equal_nan=True), sample.name
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy as sn
 from array_files import save
+from quant_bounds import elements_of
 from safetensors_files import write_safetensors
 from tinygrad import Tensor, TinyJit, Variable, dtypes, nn
 from tinygrad.helpers import GlobalCounters
@@ -42,7 +43,7 @@ def quantised(format: str, rows: int, width: int, seed: int = 0) -> tuple[Arrays
         part.suffix: np.frombuffer(found[part.suffix], part.dtype.numpy).reshape(part.shape)
         for part in form.parts
     }
-    return shaped, form.decode(shaped)
+    return shaped, elements_of(form, shaped)
 
 
 def fill(layer: QuantLinear, parts: Arrays) -> QuantLinear:

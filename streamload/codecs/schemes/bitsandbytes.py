@@ -306,21 +306,6 @@ class _Blocks(Units):
         nested = {".absmax": codes, ".nested_absmax": scales}
         return {**nested, **self.constants(float(offset))}
 
-    def _absmax(self, parts: Mapping[str, Any]) -> Array:
-        found = self.part(parts, ".absmax")
-        if not self.nested:
-            return found
-        scales = self.part(parts, ".nested_absmax")
-        offset = np.float32(json.loads(bytes(self.part(parts, self._state)))["nested_offset"])
-        return dynamic.decoded(found, scales) + offset
-
-    def decode(self, parts: Mapping[str, Any]) -> Array:
-        packed = self.part(parts, "").reshape(-1)
-        codes = np.stack([packed >> 4, packed & 15], axis=1).reshape(-1)[: self.numel]
-        values = np.array(VALUES[self.kind], np.float32)[codes]
-        decoded: Array = values * np.repeat(self._absmax(parts), self.block)[: self.numel]
-        return decoded.reshape(self.shape)
-
 
 @dataclass(frozen=True)
 class FourBit(Scheme):

@@ -18,7 +18,7 @@ Recognition follows ``Linear8bitLt._save_to_state_dict`` in bitsandbytes/nn/modu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,12 +119,6 @@ class _Rows(Rows):
 
     def constants(self, offset: float = 0.0) -> dict[str, Array]:
         return {"weight_format": np.zeros(1, np.uint8)}
-
-    def decode(self, parts: Mapping[str, Any]) -> Array:
-        codes, statistics = self.by_rows(parts, "SCB")
-        with np.errstate(invalid="ignore"):
-            decoded: Array = codes * statistics * STEP
-        return decoded
 
 
 class _Int8(Scheme):

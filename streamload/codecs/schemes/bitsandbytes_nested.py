@@ -101,10 +101,3 @@ def _searched(x: Array) -> Array:
     down = np.where(x < (table[below] + value) * half, below, pivot)
     found: Array = np.where(x > value, up, down).astype(np.uint8)
     return found
-
-
-def decoded(codes: Array, scales: Array) -> Array:
-    """Codes to float32 values."""
-    each = np.repeat(scales, BLOCK)[: codes.size]
-    values: Array = dynamic_map()[codes] * each
-    return values

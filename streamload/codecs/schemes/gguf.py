@@ -23,9 +23,8 @@ A d beyond float16 is stored as infinity, as there: the block's elements count a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -245,11 +244,6 @@ class _Quantized(Units):
         """The rows of blocks, as bytes: GGUF's own form."""
         *rows, last = self.shape
         return (Part("", BY_CODE["U8"], (*rows, last // BLOCK * self.unit_nbytes)),)
-
-    def decode(self, parts: Mapping[str, Any]) -> Array:
-        rows = self.part(parts, "").reshape(-1, self.unit_nbytes)
-        with np.errstate(invalid="ignore"):
-            return _BY_NAME[self.format].decoded(rows).reshape(self.shape)
 
 
 def _encoded(d: Array, codes: Array, values: Array) -> Encoded:

@@ -19,9 +19,8 @@ adds in float16, here it is float32: where that rounds differently, the code her
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -116,15 +115,6 @@ class _Groups(Units):
         overflowed = self.unit_numel * int(np.count_nonzero(np.isinf(kept)))
         return Encoded(both, decoded, overflowed=overflowed)
 
-    def decode(self, parts: Mapping[str, Any]) -> Array:
-        groups = np.frombuffer(memoryview(parts[""]), _GROUP)
-        shifts = self.bits * np.arange(32 // self.bits, dtype=np.uint32)
-        codes = groups["words"][:, :, None] >> shifts & (2**self.bits - 1)
-        steps = codes.reshape(self.units, -1).astype(np.float32) - self.recipe.most
-        with np.errstate(invalid="ignore"):
-            found: Array = steps * groups["scale"][:, None].astype(np.float32)
-        return found.reshape(self.shape)
-
 
 @dataclass(frozen=True)
 class _Weight(Quantized):
@@ -186,25 +176,6 @@ class _Weight(Quantized):
 
     def encoder(self, src: DType, engine: Engine = "auto") -> _Encoder:
         return _Encoder(self, src, engine)
-
-    def decode(self, parts: Mapping[str, Any]) -> Array:
-        return self._cut(self.groups.decode({"": self._joined(parts)}))
-
-    def _joined(self, parts: Mapping[str, Any]) -> Array:
-        """Scales and words by group, as bytes."""
-        words = np.frombuffer(memoryview(parts[""]), "<u4")
-        if self.is_transposed:
-            strips, rows, _ = self.shape
-            words = words.reshape(strips, _WORDS, rows).transpose(0, 2, 1)
-        found = np.empty(self.group_count, _GROUP)
-        found["words"] = words.reshape(-1, _WORDS)
-        found["scale"] = np.frombuffer(memoryview(parts[SCALES]), "<f2")
-        return found.view(np.uint8)
-
-    def _cut(self, groups: Array) -> Array:
-        """Elements without those that fill short groups."""
-        rows = groups.reshape(-1, self.row_groups * self.group_numel)
-        return rows[:, : self.shape[-1]].reshape(self.shape)
 
 
 class _Encoder(Encoder):

@@ -7,7 +7,6 @@ Sources: ``pack_to_int32`` in compressed_tensors/compressors/pack_quantized, ver
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np

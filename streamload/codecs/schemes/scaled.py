@@ -18,7 +18,7 @@ product is a midpoint of the target, or a number of it that the exact product is
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,11 +98,6 @@ class Rows(Units):
         """See `Quantized.device_parts`."""
         return (self.parts[1].suffix,)
 
-    def by_rows(self, parts: Mapping[str, Any], scales: str) -> tuple[Array, Array]:
-        """The codes as float32, and the statistics, with as many axes."""
-        codes = self.part(parts, "").astype(np.float32)
-        return codes, self.part(parts, scales).reshape(-1, *(1,) * (len(self.shape) - 1))
-
 
 class _Int8Rows(Rows):
     @property
@@ -119,11 +114,6 @@ class _Int8Rows(Rows):
             steps = x / np.where(scales == 0, np.float32(np.inf), scales)[:, None]
         codes = np.rint(np.clip(steps, -127, 127))
         return Encoded(codes.astype(np.int8), codes * scales[:, None], scales)
-
-    def decode(self, parts: Mapping[str, Any]) -> Array:
-        codes, scales = self.by_rows(parts, "_scale")
-        decoded: Array = codes * scales
-        return decoded
 
 
 class _Int8(Scheme):
