@@ -112,9 +112,10 @@ def make_cast(
         if kernel is None:
             return CastCounts(*cast_bytes(src, dst, data, out, clamp=clamp))
         # the exports keep both memories in place until the call is over
-        places = np.frombuffer(data, np.uint8), np.frombuffer(out, np.uint8)
+        source, target = np.frombuffer(data, np.uint8), ctypes.c_char.from_buffer(out)
         tally = _Tally()
-        kernel(*(place.__array_interface__["data"][0] for place in places), numel, tally)
+        address = source.__array_interface__["data"][0]
+        kernel(address, ctypes.addressof(target), numel, tally)
         overflowed, flushed, changed = tally
         return CastCounts(overflowed, flushed, changed - overflowed - flushed)
 
