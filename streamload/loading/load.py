@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -335,12 +336,14 @@ def _as_held(
         return checkpoint, read
     read = replace(read, changes=changes_of(checkpoint, given["transform"], given["adapters"]))
     every = TensorRequests.every(checkpoint)
+    pieces = Counter(name for names in fills.values() for name in names)
     weights = {
         name: (info, format)
         for info, format in zip(every.infos, read.quant.formats(checkpoint, every), strict=True)
         if isinstance(info, Packed) and info.group.kind == format
         if info.name not in read.changes.by_tensor
-        for name in fills[info.name]
+        for name in fills.get(info.name, ())
+        if pieces[name] == 1
     }
     swap = owner.swap(model, {name: format for name, (_, format) in weights.items()})
     blocks = {

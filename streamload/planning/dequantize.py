@@ -56,7 +56,7 @@ def asked_by_model(
     for tensor, group in checkpoint.members.items():
         if group.kind not in PACKED:
             continue
-        for name in fills[tensor]:
+        for name in fills.get(tensor, ()):
             parameter = by_name.get(name)
             if tensor != group.values.name:
                 packed.update([group.name] if parameter is not None else [])

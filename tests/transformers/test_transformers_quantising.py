@@ -157,6 +157,21 @@ def test_blocks_of_gguf_stay_as_they_are_in_modules(tmp_path: Path, family: str)
     assert error(logits(model), logits(load(path))) < 1e-3
 
 
+def test_stored_blocks_of_two_weights_are_not_joined(tmp_path: Path) -> None:
+    """A parameter of rows of both is refused for what it is, with the line that leaves it."""
+    import streamload
+
+    write_model(tmp_path / "in", "llama")
+    convert(tmp_path / "in", tmp_path / "out", to="gguf", quant="q8_0", progress=False)
+    (path,) = (tmp_path / "out").glob("*.gguf")
+    a, b = (f"model.layers.{n}.mlp.up_proj.weight" for n in range(2))
+    model = torch.nn.ModuleDict({"joined": torch.nn.Linear(64, 96, bias=False)})
+    rows = [streamload.RowRange(a, 0, 48), streamload.RowRange(b, 48, 96)]
+    given = {"mapping": {"joined.weight": rows}, "strict": False, "progress": False}
+    with pytest.raises(UnsupportedCastError, match=r'quant=\{"model'):
+        streamload.load_state_dict(model, path, quant="q8_0", **given)
+
+
 def test_a_budget_of_the_codes_is_enough(tmp_path: Path) -> None:
     """The plan counts codes; without quant= it does not fit, and "auto" finds what does."""
     make(tmp_path, "Llama")
