@@ -189,7 +189,8 @@ def swapping(model: Any, formats: Mapping[str, str]) -> Swap:
     coded = {name: CodedWeight(form, shapes[name]) for name, form in replaced.items()}
     owners = {prefix: type(obj).__name__ for prefix, obj in walk(model, Tensor)}
     others = (name for name in formats if name in tensors and name not in coded)
-    refused = {name: owners["".join(name.rpartition(".")[:2])] for name in others}
+    plain = type(model).__name__  # of a flat dict, whose names may have dots
+    refused = {name: owners.get("".join(name.rpartition(".")[:2]), plain) for name in others}
     return Swap(coded, put, 0, "tinygrad's nn.Linear", refused)
 
 
