@@ -301,11 +301,7 @@ class Pair:
     dtype: DType
     shape: tuple[int, ...]
     codes: Pair | None
-    _values: ValueComparison = field(init=False)
-
-    def __post_init__(self) -> None:
-        payloads = self.expected.coding is not None or self.dtype is self.left.dtype
-        self._values = ValueComparison(self.dtype, self.right.dtype, payloads)
+    _values: ValueComparison | None = field(init=False, default=None)
 
     @property
     def _part(self) -> str:
@@ -362,6 +358,9 @@ class Pair:
         src, right = self._read_as, self.right.dtype
         if src is self.dtype is right and np.array_equal(x, y):
             return
+        if self._values is None:
+            payloads = self.expected.coding is not None or self.dtype is self.left.dtype
+            self._values = ValueComparison(self.dtype, right, payloads)
         for start, stop in cut(0, len(x) * 8 // src.bits, PART_NUMEL):
             # copies: numpy is only fast, or right, on aligned elements
             part = x[src.nbytes(start) : src.nbytes(stop)].copy()
@@ -372,7 +371,9 @@ class Pair:
 
     def difference(self) -> TensorDifference | None:
         """The difference that was found, or None."""
-        right, values = self.right, self._values.difference(math.prod(self.shape), self.shape)
+        right, values = self.right, None
+        if self._values is not None:
+            values = self._values.difference(math.prod(self.shape), self.shape)
         same_dtype, same_shape = self.dtype is right.dtype, self.shape == right.shape
         if values is None and same_shape and same_dtype:
             return None

@@ -233,11 +233,13 @@ class _Archive:
         if not numel:
             return TensorInfo(name, dtype, shape, self.file.path, entry.start, entry.start), None
         axes = _axes(shape, tensor.strides)
-        stop = at + (sum((n - 1) * stride for n, stride in axes) + 1) * dtype.itemsize
+        follows = axes in ([], [(numel, 1)])
+        last = numel - 1 if follows else sum((n - 1) * stride for n, stride in axes)
+        stop = at + (last + 1) * dtype.itemsize
         if stop > entry.stop:
             expected = f"{entry.nbytes} bytes of data/{storage.key}"
             raise fail("leads out of its storage", expected, f"its end at {stop - entry.start}")
-        if axes in ([], [(numel, 1)]):
+        if follows:
             return TensorInfo(name, dtype, shape, self.file.path, at, stop), None
         lengths, steps = zip(*axes, strict=True)
         steps = tuple(step * dtype.itemsize for step in steps)
