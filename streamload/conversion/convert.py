@@ -449,10 +449,10 @@ class _Conversion:
         self._check_source()
         for file in self._plan.files:
             disk.extend(self.destination.root, f"{OUT}/{file.path}", file.nbytes)
-        if self._plan.wants_sums:  # of what an earlier call wrote, nothing is known yet
-            for path in {file.path for file in self._plan.files} - writer.sums.keys():
-                writer.sums[path] = disk.file_sum(self.destination.out / path)
-        return writer.read_nbytes, writer.sums
+        paths = [file.path for file in self._plan.files] if self._plan.wants_sums else []
+        sums = writer.sums  # not of files that an earlier call wrote
+        sums = {p: sums.get(p) or disk.file_sum(self.destination.out / p) for p in paths}
+        return writer.read_nbytes, sums
 
     def _by_key(self, journal: Journal) -> dict[str, Finished]:
         """All tensors by their keys, when all are finished."""

@@ -12,15 +12,17 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from streamload.checkpoint.digests import SIDECAR, Digest, Digests, digest_of
 from streamload.checkpoint.open import Checkpoint, CheckpointLike, open_checkpoint, opened
-from streamload.checkpoint.shards import Room
+from streamload.checkpoint.shards import Room, open_shard
 from streamload.codecs.stored import by_weight
 from streamload.core.location import Location, Url
 from streamload.core.memory import first_that_fits
@@ -30,12 +32,14 @@ from streamload.core.tensors import TensorInfo
 from streamload.core.units import format_bytes, format_table
 from streamload.devices.base import Device, Framework, Parameter
 from streamload.devices.names import framework, framework_of
-from streamload.errors import CheckpointError, printable
+from streamload.errors import CheckpointError, TruncatedFileError, printable
+from streamload.files.guard import Guard
+from streamload.files.header import open_regular
 from streamload.loading.report import LoadReport
 from streamload.planning.dequantize import dequantized
 from streamload.planning.placement import Placement
 from streamload.planning.quant_policy import coded
-from streamload.verification.diff import reads, shards_of, tensors_text, way, weights
+from streamload.verification.diff import shards_of, tensors_text, way, weights
 from streamload.verification.difference import shape_text
 from streamload.verification.reference import Expected, Read
 
@@ -100,25 +104,21 @@ def verify(
     out = []
     done = 0
     parts: dict[str, bytes] = {}  # of quantized weights, by name: their codes come first
-    with shards_of(checkpoint, "pread") as files:
-        read = reads(files, block_nbytes)
-        for placement, device, buffer in _buffers(report, model):
-            at = 0
-            found = partial(device.read, buffer)
-            for expected in _blocks(
-                placement, checkpoint, report, read, block_nbytes, parts, found
-            ):
-                there = found(at, at + len(expected))
-                element = _first_difference(placement, expected, there)
-                if element is not None:
-                    n = placement.dst.itemsize
-                    where = slice(element * n, (element + 1) * n)
-                    hexes = expected[where].hex(), there[where].hex()
-                    out.append(Mismatch(placement.name, at // n + element, *hexes))
-                    break
-                at += len(expected)
-                done += len(expected)
-                progress(done)
+    for placement, device, buffer in _buffers(report, model):
+        at = 0
+        found = partial(device.read, buffer)
+        for expected in _blocks(placement, checkpoint, report, block_nbytes, parts, found):
+            read = found(at, at + len(expected))
+            element = _first_difference(placement, expected, read) if read != expected else None
+            if element is not None:
+                n = placement.dst.itemsize
+                where = slice(element * n, (element + 1) * n)
+                hexes = expected[where].hex(), read[where].hex()
+                out.append(Mismatch(placement.name, at // n + element, *hexes))
+                break
+            at += len(expected)
+            done += len(expected)
+            progress(done)
     return out
 
 
@@ -126,7 +126,6 @@ def _blocks(
     p: Placement,
     checkpoint: Checkpoint,
     report: LoadReport,
-    read: Read,
     block_nbytes: int,
     parts: dict[str, bytes],
     found: Callable[[int, int], bytes],
@@ -139,11 +138,12 @@ def _blocks(
     dtype, on_cuda = p.dst if p.coding is None else p.src, p.cast == "device"
     out_of_range = report.plan.out_of_range
     expected = Expected(sources, dtype, out_of_range, p.transpose, p.coding, on_cuda)
-    if p.coding is None:
-        nbytes = block_nbytes // 2 if p.src.is_packed else block_nbytes
-        yield from (expected.cast(data).tobytes() for data in expected.values(read, nbytes))
-        return
-    yield from expected.codes(read, block_nbytes // 8, found)
+    with _plain_reads(checkpoint) as read:
+        if p.coding is None:
+            nbytes = block_nbytes // 2 if p.src.is_packed else block_nbytes
+            yield from (expected.cast(data).tobytes() for data in expected.values(read, nbytes))
+            return
+        yield from expected.codes(read, block_nbytes // 8, found)
     of = {part.suffix: part.name(p.name) for part in coded(p.coding, p.src).parts}
     parts.update({of[suffix]: bytes(data) for suffix, data in expected.parts.items()})
 
@@ -204,8 +204,6 @@ def _of_state(
 
 
 def _first_difference(p: Placement, expected: bytes, found: bytes) -> int | None:
-    if expected == found:
-        return None
     left, right = (np.frombuffer(data, f"V{p.dst.itemsize}") for data in (expected, found))
     differs = left != right
     if p.src is not p.dst and p.coding is None:
@@ -214,6 +212,44 @@ def _first_difference(p: Placement, expected: bytes, found: bytes) -> int | None
             differs &= ~(np.isnan(values) & np.isnan(read))
     where = np.flatnonzero(differs)
     return int(where[0]) if len(where) else None
+
+
+@contextmanager
+def _plain_reads(checkpoint: Checkpoint) -> Iterator[Read]:
+    """Reads of a checkpoint's files, each opened once; an error if one changes."""
+    with ExitStack() as stack:
+
+        @cache
+        def opened(shard: Location) -> Callable[[int, int], bytes]:
+            header = checkpoint.headers[shard]
+            if not isinstance(shard, Path) or header.views:
+                reader = stack.enter_context(open_shard(header))
+
+                def fetch(start: int, nbytes: int) -> bytes:
+                    data = bytearray(min(nbytes, reader.nbytes - start))
+                    reader.read_into(start, memoryview(data))
+                    return bytes(data)
+
+                return fetch
+            file = stack.enter_context(open_regular(shard))
+            guard = Guard(file, shard, header.state, refusal="none is needed")
+
+            def read(start: int, nbytes: int) -> bytes:
+                with guard:
+                    file.seek(start)
+                    return file.read(nbytes)
+
+            return read
+
+        @contextmanager
+        def read_tensor(info: TensorInfo, start: int, stop: int) -> Iterator[memoryview]:
+            data = opened(info.shard)(start, stop - start)
+            if (end := start + len(data)) < stop:
+                problem = "the file ended"
+                raise TruncatedFileError(info.shard, problem, stop, end, tensor=info.name)
+            yield memoryview(data)
+
+        yield read_tensor
 
 
 # --- a checkpoint against its sidecar -------------------------------------------------------------

@@ -20,7 +20,6 @@ import streamload
 from streamload import RowRange, Source, open_checkpoint
 from streamload.core.tensors import RowTranspose
 from streamload.planning.quant_policy import coded
-from streamload.verification.diff import reads, shards_of
 from streamload.verification.verify import Mismatch, _blocks, verify
 
 TENSORS = {
@@ -240,11 +239,7 @@ def test_codes_of_cuda_are_those_of_a_near_reciprocal(tmp_path: Path, format: st
         beside: dict[str, bytes] = {}
         placed = replace(p, cast="device")
         read = lambda start, stop: there[start:stop]  # noqa: E731
-        checkpoint = open_checkpoint(path)
-        with shards_of(checkpoint, "pread") as files:
-            of_files = reads(files, 2**19)
-            blocks = _blocks(placed, checkpoint, report, of_files, 2**19, beside, read)
-            made = b"".join(blocks)
+        made = b"".join(_blocks(placed, open_checkpoint(path), report, 2**19, beside, read))
         assert len(beside) == len(made_parts)
         return made
 
