@@ -124,7 +124,7 @@ def quality(options: Options) -> Section:
     texts = list(_sentences())
     full, whole_nbytes = _embeddings(path, texts, None)
     for name in SCHEMES:
-        found, nbytes, error = _quantised(path, texts, name)
+        found, nbytes, error = _quantized(path, texts, name)
         cosines = (full * found).sum(axis=1)
         section.rows.append(
             {
@@ -193,7 +193,7 @@ def _embeddings(
     return np.concatenate(out), nbytes
 
 
-def _quantised(path: Path, texts: list[str], name: str) -> tuple[np.ndarray[Any, Any], int, float]:
+def _quantized(path: Path, texts: list[str], name: str) -> tuple[np.ndarray[Any, Any], int, float]:
     """The same with quantised weights: embeddings, bytes of all parts, and the error."""
     report = streamload.load_state_dict(None, path, device="host", quant=name, progress=False)
     changed, nbytes = {}, 0

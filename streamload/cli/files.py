@@ -30,7 +30,7 @@ QuantOption = Annotated[
         "PATTERN=FORMAT (or =none) by tensor name; repeatable.",
     ),
 ]
-QuantisedOption = Annotated[
+QuantizedOption = Annotated[
     list[str] | None,
     flags.option(
         "FORMAT",
@@ -64,7 +64,7 @@ def verify(
     key: flags.KeyOption = None,
     like: flags.LikeOption = None,
     dtype: BecameOption = None,
-    quant: QuantisedOption = None,
+    quant: QuantizedOption = None,
     out_of_range: flags.OutOfRangeOption = "inf",
     rename: RenamedOption = None,
     select: flags.SelectOption = None,
@@ -112,7 +112,7 @@ def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, as PATH of inspect.")],
     second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
     dtype: BecameOption = None,
-    quant: QuantisedOption = None,
+    quant: QuantizedOption = None,
     out_of_range: flags.OutOfRangeOption = "inf",
     rename: RenamedOption = None,
     select: flags.SelectOption = None,

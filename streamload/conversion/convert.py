@@ -46,7 +46,7 @@ from streamload.errors import CheckpointError
 from streamload.files import remote
 from streamload.files.guard import FileState
 from streamload.files.header import SAFETENSORS, unreadable
-from streamload.loading.report import Clock, quantised_text, warn_of_overflow
+from streamload.loading.report import Clock, quantized_text, warn_of_overflow
 from streamload.planning.dequantize import as_in_models, asked, dequantized
 from streamload.planning.partition import Node
 from streamload.planning.quant_policy import QuantArgument, coded
@@ -134,7 +134,7 @@ class ConvertReport:
                 )
             )
         if self.errors:
-            rows.append(("quantised", quantised_text(self.errors)))
+            rows.append(("quantised", quantized_text(self.errors)))
         if self.verified:
             rows.append(("verified", f"{tensors} tensors, read back"))
         rows += [("note", note) for note in self.plan.notes]

@@ -189,7 +189,7 @@ class LoadReport:
             said = f"{total.overflowed} overflowed, {total.flushed} flushed to zero"
             rows.append(("cast", f"{said}, {total.rounded} rounded"))
         if self.errors:
-            rows.append(("quantised", quantised_text(self.errors)))
+            rows.append(("quantised", quantized_text(self.errors)))
         rows += [
             (
                 f"node {node.node}",
@@ -216,7 +216,7 @@ def _plain(value: Any) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else asdict(value)
 
 
-def quantised_text(errors: Mapping[str, QuantCounts]) -> str:
+def quantized_text(errors: Mapping[str, QuantCounts]) -> str:
     """The error of all that was quantised, and of what lost most."""
     whole = sum(errors.values(), QuantCounts())
     worst = max(errors, key=lambda name: errors[name].relative)

@@ -381,7 +381,7 @@ def parts_of(
         UnsupportedCastError: the weight cannot be in the format, or is dequantized.
     """
     info = checkpoint.tensors[want.source[0].tensor]
-    made = quantised_of(info, want.shape, src, name)
+    made = quantized_of(info, want.shape, src, name)
     if why := _unaligned(want, made):
         path = info.shard
         raise UnsupportedCastError(src.name, name, reason=why, tensor=info.name, path=path)
@@ -398,7 +398,7 @@ def parts_of(
         )
 
 
-def quantised_of(info: TensorInfo, shape: tuple[int, ...], src: DType, name: str) -> Quantized:
+def quantized_of(info: TensorInfo, shape: tuple[int, ...], src: DType, name: str) -> Quantized:
     """The quantized weight of a tensor; ``info`` is for messages.
 
     Raises:
@@ -417,8 +417,8 @@ def quantised_of(info: TensorInfo, shape: tuple[int, ...], src: DType, name: str
 def codings_of(
     info: TensorInfo, shape: tuple[int, ...], src: DType, name: str
 ) -> Sequence[tuple[Part, Coding]]:
-    """The parts of a weight and their codings on the host; see `quantised_of` for errors."""
-    quantised_of(info, shape, src, name)
+    """The parts of a weight and their codings on the host; see `quantized_of` for errors."""
+    quantized_of(info, shape, src, name)
     return _codings(name, shape, src, of_rows=False, in_order=False)
 
 

@@ -48,7 +48,7 @@ _INSTEAD: Mapping[str, str] = {
     "use_kernels": "load, and then call model.set_use_kernels(True)",
 }
 #: Arguments for bitsandbytes' formats, and ours.
-_QUANTISING = {"load_in_8bit": 'quant="int8"', "load_in_4bit": 'quant="nf4"'}
+_QUANTIZING = {"load_in_8bit": 'quant="int8"', "load_in_4bit": 'quant="nf4"'}
 #: Files and indexes of torch.save's weights in a folder; and with a variant.
 _TORCH_FILES = (
     ("pytorch_model.bin.index.json", "pytorch_model.bin.index.{}.json"),
@@ -95,7 +95,7 @@ def translated(
         fits = "a pipeline fits as a whole: leave it out"
         streams = f"{_FROM_FILES}: write offload=True"
         raise _unknown("offload_folder", streams if "offload" in known else fits)
-    for name, instead in _QUANTISING.items():
+    for name, instead in _QUANTIZING.items():
         if not _is_given(rest.get(name)):
             rest.pop(name, None)
         elif "quant" in known:

@@ -97,7 +97,7 @@ class Prepared:
         if wanted.config is not None or wanted.changes:  # what it needs to run follows from it, too
             checkpoint = replace(checkpoint, config=config.to_dict())
         config.name_or_path = name
-        quantised = quantised_as(checkpoint, config, wanted.quantization)
+        quantised = quantized_as(checkpoint, config, wanted.quantization)
         dtypes = Dtypes.choose(checkpoint, config, dtype, options, devices)
         mapping, quantizer = wanted.key_mapping, None
         if quantised is not None:
@@ -173,7 +173,7 @@ class Prepared:
         as_coded(self.model, getattr(self.model, "hf_quantizer", None))
 
 
-def quantised_as(checkpoint: Checkpoint, config: Any, asked: Any) -> QuantizedCheckpoint | None:
+def quantized_as(checkpoint: Checkpoint, config: Any, asked: Any) -> QuantizedCheckpoint | None:
     """How a model is quantised: as its checkpoint is, else as `asked`; None for neither."""
     stored = CodedCheckpoint.of(checkpoint, config) or QuantizedCheckpoint.of(
         checkpoint, config, asked

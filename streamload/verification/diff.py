@@ -186,7 +186,7 @@ def diff(
     formats = formats.leaving(_left(second)) if formats else formats
     named, _, _ = sources(first, None, rename)
     infos = {name: first.tensors[source.rows[0].tensor] for name, source in named.items()}
-    wants = _quantised(first, formats, infos) if formats else None
+    wants = _quantized(first, formats, infos) if formats else None
     if wants is not None:
         infos = dict(zip(wants.names, wants.infos, strict=True))
     block_nbytes, kind = way([first, second], wants)
@@ -271,7 +271,7 @@ def _left(converted: Checkpoint) -> list[str]:
     return [each for each in left if isinstance(each, str)] if isinstance(left, list) else []
 
 
-def _quantised(
+def _quantized(
     checkpoint: Checkpoint, formats: QuantPolicy, infos: Mapping[str, TensorInfo]
 ) -> TensorRequests:
     """The tensors that the first checkpoint becomes, by their names in the second."""

@@ -545,7 +545,7 @@ def test_neighbours_that_are_no_scale(tmp_path: Path) -> None:
         ({"hidden_size": 64}, None),
     ],
 )
-def test_float8_in_a_quantised_checkpoint(
+def test_float8_in_a_quantized_checkpoint(
     tmp_path: Path, config: dict[str, object], scale: str | None
 ) -> None:
     """A config that says quantised is enough for floats of 8 bits and fewer, and for no other."""

@@ -428,7 +428,7 @@ def test_bad_scales_are_one_error(tmp_path: Path, what: tuple[str, Sample, str, 
         assert str(caught.value.path).endswith("0.safetensors")
 
 
-def test_what_cannot_be_dequantised_says_so(tmp_path: Path) -> None:
+def test_what_cannot_be_dequantized_says_so(tmp_path: Path) -> None:
     """Other targets, other layouts and functions are refused before anything is read."""
     path = write(tmp_path / "in", [dequant_samples.fp8()])
     for dtype in ("float64", {"l.0.q.weight": "float8_e5m2"}):
@@ -553,7 +553,7 @@ def test_planned_for_cuda(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block_nbytes", [None, 4096])
-def test_diff_sees_what_dequantising_gives(
+def test_diff_sees_what_dequantizing_gives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_nbytes: int | None
 ) -> None:
     """A conversion is equal to what numpy makes of the values, and one element is enough."""

@@ -27,7 +27,7 @@ from streamload.core.dtypes import BF16, F16, F32, DType
 BASE = 0x7F_0000_0000
 
 
-def quantised_there(
+def quantized_there(
     name: str,  # of the format
     src: DType,  # dtype of ``x``
     x: Array,  # the tensor
@@ -71,7 +71,7 @@ def test_kernels_equal_the_oracle(name: str) -> None:
     for sample in samples(24, columns=32 if name in BLOCKED else 1):
         x = sample.x
         x = shaped(name, x)
-        found = quantised_there(name, sample.src, x)
+        found = quantized_there(name, sample.src, x)
         assert_same(found, by_oracle(name, sample.src, x), sample.name)
 
 
@@ -81,7 +81,7 @@ def test_any_grid(name: str) -> None:
     random = np.random.default_rng(4)
     for grid, src in ((1, BF16), (3, F16), (12, F32)):
         x = random.standard_normal((11, 192)).astype(np.float32).astype(src.numpy)
-        assert_same(quantised_there(name, src, x, grid=grid), by_oracle(name, src, x), name)
+        assert_same(quantized_there(name, src, x, grid=grid), by_oracle(name, src, x), name)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -89,7 +89,7 @@ def test_any_grid(name: str) -> None:
 def test_warps_that_come_apart(name: str, ahead: Ahead) -> None:
     """In whatever order warps run, maxima and sums are those of all."""
     x = np.random.default_rng(5).standard_normal((5, 320)).astype(np.float16)
-    assert_same(quantised_there(name, F16, x, ahead=ahead), by_oracle(name, F16, x), name)
+    assert_same(quantized_there(name, F16, x, ahead=ahead), by_oracle(name, F16, x), name)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -98,7 +98,7 @@ def test_counts_are_added(name: str) -> None:
     x = np.random.default_rng(6).standard_normal((4, 64)).astype(np.float32)
     x[0, 0], x[1, 1] = np.nan, np.inf
     before = Tally(0x7F000000, 1, 2.0, 4.0, 10, 20, 30)
-    _, _, counts = quantised_there(name, F32, x, tally=bytes(before))
+    _, _, counts = quantized_there(name, F32, x, tally=bytes(before))
     _, _, plain = by_oracle(name, F32, x)
     assert counts.largest_error == float(np.uint32(0x7F000000).view(np.float32))
     assert counts.squared == pytest.approx(plain.squared + 4)
@@ -112,14 +112,14 @@ def test_counts_are_added(name: str) -> None:
 def test_short_blocks(kind: Any, numel: int) -> None:
     """A short last block is as others; an odd code is followed by that of 0."""
     x = np.random.default_rng(numel).standard_normal(numel).astype(np.float32).astype(BF16.numpy)
-    assert_same(quantised_there(kind, BF16, x), by_oracle(kind, BF16, x), kind)
+    assert_same(quantized_there(kind, BF16, x), by_oracle(kind, BF16, x), kind)
 
 
 def test_the_host_has_other_codes() -> None:
     """Where bitsandbytes' CPU and CUDA kernels differ, so do ours: blocks of zeros, for one."""
     zeros = np.zeros((1, 64), np.float32)
     host, _ = encoded(SCHEMES["nf4"], zeros, F32)
-    assert (set(host[""]), set(quantised_there("nf4", F32, zeros)[0])) == ({0x77}, {0})
+    assert (set(host[""]), set(quantized_there("nf4", F32, zeros)[0])) == ({0x77}, {0})
 
 
 def test_blocks() -> None:

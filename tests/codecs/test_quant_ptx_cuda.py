@@ -49,7 +49,7 @@ def kernel(name: str, src: DType) -> int:
     return load_function(cuda._driver(), "cuda:0", ptx, SYMBOL).handle
 
 
-def quantised_there(
+def quantized_there(
     gpu: Gpu, name: str, src: DType, x: Array, grid: int | None = None
 ) -> tuple[bytes, Array, QuantCounts]:
     """Codes, statistics and counts of a kernel; nothing else may be written."""
@@ -80,7 +80,7 @@ def test_kernels_equal_the_oracle(gpu: Gpu, name: str) -> None:
     for sample in samples(columns=32 if name in BLOCKED else 1):
         x = sample.x
         x = shaped(name, x)
-        found = quantised_there(gpu, name, sample.src, x)
+        found = quantized_there(gpu, name, sample.src, x)
         assert_same(found, by_oracle(name, sample.src, x), name, sample.name)
 
 
@@ -91,7 +91,7 @@ def test_large_tensors(gpu: Gpu, kernel_of: tuple[str, DType]) -> None:
     x = np.random.default_rng(1).standard_normal((1021, 1056)).astype(np.float32).astype(src.numpy)
     expected = by_oracle(name, src, x)
     for grid in (None, 1, 7, 2048):
-        assert_same(quantised_there(gpu, name, src, x, grid), expected, name, str(grid))
+        assert_same(quantized_there(gpu, name, src, x, grid), expected, name, str(grid))
 
 
 def _torched(torch: Any, sample: Sample) -> Any:
@@ -110,7 +110,7 @@ def test_bitsandbytes_4_bit(gpu: Gpu, kind: Any) -> None:
     for sample in samples(non_finite=False):
         given = _torched(torch, sample)
         packed, state = bitsandbytes.functional.quantize_4bit(given, blocksize=64, quant_type=kind)
-        codes, absmax, _ = quantised_there(gpu, kind, sample.src, sample.x)
+        codes, absmax, _ = quantized_there(gpu, kind, sample.src, sample.x)
         assert codes == packed.cpu().numpy().tobytes(), sample.name
         assert np.array_equal(absmax, state.absmax.cpu().numpy()), sample.name
 
@@ -142,7 +142,7 @@ def test_bitsandbytes_int8(gpu: Gpu) -> None:
         if not half.isfinite().all():
             continue
         codes, statistics, _ = bitsandbytes.functional.int8_vectorwise_quant(half)
-        found = quantised_there(gpu, "bitsandbytes-int8", sample.src, x)
+        found = quantized_there(gpu, "bitsandbytes-int8", sample.src, x)
         assert found[0] == codes.cpu().numpy().tobytes(), sample.name
         assert np.array_equal(found[1], statistics.cpu().numpy()), sample.name
 

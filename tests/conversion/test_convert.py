@@ -550,7 +550,7 @@ def test_two_tensors_of_one_name(source: Path, tmp_path: Path) -> None:
         quiet(source, tmp_path / "out", rename={"model.norm.weight": "__metadata__"})
 
 
-def test_quantised_values_keep_their_dtype(tmp_path: Path) -> None:
+def test_quantized_values_keep_their_dtype(tmp_path: Path) -> None:
     """Values are not cast without their scale; nothing narrows to 8 bits."""
     tensors = {"a.weight": ("F8_E4M3", (4,), bytes(4)), "a.weight_scale": ("F32", (1,), bytes(4))}
     write_safetensors(tmp_path / "in" / SINGLE, tensors)

@@ -67,7 +67,7 @@ def of_no_class(path: Path) -> None:
 @pytest.mark.parametrize(
     "kills", [2, pytest.param(40, marks=pytest.mark.slow)], ids=["few", "many"]
 )
-def test_killed_while_it_quantises(start: Start, tmp_path: Path, kills: int) -> None:
+def test_killed_while_it_quantizes(start: Start, tmp_path: Path, kills: int) -> None:
     """Weights whose parts are not all there are begun again, with the bytes of a whole run."""
     options: dict[str, object] = {"quant": "nf4-nested", "max_shard_size": "2MB"}
     path = tmp_path / "in"

@@ -326,7 +326,7 @@ def test_elements_are_those_of_numpy(tmp_path: Path, dtype: DType) -> None:
 
 
 @pytest.mark.usefixtures("blocks")
-def test_what_is_put_together_is_quantised(tmp_path: Path) -> None:
+def test_what_is_put_together_is_quantized(tmp_path: Path) -> None:
     """The codes of joined, transposed and plain tensors are those of the whole."""
     arrays = source(tmp_path / "in")
 

@@ -12,8 +12,8 @@ from typing import Any
 import needs
 import pytest
 from conversions import quiet as convert
-from transformers_quantised_helpers import load, logits, needs_library, plain, quiet, reference
-from transformers_quantising_helpers import error, make
+from transformers_quantized_helpers import load, logits, needs_library, plain, quiet, reference
+from transformers_quantizing_helpers import error, make
 from transformers_saving_helpers import said_in
 
 import streamload

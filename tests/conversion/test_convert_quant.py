@@ -237,7 +237,7 @@ def test_transposed_layers_without_a_module_are_refused_by_name(tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["nf4", "nf4-nested", "bitsandbytes-int8"])
 @pytest.mark.parametrize("block_nbytes", [None, 2**14])
-def test_the_transpose_of_a_conv1d_is_quantised(
+def test_the_transpose_of_a_conv1d_is_quantized(
     tmp_path: Path, name: str, block_nbytes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As bitsandbytes does: by slabs of columns, next to tensors that lie as they are read."""
@@ -368,7 +368,7 @@ _ALL_TARGETS: list[dict[str, str]] = [
     ],
 )
 @pytest.mark.slow
-def test_what_is_stored_quantised_becomes_other_formats(
+def test_what_is_stored_quantized_becomes_other_formats(
     family: str, kind: str, tmp_path: Path
 ) -> None:
     """As in two calls: dequantised to float32, and then converted."""
@@ -389,7 +389,7 @@ def test_what_is_stored_quantised_becomes_other_formats(
 
 
 @pytest.mark.parametrize("kind", ["nf4", "bitsandbytes-int8"])
-def test_a_conv1d_is_dequantised_to_one(kind: str, tmp_path: Path) -> None:
+def test_a_conv1d_is_dequantized_to_one(kind: str, tmp_path: Path) -> None:
     """What bitsandbytes has as a Linear is the transpose of what the plain model has."""
     source = write_model(tmp_path / "in", "gpt2", dtype="F32", tokenizer=False)
     quiet(source, tmp_path / "stored", quant=kind)
@@ -419,7 +419,7 @@ def test_a_conv1d_of_an_odd_width_is_one_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["nf4", "q8_0"])
-def test_some_are_dequantised_and_others_quantised(tmp_path: Path, name: str) -> None:
+def test_some_are_dequantized_and_others_quantized(tmp_path: Path, name: str) -> None:
     """What was quantised is not any more: config.json says how the others are, or nothing."""
     one = dequant_samples.fp8()
     path = stored(tmp_path / "in", one)
@@ -440,7 +440,7 @@ def test_some_are_dequantised_and_others_quantised(tmp_path: Path, name: str) ->
     assert (again.read_nbytes, again.errors) == (0, report.errors)
 
 
-def test_a_part_of_a_quantised_weight_is_chosen(tmp_path: Path) -> None:
+def test_a_part_of_a_quantized_weight_is_chosen(tmp_path: Path) -> None:
     """Where nothing is quantised, parts of a weight can be left out, and be taken alone."""
     sample = dequant_samples.four_bit()
     path = stored(tmp_path / "in", sample)
@@ -467,7 +467,7 @@ def test_where_some_stay_as_they_are_stored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sample", [dequant_samples.fp8(), dequant_samples.mxfp4()])
-def test_one_call_does_not_dequantise_and_quantise_a_weight(
+def test_one_call_does_not_dequantize_and_quantize_a_weight(
     tmp_path: Path, sample: dequant_samples.Sample
 ) -> None:
     """It is refused by name, by conversions and loads alike; two calls do it."""
@@ -508,7 +508,7 @@ def _names(path: Path) -> list[str]:
     return list(tensors_of(path)) if path.is_dir() else []
 
 
-def test_patterns_of_quantised_weights(tmp_path: Path) -> None:
+def test_patterns_of_quantized_weights(tmp_path: Path) -> None:
     """A pattern may be of a weight that is stored in parts, as of any other tensor."""
     sample = dequant_samples.mxfp4()
     path = stored(tmp_path / "in", sample)
@@ -561,7 +561,7 @@ def test_transformers_opens_it(tmp_path: Path, name: str, tied: bool, max_shard_
 
 
 @pytest.mark.parametrize("name", ["nf4", "bitsandbytes-int8"])
-def test_gpt2_takes_what_is_dequantised_as_its_conv1d_has_it(tmp_path: Path, name: str) -> None:
+def test_gpt2_takes_what_is_dequantized_as_its_conv1d_has_it(tmp_path: Path, name: str) -> None:
     """bitsandbytes stores the transposes, of square weights too, whose shapes do not tell."""
     transformers, torch = map(needs.module, ("transformers", "torch"))
 

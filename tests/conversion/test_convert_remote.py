@@ -64,7 +64,7 @@ def test_it_is_the_same_as_from_the_folder(folder: Path, site: Site, tmp_path: P
     site.wait_until_left()
 
 
-def test_weights_are_quantised_on_the_way(folder: Path, site: Site, tmp_path: Path) -> None:
+def test_weights_are_quantized_on_the_way(folder: Path, site: Site, tmp_path: Path) -> None:
     """The same bytes as from the folder, and the same configuration.
 
     A model is asked about a local checkpoint alone; of one at a URL, all modules that are not

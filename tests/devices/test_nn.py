@@ -183,7 +183,7 @@ class Transformer:
 
 
 @pytest.mark.parametrize("format", [pytest.param("int8", marks=pytest.mark.slow), "q4_0"])
-def test_a_model_computes_with_quantised_linears(format: str) -> None:
+def test_a_model_computes_with_quantized_linears(format: str) -> None:
     """Names, dtypes and shapes are those of the format; logits are those of decoded weights."""
     Tensor.manual_seed(0)
     full, model = Transformer(), Transformer()

@@ -209,7 +209,7 @@ def test_rows_that_lie_otherwise(tmp_path: Path) -> None:
             assert np.array_equal(found[name], array)
 
 
-def test_blocks_of_a_quantised_weight(tmp_path: Path) -> None:
+def test_blocks_of_a_quantized_weight(tmp_path: Path) -> None:
     """They are a group of their own, of which the tensor of U8 is the only member."""
     codes = np.arange(4 * 18, dtype=np.uint8).reshape(4, 18)
     stored = {"w.weight": ("fp8", (4, 32), (32,), 4)}

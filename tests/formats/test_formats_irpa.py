@@ -100,7 +100,7 @@ def test_several_files(tmp_path: Path) -> None:
         streamload.open_checkpoint(tmp_path / "out")
 
 
-def test_a_quantised_weight_stays_one(tmp_path: Path) -> None:
+def test_a_quantized_weight_stays_one(tmp_path: Path) -> None:
     """Its parts are entries, config.json says what they are, and it is dequantised from there."""
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((64, 96)).astype(np.float32)

@@ -163,7 +163,7 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
     return cache, found
 
 
-def dequantised(quant: str, words: Array, scales: Array, columns: int) -> tuple[Array, Array]:
+def dequantized(quant: str, words: Array, scales: Array, columns: int) -> tuple[Array, Array]:
     """Elements by the format's description, and the scale of each."""
     bits, in_word = BITS[quant], 32 // BITS[quant]
     codes = words[:, :, None] >> bits * np.arange(in_word, dtype=np.uint32) & (2**bits - 1)
@@ -211,7 +211,7 @@ def test_tensors_are_those_of_mlcs_models(tmp_path: Path, name: str, quant: str)
             left -= {parameter.replace(".weight", f".q_{part}") for part in ("weight", "scale")}
             groups = math.ceil(array.shape[1] / GROUPS[quant])
             assert (words.shape, scales.shape) == ((len(array), 4 * groups), (len(array), groups))
-            values, steps = dequantised(quant, words, scales, array.shape[1])
+            values, steps = dequantized(quant, words, scales, array.shape[1])
             most = 2 ** (BITS[quant] - 1) - 1
             bound = steps * (0.5 + most * 2.0**-10)
             assert (np.abs(values - array) <= bound).all(), parameter
@@ -459,14 +459,14 @@ def test_codes_are_nearer_than_mlcs(tvm: Any, tmp_path: Path, quant: str) -> Non
     kernel(tvm.runtime.tensor(array.astype(np.float16)), *made)
     theirs = made[1].numpy().astype(np.float32) - (2 ** (bits - 1) - 1)
     assert np.array_equal(scales, made[0].numpy())
-    mine, steps = dequantised(quant, words, scales, groups * group)
+    mine, steps = dequantized(quant, words, scales, groups * group)
     errors = [np.abs(each - array) for each in (mine, theirs * steps)]
     assert (errors[0] <= errors[1]).all()
     assert np.mean(mine != theirs * steps) < 0.01
     assert (np.abs(mine - theirs * steps) <= steps * 1.0001).all()
 
 
-def dequantising(tvm: Any, quant: str, columns: int, is_turned: bool) -> Callable[..., Array]:
+def dequantizing(tvm: Any, quant: str, columns: int, is_turned: bool) -> Callable[..., Array]:
     """A kernel that TVM compiles from an expression like that of MLC's layers."""
     te, tirx, bits, group = tvm.te, tvm.tirx, BITS[quant], GROUPS[quant]
     in_word, groups = 32 // bits, math.ceil(columns / group)
@@ -498,7 +498,7 @@ def dequantising(tvm: Any, quant: str, columns: int, is_turned: bool) -> Callabl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quant", BITS)
-def test_a_kernel_of_tvm_dequantises(tvm: Any, tmp_path: Path, quant: str) -> None:
+def test_a_kernel_of_tvm_dequantizes(tvm: Any, tmp_path: Path, quant: str) -> None:
     """What it makes of the stored arrays is the weight, each element within half a step."""
     config = LLAMA | {"hidden_size": ROWS * 4, "intermediate_size": COLUMNS, "vocab_size": ROWS}
     arrays = write(tmp_path / "in", config)
@@ -507,7 +507,7 @@ def test_a_kernel_of_tvm_dequantises(tvm: Any, tmp_path: Path, quant: str) -> No
     for name in ("lm_head", "model.embed_tokens"):
         words, scales = (found[f"{name}.q_{part}"].numpy() for part in ("weight", "scale"))
         is_turned = quant.endswith("_0") and name == "lm_head"
-        values = dequantising(tvm, quant, ROWS * 4, is_turned)(words, scales).astype(np.float32)
+        values = dequantizing(tvm, quant, ROWS * 4, is_turned)(words, scales).astype(np.float32)
         scales = scales.T if is_turned else scales
         steps = np.repeat(scales.astype(np.float32), GROUPS[quant], 1)[:, : ROWS * 4]
         errors = np.abs(values - arrays[f"{name}.weight"])

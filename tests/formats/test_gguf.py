@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf_files import MODELS, gguf, quantised_types, small_model, tensors_of, write
+from gguf_files import MODELS, gguf, quantized_types, small_model, tensors_of, write
 from needs import module
 from parameters import product
 from remote_server import serve
@@ -86,10 +86,10 @@ def test_a_model_is_the_source_in_every_entrance(source: Any, tmp_path: Path) ->
     "kind",
     product(["Q8_0", "Q4_1", "MXFP4", "q6_k"], fast=lambda kind: kind == "q6_k"),
 )
-def test_blocks_are_dequantised_in_every_entrance(source: Any, kind: str, tmp_path: Path) -> None:
+def test_blocks_are_dequantized_in_every_entrance(source: Any, kind: str, tmp_path: Path) -> None:
     """Logits are those of gguf-py's numbers; a conversion gives the same, turned ones too."""
     tensors = tensors_of(source)
-    types = quantised_types(tensors, kind.upper())
+    types = quantized_types(tensors, kind.upper())
     if kind == "q6_k":
         tensors |= {n: random_blocks(kind, *tensors[n].shape) for n in types}
     path = tmp_path / "model.gguf"
@@ -132,7 +132,7 @@ def test_diff_compares_in_the_order_of_models(source: Any, tmp_path: Path) -> No
     if streamload.open_checkpoint(path).turns:
         with pytest.raises(CheckpointError, match="give this checkpoint first"):
             streamload.diff(theirs, path, progress=False)
-    write(path, tensors, quantised_types(tensors, "Q5_1"), config=source.config)
+    write(path, tensors, quantized_types(tensors, "Q5_1"), config=source.config)
     streamload.convert(path, tmp_path / "out", dtype="float32", progress=False)
     assert streamload.diff(path, tmp_path / "out", dtype="float32", progress=False).ok
     assert not streamload.diff(path, theirs, dtype="float32", progress=False).ok
@@ -181,7 +181,7 @@ def test_inspect_and_plan_show_types(tmp_path: Path, here: Callable[..., tuple[s
     model = small_model("llama")
     tensors = tensors_of(model)
     path = tmp_path / "model.gguf"
-    write(path, tensors, quantised_types(tensors, "Q4_0"), config=model.config)
+    write(path, tensors, quantized_types(tensors, "Q4_0"), config=model.config)
     for arguments in (
         ["inspect", str(path)],
         ["plan", str(path), "--budget", "1GB", "--device", "host", "--dtype", "float16"],
@@ -204,7 +204,7 @@ def test_modules_of_torch_take_blocks_as_they_are(
     model = small_model(model_type)
     tensors = tensors_of(model)
     path = tmp_path / "model.gguf"
-    types = {n: kind.upper() for n in quantised_types(tensors, "")}
+    types = {n: kind.upper() for n in quantized_types(tensors, "")}
     write(path, tensors, types, config=model.config)
     plain = tmp_path / "plain.gguf"
     write(plain, tensors, config=model.config)
@@ -262,7 +262,7 @@ def _split(tmp_path: Path, model: Any) -> list[Path]:
     write(
         path,
         tensors,
-        quantised_types(tensors, "Q8_0"),
+        quantized_types(tensors, "Q8_0"),
         config=model.config,
         split_max_tensors=7,
     )
@@ -280,7 +280,7 @@ def test_sets_of_files(tmp_path: Path) -> None:
     files = _split(tmp_path, model)
     whole = tmp_path / "whole.gguf"
     tensors = tensors_of(model)
-    write(whole, tensors, quantised_types(tensors, "Q8_0"), config=model.config)
+    write(whole, tensors, quantized_types(tensors, "Q8_0"), config=model.config)
     expected = logits(loaded(model, whole))
     config = streamload.open_checkpoint(whole).config
     for path in (files[0], files[-1], files[0].parent):
@@ -357,7 +357,7 @@ def test_gpt2_for_linears(tmp_path: Path) -> None:
     model = small_model("gpt2")
     tensors = tensors_of(model)
     path = tmp_path / "model.gguf"
-    write(path, tensors, quantised_types(tensors, "Q8_0"), config=model.config)
+    write(path, tensors, quantized_types(tensors, "Q8_0"), config=model.config)
     found = streamload.load_state_dict(
         None, path, device="host", mapping="hf-gpt2", dtype="float32"
     ).state_dict
@@ -380,7 +380,7 @@ def test_nodes_load_what_one_process_does(kind: str | None, split: str, tmp_path
     """Rows, transposes and blocks come out alike on ranks of a group."""
     model = small_model("gpt2")
     tensors = tensors_of(model)
-    types = quantised_types(tensors, kind) if kind else {}
+    types = quantized_types(tensors, kind) if kind else {}
     tensors |= {n: random_blocks("q6_k", *tensors[n].shape) for n in types}
     path = tmp_path / "model.gguf"
     write(path, tensors, types, config=model.config)

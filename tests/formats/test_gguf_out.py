@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conversions import quiet
-from gguf_files import quantised_types, small_model, tensors_of, write
+from gguf_files import quantized_types, small_model, tensors_of, write
 from gguf_models import (
     CONFIGS,
     LLAMA3_ROPE,
@@ -86,7 +86,7 @@ def test_rows_that_are_no_whole_blocks_become_f16(kind: str, tmp_path: Path) -> 
     assert tensors == made_by_gguf_py(source, kind)
 
 
-def test_patterns_choose_what_is_quantised(tmp_path: Path) -> None:
+def test_patterns_choose_what_is_quantized(tmp_path: Path) -> None:
     """The pattern "*" stands for all matrices; those before it decide first."""
     source = write_model(tmp_path / "in", "llama")
     rules = {"lm_head.weight": None, "*.mlp.*": "q4_0", "*": "q8_0"}
@@ -176,7 +176,7 @@ def test_conversions_are_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("arguments", [{}, {"quant": "q8_0"}])
-def test_quantised_weights_are_dequantised(
+def test_quantized_weights_are_dequantized(
     family: str, arguments: dict[str, Any], tmp_path: Path
 ) -> None:
     """With a dtype, as the error without one says: as in two calls, in whatever order rows lie."""
@@ -205,13 +205,13 @@ def test_blocks_of_gguf_stay_as_they_are(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q4_K", "IQ4_XS", "MXFP4"])
-def test_blocks_that_are_never_quantised_here_stay_too(kind: str, tmp_path: Path) -> None:
+def test_blocks_that_are_never_quantized_here_stay_too(kind: str, tmp_path: Path) -> None:
     """A file of any blocks that are read is written again, and says which it has most of."""
     model = small_model("llama", num_hidden_layers=1)
     tensors = tensors_of(model)
     numel, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     rng = np.random.default_rng(0)
-    types = quantised_types(tensors, kind)
+    types = quantized_types(tensors, kind)
     for name in types:
         rows, width = tensors[name].shape
         tensors[name] = rng.integers(0, 256, (rows, width // numel * nbytes), np.uint8)
@@ -259,7 +259,7 @@ def test_the_command(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quant", ["q8_0", "q4_0"])
-def test_quantising_is_five_times_as_fast_as_gguf_pys(quant: str) -> None:
+def test_quantizing_is_five_times_as_fast_as_gguf_pys(quant: str) -> None:
     """The kernel of the pass against gguf-py's numpy, each on one thread, from bfloat16."""
     shape = (1024, 2048)
     values = np.random.default_rng(0).normal(size=shape).astype(BF16.numpy)

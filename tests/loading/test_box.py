@@ -319,7 +319,7 @@ def test_no_conversion_that_is_told_it_fits_is_killed(
     ],
     ids=str,
 )
-def test_no_conversion_that_quantises_is_killed(
+def test_no_conversion_that_quantizes_is_killed(
     cgroup: Boxes, tmp_path: Path, quant: str, count: int
 ) -> None:
     """The same where weights are quantised: their statistics are counted, and their parts."""
@@ -362,7 +362,7 @@ def test_a_check_is_done_or_refused(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quant", ["nf4-nested", "int8"])
-def test_a_check_of_what_was_quantised_is_done_or_refused(
+def test_a_check_of_what_was_quantized_is_done_or_refused(
     cgroup: Boxes, tmp_path: Path, quant: str
 ) -> None:
     """So is one in which numpy quantises."""

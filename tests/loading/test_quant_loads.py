@@ -53,7 +53,7 @@ def parts_of(name: str, array: Array, format_name: str) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", STACKED)
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
-def test_the_weights_of_layers_are_quantised(tmp_path: Path, name: str, dtype: Any) -> None:
+def test_the_weights_of_layers_are_quantized(tmp_path: Path, name: str, dtype: Any) -> None:
     """To the bytes of the whole weight, whatever the chunks; all else passes as it is."""
     arrays = model(dtype)
     path = write(tmp_path, arrays, shards=2)

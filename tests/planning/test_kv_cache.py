@@ -493,7 +493,7 @@ def test_bfloat16_that_stays_is_the_dtype_of_the_cache(saved: Saved) -> None:
         assert made.cache == CacheRequest(10, 1, dtype)
 
 
-def test_quantised_weights_leave_the_dtype_to_the_configuration(saved: Saved) -> None:
+def test_quantized_weights_leave_the_dtype_to_the_configuration(saved: Saved) -> None:
     """What nobody computes in is not the cache's dtype; without another, it is asked for."""
     nodes = [Node("a", "1MB")]
     path = saved({**LLAMA, "torch_dtype": "bfloat16"}, "I8")

@@ -124,6 +124,6 @@ def write(
     writer.close()
 
 
-def quantised_types(tensors: Mapping[str, np.ndarray[Any, Any]], kind: str) -> dict[str, str]:
+def quantized_types(tensors: Mapping[str, np.ndarray[Any, Any]], kind: str) -> dict[str, str]:
     """The type for each matrix."""
     return {name: kind for name, array in tensors.items() if array.ndim == 2}

@@ -28,7 +28,7 @@ from streamload.devices.torch.quantized import CODED, Coded  # noqa: E402
 __all__ = ["quiet"]
 
 AS_TYPED = "as typed"
-NOTHING_TO_QUANTISE = "no module that holds quantised weights"
+NOTHING_TO_QUANTIZE = "no module that holds quantised weights"
 
 #: In the fast suite: a shared block between state spaces, a mixture, and images with text.
 FAST = ("Zamba2", "Phi-3.5 MoE", "PaliGemma")
@@ -141,11 +141,11 @@ def test_a_family_loads(folder: Callable[[str], Path], name: str) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", EACH)
-def test_a_family_is_quantised(folder: Callable[[str], Path], name: str, format: str) -> None:
+def test_a_family_is_quantized(folder: Callable[[str], Path], name: str, format: str) -> None:
     """Each module computes, in each of its uses, what one with the dequantised weights does."""
     path, said = folder(name), row(name)["quant"]
     expected = reference(name, path)
-    if said == NOTHING_TO_QUANTISE:
+    if said == NOTHING_TO_QUANTIZE:
         with pytest.raises(ValueError, match="can hold quantised weights"):
             load(path, quant=format, model_class=type(expected))
         return

@@ -434,7 +434,7 @@ def test_two_tensors_for_one_parameter_are_refused(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_quantised_checkpoints_are_refused(tmp_path: Path) -> None:
+def test_quantized_checkpoints_are_refused(tmp_path: Path) -> None:
     """A quantization_config in config.json is refused by its method."""
     folder = saved(tmp_path, "llama")
     reconfigure(folder, quantization_config={"quant_method": "fp8"})

@@ -66,7 +66,7 @@ def logits(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["nf4", "fp4", "int8"])
-def test_quantised_on_the_way(llama: Path, name: str) -> None:
+def test_quantized_on_the_way(llama: Path, name: str) -> None:
     """State and logits equal transformers' own."""
     found, theirs = both(llama, **CONFIGS[name])
     mine, other = found.state_dict(), theirs.state_dict()

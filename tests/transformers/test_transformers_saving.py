@@ -11,8 +11,8 @@ from typing import Any
 
 import needs
 import pytest
-from transformers_quantised_helpers import load, logits, needs_library, plain, quiet, raw, reference
-from transformers_quantising_helpers import EXPERTS, error, make
+from transformers_quantized_helpers import load, logits, needs_library, plain, quiet, raw, reference
+from transformers_quantizing_helpers import EXPERTS, error, make
 
 torch = needs.module("torch")
 transformers = needs.module("transformers")
@@ -189,7 +189,7 @@ def test_a_model_that_does_not_say_that_it_holds_codes_is_not_saved(tmp_path: Pa
 
 
 @pytest.mark.parametrize("format", ["int8", "nf4-nested"])
-def test_weights_of_a_quantised_model_are_tied_again(tmp_path: Path, format: str) -> None:
+def test_weights_of_a_quantized_model_are_tied_again(tmp_path: Path, format: str) -> None:
     """Where whole blocks are tied by patterns, too: each shares all its parts."""
     sizes = {"num_hidden_layers": 4, "layers_block_type": ["hybrid", "mamba"] * 2}
     small = {"mamba_d_state": 8, "n_mamba_heads": 2, "num_key_value_heads": 4}

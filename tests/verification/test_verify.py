@@ -194,7 +194,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_dequantised_streams(tmp_path: Path) -> None:
+def test_what_is_dequantized_streams(tmp_path: Path) -> None:
     """A weight of 64 MB of elements takes a few blocks; its values and scales stay as stored."""
     sample = dequant_samples.fp8(shape=(4096, 8192))
     path = dequant_samples.write(tmp_path, [sample, dequant_samples.mxfp4(shape=(2, 256, 4096))])

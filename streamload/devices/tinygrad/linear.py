@@ -216,7 +216,7 @@ def _chosen(
             continue
         format = _agreed({name: wanted[name] for name in tied})
         if format is not None:
-            layer = _quantised(tied[0], held[0], format)
+            layer = _quantized(tied[0], held[0], format)
             for linear in {id(linear): linear for linear in held}.values():
                 pairs.append((linear, copy.copy(layer)))
                 pairs[-1][1].bias = linear.bias
@@ -242,7 +242,7 @@ def _agreed(formats: dict[str, str | None]) -> str | None:
     return format
 
 
-def _quantised(name: str, linear: nn.Linear, format: str) -> QuantLinear:
+def _quantized(name: str, linear: nn.Linear, format: str) -> QuantLinear:
     """A layer without values in the shape of a Linear."""
     out_features, in_features = linear.weight.shape
     try:

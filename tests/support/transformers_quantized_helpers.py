@@ -1,4 +1,4 @@
-"""Helpers that `test_transformers_quantised` shares with other tests."""
+"""Helpers that `test_transformers_quantized` shares with other tests."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ transformers = needs.module("transformers")
 
 import safetensors.torch as st  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from transformers_quantised_helpers import (  # noqa: E402
+from transformers_quantized_helpers import (  # noqa: E402
     _GROUPS,
     MADE,
     MOE,
@@ -115,7 +115,7 @@ def test_what_a_forward_takes_is_said(tmp_path: Path, name: str) -> None:
     assert f"the largest takes {expected} meanwhile" in note
 
 
-def test_blocks_that_are_cut_are_dequantised(tmp_path: Path) -> None:
+def test_blocks_that_are_cut_are_dequantized(tmp_path: Path) -> None:
     """Each value by the scale of its block, rounded once, also where the last blocks are short."""
     from streamload.transformers.quantizers.fp8 import dequantized
 
@@ -212,7 +212,7 @@ def test_missing_packages_are_named(
         load(tmp_path)
 
 
-def unquantised(folder: Path, name: str, dtype: Any = torch.bfloat16) -> None:
+def unquantized(folder: Path, name: str, dtype: Any = torch.bfloat16) -> None:
     """Put a plain weight in the place of a quantised one."""
     path = folder / "model.safetensors"
     tensors = {n: t for n, t in st.load_file(path).items() if not n.startswith(name)}
@@ -223,14 +223,14 @@ def unquantised(folder: Path, name: str, dtype: Any = torch.bfloat16) -> None:
 def test_a_plain_weight_among_fp8_is_plain(tmp_path: Path) -> None:
     """Its module is a Linear, as its bytes are; so is the head, which config.json may not say."""
     OWN["fp8-blocks"](tmp_path)
-    unquantised(tmp_path, "model.layers.1.mlp.up_proj.weight")
+    unquantized(tmp_path, "model.layers.1.mlp.up_proj.weight")
     model = load(tmp_path)
     assert type(model.model.layers[1].mlp.up_proj) is torch.nn.Linear
     assert {n: raw(t) for n, t in model.state_dict().items()} == stored(tmp_path)
     assert torch.equal(logits(model), logits(reference(tmp_path)))
 
 
-def test_a_quantised_weight_in_a_plain_module_is_refused(tmp_path: Path) -> None:
+def test_a_quantized_weight_in_a_plain_module_is_refused(tmp_path: Path) -> None:
     """A module that config.json leaves out gets no packed bytes."""
     OWN["fp8-blocks"](tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
@@ -337,12 +337,12 @@ def test_what_bitsandbytes_cannot_run_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_weight_that_is_not_quantised_is_refused(tmp_path: Path) -> None:
+def test_a_weight_that_is_not_quantized_is_refused(tmp_path: Path) -> None:
     """config.json gives its module quantised weights: the bytes would mean something else."""
     needs_library("bitsandbytes")
     MADE["nf4"][1](tmp_path)
     name = "model.layers.1.mlp.up_proj.weight"
-    unquantised(tmp_path, name)
+    unquantized(tmp_path, name)
     with pytest.raises(CheckpointError, match="and it is not: expected uint8") as caught:
         load(tmp_path)
     assert caught.value.tensor == name

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import transformers_quantised_helpers as stored
+import transformers_quantized_helpers as stored
 
 import streamload
 from streamload.checkpoint.open import open_checkpoint
@@ -139,18 +139,18 @@ def _plain(folder: Path) -> Any:
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "fp8-cut-blocks", "fp8-tensor", "mxfp4"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_weights_are_dequantised_at_every_pass(name: str, dtype: str, tmp_path: Path) -> None:
+def test_weights_are_dequantized_at_every_pass(name: str, dtype: str, tmp_path: Path) -> None:
     """With ``dtype=``, into a model of plain modules, as a load does it."""
     stored.OWN[name](tmp_path)
-    _dequantised(tmp_path, dtype)
+    _dequantized(tmp_path, dtype)
 
 
 @pytest.mark.parametrize("format", ["nf4", "nf4-nested", "bitsandbytes-int8", "int8"])
-def test_what_convert_quantised_is_dequantised_at_every_pass(format: str, tmp_path: Path) -> None:
+def test_what_convert_quantized_is_dequantized_at_every_pass(format: str, tmp_path: Path) -> None:
     """The line that the refusal of ``quant=`` names, and what it makes."""
     stored.plain(tmp_path / "plain")
     streamload.convert(tmp_path / "plain", tmp_path / "small", quant=format, progress=False)
-    _dequantised(tmp_path / "small", "bfloat16")
+    _dequantized(tmp_path / "small", "bfloat16")
 
 
 @pytest.mark.parametrize("format", ["q8_0", "q4_0", "int8", "nf4", "nf4-nested"])
@@ -169,7 +169,7 @@ def test_codes_stream_into_modules_that_hold_them(format: str, tmp_path: Path) -
             assert torch.equal(stored.logits(model), expected)
 
 
-def _dequantised(path: Path, dtype: str) -> None:
+def _dequantized(path: Path, dtype: str) -> None:
     options: dict[str, Any] = {"device": "cpu", "dtype": dtype, "progress": False}
     resident = _plain(path)
     report = streamload.load_state_dict(resident, path, **options)
@@ -226,7 +226,7 @@ def test_stored_weights_that_plain_modules_cannot_have_name_what_opens_them(
         streamload.offload(_plain(tmp_path), tmp_path, device="cpu", budget="100kB")
 
 
-def test_quantising_on_the_way_names_what_to_write(tmp_path: Path) -> None:
+def test_quantizing_on_the_way_names_what_to_write(tmp_path: Path) -> None:
     """Every pass would read the full weights: the checkpoint is quantised once, and offloaded."""
     stored.plain(tmp_path)
     line = "streamload convert IN OUT --quant"
@@ -235,7 +235,7 @@ def test_quantising_on_the_way_names_what_to_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_quantising_into_modules_of_bitsandbytes_names_what_to_write(tmp_path: Path) -> None:
+def test_quantizing_into_modules_of_bitsandbytes_names_what_to_write(tmp_path: Path) -> None:
     """The format is that which the configuration asks for."""
     stored.needs_library("bitsandbytes")
     stored.plain(tmp_path)

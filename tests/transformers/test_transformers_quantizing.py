@@ -12,7 +12,7 @@ import pytest
 from boxes import Boxes
 from gguf_models import write_model
 from make_checkpoint import LlamaShape, make_checkpoint
-from transformers_quantised_helpers import (
+from transformers_quantized_helpers import (
     load,
     logits,
     needs_library,
@@ -29,10 +29,10 @@ from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 torch = needs.module("torch")
 transformers = needs.module("transformers")
 
-from transformers_quantising_helpers import EXPERTS, error, gpt2, make  # noqa: E402
+from transformers_quantizing_helpers import EXPERTS, error, gpt2, make  # noqa: E402
 
 from streamload.devices.torch.quantized import CODED, Coded, QuantLinear, set_aside  # noqa: E402
-from streamload.transformers.quantizers import on_the_way as quantising  # noqa: E402
+from streamload.transformers.quantizers import on_the_way as quantizing  # noqa: E402
 
 __all__ = ["quiet"]
 
@@ -42,7 +42,7 @@ __all__ = ["quiet"]
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2", *EXPERTS])
 @pytest.mark.parametrize("format", ["int8", "nf4-nested"])
-def test_all_of_the_layers_is_quantised(tmp_path: Path, name: str, format: str) -> None:
+def test_all_of_the_layers_is_quantized(tmp_path: Path, name: str, format: str) -> None:
     """Linears, Conv1D and fused experts; the head and norms stay; the logits are near."""
     make(tmp_path, name, torch.float32)
     model = load(tmp_path, quant=format)
@@ -138,7 +138,7 @@ def test_one_pass_names_all_that_a_format_cannot_hold(tmp_path: Path) -> None:
     assert convert(tmp_path / "in", tmp_path / "out", quant=written, progress=False).errors
 
 
-def test_classes_that_hold_nothing_quantised_are_named(tmp_path: Path) -> None:
+def test_classes_that_hold_nothing_quantized_are_named(tmp_path: Path) -> None:
     """With those that can."""
     sizes = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     transformers.FalconForCausalLM(transformers.FalconConfig(**sizes)).save_pretrained(tmp_path)
@@ -232,7 +232,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     make(tmp_path, "Llama")
     config = transformers.BitsAndBytesConfig
     four = config(load_in_4bit=True)
-    monkeypatch.setattr(quantising, "missing", lambda _: [])
+    monkeypatch.setattr(quantizing, "missing", lambda _: [])
     for wrong, said in (
         ({"quant": "nf4", "quantization_config": four}, "leave one of them out"),
         ({"quantization_config": transformers.QuantoConfig()}, "BitsAndBytesConfig here, not"),
@@ -248,7 +248,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ):
         with pytest.raises(ValueError, match=said):
             load(tmp_path, **wrong)
-    monkeypatch.setattr(quantising, "missing", lambda _: ["bitsandbytes"])
+    monkeypatch.setattr(quantizing, "missing", lambda _: ["bitsandbytes"])
     with pytest.raises(ValueError, match=r"pip install bitsandbytes; quant=\"nf4\""):
         load(tmp_path, quantization_config=four)
 
@@ -350,7 +350,7 @@ def test_gives_the_bytes_of_bitsandbytes(tmp_path: Path, model: str, name: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", EXPERTS)
 @pytest.mark.parametrize("name", ["nf4", "nf4-nested", "int8"])
-def test_fused_experts_are_quantised_too(tmp_path: Path, model: str, name: str) -> None:
+def test_fused_experts_are_quantized_too(tmp_path: Path, model: str, name: str) -> None:
     """bitsandbytes leaves them at 16 bits without a word; here a note says whose they are."""
     make(tmp_path, model)
     found, expected = both(tmp_path, name, experts_implementation="eager")
@@ -366,7 +366,7 @@ def test_fused_experts_are_quantised_too(tmp_path: Path, model: str, name: str) 
 
 
 @pytest.mark.slow
-def test_what_is_quantised_so_is_saved_for_transformers(tmp_path: Path) -> None:
+def test_what_is_quantized_so_is_saved_for_transformers(tmp_path: Path) -> None:
     """transformers alone opens what `save_pretrained` writes, and so do we."""
     make(tmp_path / "in", "Llama")
     found, _ = both(tmp_path / "in", "nf4")
@@ -377,7 +377,7 @@ def test_what_is_quantised_so_is_saved_for_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_not_stored_is_not_quantised(tmp_path: Path) -> None:
+def test_what_is_not_stored_is_not_quantized(tmp_path: Path) -> None:
     """A weight that would be initialised is named, with what leaves it out."""
     needs_library("bitsandbytes")
     make(tmp_path, "Llama")
@@ -464,7 +464,7 @@ def test_repacking_is_undone_before_merging_and_saving(
 
 # --- memory ---------------------------------------------------------------------------------------
 
-JOB = "quantising_job:load"
+JOB = "quantizing_job:load"
 #: Few and large matrices: 1 GB as bfloat16, 0.17 GB each.
 LARGE = LlamaShape(1000, 1024, 81920, 2, 8, 8)
 LITTLE = LlamaShape(1000, 1024, 1024, 2, 8, 8)

@@ -419,7 +419,7 @@ def test_a_decoded_weight_reads_as_a_plain_tensor(saved: tuple[Any, Path], tmp_p
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_parameter_in_place_of_a_weight_is_quantised(
+def test_a_parameter_in_place_of_a_weight_is_quantized(
     saved: tuple[Any, Path], tmp_path: Path, name: str
 ) -> None:
     """Into the codes that a load makes of it; errors are counted; anything else is refused."""
@@ -449,7 +449,7 @@ def test_a_parameter_in_place_of_a_weight_is_quantised(
     assert torch.equal(module.weight, before)
 
 
-def dequantised(model: Any, make: Callable[[], Any] = Small) -> Any:
+def dequantized(model: Any, make: Callable[[], Any] = Small) -> Any:
     """A plain model of the values that another one decodes to."""
     plain = make().eval()
     for module, other in zip(plain.modules(), model.modules(), strict=True):
@@ -474,7 +474,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("name", ["int8", "nf4-nested"])
-def test_what_peft_merges_is_quantised_again(
+def test_what_peft_merges_is_quantized_again(
     saved: tuple[Any, Path], adapter: str, name: str
 ) -> None:
     """As in the dequantised model, off by what quantising loses: merged, unmerged and unloaded."""
@@ -482,7 +482,7 @@ def test_what_peft_merges_is_quantised_again(
     _, path = saved
     model = empty()
     load(model, path, quant=name, device="cpu")
-    models = [model, dequantised(model)]
+    models = [model, dequantized(model)]
     before = model(IDS)
     kind, options = ADAPTERS[adapter]
     found: list[list[Any]] = []
@@ -518,7 +518,7 @@ def test_peft_wraps_no_codes(saved: tuple[Any, Path]) -> None:
 
 
 @pytest.mark.parametrize("name", ["int8", "nf4-nested"])
-def test_torch_fx_traces_quantised_modules(saved: tuple[Any, Path], name: str) -> None:
+def test_torch_fx_traces_quantized_modules(saved: tuple[Any, Path], name: str) -> None:
     """As leaves, as it traces those that they were."""
     _, path = saved
     model = empty()
@@ -622,7 +622,7 @@ def test_shared_weights_are_held_once_and_right_in_each_use(tmp_path: Path, name
     assert sum(held.values()) <= report.resident_nbytes < sum(held.values()) + 64 * len(held)
     assert len(report.errors) == 4
     x = torch.randn(3, NARROW)
-    plain = dequantised(model, Shared)
+    plain = dequantized(model, Shared)
     assert error(model(x), plain(x)) < 1e-6
     for other in (model, copy.deepcopy(model).to(torch.bfloat16).to(torch.float32)):
         other.layers[0].up.weight = nn.Parameter(torch.zeros(WIDE, NARROW))

@@ -1,4 +1,4 @@
-"""Helpers that `test_transformers_quantising` shares with other tests."""
+"""Helpers that `test_transformers_quantizing` shares with other tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import needs
-from transformers_quantised_helpers import (
+from transformers_quantized_helpers import (
     MOE,
     plain,
 )
