@@ -1,1 +1,1 @@
-"""Reading safetensors checkpoints: headers first, then byte ranges."""
+"""A path becomes a `Checkpoint`: headers, shards, variants, digests."""

@@ -1,1 +1,1 @@
-"""Where tensors go: one file a framework, imported only when asked for."""
+"""Devices: one folder for a framework, imported when it is asked for."""

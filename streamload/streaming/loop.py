@@ -2,7 +2,7 @@
 
 The calling thread prepares parameters in plan order (old memory is released and new memory is
 allocated there, since frameworks are not thread-safe) and hands units of work to a few workers
-(`worker`); it reports progress and finishes parameters, too (`job`). With no workers, the
+(`worker`); it reports progress and finishes parameters, too (`state`). With no workers, the
 calling thread does their work as well.
 """
 

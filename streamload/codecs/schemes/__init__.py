@@ -1,1 +1,1 @@
-"""One module a library's layouts: recognize, decode, encode."""
+"""Layouts of quantized weights, by library: recognize, decode, encode."""
