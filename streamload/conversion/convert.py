@@ -1,7 +1,7 @@
-"""`streamload.convert`: a checkpoint becomes another one on disk, whole or not at all.
+"""`streamload.convert`: write a checkpoint anew, wholly or not at all.
 
-Everything is written below ``.streamload`` in the destination. What is finished there is in a
-journal; when all is, the files get their names, the index last, and the folder is gone.
+Files are written below ``.streamload`` in the destination, with a journal of finished tensors. Once
+all are whole, they are moved to their paths, indexes last, and that folder is removed.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -52,24 +52,24 @@ from streamload.planning.partition import Node
 from streamload.planning.quant_policy import QuantArgument, coded
 from streamload.planning.sources import Rename
 
-_END_NBYTES = 2**20  # of a file on a server, looked at for the end of its JSON
+_END_NBYTES = 2**20  # of a downloaded file, to check that its JSON ends
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
-    """What a conversion did. Prints as a short table.
+    """The result of a conversion. Prints as a short table.
 
     Attributes:
-        plan: what was planned.
+        plan: the files and tensors written.
         seconds: wall time of the whole call.
         read_nbytes: bytes of the source's data that this call read.
         counts: of each tensor whose cast changed a value, by its name in the output.
-        errors: of each weight that was quantised, how far its codes are from it, to six digits; by
+        errors: of each weight that was quantized, how far its codes are from it, to six digits; by
             the name of its codes in the output.
         digests: of each tensor's bytes, by its name in the output ("node/name" with nodes).
-        resumed: how many tensors had been finished before.
-        verified: the files were read back and compared.
-        dry_run: nothing was written.
+        resumed: how many tensors earlier calls had finished.
+        verified: whether the files were read back and compared.
+        dry_run: whether nothing was written.
     """
 
     plan: ConvertPlan
@@ -88,7 +88,7 @@ class ConvertReport:
         return self.read_nbytes / 1e9 / self.seconds if self.seconds else 0.0
 
     def to_json(self) -> str:
-        """Write it as JSON."""
+        """Return the report as JSON."""
         return json.dumps(
             {
                 "plan": json.loads(self.plan.to_json()),
@@ -109,30 +109,20 @@ class ConvertReport:
         if self.dry_run:
             return str(self.plan)
         files, total = self.plan.files, sum(self.counts.values(), CastCounts())
-        tensors = sum(len(file.tensors) for file in files)
+        tensors = self.plan.tensor_count
+        resumed = f", {self.resumed} of them finished before" * bool(self.resumed)
+        read = f"{format_bytes(self.read_nbytes)} in {self.seconds:.2f} s"
         rows = [
             ("checkpoint", self.plan.path),
             ("destination", str(self.plan.destination)),
-            (
-                "tensors",
-                f"{tensors} in {len(files)} file{'s' * (len(files) != 1)}"
-                + f", {self.resumed} of them finished before" * bool(self.resumed),
-            ),
-            (
-                "read",
-                f"{format_bytes(self.read_nbytes)} in {self.seconds:.2f} s, "
-                f"{self.gigabytes_per_second:.2f} GB/s",
-            ),
+            ("tensors", f"{tensors} in {len(files)} file{'s' * (len(files) != 1)}{resumed}"),
+            ("read", f"{read}, {self.gigabytes_per_second:.2f} GB/s"),
             ("written", format_bytes(self.plan.written_nbytes)),
         ]
         if self.counts:
-            rows.append(
-                (
-                    "changed",
-                    f"in {len(self.counts)} tensors: {total.overflowed} overflowed, "
-                    f"{total.flushed} flushed to zero, {total.rounded} rounded",
-                )
-            )
+            lost = f"{total.overflowed} overflowed, {total.flushed} flushed to zero"
+            where = f"in {len(self.counts)} tensors"
+            rows.append(("changed", f"{where}: {lost}, {total.rounded} rounded"))
         if self.errors:
             rows.append(("quantised", quantized_text(self.errors)))
         if self.verified:
@@ -193,11 +183,11 @@ def convert(
         dtype: a dtype for all floats, or patterns of names (the first that matches decides):
             ``{"*norm*": "float32", "*": "float16"}``. None, and "checkpoint" in a pattern, is as
             in the checkpoint.
-            Weights that are stored quantised are dequantised, as by `load_state_dict`; blocks of
+            Weights that are stored quantized are dequantized, as by `load_state_dict`; blocks of
             GGUF files to float16 without a rule, but for ``to="gguf"``.
-        quant: quantise the weights of layers: a format, or patterns by name, as in
-            `load_state_dict`; not "auto". The checkpoint's own values are quantised, before any
-            cast to ``dtype``; weights that ``dtype`` dequantises cannot be quantised in one call.
+        quant: quantize the weights of layers: a format, or patterns by name, as in
+            `load_state_dict`; not "auto". The checkpoint's own values are quantized, before any
+            cast to ``dtype``; weights that ``dtype`` dequantizes cannot be quantized in one call.
             config.json gets the ``quantization_config`` by which transformers opens them (nf4,
             fp4, int8, bitsandbytes-int8).
         out_of_range: what becomes of finite values that a dtype cannot represent: infinity
@@ -255,14 +245,15 @@ def convert(
         root = expanded(Path(destination))
         noted = noted_verdict(root) if resume else {}
         options = options.asked_of_models(checkpoint, judging, noted)
-        # listing the output takes memory, too: the first check finds if there is any
+        # the first choice of a way came before, since listing the output takes memory, too
         plan = plan_conversion(checkpoint, root, options)
         codes = [t for _, _, t in plan.tensors() if t.coding is not None and not t.is_auxiliary]
         weights = [coded(t.coding, t.src) for t in codes if t.coding is not None]
         turned = any(t.made is not None for _, _, t in plan.tensors())
         if codes or turned:
             way = choose_way(checkpoint, dtypes, weights, nodes=bool(nodes), turned=turned)
-        opens = options.is_whole and options.verdict is not None
+        is_whole = not (nodes or options.selection.select or options.selection.exclude)
+        opens = is_whole and options.verdict is not None
         job = _Conversion(checkpoint, plan, way, judging if opens else None)
         if dry_run:
             job.check(resume=resume, overwrite=overwrite)
@@ -278,12 +269,12 @@ def convert(
 
 
 class _Conversion:
-    """One call of `convert`, planned."""
+    """Carries out one call of `convert` after planning: writes, verifies and publishes files."""
 
     def __init__(
         self, checkpoint: Checkpoint, plan: ConvertPlan, way: Way, judging: Judging | None
     ) -> None:
-        self._judging = judging  # of a whole model of transformers
+        self._judging = judging  # None if the output is no whole model of transformers
         self.destination = Destination(plan)
         self._checkpoint = checkpoint
         self._plan = plan
@@ -308,7 +299,7 @@ class _Conversion:
         )
 
     def _check_source(self) -> None:
-        """Refuse source files that have changed since their headers were read."""
+        """Raise CheckpointError if a source file has changed since its header was read."""
         for header in self._shards:
             if isinstance(header.path, Path) and header.state is not None:
                 try:
@@ -318,13 +309,13 @@ class _Conversion:
                 header.state.check(now, header.path)
 
     def check(self, *, resume: bool, overwrite: bool) -> dict[str, Finished] | None:
-        """Refuse a destination that must not be touched; else see `_finished`."""
+        """Check the destination, see `Destination.check`; returns `_finished` if ``resume``."""
         found = self._finished() if resume else None
         self.destination.check(resume=resume, overwrite=overwrite, finished=found is not None)
         return found
 
     def _finished(self) -> dict[str, Finished] | None:
-        """All tensors by key, of a destination that this very conversion finished before."""
+        """Return all tensors by key if this very conversion was finished before; else None."""
         finished = {}
         for folder in self._plan.folders:
             found = self.destination.sidecar(folder)
@@ -348,7 +339,7 @@ class _Conversion:
     def run(
         self, clock: Clock, progress: Progress, *, resume: bool, overwrite: bool, verify: bool
     ) -> ConvertReport:
-        """Write the unfinished tensors, and publish all; the destination is locked."""
+        """Write unfinished tensors and publish all files; the caller has locked the destination."""
         finished = self.check(resume=resume, overwrite=overwrite)
         read_nbytes = 0
         if finished is not None and not disk.exists(self.destination.journal):
@@ -361,7 +352,7 @@ class _Conversion:
             try:
                 read_nbytes = self._run(journal, progress, verify=verify, overwrite=overwrite)
             except OSError as error:
-                # of files that are opened in a folder, the system names the last part alone
+                # errors of files opened in a folder have the last part of their path alone
                 path = self._plan.destination / os.fsdecode(error.filename or "")
                 raise disk.unwritable(path, error) from error
             finally:
@@ -382,7 +373,7 @@ class _Conversion:
         )
 
     def _run(self, journal: Journal, progress: Progress, *, verify: bool, overwrite: bool) -> int:
-        """What `run` does with a journal; gives the bytes that were read."""
+        """Write, verify and publish with an open journal; returns the source bytes read."""
         read_nbytes, replaces = 0, journal.replaces or overwrite
         begun_to_publish = journal.published is not None
         if not begun_to_publish:
@@ -398,7 +389,7 @@ class _Conversion:
         return read_nbytes
 
     def _journal(self, *, resume: bool, overwrite: bool) -> Journal:
-        """The journal to go on with, or a new one in an empty folder."""
+        """Return the journal to resume, or a new one in an emptied folder."""
         to = self.destination
         with disk.writing_to(to.path):
             if resume:
@@ -416,7 +407,7 @@ class _Conversion:
             return journal
 
     def _check_versions(self) -> None:
-        """Refuse to resume from files that a server may have replaced unnoticed."""
+        """Raise CheckpointError if a server may have replaced a source file unnoticed."""
         for header in self._shards:
             if isinstance(header.path, Url) and not header.path.version:
                 raise CheckpointError(
@@ -427,10 +418,10 @@ class _Conversion:
                 )
 
     def _forget_lost(self, journal: Journal) -> None:
-        """Forget tensors of lost or shorter files, and quantized weights with unfinished parts."""
+        """Remove tensors of lost or short files from the journal; quantized weights wholly."""
         found = {file.path: _length(self.destination.out / file.path) for file in self._plan.files}
         lost: set[int] = set()
-        weights: dict[tuple[str, object], set[int]] = {}  # by folder and weight
+        weights: dict[tuple[str, object], set[int]] = {}  # by folder and `weight_of`
         for i, (_, file, t) in enumerate(self._plan.tensors()):
             if i not in journal.finished or (found[file.path] or 0) < t.stop:
                 lost.add(i)
@@ -442,7 +433,7 @@ class _Conversion:
         journal.forget(sorted(lost & journal.finished.keys()))
 
     def _write(self, journal: Journal, progress: Progress) -> tuple[int, dict[str, str]]:
-        """Write the unfinished tensors; returns bytes read, and md5 sums where they are needed."""
+        """Write unfinished tensors; returns source bytes read, and needed md5 sums by path."""
         writer = Writer(self._plan, self._checkpoint, self.destination, journal, self._way)
         with reporting(progress, writer.unread_nbytes, "converted") as tell:
             writer.run(tell)
@@ -450,16 +441,16 @@ class _Conversion:
         for file in self._plan.files:
             disk.extend(self.destination.root, f"{OUT}/{file.path}", file.nbytes)
         paths = [file.path for file in self._plan.files] if self._plan.wants_sums else []
-        sums = writer.sums  # not of files that an earlier call wrote
+        sums = writer.sums  # without those of files that an earlier call wrote
         sums = {p: sums.get(p) or disk.file_sum(self.destination.out / p) for p in paths}
         return writer.read_nbytes, sums
 
     def _by_key(self, journal: Journal) -> dict[str, Finished]:
-        """All tensors by their keys, when all are finished."""
+        """Return the records of all tensors, which are finished, by key."""
         return {key: journal.finished[i] for i, (key, _, _) in enumerate(self._plan.tensors())}
 
     def _verify(self, finished: Mapping[str, Finished], folder: Path, progress: Progress) -> None:
-        """Compare the files in a folder with the digests that their bytes had."""
+        """Read the files in a folder back; CheckpointError if their digests are not the written."""
         total = sum(t.nbytes for _, _, t in self._plan.tensors())
         done = 0
         with reporting(progress, total, "checked") as tell:
@@ -470,22 +461,20 @@ class _Conversion:
     # --- publishing -------------------------------------------------------------------------------
 
     def _prepare(self, journal: Journal, sums: Mapping[str, str]) -> dict[str, str]:
-        """Write the small files, and bring every name to the disk; gives `Journal.published`."""
+        """Write small files and sidecars, and sync folders; returns `Journal.published`."""
         out, root = self.destination.out, self.destination.root
         for small in (*self._plan.small, *self._plan.indexes):
             path, content = f"{OUT}/{small.path}", small.content
             if isinstance(content, Url):
                 _fetch(content, root, path)
-                continue
-            data: Iterable[bytes]
-            if isinstance(content, Path):
-                data = disk.pieces(content)
+            elif isinstance(content, Path):
+                root.write(path, disk.pieces(content), small.mode)
             else:
-                data = [content if isinstance(content, bytes) else content(sums)]
-            root.write(path, data, small.mode)
+                data = content if isinstance(content, bytes) else content(sums)
+                root.write(path, [data], small.mode)
         for folder in self._plan.folders:
             self._write_sidecar(folder, journal)
-        # users that could not read the source cannot read the copy; the owner may write
+        # users who could not read the source cannot read the copy; the owner may write
         modes = {h.path: h.state.others[1] | stat.S_IWUSR for h in self._shards if h.state}
         for file in self._plan.files:
             allowed = 0o777
@@ -498,7 +487,7 @@ class _Conversion:
         return {p: "" if p in large else disk.file_digest(out / p) for p in self._plan.paths}
 
     def _check_opens(self) -> None:
-        """Refuse to publish what transformers, which opened the source, would not open."""
+        """Raise CheckpointError if transformers opened the source and cannot open the output."""
         why = self._judging.why_not_opened(self.destination.out) if self._judging else ""
         if why:
             raise CheckpointError(
@@ -508,6 +497,7 @@ class _Conversion:
             )
 
     def _write_sidecar(self, folder: str, journal: Journal) -> None:
+        """Write ``streamload.json`` of a folder, with the digests of its tensors."""
         mine = [
             (t, journal.finished[i])
             for i, (_, file, t) in enumerate(self._plan.tensors())
@@ -525,16 +515,13 @@ class _Conversion:
         self.destination.root.write(f"{OUT}/{in_folder(folder, SIDECAR)}", lines)
 
     def _publish(self, journal: Journal, *, replaces: bool) -> None:
-        """Give every file its name; again, where that was begun before."""
+        """Move all files to their paths; CheckpointError if one that was moved has changed."""
         published = journal.published or {}
         wanted = {in_folder(folder, SIDECAR) for folder in self._plan.folders}
         wanted |= {file.path for file in self._plan.files}
         wanted |= {index.path for index in self._plan.indexes}
-        folders = {folder_of(path) for path in published}
-        if not published.keys() >= wanted or not folders <= {
-            *self._plan.folders,
-            *self._plan.subfolders,
-        }:
+        known = {*self._plan.folders, *self._plan.subfolders}
+        if not (published.keys() >= wanted and known.issuperset(map(folder_of, published))):
             raise CheckpointError(
                 self.destination.journal,
                 "is damaged",
@@ -545,7 +532,7 @@ class _Conversion:
         self.destination.publish(published, replaces=replaces)
 
     def _check_published(self, journal: Journal, done: Collection[str]) -> None:
-        """Refuse to go on where what an earlier call published is gone, or has other bytes."""
+        """Raise CheckpointError if a file that was published before is gone or has changed."""
         published, finished = journal.published or {}, self._by_key(journal)
         large = {file.path: file for file in self._plan.files}
         for path in sorted(done):
@@ -565,20 +552,19 @@ class _Conversion:
 
 
 def _changed(finished: Mapping[str, Finished]) -> dict[str, CastCounts]:
-    """The counts of tensors whose cast changed a value."""
+    """Return the counts of tensors whose cast changed a value, by key."""
     return {key: one.counts for key, one in finished.items() if one.counts.total}
 
 
 def _length(path: Path) -> int | None:
-    """A file's length in bytes; None where no file is seen."""
-    try:
+    """Return a file's length in bytes; None if it cannot be seen."""
+    with suppress(OSError):
         return path.stat().st_size
-    except OSError:
-        return None
+    return None
 
 
 def _fetch(source: Url, root: Folder, path: str) -> None:
-    """Write a file that a server has."""
+    """Download a small file to ``path`` in ``root``; CheckpointError if JSON is cut off."""
     root.unlink(path)
     with open(root.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), "w+b") as file:
         remote.download(source, file, LARGEST_COPIED_NBYTES)
@@ -589,5 +575,6 @@ def _fetch(source: Url, root: Folder, path: str) -> None:
 
 
 def _ends_as_json(file: BinaryIO) -> bool:
+    """Whether a file ends with a bracket, as JSON objects and lists do."""
     file.seek(-min(file.seek(0, os.SEEK_END), _END_NBYTES), os.SEEK_END)
     return file.read().rstrip()[-1:] in (b"}", b"]")

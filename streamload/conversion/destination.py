@@ -1,7 +1,7 @@
-"""The folder that a conversion is written to: what is in it, and how files get their names.
+"""The destination of a conversion: checks of its contents, and publication of the new files.
 
-Everything is written below ``.streamload`` there. When all is whole, old files go and new ones are
-named, the index last: at no time is there a checkpoint of old files and new.
+All files are written below ``.streamload`` there. Once all are whole, the old checkpoint's files
+are removed, and new ones renamed, indexes last: old and new files never form one checkpoint.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from streamload.checkpoint.digests import SIDECAR, Digests
 from streamload.conversion.companions import CONFIG
 from streamload.conversion.disk import WORK, Folder, exists, linked, writing_to
 from streamload.conversion.journal import JOURNAL
-from streamload.conversion.plan import ConvertPlan, folder_of, in_folder
+from streamload.conversion.plan import ConvertPlan, folders_above, in_folder
 from streamload.core.system import sync_folder
 from streamload.errors import CheckpointError, PlanInfeasibleError
 
-# The files of a checkpoint in a folder, by any writer.
+# Names of a checkpoint's files, by any writer.
 _OF_A_CHECKPOINT = re.compile(
     rf"[^.].*\.safetensors(\.index\.json)?|{re.escape(CONFIG)}|{re.escape(SIDECAR)}", re.DOTALL
 )
-#: In a destination, where files have their planned paths until all is whole.
+#: Folder in a destination for files, under their planned paths, until all are whole.
 OUT = f"{WORK}/out"
 _RESERVE = f"{WORK}/reserve"
-# The reserve is given up where the disk is full, so that what is finished can still be journaled.
+# Length of the file `_RESERVE`, and more for each tensor. It is removed if the disk is full: then
+# the journal has room for finished tensors.
 _RESERVE_NBYTES = 2**14
 _LINE_NBYTES = 128
 _LISTED = 8
 
 
 class Destination:
-    """The destination of a plan."""
+    """The folder that a plan's conversion is written to."""
 
     def __init__(self, plan: ConvertPlan) -> None:
-        """Touch nothing."""
         self.path = plan.destination
-        self.work = self.path / WORK  # until all is whole
+        self.work = self.path / WORK
         self.out = self.path / OUT
         self.journal = self.path / JOURNAL
-        self.root: Folder  # the destination, while it is `opened`
+        self.root: Folder  # the open folder, inside of `opened`
         self.reserve_nbytes = _RESERVE_NBYTES + _LINE_NBYTES * plan.tensor_count
         self._plan = plan
         self._emptied: list[str] = []
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Hold the folder open: all is written and removed in it, even if it is renamed."""
+        """Hold the folder open as `root`: files are written to it even if it is renamed."""
         with writing_to(self.path):
             self.root = Folder(self.path)
         with self.root:
@@ -58,14 +58,14 @@ class Destination:
     # --- before anything is written ---------------------------------------------------------------
 
     def check_apart(self, shards: Collection[Path]) -> None:
-        """Refuse a destination where the source is; raises CheckpointError.
+        """Raise CheckpointError if files of the source would be overwritten or removed.
 
-        ``shards`` are all of the source's files, read or not: old files are removed.
+        ``shards`` are all of the source's files, also those that are not converted.
         """
         for shard in shards:
             if Path(os.path.realpath(self.work)) in Path(os.path.realpath(shard)).parents:
                 raise CheckpointError(self.work, "the source is in the folder that would be made")
-        # the folder that a file is in by its name, and the one that it is in by its links
+        # the folder of a file's path, and of the file that this links to
         read = {os.path.realpath(path.parent) for path in shards}
         read |= {os.path.dirname(os.path.realpath(path)) for path in shards}
         read_ids = {_identity(folder) for folder in read} - {None}
@@ -75,7 +75,7 @@ class Destination:
                 raise CheckpointError(folder, "the source is in the folder that would be written")
         beside = [f.content for f in self._plan.small if isinstance(f.content, Path)]
         own = {_identity(path): path for path in (*shards, *beside)}
-        own.pop(None, None)  # a file that is gone: reading it will fail
+        own.pop(None, None)  # a missing file: reading it will fail
         for name in dict.fromkeys((*self._plan.paths, *self._old())):
             if found := own.get(_identity(self.path / name)):
                 raise CheckpointError(
@@ -83,13 +83,12 @@ class Destination:
                 )
 
     def check(self, *, resume: bool, overwrite: bool, finished: bool) -> None:
-        """Raise CheckpointError where an unfinished conversion or a checkpoint must stay.
+        """Raise CheckpointError for a link, or for files that must not be replaced or resumed.
 
-        And where a link leads out of the destination. ``finished``: this very conversion was
-        finished before.
+        ``finished``: whether this very conversion was finished before.
         """
         named = (*self._plan.folders, *self._plan.subfolders)
-        inner = dict.fromkeys(above for name in named for above in (name, *_folders_above(name)))
+        inner = dict.fromkeys(above for name in named for above in (name, *folders_above(name)))
         for folder in (WORK, OUT, *inner):
             if folder and os.path.islink(self.path / folder):
                 raise linked(self.path / folder)
@@ -133,7 +132,7 @@ class Destination:
             )
 
     def check_room(self) -> None:
-        """Raise PlanInfeasibleError where the disk is too full, CheckpointError where read-only."""
+        """Raise PlanInfeasibleError if the disk is too full, CheckpointError if it is read-only."""
         folder = self.path
         while not exists(folder) and folder != folder.parent:
             folder = folder.parent
@@ -142,10 +141,10 @@ class Destination:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise CheckpointError(folder, "cannot be written", found="no leave to write there")
         free_nbytes = found.f_bavail * found.f_frsize
-        # what an earlier call left is taken already
+        # files of an earlier call are overwritten
         for root, _, names in os.walk(self.work):
             for name in names:
-                with suppress(OSError):  # another conversion may be at its end
+                with suppress(OSError):  # another conversion may remove it now
                     free_nbytes += (Path(root) / name).stat().st_blocks * 512
         needed_nbytes = self._plan.needed_nbytes + self.reserve_nbytes
         if needed_nbytes > free_nbytes:
@@ -156,14 +155,14 @@ class Destination:
     # --- what is there ----------------------------------------------------------------------------
 
     def folders(self) -> tuple[str, ...]:
-        """The folders of checkpoints: the destination, what is written in it, and earlier nodes."""
+        """Return the checkpoints' folders: the destination, the plan's, and earlier nodes'."""
         earlier = []
         for name in self._listed(""):
-            # not where a link leads
+            # links are not followed
             is_other = name.startswith(".") or os.path.islink(self.path / name)
             found = None if is_other else self.sidecar(name)
             nodes = found.options.get("nodes") if found else None
-            # a folder with a sidecar may as well be the destination of another conversion
+            # a folder with a sidecar may be the destination of another conversion instead
             if isinstance(nodes, list) and any(
                 isinstance(node, list) and node[:1] == [name] for node in nodes
             ):
@@ -171,16 +170,16 @@ class Destination:
         return tuple(dict.fromkeys(("", *self._plan.folders, *earlier)))
 
     def sidecar(self, folder: str) -> Digests | None:
-        """A folder's sidecar; None where there is none that can be read."""
+        """Return the digests in a folder's sidecar; None if it is missing or invalid."""
         with suppress(CheckpointError):
             return Digests.read(self.path / folder / SIDECAR)
         return None
 
     def _old(self) -> list[str]:
-        """Files of a checkpoint in the destination, in the order in which they may go.
+        """Return the paths of old checkpoints' files, in the order in which to remove them.
 
-        An index comes first, so that no set of shards looks whole, and what belongs to weights not
-        before them; a sidecar last, which lists the others.
+        Indexes come first, so that no set of shards looks whole; then weights, then their small
+        files; sidecars, which list the others, last.
         """
         found = []
         for folder in self.folders():
@@ -203,18 +202,19 @@ class Destination:
         return sorted(found, key=place)
 
     def _listed(self, folder: str) -> list[str]:
+        """Return the sorted names in a folder; [] if there is no such folder."""
         where = self.path / folder
         with writing_to(where), suppress(FileNotFoundError, NotADirectoryError):
             return sorted(os.listdir(where))
         return []
 
     def _is_folder(self, path: str) -> bool:
-        """Whether there is a folder of that name; not where a link leads to one."""
+        """Whether a path is a folder, and no link to one."""
         where = self.path / path
         return exists(where) and where.is_dir() and not where.is_symlink()
 
     def _is_inside(self, folder: str, path: str) -> bool:
-        """Whether a path is that of a file below a folder, to which no link leads."""
+        """Whether a sidecar's path is of an existing file below a folder, reached without links."""
         parts = path.split("/")
         if "\0" in path or any(part.startswith(".") or not part for part in parts):
             return False
@@ -225,14 +225,14 @@ class Destination:
     # --- publishing -------------------------------------------------------------------------------
 
     def waiting(self, published: Iterable[str]) -> list[str]:
-        """What of these paths has not got its name yet."""
+        """Return the paths whose files are still below `OUT`."""
         return [path for path in published if exists(self.out / path)]
 
     def publish(self, published: Mapping[str, str], *, replaces: bool) -> None:
-        """Give every file its name; again, where that was begun before.
+        """Remove an old checkpoint, and move all files to their paths, indexes last.
 
-        An old checkpoint goes first, its index before all; raises CheckpointError where it must
-        stay, for it came after the beginning and ``replaces`` is not set.
+        Raises:
+            CheckpointError: there is an old checkpoint, and ``replaces`` is not set.
         """
         waiting = self.waiting(published)
         done = published.keys() - waiting
@@ -246,7 +246,7 @@ class Destination:
                 ", ".join(there[:_LISTED]),
             )
         folders = (*self._plan.folders, *self._plan.subfolders)
-        emptied = {*self.folders(), *(folder for path in old for folder in _folders_above(path))}
+        emptied = {*self.folders(), *(folder for path in old for folder in folders_above(path))}
         inner_first = sorted(emptied - {"", *folders}, key=lambda folder: -folder.count("/"))
         self._emptied = inner_first
         for path in old:
@@ -263,12 +263,12 @@ class Destination:
             self._sync(*folders)
 
     def _sync(self, *folders: str) -> None:
-        """Bring the names in the destination and in folders below it to the disk."""
+        """Sync the names in the destination, and in folders below it, to the disk."""
         for folder in dict.fromkeys(("", *folders)):
             sync_folder(self.path / folder)
 
     def begin(self) -> None:
-        """Make the folders of the files, and the reserve; nothing else is there afterwards."""
+        """Remove an unfinished conversion, and make the folders of the files and the reserve."""
         self.root.unlink(JOURNAL)
         self.root.remove_tree(OUT)
         self.check_room()
@@ -277,11 +277,11 @@ class Destination:
         self.root.write(_RESERVE, [bytes(self.reserve_nbytes)])
 
     def give_up_reserve(self) -> None:
-        """Give the room of the reserve to the journal; raises OSError where it is gone."""
+        """Remove the reserve, which makes room for the journal; raises OSError."""
         self.root.unlink(_RESERVE)
 
     def clean(self) -> None:
-        """Remove what only an unfinished conversion has; the journal goes last."""
+        """Remove the files of an unfinished conversion, the journal last."""
         with writing_to(self.work):
             with suppress(OSError):
                 self.root.remove_tree(OUT)
@@ -289,20 +289,14 @@ class Destination:
             self.root.unlink(JOURNAL)
 
     def remove_empty_folders(self) -> None:
-        """Remove what is left of the folders of an earlier conversion that this one has not."""
+        """Remove the empty folders of an old checkpoint that `publish` removed."""
         for folder in self._emptied:
-            with suppress(OSError):  # it holds something that is not ours
+            with suppress(OSError):  # it holds other files
                 (self.path / folder).rmdir()
 
 
-def _folders_above(path: str) -> Iterator[str]:
-    """The folders above a path in the destination."""
-    while path := folder_of(path):
-        yield path
-
-
 def _identity(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Device and inode of what a path leads to; None where that is nothing, or cannot be seen."""
+    """Return device and inode of a file, links followed; None if it is missing or hidden."""
     with suppress(OSError):
         found = os.stat(path)
         return found.st_dev, found.st_ino

@@ -1,7 +1,7 @@
-"""The files that a conversion will write, and each tensor's place in them, from headers alone.
+"""Plan a conversion from headers alone: its files, and the place of each tensor in them.
 
-Pure, except that it lists the checkpoint's folder. The format's writer decides the tensors, names
-and files: see `streamload.formats.writer`.
+Pure, except that it lists the checkpoint's folder. The output format's `FormatWriter` decides the
+tensors, their names and the files: see `streamload.formats.writer`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, get_args
@@ -36,7 +37,7 @@ from streamload.conversion.companions import (
 from streamload.conversion.openable import Judging, Verdict, asked_of_models
 from streamload.conversion.quantize import all_entries, described, kept_back, wanted_of
 from streamload.conversion.rename import check_rename, rules_of
-from streamload.conversion.runtimes import Runtime, runtime_of
+from streamload.conversion.runtimes import config_for, dtype_for
 from streamload.core.dtypes import DType, DTypeArgument
 from streamload.core.patterns import Selection, check_patterns, fits
 from streamload.core.units import format_bytes, format_table, parse_bytes, round_up
@@ -59,36 +60,43 @@ from streamload.planning.quant_policy import NO_QUANT, QuantArgument, QuantPolic
 from streamload.planning.requests import DTypePolicy
 from streamload.planning.sources import Rename, Source, sources
 
-_SUM_DIGITS = 32  # of md5, in hexadecimal
-_BLOCK_NBYTES = 4096  # what a file takes of a disk is a multiple of this
-_BOOK_NBYTES = 512  # of journal and sidecar, for each tensor
+_SUM_DIGITS = 32  # of an md5 sum in hexadecimal
+_BLOCK_NBYTES = 4096  # a file takes a multiple of this on the disk
+_BOOK_NBYTES = 512  # of each tensor in journal and sidecar
 
 
 def in_folder(folder: str, name: str) -> str:
-    """The path of a file in a folder below the destination."""
+    """Return the path of the file ``name`` in ``folder``; both are relative to the destination."""
     return f"{folder}/{name}" if folder else name
 
 
 def folder_of(path: str) -> str:
-    """The folder below the destination that a path is in."""
+    """Return the folder of a path below the destination; "" for the destination itself."""
     return path.rpartition("/")[0]
+
+
+def folders_above(path: str) -> Iterator[str]:
+    """Yield the folders between a path and the destination, innermost first."""
+    while path := folder_of(path):
+        yield path
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
-    """What was asked for, see `streamload.convert`."""
+    """The arguments of `streamload.convert`, checked."""
 
     policy: DTypePolicy
     out_of_range: OutOfRange
-    max_shard_nbytes: int  # of a file with more than one tensor
+    max_shard_nbytes: int  # most bytes of a file with several tensors
     nodes: tuple[Node, ...] = ()
     selection: Selection = field(default_factory=Selection)
     rename: Rename | None = None
     quant: QuantPolicy = NO_QUANT
     writer: type[FormatWriter] = field(default_factory=lambda: writers()[SAFETENSORS])
-    runtime: Runtime | None = None
-    notes: tuple[str, ...] = ()
-    verdict: Verdict | None = None  # of transformers, on what is quantised
+    runtime: str | None = None  # one of `RUNTIMES`
+    notes: tuple[str, ...] = ()  # sentences for users
+    # weights that modules of transformers can hold quantized; None if that was not asked
+    verdict: Verdict | None = None
 
     @classmethod
     def parse(
@@ -102,19 +110,15 @@ class ConvertOptions:
         max_shard_size: float | str | None,
         nodes: Sequence[Node] | None,
     ) -> Self:
-        """Read the arguments of `convert` that a format has a say in; raises ValueError."""
+        """Check the arguments of `convert` that depend on the output format; raises ValueError."""
         if out_of_range not in get_args(OutOfRange):
             raise ValueError(f"out_of_range is one of {get_args(OutOfRange)}, not {out_of_range!r}")
         writer = writers().get(to)
         if writer is None:
             raise ValueError(f"to is one of {', '.join(writers())}, not {to!r}")
-        for_runtime = runtime_of(runtime)
         notes: list[str] = []
-        if for_runtime is not None:
-            if to != SAFETENSORS:
-                raise ValueError(f"{runtime} reads safetensors, not {to}")
-            notes = for_runtime.note(dtype)
-            dtype = for_runtime.asked(dtype, quant)
+        if runtime is not None:
+            dtype, notes = dtype_for(runtime, to, dtype, quant)
         dtype, quant = writer.asked(dtype, quant)
         max_nbytes = parse_bytes(
             writer.max_shard_size if max_shard_size is None else max_shard_size
@@ -130,21 +134,17 @@ class ConvertOptions:
             tuple(nodes or ()),
             quant=QuantPolicy.named(quant, writer.quants),
             writer=writer,
-            runtime=for_runtime,
+            runtime=runtime,
             notes=tuple(notes),
         )
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all of a checkpoint is written, in one folder."""
-        return not (self.nodes or self.selection.select or self.selection.exclude)
 
     def asked_of_models(
         self, checkpoint: Checkpoint, judging: Judging, noted: Mapping[str, Any]
     ) -> Self:
-        """Leave weights that no module holds quantized; ValueError if none can be quantized.
+        """Return these options with patterns for weights that no module can hold quantized.
 
-        If the model cannot be asked, `noted` has the facts of an earlier verdict.
+        ``noted`` has the fields of the `Verdict` in an unfinished conversion's journal, used if the
+        model cannot be asked. Raises ValueError if no weight can be quantized.
         """
         if not self.quant or self.writer.name != SAFETENSORS or self.rename is not None:
             return self
@@ -157,21 +157,19 @@ class ConvertOptions:
         return replace(self, quant=quant, notes=notes, verdict=verdict)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; of a callable ``rename``, that there is one."""
+        """Return the options as JSON values; a callable ``rename`` becomes a fixed text."""
         rules = rules_of(self.rename)
         rename = "by a function" if self.rename is not None else None
-        # unfinished conversions of earlier versions go on: these have no such options
         kinds = () if self.verdict is None else self.verdict.kinds
-        asked = [list(rule) for rule in self.quant.rules[len(kinds) :]]
-        quant = {"quant": asked} if self.quant else {}
-        left = {"left": list(kinds)} if kinds else {}
-        to = {"to": self.writer.name} if self.writer.name != SAFETENSORS else {}
-        runtime = {"for": self.runtime.name} if self.runtime is not None else {}
+        # left out by default: journals of earlier versions, which can be resumed, have no such keys
+        optional = {
+            "quant": self.quant and [list(rule) for rule in self.quant.rules[len(kinds) :]],
+            "left": list(kinds),
+            "to": self.writer.name if self.writer.name != SAFETENSORS else "",
+            "for": self.runtime,
+        }
         return {
-            **quant,
-            **left,
-            **to,
-            **runtime,
+            **{key: value for key, value in optional.items() if value},
             "dtype": [[p, "checkpoint" if d is None else d.name] for p, d in self.policy.rules],
             "out_of_range": self.out_of_range,
             "max_shard_nbytes": self.max_shard_nbytes,
@@ -184,16 +182,16 @@ class ConvertOptions:
 
 @dataclass(frozen=True, slots=True)
 class ConvertPlan:
-    """Everything that a conversion will write.
+    """All files that a conversion will write.
 
     Attributes:
         path: the source.
-        destination: the folder that it will be in.
+        destination: the folder of the output.
         files: the files of tensors, in the order in which they are written.
-        small: what goes with them: copies, config.json, and the plans of nodes.
+        small: the other files: copies, config.json, and the plans of nodes.
         indexes: one for each folder that has several files; they are published last.
-        options: what was asked for, as plain JSON values.
-        notes: what a user may want to know of, one sentence each.
+        options: the options as plain JSON values.
+        notes: sentences for users.
         wants_sums: whether some small files need the md5 sums of the files.
     """
 
@@ -209,17 +207,17 @@ class ConvertPlan:
 
     @property
     def read_nbytes(self) -> int:
-        """Bytes of data that are read."""
+        """Bytes of tensors to read from the source."""
         return sum(t.read_nbytes for file in self.files for t in file.tensors)
 
     @property
     def written_nbytes(self) -> int:
-        """Bytes of the files of tensors."""
+        """Bytes of all files of tensors, headers included."""
         return sum(file.nbytes for file in self.files)
 
     @property
     def needed_nbytes(self) -> int:
-        """Bytes of disk that all of it takes."""
+        """Disk bytes that all files take, with journal and sidecars."""
         lengths = [file.nbytes for file in self.files]
         lengths += [file.nbytes for file in (*self.small, *self.indexes)]
         lengths.append(self.tensor_count * _BOOK_NBYTES)
@@ -227,36 +225,29 @@ class ConvertPlan:
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """The folders of the checkpoints, below the destination: "" for itself, or the nodes'."""
+        """Folders of checkpoints: "" for the destination itself, or one below it for each node."""
         return tuple(dict.fromkeys(folder_of(file.path) for file in self.files))
 
     @property
     def subfolders(self) -> tuple[str, ...]:
-        """Folders below those of the checkpoints, for what goes with them, each after its own."""
-        own = {"", *self.folders}
-        found: dict[str, None] = {}
-        for file in self.small:
-            parts = file.path.split("/")[:-1]
-            found |= dict.fromkeys("/".join(parts[: i + 1]) for i in range(len(parts)))
-        return tuple(folder for folder in found if folder not in own)
+        """Folders of small files (``1_Pooling``) that are not in `folders`; outer ones first."""
+        above = (folder for f in self.small for folder in reversed([*folders_above(f.path)]))
+        return tuple(folder for folder in dict.fromkeys(above) if folder not in self.folders)
 
     @property
     def tensor_count(self) -> int:
-        """How many tensors are written."""
+        """Number of tensors to write."""
         return sum(len(file.tensors) for file in self.files)
 
     def tensors(self) -> Iterator[tuple[str, OutFile, OutTensor]]:
-        """Every tensor with its key and its file, in the order in which the journal counts them.
-
-        The key is its name; with nodes, that below the name of its node.
-        """
+        """Yield (key, file, tensor), as the journal counts them; a key is NAME, or NODE/NAME."""
         for file in self.files:
             for tensor in file.tensors:
                 yield in_folder(folder_of(file.path), tensor.name), file, tensor
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Every path that is published, in that order: all indexes last."""
+        """Paths of all files below the destination, in the order of publication: indexes last."""
         small = (file.path for file in self.small)
         sidecars = (in_folder(folder, SIDECAR) for folder in self.folders)
         large = (file.path for file in self.files)
@@ -265,13 +256,13 @@ class ConvertPlan:
         return (*paths, *(file.path for file in self.indexes))
 
     def below(self, folder: str) -> tuple[str, ...]:
-        """Every path that is published in a folder or below it, from there, in that order."""
+        """Return the paths of all files in a folder, relative to it, in the order of `paths`."""
         start = in_folder(folder, "")
         return tuple(path.removeprefix(start) for path in self.paths if path.startswith(start))
 
     @property
     def digest(self) -> str:
-        """Of what is written where, from what: the same plan has the same."""
+        """Digest of the layout: equal if the files get the same source bytes at the same places."""
         digest = hasher()
         for file in self.files:
             digest.update(memoryview(json.dumps(file.path).encode()))
@@ -291,7 +282,7 @@ class ConvertPlan:
         return digest.hexdigest()
 
     def to_json(self) -> str:
-        """Write it as JSON."""
+        """Return the plan as JSON."""
         written = [f for f in self.small if isinstance(f.content, bytes)]
         return json.dumps(
             {
@@ -329,7 +320,7 @@ class ConvertPlan:
         )
 
     def __str__(self) -> str:
-        """A table of the files, and what is cast."""
+        """Return a table of the files, the casts and the notes."""
         rows = [
             (file.path, str(len(file.tensors)), format_bytes(file.nbytes)) for file in self.files
         ]
@@ -357,12 +348,12 @@ class ConvertPlan:
 def plan_conversion(
     checkpoint: Checkpoint, destination: Path, options: ConvertOptions
 ) -> ConvertPlan:
-    """Decide a conversion.
+    """Plan a conversion without reading or writing a tensor.
 
     Raises:
         CheckpointError: two tensors would get one name, a name cannot be written, or the
             checkpoint's folder cannot be listed.
-        PlanInfeasibleError: a node cannot hold its part.
+        PlanInfeasibleError: a node cannot hold its tensors.
         UnsupportedCastError: a dtype cannot be cast, or must not be.
         ValueError: a pattern matches no tensor, none is left, or a node's name is no folder's.
     """
@@ -372,7 +363,16 @@ def plan_conversion(
     wanted = wanted_of(chosen, fill, dtypes, options.quant)
     notes = kept_back(checkpoint, dtypes, options.policy)
     beside, left = files_beside(checkpoint)
-    writer = options.writer(_model(checkpoint, wanted, beside, options))
+    model = Model(
+        checkpoint.path,
+        checkpoint.config,
+        wanted,
+        checkpoint.metadata,
+        {name: partial(content_of, file) for name, file in beside.items()},
+        next((dtype for pattern, dtype in options.policy.rules if pattern == "*"), None),
+        next((format for pattern, format in options.quant.rules if pattern == "*"), None),
+    )
+    writer = options.writer(model)
     lists = all_entries(writer.tensors(), options.quant)
     _check_names(checkpoint, [e.name for one in lists for each in one for e in each], wanted)
     notes += writer.notes()
@@ -392,9 +392,7 @@ def plan_conversion(
             continue
         # the parts of a quantised weight that is kept stay together
         rows = ((entries[0].info.name, entries) for entries in tensors)
-        listed = [
-            [e for entries in one for e in entries] for one in together(checkpoint.members, rows)
-        ]
+        listed = [[*chain(*one)] for one in together(checkpoint.members, rows)]
         here = writer.files(listed, options.max_shard_nbytes)
         files += (replace(file, path=in_folder(folder, file.path)) for file in here)
         documents = [*_documents(writer, here, folder)]
@@ -417,28 +415,10 @@ def plan_conversion(
     )
 
 
-def _model(
-    checkpoint: Checkpoint,
-    wanted: Mapping[str, Target],
-    beside: Mapping[str, SmallFile],
-    options: ConvertOptions,
-) -> Model:
-    """What a writer decides by."""
-    return Model(
-        checkpoint.path,
-        checkpoint.config,
-        wanted,
-        checkpoint.metadata,
-        {name: partial(content_of, file) for name, file in beside.items()},
-        next((dtype for pattern, dtype in options.policy.rules if pattern == "*"), None),
-        next((format for pattern, format in options.quant.rules if pattern == "*"), None),
-    )
-
-
 def _check_names(
     checkpoint: Checkpoint, names: Sequence[str], wanted: Mapping[str, Target]
 ) -> None:
-    """Refuse two tensors of one name in the output."""
+    """Raise CheckpointError, or ValueError after a quantization, if two output names are equal."""
     if any(each.quant is not None for each in wanted.values()):
         check_distinct(names, wanted)
     (twice, count), *_ = Counter(names).most_common(1) or [("", 0)]
@@ -447,20 +427,16 @@ def _check_names(
 
 
 def _documents(writer: FormatWriter, files: Sequence[OutFile], folder: str) -> Iterator[SmallFile]:
-    """The documents of a format, in order; some are made when all files are whole."""
-    start = in_folder(folder, "")
+    """Yield the small files of a format in order; those with md5 sums get their bytes later."""
+
+    def late(name: str, sums: Mapping[str, str]) -> bytes:
+        return writer.documents(files, sums)[name]
+
+    # only safetensors, which have no sums, are split into folders: paths are names
     sums = {file.path: "0" * _SUM_DIGITS for file in files}
     for name, data in writer.documents(files, sums).items():
-        path = in_folder(folder, name)
-        if not writer.wants_sums:
-            yield document(path, data)
-            continue
-
-        def late(found: Mapping[str, str], name: str = name) -> bytes:
-            mine = {path.removeprefix(start): digest for path, digest in found.items()}
-            return writer.documents(files, mine)[name]
-
-        yield SmallFile(path, late, len(data))
+        content = partial(late, name) if writer.wants_sums else data
+        yield SmallFile(in_folder(folder, name), content, len(data))
 
 
 def _follow(
@@ -471,7 +447,10 @@ def _follow(
     left: Sequence[str],
     options: ConvertOptions,
 ) -> list[str]:
-    """Bring config.json after the tensors; gives notes on that and on what is not copied."""
+    """Adapt config.json in the small files ``beside`` to the output tensors ``made``.
+
+    Returns sentences for users on that, and on ``left``, names of files that are not copied.
+    """
     notes = []
     if left:
         more = f" and {len(left) - 8} more" * (len(left) > 8)
@@ -483,10 +462,9 @@ def _follow(
         checkpoint, made, main_dtype(checkpoint, dtypes), options.quant, options.verdict
     )
     notes += quant_notes
-    runtime = options.runtime
-    if runtime is not None and checkpoint.config:
+    if options.runtime is not None and checkpoint.config:
         names = [entries[0].name for entries in made.values()]
-        wants, runtime_notes = runtime.config(checkpoint.config, names)
+        wants, runtime_notes = config_for(options.runtime, checkpoint.config, names)
         said |= wants
         notes += runtime_notes
     if (config := followed_config(checkpoint, dtypes, said)) is not None:
@@ -501,7 +479,7 @@ def _follow(
 def _chosen(
     checkpoint: Checkpoint, options: ConvertOptions
 ) -> tuple[Checkpoint, Mapping[str, Source], dict[str, DType]]:
-    """The tensors that were asked for: by their names in the output, and their dtypes there."""
+    """Return the selected tensors, their sources by output name, and dtypes by source tensor."""
     names = all_names(checkpoint)
     options.selection.check(names)
     tensors = {n: info for n, info in checkpoint.tensors.items() if n in options.selection}
@@ -523,6 +501,7 @@ def _chosen(
 
 
 def _dtype(checkpoint: Checkpoint, name: str, policy: DTypePolicy) -> DType:
+    """Return the output dtype of a source tensor; UnsupportedCastError if it cannot have it."""
     info = checkpoint.tensors[name]
     # without a rule a tensor stays as it is
     dst = policy.resolve(name, info.dtype, native_bf16=True)
@@ -542,9 +521,9 @@ def _dtype(checkpoint: Checkpoint, name: str, policy: DTypePolicy) -> DType:
 def _parts(
     chosen: Checkpoint, options: ConvertOptions, lists: Sequence[Sequence[Sequence[OutTensor]]]
 ) -> tuple[dict[str, list[Sequence[OutTensor]]], dict[str, Any]]:
-    """By folder, what each list of tensors becomes there; and of nodes, what they hold."""
+    """Return output tensors by folder, "" without nodes; and for each node its `DevicePlan`."""
     if not options.nodes:
-        return {"": [[e for entries in listed for e in entries] for listed in lists]}, {}
+        return {"": [[*chain(*listed)] for listed in lists]}, {}
     made = {entries[0].info.name: entries for listed in lists for entries in listed}
     for node in options.nodes:
         if not re.fullmatch(r"[^./\\\0][^/\\\0]*", node.name) or len(os.fsencode(node.name)) > 200:
@@ -574,13 +553,13 @@ def _parts(
 def _node_plan(
     folder: str, files: Sequence[OutFile], destination: Path, options: ConvertOptions, held: Any
 ) -> SmallFile:
-    """The plan of a load of a node's folder, with the layers that it has of the whole."""
+    """Return ``plan.json`` of a node's folder: its load plan, with the layers of ``held``."""
     headers = [parse_header(file.header, destination / file.path, file.nbytes) for file in files]
     node = next(node for node in options.nodes if node.name == folder)
     made = split(from_headers(destination / folder, headers), nodes=[node], dtype="checkpoint")
     (device,) = made.devices
     device = replace(device, layers=held.layers, embedding=held.embedding, head=held.head)
-    # of no machine: its place and the best reader are chosen by the load
+    # it holds on any machine: the load chooses path and reader
     pread: ResolvedKind = "pread"
     readers = tuple(pread for _ in files)
     made = replace(made, path=".", devices=(device,), readers=readers, reader_reasons=())

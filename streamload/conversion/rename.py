@@ -1,4 +1,4 @@
-"""Renames by patterns, and what is known of any rename."""
+"""Renames of tensors by patterns, and checks of the ``rename`` argument."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RenamePatterns:
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> RenamePatterns:
-        """Read ``FROM=TO`` texts; raises ValueError for another, or one with more ``*`` behind."""
+        """Parse ``FROM=TO`` texts; ValueError for any other text, and for more ``*`` in TO."""
         rules = []
         for text in texts:
             before, equals, after = text.partition("=")
@@ -35,15 +35,14 @@ class RenamePatterns:
 
     @staticmethod
     def match(before: str, name: str) -> re.Match[str] | None:
-        """How a name matches what stands before a "="; a group for each ``*``."""
+        """Match a name with a pattern; the result has a group for each ``*``."""
         pattern = "(.*)".join(re.escape(part) for part in before.split("*"))
         return re.fullmatch(pattern, name, re.DOTALL)
 
     def __call__(self, name: str) -> str:
-        """What a name becomes."""
+        """Return the new name of a tensor."""
         for before, after in self.rules:
-            match = self.match(before, name)
-            if match:
+            if match := self.match(before, name):
                 first, *rest = after.split("*")
                 texts = zip(match.groups(), rest, strict=False)
                 return first + "".join(text + part for text, part in texts)
@@ -51,14 +50,14 @@ class RenamePatterns:
 
 
 def rules_of(rename: Rename | None) -> Iterable[tuple[str, str]] | None:
-    """The rules of renames, where they are known."""
+    """Return (old, new) names or patterns of a ``rename`` argument; None for any callable."""
     if isinstance(rename, RenamePatterns):
         return rename.rules
     return rename.items() if isinstance(rename, Mapping) else None
 
 
 def check_rename(rename: Rename | None, names: Collection[str]) -> None:
-    """Raise ValueError for the first rule that renames nothing, as far as rules are known."""
+    """Raise ValueError for the first rule that matches no tensor; callables are not checked."""
     if isinstance(rename, Mapping):
         check_names("rename", rename, names)
     if isinstance(rename, RenamePatterns):

@@ -1,78 +1,77 @@
-"""``--for``: what runtimes need that read safetensors, and not all that transformers writes.
+"""``--for``: keys of config.json and dtypes that runtimes need which read safetensors.
 
-Sources: ``Config`` of models in mistralrs 0.9 and of candle's examples, which want ``rope_theta``
-at the top of config.json, and ``ModelArgs`` of models in mlx-lm 0.32, which take 10,000 for it and
-tied embeddings where the key is missing. All of them find ``model.safetensors``, or several files
-by ``model.safetensors.index.json`` (mlx-lm: ``model*.safetensors``), with Hugging Face's names.
+Sources: ``Config`` of models in mistralrs 0.9 and of candle's examples, which need ``rope_theta``
+at the top of config.json, and ``ModelArgs`` of models in mlx-lm 0.32, which default to 10,000 for
+it and to tied embeddings. All of them open ``model.safetensors``, or several files by
+``model.safetensors.index.json`` (mlx-lm: ``model*.safetensors``), with Hugging Face's names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from streamload.core.dtypes import DTypeArgument
 from streamload.core.patterns import did_you_mean
+from streamload.files.header import SAFETENSORS
 from streamload.planning.quant_policy import QuantArgument
 
-_TEXT = "text_config"  # of a model with several parts
+_TEXT = "text_config"  # the text model's section of a model with several
 _HEADS = ("lm_head.weight", "output.weight")
+_DTYPE = "float16"
+
+#: By runtime, the reason for float16 if users choose no dtype.
+RUNTIMES = {
+    "candle": "it computes in bfloat16 on few devices",
+    "mlx": "Apple's first chips only emulate bfloat16",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Runtime:
-    """A runtime that reads safetensors.
+def dtype_for(
+    runtime: str, to: str, dtype: DTypeArgument, quant: QuantArgument
+) -> tuple[DTypeArgument, list[str]]:
+    """Return the dtype of floats for a runtime, by default float16, and sentences for users.
 
-    Attributes:
-        name: as users write it.
-        dtype: of floats, unless users choose one.
-        why: the reason for that.
+    Raises ValueError if the runtime is unknown, or takes no files ``to`` this format, or ``quant``.
     """
+    if runtime not in RUNTIMES:
+        known, meant = ", ".join(RUNTIMES), did_you_mean(runtime, RUNTIMES)
+        raise ValueError(f"runtime is one of {known}, not {runtime!r}{meant}")
+    if to != SAFETENSORS:
+        raise ValueError(f"{runtime} reads safetensors, not {to}")
+    if quant is not None:
+        raise ValueError(f"{runtime} reads no weights that are quantised here: leave quant")
+    if dtype is not None:
+        return dtype, []
+    why = RUNTIMES[runtime]
+    return _DTYPE, [f"for {runtime}, floats become {_DTYPE}: {why}; dtype= says otherwise"]
 
-    name: str
-    dtype: str
-    why: str
 
-    def asked(self, dtype: DTypeArgument, quant: QuantArgument) -> DTypeArgument:
-        """What ``dtype=`` stands for; raises ValueError for ``quant=``."""
-        if quant is not None:
-            raise ValueError(f"{self.name} reads no weights that are quantised here: leave quant")
-        return self.dtype if dtype is None else dtype
+def config_for(
+    runtime: str, config: Mapping[str, Any], names: Collection[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return keys that a runtime needs in ``config``, that of the model, and sentences for users.
 
-    def config(
-        self, config: Mapping[str, Any], names: Collection[str]
-    ) -> tuple[dict[str, Any], list[str]]:
-        """What config.json says besides, and sentences for users.
-
-        Args:
-            config: what it says.
-            names: of the tensors.
-        """
-        said = _rope(config)
-        keys = list(said)
-        text = config.get(_TEXT)
-        if isinstance(text, Mapping) and (inner := _rope(text)):
-            said[_TEXT] = inner
-            keys += [f"{key} in {_TEXT}" for key in inner]
-        architectures = config.get("architectures")
-        known = architectures if isinstance(architectures, list) else []
-        if "tie_word_embeddings" not in config and any(
-            str(name).endswith("ForCausalLM") for name in known
-        ):
-            said["tie_word_embeddings"] = not any(head in names for head in _HEADS)
-            keys.append("tie_word_embeddings")
-        return said, [f"for {self.name}, config.json says {key} itself" for key in keys]
-
-    def note(self, dtype: DTypeArgument) -> list[str]:
-        """A sentence on the dtype of floats if users chose none."""
-        if dtype is not None:
-            return []
-        return [f"for {self.name}, floats become {self.dtype}: {self.why}; dtype= says otherwise"]
+    ``names`` are those of all output tensors.
+    """
+    said = _rope(config)
+    keys = list(said)
+    text = config.get(_TEXT)
+    if isinstance(text, Mapping) and (inner := _rope(text)):
+        said[_TEXT] = inner
+        keys += [f"{key} in {_TEXT}" for key in inner]
+    architectures = config.get("architectures")
+    known = architectures if isinstance(architectures, list) else []
+    if "tie_word_embeddings" not in config and any(
+        str(name).endswith("ForCausalLM") for name in known
+    ):
+        said["tie_word_embeddings"] = not any(head in names for head in _HEADS)
+        keys.append("tie_word_embeddings")
+    return said, [f"for {runtime}, config.json says {key} itself" for key in keys]
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What transformers 5 has in ``rope_parameters``, by the keys that it was before."""
+    """Return ``rope_parameters`` of transformers 5 under the keys of earlier versions."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, Mapping) or "rope_theta" not in rope:
         return {}
@@ -82,22 +81,3 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("rope_scaling") is None and rope.get("rope_type", "default") != "default":
         said["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
     return said
-
-
-RUNTIMES = {
-    runtime.name: runtime
-    for runtime in (
-        Runtime("candle", "float16", "it computes in bfloat16 on few devices"),
-        Runtime("mlx", "float16", "Apple's first chips only emulate bfloat16"),
-    )
-}
-
-
-def runtime_of(name: str | None) -> Runtime | None:
-    """The runtime of a name; raises ValueError where there is none."""
-    if name is None:
-        return None
-    if name not in RUNTIMES:
-        known = ", ".join(RUNTIMES)
-        raise ValueError(f"runtime is one of {known}, not {name!r}{did_you_mean(name, RUNTIMES)}")
-    return RUNTIMES[name]
