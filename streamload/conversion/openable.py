@@ -1,8 +1,8 @@
-"""Which weights of a conversion transformers can hold quantized in the model.
+"""Ask transformers which weights of a conversion its model can hold quantized.
 
-The code that `streamload.transformers.from_pretrained` asks decides here, too: it is registered as
-the judge. It imports torch and transformers, which take more memory than a conversion: where this
-process has not imported them, a child does.
+`streamload.transformers`, which decides that for `from_pretrained`, registers a `Judge`. It imports
+torch and transformers, which take more memory than a conversion: if this process has not imported
+them, a child process does.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import selectors
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol, Self
 
@@ -34,11 +35,11 @@ from streamload.planning.sources import sources
 
 _NEEDED = ("torch", "transformers")
 _CHILD_NBYTES = 2**30  # with transformers and torch imported: 0.6 GB on Linux
-_KEPT_NBYTES = 2 * _CHILD_NBYTES  # free while it waits for another question
+_KEPT_NBYTES = 2 * _CHILD_NBYTES  # the child is kept for the next question if so much is free
 _TIMEOUT_S = 300.0
 _ROOT = str(Path(__file__).parent.parent.parent)
 _LISTED = 4
-#: What the child does. What others print there goes to its standard error.
+#: Code of the child process. Other output there goes to its standard error.
 _CODE = (
     "import json, os, sys; sys.path[:0] = json.loads(sys.argv[1]); "
     "out = os.fdopen(os.dup(1), 'w'); os.dup2(2, 1); "
@@ -47,34 +48,34 @@ _CODE = (
 
 
 class Judge(Protocol):
-    """Knows the models of transformers."""
+    """Answers questions about a checkpoint's model in transformers."""
 
     def holding(self, checkpoint: Checkpoint, formats: Mapping[str, str], /) -> Any:
-        """Facts of a `Verdict` on formats by tensor; None without a model."""
+        """Return facts for a `Verdict`, as JSON values, on formats by tensor; None if no model."""
 
     def why_not_opened(self, folder: Path, /) -> str:
-        """Why a checkpoint is not opened; "" where it is."""
+        """Return the reason why `from_pretrained` cannot open a folder; "" if it can."""
 
 
 _judges: list[Callable[[], Judge]] = []
 
 
 def register_judge(judge: Callable[[], Judge]) -> None:
-    """Let the judge be asked that this gives; it is called where torch may be imported."""
+    """Register a function that returns the judge; it may import torch, and is called late."""
     _judges[:] = [judge]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is left as it is, and how the rest is opened.
+    """The judge's answer: weights that cannot be quantized, and how the others are opened.
 
     Attributes:
-        left: by tensor that no module can hold quantised, the class of its module.
-        modules: modules that transformers' quantiser has to leave as they are to open the others;
-            None where it has no modules for these.
+        left: by tensor that no module can hold quantized, the class of its module.
+        modules: modules that transformers' quantizer has to leave as they are to open the others;
+            None if it has no modules for these.
         said: the ``quantization_config`` with which streamload alone opens them, or None.
         known: whether there was a model to ask.
-        kinds: patterns of the names of what is left.
+        kinds: patterns of the names in ``left``.
         notes: sentences for users.
     """
 
@@ -89,13 +90,13 @@ class Verdict:
 def asked_of_models(
     checkpoint: Checkpoint, policy: QuantPolicy, judging: Judging
 ) -> Verdict | None:
-    """Ask which of the weights that are to be quantised modules can hold.
+    """Ask which of the weights that ``policy`` quantizes the model's modules can hold.
 
     Returns:
-        None where there is no model to ask: no class in config.json, no transformers.
+        None if there is no model to ask: no class in config.json, no transformers.
 
     Raises:
-        ValueError: modules can hold none of them.
+        ValueError: modules can hold none of these weights.
     """
     if not _is_here(checkpoint):
         return None
@@ -129,14 +130,15 @@ def asked_of_models(
 
 
 class Judging:
-    """Asks the judge of one conversion, in this process or in a child, which is kept until closed.
+    """Asks the judge for one conversion, in this process or in a child process.
 
-    The child ends with this process, however that ends. Where little memory is free it is not kept.
+    The child answers until the ``with`` or this process ends; if little memory is free, one
+    question only.
     """
 
     def __init__(self) -> None:
-        """Start nothing."""
-        self._child: _Child | None = None
+        self._child = ExitStack()
+        self._ask_child: Callable[[str], Any] | None = None  # while there is a child
 
     def __enter__(self) -> Self:
         return self
@@ -145,21 +147,20 @@ class Judging:
         self._end()
 
     def why_not_opened(self, folder: Path) -> str:
-        """Why `from_pretrained` does not open a folder; "" where it does, or cannot be asked."""
+        """Return why `from_pretrained` cannot open a folder; "" if it can, or cannot be asked."""
         found = self.ask("why_not_opened", path=str(folder))
         return found["why"] if isinstance(found, dict) else ""
 
     def ask(self, question: str, **given: Any) -> Any:
-        """The result of `_answered`, or text that explains why there is none."""
+        """Return the judge's answer (see `_answered`), or a text that explains its absence."""
         if _is_imported():
             return _answered(question, **given)
-        if self._child is None and (free_nbytes := _free_nbytes()) < _CHILD_NBYTES:
+        if self._ask_child is None and (free_nbytes := _free_nbytes()) < _CHILD_NBYTES:
             return f"it takes {format_bytes(_CHILD_NBYTES)}, {format_bytes(free_nbytes)} are free"
         keeps = False
         try:
-            if self._child is None:
-                self._child = _Child()
-            found = self._child.ask(json.dumps({"question": question, **given}))
+            self._ask_child = self._ask_child or self._child.enter_context(_child())
+            found = self._ask_child(json.dumps({"question": question, **given}))
             keeps = _free_nbytes() >= _KEPT_NBYTES
         except OSError as error:
             return str(error)
@@ -169,92 +170,83 @@ class Judging:
         return found
 
     def _end(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            child.close()
+        self._ask_child = None
+        self._child.close()
 
 
-class _Child:
-    """A process that answers questions, a line each, until its standard input ends.
-
-    Raises:
-        OSError: from each method; it has ended, or does not answer.
-    """
-
-    def __init__(self) -> None:
-        paths = [*filter(os.path.isabs, sys.path), _ROOT]  # without the current folder
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (until `close`)
+@contextmanager
+def _child() -> Iterator[Callable[[str], Any]]:
+    """Run a process that answers questions until this ends; yields the function that asks one."""
+    paths = [*filter(os.path.isabs, sys.path), _ROOT]  # without the current folder
+    command = [sys.executable, "-P", "-c", _CODE, json.dumps(paths)]
+    pipe = subprocess.PIPE
+    with (
+        tempfile.TemporaryFile() as errors,
+        suppress(BrokenPipeError),  # its pipes are closed at the end
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors) as process,
+    ):
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _CODE, json.dumps(paths)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-            )
-        except BaseException:
-            self._errors.close()
-            raise
+            yield partial(_ask, process, errors)
+        finally:
+            process.kill()  # it writes nothing
 
-    def ask(self, question: str) -> Any:
-        """The answer to a question, both JSON without line ends."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
-        left = memoryview(question.encode() + b"\n")
-        with suppress(BrokenPipeError):  # it has ended, and its errors explain why
-            while left:
-                self._wait(stdin, selectors.EVENT_WRITE)
-                left = left[os.write(stdin.fileno(), left[: select.PIPE_BUF]) :]
-        self._wait(stdout, selectors.EVENT_READ)
-        line = stdout.readline()
-        if not line:
-            code = self._process.wait()
-            self._errors.seek(0)
-            said = self._errors.read().decode(errors="replace").strip().splitlines()
-            raise ChildProcessError(said[-1] if said else f"exit {code}")
-        return json.loads(line)
 
-    def _wait(self, pipe: IO[bytes], event: int) -> None:
-        with selectors.DefaultSelector() as waiting:
-            waiting.register(pipe, event)
-            if not waiting.select(_TIMEOUT_S):
-                raise TimeoutError(f"no answer in {_TIMEOUT_S:g} s")
+def _ask(process: subprocess.Popen[bytes], errors: IO[bytes], question: str) -> Any:
+    """Return a child's answer to a question, both JSON; OSError if it ends or is too slow."""
+    stdin, stdout = process.stdin, process.stdout
+    assert stdin is not None and stdout is not None
+    left = memoryview(question.encode() + b"\n")
+    with suppress(BrokenPipeError):  # it has ended, and its errors explain why
+        while left:
+            _wait(stdin, selectors.EVENT_WRITE)
+            left = left[os.write(stdin.fileno(), left[: select.PIPE_BUF]) :]
+    _wait(stdout, selectors.EVENT_READ)
+    line = stdout.readline()
+    if not line:
+        code = process.wait()
+        errors.seek(0)
+        said = errors.read().decode(errors="replace").strip().splitlines()
+        raise ChildProcessError(said[-1] if said else f"exit {code}")
+    return json.loads(line)
 
-    def close(self) -> None:
-        """End it at once: it writes nothing."""
-        self._process.kill()
-        with self._errors, suppress(BrokenPipeError), self._process:
-            pass  # closes its pipes, and waits
+
+def _wait(pipe: IO[bytes], event: int) -> None:
+    """Wait until a pipe can be read or written; TimeoutError after `_TIMEOUT_S`."""
+    with selectors.DefaultSelector() as waiting:
+        waiting.register(pipe, event)
+        if not waiting.select(_TIMEOUT_S):
+            raise TimeoutError(f"no answer in {_TIMEOUT_S:g} s")
 
 
 def _is_here(checkpoint: Checkpoint) -> bool:
-    """Whether the checkpoint names a class of transformers, and that is installed."""
-    local = isinstance(checkpoint.path, Path)
+    """Whether config.json of a local checkpoint names a class, and transformers is installed."""
     return (
-        local
+        isinstance(checkpoint.path, Path)
         and bool(checkpoint.config.get("architectures"))
         and all(importlib.util.find_spec(name) is not None for name in _NEEDED)
     )
 
 
 def _is_imported() -> bool:
-    """Whether this process has imported what answers."""
+    """Whether this process has imported torch and transformers already."""
     return all(name in sys.modules for name in _NEEDED)
 
 
 def _free_nbytes() -> float:
-    """Bytes of free memory; infinite if unknown."""
+    """Return the bytes of free host memory; infinity if unknown."""
     with suppress(DeviceError):
         return HostMemory().available_nbytes()
     return math.inf
 
 
 def answer(out: IO[str]) -> None:
-    """Answer each line of the standard input by a line."""
+    """Answer questions until standard input ends, a line of JSON each: the child's main loop."""
     for line in sys.stdin:
         print(json.dumps(_answered(**json.loads(line))), file=out, flush=True)
 
 
 def _answered(question: str, path: str, **given: Any) -> Any:
+    """Ask the `Judge`; returns its answer as JSON values, or the error's text for ``path``."""
     judge = _judges[0]()
     if question == "why_not_opened":
         return {"why": judge.why_not_opened(Path(path))}
