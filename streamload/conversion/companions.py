@@ -1,4 +1,4 @@
-"""Small files that go with the tensors of a conversion, such as config.json and tokenizers."""
+"""Small files that a conversion copies or adapts, such as config.json and tokenizers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from streamload.checkpoint.digests import SIDECAR
 from streamload.checkpoint.open import Checkpoint, read_json_file
 from streamload.codecs.weights import CONFIG_KEYS
+from streamload.conversion.disk import WORK
 from streamload.core.bounded_json import parse_json
 from streamload.core.dtypes import DType, parse_dtype
 from streamload.core.location import Location, Url
@@ -26,16 +27,15 @@ from streamload.formats.safetensors import INDEX, SINGLE
 from streamload.planning.dequantize import all_dequantized
 
 NODE_PLAN = "plan.json"
-#: What the dtype of a model is in.
+#: The model's settings, its dtype among them.
 CONFIG = "config.json"
-#: What the modules of a sentence-transformers model are in.
+#: The modules of a sentence-transformers model.
 MODULES = "modules.json"
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5, and before
 
-#: Longer files are left where they are: vocabularies and tables have tens of MB.
+#: Longer files are not copied: vocabularies and tables have tens of MB.
 LARGEST_COPIED_NBYTES = 2**28
-_WORK = ".streamload"  # in the destination of a conversion
-_HELD_NBYTES = 2**20  # of a file on a server: more is fetched when it is written
+_HELD_NBYTES = 2**20  # fetched of a file on a server when planning; the rest when writing
 _HTML = ("text/html", "application/xhtml+xml")
 _SPACE = b" \t\r\n"
 #: With a single file of any name, only files of these names belong to the model.
@@ -45,7 +45,7 @@ _OF_A_MODEL = re.compile(
     r"(.*\.)?spiece\.model"
 )
 _CACHED = re.compile(r"(models|datasets|spaces)--")  # folders of the Hugging Face cache
-#: Those that are looked for on a server that does not list its files.
+#: Names to request from a server that does not list its files.
 _USUAL = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
@@ -55,23 +55,23 @@ _USUAL = (
 )
 
 
-#: Makes a file's bytes when all large files are whole: of their md5 sums, by path.
+#: Returns a small file's bytes from the md5 sums of all tensor files, by path.
 Late: TypeAlias = Callable[[Mapping[str, str]], bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class SmallFile:
-    """A small file of a conversion."""
+    """A file without tensors that a conversion writes."""
 
     path: str  # below the destination; with "/" on any system
-    # its bytes, the file that is copied, or what makes it of the sums of all large files
+    # its bytes; the file to copy; or a function that returns its bytes at the end
     content: bytes | Location | Late = field(repr=False)
     nbytes: int  # its length; if a server does not give it, the bytes seen so far
     mode: int | None = None  # its permissions; None for those of any new file
 
 
 def content_of(file: SmallFile) -> bytes:
-    """The bytes of a companion; raises CheckpointError if unreadable."""
+    """Return the bytes of a small file to copy; raises CheckpointError if unreadable."""
     if isinstance(file.content, Url):
         return remote.read_file(file.content, LARGEST_COPIED_NBYTES)
     if isinstance(file.content, Path):
@@ -84,14 +84,14 @@ def content_of(file: SmallFile) -> bytes:
 
 
 def document(path: str, data: bytes, mode: int | None = None) -> SmallFile:
-    """A small file of these bytes."""
+    """Return a `SmallFile` with known bytes."""
     return SmallFile(path, data, len(data), mode)
 
 
 def files_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str]]:
-    """The files that go with a checkpoint, by name; and names of others that are not copied.
+    """Return a checkpoint's small files by name, and names of others that are not copied.
 
-    Contents of a tensor file that other formats have in files of their own become such files.
+    Configuration and vocabulary that a tensor file holds itself (GGUF) become files as well.
     """
     found, left = _lying_beside(checkpoint)
     made = _said_inside(checkpoint)
@@ -101,7 +101,7 @@ def files_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str
 
 
 def _said_inside(checkpoint: Checkpoint) -> dict[str, SmallFile]:
-    """Contents of files of other formats, as files of their own."""
+    """Return small files made of configuration and vocabulary inside of tensor files, by name."""
     headers = [header for header in checkpoint.shards if header.format != SAFETENSORS]
     if not headers:
         return {}
@@ -112,35 +112,34 @@ def _said_inside(checkpoint: Checkpoint) -> dict[str, SmallFile]:
 
 
 def _lying_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str]]:
+    """Return small files in the checkpoint's folder, as `files_beside`."""
     path = checkpoint.path
-    belongs: Callable[[str], object] = _OF_A_MODEL.fullmatch
     if isinstance(path, Url):
-        belongs = bool if path.name in ("", SINGLE, INDEX) else belongs
-        return _served(path.parent, belongs) if checkpoint.config else ({}, [])
+        owns = path.name in ("", SINGLE, INDEX)
+        return _served(path.parent, owns=owns) if checkpoint.config else ({}, [])
     try:
         is_folder = path.is_dir()
         folder = path if is_folder else path.parent
         names = sorted(os.listdir(folder))
-        bounds = _Bounds.of(folder)
+        bounds = _bounds(folder)
     except OSError as error:
         raise unreadable(path, error) from error
-    if is_folder or path.name in (SINGLE, INDEX):
-        belongs = bool  # the folder is the model's own
-    elif CONFIG not in names:
+    owns = is_folder or path.name in (SINGLE, INDEX)
+    if not owns and CONFIG not in names:
         return {}, []
     found: dict[str, SmallFile] = {}
     left: list[str] = []
     modules = _module_folders(folder) if MODULES in names else frozenset()
     for name in names:
-        if not _is_beside(name) or not belongs(name):
+        if not _belongs(name, owns=owns):
             continue
         try:
             status = os.stat(folder / name)
         except OSError:  # a symlink that leads nowhere
             left.append(name)
             continue
-        if stat.S_ISDIR(status.st_mode) and belongs is bool:
-            if name not in modules and not bounds.hold(folder / name):
+        if stat.S_ISDIR(status.st_mode) and owns:
+            if name not in modules and not _is_within(bounds, folder / name):
                 left.append(f"{name}/ (a link that leads out of the checkpoint's folder)")
                 continue
             inner = _small_folder(folder, name, bounds, holds_weights=name in modules)
@@ -148,81 +147,79 @@ def _lying_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[st
             left += [f"{name}/"] * (not inner)
         elif stat.S_ISREG(status.st_mode) and status.st_size <= LARGEST_COPIED_NBYTES:
             mode = stat.S_IMODE(status.st_mode)
-            found[name] = SmallFile(name, bounds.real(folder / name), status.st_size, mode)
+            found[name] = SmallFile(name, _real(bounds, folder / name), status.st_size, mode)
         else:
             left.append(name + "/" * stat.S_ISDIR(status.st_mode))
     return found, left
 
 
 def _is_weights(name: str) -> bool:
-    """Whether a file of that name holds weights of any format, or is their index."""
+    """Whether a file holds weights in any format, or is their index, judging by its name."""
     suffixes = (suffix for reader in readers().values() for suffix in reader.suffixes)
     return name.lower().endswith((*suffixes, *UNREAD_SUFFIXES, ".index.json"))
 
 
-def _is_beside(name: str) -> bool:
-    """Whether a file or folder of that name may go with tensors: no weights, and not our own."""
+def _belongs(name: str, *, owns: bool) -> bool:
+    """Whether a file or folder next to the tensors may be copied, judging by its name.
+
+    ``owns`` if all of their folder is the model's: else only files of usual names belong to it.
+    """
     ours = name in (SIDECAR, NODE_PLAN) or name.startswith(".")
-    return not ours and not _is_weights(name)
+    return not ours and not _is_weights(name) and (owns or bool(_OF_A_MODEL.fullmatch(name)))
 
 
 def _module_folders(folder: Location) -> frozenset[str]:
-    """The folders of the modules of a sentence-transformers model."""
+    """Return the folders that modules.json of a sentence-transformers model lists."""
     try:
         listed = parse_json(read_json_file(folder / MODULES))
-    except (CheckpointError, ValueError, RecursionError):  # of something else
+    except (CheckpointError, ValueError, RecursionError):  # it is no such file
         return frozenset()
     entries = listed if isinstance(listed, list) else []
     paths = (entry.get("path") for entry in entries if isinstance(entry, dict))
     return frozenset(path for path in paths if isinstance(path, str))
 
 
-@dataclass(frozen=True, slots=True)
-class _Bounds:
-    """Where links in a checkpoint's folder may lead: what is copied, people publish.
+def _bounds(folder: Path) -> Sequence[str]:
+    """Return the real folders that links in a checkpoint's folder may lead into.
 
-    In the Hugging Face cache, files of a snapshot are links to blobs of the same repository.
+    Others are not copied, since users publish copies. In the Hugging Face cache, files of a
+    snapshot are links to blobs of the same repository.
     """
+    real = Path(os.path.realpath(folder))
+    repositories = (
+        above.parent.parent / "blobs"
+        for above in (real, *real.parents)
+        if above.parent.name == "snapshots" and _CACHED.match(above.parent.parent.name)
+    )
+    return (str(real), *map(str, repositories))
 
-    folders: tuple[str, ...]  # without links
 
-    @classmethod
-    def of(cls, folder: Path) -> _Bounds:
-        """The bounds of a folder, which may be reached through links itself."""
-        real = Path(os.path.realpath(folder))
-        parents = (real, *real.parents)
-        repositories = (
-            above.parent.parent / "blobs"
-            for above in parents
-            if above.parent.name == "snapshots" and _CACHED.match(above.parent.parent.name)
+def _is_within(bounds: Sequence[str], path: Path) -> bool:
+    """Whether a path, with links resolved, is in one of the folders ``bounds``."""
+    real = os.path.realpath(path)
+    return any(os.path.commonpath((folder, real)) == folder for folder in bounds)
+
+
+def _real(bounds: Sequence[str], path: Path) -> Path:
+    """Return a path with links resolved; CheckpointError if it is in none of ``bounds``."""
+    if not _is_within(bounds, path):
+        raise CheckpointError(
+            path,
+            "is a link that leads out of the checkpoint's folder, and would be copied",
+            f"a file, or a link within {bounds[0]}: put a copy there, or remove the link",
+            os.path.realpath(path),
         )
-        return cls((str(real), *map(str, repositories)))
-
-    def hold(self, path: Path) -> bool:
-        """Whether a path leads into them."""
-        real = os.path.realpath(path)
-        return any(os.path.commonpath((folder, real)) == folder for folder in self.folders)
-
-    def real(self, path: Path) -> Path:
-        """A path without links; raises CheckpointError where it leads elsewhere."""
-        if not self.hold(path):
-            raise CheckpointError(
-                path,
-                "is a link that leads out of the checkpoint's folder, and would be copied",
-                f"a file, or a link within {self.folders[0]}: put a copy there, or remove the link",
-                os.path.realpath(path),
-            )
-        return Path(os.path.realpath(path))
+    return Path(os.path.realpath(path))
 
 
 def _small_folder(
-    folder: Path, name: str, bounds: _Bounds, *, holds_weights: bool
+    folder: Path, name: str, bounds: Sequence[str], *, holds_weights: bool
 ) -> dict[str, SmallFile]:
-    """The files of a folder next to the tensors, by their paths, if they are to be copied."""
+    """Return the files of the folder ``name`` in ``folder``, by path; {} if it is not copied."""
     found: dict[str, SmallFile] = {}
-    bounds.real(folder / name)
+    _real(bounds, folder / name)
     for root, inner, names in os.walk(folder / name):
-        if _WORK in inner:  # a conversion is written there
+        if WORK in inner:  # a conversion is written there
             return {}
         inner[:] = sorted(each for each in inner if not each.startswith("."))
         for each in sorted(names):
@@ -240,14 +237,14 @@ def _small_folder(
     lengths = {path: file.nbytes for path, file in found.items()}
     if not _go_together(lengths, holds_weights=holds_weights):
         return {}
-    return {path: replace(f, content=bounds.real(folder / path)) for path, f in found.items()}
+    return {path: replace(f, content=_real(bounds, folder / path)) for path, f in found.items()}
 
 
 def _go_together(lengths: Mapping[str, int], *, holds_weights: bool) -> bool:
-    """Whether all files of a folder next to the tensors are copied; else none is.
+    """Whether a folder next to the tensors is copied, judging by the lengths of its files by path.
 
-    Not if they are long together, hold the weights of the model in another form (``onnx/``), or are
-    a conversion. A module of sentence-transformers has weights of its own.
+    Not if it is large, is a conversion, or holds weights in another format (``onnx/``); modules of
+    sentence-transformers (``holds_weights``) have weights of their own.
     """
     if sum(lengths.values()) > LARGEST_COPIED_NBYTES:
         return False
@@ -257,7 +254,7 @@ def _go_together(lengths: Mapping[str, int], *, holds_weights: bool) -> bool:
 
 
 def _listed(folder: Url) -> dict[str, int] | None:
-    """The lengths of the files of a folder and below it; None if the server does not list them."""
+    """Return the lengths of all files below a folder of a server, by path; None if not listed."""
     if (where := folder.listing) is None:
         return None
     listing, inside = where
@@ -280,34 +277,30 @@ def _listed(folder: Url) -> dict[str, int] | None:
     return found
 
 
-def _chosen(
-    folder: Url, listed: Mapping[str, int], belongs: Callable[[str], object]
-) -> tuple[list[str], list[str]]:
-    """Of all files of a folder, those to copy; and names of others that are not."""
-    names = [path for path in listed if "/" not in path and _is_beside(path) and belongs(path)]
+def _chosen(folder: Url, listed: Mapping[str, int], *, owns: bool) -> tuple[list[str], list[str]]:
+    """Return the paths to copy of a server's listed files, and names of folders that are left."""
+    names = [path for path in listed if "/" not in path and _belongs(path, owns=owns)]
     left: list[str] = []
     modules = _module_folders(folder) if MODULES in names else frozenset()
     inner = sorted({path.partition("/")[0] for path in listed if "/" in path})
-    for name in inner if belongs is bool else ():
+    for name in inner if owns else ():
         lengths = {path: n for path, n in listed.items() if path.startswith(f"{name}/")}
-        if _is_beside(name) and _go_together(lengths, holds_weights=name in modules):
+        if _belongs(name, owns=True) and _go_together(lengths, holds_weights=name in modules):
             names += lengths
         else:
             left.append(f"{name}/")
     return names, left
 
 
-def _served(
-    folder: Url, belongs: Callable[[str], object]
-) -> tuple[dict[str, SmallFile], list[str]]:
-    """A server's files that go with models, as `files_beside`.
+def _served(folder: Url, *, owns: bool) -> tuple[dict[str, SmallFile], list[str]]:
+    """Return small files of a server's folder, as `files_beside`; see `_belongs` for ``owns``.
 
     Some servers answer with a page and status 200 for a missing file: that page is left out.
     """
     found: dict[str, SmallFile] = {}
     with remote.connections():
         listed = _listed(folder)
-        names, left = ([*_USUAL], []) if listed is None else _chosen(folder, listed, belongs)
+        names, left = ([*_USUAL], []) if listed is None else _chosen(folder, listed, owns=owns)
         for name in names:
             url = folder
             for part in name.split("/"):
@@ -332,7 +325,7 @@ def _served(
 
 
 def _is_json(head: bytes, *, whole: bool) -> bool:
-    """Whether a file is JSON; of a longer one, whether it begins as such."""
+    """Whether a file's first bytes are JSON, or begin like JSON if they are not the whole file."""
     if not whole:
         return head.lstrip(_SPACE)[:1] in (b"{", b"[")
     try:
@@ -343,7 +336,7 @@ def _is_json(head: bytes, *, whole: bool) -> bool:
 
 
 def main_dtype(checkpoint: Checkpoint, dtypes: Mapping[str, DType]) -> str:
-    """The dtype that most bytes of floats have; "" without floats."""
+    """Return the name of the dtype that most bytes of floats get; "" if there are no floats."""
     overall: Counter[str] = Counter()
     for name, dtype in dtypes.items():
         if dtype.kind == "float":
@@ -354,9 +347,9 @@ def main_dtype(checkpoint: Checkpoint, dtypes: Mapping[str, DType]) -> str:
 def followed_config(
     checkpoint: Checkpoint, dtypes: Mapping[str, DType], said: Mapping[str, Any]
 ) -> bytes | None:
-    """config.json with the dtypes that are written and the keys of ``said``; None if unchanged.
+    """Return config.json with the output dtypes and the keys of ``said``; None if unchanged.
 
-    If all quantized weights are dequantized, it loses its quantization settings.
+    Quantization settings go if all quantized weights are dequantized.
     """
     is_plain = all_dequantized(checkpoint)
     became: dict[str, Counter[str]] = {}
@@ -384,7 +377,7 @@ def followed_config(
 
     config = section(checkpoint.config)
     for key, value in config.items():
-        # the parts of a model with several: text_config, vision_config; not how it is quantised
+        # sections of a model with several: text_config, vision_config; not quantization_config
         if key.endswith("_config") and isinstance(value, dict) and "quantization" not in key:
             config[key] = section(value)
     for key, value in said.items():
