@@ -1,16 +1,17 @@
-"""Elements of tensors that are joined from others: see `streamload.formats.writer.Joined`."""
+"""Compute elements of output tensors that are joined from slices: see `Joined`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from streamload.checkpoint.shards import cut
+from streamload.checkpoint.shards import Room, Shards, cut
 from streamload.codecs.cast_table import ZERO, Cast, CastCounts
 from streamload.codecs.decode import Decoders
 from streamload.codecs.permute import Fill, Permutation, compile_transpose, transpose
@@ -19,78 +20,68 @@ from streamload.core.dtypes import DType
 from streamload.core.tensors import RowTranspose, TensorInfo
 from streamload.formats.writer import Joined, Slice
 
-#: Opens bytes of a tensor's file, from one to another, exclusive.
-Read = Callable[[TensorInfo, int, int], AbstractContextManager[memoryview]]
 _Array = np.ndarray[Any, Any]
 
 
+@dataclass(slots=True)
 class Assembler:
-    """Writes elements of a tensor in the order of the output; one for each block of a thread."""
+    """Reads, casts and permutes elements of an output tensor for one thread."""
 
-    def __init__(
-        self,
-        dtype: DType,
-        casts: Mapping[tuple[DType, DType], Cast],
-        decoders: Decoders,
-        read: Read,
-        most_nbytes: int,
-    ) -> None:
-        """Read nothing yet; elements become ``dtype``, and ``most_nbytes`` are read at once."""
-        self._dtype, self._n = dtype, dtype.itemsize
-        self._casts, self._decoders, self._read, self._most = casts, decoders, read, most_nbytes
+    dtype: DType  # elements are cast or dequantized to it
+    casts: Mapping[tuple[DType, DType], Cast]  # by source and output dtype
+    decoders: Decoders
+    shards: Shards
+    room: Room  # the thread's memory for blocks
+
+    def read(self, info: TensorInfo, start: int, stop: int) -> AbstractContextManager[memoryview]:
+        """Read file bytes ``start`` to ``stop`` (exclusive) of a tensor, valid inside the with."""
+        return self.shards.block(info.shard, start, stop, self.room, info.name)
 
     def elements(self, made: Joined, first: int, stop: int, out: memoryview) -> CastCounts:
-        """Write elements ``first`` to ``stop`` (exclusive); returns what their casts changed."""
+        """Write elements ``first`` to ``stop`` (exclusive); returns counts of changed values."""
         if made.turn is not None:
             row, fill = made.numel // made.turn.rows, partial(self._lines, made)
             return self._permuted(made.turn, row, made.infos, fill, first, out)
-        counts, at = ZERO, 0
-        for piece in made.pieces:
-            begin, end = max(first, at), min(stop, at + piece.numel)
-            if begin < end:
-                shift = piece.first - at
-                part = out[(begin - first) * self._n : (end - first) * self._n]
-                counts += self._piece(piece, begin + shift, end + shift, part)
-            at += piece.numel
+        counts, n = ZERO, self.dtype.itemsize
+        for piece, begin, end, shift in _overlaps(made, first, stop):
+            part = out[(begin - first) * n : (end - first) * n]
+            counts += self._piece(piece, begin + shift, end + shift, part)
         return counts
 
     def straight(
         self, made: Joined, first: int, stop: int
     ) -> Iterator[tuple[int, int, TensorInfo | None, int]]:
-        """Cut elements at the ends of pieces.
+        """Cut elements at the ends of slices, and find those that need no cast and no permutation.
 
         Yields:
-            The first, the last (exclusive), the tensor whose file has them as they are needed, and
-            the byte there; None if `elements` has to write them.
+            The first element, the last (exclusive), the tensor whose file has them ready, and its
+            first byte there; None and 0 if `elements` has to write them.
         """
         if made.turn is not None:
             yield first, stop, None, 0
             return
-        at = 0
-        for piece in made.pieces:
-            begin, end, info = max(first, at), min(stop, at + piece.numel), piece.info
-            if begin < end:
-                packed = isinstance(info, Packed) or piece.turn is not None
-                if info is None or packed or info.dtype is not self._dtype:
-                    yield begin, end, None, 0
-                else:
-                    yield begin, end, info, info.start + (piece.first + begin - at) * self._n
-            at += piece.numel
+        for piece, begin, end, shift in _overlaps(made, first, stop):
+            info, changes = piece.info, isinstance(piece.info, Packed) or piece.turn is not None
+            if info is None or changes or info.dtype is not self.dtype:
+                yield begin, end, None, 0
+            else:
+                yield begin, end, info, info.start + (begin + shift) * self.dtype.itemsize
 
     def _piece(self, piece: Slice, first: int, stop: int, out: memoryview) -> CastCounts:
-        info, order = piece.info, _order(piece)
+        """Write elements ``first`` to ``stop`` (exclusive) of a slice's tensor, or constants."""
+        info, order, n = piece.info, _order(piece), self.dtype.itemsize
         if info is None:
-            out[:] = piece.data[first * self._n : stop * self._n] or bytes(len(out))
+            out[:] = piece.data[first * n : stop * n] or bytes(len(out))
             return ZERO
         if order is not None:
             row, fill = info.numel // order.rows, partial(self._read_lines, info)
             return self._permuted(order, row, [info], fill, first, out)
         counts, unit = ZERO, info.dtype.unit
-        step = max(info.dtype.numel(self._most) // unit, 1) * unit
+        step = max(info.dtype.numel(self.room.block_nbytes) // unit, 1) * unit
         for a, b in cut(first, stop, step, first // unit * unit):
             begin, end = info.dtype.span(a, b)
-            part = out[(a - first) * self._n : (b - first) * self._n]
-            with self._read(info, info.start + begin, info.start + end) as data:
+            part = out[(a - first) * n : (b - first) * n]
+            with self.read(info, info.start + begin, info.start + end) as data:
                 counts += self._make(info, data, part, a)
         return counts
 
@@ -103,25 +94,26 @@ class Assembler:
         first: int,
         out: memoryview,
     ) -> CastCounts:
-        """Write elements from ``first`` on, of rows of so many elements."""
+        """Fill ``out`` with permuted rows of ``row`` elements, from output element ``first`` on."""
+        n, most = self.dtype.itemsize, self.room.block_nbytes
         grain = math.lcm(*(info.dtype.unit // math.gcd(info.dtype.unit, row) for info in infos))
-        most = min((info.dtype.numel(self._most) for info in infos), default=self._most)
-        to = np.frombuffer(out, f"u{self._n}")
-        compile_transpose([row * self._n])
+        most = min((info.dtype.numel(most) for info in infos), default=most)
+        to = np.frombuffer(out, f"u{n}")
+        compile_transpose([row * n])
         return Permutation(order.outer, order.inner, row, grain).write(first, to, fill, most)
 
     def _make(
         self, info: TensorInfo, data: memoryview, out: memoryview, first: int, *lines: int
     ) -> CastCounts:
-        """Dequantize or cast stored elements; see `Decoder.decode`."""
+        """Dequantize or cast stored elements; see `Decoder.decode` for the arguments."""
         if isinstance(info, Packed):
-            return self._decoders.of(info, self._dtype).decode(data, out, first, *lines)
-        return self._casts[info.dtype, self._dtype](data, out)
+            return self.decoders.of(info, self.dtype).decode(data, out, first, *lines)
+        return self.casts[info.dtype, self.dtype](data, out)
 
     def _lines(self, made: Joined, start: int, pitch: int, to: _Array) -> CastCounts:
-        """Write lines of rows of all pieces: several at once, if one piece has them in order."""
-        lines, numel = len(to), to.shape[1] * to.itemsize // self._n
-        counts, line = ZERO, memoryview(bytearray(numel * self._n))
+        """Fill ``to`` with lines of joined slices, from element ``start``, each ``pitch`` later."""
+        lines, numel = len(to), to.shape[1] * to.itemsize // self.dtype.itemsize
+        counts, line = ZERO, memoryview(bytearray(numel * self.dtype.itemsize))
         joined = Joined(made.pieces)
         pieces, at, done = iter(made.pieces), 0, 0
         piece = next(pieces)
@@ -141,13 +133,13 @@ class Assembler:
         return counts
 
     def _read_lines(self, info: TensorInfo, first: int, pitch: int, to: _Array) -> CastCounts:
-        """Write lines of one tensor, from an element on; a multiple of `DType.unit`, as pitches."""
-        lines, numel = len(to), to.shape[1] * to.itemsize // self._n
+        """Fill ``to`` with lines of one tensor as `_lines`; at multiples of `DType.unit`."""
+        lines, numel = len(to), to.shape[1] * to.itemsize // self.dtype.itemsize
         nbytes, step = info.dtype.nbytes(numel), info.dtype.nbytes(pitch)
         begin = info.start + info.dtype.nbytes(first)
-        with self._read(info, begin, begin + (lines - 1) * step + nbytes) as view:
+        with self.read(info, begin, begin + (lines - 1) * step + nbytes) as view:
             found = np.ndarray((lines, nbytes), np.uint8, view, strides=(step, 1))
-            if info.dtype is self._dtype:
+            if info.dtype is self.dtype:
                 transpose(found.view(to.dtype), to)
                 del found
                 return ZERO
@@ -160,8 +152,21 @@ class Assembler:
         return counts
 
 
+def _overlaps(made: Joined, first: int, stop: int) -> Iterator[tuple[Slice, int, int, int]]:
+    """Yield slices with their first and last (exclusive) of elements ``first`` to ``stop``.
+
+    The last number, added to these, gives elements of the slice's own tensor.
+    """
+    at = 0
+    for piece in made.pieces:
+        begin, end = max(first, at), min(stop, at + piece.numel)
+        if begin < end:
+            yield piece, begin, end, piece.first - at
+        at += piece.numel
+
+
 def _order(piece: Slice) -> RowTranspose | None:
-    """The row order from a piece's file to models."""
+    """Return the permutation from a slice's file to the order that models have, or None."""
     info = piece.info
     if piece.turn is None and isinstance(info, Packed) and info.lies_turned:
         return RowTranspose(math.prod(info.shape[:-2]), *info.shape[-2:])

@@ -1,4 +1,4 @@
-"""Blocks of output files, and the source bytes that each needs."""
+"""Cut output files into blocks, and list the source bytes of each."""
 
 from __future__ import annotations
 
@@ -20,51 +20,50 @@ from streamload.formats.writer import OutFile, OutTensor
 
 @dataclass(slots=True, eq=False)
 class File:
-    """A file that is being written."""
+    """An output file and the state of writing it."""
 
     out: OutFile
-    left_nbytes: int = 0
-    tensors: list[Writing] = field(default_factory=list)  # until they are cut into blocks
-    output: Output | None = None  # while it is open
-    sum: FileSum | None = None  # where the plan wants it
+    left_nbytes: int = 0  # bytes still to write
+    tensors: list[Writing] = field(default_factory=list)  # not yet cut into blocks
+    output: Output | None = None  # the open file
+    sum: FileSum | None = None  # if `ConvertPlan.wants_sums`
 
 
 @dataclass(slots=True)
 class Writing:
-    """A tensor that is being written."""
+    """An output tensor and the state of writing it."""
 
-    index: int  # among all of the plan
+    index: int  # its number in the journal
     file: File
     out: OutTensor
-    digested: int  # up to this byte of the file
-    left_nbytes: int
-    hasher: xxh3_128 | None = None  # from the first byte to the last: there may be very many
-    digest: str = ""
+    digested: int  # the digest has all before this byte of the file
+    left_nbytes: int  # bytes still to write
+    hasher: xxh3_128 | None = None  # only while bytes are added: there may be very many tensors
+    digest: str = ""  # in hexadecimal, once all bytes are in it
     counts: CastCounts = ZERO
-    beside: Sequence[Writing] = ()  # of codes, the other parts
-    encoder: Encoder | None = None  # of codes, from the first block to the last
-    errors: QuantCounts | None = None  # of codes
-
-    @property
-    def coding(self) -> Coding | None:
-        """How the weight is quantized; also of parts other than codes."""
-        return self.out.coding
+    # of the codes of a quantized weight: its other tensors (scales), the encoder, and the errors
+    beside: Sequence[Writing] = ()
+    encoder: Encoder | None = None  # from the first block to the last
+    errors: QuantCounts | None = None
 
     @property
     def is_alone(self) -> bool:
-        """Whether its blocks have nothing of other tensors: those of codes, or permuted."""
-        return self.coding is not None or (self.out.turn is not None and self.out.nbytes > 0)
+        """Whether it is cut into blocks of its own: codes of a weight, or permuted rows."""
+        return self.out.coding is not None or (self.out.turn is not None and self.out.nbytes > 0)
 
     @property
     def finished(self) -> Finished:
-        """What the journal keeps."""
+        """The journal's record of this tensor, once it is written."""
         errors = None if self.errors is None else self.errors.rounded()
         return Finished(self.digest, self.counts, errors)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes of one tensor: ``read`` to ``read_stop`` of its shard, ``start`` to ``stop`` here."""
+    """Bytes ``start`` to ``stop`` of an output file, made of a source file's, with exclusive ends.
+
+    If the tensor is assembled, only the length of ``read`` to ``read_stop`` counts.
+    """
 
     tensor: Writing
     read: int
@@ -75,17 +74,17 @@ class Part:
 
 @dataclass(slots=True)
 class Block:
-    """What is written at once: within a multiple of a block's length."""
+    """Bytes of an output file that one thread reads, casts and writes at once."""
 
     file: File
-    start: int  # of the block in the file: of codes any byte, else a multiple of its length
-    # (first byte, last byte exclusive) of what is written of it
+    start: int  # its first byte in the file: a multiple of a block's length, or of a tensor's unit
+    # ranges of the file to write: (first byte, last byte exclusive)
     runs: list[tuple[int, int]] = field(default_factory=list)
-    # what is read for it: each is parts that follow each other in one shard
+    # reads: each has the parts that follow each other in one source file
     windows: list[list[Part]] = field(default_factory=list)
 
     def add(self, tensor: Writing | None, start: int, stop: int, block_nbytes: int) -> None:
-        """Add bytes ``start`` to ``stop`` of the file: of a tensor, or of the header."""
+        """Add bytes ``start`` to ``stop`` of the file; ``tensor`` is None for the header."""
         if self.runs and self.runs[-1][1] == start:
             self.runs[-1] = (self.runs[-1][0], stop)
         else:
@@ -96,9 +95,9 @@ class Block:
         if tensor.out.is_assembled:
             self._add_gathered(tensor, start, stop, block_nbytes)
             return
-        # where nothing is cast bytes are bytes, also of dtypes below one
+        # without a cast single bytes are copied, also of dtypes below a byte
         src, dst = (1, 1) if info.dtype is dtype else (info.dtype.itemsize, dtype.itemsize)
-        if (coding := tensor.coding) is not None:
+        if (coding := tensor.out.coding) is not None:
             src, dst = coding.src_unit_nbytes, coding.dst_unit_nbytes
         for first, last in cut(start, stop, block_nbytes // src * dst):
             read = info.start + (first - tensor.out.start) // dst * src
@@ -109,7 +108,7 @@ class Block:
             before = window[-1].tensor.out
             if (
                 before.info.shard == info.shard
-                and not before.is_assembled  # it has a window of its own
+                and not before.is_assembled  # that has a window of its own
                 and window[-1].read_stop == read
                 and part.read_stop - window[0].read <= block_nbytes
             ):
@@ -118,7 +117,7 @@ class Block:
                 self.windows.append([part])
 
     def _add_gathered(self, tensor: Writing, start: int, stop: int, block_nbytes: int) -> None:
-        """Add bytes of an assembled tensor in windows that only count what is read for them."""
+        """Add bytes of an assembled tensor, in parts whose ``read`` only counts progress."""
         out, nbytes = tensor.out, tensor.out.read_nbytes
         step = stop - start if out.coding is None else most_codes(out, out.coding, block_nbytes)
         for first, last in cut(start, stop, step):
@@ -127,16 +126,16 @@ class Block:
 
 
 def most_codes(out: OutTensor, coding: Coding, most_nbytes: int) -> int:
-    """Bytes of codes that are computed at once, from at most so many bytes of the weight."""
+    """Return the bytes of codes to compute at once from at most ``most_nbytes`` of the weight."""
     unit_nbytes = least_nbytes(out, most_nbytes)
     read_nbytes = unit_nbytes // coding.dst_unit_nbytes * coding.src_unit_nbytes
     return max(most_nbytes // read_nbytes, 1) * unit_nbytes
 
 
 def least_nbytes(out: OutTensor, most_nbytes: int) -> int:
-    """The least bytes of a tensor to write at once: whole units, and whole rows if permuted.
+    """Return the fewest bytes of a tensor to write at once: whole units, and permuted rows whole.
 
-    Rows that are cut are read twice: those of more than ``most_nbytes``.
+    Rows of more than ``most_nbytes`` are cut, and read twice.
     """
     row_numel = 0
     if out.made is not None and out.turn is not None:

@@ -1,8 +1,8 @@
 """The streaming pass of a conversion: windows of the source, cast into blocks of the output.
 
-A few threads take one block of an output file after the other: its bytes are read and cast into
-memory of the thread's own, digested in the order of each tensor, and written at their place. The
-calling thread syncs finished bytes to the disk, writes the journal, and reports progress.
+A few threads take blocks of the output files: each reads and casts a block's bytes into memory of
+its own, adds them to the tensors' digests in order, and writes them at their place. The calling
+thread syncs finished bytes to the disk, writes the journal, and reports progress.
 
 It is not a sink of `streamload.streaming.loop`: that reads in the order of the source, a weight's
 rows at a time, and this writes in the order of the output, with bytes of many tensors in one call
@@ -19,7 +19,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -49,26 +49,26 @@ from streamload.files.header import Header
 from streamload.formats.writer import Joined, OutFile, OutTensor
 from streamload.planning.quant_policy import encoder_of
 
-# Of the time that a conversion takes, the part that goes into making finished tensors last: the
-# next time comes after what the last one took, divided by this.
+# Share of the time that goes into `Writer._commit`: after one that took t seconds, the next comes
+# t / share later, and no later than the maximum.
 _COMMIT_SHARE = 0.05
 _LATEST_COMMIT_S = 5.0
 _MOST_WHOLE = 32  # files that are whole and still open
 _TICK_S = 0.02
 _NO_ERRORS = QuantCounts()
-_ELEMENT = 16  # bytes of the longest
-#: What a part's cast did not keep, and what quantizing it did not.
+_ELEMENT = 16  # bytes of the longest element
+#: Values that a `Part`'s cast changed, and errors of its quantization.
 _Counted: TypeAlias = tuple[CastCounts, QuantCounts]
 
 # --- the pass -------------------------------------------------------------------------------------
 
 
 class Writer:
-    """Writes all that a journal does not have as finished.
+    """Writes all tensors of a plan that its journal does not list as finished.
 
     Attributes:
-        read_nbytes: bytes of the source that were read.
-        sums: md5 sums of the files that are whole, by path, where the plan wants them.
+        read_nbytes: bytes of the source that were read so far.
+        sums: md5 sums of whole files, by path, if `ConvertPlan.wants_sums`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Writer:
         journal: Journal,
         way: Way,
     ) -> None:
-        """Prepare; raises UnsupportedCastError where this machine cannot do a cast."""
+        """Compile kernels and list tensors; UnsupportedCastError if this CPU lacks a cast."""
         self.read_nbytes = 0
         self.sums: dict[str, str] = {}
         self._wants_sums = plan.wants_sums
@@ -93,43 +93,41 @@ class Writer:
             for t in tensors
             if t.coding is None or t.made is not None
             for info in t.infos
+            if not info.dtype.is_packed
         )
         self._casts: dict[tuple[DType, DType], Cast] = {
-            pair: make_cast(*pair, out_of_range=self._out_of_range)
-            for pair in pairs
-            if not pair[0].is_packed
+            pair: make_cast(*pair, out_of_range=self._out_of_range) for pair in pairs
         }
         self._decoders = Decoders(self._out_of_range)
         any_turned = any(t.turn is not None for t in tensors)
         self._memory_nbytes = way.turned_nbytes if any_turned else way.block_nbytes
-        kinds = {(t.coding.format, t.src): t for t in tensors if t.coding is not None}
-        for t in kinds.values():
-            assert t.coding is not None
-            encoder_of(t.coding, t.src)  # it is compiled before anything is under way
+        codings = {(t.coding.format, t.src): t.coding for t in tensors if t.coding is not None}
+        for (_, src), coding in codings.items():
+            encoder_of(coding, src)  # compiled before threads start
         self._files = [File(out, len(out.header)) for out in plan.files]
         self._unread: Counter[Location] = Counter()
         self._elements = threading.local()
         self._written: list[Writing] = []
         self._list_unfinished(journal)
-        #: Bytes of the source that are to be read, before anything was.
+        #: Bytes of the source to read in all.
         self.unread_nbytes = self._unread.total()
         self._shards = Shards(
             checkpoint.shards,
             lambda shard: file_kind(shard, "direct" if way.direct else "auto"),
             cache=page_cache("auto", to_read_nbytes=self.unread_nbytes),
         )
-        # the blocks of files that are not all handed out, and of these which thread has which
+        # the blocks of each file that were not handed out yet, and those that a thread has alone
         self._cuts = deque(self._cut(file) for file in self._files)
         self._own: dict[int, Iterator[Block]] = {}
         self._behind: deque[Callable[[], None]] = deque()  # each waits for the disk
-        self._whole: list[File] = []  # with nothing left to be written
+        self._whole: list[File] = []  # with nothing left to write
         self._changed = threading.Condition()
         self._stopped = False
         self._error: BaseException | None = None
         self._next_commit = time.monotonic()
 
     def _list_unfinished(self, journal: Journal) -> None:
-        """Give each file its tensors, but not the other parts of codes; begin sums."""
+        """Fill `File.tensors`, and `Writing.beside` for scales, with all that is unfinished."""
         numbered = enumerate((file, t) for file in self._files for t in file.out.tensors)
         coming = {file: [(0, len(file.out.header))] for file in self._files}
         beside: dict[tuple[str, object], list[Writing]] = {}  # by folder and weight
@@ -156,7 +154,7 @@ class Writer:
                 file.sum = FileSum(file.out.nbytes, coming[file])
 
     def _cut(self, file: File) -> Iterator[Block]:
-        """Cut a file's unfinished tensors and its header into blocks, in the order of writing."""
+        """Yield a file's header and unfinished tensors in blocks, in the order of the file."""
         nbytes = self._way.block_nbytes
         block = Block(file, 0)
         tensors, file.tensors = file.tensors, []  # they go as they are written
@@ -177,10 +175,10 @@ class Writer:
             yield block
 
     def _next_block(self) -> Block | None:
-        """The next block for this thread; the lock is held.
+        """Return the next block for the calling thread, which has the lock; None at the end.
 
-        With sums, a thread has a file for itself while there are enough of them: so its parts come
-        in their order, and are added from memory.
+        If sums are needed, each thread has a file alone while there are enough files: its parts
+        are then written in order, and added to the sum from memory.
         """
         me = threading.get_ident()
         while self._cuts:
@@ -196,13 +194,13 @@ class Writer:
         return None
 
     def _cut_units(self, tensor: Writing) -> Iterator[Block]:
-        """Cut a tensor into blocks of whole units, or of less where a unit is longer."""
+        """Yield a tensor in blocks of its own: of whole units and rows, unless one is too long."""
         out = tensor.out
         nbytes = self._way.block_nbytes if out.turn is None else self._way.turned_nbytes
         if out.coding is not None:
             tensor.encoder, tensor.errors = encoder_of(out.coding, out.src), QuantCounts()
         if out.turn is not None and out.coding is not None:
-            step = most_codes(out, out.coding, nbytes)  # all of a block is read at once
+            step = most_codes(out, out.coding, nbytes)  # a block is read at once
         else:
             unit_nbytes = least_nbytes(out, nbytes)
             step = nbytes // unit_nbytes * unit_nbytes or nbytes // _ELEMENT * _ELEMENT
@@ -212,9 +210,9 @@ class Writer:
             yield block
 
     def run(self, tell: Callable[[int], None]) -> None:
-        """Write; when this returns, all is on the disk and in the journal.
+        """Write all unfinished tensors to the disk and into the journal.
 
-        After an error, the journal has the finished tensors. ``tell`` gets the bytes read so far.
+        After an error, the journal has those that were finished. ``tell`` gets the bytes read.
         """
         crew = ThreadPoolExecutor(self._way.threads, "convert")
         with deferred_interrupt() as interrupt, crew:
@@ -225,7 +223,7 @@ class Writer:
                     under_way = wait(under_way, _TICK_S).not_done
                     interrupt.check()
                     tell(self.read_nbytes)
-                    # files are closed there: a process may have 1,024, and this one others too
+                    # it closes files: a process may have 1,024 open, others than these among them
                     if time.monotonic() >= self._next_commit or len(self._whole) >= _MOST_WHOLE:
                         self._commit()
                 if self._error is not None:
@@ -235,10 +233,10 @@ class Writer:
                 self._fail(None)
                 self._shards.stop()
                 crew.shutdown()
-                # room for the journal, where the disk is full
+                # room for the journal if the disk is full
                 with suppress(OSError, CheckpointError):
                     self._destination.give_up_reserve()
-                with suppress(CheckpointError):  # the first error is the one that is raised
+                with suppress(CheckpointError):  # only the first error is raised
                     self._commit()
                 raise
             finally:
@@ -248,14 +246,14 @@ class Writer:
             tell(self.read_nbytes)
 
     def _fail(self, error: BaseException | None) -> None:
-        """Have all threads end soon; the first error is the one that is raised."""
+        """Stop all threads; `run` raises the first error that is passed here."""
         with self._changed:
             self._error = self._error or error
             self._stopped = True
             self._changed.notify_all()
 
     def _commit(self) -> None:
-        """Bring what was finished to the disk, and then into the journal."""
+        """Sync finished tensors to the disk, add them to the journal, and close whole files."""
         with self._changed:
             batch, self._written = self._written, []
             whole, self._whole = self._whole, []
@@ -266,7 +264,7 @@ class Writer:
         batch.sort(key=lambda tensor: tensor.index)
         try:
             for file in dict.fromkeys((*whole, *(tensor.file for tensor in batch))):
-                if file.output is not None:  # not where its tensors have no bytes
+                if file.output is not None:  # None if its tensors have no bytes
                     file.output.sync()
             with writing_to(self._destination.path):
                 self._journal.add({t.index: t.finished for t in batch})
@@ -280,20 +278,21 @@ class Writer:
         self._next_commit = time.monotonic() + min(took / _COMMIT_SHARE, _LATEST_COMMIT_S)
 
     def _close(self, file: File) -> None:
+        """Close a file's `Output` if it is open."""
         with self._changed:
             output, file.output = file.output, None
         if output is not None:
             output.close()
 
     def _work_through(self) -> None:
-        """Take block after block: what a thread does."""
+        """Fill and write blocks until none is left: the main function of each thread."""
         memory = direct_memory(self._memory_nbytes)
         room = Room(self._way.block_nbytes)
         try:
             while not self._stopped:
                 with self._changed:
                     while len(self._whole) >= 2 * _MOST_WHOLE and not self._stopped:
-                        self._changed.wait()  # for them to be closed
+                        self._changed.wait()  # until files are closed
                     block = self._next_block()
                 if block is None:
                     return
@@ -303,6 +302,7 @@ class Writer:
             self._fail(error)
 
     def _fill(self, block: Block, memory: memoryview, room: Room) -> None:
+        """Compute a block's bytes in ``memory``, and add them to digests and counts."""
         header = block.file.out.header
         piece = header[block.start : block.start + self._way.block_nbytes]
         memory[: len(piece)] = piece
@@ -327,7 +327,7 @@ class Writer:
                 self._digest(part, out, *found)
 
     def _has_read(self, nbytes: Mapping[Location, int]) -> None:
-        """Close files of which nothing is left to be read."""
+        """Count source bytes that were read, by file, and close files that are read wholly."""
         with self._changed:
             self._unread.subtract(nbytes)
             done = [shard for shard in nbytes if not self._unread[shard]]
@@ -335,15 +335,11 @@ class Writer:
             self._shards.close(shard)
 
     def _gather(self, part: Part, out: memoryview, room: Room) -> _Counted:
-        """Assemble a part: dequantize, permute, cast, and quantize it as its tensor asks."""
+        """Write a part of an assembled tensor: dequantized, permuted, cast, and quantized."""
         tensor, t = part.tensor, part.tensor.out
         made = t.made or Joined.of(t.info)
         dtype = t.dtype if t.coding is None else t.src
-
-        def read(info: TensorInfo, start: int, stop: int) -> AbstractContextManager[memoryview]:
-            return self._shards.block(info.shard, start, stop, room, info.name)
-
-        assembler = Assembler(dtype, self._casts, self._decoders, read, room.block_nbytes)
+        assembler = Assembler(dtype, self._casts, self._decoders, self._shards, room)
         if t.coding is None:
             first, stop = ((at - t.start) // dtype.itemsize for at in (part.start, part.stop))
             return assembler.elements(made, first, stop, out), _NO_ERRORS
@@ -352,7 +348,7 @@ class Writer:
         first = (part.start - t.start) // units[1] * units[0]
         stop = min(-(-(part.stop - t.start) // units[1]) * units[0], made.numel)
         runs = [*assembler.straight(made, first, stop)]
-        if any(begin % units[0] for begin, *_ in runs):  # a unit is of several pieces
+        if any(begin % units[0] for begin, *_ in runs):  # a unit has several slices
             runs = [(first, stop, None, 0)]
         counts, errors, at = ZERO, _NO_ERRORS, 0
         for begin, end, info, start in runs:
@@ -360,7 +356,7 @@ class Writer:
             if end < stop:
                 to = (end - first) // units[0] * units[1]
             if info is not None:
-                with read(info, start, start + nbytes) as view:
+                with assembler.read(info, start, start + nbytes) as view:
                     errors += tensor.encoder.encode(view, out[at:to], begin)
             else:
                 data = self._put_together(nbytes)
@@ -370,15 +366,15 @@ class Writer:
         return counts, errors
 
     def _put_together(self, nbytes: int) -> memoryview:
-        """Memory of this thread for elements before they are quantised: the same each time."""
+        """Return memory of the calling thread for elements to quantize; each call reuses it."""
         held: memoryview | None = getattr(self._elements, "held", None)
         if held is None or held.nbytes < nbytes:
-            self._elements.held = held = None  # before there is another
+            self._elements.held = held = None  # freed before the next is allocated
             self._elements.held = held = memoryview(bytearray(nbytes))
         return held[:nbytes]
 
     def _make(self, part: Part, data: memoryview, out: memoryview) -> _Counted:
-        """Cast, or quantize."""
+        """Cast or quantize a part's source bytes ``data`` into ``out``; returns what changed."""
         tensor, info = part.tensor, part.tensor.out.info
         if tensor.encoder is None:
             return self._casts[info.dtype, tensor.out.dtype](data, out), _NO_ERRORS
@@ -386,9 +382,10 @@ class Writer:
         return ZERO, tensor.encoder.encode(data, out, first)
 
     def _digest(self, part: Part, out: memoryview, counts: CastCounts, errors: QuantCounts) -> None:
-        """Add to a tensor's digest, counts and errors, when what comes before was added.
+        """Add a part to its tensor's digest and counts, once all bytes before it were added.
 
-        Blocks are handed out in order, so the thread that has it does not wait for this one.
+        Blocks are handed out in order, so no two threads wait for each other. OutOfRangeError if
+        values overflowed under ``out_of_range="error"``.
         """
         tensor, info = part.tensor, part.tensor.out.info
         overflowed = counts.overflowed or errors.overflowed
@@ -415,6 +412,7 @@ class Writer:
                 self._changed.notify_all()
 
     def _put(self, block: Block, memory: memoryview) -> None:
+        """Write a filled block, and note tensors and files that are whole with it."""
         for start, stop in block.runs:
             self._write(block.file, start, memory[start - block.start : stop - block.start])
         done: list[Writing] = []
@@ -432,10 +430,10 @@ class Writer:
                     self._decoders.drop(info.name, out.dtype if out.coding is None else out.src)
         beside = [part for tensor in done for part in self._put_beside(tensor)]
         with self._changed:
-            # all of a weight at once: the journal has all of it, or begins it again
+            # a quantized weight at once: the journal has all of its tensors or none
             self._written += done + beside
             block.file.left_nbytes -= sum(stop - start for start, stop in block.runs)
-            for tensor in beside:  # these may be in other files
+            for tensor in beside:  # possibly in other files
                 tensor.file.left_nbytes -= tensor.out.nbytes
             files = dict.fromkeys((block.file, *(tensor.file for tensor in beside)))
             whole = [file for file in files if not file.left_nbytes]
@@ -446,7 +444,7 @@ class Writer:
             self._whole += whole
 
     def _put_beside(self, codes: Writing) -> Sequence[Writing]:
-        """Write the other parts of a weight that has all of its codes; gives what is written."""
+        """Write scales of a weight whose codes are all written; returns their `Writing`."""
         if codes.encoder is None:
             return []
         made, codes.encoder = codes.encoder.finish(), None
@@ -459,6 +457,7 @@ class Writer:
         return codes.beside
 
     def _write(self, file: File, start: int, data: memoryview) -> None:
+        """Write bytes of a file from ``start`` on, and wait for the disk a few blocks later."""
         with self._changed:
             if file.output is None:
                 to, path = self._destination, file.out.path
@@ -470,26 +469,26 @@ class Writer:
                 if file.sum is not None:
                     file.sum.add(first, piece, partial(self._read_back, output))
             with self._changed:
-                # of all files: small ones may be whole before the disk has any of their bytes
+                # one queue for all files: small ones may be whole before the disk has any byte
                 self._behind.append(partial(output.drop, first, last - first, file.sum))
                 late = self._behind.popleft() if len(self._behind) > self._way.behind else None
             if late is not None:
                 late()
 
     def _read_back(self, output: Output, start: int, out: memoryview) -> None:
-        """Read what was written, for a sum."""
+        """Fill ``out`` from a file that is being written, for its sum; ends if threads stop."""
         if self._stopped:
             raise _StoppedError
         output.read_into(start, out)
 
 
 def weight_of(out: OutTensor) -> object:
-    """What the parts of one quantised weight have in common."""
+    """Return a key that the output tensors of one quantized weight share, within a folder."""
     return out.info.name if out.made is None else id(out.made)
 
 
 def _reads(out: OutTensor) -> Counter[Location]:
-    """Bytes that are read for a tensor, by file."""
+    """Return the bytes to read for an output tensor, by source file."""
     if out.made is None or out.is_auxiliary:
         return Counter({out.info.shard: out.read_nbytes})
     found: Counter[Location] = Counter()
@@ -500,7 +499,7 @@ def _reads(out: OutTensor) -> Counter[Location]:
 
 
 class _StoppedError(Exception):
-    """Another thread has failed: never seen outside, since its error came first."""
+    """Ends a thread after another one failed, whose error `Writer.run` raises."""
 
 
 def check_written(
@@ -511,9 +510,12 @@ def check_written(
     tell: Callable[[int], None] = lambda done: None,
     done: int = 0,
 ) -> int:
-    """Read a written file, past the page cache if possible, and compare its tensors' digests.
+    """Read the planned ``file`` back from ``path``, past the page cache if possible.
 
-    ``tell`` gets the bytes of data read so far, which begin at ``done``; returns their number.
+    ``tell`` gets ``done``, bytes of earlier files, plus those read so far; returns the last sum.
+
+    Raises:
+        CheckpointError: the header differs, or a digest from that in ``finished``.
     """
     header = Header(path, file.nbytes, len(file.header), (), {})
     room = Room(block_nbytes, ahead=True)
