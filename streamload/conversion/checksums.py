@@ -1,4 +1,4 @@
-"""The md5 sum of a file that is written in parts, added up while these are in memory."""
+"""The md5 sum of a file that several threads write, computed while its parts are in memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class FileSum:
     """
 
     def __init__(self, nbytes: int, coming: Iterable[tuple[int, int]]) -> None:
-        """Begin with nothing; ``coming`` are the ranges of parts, (first byte, last exclusive).
+        """Expect parts ``coming`` (first byte, last exclusive), in order, of ``nbytes`` in all.
 
-        Bytes between these are in the file, or zeros.
+        Bytes between these are in the file already, or zeros.
         """
         self._done = 0  # all before this byte is in the sum
-        self._waiting: dict[int, int] = {}  # first byte and last, exclusive, of what is in the file
+        self._waiting: dict[int, int] = {}  # ranges written and not in the sum: first byte, last
         self._md5 = hashlib.md5(usedforsecurity=False)
         self._lock = threading.Lock()
         self._is_busy = False
@@ -35,10 +35,10 @@ class FileSum:
             at = stop
 
     def add(self, start: int, data: memoryview, read: Callable[[int, memoryview], None]) -> None:
-        """Add a written part; ``read`` reads the file from a byte on, and zeros after its end."""
+        """Add a part that is written; ``read`` fills memory from a byte of the file on."""
         with self._lock:
             self._waiting[start] = start + data.nbytes
-            if self._is_busy:  # the thread that is in the sum goes on with it
+            if self._is_busy:  # the thread that updates the sum adds this part, too
                 return
             self._is_busy = True
         while True:
@@ -54,11 +54,11 @@ class FileSum:
             self._done = stop
 
     def has(self, stop: int) -> bool:
-        """Whether all before a byte is in the sum."""
+        """Whether all bytes before ``stop`` are in the sum."""
         return self._done >= stop
 
     def hexdigest(self) -> str:
-        """The sum in hexadecimal, when every part was added."""
+        """Return the sum in hexadecimal, once every part was added."""
         assert not self._waiting, self._waiting
         return self._md5.hexdigest()
 

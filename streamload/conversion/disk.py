@@ -1,7 +1,7 @@
-"""Files that a conversion writes: how their bytes get to the disk, and the lock on a destination.
+"""Write files of a conversion to the disk, and lock its destination.
 
-Written bytes leave memory behind the cursor: the disk begins with them at once, and is waited for a
-few blocks later. So dirty pages never fill a small machine, and the last fsync has little to do.
+Written pages leave memory soon: the disk starts with them at once, and is waited for a few blocks
+later. So dirty pages never fill a small machine, and the last fsync has little to do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from streamload.core.system import libc, read_at, sync, sync_folder
 from streamload.errors import CheckpointError
 from streamload.files.header import is_there, unreadable
 
-#: In the destination: what is being written, until it is whole.
+#: Folder in the destination for files that are not finished.
 WORK = ".streamload"
 
 # Source: sync_file_range(2).
@@ -37,14 +37,14 @@ _WRITE_AND_WAIT = 1 | 2 | 4
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 # Errors of filesystems without locks, such as some of networks: users keep conversions apart.
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
-# one that may be written and not read, too
+# opens a folder for names in it, even if it cannot be listed
 _A_FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 _WRITES_BEHIND = sys.platform == "linux"
 _PIECE_NBYTES = 2**20
 
 
 def unwritable(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
-    """An error of writing to a path as a CheckpointError."""
+    """Return a CheckpointError for an error of writing to a path."""
     if error.errno in _NO_ROOM:
         problem = "no room is left; what is finished is kept, and resume continues"
         return CheckpointError(path, problem, found=error.strerror)
@@ -54,7 +54,7 @@ def unwritable(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
 
 @contextmanager
 def writing_to(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise errors of writing as a CheckpointError that names a path."""
+    """Turn an OSError inside the with into a CheckpointError that names ``path``."""
     try:
         yield
     except OSError as error:
@@ -62,24 +62,24 @@ def writing_to(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is something of that name; raises CheckpointError where hidden."""
+    """Whether a path exists; raises CheckpointError if the system does not show it."""
     with writing_to(path):
         return is_there(path)
 
 
 class Folder:
-    """An open folder. What is written or removed in it is not looked up through links.
+    """An open folder, in which files are written and removed without following links.
 
-    Names are paths below it, with "/" between parts. A link in the place of a folder or a file is
-    an error wherever it leads, also one that appears while this runs.
+    Paths are relative to it, with "/". A link in the place of a folder or a file is an error,
+    wherever it leads and whenever it appears.
 
     Raises:
-        CheckpointError: from each method, where a part of a name is a link.
+        CheckpointError: from each method, if a part of a path is a link.
         OSError: from each method.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open a folder; that may be a link itself."""
+        """Open the folder; ``path`` itself may be a link."""
         self.path = path
         self._fd = os.open(path, _A_FOLDER)
 
@@ -91,7 +91,7 @@ class Folder:
 
     @contextmanager
     def _above(self, path: str) -> Iterator[tuple[int, str]]:
-        """The open folder that a path is in, and its name there."""
+        """Open the folder that a path is in; yields its descriptor, and the last name."""
         *folders, name = path.split("/")
         with ExitStack() as opened:
             fd = self._fd
@@ -101,12 +101,12 @@ class Folder:
             yield fd, name
 
     def open(self, path: str, flags: int, mode: int = 0o666) -> int:
-        """Open a file as os.open does; gives its descriptor, which the caller closes."""
+        """Open a file as `os.open`; returns a descriptor, which the caller closes."""
         with self._above(path) as (fd, name):
             return _open_unlinked(fd, name, flags | os.O_CLOEXEC, self.path / path, mode)
 
     def make(self, path: str, mode: int = 0o777) -> None:
-        """Make a folder and those above it, where they are not there."""
+        """Make a folder and those above it if they are missing."""
         parts = path.split("/")
         for end in range(1, len(parts) + 1):
             with self._above("/".join(parts[:end])) as (fd, name):
@@ -115,7 +115,7 @@ class Folder:
                 os.close(_open_unlinked(fd, name, _A_FOLDER, self.path.joinpath(*parts[:end])))
 
     def names(self, path: str) -> list[str]:
-        """What is in a folder."""
+        """Return the names in a folder."""
         fd = self.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             return os.listdir(fd)
@@ -128,12 +128,12 @@ class Folder:
             os.rmdir(name, dir_fd=fd)
 
     def unlink(self, path: str) -> None:
-        """Remove a file, or a link itself; nothing where there is none."""
+        """Remove a file, or a link itself, if it exists."""
         with self._above(path) as (fd, name), suppress(FileNotFoundError):
             os.unlink(name, dir_fd=fd)
 
     def remove_tree(self, path: str) -> None:
-        """Remove a folder and all in it, or a link itself; nothing where there is none."""
+        """Remove a folder and all in it, or a link itself, if it exists."""
         with self._above(path) as (fd, name):
             try:
                 os.close(_open_unlinked(fd, name, _A_FOLDER, self.path / path))
@@ -145,21 +145,19 @@ class Folder:
                 shutil.rmtree(name, dir_fd=fd)
 
     def move(self, path: str, to: str) -> None:
-        """Give a file another name, in place of what has it."""
+        """Rename a file, and replace an older file of the new name."""
         with self._above(path) as (fd, name), self._above(to) as (other, new):
             os.replace(name, new, src_dir_fd=fd, dst_dir_fd=other)
 
     def restrict(self, path: str, allowed: int) -> None:
-        """Take all permissions of a file but those allowed."""
-        fd = self.open(path, os.O_RDONLY)
-        try:
-            os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & allowed)
-        finally:
-            os.close(fd)
+        """Remove all permissions of a file that the mode ``allowed`` lacks."""
+        with open(self.open(path, os.O_RDONLY), "rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            os.fchmod(file.fileno(), mode & allowed)
 
     def write(self, path: str, data: Iterable[bytes], mode: int | None = None) -> None:
-        """Write a small file anew, with its permissions, and bring it to the disk."""
-        self.unlink(path)  # of an earlier run, and perhaps not to be written to
+        """Write a new small file with permissions ``mode``, and sync it to the disk."""
+        self.unlink(path)  # an earlier run's, which may be read-only
         fd = self.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         with open(fd, "wb") as file:
             file.writelines(data)
@@ -170,7 +168,7 @@ class Folder:
 
 
 def _open_unlinked(fd: int, name: str, flags: int, path: Path, mode: int = 0o666) -> int:
-    """Open a file or folder of an open folder; ``path`` is its name for errors."""
+    """Open a name in the folder ``fd``, not through a link; ``path`` names it in errors."""
     try:
         return os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=fd)
     except OSError as error:
@@ -182,7 +180,7 @@ def _open_unlinked(fd: int, name: str, flags: int, path: Path, mode: int = 0o666
 
 
 def linked(path: Path) -> CheckpointError:
-    """A link in the place of what a conversion writes, or removes."""
+    """Return the error for a link in the place of a file or folder to write or remove."""
     expected = "a folder of its own" if os.path.isdir(path) else "a file of its own"
     found = "a link"
     with suppress(OSError):
@@ -192,14 +190,14 @@ def linked(path: Path) -> CheckpointError:
 
 
 class Output:
-    """A file that is written at known places by several threads.
+    """An output file that several threads write at known places.
 
     Raises:
-        CheckpointError: from each method, where it cannot be written.
+        CheckpointError: from each method, if the file cannot be written.
     """
 
     def __init__(self, folder: Folder, path: str, name: Path) -> None:
-        """Open a file of a folder, which errors call ``name``: where it will be."""
+        """Open or create a file in a folder; ``name``, its final path, names it in errors."""
         self._name = name
         self._lock = threading.Lock()
         self._lost: OSError | None = None
@@ -207,7 +205,7 @@ class Output:
             self._fd = folder.open(path, os.O_RDWR | os.O_CREAT)
 
     def write(self, start: int, data: memoryview) -> None:
-        """Write, and let the disk begin with it."""
+        """Write bytes from ``start`` on, and let the disk start with them."""
         done = 0
         with writing_to(self._name):
             while done < data.nbytes:
@@ -216,7 +214,7 @@ class Output:
             _sync_range(self._fd, start, data.nbytes, _WRITE)
 
     def read_into(self, start: int, out: memoryview) -> None:
-        """Read what was written; what is behind the end is zeros."""
+        """Fill ``out`` with the file's bytes from ``start`` on, and zeros after its end."""
         done = 0
         with writing_to(self._name):
             while done < out.nbytes and (count := read_at(self._fd, start + done, out[done:])):
@@ -224,9 +222,9 @@ class Output:
         out[done:] = bytes(out.nbytes - done)
 
     def drop(self, start: int, nbytes: int, checksum: FileSum | None) -> None:
-        """Wait for what was written a while ago, and take it out of the page cache.
+        """Wait until bytes written a while ago are on the disk, and drop them from the page cache.
 
-        What a checksum has yet to read again stays there until the file is closed.
+        Bytes that ``checksum`` has yet to read again stay cached until the file is closed.
         """
         with self._lock:
             if self._fd >= 0:  # else it is whole and closed
@@ -235,13 +233,14 @@ class Output:
                     _drop_range(self._fd, start, nbytes)
 
     def sync(self) -> None:
-        """Bring all that was written to the disk.
+        """Sync all written bytes to the disk.
 
-        After an error always the same one: the system reports lost pages only once.
+        After an error, each call raises it again: the system reports lost pages only once.
         """
         self._bring(lambda: sync(self._fd))
 
     def _bring(self, to_disk: Callable[[], None]) -> None:
+        """Call ``to_disk`` unless bytes were lost before; raises the first error every time."""
         if self._lost is None:
             try:
                 to_disk()
@@ -251,7 +250,7 @@ class Output:
             raise unwritable(self._name, self._lost) from self._lost
 
     def close(self) -> None:
-        """Close it; may be called twice."""
+        """Drop the file's cached pages and close it; may be called twice."""
         with self._lock:
             fd, self._fd = self._fd, -1
             if fd >= 0:
@@ -260,7 +259,7 @@ class Output:
 
 
 def _sync_range(fd: int, start: int, nbytes: int, flags: int) -> None:
-    """Bring a part of a file to the disk, on Linux; drops the GIL."""
+    """Call sync_file_range(2) on Linux for part of a file; raises OSError; drops the GIL."""
     if not _WRITES_BEHIND or libc().sync_file_range(fd, start, nbytes, flags) == 0:
         return
     code = ctypes.get_errno()
@@ -270,15 +269,16 @@ def _sync_range(fd: int, start: int, nbytes: int, flags: int) -> None:
 
 
 def _drop_range(fd: int, start: int, nbytes: int) -> None:
+    """Drop part of a file from the page cache; all after ``start`` if ``nbytes`` is 0."""
     if _WRITES_BEHIND:
         with suppress(OSError):  # only advice
             os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def pieces(source: Path) -> Iterator[bytes]:
-    """A file's bytes, a few at a time."""
+    """Yield a source file's bytes, 1 MiB at a time; raises CheckpointError if unreadable."""
     try:
-        # a link has been followed, where it may lead, when the file was listed
+        # links were resolved, within their bounds, when the file was listed
         with open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
             while piece := file.read(_PIECE_NBYTES):
                 yield piece
@@ -287,7 +287,7 @@ def pieces(source: Path) -> Iterator[bytes]:
 
 
 def file_sum(path: Path) -> str:
-    """The md5 sum of a file's bytes, in hexadecimal."""
+    """Return the md5 sum of a file in hexadecimal."""
     found = hashlib.md5(usedforsecurity=False)
     for piece in pieces(path):
         found.update(piece)
@@ -295,33 +295,29 @@ def file_sum(path: Path) -> str:
 
 
 def extend(folder: Folder, path: str, nbytes: int) -> None:
-    """Make a file as long as it will be: what is behind the last tensor is zeros."""
-    with writing_to(folder.path / path):
-        fd = folder.open(path, os.O_RDWR)
-        try:
-            if os.fstat(fd).st_size < nbytes:
-                os.ftruncate(fd, nbytes)
-        finally:
-            os.close(fd)
+    """Extend a file to its final length with zeros, which padding after the last tensor needs."""
+    with writing_to(folder.path / path), open(folder.open(path, os.O_RDWR), "r+b") as file:
+        if os.fstat(file.fileno()).st_size < nbytes:
+            file.truncate(nbytes)
 
 
 def file_digest(path: Path) -> str:
-    """The digest of a file's bytes."""
+    """Return the xxh3 digest of a file's bytes in hexadecimal."""
     return digest_of(map(memoryview, pieces(path)))
 
 
 @contextmanager
 def locked(destination: Path) -> Iterator[None]:
-    """Keep others out of a destination, which is made where it is not there.
+    """Lock a destination against other conversions, and make it if missing.
 
-    What was made and is empty is removed again.
+    Folders made here that are empty at the end are removed.
 
     Raises:
-        CheckpointError: another conversion is in it, or it cannot be written.
+        CheckpointError: another conversion has the lock, or the folder cannot be written.
     """
     made = [p for p in (destination, *destination.parents) if not exists(p)]
     with ExitStack() as opened:
-        # after all others: what is removed last
+        # called last
         opened.callback(_remove_empty, made)
         with writing_to(destination):
             destination.mkdir(parents=True, exist_ok=True)
@@ -330,19 +326,20 @@ def locked(destination: Path) -> Iterator[None]:
             opened.callback(os.close, fd)
             opened.callback(_unlock, to)
             for folder in reversed(made):
-                with suppress(PermissionError):  # it may be written and not read
+                with suppress(PermissionError):  # it can be written and not read
                     sync_folder(folder.parent)
         yield
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders in order, up to the first that is not empty."""
     with suppress(OSError):
         for folder in folders:
             folder.rmdir()
 
 
 def _unlock(destination: Folder) -> None:
-    """Remove the folder of the lock, where nothing else is in it."""
+    """Remove the lock's file and folder unless the folder has other files."""
     with suppress(OSError, CheckpointError):
         if destination.names(WORK) == ["lock"]:
             destination.unlink(f"{WORK}/lock")
@@ -350,7 +347,7 @@ def _unlock(destination: Folder) -> None:
 
 
 def _lock(destination: Folder) -> int:
-    """The descriptor that holds the lock."""
+    """Lock a destination; returns the descriptor that holds the lock until it is closed."""
     while True:
         # unfinished files are as private as finished ones
         destination.make(WORK, 0o700)

@@ -1,8 +1,8 @@
-"""What a conversion has finished, so that it can be continued: one line of JSON each.
+"""The journal by which an unfinished conversion is resumed: a line of JSON for each tensor.
 
 The first line identifies the source and the options. The line of a tensor is written once its
-bytes are on the disk, so that no tensor in the journal is converted again. A torn last line does
-not count.
+bytes are on the disk: a resumed conversion skips all tensors in the journal. A torn last line is
+ignored.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -23,30 +23,30 @@ from streamload.core.bounded_json import parse_json
 from streamload.core.system import sync
 from streamload.errors import CheckpointError
 
-#: In each first line.
-FORMAT = 2  # 1 had no time of a file's last change, and nothing of what was published
+#: Version of the journal, in its first line.
+FORMAT = 2  # 1 lacked the times of files' last changes, and published files
 
-#: Its name, in a destination.
+#: Path of the journal in a destination.
 JOURNAL = f"{WORK}/journal"
 _WHAT = {"options": "option", "source": "state of the source's"}
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A tensor whose bytes are on the disk."""
+    """The journal's record of an output tensor whose bytes are on the disk."""
 
     digest: str  # of its bytes, in hexadecimal
-    counts: CastCounts  # what its cast did not keep
-    errors: QuantCounts | None = None  # of codes, what quantising did not keep
+    counts: CastCounts  # values that its cast changed
+    errors: QuantCounts | None = None  # errors of quantization, if it has a weight's codes
 
     def to_json(self, index: int) -> dict[str, Any]:
-        """A line of the journal, for the tensor of that place in the plan."""
+        """Return the journal's line; ``index`` is the tensor's number in `ConvertPlan.tensors`."""
         line: dict[str, Any] = {"tensor": [index, self.digest, *astuple(self.counts)]}
         return line if self.errors is None else line | {"errors": astuple(self.errors)}
 
 
 def _difference(now: Mapping[str, Any], earlier: Mapping[str, Any]) -> str | None:
-    """What differs between the first lines of two conversions, in words; None for nothing."""
+    """Return in words the first difference of two journals' first lines; None if they are equal."""
     if earlier.get("format") != FORMAT:
         return f"format of the journal, {earlier.get('format')!r} and not {FORMAT}"
     for what, word in _WHAT.items():
@@ -61,7 +61,7 @@ def _difference(now: Mapping[str, Any], earlier: Mapping[str, Any]) -> str | Non
 
 
 def noted_verdict(folder: Path) -> dict[str, Any]:
-    """Facts of the `Verdict` of an unfinished conversion in a folder; {} if there is none."""
+    """Return the `Verdict`'s fields in the journal of an unfinished conversion; {} if none."""
     lines = []
     with suppress(OSError), (folder / JOURNAL).open("rb") as file:
         lines = _whole_lines(file.readline())
@@ -70,51 +70,49 @@ def noted_verdict(folder: Path) -> dict[str, Any]:
 
 
 class Journal:
-    """The journal of one conversion, open for more."""
+    """The journal of one conversion, open for appending."""
 
     def __init__(self, fd: int) -> None:
-        # by the tensor's place in the plan, over all files
+        # by the tensor's number in `ConvertPlan.tensors`
         self.finished: dict[int, Finished] = {}
-        # When all is finished, every path that gets its name, in that order, with the digest of its
-        # bytes; "" for a file of tensors, which have digests of their own.
+        # Once all tensors are finished: the path of each file to publish, in order, and its digest;
+        # "" for files of tensors, which have digests of their own.
         self.published: dict[str, str] | None = None
-        self.replaces = False  # whether a checkpoint that is there may be replaced
+        self.replaces = False  # whether a checkpoint in the destination may be replaced
         self._fd = fd
 
     @classmethod
     def begin(cls, folder: Folder, first: Mapping[str, Any], *, replaces: bool) -> Self:
-        """Make a new one in a destination; what was there is gone.
+        """Start a new journal in a destination; an older one is removed.
 
         ``first`` is its first line, as plain JSON values: the `FORMAT`, the plan's digest, the
-        options, and by name the state of each file that is read.
+        options, and by name the state of each source file.
         """
         folder.unlink(JOURNAL)
         made = cls(folder.open(JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND))
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(made.close)
             made._write([{**first, "replaces": replaces}])
             made.replaces = replaces
-        except BaseException:
-            made.close()
-            raise
+            on_error.pop_all()
         return made
 
     @classmethod
     def resume(cls, folder: Folder, first: Mapping[str, Any]) -> Self | None:
-        """Open the journal of a conversion that did not finish, or raise CheckpointError.
+        """Open the journal of an unfinished conversion; None if there is none, or no whole line.
 
-        None where there is no journal, or its first line was never whole: nothing was begun.
+        Raises CheckpointError if its first line, see `begin`, differs from ``first``.
         """
         try:
             fd = folder.open(JOURNAL, os.O_RDWR | os.O_APPEND)
         except FileNotFoundError:
             return None
         made = cls(fd)
-        try:
+        with ExitStack() as unless_resumed:
+            unless_resumed.callback(made.close)
             with open(fd, "rb", closefd=False) as file:
-                raw = file.read()
-            whole = _whole_lines(raw)
+                whole = _whole_lines(file.read())
             if not whole:
-                made.close()
                 return None
             if changed := _difference(first, whole[0][0]):
                 raise CheckpointError(
@@ -128,37 +126,36 @@ class Journal:
             for line, line_end in whole[1:]:
                 try:
                     made._take(line)
-                except (TypeError, ValueError):  # damaged: what comes after it counts no more
+                except (TypeError, ValueError):  # damaged: the lines after it are ignored
                     break
                 end = line_end
             os.ftruncate(fd, end)
-        except BaseException:
-            made.close()
-            raise
+            unless_resumed.pop_all()
         return made
 
     def add(self, finished: Mapping[int, Finished]) -> None:
-        """Write tensors whose bytes are on the disk; an OSError leaves the journal as it was."""
+        """Record tensors whose bytes are on the disk; an OSError leaves the journal as it was."""
         self._write(one.to_json(i) for i, one in finished.items())
         self.finished.update(finished)
 
     def forget(self, indices: Sequence[int]) -> None:
-        """Note that tensors are not finished after all; raises OSError."""
+        """Record that tensors are not finished after all; raises OSError."""
         if indices:
             self._write([{"lost": list(indices)}])
             for index in indices:
                 self.finished.pop(index, None)
 
     def publish(self, files: Mapping[str, str]) -> None:
-        """Note that all is finished, and ``files`` (see `published`) will get their names."""
+        """Record that all tensors are finished, and the ``files`` to publish (see `published`)."""
         self._write([{"publish": dict(files)}])
         self.published = dict(files)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the journal's file."""
         os.close(self._fd)
 
     def _take(self, line: Mapping[str, Any]) -> None:
+        """Apply a line that was read; raises TypeError or ValueError if it is damaged."""
         if "tensor" in line:
             index, digest, *counts = line["tensor"]
             if not (
@@ -178,6 +175,7 @@ class Journal:
             self.published = files
 
     def _write(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Append lines and sync them to the disk, or raise OSError and append nothing."""
         data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
         before = os.fstat(self._fd).st_size
         try:
@@ -191,7 +189,7 @@ class Journal:
 
 
 def _whole_lines(raw: bytes) -> list[tuple[dict[str, Any], int]]:
-    """The lines up to the first that is torn, each with the byte at which it ends."""
+    """Return the journal's lines up to the first torn one, each with its last byte (exclusive)."""
     out: list[tuple[dict[str, Any], int]] = []
     end = 0
     for line in raw.splitlines(keepends=True):

@@ -1,4 +1,4 @@
-"""How much memory a conversion takes, and how it moves bytes within what is free."""
+"""Choose threads and block lengths of a conversion that fit into free memory."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from streamload.planning.quant_policy import held_nbytes
 
 _PAGE = 4096
 
-# What counts is all that a memory cgroup charges and the kernel cannot take back at once: memory of
-# the process, pages that are being read, and pages that are written and not yet on the disk.
+# Counted is all that a memory cgroup charges and the kernel cannot reclaim at once: memory of the
+# process, pages that are being read, and dirty pages.
 
 # More threads wait for the disk, or take memory; one would not read while it writes.
 _THREADS = range(2, 5)
 _REMOTE_THREADS = 8  # each waits for a server most of the time
 
-# Each is a little more than was measured in memory cgroups, by their own counters.
+# Each is a little more than the counters of memory cgroups showed.
 _RUN_NBYTES = 2 * 2**20  # the journal, and what the kernel keeps for open files: 1.5 MB
 _CAST_NBYTES = 7 * 2**20  # LLVM compiles the first kernel in 6.3 MB; numpy casts in 2 MB a thread
 _THREAD_NBYTES = 2**18  # stack, heap and page tables of a thread: 0.1 MB; with a connection 0.2
-_TENSOR_NBYTES = 600  # plan, state, journal and report of a tensor: 310 to 540, most for JSON
+_TENSOR_NBYTES = 600  # a tensor in plan, journal and report: 310 to 540, most for JSON
 _NODE_TENSOR_NBYTES = 400  # its placement on a node, in addition: 150 to 350
-_QUANT_NBYTES = 4 * 2**20  # more kernels: 1 MB each; what numpy makes of statistics, 1 MB a thread
-_TURNED_BLOCKS = 12  # of all threads together
+_QUANT_NBYTES = 4 * 2**20  # more kernels: 1 MB each; numpy's temporaries, 1 MB a thread
+_TURNED_BLOCKS = 12  # blocks of permuted elements, of all threads together
 _TEXTS = 4  # names are in headers, journal, sidecar and in the JSON of the report
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How the bytes are moved."""
+    """Threads and lengths by which a conversion moves bytes."""
 
     threads: int
     block_nbytes: int = BLOCK_NBYTES  # most bytes that a thread reads, and writes, at once
-    behind: int = 6  # blocks that the disk is busy with before one is waited for
-    direct: bool = False  # files are read past the page cache: nothing is read ahead
+    behind: int = 6  # blocks that the disk writes before a thread waits for one
+    direct: bool = False  # whether files are read past the page cache, without read-ahead
 
     @property
     def turned_nbytes(self) -> int:
-        """Most bytes of a tensor that a thread permutes at once; each time reads all lines."""
-        # a block that is longer, for the sake of a unit, is long enough
+        """Most bytes of a tensor that a thread permutes at once, for which it reads all lines."""
+        # blocks that a long unit made longer are long enough
         usual_nbytes = min(self.block_nbytes, BLOCK_NBYTES)
         return max(_TURNED_BLOCKS // self.threads * usual_nbytes, self.block_nbytes)
 
     @property
     def nbytes(self) -> int:
-        """Most memory that it takes."""
+        """Most bytes of host memory that threads and dirty pages take."""
         reading = BOUNCE_NBYTES if self.direct else AHEAD_NBYTES
         mine = self.threads * (2 * self.block_nbytes + _THREAD_NBYTES + reading)
         dirty = (self.threads + self.behind) * self.block_nbytes
@@ -70,14 +70,15 @@ def choose_way(
     nodes: bool,
     turned: bool = False,
 ) -> Way:
-    """The fastest way that free memory is enough for, or PlanInfeasibleError.
+    """Return the fastest `Way` that fits into free memory; PlanInfeasibleError if none does.
 
-    ``turned``: whether some tensors are joined from others, or permuted.
+    ``dtypes`` are all that tensors may be cast to, ``weights`` those to quantize; ``turned``:
+    whether some tensors are joined from others, or permuted.
     """
     threads = min(max(available_cpus(), _THREADS.start), _THREADS.stop - 1)
     remote = any(isinstance(header.path, Url) for header in checkpoint.shards)
     packed = [info for info in checkpoint.tensors.values() if isinstance(info, Packed)]
-    # columns are gathered, and perhaps quantised
+    # columns are gathered, and perhaps quantized
     any_turned = turned or any(info.lies_turned for info in packed)
     if remote:  # tensors that are permuted in several blocks are requested as often
         threads = _REMOTE_THREADS // 2 if any_turned else _REMOTE_THREADS
@@ -89,13 +90,13 @@ def choose_way(
         Way(1, 2**20, 1, direct=True),
         Way(1, 2**18, 1, direct=True),
     ]
-    # a unit is read and quantised at once
+    # a unit is read and quantized at once
     unit_nbytes = max((w.unit_numel * w.dtype.itemsize for w in weights), default=0)
     ways = [
         replace(way, block_nbytes=max(way.block_nbytes, round_up(unit_nbytes, _PAGE)))
         for way in ways
     ]
-    under_way = sorted(map(held_nbytes, weights), reverse=True)  # each thread is in one weight
+    under_way = sorted(map(held_nbytes, weights), reverse=True)  # each thread has one weight
     each_nbytes = _TENSOR_NBYTES + _NODE_TENSOR_NBYTES * nodes
     beside = [len(part.suffix) for weight in weights for part in weight.parts[1:]]
     tensors_nbytes = each_nbytes * (len(checkpoint.tensors) + len(beside))

@@ -1,4 +1,4 @@
-"""Weights that a conversion quantizes: their parts, and their settings in config.json."""
+"""Weights that a conversion quantizes: their output tensors and ``quantization_config``."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from streamload.planning.requests import DTypePolicy
 from streamload.planning.sources import Source
 
 _WEIGHT = ".weight"
-#: Matrices that transformers has in no Linear: it holds the experts of a layer in one tensor.
+#: Matrices outside of Linear modules: transformers has the experts of a layer in one tensor.
 _NOT_LINEAR = re.compile(r"\.experts\.|embed|(^|\.)(wte|wpe)\.")
 #: A head that shares the embedding's weight has no tensor: transformers would quantise it.
 _HEAD = "lm_head"
 
 
 def coded_otherwise(checkpoint: Checkpoint, policy: QuantPolicy) -> list[str]:
-    """Weights that are blocks of GGUF, and are to be in another format: they are decoded before."""
+    """Return the names of GGUF-quantized weights to dequantize: ``policy`` has another format."""
     asked = ((group, policy.rule(group.name)) for group in checkpoint.groups.values())
     return [
         group.name
@@ -45,13 +45,16 @@ def coded_otherwise(checkpoint: Checkpoint, policy: QuantPolicy) -> list[str]:
 def wanted_of(
     chosen: Checkpoint, fill: Mapping[str, Source], dtypes: Mapping[str, DType], policy: QuantPolicy
 ) -> dict[str, Target]:
-    """The tensors to write, by the names of ``fill``; `dtypes` are of those not quantized."""
+    """Return the tensors to write by output name, as in ``fill``.
+
+    ``dtypes`` has by source tensor the output dtype unless ``policy`` quantizes it.
+    """
     formats: Sequence[str | None] = [None] * len(fill)
-    if policy:  # else it may be a part of a quantised weight, without the others
+    if policy:  # else tensors may belong to a quantized weight that is not selected whole
         formats = policy.formats(chosen, wants_of(chosen, fill))
     stored = {name: one for header in chosen.shards for name, one in header.stored.items()}
     out: dict[str, Target] = {}
-    # one by one: there may be very many, and a want takes much more than what is kept of it
+    # one by one: there may be very many, and a `TensorRequest` takes much more than a `Target`
     for (name, source), format in zip(fill.items(), formats, strict=True):
         info = chosen.tensors[source.rows[0].tensor]
         made, shape = None, shape_in_models(info)
@@ -70,7 +73,7 @@ def wanted_of(
 def all_entries(
     lists: Iterable[Sequence[Target]], policy: QuantPolicy
 ) -> list[list[list[OutTensor]]]:
-    """The parts of each tensor of each list; an error names all that their formats cannot hold."""
+    """Return `entries_of` each tensor; one UnsupportedCastError names all refused weights."""
     refused: dict[str, UnsupportedCastError] = {}
     taken: list[str] = []
     out: list[list[list[OutTensor]]] = []
@@ -92,10 +95,10 @@ def all_entries(
 
 
 def entries_of(wanted: Target) -> list[OutTensor]:
-    """What a tensor is in the output: itself, or the parts of what it becomes.
+    """Return a tensor's entries in the output: one, or several if it is quantized (codes, scales).
 
     Raises:
-        UnsupportedCastError: it cannot be in its format, or cannot have its dtype.
+        UnsupportedCastError: the tensor cannot be in its format, or cannot have its dtype.
     """
     info, made = wanted.info, wanted.made
     assert made is None or made.numel == wanted.numel, wanted.name
@@ -113,7 +116,7 @@ def entries_of(wanted: Target) -> list[OutTensor]:
 
 
 def _check_dtypes(info: TensorInfo, wanted: Target) -> None:
-    """Refuse what cannot be cast, and elements that are no whole bytes."""
+    """Raise UnsupportedCastError if ``info`` cannot be cast, or not permuted in its small dtype."""
     dst = wanted.dtype if wanted.quant is None else wanted.source.src
     if isinstance(info, Packed):
         check_target(info, dst)
@@ -129,7 +132,7 @@ def _check_dtypes(info: TensorInfo, wanted: Target) -> None:
 def kept_back(
     checkpoint: Checkpoint, dtypes: Mapping[str, DType], policy: DTypePolicy
 ) -> list[str]:
-    """Notes on metadata that is left out, and on dtypes that stay."""
+    """Return sentences for users on metadata that is left out, and on dtypes that stay."""
     notes = [
         f"__metadata__ {key!r} is left out: the files do not agree on it"
         for key in sorted({k for h in checkpoint.shards for k in h.metadata})
@@ -151,14 +154,17 @@ def described(
     policy: QuantPolicy,
     verdict: Verdict | None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """What is quantised, for config.json, and in sentences for users.
+    """Describe the quantized weights for config.json.
 
     Args:
         checkpoint: the source.
-        made: what each tensor becomes.
-        main: the dtype that most of the floats would have otherwise.
-        policy: what decided what is quantised.
-        verdict: of the model on it; None where no model was asked.
+        made: by source tensor, its output tensors.
+        main: the dtype of most floats if nothing was quantized.
+        policy: the formats that users chose.
+        verdict: the answer of transformers; None if it was not asked.
+
+    Returns:
+        Keys of config.json, empty if none describes the weights, and sentences for users.
 
     Raises:
         CheckpointError: config.json already has settings of weights that stay quantized.
@@ -168,7 +174,14 @@ def described(
     if not codes:
         return {}, []
     names = sorted({each.coding.format for each in codes.values() if each.coding is not None})
-    left = _left(parts[0] for parts in made.values())
+    left = [
+        each.name.removesuffix(_WEIGHT)
+        for each, *_ in made.values()
+        if each.coding is None
+        and len(each.shape) == 2
+        and each.dtype.kind == "float"
+        and each.name.endswith(_WEIGHT)
+    ]
     if _HEAD not in left and _HEAD + _WEIGHT not in codes:
         left.append(_HEAD)
     if verdict is not None and verdict.modules is not None:
@@ -214,22 +227,10 @@ def described(
     return {"quantization_config": config}, notes
 
 
-def _left(tensors: Iterable[OutTensor]) -> list[str]:
-    """The modules with matrices that are left as they are."""
-    return [
-        each.name.removesuffix(_WEIGHT)
-        for each in tensors
-        if each.coding is None
-        and len(each.shape) == 2
-        and each.dtype.kind == "float"
-        and each.name.endswith(_WEIGHT)
-    ]
-
-
 def _check_transposed(
     checkpoint: Checkpoint, codes: Mapping[str, OutTensor], policy: QuantPolicy
 ) -> None:
-    """Refuse weights of Conv1D in a format whose library has no module for them."""
+    """Raise UnsupportedCastError for Conv1D weights in a format that has no Conv1D module."""
     refused: dict[str, UnsupportedCastError] = {}
     taken: list[str] = []
     for each in codes.values():
