@@ -1,1 +1,1 @@
-"""Comparison of loaded tensors and of checkpoints with plain reads and numpy."""
+"""Compare loaded tensors and checkpoints with plain reads and numpy."""

@@ -1,4 +1,4 @@
-"""Comparing two checkpoints tensor by tensor.
+"""`streamload.diff`: compare two checkpoints tensor by tensor.
 
 A block of each file is held at a time: 20 MB, and less if memory is short. One thread is enough:
 digests run at 30 GB/s and comparisons at 19 (casts by ml_dtypes, which keeps the GIL, at 2), and
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -49,7 +50,7 @@ from streamload.planning.sources import Rename, model_shape, sources
 from streamload.verification.difference import TensorDifference, ValueComparison
 from streamload.verification.reference import PART_NUMEL, Expected, Read
 
-#: (bytes looked at at once, how files are read): the first that memory is enough for.
+#: (bytes to compare at once, how files are read): the first that fits into memory is used.
 _WAYS: Sequence[tuple[int, ReaderKind]] = (
     (BLOCK_NBYTES, "auto"),
     (2**20, "direct"),
@@ -57,9 +58,9 @@ _WAYS: Sequence[tuple[int, ReaderKind]] = (
 )
 # Each is a little more than was measured in memory cgroups.
 _RUN_NBYTES = 2 * 2**20  # the thread that shows progress, open files
-_PARTS_NBYTES = 6 * 2**20  # numpy's temporaries of a part: 3.5 MB, 5.5 with a cast
-_TENSOR_NBYTES = 300  # of a tensor's difference: less for an equal tensor
-_QUANT_NBYTES = 12 * 2**20  # numpy's temporaries of quantising
+_PARTS_NBYTES = 6 * 2**20  # numpy's temporaries of `PART_NUMEL`: 3.5 MB, 5.5 with a cast
+_TENSOR_NBYTES = 300  # a tensor of either checkpoint: half of a `Pair`, or of a difference
+_QUANT_NBYTES = 12 * 2**20  # numpy's temporaries of quantizing
 _PACKED_BLOCKS = 4
 _PAGE = 4096
 _MOST_OPEN = 16  # files of one checkpoint at once
@@ -70,15 +71,15 @@ class Comparison:
     """The differences between two checkpoints. Prints as a table.
 
     Attributes:
-        a: the first.
-        b: the second.
-        only_a: names that only the first has (after `rename`), in order.
-        only_b: names that only the second has, in order.
+        a: path of the first checkpoint.
+        b: path of the second.
+        only_a: names of tensors that only the first has (after `rename`), in order.
+        only_b: names of tensors that only the second has, in order.
         differences: tensors of both that differ, in the order of the first.
         equal_count: how many tensors of both are equal.
-        nbytes: bytes of data read, of both.
-        seconds: the time that this took.
-        quantised: of tensors that differ, the quantised weights that they belong to.
+        nbytes: bytes of tensors read, of both.
+        seconds: wall time of the comparison.
+        quantised: by tensor that differs, the quantized weight that it belongs to.
     """
 
     a: str
@@ -93,11 +94,11 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Nothing differs."""
+        """Whether all tensors are equal and both checkpoints have the same names."""
         return not (self.only_a or self.only_b or self.differences)
 
     def to_json(self) -> str:
-        """Write everything as JSON; a largest difference that is infinite is the text "inf"."""
+        """Return the result as JSON; a largest difference that is infinite is the text "inf"."""
         data = {"ok": self.ok, **asdict(self)}
         for difference in data["differences"]:
             values = difference["values"]
@@ -106,7 +107,7 @@ class Comparison:
         return json.dumps(data, allow_nan=False)
 
     def lines(self) -> Iterator[str]:
-        """A line for each tensor or quantised weight that differs, and one for the whole."""
+        """Yield a line for each tensor or quantized weight that differs, and a summary."""
         rows = [(name, f"only in {self.a}") for name in self.only_a]
         rows += [(name, f"only in {self.b}") for name in self.only_b]
         rows += [(d.name, str(d)) for d in self.differences]
@@ -140,17 +141,17 @@ def diff(
     """Compare two checkpoints tensor by tensor; their files may be cut differently.
 
     Bits are compared, so that 0 and -0 differ, and NaN is equal to the same NaN. With ``dtype`` the
-    first checkpoint is cast, and its quantised weights are dequantised, by numpy and not by the
+    first checkpoint is cast, and its quantized weights are dequantized, by numpy and not by the
     kernels of streamload: the result is then whether the second is a right conversion of the first.
-    The payload of a NaN is not compared after a cast. With ``quant``, numpy quantises weights of
+    The payload of a NaN is not compared after a cast. With ``quant``, numpy quantizes weights of
     the first as well.
 
     Args:
-        a: the first, as of `open_checkpoint`.
+        a: the first checkpoint, as in `open_checkpoint`.
         b: the second.
         dtype: what the floats of the first become: one dtype, or patterns of names; None to leave
-            them. Weights that are stored quantised are dequantised, as by `convert`.
-        quant: what weights of the first are quantised to, as in `streamload.convert`.
+            them. Weights that are stored quantized are dequantized, as by `convert`.
+        quant: the formats that weights of the first are quantized to, as in `streamload.convert`.
         out_of_range: what becomes of finite values that the dtype cannot represent: "inf",
             "clamp", or "error".
         rename: what the names of the first become: a dict (others stay), or a callable that gives
@@ -193,11 +194,9 @@ def diff(
     chosen.check([*names, *_names(second)])
     only_b = [name for name in second.tensors if name not in infos and name in chosen]
 
-    def pairs() -> Iterator[Pair]:  # twice: there may be very many
-        found = _pairs(first, second, infos, wants, policy, out_of_range)
-        return (pair for pair in found if pair.left.name in chosen)
-
-    total = sum(pair.read_nbytes for pair in pairs())
+    found = _pairs(first, second, infos, wants, policy, out_of_range)
+    pairs = deque(pair for pair in found if pair.left.name in chosen)
+    total = sum(pair.read_nbytes for pair in pairs)
     differences: list[TensorDifference] = []
     equal_count = done = nbytes = 0
     codes: Pair | None = None
@@ -207,7 +206,8 @@ def diff(
         shards_of(second, kind) as files_b,
     ):
         mine, theirs = reads(files_a, block_nbytes), reads(files_b, block_nbytes)
-        for pair in pairs():
+        while pairs:
+            pair = pairs.popleft()  # freed soon: there may be very many
             if codes is not None and pair.codes is not codes:
                 codes.expected.parts.clear()
             codes = pair.codes or pair
@@ -216,9 +216,9 @@ def diff(
                     tell(done + part_nbytes)
             done += pair.read_nbytes
             nbytes += (pair.read_nbytes + pair.right.nbytes) * pair.compared
-            found = pair.difference()
-            differences += [found] if found is not None else []
-            equal_count += found is None
+            difference = pair.difference()
+            differences += [difference] if difference is not None else []
+            equal_count += difference is None
             tell(done)
     infos = {name: info for name, info in infos.items() if info.name in chosen}
     only_a = tuple(name for name in infos if name not in second.tensors)
@@ -239,15 +239,15 @@ def diff(
 
 
 def _names(checkpoint: Checkpoint) -> Collection[str]:
-    """The names that patterns may match; of tensors alone if a quantized weight is invalid."""
+    """Return names that patterns may match: tensors and, if all are valid, quantized weights."""
     try:
         return all_names(checkpoint)
-    except CheckpointError:  # it is compared for what it is
+    except CheckpointError:  # its tensors are compared as they are
         return checkpoint.tensors
 
 
 def _wanted(checkpoint: Checkpoint, policy: DTypePolicy, info: TensorInfo) -> DType:
-    """The dtype that a tensor of the first checkpoint is cast to before it is compared."""
+    """Return the dtype that a tensor of the first checkpoint is cast to before the comparison."""
     wanted = policy.resolve(info.name, info.dtype, True)
     if isinstance(info, Packed):
         check_target(info, wanted)
@@ -260,7 +260,7 @@ def _wanted(checkpoint: Checkpoint, policy: DTypePolicy, info: TensorInfo) -> DT
 
 
 def _left(converted: Checkpoint) -> list[str]:
-    """Patterns of the weights that `convert` did not quantize, from its sidecar."""
+    """Return patterns of weights that `convert` left unquantized, from its sidecar; [] if none."""
     path = converted.path
     if isinstance(path, Url):
         return []
@@ -274,7 +274,7 @@ def _left(converted: Checkpoint) -> list[str]:
 def _quantized(
     checkpoint: Checkpoint, formats: QuantPolicy, infos: Mapping[str, TensorInfo]
 ) -> TensorRequests:
-    """The tensors that the first checkpoint becomes, by their names in the second."""
+    """Return the tensors (codes, scales) that quantization makes of ``infos``, by final name."""
     listed = [TensorRequest(name, info.shape, (whole(info),)) for name, info in infos.items()]
     wants = TensorRequests.of(checkpoint, listed)
     found = formats.formats(checkpoint, wants)
@@ -287,12 +287,12 @@ class Pair:
     """Two tensors of one name, compared block by block.
 
     Attributes:
-        left: the first.
-        right: the second.
-        expected: what the first becomes.
-        dtype: the dtype of that.
-        shape: its shape.
-        codes: the pair of the codes, if this is another part of a quantized weight.
+        left: the tensor of the first checkpoint.
+        right: the tensor of the second.
+        expected: computes the bytes that the second should hold.
+        dtype: the dtype that the second should have.
+        shape: the shape that the second should have.
+        codes: the pair of a quantized weight's codes, if this is for its scales or tables.
     """
 
     left: TensorInfo
@@ -305,28 +305,27 @@ class Pair:
 
     @property
     def _part(self) -> str:
-        """The suffix of a part other than codes, or ""."""
+        """Suffix of a tensor that quantization makes next to the codes (scales); else ""."""
         return self.expected.coding.part if self.expected.coding is not None else ""
 
     @property
     def read_nbytes(self) -> int:
-        """Bytes of the left tensor that are read."""
+        """Bytes of ``left`` to read; 0 for scales, which are computed with their codes."""
         return 0 if self._part or self.shape != self.right.shape else self.left.nbytes
 
     @property
     def compared(self) -> bool:
-        """Whether the values can be compared."""
+        """Whether the values can be compared: the shapes are equal, and the dtypes fit."""
         if self.shape != self.right.shape:
             return False
-        if self._part:
-            return self.dtype is self.right.dtype and self.codes is not None and self.codes.compared
-        floats = all(
-            d.kind == "float" and d.numpy is not None for d in (self.dtype, self.right.dtype)
-        )
-        return self.dtype is self.right.dtype or (floats and self.expected.coding is None)
+        if self.dtype is self.right.dtype:
+            return not self._part or (self.codes is not None and self.codes.compared)
+        both = (self.dtype, self.right.dtype)
+        floats = all(d.kind == "float" and d.numpy is not None for d in both)
+        return floats and self.expected.coding is None
 
     def compare(self, mine: Read, theirs: Read, block_nbytes: int) -> Generator[int]:
-        """Compare the values, if they can be; yields how many bytes of the left are done."""
+        """Compare the values, if possible, and yield the bytes of ``left`` compared so far."""
         at = self.right.start
         for data in self._blocks(mine, block_nbytes) if self.compared else ():
             numel = len(data) * 8 // self._read_as.bits
@@ -338,22 +337,24 @@ class Pair:
 
     @property
     def _read_as(self) -> DType:
-        """The dtype of what `_blocks` yields."""
+        """Dtype of the elements that `_blocks` yields."""
         return self.expected.src if self.expected.coding is None else self.dtype
 
     def _blocks(self, read: Read, block_nbytes: int) -> Iterator[memoryview | bytes]:
+        """Yield the bytes that ``right`` should hold in order, before any cast."""
         if self._part:
             assert self.codes is not None, self.right.name
             data = self.codes.expected.parts[self._part]
             return (data[start:stop] for start, stop in cut(0, len(data), block_nbytes))
         if self.expected.coding is not None:
             return self.expected.codes(read, block_nbytes)
-        src = self.expected.src  # a block of the right file is no longer than this one, either
+        src = self.expected.src  # blocks of both files are at most `block_nbytes`
         return self.expected.values(
             read, block_nbytes * src.bits // max(src.bits, self.right.dtype.bits)
         )
 
     def _compare(self, mine: memoryview | bytes, theirs: memoryview, first: int) -> None:
+        """Compare blocks of both tensors that begin at element ``first``."""
         x, y = np.frombuffer(mine, np.uint8), np.frombuffer(theirs, np.uint8)
         src, right = self._read_as, self.right.dtype
         if src is self.dtype is right and np.array_equal(x, y):
@@ -370,7 +371,7 @@ class Pair:
             self._values.compare(part, other, first + start)
 
     def difference(self) -> TensorDifference | None:
-        """The difference that was found, or None."""
+        """Return how the tensors differ, after `compare`; None if they are equal."""
         right, values = self.right, None
         if self._values is not None:
             values = self._values.difference(math.prod(self.shape), self.shape)
@@ -394,7 +395,10 @@ def _pairs(
     policy: DTypePolicy,
     out_of_range: OutOfRange,
 ) -> Iterator[Pair]:
-    """The tensors of ``infos`` that both have; parts of a quantized weight follow its codes."""
+    """Yield a `Pair` for each tensor that both checkpoints have; codes before their scales.
+
+    ``infos`` are the first's by their names in the second, ``wants`` the same if quantized.
+    """
     codes: Pair | None = None
     quantized: Iterable[tuple[Coding | None, RowTranspose | None]] = repeat((None, None))
     if wants is not None:
@@ -425,7 +429,7 @@ def _pairs(
 def _order(
     first: Checkpoint, second: Checkpoint, info: TensorInfo, right: TensorInfo
 ) -> RowTranspose | None:
-    """The row order from the first file to the second, if theirs differ."""
+    """Return the row permutation from the first file to the second; None if they are equal."""
     mine, theirs = first.turns.get(info.name), second.turns.get(right.name)
     if mine == theirs:
         return None
@@ -442,7 +446,7 @@ def _order(
 
 
 def shards_of(checkpoint: Checkpoint, kind: ReaderKind) -> Shards:
-    """The files of a checkpoint, some of them open."""
+    """Return a checkpoint's files, opened by ``kind`` on demand, few at once."""
 
     def choose(shard: Location) -> ResolvedKind:
         return choose_reader(shard, kind if isinstance(shard, Path) else "auto").kind
@@ -451,7 +455,7 @@ def shards_of(checkpoint: Checkpoint, kind: ReaderKind) -> Shards:
 
 
 def reads(files: Shards, block_nbytes: int) -> Read:
-    """Reads of a checkpoint's files by one thread, in blocks of at most `block_nbytes`."""
+    """Return a function for one thread that reads file bytes, at most ``block_nbytes`` at once."""
     room = Room(block_nbytes, ahead=True)
     return lambda info, start, stop: files.block(info.shard, start, stop, room, info.name)
 
@@ -459,7 +463,10 @@ def reads(files: Shards, block_nbytes: int) -> Read:
 def way(
     checkpoints: Sequence[Checkpoint], wants: TensorRequests | None = None
 ) -> tuple[int, ReaderKind]:
-    """The bytes that are compared at once, and the reader; raises PlanInfeasibleError."""
+    """Return the bytes to compare at once, and the reader; PlanInfeasibleError if none fits.
+
+    ``checkpoints`` are two to compare, or one to check; ``wants`` is from `_quantized`.
+    """
     compared = len(checkpoints) > 1
     tensors_nbytes = _TENSOR_NBYTES * sum(len(one.tensors) for one in checkpoints)
     columns = (wants.codings, wants.srcs) if wants is not None else ((), ())
@@ -479,7 +486,7 @@ def way(
         block_nbytes = max(least_nbytes, round_up(unit_nbytes, _PAGE))
         each_nbytes = block_nbytes + AHEAD_NBYTES * (kind == "auto")
         needed_nbytes = _RUN_NBYTES + tensors_nbytes + len(checkpoints) * each_nbytes
-        if compared:  # the elements of a block that differ, and numbers of a part
+        if compared:  # a block's elements that differ, and numbers of `PART_NUMEL`
             needed_nbytes += block_nbytes + _PARTS_NBYTES + quant_nbytes
         if packed or any_turned:  # elements, and columns before and after the transpose
             needed_nbytes += scale_nbytes + _PACKED_BLOCKS * block_nbytes
@@ -490,12 +497,12 @@ def way(
 
 
 def tensors_text(count: int) -> str:
-    """A number of tensors, for messages."""
+    """Return "1 tensor", or the count and "tensors", for messages."""
     return f"{count} tensor{'s' * (count != 1)}"
 
 
 def weights(checkpoint: Checkpoint) -> dict[str, str]:
-    """The name of each tensor's quantized weight, for messages; {} if a weight is invalid."""
+    """Return by tensor the name and format of its quantized weight; {} if a weight is invalid."""
     try:
         return {name: f"{group.name} ({group.kind})" for name, group in checkpoint.members.items()}
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""How two tensors differ, and the comparison of their elements as bits and as numbers."""
+"""Differences of two tensors: their records, and the comparison of elements by bits and value."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ class ValueDifference:
         bits_only: of those that differ, how many are the same number in other bits: 0 and -0, or
             two NaN.
         first: index of the first element that differs, in row-major order.
-        a: that element in the first checkpoint (cast, if a cast was asked for), and its bits.
-        b: the same in the second.
-        largest: the largest absolute difference of two numbers; inf if an infinity is against
-            another number; None for bools, for dtypes of less than a byte, and if NaN is in
-            each pair.
+        a: that element in the first checkpoint (after the cast, if any), and its bits.
+        b: that element in the second, and its bits.
+        largest: the largest absolute difference of two numbers; inf if an infinity differs;
+            None for bools, for dtypes of less than a byte, and if NaN is in each pair.
     """
 
     count: int
@@ -52,11 +51,11 @@ class TensorDifference:
 
     Attributes:
         name: the name, in the second checkpoint.
-        dtypes: both dtypes if they are not the same; the first is the one after the cast.
-        shapes: both shapes if they are not the same.
+        dtypes: both dtypes if they differ; the first is the one after the cast.
+        shapes: both shapes if they differ.
         values: how the values differ; None if they do not, or were not compared.
-        compared: whether the values were compared: of one shape, and of one dtype or both floats
-            of at least a byte, compared as numbers then.
+        compared: whether the values were compared: shapes are equal, and so are dtypes, or both
+            are floats of at least a byte, compared as numbers.
     """
 
     name: str
@@ -82,7 +81,7 @@ class TensorDifference:
 
 @dataclass(slots=True)
 class ValueComparison:
-    """Compares elements part by part.
+    """Compares the elements of two tensors, some at a time.
 
     Attributes:
         left: dtype of the first tensor's elements.
@@ -99,7 +98,7 @@ class ValueComparison:
     _largest: float | int | None = None
 
     def compare(self, x: Array, y: Array, first: int) -> None:
-        """Compare aligned bytes of as many elements, from element ``first`` on."""
+        """Compare aligned bytes of equally many elements, the first of which is ``first``."""
         a, b = self.left, self.right
         if a is b and np.array_equal(x, y):
             return
@@ -122,7 +121,7 @@ class ValueComparison:
             self._largest = max(self._largest or 0, largest)
 
     def difference(self, numel: int, shape: tuple[int, ...]) -> ValueDifference | None:
-        """The difference of the tensors; None if no element differs."""
+        """Return the difference of all elements compared; None if all are equal."""
         if self._first is None:
             return None
         at, mine, theirs = self._first
@@ -132,7 +131,7 @@ class ValueComparison:
         )
 
     def _note(self, where: Array, x: Array, y: Array, first: int) -> None:
-        """Count the elements of a part that differ, and keep the first of all."""
+        """Count elements at the indices ``where``, which differ, and keep the tensor's first."""
         self._count += len(where)
         if self._first is None and len(where):
             at = int(where[0])
@@ -140,7 +139,7 @@ class ValueComparison:
 
 
 def _different_bits(x: Array, y: Array, dtype: DType) -> Array:
-    """Whether each element differs, of bytes of one dtype."""
+    """Return by element whether the bits of ``x`` and ``y`` differ."""
     if dtype.bits >= 8:
         unsigned = np.dtype(f"u{dtype.itemsize}")
         differs: Array = x.view(unsigned) != y.view(unsigned)
@@ -151,7 +150,7 @@ def _different_bits(x: Array, y: Array, dtype: DType) -> Array:
 
 
 def _numbers(data: Array, dtype: DType) -> Array:
-    """Elements as numbers, all of them exactly: float64, complex128, or integers as they are."""
+    """Return elements as exact numbers: float64, complex128, or integers as they are."""
     values: Array = data.view(dtype.numpy)
     wide = {"float": np.float64, "complex": np.complex128}.get(dtype.kind)
     with np.errstate(invalid="ignore"):  # a signalling NaN
@@ -159,6 +158,7 @@ def _numbers(data: Array, dtype: DType) -> Array:
 
 
 def _largest_difference(p: Array, q: Array) -> float | int | None:
+    """Return the largest absolute difference of two numbers; None if NaN is in each pair."""
     if p.dtype.kind in "ui":
         # the larger minus the smaller, modulo 2**64: exact also if int64 would overflow
         high, low = np.maximum(p, q).astype(np.uint64), np.minimum(p, q).astype(np.uint64)
@@ -169,7 +169,7 @@ def _largest_difference(p: Array, q: Array) -> float | int | None:
 
 
 def _element(data: Array, index: int, dtype: DType) -> str:
-    """An element and its bits."""
+    """Return the text of an element and its bits."""
     if dtype.numpy is None:
         bits = np.unpackbits(data, bitorder="little")[index * dtype.bits : (index + 1) * dtype.bits]
         return f"0x{int(np.packbits(bits, bitorder='little')[0]):02x}"
@@ -179,6 +179,6 @@ def _element(data: Array, index: int, dtype: DType) -> str:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """A shape's first dimensions, for messages."""
+    """Return the text of a shape's first dimensions, for messages."""
     rest = " ..." * (len(shape) > _LISTED_DIMS)
     return " x ".join(map(str, shape[:_LISTED_DIMS])) + rest or "scalar"

@@ -1,14 +1,14 @@
-"""The bytes that tensors should hold, computed by numpy: the oracle of `verify` and `diff`.
+"""Compute by numpy the bytes that tensors should hold: the oracle of `verify` and `diff`.
 
 Row orders are computed here; casts and quantized layouts are numpy forms of `streamload.codecs`.
-No kernel and no chunk of a load or a conversion takes part, so that their errors show.
+No kernel and no chunking of a load or a conversion is used, so that their errors show.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from operator import itemgetter
@@ -25,27 +25,27 @@ from streamload.core.tensors import Coding, RowRange, RowTranspose, TensorInfo, 
 from streamload.errors import OutOfRangeError
 from streamload.planning.quant_policy import coded
 
-#: Elements that are cast or compared at once: temporaries of a few MB.
+#: Elements to cast or compare at once: temporaries of a few MB.
 PART_NUMEL = 2**16
 
-#: Opens bytes of a tensor's file, from one to another, exclusive; valid inside the ``with``.
+#: Reads bytes of a tensor's file, from one to another (exclusive), valid inside the ``with``.
 Read = Callable[[TensorInfo, int, int], AbstractContextManager[memoryview]]
-_Piece = tuple[TensorInfo, int, int]  # bytes of a tensor's values, from one to another, exclusive
-_Lengths = tuple[int, int, int]  # groups, outer and inner of rows whose last two axes are swapped
+_Piece = tuple[TensorInfo, int, int]  # first and last byte (exclusive) of a tensor's values
+_Lengths = tuple[int, int, int]  # groups, outer and inner of a `RowTranspose`
 
 
 @dataclass(slots=True)
 class Expected:
-    """What one tensor should hold.
+    """Computes the bytes that one tensor should hold.
 
     Attributes:
         sources: the rows of tensors that are joined, in order.
-        dtype: what floats and quantized weights become; before quantization, if `coding` is given.
+        dtype: the dtype of floats and dequantized weights, before any quantization.
         out_of_range: what becomes of values that `dtype` cannot represent.
         order: permutes the joined rows.
         coding: how the result is quantized.
-        on_cuda: kernels of CUDA may have quantized it.
-        parts: the parts next to the codes by suffix, once `codes` has ended.
+        on_cuda: whether kernels of CUDA may have quantized the tensor.
+        parts: bytes of the scales and tables of a quantized weight, by suffix, after `codes`.
     """
 
     sources: Sequence[tuple[TensorInfo, RowRange]]
@@ -58,11 +58,11 @@ class Expected:
 
     @property
     def src(self) -> DType:
-        """The dtype of `values`: weights are dequantized, and nothing else is cast."""
+        """Dtype of `values`: `dtype` if weights are dequantized, else the source's."""
         return self._values_dtype(self.sources[0][0])
 
     def values(self, read: Read, block_nbytes: int) -> Iterator[memoryview | bytes]:
-        """Blocks of whole elements in order, before any cast; each is valid until the next."""
+        """Yield blocks of whole elements in order, before any cast, each valid until the next."""
         decoders = Decoders(self.out_of_range)
         whole_nbytes = self.src.nbytes(8)
         most = max(block_nbytes // whole_nbytes, 1) * whole_nbytes
@@ -81,10 +81,10 @@ class Expected:
     def codes(
         self, read: Read, block_nbytes: int, found: Callable[[int, int], bytes] | None = None
     ) -> Iterator[bytes]:
-        """The codes of a quantized weight, in blocks of whole units.
+        """Yield the codes of a quantized weight, in blocks of whole units; then fill `parts`.
 
-        CUDA's kernels multiply by a reciprocal that may be one step from the nearest. Each unit may
-        have the codes of any of these reciprocals; `found` reads the codes that are compared.
+        Kernels of CUDA multiply by a reciprocal that may be one step from the nearest. Of the codes
+        by each of these reciprocals, a unit yields those that `found` reads from the device.
         """
         assert self.coding is not None
         info, src = self.sources[0][0], self.src
@@ -114,7 +114,7 @@ class Expected:
         self.parts.update(encoder.finish())
 
     def cast(self, data: memoryview | bytes | Array) -> Array:
-        """Bytes of `values` after the cast to `dtype`.
+        """Return bytes of `values` after the cast to `dtype`.
 
         Raises:
             OutOfRangeError: a value cannot be represented, and `out_of_range` is "error".
@@ -141,17 +141,18 @@ class Expected:
         return self.dtype if isinstance(info, Packed) else info.dtype
 
     def _extents(self) -> Iterator[_Piece]:
+        """Yield the byte ranges of all sources' values, in order."""
         for info, rows in self.sources:
             dtype = self._values_dtype(info)
             nbytes = dtype.nbytes(info.numel)
-            if rows == whole(info):  # rows of less than a byte each end anywhere
+            if rows == whole(info):  # rows of less than a byte have no byte range
                 yield info, 0, nbytes
                 continue
             values = TensorInfo(info.name, dtype, info.shape, info.shard, 0, nbytes)
             yield from ((info, *each) for each in byte_ranges(values, rows))
 
     def _blocks(self, most: int) -> Iterator[tuple[list[_Piece], _Lengths | None]]:
-        """The pieces of each block of at most ``most`` bytes, and how its rows are swapped."""
+        """Yield the byte ranges of each block of at most ``most`` bytes, and how to permute it."""
         if self.order is not None:
             yield from self._permuted(self.order, most)
             return
@@ -168,7 +169,7 @@ class Expected:
             yield pieces, None
 
     def _permuted(self, order: RowTranspose, most: int) -> Iterator[tuple[list[_Piece], _Lengths]]:
-        """Whole groups; or columns of one group; or some rows of a single column."""
+        """Yield blocks of whole groups, or else columns of a group, or else rows of a column."""
         extents = [*self._extents()]
         ends = [*accumulate(stop - start for _, start, stop in extents)]
         row = ends[-1] // order.rows if order.rows else 0
@@ -196,15 +197,12 @@ class Expected:
                         pieces = [p for at in starts for p in located(at + begin, at + end)]
                         yield pieces, (1, last - first, right - left)
 
-    @contextmanager
     def _stored(
         self, read: Read, decoders: Decoders, info: TensorInfo, start: int, stop: int
-    ) -> Iterator[memoryview]:
-        """Bytes of a tensor's values as they follow each other in its file, dequantized."""
+    ) -> AbstractContextManager[memoryview]:
+        """Read bytes ``start`` to ``stop`` (exclusive) of a tensor's values, dequantized."""
         if not isinstance(info, Packed):
-            with read(info, info.start + start, info.start + stop) as data:
-                yield data
-            return
+            return read(info, info.start + start, info.start + stop)
         first, last = start // self.dtype.itemsize, stop // self.dtype.itemsize
         begin, end = (info.start + at for at in info.dtype.span(first, last))
         out = memoryview(bytearray(stop - start))
@@ -213,15 +211,15 @@ class Expected:
         if counts.overflowed and self.out_of_range == "error":
             names = info.dtype.name, self.dtype.name
             raise OutOfRangeError(info.name, info.shard, *names, counts.overflowed)
-        yield out
+        return nullcontext(out)
 
 
 def _spans(
     pieces: Iterable[_Piece], most: int
 ) -> Iterator[tuple[TensorInfo, int, int, list[tuple[int, int]]]]:
-    """Pieces that are read together, with what is between them: their tensor, first and last byte.
+    """Yield byte ranges to read at once: tensor, first byte, last (exclusive), and the ranges.
 
-    Dequantizing takes longer than any number of reads: such pieces are read one by one.
+    Dequantizing takes longer than any number of reads: packed tensors' ranges stay alone.
     """
     for info, group in groupby(pieces, itemgetter(0)):
         parts: list[tuple[int, int]] = []
@@ -235,13 +233,14 @@ def _spans(
 
 
 def _swapped(data: bytearray, lengths: _Lengths) -> bytes:
+    """Return rows with the axes outer and inner swapped."""
     nbytes = len(data) // (lengths[0] * lengths[1] * lengths[2])
     kind = f"u{nbytes}" if nbytes in (1, 2, 4, 8) else f"V{nbytes}"
     return np.frombuffer(data, kind).reshape(lengths).swapaxes(1, 2).tobytes()
 
 
 def _whole_units(blocks: Iterator[memoryview | bytes], nbytes: int) -> Iterator[bytes]:
-    """The same bytes in multiples of a unit's; the last unit may be short."""
+    """Yield the bytes of blocks again, in multiples of ``nbytes``; the last may be shorter."""
     held = b""
     for block in blocks:
         held += block

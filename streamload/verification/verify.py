@@ -1,4 +1,4 @@
-"""Checking a load against its checkpoint, and a checkpoint against its sidecar.
+"""Verify a load against its checkpoint, and a checkpoint against its sidecar.
 
 Parameters are read back from a device and compared byte by byte with `Expected`, whose file bytes
 come by plain reads (those of a URL and of views by their reader). Memory is bounded to some 30 MB,
@@ -45,20 +45,20 @@ from streamload.verification.reference import Expected, Read
 
 _BLOCK_NBYTES = 4 * 2**20
 _SMALL_BLOCK_NBYTES = 2**18
-# A block is held as it is read, gathered, cast, read back and compared, and pages are read ahead.
+# Copies of a block: read, gathered, cast, read back and compared; and pages that are read ahead.
 _BLOCKS = 7
 _CAST_NBYTES = 4 * 2**20  # numpy's temporaries
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A parameter whose bytes on the device are not those of the reference.
+    """A parameter whose bytes on the device are not the expected.
 
     Attributes:
-        name: the parameter.
+        name: the parameter's name.
         element: index of the first element that differs, in row-major order.
-        expected: its bytes by the reference, in hexadecimal.
-        found: its bytes on the device, in hexadecimal.
+        expected: bytes of this element from the checkpoint, in hexadecimal.
+        found: bytes of this element on the device, in hexadecimal.
     """
 
     name: str
@@ -81,8 +81,8 @@ def verify(
 
     Args:
         report: the load's report.
-        checkpoint: what was loaded.
-        model: what it was loaded into; None for the report's ``state_dict``.
+        checkpoint: the checkpoint that was loaded.
+        model: the model that was filled; None for the report's ``state_dict``.
         progress: called with the parameter bytes compared so far.
 
     Returns:
@@ -103,7 +103,7 @@ def verify(
     checkpoint = dequantized(checkpoint, dict.fromkeys(r.tensor for p in packed for r in p.source))
     out = []
     done = 0
-    parts: dict[str, bytes] = {}  # of quantized weights, by name: their codes come first
+    parts: dict[str, bytes] = {}  # by name, scales and tables: they follow their codes
     for placement, device, buffer in _buffers(report, model):
         at = 0
         found = partial(device.read, buffer)
@@ -130,7 +130,10 @@ def _blocks(
     parts: dict[str, bytes],
     found: Callable[[int, int], bytes],
 ) -> Iterator[bytes]:
-    """The bytes that a parameter should hold; codes put the weight's other parts in ``parts``."""
+    """Yield blocks of the bytes that a parameter should hold.
+
+    ``parts`` passes scales by name from their codes; ``found`` reads bytes on the device.
+    """
     if p.cast == "part":
         yield parts.pop(p.name)
         return
@@ -149,10 +152,10 @@ def _blocks(
 
 
 def checksums(report: LoadReport, names: Set[str], model: Any = None) -> dict[str, int]:
-    """The CRC-32 of parameters of a load, of their bytes on the device; see `verify`."""
+    """Return the CRC-32 of the bytes on the device by parameter, of ``names``; see `verify`."""
     if not names:
         return {}
-    threads = max(report.plan.threads, 1)  # 0: devices that are the calling thread's alone
+    threads = max(report.plan.threads, 1)  # 0: only the calling thread may use the devices
     block_nbytes = max(_BLOCK_NBYTES // threads, 2**20)
 
     def checksum(found: tuple[Placement, Device, Any]) -> tuple[str, int]:
@@ -165,17 +168,14 @@ def checksums(report: LoadReport, names: Set[str], model: Any = None) -> dict[st
     todo = [found for found in _buffers(report, model) if found[0].name in names]
     if threads == 1:
         return dict(map(checksum, todo))
-    # 16 GB on an H200 took 25 s by one thread, which copies pages and then sums them up
+    # one thread took 25 s for 16 GB on an H200: it copies pages and then sums them up
     todo.sort(key=lambda found: -found[0].nbytes)
-    pool = ThreadPoolExecutor(threads, "streamload-verify")
-    try:
-        return dict(pool.map(checksum, todo))
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with ThreadPoolExecutor(threads, "streamload-verify") as pool:
+        return dict(pool.map(checksum, todo))  # an error cancels the rest
 
 
 def _buffers(report: LoadReport, model: Any) -> Iterator[tuple[Placement, Device, Any]]:
-    """Every parameter of a load, its device, and its buffer if it has any bytes."""
+    """Yield every parameter of a load, its device, and its buffer; None if it has no bytes."""
     loaded = report.state_dict if model is None else model
     owner = framework(framework_of(loaded) or "host")
     if model is None:  # one by one: a name may be anything, and tinygrad strips dots from it
@@ -193,7 +193,7 @@ def _buffers(report: LoadReport, model: Any) -> Iterator[tuple[Placement, Device
 def _of_state(
     report: LoadReport, owner: Framework, model: Any, found: Mapping[str, Parameter]
 ) -> dict[str, Parameter]:
-    """Loaded tensors that modules for quantized weights have in their state dict alone."""
+    """Return by name loaded tensors that are only in the state dict: of quantized modules."""
     names = [name for name in report.plan.placements.names if name not in found]
     state = model.state_dict() if names and hasattr(model, "state_dict") else {}
     out = {name: owner.parameters({"it": state[name]})[0] for name in names if name in state}
@@ -204,6 +204,7 @@ def _of_state(
 
 
 def _first_difference(p: Placement, expected: bytes, found: bytes) -> int | None:
+    """Return the index of the first element that differs; None if only NaN payloads do."""
     left, right = (np.frombuffer(data, f"V{p.dst.itemsize}") for data in (expected, found))
     differs = left != right
     if p.src is not p.dst and p.coding is None:
@@ -216,7 +217,7 @@ def _first_difference(p: Placement, expected: bytes, found: bytes) -> int | None
 
 @contextmanager
 def _plain_reads(checkpoint: Checkpoint) -> Iterator[Read]:
-    """Reads of a checkpoint's files, each opened once; an error if one changes."""
+    """Open files on demand; yields a function that reads them, and raises if one has changed."""
     with ExitStack() as stack:
 
         @cache
@@ -260,10 +261,10 @@ class Changed:
     """A tensor that differs from its entry in the sidecar.
 
     Attributes:
-        name: the tensor.
+        name: the tensor's name.
         what: "dtype", "shape" or "digest".
-        expected: in the sidecar.
-        found: in the file.
+        expected: its value in the sidecar.
+        found: its value in the file.
     """
 
     name: str
@@ -282,13 +283,13 @@ class Verification:
     Attributes:
         path: the checkpoint.
         sidecar: the file with its digests.
-        verified_count: how many tensors have the digests in it.
-        changed: those that have not, in the order of the files.
-        missing: names that it lists and the checkpoint lacks.
-        unlisted: names that the checkpoint has and it lacks.
-        nbytes: bytes of data read.
-        seconds: the time that this took.
-        quantised: of the tensors with a problem, the quantised weights that they belong to.
+        verified_count: how many tensors have the digests in the sidecar.
+        changed: tensors that differ from the sidecar, in the order of the files.
+        missing: names that the sidecar lists and the checkpoint lacks.
+        unlisted: names that the checkpoint has and the sidecar lacks.
+        nbytes: bytes of tensors read.
+        seconds: wall time of the check.
+        quantised: by tensor with a problem, the quantized weight that it belongs to.
     """
 
     path: str
@@ -303,15 +304,15 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """No tensor is changed, missing or unlisted."""
+        """Whether no tensor is changed, missing or unlisted."""
         return not (self.changed or self.missing or self.unlisted)
 
     def to_json(self) -> str:
-        """Write everything as JSON."""
+        """Return the result as JSON."""
         return json.dumps({"ok": self.ok, **asdict(self)})
 
     def lines(self) -> Iterator[str]:
-        """A line for each tensor or quantised weight that is wrong, and one for the whole."""
+        """Yield a line for each tensor or quantized weight with a problem, and a summary."""
         rows = [(c.name, str(c)) for c in self.changed]
         rows += [(name, f"listed in {SIDECAR}, not in the checkpoint") for name in self.missing]
         rows += [(name, f"not listed in {SIDECAR}") for name in self.unlisted]
@@ -341,7 +342,7 @@ def verify_checkpoint(
     """Read every byte of a checkpoint, and compare its tensors with the digests of its sidecar.
 
     Args:
-        path: as of `open_checkpoint`; `streamload.json` is in its folder.
+        path: the checkpoint, as in `open_checkpoint`; `streamload.json` is in its folder.
         select: only tensors with a name that matches; none for all.
         exclude: not those with a name that matches.
         progress: how progress is shown; see `load_state_dict`.
@@ -400,6 +401,7 @@ def verify_checkpoint(
 
 
 def _unlike(info: TensorInfo, digest: Digest) -> Changed | None:
+    """Return how a tensor's dtype or shape differs from the sidecar's; None if both are equal."""
     if info.dtype is not digest.dtype:
         return Changed(info.name, "dtype", digest.dtype.name, info.dtype.name)
     if info.shape != digest.shape:
@@ -408,13 +410,14 @@ def _unlike(info: TensorInfo, digest: Digest) -> Changed | None:
 
 
 def _folder(checkpoint: Checkpoint) -> Location:
+    """Return the folder of the checkpoint's files, where the sidecar is."""
     path = checkpoint.path
     inside = bool(path.name) if isinstance(path, Url) else not path.is_dir()
     return path.parent if inside else path
 
 
 def _names_of_folder(checkpoint: Checkpoint, folder: Location) -> Mapping[str, TensorInfo]:
-    """The tensors that a sidecar may list: those of all shards, also if one was opened."""
+    """Return the tensors of all shards in the folder, also if a single one was opened."""
     if checkpoint.path == folder or checkpoint.path.name.endswith(".json"):
         return checkpoint.tensors
     try:
