@@ -84,7 +84,7 @@ class Block:
     windows: list[list[Part]] = field(default_factory=list)
 
     def add(self, tensor: Writing | None, start: int, stop: int, block_nbytes: int) -> None:
-        """Add bytes ``start`` to ``stop`` of the file; ``tensor`` is None for the header."""
+        """Add bytes ``start`` to ``stop`` (exclusive) of the file; no tensor for its header."""
         if self.runs and self.runs[-1][1] == start:
             self.runs[-1] = (self.runs[-1][0], stop)
         else:
@@ -126,7 +126,7 @@ class Block:
 
 
 def most_codes(out: OutTensor, coding: Coding, most_nbytes: int) -> int:
-    """Return the bytes of codes to compute at once from at most ``most_nbytes`` of the weight."""
+    """Return the bytes of codes to write at once, made of at most ``most_nbytes`` of a weight."""
     unit_nbytes = least_nbytes(out, most_nbytes)
     read_nbytes = unit_nbytes // coding.dst_unit_nbytes * coding.src_unit_nbytes
     return max(most_nbytes // read_nbytes, 1) * unit_nbytes

@@ -58,11 +58,12 @@ class FileSum:
         return self._done >= stop
 
     def hexdigest(self) -> str:
-        """Return the sum in hexadecimal, once every part was added."""
+        """Return the md5 sum in hexadecimal, once every part was added."""
         assert not self._waiting, self._waiting
         return self._md5.hexdigest()
 
     def _read_back(self, start: int, stop: int, read: Callable[[int, memoryview], None]) -> None:
+        """Add bytes ``start`` to ``stop`` (exclusive) to the sum, from the file."""
         room = memoryview(bytearray(min(stop - start, _READ_NBYTES)))
         for first, last in cut(start, stop, _READ_NBYTES):
             read(first, room[: last - first])

@@ -101,7 +101,7 @@ def files_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str
 
 
 def _said_inside(checkpoint: Checkpoint) -> dict[str, SmallFile]:
-    """Return small files made of configuration and vocabulary inside of tensor files, by name."""
+    """Return by name small files that tensor files hold inside, such as a GGUF's vocabulary."""
     headers = [header for header in checkpoint.shards if header.format != SAFETENSORS]
     if not headers:
         return {}
@@ -222,10 +222,8 @@ def _small_folder(
         if WORK in inner:  # a conversion is written there
             return {}
         inner[:] = sorted(each for each in inner if not each.startswith("."))
-        for each in sorted(names):
+        for each in sorted(name for name in names if not name.startswith(".")):
             at = Path(root, each)
-            if each.startswith("."):
-                continue
             try:
                 status = at.stat()
             except OSError:  # a symlink that leads nowhere
@@ -325,7 +323,7 @@ def _served(folder: Url, *, owns: bool) -> tuple[dict[str, SmallFile], list[str]
 
 
 def _is_json(head: bytes, *, whole: bool) -> bool:
-    """Whether a file's first bytes are JSON, or begin like JSON if they are not the whole file."""
+    """Whether a server's file is JSON, judging by its first bytes; ``whole`` if these are all."""
     if not whole:
         return head.lstrip(_SPACE)[:1] in (b"{", b"[")
     try:

@@ -389,7 +389,7 @@ class _Conversion:
         return read_nbytes
 
     def _journal(self, *, resume: bool, overwrite: bool) -> Journal:
-        """Return the journal to resume, or a new one in an emptied folder."""
+        """Return the journal to resume, or a new one in an emptied ``.streamload``."""
         to = self.destination
         with disk.writing_to(to.path):
             if resume:
@@ -418,7 +418,7 @@ class _Conversion:
                 )
 
     def _forget_lost(self, journal: Journal) -> None:
-        """Remove tensors of lost or short files from the journal; quantized weights wholly."""
+        """Remove tensors of lost or short files from the journal, which writes them again."""
         found = {file.path: _length(self.destination.out / file.path) for file in self._plan.files}
         lost: set[int] = set()
         weights: dict[tuple[str, object], set[int]] = {}  # by folder and `weight_of`

@@ -55,7 +55,7 @@ class Destination:
         with self.root:
             yield
 
-    # --- before anything is written ---------------------------------------------------------------
+    # --- checks -----------------------------------------------------------------------------------
 
     def check_apart(self, shards: Collection[Path]) -> None:
         """Raise CheckpointError if files of the source would be overwritten or removed.
@@ -77,10 +77,9 @@ class Destination:
         own = {_identity(path): path for path in (*shards, *beside)}
         own.pop(None, None)  # a missing file: reading it will fail
         for name in dict.fromkeys((*self._plan.paths, *self._old())):
-            if found := own.get(_identity(self.path / name)):
-                raise CheckpointError(
-                    self.path / name, "a file of the source would be written", found=found
-                )
+            where = self.path / name
+            if found := own.get(_identity(where)):
+                raise CheckpointError(where, "a file of the source would be written", found=found)
 
     def check(self, *, resume: bool, overwrite: bool, finished: bool) -> None:
         """Raise CheckpointError for a link, or for files that must not be replaced or resumed.
@@ -108,15 +107,13 @@ class Destination:
                 )
             return
         for folder in self._plan.subfolders:
-            if exists(self.path / folder) and not (self.path / folder).is_dir():
-                raise CheckpointError(
-                    self.path / folder, "a folder would be made there", found="a file"
-                )
+            where = self.path / folder
+            if exists(where) and not where.is_dir():
+                raise CheckpointError(where, "a folder would be made there", found="a file")
         for path in self._plan.paths:
+            where = self.path / path
             if self._is_folder(path):
-                raise CheckpointError(
-                    self.path / path, "a file would be written there", found="a folder"
-                )
+                raise CheckpointError(where, "a file would be written there", found="a folder")
         planned = (path for path in self._plan.paths if exists(self.path / path))
         there = list(dict.fromkeys((*planned, *self._old())))
         if there and not overwrite and not (resume and finished):
@@ -152,7 +149,7 @@ class Destination:
                 str(self.path), needed_nbytes, free_nbytes, limit="free space"
             )
 
-    # --- what is there ----------------------------------------------------------------------------
+    # --- old checkpoints --------------------------------------------------------------------------
 
     def folders(self) -> tuple[str, ...]:
         """Return the checkpoints' folders: the destination, the plan's, and earlier nodes'."""
@@ -289,7 +286,7 @@ class Destination:
             self.root.unlink(JOURNAL)
 
     def remove_empty_folders(self) -> None:
-        """Remove the empty folders of an old checkpoint that `publish` removed."""
+        """Remove folders of an old checkpoint that `publish` left empty."""
         for folder in self._emptied:
             with suppress(OSError):  # it holds other files
                 (self.path / folder).rmdir()

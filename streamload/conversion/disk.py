@@ -44,7 +44,7 @@ _PIECE_NBYTES = 2**20
 
 
 def unwritable(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
-    """Return a CheckpointError for an error of writing to a path."""
+    """Return the CheckpointError to raise for an OSError of writing to a path."""
     if error.errno in _NO_ROOM:
         problem = "no room is left; what is finished is kept, and resume continues"
         return CheckpointError(path, problem, found=error.strerror)
@@ -259,7 +259,7 @@ class Output:
 
 
 def _sync_range(fd: int, start: int, nbytes: int, flags: int) -> None:
-    """Call sync_file_range(2) on Linux for part of a file; raises OSError; drops the GIL."""
+    """Start writing part of a file to the disk, or wait for it: sync_file_range(2), if Linux."""
     if not _WRITES_BEHIND or libc().sync_file_range(fd, start, nbytes, flags) == 0:
         return
     code = ctypes.get_errno()

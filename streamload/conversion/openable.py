@@ -170,6 +170,7 @@ class Judging:
         return found
 
     def _end(self) -> None:
+        """End the child if there is one."""
         self._ask_child = None
         self._child.close()
 

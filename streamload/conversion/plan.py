@@ -262,7 +262,7 @@ class ConvertPlan:
 
     @property
     def digest(self) -> str:
-        """Digest of the layout: equal if the files get the same source bytes at the same places."""
+        """Digest of each file's header and sources, by which a resumed call checks its plan."""
         digest = hasher()
         for file in self.files:
             digest.update(memoryview(json.dumps(file.path).encode()))
@@ -427,7 +427,7 @@ def _check_names(
 
 
 def _documents(writer: FormatWriter, files: Sequence[OutFile], folder: str) -> Iterator[SmallFile]:
-    """Yield the small files of a format in order; those with md5 sums get their bytes later."""
+    """Yield the format's own small files; with md5 sums, their bytes are made at the end."""
 
     def late(name: str, sums: Mapping[str, str]) -> bytes:
         return writer.documents(files, sums)[name]
@@ -553,7 +553,7 @@ def _parts(
 def _node_plan(
     folder: str, files: Sequence[OutFile], destination: Path, options: ConvertOptions, held: Any
 ) -> SmallFile:
-    """Return ``plan.json`` of a node's folder: its load plan, with the layers of ``held``."""
+    """Return ``plan.json`` of a node's folder: its load plan, with layers of the `DevicePlan`."""
     headers = [parse_header(file.header, destination / file.path, file.nbytes) for file in files]
     node = next(node for node in options.nodes if node.name == folder)
     made = split(from_headers(destination / folder, headers), nodes=[node], dtype="checkpoint")

@@ -45,9 +45,9 @@ def coded_otherwise(checkpoint: Checkpoint, policy: QuantPolicy) -> list[str]:
 def wanted_of(
     chosen: Checkpoint, fill: Mapping[str, Source], dtypes: Mapping[str, DType], policy: QuantPolicy
 ) -> dict[str, Target]:
-    """Return the tensors to write by output name, as in ``fill``.
+    """Return a `Target` for each tensor to write, by output name.
 
-    ``dtypes`` has by source tensor the output dtype unless ``policy`` quantizes it.
+    ``fill`` has their sources by that name, ``dtypes`` the dtypes by source unless quantized.
     """
     formats: Sequence[str | None] = [None] * len(fill)
     if policy:  # else tensors may belong to a quantized weight that is not selected whole
@@ -116,7 +116,7 @@ def entries_of(wanted: Target) -> list[OutTensor]:
 
 
 def _check_dtypes(info: TensorInfo, wanted: Target) -> None:
-    """Raise UnsupportedCastError if ``info`` cannot be cast, or not permuted in its small dtype."""
+    """Raise UnsupportedCastError if ``info`` cannot be cast, or permuted, as ``wanted`` asks."""
     dst = wanted.dtype if wanted.quant is None else wanted.source.src
     if isinstance(info, Packed):
         check_target(info, dst)

@@ -50,7 +50,7 @@ class RenamePatterns:
 
 
 def rules_of(rename: Rename | None) -> Iterable[tuple[str, str]] | None:
-    """Return (old, new) names or patterns of a ``rename`` argument; None for any callable."""
+    """Return (old, new) names or patterns of ``rename``; None for other callables and for None."""
     if isinstance(rename, RenamePatterns):
         return rename.rules
     return rename.items() if isinstance(rename, Mapping) else None

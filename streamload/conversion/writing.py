@@ -366,7 +366,7 @@ class Writer:
         return counts, errors
 
     def _put_together(self, nbytes: int) -> memoryview:
-        """Return memory of the calling thread for elements to quantize; each call reuses it."""
+        """Return the calling thread's memory for ``nbytes`` of elements to quantize, reused."""
         held: memoryview | None = getattr(self._elements, "held", None)
         if held is None or held.nbytes < nbytes:
             self._elements.held = held = None  # freed before the next is allocated
@@ -384,8 +384,8 @@ class Writer:
     def _digest(self, part: Part, out: memoryview, counts: CastCounts, errors: QuantCounts) -> None:
         """Add a part to its tensor's digest and counts, once all bytes before it were added.
 
-        Blocks are handed out in order, so no two threads wait for each other. OutOfRangeError if
-        values overflowed under ``out_of_range="error"``.
+        Blocks are handed out in order, so no two threads wait for each other. Raises
+        OutOfRangeError if values overflowed under ``out_of_range="error"``.
         """
         tensor, info = part.tensor, part.tensor.out.info
         overflowed = counts.overflowed or errors.overflowed

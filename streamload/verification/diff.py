@@ -310,7 +310,7 @@ class Pair:
 
     @property
     def read_nbytes(self) -> int:
-        """Bytes of ``left`` to read; 0 for scales, which are computed with their codes."""
+        """Bytes of ``left`` to read; 0 for scales, made with their codes, and for other shapes."""
         return 0 if self._part or self.shape != self.right.shape else self.left.nbytes
 
     @property

@@ -25,8 +25,9 @@ class ValueDifference:
         first: index of the first element that differs, in row-major order.
         a: that element in the first checkpoint (after the cast, if any), and its bits.
         b: that element in the second, and its bits.
-        largest: the largest absolute difference of two numbers; inf if an infinity differs;
-            None for bools, for dtypes of less than a byte, and if NaN is in each pair.
+        largest: the largest absolute difference of two numbers; inf if an infinity is against
+            another number; None for bools, for dtypes of less than a byte, and if NaN is in
+            each pair.
     """
 
     count: int
@@ -169,7 +170,7 @@ def _largest_difference(p: Array, q: Array) -> float | int | None:
 
 
 def _element(data: Array, index: int, dtype: DType) -> str:
-    """Return the text of an element and its bits."""
+    """Return an element's value and bits as text, for messages."""
     if dtype.numpy is None:
         bits = np.unpackbits(data, bitorder="little")[index * dtype.bits : (index + 1) * dtype.bits]
         return f"0x{int(np.packbits(bits, bitorder='little')[0]):02x}"

@@ -169,7 +169,7 @@ class Expected:
             yield pieces, None
 
     def _permuted(self, order: RowTranspose, most: int) -> Iterator[tuple[list[_Piece], _Lengths]]:
-        """Yield blocks of whole groups, or else columns of a group, or else rows of a column."""
+        """Yield a permuted tensor's byte ranges, and axes to swap, by groups, columns or rows."""
         extents = [*self._extents()]
         ends = [*accumulate(stop - start for _, start, stop in extents)]
         row = ends[-1] // order.rows if order.rows else 0

@@ -417,7 +417,7 @@ def _folder(checkpoint: Checkpoint) -> Location:
 
 
 def _names_of_folder(checkpoint: Checkpoint, folder: Location) -> Mapping[str, TensorInfo]:
-    """Return the tensors of all shards in the folder, also if a single one was opened."""
+    """Return the tensors that a sidecar may list: of all shards, even if only one was opened."""
     if checkpoint.path == folder or checkpoint.path.name.endswith(".json"):
         return checkpoint.tensors
     try:
