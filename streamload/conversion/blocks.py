@@ -42,7 +42,7 @@ class Writing:
     digest: str = ""  # in hexadecimal, once all bytes are in it
     counts: CastCounts = ZERO
     # of the codes of a quantized weight: its other tensors (scales), the encoder, and the errors
-    beside: Sequence[Writing] = ()
+    auxiliary: Sequence[Writing] = ()
     encoder: Encoder | None = None  # from the first block to the last
     errors: QuantCounts | None = None
 
@@ -60,7 +60,7 @@ class Writing:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes ``start`` to ``stop`` of an output file, made of a source file's, with exclusive ends.
+    """Bytes ``start`` to ``stop`` of an output file, from bytes of a source file; ends exclusive.
 
     If the tensor is assembled, only the length of ``read`` to ``read_stop`` counts.
     """
@@ -126,7 +126,7 @@ class Block:
 
 
 def most_codes(out: OutTensor, coding: Coding, most_nbytes: int) -> int:
-    """Return the bytes of codes to write at once, made of at most ``most_nbytes`` of a weight."""
+    """Return the bytes of codes to write at once, from at most ``most_nbytes`` of a weight."""
     unit_nbytes = least_nbytes(out, most_nbytes)
     read_nbytes = unit_nbytes // coding.dst_unit_nbytes * coding.src_unit_nbytes
     return max(most_nbytes // read_nbytes, 1) * unit_nbytes

@@ -54,7 +54,7 @@ def unwritable(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
 
 @contextmanager
 def writing_to(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn an OSError inside the with into a CheckpointError that names ``path``."""
+    """Raise, for an OSError inside the with, a CheckpointError that names ``path``."""
     try:
         yield
     except OSError as error:

@@ -127,10 +127,10 @@ class Writer:
         self._next_commit = time.monotonic()
 
     def _list_unfinished(self, journal: Journal) -> None:
-        """Fill `File.tensors`, and `Writing.beside` for scales, with all that is unfinished."""
+        """Fill `File.tensors`, and `Writing.auxiliary` for scales, with all that is unfinished."""
         numbered = enumerate((file, t) for file in self._files for t in file.out.tensors)
         coming = {file: [(0, len(file.out.header))] for file in self._files}
-        beside: dict[tuple[str, object], list[Writing]] = {}  # by folder and weight
+        auxiliary: dict[tuple[str, object], list[Writing]] = {}  # by folder and weight
         for index, (file, t) in numbered:
             if index in journal.finished:
                 continue
@@ -140,11 +140,11 @@ class Writer:
                 coming[file].append((t.start, t.stop))
             self._unread.update(_reads(t))
             if t.coding is not None:
-                of_weight = beside.setdefault((folder_of(file.out.path), weight_of(t)), [])
+                of_weight = auxiliary.setdefault((folder_of(file.out.path), weight_of(t)), [])
                 if t.is_auxiliary:
                     of_weight.append(tensor)
                     continue
-                tensor.beside = of_weight
+                tensor.auxiliary = of_weight
             file.tensors.append(tensor)
             if not t.nbytes:
                 tensor.digest = hasher().hexdigest()
@@ -428,14 +428,14 @@ class Writer:
                 self._has_read(_reads(out))
                 for info in out.infos:
                     self._decoders.drop(info.name, out.dtype if out.coding is None else out.src)
-        beside = [part for tensor in done for part in self._put_beside(tensor)]
+        auxiliary = [part for tensor in done for part in self._put_auxiliary(tensor)]
         with self._changed:
             # a quantized weight at once: the journal has all of its tensors or none
-            self._written += done + beside
+            self._written += done + auxiliary
             block.file.left_nbytes -= sum(stop - start for start, stop in block.runs)
-            for tensor in beside:  # possibly in other files
+            for tensor in auxiliary:  # possibly in other files
                 tensor.file.left_nbytes -= tensor.out.nbytes
-            files = dict.fromkeys((block.file, *(tensor.file for tensor in beside)))
+            files = dict.fromkeys((block.file, *(tensor.file for tensor in auxiliary)))
             whole = [file for file in files if not file.left_nbytes]
         for file in whole:
             if file.sum is not None:
@@ -443,18 +443,18 @@ class Writer:
         with self._changed:
             self._whole += whole
 
-    def _put_beside(self, codes: Writing) -> Sequence[Writing]:
+    def _put_auxiliary(self, codes: Writing) -> Sequence[Writing]:
         """Write scales of a weight whose codes are all written; returns their `Writing`."""
         if codes.encoder is None:
             return []
         made, codes.encoder = codes.encoder.finish(), None
-        for part in codes.beside:
+        for part in codes.auxiliary:
             out = part.out
             assert out.coding is not None, out.name
             data = made[out.coding.part]
             part.digest = digest_of([data])
             self._write(part.file, out.start, data)
-        return codes.beside
+        return codes.auxiliary
 
     def _write(self, file: File, start: int, data: memoryview) -> None:
         """Write bytes of a file from ``start`` on, and wait for the disk a few blocks later."""
