@@ -6,8 +6,8 @@ import errno
 import inspect
 import os
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 if os.name != "posix":
@@ -111,6 +111,16 @@ def bytes_at(address: int, nbytes: int) -> memoryview:
     ctypes would make a class for each size: 1.9 kB, until garbage is collected.
     """
     return _view_at(address, nbytes, _PYBUF_WRITE)
+
+
+@contextmanager
+def released(view: memoryview) -> Iterator[memoryview]:
+    """Yield a view, and release it at the end, unless an error's traceback still refers to it."""
+    try:
+        yield view
+    finally:
+        with suppress(BufferError):
+            view.release()
 
 
 def map_file(fd: int, start: int, nbytes: int) -> int:

@@ -1,12 +1,12 @@
-"""What frameworks' allocators take from a device for what is asked of them.
+"""Predictions of the device memory that frameworks' allocators take for tensors.
 
 Sizes and rules of torch's allocator for CUDA: ``c10/cuda/CUDACachingAllocator.cpp``
 (``round_size``, ``get_allocation_size``, ``get_free_block``, ``should_split``).
 
-Those of CUDA's driver are not published. What ``cuMemAlloc`` took of an H200 (driver 580), by how
-much ``cuMemGetInfo`` fell, and how far the addresses were apart:
+The rules of CUDA's driver are not published. Measured on an H200 (driver 580): the fall of
+``cuMemGetInfo`` after one and eight ``cuMemAlloc``, and the distance of their addresses:
 
-| bytes | of one | of eight | apart |
+| bytes | one | eight | distance |
 |---|---|---|---|
 | 1 | 2 MiB | 2 MiB | 512 |
 | 65,536 | 2 MiB | 2 MiB | 65,536 |
@@ -17,8 +17,8 @@ much ``cuMemGetInfo`` fell, and how far the addresses were apart:
 | 2 MiB + 1 | 4 MiB | 32 MiB | 4 MiB |
 | 5 MiB | 6 MiB | 48 MiB | 6 MiB |
 
-The 120 tensors of a Llama of 999,994,368 bytes took 1,077,936,128: 514 blocks of 2 MiB. Predicted
-are 515, for its small tensors found room in a block that was there before.
+The 120 tensors of a Llama of 999,994,368 bytes took 1,077,936,128: 514 blocks of 2 MiB. The
+prediction is 515, since its small tensors fitted into an earlier block.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from typing import Literal
 
 from streamload.core.units import round_up
 
-#: How an allocator takes memory: as much as is asked, rounded; by torch's rules for CUDA, with
-#: fixed segments or with expandable ones; or as CUDA's driver itself does.
+#: How an allocator takes memory: the requested size, rounded up; by torch's rules for CUDA, with
+#: fixed or expandable segments; or by the rules of CUDA's driver.
 AllocatorKind = Literal["exact", "cuda_caching", "cuda_expandable", "cuda_driver"]
 
 _MIB = 2**20
@@ -43,26 +43,26 @@ _OWN_SEGMENT_NBYTES = 10 * _MIB  # kMinLargeAlloc: from here on, a segment is as
 _LARGE_SEGMENT_NBYTES = 20 * _MIB  # kLargeBuffer
 _SEGMENT_ROUNDING_NBYTES = 2 * _MIB  # kRoundLarge
 
-#: What CUDA's driver gives memory in: whole ones for each allocation that is larger than
-#: `DRIVER_SHARED_NBYTES`, while smaller ones share them, rounded to 512 bytes.
+#: CUDA's driver gives memory in blocks of this size: whole ones for each allocation larger than
+#: `DRIVER_SHARED_NBYTES`, while smaller ones share blocks, rounded to 512 bytes.
 DRIVER_BLOCK_NBYTES = 2 * _MIB
 DRIVER_SHARED_NBYTES = _MIB
 
 
-#: Old memory of the host that is released before freed heap goes back to the kernel.
+#: Host memory that a load frees before it returns freed heap to the kernel.
 TRIM_NBYTES = 4 * _MIB
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectCosts:
-    """Bytes of Python's and the framework's objects, and of a load's records of tensors.
+    """Host memory of tensors besides their data: objects of Python, the framework and a load.
 
     Attributes:
         tensor_nbytes: for each tensor.
-        view_nbytes: more for each whose rank is not 1, if it is a view of a flat one.
-        kind_nbytes: once for all of one dtype and shape.
-        shape_nbytes: once for each shape whose rank is not 1.
-        size_nbytes: once for each size in bytes.
+        view_nbytes: added for each tensor whose rank is not 1, if it is a view of a flat one.
+        kind_nbytes: added once for each pair of dtype and shape.
+        shape_nbytes: added once for each shape whose rank is not 1.
+        size_nbytes: added once for each size in bytes.
     """
 
     tensor_nbytes: int = 0
@@ -73,12 +73,12 @@ class ObjectCosts:
 
     @property
     def most_nbytes(self) -> int:
-        """For a tensor unlike all others."""
+        """Bytes for a tensor that shares dtype, shape and size with no other."""
         each = self.tensor_nbytes + self.view_nbytes
         return each + self.kind_nbytes + self.shape_nbytes + self.size_nbytes
 
     def of(self, tensors: Iterable[tuple[str, tuple[int, ...], int, int]]) -> int:
-        """For tensors, each as (dtype, shape, bytes of one, count)."""
+        """Return the bytes for tensors, given as (dtype, shape, bytes of one, count)."""
         found = [*tensors]
         shapes = {shape for _, shape, _, _ in found if len(shape) != 1}
         return (
@@ -95,13 +95,13 @@ NO_OBJECTS = ObjectCosts()
 
 @dataclass(frozen=True, slots=True)
 class TensorCosts:
-    """Host memory of tensors besides their bytes.
+    """Host memory of tensors besides their data, by its kind.
 
     Attributes:
-        objects: for tensors without a model.
-        parameters: for those that fill parameters of a model.
-        kernel_nbytes: for each, in the kernel, which no counter of the process includes.
-        left_nbytes: heap that stays used when one is released, since others share its pages.
+        objects: of tensors in a new state dict.
+        parameters: of tensors that fill parameters of a model.
+        kernel_nbytes: for each tensor, kernel memory that no counter of the process includes.
+        left_nbytes: for each released tensor, heap that stays used since others share its pages.
     """
 
     objects: ObjectCosts = NO_OBJECTS
@@ -114,11 +114,10 @@ NO_COSTS = TensorCosts()
 
 
 def taken(kind: AllocatorKind, granularity_nbytes: int, sizes: Iterable[int]) -> Iterator[int]:
-    """Bytes that each of several allocations in order newly takes from the device.
+    """Yield the bytes that each allocation, of ``sizes`` in order, newly takes from the device.
 
-    Nothing is freed in between, and the allocator has no free memory of its own at first. An
-    allocation that fits into the rest of an earlier block takes nothing. ``granularity_nbytes``
-    is for "exact".
+    Nothing is freed in between, and the allocator's cache is empty at first. An allocation that
+    fits into the rest of an earlier block takes nothing. ``granularity_nbytes`` is for "exact".
     """
     if kind == "exact":
         for nbytes in sizes:
@@ -138,7 +137,7 @@ def taken(kind: AllocatorKind, granularity_nbytes: int, sizes: Iterable[int]) ->
 
 
 class _Pool:
-    """The segments of one of the two pools: what is free in them."""
+    """The free blocks of torch's pool for small tensors, or of that for large ones."""
 
     def __init__(self, *, small: bool) -> None:
         self._small = small
@@ -146,7 +145,7 @@ class _Pool:
         self._mapped = self._used = 0
 
     def take(self, size: int, count: int) -> Iterator[int]:
-        """Allocate blocks of one size; yields for each the bytes of a new segment, or 0."""
+        """Allocate ``count`` blocks of one size; yield the new segment's bytes for each, or 0."""
         if size == 0:
             yield from repeat(0, count)
             return
@@ -157,8 +156,8 @@ class _Pool:
                 block = self._free.pop(at)
             else:
                 block = grown = self._segment(size)
-            # what is left of the smallest that is large enough is the smallest, while it is that:
-            # many at once, where one by one took 0.9 microseconds each
+            # the best fit's rest stays the best fit while it is large enough: so many at once,
+            # instead of 0.9 microseconds each
             n = min(count, block // size) if self._small else 1
             rest = block - n * size
             # should_split: a large block keeps a rest of up to 1 MiB to itself
@@ -176,7 +175,7 @@ class _Pool:
         return round_up(size, _SEGMENT_ROUNDING_NBYTES)
 
     def extend(self, size: int) -> int:
-        """Allocate from one segment that grows; returns the bytes newly mapped."""
+        """Allocate from one expandable segment; return the bytes newly mapped."""
         self._used += size
         page = _SMALL_SEGMENT_NBYTES if self._small else _LARGE_SEGMENT_NBYTES
         grown = max(round_up(self._used, page) - self._mapped, 0)

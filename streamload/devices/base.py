@@ -1,7 +1,7 @@
 """Interfaces of devices, of frameworks and of a model's parameters.
 
-A *host-visible* device gives windows on its own memory, and the cast writes there; a *staged* one
-copies from a staging buffer of the host.
+The CPU writes the memory of a *host-visible* device, and the cast goes straight there; a *staged*
+device copies from a staging buffer in host memory.
 """
 
 from __future__ import annotations
@@ -9,24 +9,16 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Literal,
-    NamedTuple,
-    NoReturn,
-    Protocol,
-    runtime_checkable,
-)
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
 from streamload.codecs.scheme import CodedWeight
 from streamload.core.dtypes import DType
 from streamload.core.interrupt import nothing
-from streamload.core.system import bytes_at, trim_heap
+from streamload.core.system import bytes_at, released, trim_heap
 from streamload.core.tensors import Block
 from streamload.devices.allocators import NO_COSTS, AllocatorKind, TensorCosts
 from streamload.errors import DeviceError
@@ -36,7 +28,7 @@ if TYPE_CHECKING:
 
 DTypeStatus = Literal["native", "emulated", "broken", "absent"]
 
-Buffer = Any  # memory of a device, which only its own device reads
+Buffer = Any  # one parameter's memory; its type is the device's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +50,8 @@ class DeviceInfo:
         costs: host memory of each tensor besides its bytes.
         max_buffers: how many more buffers it can hold, of any size; None for no limit.
         threads: how many threads may write at once; 0 for the calling thread only.
-        native_bf16: computes in bfloat16 natively, or in float16 no better.
-        casts: casts in kernels of streamload's, exactly, and counts the values that change.
+        native_bf16: computes in bfloat16 natively, or as badly in float16.
+        casts: runs streamload's cast kernels, which are exact and count the values they change.
         maps: computes on mapped files in place, see `Device.view`.
         unsupported: names of dtypes that it cannot hold.
         caveat: memory that a plan cannot predict, one sentence, or "".
@@ -88,14 +80,15 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Results of computing on a device.
+    """The result of a probe, which computes on a device.
 
     Attributes:
         device: its name.
         works: an addition was right.
-        problem: why it does not work, or "".
+        problem: why the device does not work, or "".
         dtypes: status by dtype name: a real buffer was written, computed on, read back.
-        device_casts: (src, dst) names of the pairs that its own cast gets right on every code.
+        device_casts: (src, dst) dtype names that the framework's own cast converts exactly, for
+            every bit pattern of ``src``.
     """
 
     device: str
@@ -106,14 +99,14 @@ class ProbeResult:
 
 
 class Ticket(Protocol):
-    """A copy under way."""
+    """A copy to a device, which may still be running."""
 
     def wait(self) -> None:
         """Return when the copy has finished; raise DeviceError if it failed."""
 
 
 class Staging(Protocol):
-    """Host memory to copy from."""
+    """Host memory that a device copies from."""
 
     @property
     def view(self) -> memoryview:
@@ -123,14 +116,23 @@ class Staging(Protocol):
         """Free it; no copy from it may be under way."""
 
 
+class StagedElements(NamedTuple):
+    """Elements of a dtype in staging memory: ``nbytes`` from byte ``start`` on."""
+
+    staging: Staging
+    start: int
+    nbytes: int
+    dtype: DType
+
+
 BulkStage = Literal["wait", "read", "end", "copy"]
 
 
 class Copy(NamedTuple):
-    """Bytes of a slot that are copied to a device, and the kernel that casts them there.
+    """One copy from a staging slot to a device, and the kernel that casts its bytes there.
 
     Attributes:
-        at: offset in the slot.
+        at: first byte in the slot.
         address: device address of the copied bytes.
         kernel: handle of the cast kernel; 0 for none.
         numel: elements to cast.
@@ -138,8 +140,9 @@ class Copy(NamedTuple):
         tally: device address of three counts of 8 bytes: elements that overflowed, that became
             zero, and that changed at all; 0 to count none.
         blocks: thread blocks of the kernel.
-        statistics: device address of the statistics of a quantizing kernel.
-        unit: elements of a unit of these.
+        statistics: device address of the scales that a kernel reads, or statistics that it writes.
+        unit: elements of a block that share one statistic; the first element's number if the
+            kernel dequantizes.
     """
 
     at: int
@@ -191,12 +194,11 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class BulkFailure:
-    """Where many reads and copies ended early.
+    """The read at which a bulk run of reads and copies failed, and why.
 
     Attributes:
-        index: of the read. Those before it were read, and their copies begun.
-        stage: "wait" (for a copy from the slot before), "read", "end" (of the file), or "copy" (or
-            cast).
+        index: of the failed read; the copies of all reads before it were started.
+        stage: "wait" for the slot's earlier copy, "read", "end" of the file, "copy" or cast.
         code: errno of a read, or the status of the driver's call.
     """
 
@@ -206,14 +208,17 @@ class BulkFailure:
 
 
 class Device(Protocol):
-    """Memory that parameters go to: host-visible or staged; a device overrides its own way in."""
+    """A device that holds parameters.
 
-    #: Many reads and copies in one call, if the device has such a call.
+    A host-visible one overrides `window`, a staged one `staging` and `copy`.
+    """
+
+    #: Runs many reads and copies in one call; None if the device cannot.
     bulk: BulkCopier | None = None
 
     @property
     def info(self) -> DeviceInfo:
-        """Its abilities and limits; looked up afresh, computes nothing."""
+        """The device's abilities and limits now; nothing is computed on it."""
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> Buffer:
         """Allocate memory for one parameter; raises AllocationError."""
@@ -222,15 +227,15 @@ class Device(Protocol):
         """Read raw bytes ``start`` to ``stop`` (exclusive) back from the device."""
 
     def window(self, buffer: Buffer, start: int, stop: int) -> AbstractContextManager[memoryview]:
-        """Bytes ``start`` to ``stop`` (exclusive) of a host-visible buffer, writable.
+        """Map bytes ``start`` to ``stop`` (exclusive) of a host-visible buffer for writing.
 
-        Their old values are lost. Valid inside the ``with``; several threads may hold windows on
-        different bytes.
+        Their old values are lost. The view is valid inside the ``with``; several threads may hold
+        windows on different bytes.
         """
         _refuse(self, "its memory cannot be written by the CPU")
 
     def staging(self, nbytes: int) -> Staging:
-        """Host memory that this device copies from, pinned where the driver can."""
+        """Allocate host memory that this device copies from, pinned if the driver can."""
         _refuse(self, "its memory is written in place")
 
     def copy(
@@ -242,24 +247,18 @@ class Device(Protocol):
         """
         _refuse(self, "its memory is written in place")
 
-    def cast_copy(
-        self,
-        staging: Staging,
-        start: int,
-        nbytes: int,
-        src: DType,
-        buffer: Buffer,
-        offset: int,
-        dst: DType,
-    ) -> None:
-        """Copy ``nbytes`` of ``src`` elements, and let the device cast them to byte ``offset``."""
+    def cast_copy(self, source: StagedElements, buffer: Buffer, offset: int, dst: DType) -> None:
+        """Copy elements, and let the device cast them to ``dst``, at byte ``offset`` of the buffer.
+
+        Returns when ``source`` may be written again.
+        """
         _refuse(self, "it has no cast of its own")
 
     def view(self, memory: mmap.mmap, start: int, dtype: DType, shape: tuple[int, ...]) -> Buffer:
-        """A buffer over a private, writable map; it keeps the map open.
+        """Return a buffer over a mapped file, which computes in place; it keeps the map open.
 
         Args:
-            memory: the map.
+            memory: the map, private and writable.
             start: first byte, a multiple of the dtype's size.
             dtype: of whole bytes.
             shape: with at least one element.
@@ -268,35 +267,33 @@ class Device(Protocol):
 
     def release(self, buffer: Buffer) -> None:
         """Free the memory of a buffer that nothing else uses."""
-        return None
 
     def trim(self) -> None:
         """Free the allocator's cache of freed memory."""
-        return None
 
     def synchronize(self) -> None:
         """Wait for all work on the device."""
-        return None
 
     def follow(self, ticket: Ticket) -> None:
-        """Order the calling thread's later work after a copy of this device."""
+        """Let work that the calling thread queues later start after a copy of this device."""
         ticket.wait()
 
     def mark(self) -> Ticket | None:
-        """The end of the calling thread's queued work; None if it has ended."""
+        """Return a ticket for the end of the calling thread's queued work; None if it has ended."""
         self.synchronize()
         return None
 
     def allocated_nbytes(self) -> int | None:
-        """Allocated bytes by the framework's own counter; None if it has none."""
+        """Return the bytes allocated by the framework's own counter; None if it has none."""
         return None
 
     def counters(self) -> Mapping[str, int]:
-        """The framework's own counters of memory in bytes, by their names there."""
+        """Return the framework's own counters of memory, in bytes, by its names for them."""
         return {}
 
 
 def _refuse(device: Any, problem: str) -> NoReturn:
+    """Raise DeviceError from a method that the device does not have."""
     raise DeviceError(device.info.name, problem)
 
 
@@ -308,14 +305,14 @@ class Addressed(Protocol):
     """
 
     def address(self, buffer: Buffer) -> int:
-        """The address of a buffer's first byte; its bytes follow each other."""
+        """Return the address of a buffer's first byte; the buffer is contiguous."""
 
     def allocate_all(self, kinds: Sequence[tuple[DType, tuple[int, ...]]]) -> list[Buffer]:
         """Allocate several parameters in order; frees all before it raises AllocationError."""
 
 
 class HeapDevice(Addressed, Device, Protocol):
-    """A device whose buffers are memory of this process, each in one piece."""
+    """The base of devices whose buffers are contiguous memory of this process."""
 
     def allocate_all(self, kinds: Sequence[tuple[DType, tuple[int, ...]]]) -> list[Buffer]:
         return [self.allocate(dtype, shape) for dtype, shape in kinds]
@@ -323,14 +320,8 @@ class HeapDevice(Addressed, Device, Protocol):
     def read(self, buffer: Buffer, start: int, stop: int) -> bytes:
         return ctypes.string_at(self.address(buffer) + start, stop - start)
 
-    @contextmanager
-    def window(self, buffer: Buffer, start: int, stop: int) -> Iterator[memoryview]:
-        view = bytes_at(self.address(buffer) + start, stop - start)
-        try:
-            yield view
-        finally:
-            with suppress(BufferError):  # the traceback of an error still refers to it
-                view.release()
+    def window(self, buffer: Buffer, start: int, stop: int) -> AbstractContextManager[memoryview]:
+        return released(bytes_at(self.address(buffer) + start, stop - start))
 
     def trim(self) -> None:
         trim_heap()
@@ -345,12 +336,12 @@ class Parameter(Protocol):
         dtype: long name of its dtype.
         device: canonical name of its device, also if a failed load has released its memory.
         nbytes: bytes of memory that it holds.
-        keeps: the dtype that it keeps unless another is requested; None if it has no preference.
-        fixed: why it can only be written in place (it is a view of ...), or "".
+        keeps: the dtype that it keeps unless the user requests another; None: the checkpoint's.
+        fixed: why it can only be written in place ("it is a view of ..."), or "".
         refused: why it cannot be written at all, or "".
         invalid: an earlier load failed and left it without values.
-        block: its part of the checkpoint's tensor, if it holds one shard; None for all.
-        shard: suffix of its name in a plan, if this process has several of its shards.
+        block: the block of the checkpoint's tensor that it holds, if it is a shard; else None.
+        shard: suffix of its name in a plan, if this process holds several shards of a tensor.
         span: its memory as (identity of the allocation, first byte, stop); None if it holds none.
             Two parameters whose bytes overlap in one allocation share memory.
         wrapped: its names under a wrapper of modules (``module.``, ``_orig_mod.``).
@@ -371,18 +362,18 @@ class Parameter(Protocol):
     wrapped: tuple[str, ...] = ()
 
     def is_computed(self) -> bool:
-        """Whether the model computes its values: no checkpoint has to hold them."""
+        """Whether the model computes its values, so that a checkpoint may lack them."""
         return False
 
     def memory(self) -> Sequence[tuple[int, int]]:
-        """Its bytes as the CPU addresses them: (address, bytes); () if it cannot."""
+        """Return its memory as (address, bytes) ranges of this process; () if it has none here."""
         if self.span is None:
             return ()
         _, first, stop = self.span
         return ((first, stop - first),)
 
     def buffer(self) -> Buffer:
-        """Its memory, to be written in place."""
+        """Return its memory, to be written in place."""
 
     def release(self) -> str:
         """Free its memory; it then holds nothing readable.
@@ -409,15 +400,15 @@ class Parameter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Modules for quantized weights, to replace a model's own.
+    """A replacement of a model's modules by modules that hold quantized weights.
 
     Attributes:
-        coded: the weights that parameters will hold as codes, by each of their names.
+        coded: the weights that will be held quantized, by each of their names.
         put: puts the modules in place, without values, and returns the function that undoes it. A
-            parameter of codes holds the weight's memory until that is released.
-        dense_nbytes: of the largest weight that these modules dequantize at once, to compute.
+            quantized parameter keeps the weight's memory until that is released.
+        dense_nbytes: bytes of the largest weight that a module dequantizes at once, to compute.
         holders: the classes of modules that can hold such weights, in words.
-        refused: the class of the module of each other weight.
+        refused: for each other weight, the class of its module.
     """
 
     coded: Mapping[str, CodedWeight]
@@ -427,33 +418,36 @@ class Swap:
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
-#: Of a model that stays as it is.
+#: Replaces nothing.
 NO_SWAP = Swap({}, lambda: nothing)
 
 
 class Framework(Protocol):
-    """One framework: its tensors, and its devices by their names without the framework."""
+    """A framework (numpy, torch, tinygrad): its tensors and devices.
+
+    Names of devices do not contain the framework's name: "CL", not "tinygrad:CL".
+    """
 
     name: str
 
     def parameters(self, model: Any) -> Sequence[Parameter]:
-        """The model's parameters, tied ones once."""
+        """Return the model's parameters, tied ones once."""
 
     def unstored(self, model: Any) -> Mapping[str, str]:
-        """Tensors of a model that no checkpoint has, with their devices ("meta": no values)."""
+        """Return names and devices of tensors that no checkpoint has; "meta" has no values."""
         return {}
 
     def coded(self, model: Any) -> Mapping[str, CodedWeight]:
-        """The weights that parameters hold as codes, by each of their names."""
+        """Return the weights that the model holds quantized, by each of their names."""
         return {}
 
     def swap(self, model: Any, formats: Mapping[str, str]) -> Swap:
-        """Modules for weights that are quantized; the model is unchanged until `Swap.put`.
+        """Return modules that hold weights quantized; the model is unchanged until `Swap.put`.
 
         Args:
             model: the model.
-            formats: by name of a parameter. A weight that no module can hold is not in
-                `Swap.coded`.
+            formats: the format of each weight, by a name of its parameter. `Swap.coded` lacks
+                weights that no module can hold.
 
         Raises:
             ValueError: there are no modules for a format.
@@ -461,36 +455,36 @@ class Framework(Protocol):
         return NO_SWAP
 
     def tensor(self, device: Device, buffer: Buffer, dtype: DType, shape: tuple[int, ...]) -> Any:
-        """The framework's tensor over a buffer, without a copy."""
+        """Return the framework's tensor over a buffer, without a copy."""
         return buffer
 
     def device(self, name: str) -> Device:
         """Open a device; raises DeviceNotFoundError."""
 
     def canonical(self, name: str) -> str:
-        """The canonical form of a device's name, without opening it."""
+        """Return the canonical form of a device's name, without opening the device."""
 
     def default_device(self) -> str:
-        """The framework's default device; raises DeviceNotFoundError if it has none."""
+        """Return the default device's name; raises DeviceNotFoundError if there is none."""
         return self.candidates()[0]
 
     def candidates(self) -> Sequence[str]:
-        """Devices worth a probe, best first."""
+        """Return the names of devices that may exist here, best first."""
 
     def trusted(self, name: str) -> bool:
-        """Whether computing there cannot end or hang this process: a probe needs no child."""
+        """Whether a probe can run in this process, since it can neither end nor hang it."""
         return False
 
     def probe(self, name: str, full: bool) -> ProbeResult:
         """Compute on the device, in this process; ``full`` tries every dtype and its own casts."""
 
     def dtype_status(self, name: str, dtype: DType) -> DTypeStatus:
-        """Status of a dtype, by computing on a real buffer in this process."""
+        """Return a dtype's status, by computing on a real buffer in this process."""
 
     def lasting(self, name: str) -> bool:
-        """Whether results in this process hold for any other: they are cached as a child's are."""
+        """Whether a probe's result in this process holds for others, and is cached on disk."""
         return False
 
     def fingerprint(self, name: str) -> str:
-        """Text that changes whenever a probe of the device may give another result."""
+        """Return text that changes whenever a probe of the device may give another result."""
         return ""

@@ -18,7 +18,7 @@ _FRAMEWORKS = {
     "torch": "streamload.devices.torch.device",
     "host": "streamload.devices.host",
 }
-#: Why a device that no framework has by that name cannot be opened, and what users mean by it.
+#: The problem of an unknown device, for errors, with the names that users may mean.
 NO_DEVICE = (
     'there is none of this name: a GPU is "cuda:0", "mps" or "xpu" (torch\'s), "CUDA", "CL" or '
     '"METAL" (tinygrad\'s)'
@@ -29,7 +29,7 @@ _TORCH_NAME = re.compile(r"(cpu|cuda|mps|xpu)(:\d+)?")
 
 
 def framework(name: str) -> Framework:
-    """Import a framework's file; raises DeviceNotFoundError where it is not installed."""
+    """Import and return a framework by name; raises DeviceNotFoundError if not installed."""
     lend_caches()
     try:
         module = importlib.import_module(_FRAMEWORKS[name])
@@ -41,10 +41,10 @@ def framework(name: str) -> Framework:
 
 
 def framework_of(model: Any) -> str | None:
-    """Name of the framework of a model's tensors, without importing any; None if it has none.
+    """Return the name of the framework of a model's tensors; None if it has none.
 
-    Reads the classes of the model and of its members, a few levels deep, in order. Arrays of
-    numpy decide only if there is nothing else: models of every framework keep some.
+    Imports none: it reads the classes of the model and of its members, a few levels deep. numpy's
+    arrays decide only if there are no other tensors, since models of every framework keep some.
     """
     seen: set[int] = set()
     found: str | None = None
@@ -72,7 +72,7 @@ def framework_of(model: Any) -> str | None:
 
 
 def split_name(device: str) -> tuple[str | None, str]:
-    """Split "tinygrad:CL" into framework and device; the framework is None where not named."""
+    """Split "tinygrad:CL" into framework and device; the framework is None if not named."""
     head, _, rest = device.partition(":")
     if head.lower() in _FRAMEWORKS and rest:
         return head.lower(), rest
@@ -84,7 +84,7 @@ def split_name(device: str) -> tuple[str | None, str]:
 
 
 def spelled_as(device: str) -> str:
-    """The framework in whose spelling a device is named: "cuda:0" is torch's, "CUDA" tinygrad's."""
+    """Return the framework that spells a device so: "cuda:0" is torch's, "CUDA" tinygrad's."""
     return "torch" if _TORCH_NAME.fullmatch(device) else "tinygrad"
 
 
@@ -94,22 +94,24 @@ def installed(framework_name: str) -> bool:
 
 
 def default_framework() -> str:
-    """The first installed framework, if neither a model nor a device's name decides."""
+    """Return the first installed framework: the choice if neither model nor device decides."""
     return next(name for name in _FRAMEWORKS if installed(name))
 
 
 def environment(prefixes: tuple[str, ...]) -> dict[str, str]:
-    """The environment variables whose names begin with one of the prefixes."""
+    """Return the environment variables whose names begin with one of the prefixes."""
     return {key: value for key, value in os.environ.items() if key.startswith(prefixes)}
 
 
 def environment_device() -> str | None:
-    """``STREAMLOAD_DEVICE``, or None where it is not set."""
+    """Return the value of ``STREAMLOAD_DEVICE``; None if it is not set or empty."""
     return os.environ.get("STREAMLOAD_DEVICE") or None
 
 
 def environment_fp16_cast() -> Literal["device", "llvm"] | None:
-    """What ``SUPPORT_BF16`` asks for: "1" fp16 by the device's cast, "0" by the LLVM cast.
+    """Return the cast from bfloat16 that ``SUPPORT_BF16`` requests; None if it is not set.
+
+    "1" is fp16 by the device's cast, "0" fp16 by the host's LLVM cast.
 
     Raises:
         ValueError: it is set to something else.

@@ -1,4 +1,4 @@
-"""Slots of tensors in models, their ties, and the base of parameters over them."""
+"""Bases of parameters over a model's tensors, and the search for tied tensors."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 from streamload.devices.base import Parameter
 
-Slot = tuple[MutableMapping[str, Any], str]  # where a model keeps a tensor: a dict and a key in it
+Slot = tuple[MutableMapping[str, Any], str]  # the dict in which a model keeps a tensor, and its key
 _Entry = TypeVar("_Entry")
 _Parameter = TypeVar("_Parameter", bound=Parameter)
 
 
 class EntryParameter(Parameter):
-    """A parameter over entries of a model; ``collect`` collects garbage cycles."""
+    """A parameter over one or more entries of a model, which are tied: tensors or slots."""
 
     def __init__(
         self,
@@ -29,14 +29,14 @@ class EntryParameter(Parameter):
 
     @abstractmethod
     def _look(self) -> None:
-        """Read the entries, and find the memory that they hold."""
+        """Read the entries, and set the attributes of `Parameter` from them."""
 
 
 class SlotParameter(EntryParameter):
-    """A parameter whose entries are slots: other objects can be put into them."""
+    """A parameter whose entries are slots, so that other tensors can be put into the model."""
 
     def _objects(self) -> list[Any]:
-        """The objects in the slots now, each once."""
+        """Return the tensors that stand in the slots now, each once."""
         if len(self._entries) == 1:
             container, key = self._entries[0]
             return [container[key]]
@@ -44,11 +44,11 @@ class SlotParameter(EntryParameter):
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """(dict, key) of each entry."""
+        """The (dict, key) of each entry."""
         return self._entries
 
     def _swap(self, new: Callable[[Any], Any]) -> None:
-        """Replace each object by ``new(object)``."""
+        """Replace each tensor by ``new(tensor)``, in all slots."""
         made: dict[int, Any] = {}
         for container, key in self._entries:
             old = container[key]
@@ -63,7 +63,9 @@ def dict_slots(
     prefix: str = "",
     inside: tuple[int, ...] = (),
 ) -> Iterator[tuple[str, Slot]]:
-    """The tensors of a nested dict, by dotted name; ``inside`` has the ids of the dicts around it.
+    """Yield (dotted name, slot) for values of these classes in a nested dict.
+
+    ``prefix`` and ``inside`` are for recursion: the name so far, and the ids of the outer dicts.
 
     Raises:
         ValueError: the dict holds itself.
@@ -82,10 +84,10 @@ def make_parameters(
     key: Callable[[_Entry], Hashable],
     make: Callable[[tuple[str, ...], list[_Entry], Callable[[], object]], _Parameter],
 ) -> list[_Parameter]:
-    """Make one parameter for all entries with the same key, in order.
+    """Make and return one parameter for all entries with the same key, in order.
 
-    ``make`` gets names, entries and a function that collects garbage once for all parameters:
-    it is slow, and nothing creates cycles in between.
+    ``make`` gets names, entries and a function that collects garbage, which is slow and therefore
+    runs once for all parameters: nothing creates cycles in between.
 
     Raises:
         ValueError: two entries have one name.

@@ -23,7 +23,13 @@ import numpy as np
 from streamload.core.bounded_json import parse_json
 from streamload.core.disk_cache import keep, read_kept
 from streamload.core.dtypes import BY_NAME, DType
-from streamload.devices.base import Device, DTypeStatus, Framework, ProbeResult
+from streamload.devices.base import (
+    Device,
+    DTypeStatus,
+    Framework,
+    ProbeResult,
+    StagedElements,
+)
 from streamload.devices.names import framework
 
 _PROBES: dict[tuple[str, str, bool], ProbeResult] = {}
@@ -213,7 +219,7 @@ def _casts_exactly(device: Device, src: DType, dst: DType) -> bool:
     try:
         staging.view[:] = codes
         buffer = device.allocate(dst, (1 << src.bits,))
-        device.cast_copy(staging, 0, len(codes), src, buffer, 0, dst)
+        device.cast_copy(StagedElements(staging, 0, len(codes), src), buffer, 0, dst)
         found = np.frombuffer(device.read(buffer, 0, want.nbytes), dst.numpy)
     except Exception:
         return False

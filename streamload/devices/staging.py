@@ -1,4 +1,4 @@
-"""Staging of devices whose copies block, in memory that is not pinned."""
+"""Staging memory, not pinned, of devices whose copies block."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ class HostStaging:
         self.view = memoryview(self._map)[:nbytes]
 
     def close(self) -> None:
-        with suppress(BufferError):  # an error's traceback refers to it: it goes then
+        with suppress(BufferError):  # an error's traceback still refers to it
             self.view.release()
             self._map.close()
 
 
 class _Done:
-    """The ticket of a copy that has finished."""
-
     def wait(self) -> None:
-        pass
+        """Return at once."""
 
 
-#: The ticket of every copy that has finished when it returns.
+#: The ticket of every copy that blocks until it has finished.
 DONE = _Done()

@@ -1,4 +1,4 @@
-"""What the copy loop of a device is to do for a unit: reads into slots, and copies from there."""
+"""The reads and copies of a unit, for the compiled copy loop of `devices.bulk`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from streamload.core.units import round_up
 from streamload.devices.allocators import DRIVER_BLOCK_NBYTES
 from streamload.devices.base import Copy, CopyTable, Read, Staging
 from streamload.planning.chunks import Chunk, SmallTensorBatch
+from streamload.planning.plan import SEGMENTS
 from streamload.streaming.state import Job, WorkItem
 
 
 class Slot(NamedTuple):
-    """Staging memory of a worker, and the device address of scratch for its casts; 0 for none."""
+    """A worker's staging memory, and the device address of scratch for its casts; 0 for none."""
 
     staging: Staging
     scratch: int
@@ -26,15 +27,16 @@ class Slot(NamedTuple):
 def reads_of(
     job: Job, device: str, unit: WorkItem, alignment: int, slots: Sequence[Slot], index: int
 ) -> list[Read]:
-    """The reads of a unit, each of at most a slot; read ``i`` goes to slot ``i % len(slots)``.
+    """Return the reads of a unit, each of at most a slot, with the copies of their bytes.
 
-    ``alignment`` is that of the reads' first bytes and lengths, ``index`` the number of the first.
+    The reads begin and end at multiples of ``alignment``. The first has the number ``index``; read
+    ``i`` goes to slot ``i % len(slots)``.
     """
     reads: list[Read] = []
     copies: list[Copy] = []
-    start = at = unit[0].runs[0].start  # of the read, and of what comes next
+    start = at = unit[0].runs[0].start  # first byte of this read, and of its next copy
     whole = unit[-1].runs[0].stop - start
-    # parts of one size: a small one at the end would cost as much as the others
+    # reads of one size: a small one at the end would cost as much as the others
     size = round_up(-(-whole // -(-whole // job.plan.slot_nbytes)), mmap.PAGESIZE)
     size = min(size, job.plan.slot_nbytes)
     if isinstance(unit, SmallTensorBatch):
@@ -64,17 +66,17 @@ def reads_of(
 def _pack_reads(
     job: Job, device: str, pack: SmallTensorBatch, alignment: int, size: int
 ) -> Iterator[Read]:
-    """What the loop is to do for a pack: reads of ``size``, which may end within parameters."""
+    """Yield the reads of a batch of small tensors, ``size`` bytes each; they may cut tensors."""
     addresses = job.addresses(pack)
     assert addresses is not None, device
     firsts = np.arange(pack.start, pack.stop, size)
-    begin = np.union1d(pack.bounds[:-1], firsts)  # of what goes from one read to one parameter
+    begin = np.union1d(pack.bounds[:-1], firsts)  # of each copy from one read to one parameter
     of = np.searchsorted(pack.bounds, begin, "right") - 1
     target = addresses[of] + (begin - pack.bounds[of])
     nbytes = np.diff(begin, append=pack.stop)
     at = (begin - pack.start) % size  # in its read
-    if device in job.joins:
-        # neighbours in one segment by one copy; segments begin at a multiple of this
+    if job.infos[device].allocator in SEGMENTS:
+        # neighbours in one segment by one copy; segments begin at a multiple of the block
         new = np.empty(len(begin), bool)
         new[0] = True
         new[1:] = target[1:] != target[:-1] + nbytes[:-1]
@@ -94,8 +96,8 @@ def _pack_reads(
 def copy_of(
     job: Job, device: str, chunk: Chunk, start: int, nbytes: int, at: int, scratch: int
 ) -> Copy:
-    """The copy of file bytes of a chunk from ``start`` on, which begin at ``at`` in the slot."""
-    bulk, casts = job.bulk[device], job.casts.get(device)
+    """Return the copy of a chunk's ``nbytes`` from file byte ``start`` on, at ``at`` in a slot."""
+    bulk, casts = job.devices[device].bulk, job.casts.get(device)
     assert bulk is not None, device
     p = job.plan.placements[chunk.placement]
     address = bulk.address(job.buffers[chunk.placement]) + chunk.start
@@ -105,12 +107,12 @@ def copy_of(
         first = chunk.start // p.dst.itemsize if p.coding is None else p.numel_at(chunk.start)
         first += numel
         address += -chunk.start if p.turned_there else p.placed_nbytes(numel)
-        beside = job.beside_address(chunk.placement)
-        return casts.copy(chunk.placement, Copy(at, nbytes, address), scratch, beside, first)
+        auxiliary = job.auxiliary_address(chunk.placement)
+        return casts.copy(chunk.placement, Copy(at, nbytes, address), scratch, auxiliary, first)
     return Copy(at, nbytes, address + offset)
 
 
 def _read(start: int, stop: int, alignment: int, copies: Sequence[Copy] | CopyTable) -> Read:
-    """A read of file bytes ``start`` to ``stop`` (exclusive), and of what is around them."""
+    """Return the read of file bytes ``start`` to ``stop`` (exclusive), rounded to ``alignment``."""
     first = start // alignment * alignment
     return Read(first, round_up(stop, alignment) - first, stop - first, copies)

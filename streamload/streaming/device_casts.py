@@ -1,4 +1,4 @@
-"""Casts that a device makes of what it was sent, during one load: kernels, memory, counts."""
+"""Casts by a device's own kernels during one load: the kernels, their memory and their counts."""
 
 from __future__ import annotations
 
@@ -34,10 +34,14 @@ if TYPE_CHECKING:
 
 
 class DeviceCasts:
-    """The casts of one device: kernels, scratch, tallies, until `close`.
+    """The kernels, scratch memory and counts of one device's casts, until `close`.
 
-    Elements that keep their width are cast in place. Others are sent to scratch, one slot of it for
+    Elements that keep their width are cast in place. Others are copied to scratch, a part of it for
     each staging slot, and cast from there. Raises AllocationError if the device lacks the memory.
+
+    The streaming thread takes and frees memory in it; workers ask for addresses; a thread
+    "streamload-scales" sends scales. A lock guards the number of slots handed out; a placement's
+    entries are written before its units are handed out, and removed after they are done.
     """
 
     def __init__(self, name: str, device: Device, plan: Plan, checkpoint: Checkpoint) -> None:
@@ -55,7 +59,7 @@ class DeviceCasts:
         }
         nests = any(p.coding is not None and p.coding.nests for _, p in mine)
         self._nest = bulk.function(nested_ptx.nested_ptx(), nested_ptx.SYMBOL) if nests else 0
-        self._tallies: dict[int, tuple[int, Placement]] = {}  # where each is among them
+        self._tallies: dict[int, tuple[int, Placement]] = {}  # (offset, placement) by index
         tallies_nbytes = 0
         for index, p in mine:
             self._tallies[index] = tallies_nbytes, p
@@ -65,7 +69,7 @@ class DeviceCasts:
         try:
             self._memory = bulk.memory(nbytes)
         except AllocationError:
-            device.trim()  # what its allocator keeps is free to us
+            device.trim()  # its allocator may keep freed memory
             self._memory = bulk.memory(nbytes)
         self._lock = threading.Lock()
         self._slot_nbytes = plan.slot_nbytes
@@ -77,15 +81,15 @@ class DeviceCasts:
         if nests:
             self._memory.write(self._table_at, dynamic_map())
         self._held = _Ring(self._table_at - self._held_at)
-        # scales are sent ahead: a small copy waits for large ones that are under way
+        # scales are sent ahead: a small copy waits for large ones under way
         most = max((p.scales_nbytes for _, p in mine), default=0)
         self._senders = ThreadPoolExecutor(senders(most), "streamload-scales")
         self._sent: dict[int, Future[None]] = {}
 
     def scratch(self) -> int:
-        """The address of a part of the scratch, for a slot that keeps it to the end; 0 for none.
+        """Return the device address of scratch for one more staging slot; 0 if none is needed.
 
-        Any thread may ask, as often as the plan has slots.
+        Any thread may call this, once for each slot of the plan.
         """
         if not self._resizes:
             return 0
@@ -96,9 +100,9 @@ class DeviceCasts:
         return self._memory.address + at
 
     def hold(self, index: int, p: Placement, make: Callable[[], Weight]) -> bool:
-        """Take memory for the scales or statistics of a placement; False if there is no room now.
+        """Reserve memory for the scales or statistics of a placement; False if it is full now.
 
-        What dequantises it is made and sent by another thread.
+        Another thread reads the scales by ``make`` and sends them.
         """
         if index in self._held.taken:
             return True
@@ -109,20 +113,21 @@ class DeviceCasts:
         return True
 
     def let_go(self, index: int) -> None:
-        """Give that memory back."""
+        """Free the memory that `hold` reserved for a placement."""
         self._sent.pop(index, None)
         self._held.give_back(index)
 
     def held(self, index: int) -> int:
-        """The address of the scales or statistics of a placement."""
+        """Return the address that `hold` reserved for a placement."""
         return self._memory.address + self._held_at + self._held.taken[index]
 
     def weight(self, index: int) -> int:
-        """The address of what dequantises a placement, when it is there; raises why it is not."""
+        """Wait for a placement's scales, and return their address; raises the sender's error."""
         self._sent[index].result()
         return self.held(index)
 
     def _send(self, index: int, make: Callable[[], Weight]) -> None:
+        """Read the scales of a placement, and write them to its reserved memory."""
         t = self._tallies[index][1].transpose
         at = self.held(index) - self._memory.address
         for part in dequant_ptx.weight_parts(make(), (t.outer, t.inner) if t else None):
@@ -130,10 +135,10 @@ class DeviceCasts:
             at += part.nbytes
 
     def nest(self, index: int, codes: int, scales: int) -> float:
-        """Quantise the statistics that are held of a placement, to these addresses.
+        """Quantize a placement's reserved statistics to the device addresses given.
 
         Returns:
-            Their mean, which was taken off before.
+            Their mean, which was subtracted first.
         """
         p = self._tallies[index][1]
         units = _made(p).units
@@ -144,10 +149,11 @@ class DeviceCasts:
         self._memory.run(self._nest, nested_ptx.nested_blocks(units), arguments)
         return float(mean)
 
-    def copy(self, index: int, copy: Copy, scratch: int, beside: int, first: int) -> Copy:
-        """A copy of whole elements, with the cast of its placement to the copy's address.
+    def copy(self, index: int, copy: Copy, scratch: int, auxiliary: int, first: int) -> Copy:
+        """Return a copy of whole elements with the kernel that casts them to the copy's address.
 
-        ``first`` is the first element's number, ``beside`` the address of scales or statistics.
+        ``first`` is the number of the placement's first element in it, ``auxiliary`` the address of
+        scales or statistics, ``scratch`` that of the slot's scratch.
         """
         at, nbytes, address = copy[:3]
         base, p = self._tallies[index]
@@ -157,23 +163,23 @@ class DeviceCasts:
         if p.coding is not None:
             many = ptx.blocks(_made(p), numel)
             unit = p.coding.unit_numel
-            statistics = beside and beside + first // p.unit_numel * STATISTIC_NBYTES
+            statistics = auxiliary and auxiliary + first // p.unit_numel * STATISTIC_NBYTES
             return Copy(at, nbytes, scratch, kernel, numel, address, tally, many, statistics, unit)
         if p.src.is_packed:
             numel = min(numel, p.numel - first)  # the last byte may have one value
             many = dequant_ptx.blocks(numel, p.src.bits)
             number = first + p.source[0].start * p.row_numel
-            return Copy(at, nbytes, scratch, kernel, numel, address, tally, many, beside, number)
+            return Copy(at, nbytes, scratch, kernel, numel, address, tally, many, auxiliary, number)
         target = address if p.src.itemsize == p.dst.itemsize else scratch
         return Copy(at, nbytes, target, kernel, numel, address, tally, blocks(numel))
 
     def counts(self, index: int) -> CastCounts | QuantCounts:
-        """The counts of a placement, when its copies have ended."""
+        """Return the counts of one placement, whose copies must have ended."""
         p = self._tallies[index][1]
         return _counts(p, self._tally_bytes(index))
 
     def all_counts(self) -> dict[int, CastCounts | QuantCounts]:
-        """The counts of all placements, by index."""
+        """Return the counts of all placements that the device casts, by index."""
         nbytes = sum(p.tally_nbytes for _, p in self._tallies.values())
         found = self._memory.read(self._tallies_at, self._tallies_at + nbytes)
         return {
@@ -182,23 +188,24 @@ class DeviceCasts:
         }
 
     def close(self) -> None:
-        """Give the memory back, when all copies have ended."""
+        """End the sending threads, and free the memory; all copies must have ended."""
         self._senders.shutdown(cancel_futures=True)
         self._memory.close()
 
     def _tally_bytes(self, index: int) -> bytes:
+        """Read the counts that kernels have left for one placement."""
         at, p = self._tallies[index]
         start = self._tallies_at + at
         return self._memory.read(start, start + p.tally_nbytes)
 
     def _info(self, p: Placement) -> Packed | None:
-        """What is dequantised, if it is."""
+        """Return the quantized tensor that a placement dequantizes; None for other placements."""
         info = self._checkpoint.tensors[p.source[0].tensor] if p.src.is_packed else None
         assert info is None or isinstance(info, Packed), p.name
         return info
 
     def _key(self, p: Placement) -> tuple[object, ...]:
-        """What placements have in common that share a kernel."""
+        """Return a key that is equal for placements with the same kernel."""
         info = self._info(p)
         if info is None:
             return p.src, p.dst, p.coding
@@ -206,10 +213,10 @@ class DeviceCasts:
 
 
 class _Ring:
-    """Memory that is taken, and mostly given back in the same order.
+    """A ring buffer's bookkeeping: ranges are taken, and mostly given back in the same order.
 
     Attributes:
-        taken: where what is taken begins, by number.
+        taken: first byte of each range, by the number it was taken under.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -218,7 +225,7 @@ class _Ring:
         self.taken: dict[int, int] = {}
 
     def take(self, index: int, nbytes: int) -> bool:
-        """Take memory under a number; False where there is no room for it."""
+        """Take ``nbytes`` under a number; False if there is no room."""
         start, stop = 0, self._nbytes
         if self._order:
             (_, first, _), (_, last, start) = self._order[0], self._order[-1]
@@ -234,14 +241,14 @@ class _Ring:
         return True
 
     def give_back(self, index: int) -> None:
-        """Give back what was taken under a number."""
+        """Give back the range taken under a number."""
         del self.taken[index]
         while self._order and self._order[0][0] not in self.taken:
             self._order.popleft()
 
 
 def _kernel(bulk: BulkCopier, p: Placement, info: Packed | None, *, clamp: bool) -> int:
-    """What `Copy.kernel` is for a placement."""
+    """Return the handle of a placement's cast kernel, for `Copy.kernel`."""
     if info is not None:
         text = dequant_ptx.packed_ptx(info, p.dst, clamp=clamp, turned=p.turned_there)
         return bulk.function(text, dequant_ptx.SYMBOL)
@@ -251,7 +258,7 @@ def _kernel(bulk: BulkCopier, p: Placement, info: Packed | None, *, clamp: bool)
 
 
 def _made(p: Placement) -> Units:
-    """What a placement becomes that a device quantises."""
+    """Return the quantized format of a placement that a device quantizes."""
     assert p.coding is not None, p.name
     made = coded(p.coding, p.src)
     assert isinstance(made, Units), p.name
@@ -259,6 +266,7 @@ def _made(p: Placement) -> Units:
 
 
 def _counts(p: Placement, tally: bytes) -> CastCounts | QuantCounts:
+    """Read a kernel's counts of a placement."""
     if p.coding is not None:
         return Tally.from_buffer_copy(tally).counts(p.numel)
     over, zeros, changed = struct.unpack("<3Q", tally)

@@ -1,9 +1,9 @@
-"""The one loop: read, cast, place. The only threads of a load on one node are here.
+"""The loop of a load, read, cast, place, and the threads that run it.
 
-The calling thread prepares parameters in plan order (old memory is released and new memory is
-allocated there, since frameworks are not thread-safe) and hands units of work to a few workers
-(`worker`); it reports progress and finishes parameters, too (`state`). With no workers, the
-calling thread does their work as well.
+The calling thread prepares parameters in plan order (it releases old memory and allocates new
+memory, since frameworks are not thread-safe) and hands units of work to a few workers (`worker`);
+it reports progress and finishes parameters, too (`state`). With no workers, the calling thread does
+their work as well.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from streamload.streaming.device_casts import DeviceCasts
 from streamload.streaming.state import Job, Sink, StreamStats, Transfer, WorkItem
 from streamload.streaming.worker import Outcome, Worker
 
-_TOLD_TOGETHER = 4  # units that a worker has finished
-# The next is begun while the last units of one are under way, and as many more as it takes to keep
-# the workers busy: with two, 100 files of 40 MB came to an H200 at a quarter of the rate of four.
+_REPORTED_TOGETHER = 4  # units that a worker has finished
+# Files open at once, at least and at most: the next one is begun while the last units of one are
+# under way. With two, 100 files of 40 MB came to an H200 at a quarter of the rate of four.
 _OPEN_SHARDS = 2
 _MOST_OPEN_SHARDS = 16
-# Chunks that are cut before the workers begin: while they work it took 10 ms and not 2.
+# Chunks that are cut before the workers begin: while they work, it took 10 ms instead of 2.
 _CUT_ALONE = 1024
-_LOOK_S = 0.05  # while there is nothing to read
+_LOOK_S = 0.05  # between two checks of open files, while there is nothing to read
 
 
 def stream(transfer: Transfer, sink: Sink, ledger: Ledger) -> StreamStats:
-    """Run a plan; scratch and staging are reserved in the ledger.
+    """Run a plan and return its statistics; the ledger counts scratch and staging.
 
-    Ctrl-C, or the error of its handler in the application, comes when work under way has ended.
+    Ctrl-C, or the error of the application's handler for it, is raised after work under way.
     """
     begun = time.perf_counter()
     with deferred_interrupt() as interrupt, crew_of(transfer, sink, ledger, interrupt) as crew:
@@ -63,18 +63,17 @@ def stream(transfer: Transfer, sink: Sink, ledger: Ledger) -> StreamStats:
                         submitted[shard] += len(each)
                 job.has_begun(shard)
             crew.drain()
-            while parts := job.parts():  # of what was quantised last
+            while parts := job.parts():  # of the weights that were quantized last
                 for each in parts:
                     crew.hand_out(reader, each)
                 crew.drain()
-            job.stats.transfer_seconds = time.perf_counter() - job.first_read
+            if job.first_reads:
+                job.stats.transfer_seconds = time.perf_counter() - min(job.first_reads)
         except BaseException as error:
             job.fail(error)
             raise
-        finally:
-            crew.join()  # before the readers are closed
-            job.close_all()
-        crew.end()
+        crew.end()  # before the files are closed
+        job.close_all()
         for casts in job.casts.values():
             for index, counts in casts.all_counts().items():
                 job.count(index, counts)
@@ -85,7 +84,7 @@ def stream(transfer: Transfer, sink: Sink, ledger: Ledger) -> StreamStats:
 
 @contextmanager
 def crew_of(transfer: Transfer, sink: Sink, ledger: Ledger, interrupt: Interrupt) -> Iterator[Crew]:
-    """The workers of a transfer, with its scratch and staging; at the end all of it is closed."""
+    """Yield the workers of a transfer, with scratch and staging; close all of it at the end."""
     plan = transfer.plan
     with ExitStack() as stack:
         for device in plan.devices:
@@ -93,19 +92,19 @@ def crew_of(transfer: Transfer, sink: Sink, ledger: Ledger, interrupt: Interrupt
         if plan.host_nbytes:
             stack.enter_context(ledger.lease(STAGING, plan.host_nbytes))
         job = Job(transfer, sink)
+        stack.callback(job.close_all)  # after the threads of workers and casts, which read
         for name in job.casting:
             casts = DeviceCasts(name, transfer.devices[name], plan, transfer.checkpoint)
             job.casts[name] = stack.enter_context(closing(casts))
-        stack.callback(job.close_all)
         crew = Crew(job, plan.threads, interrupt)
         stack.callback(crew.join)
         yield crew
 
 
 def batches(units: Iterator[WorkItem], job: Job, workers: int) -> Iterator[Sequence[WorkItem]]:
-    """Join units that go as they are into batches, smaller towards the end of the load.
+    """Yield batches of units for one worker each, smaller towards the end of the load.
 
-    Waking a thread for each unit costs more than reading it.
+    Only units that a device copies in bulk are joined: waking a thread costs more than reading one.
     """
     share = 2 * max(workers, 1)
     ahead: deque[WorkItem] = deque()
@@ -124,14 +123,14 @@ def batches(units: Iterator[WorkItem], job: Job, workers: int) -> Iterator[Seque
 
 
 def _go_together(a: WorkItem, b: WorkItem, job: Job) -> bool:
-    """Whether both are of one shard, and go as they are."""
+    """Whether two units are of one shard, and a device copies both in bulk."""
     one, other = a[0], b[0]
     bulk = all(job.is_bulk(job.plan.placements[chunk.placement]) for chunk in (one, other))
     return one.shard == other.shard and bulk
 
 
 class Crew:
-    """The workers, and the two queues between them and the streaming thread."""
+    """The workers of a load, and the two queues between them and the streaming thread."""
 
     def __init__(self, job: Job, threads: int, interrupt: Interrupt) -> None:
         self.job = job
@@ -141,10 +140,10 @@ class Crew:
         )
         self._done: queue.SimpleQueue[list[Outcome] | None] = queue.SimpleQueue()
         self._in_flight: Counter[int] = Counter()  # units, by shard
-        staged = not all(job.host_visible.values())
-        # Units for each worker: one for each of its slots and one that waits, or more where they
-        # are reported or handed out together. Begun and unfinished work is lost by a failure.
-        self._told_together = _TOLD_TOGETHER if staged else 1
+        staged = not all(info.host_visible for info in job.infos.values())
+        # Units for each worker: one for each of its slots and one that waits, or more if they
+        # are reported or handed out together. A failure loses begun and unfinished work.
+        self._reported_together = _REPORTED_TOGETHER if staged else 1
         self._ahead = units_ahead(staged=staged)
         self._most_in_flight = self._ahead * threads
         self._stopped = threading.Event()
@@ -155,18 +154,18 @@ class Crew:
         interrupt.wake = self.wake
 
     def hand_out(self, reader: Reader, batch: Sequence[WorkItem]) -> None:
-        """Make room for a batch, and submit it."""
+        """Allocate a batch's parameters, and submit it; waits for device memory that it needs."""
         while not self.job.has_room(batch):
             self.wait()
         self.job.begin(batch)
         self.submit(reader, batch)
 
     def submit(self, reader: Reader, batch: Sequence[WorkItem]) -> None:
-        """Hand out units; waits while enough are under way. Raises what a worker met."""
+        """Queue units for the workers; waits while enough are under way. Raises workers' errors."""
         if self._to_start:
             self._start()
         if self._inline is not None:
-            self.job.first_read = min(self.job.first_read, time.perf_counter())
+            self._note_read()
             for unit in batch:
                 self._take_all(self._inline.run(reader, unit))
             return
@@ -176,23 +175,23 @@ class Crew:
         self._work.put((reader, batch))
 
     def _start(self) -> None:
-        """Start a worker, one for each batch: to start all at first would keep the first waiting.
+        """Start one more worker: called for each batch, so that the first read waits for one only.
 
-        Eight take 8 ms while the first works, on one H200's host.
+        Starting eight takes 8 ms while the first works, on one H200's host.
         """
         number = len(self._threads)
         self._threads.append(threading.Thread(target=self._serve, name=f"streamload-{number}"))
         try:
             self._threads[-1].start()
             self._to_start -= 1
-        except RuntimeError:  # no more threads under this limit: those that there are will do
+        except RuntimeError:  # the limit of threads is reached: go on with those that run
             del self._threads[-1]
             self._to_start = 0
             self._inline = None if number else Worker(self.job)
             self._most_in_flight = self._ahead * number
 
     def wait(self) -> None:
-        """Wait for something under way. Raises what a worker met."""
+        """Wait until some unit under way has finished; raises workers' errors."""
         if self._inline is not None:
             self._take_all(self._inline.settle())
         else:
@@ -200,30 +199,30 @@ class Crew:
             self._receive()
 
     def is_enough(self, units: int) -> bool:
-        """Whether no more units than these can be under way at once."""
+        """Whether so many units keep all workers busy: no more are under way at once."""
         return units >= self._most_in_flight
 
     def has_done(self, shard: int) -> bool:
-        """Whether nothing of a shard is under way."""
+        """Whether no unit of a shard, given by index, is under way."""
         return not self._in_flight[shard]
 
     def drain(self, shard: int | None = None) -> None:
-        """Wait for everything under way, or all of one shard. Raises what a worker met."""
+        """Wait for all units under way, or those of one shard; raises workers' errors."""
         if self._inline is not None:
             self._take_all(self._inline.settle())
         while self._in_flight[shard] if shard is not None else self._in_flight.total():
             self._receive()
 
     def end(self) -> None:
-        """End the crew when all is done. Raises what closing the staging met."""
+        """End the threads after the last unit; raises the error of closing their staging."""
         self.join()
         if not self._failures.empty():
             raise self._failures.get()
 
     def join(self) -> None:
-        """Let the units under way end, drop the others, close all staging and end all threads.
+        """Wait for units under way, drop the others, close all staging and end all threads.
 
-        May be called again, and raises nothing.
+        May be called again; raises nothing.
         """
         self._stopped.set()
         self._interrupt.wake = nothing
@@ -241,14 +240,14 @@ class Crew:
             self._failures.put(failure)
 
     def wake(self) -> None:
-        """Wake the streaming thread; called between any two instructions."""
+        """Wake the streaming thread for Ctrl-C; called between any two of its instructions."""
         self._done.put(None)
-        # the thread itself may wait for a server, and hold locks of that
+        # this thread may be waiting for a server, and hold its locks
         if self._inline is not None and self._interrupt.will_raise:
             threading.Thread(target=self.job.stop, name="streamload-stop").start()
 
     def listen(self, seconds: float) -> bool:
-        """Wait at most so long for a finished unit, or for `wake`; whether there was either."""
+        """Wait for a finished unit or `wake`; return whether one came within ``seconds``."""
         if self._inline is not None:
             self._take_all(self._inline.settle())
         try:
@@ -270,13 +269,18 @@ class Crew:
     def _take_all(self, outcomes: Iterable[Outcome]) -> None:
         for unit, counts, error in outcomes:
             if error is not None:
-                self._interrupt.check()  # which may be why
+                self._interrupt.check()  # Ctrl-C may be the cause
                 raise error
             self.job.done(unit, counts)
-        self.job.tell()
+        self.job.transfer.progress(self.job.stats.read_nbytes)
+
+    def _note_read(self) -> None:
+        """Note the time before a first read; several workers may, at the same time."""
+        if not self.job.first_reads:
+            self.job.first_reads.append(time.perf_counter())
 
     def _serve(self) -> None:
-        """The function of a worker's thread. Its error ends the load, which waits for it."""
+        """Run a worker in its thread until `join`; its error goes to the streaming thread."""
         worker = Worker(self.job)
         try:
             worker.open()
@@ -286,11 +290,11 @@ class Crew:
         self._close(worker)
 
     def _wait_for_work(self) -> tuple[Reader, Sequence[WorkItem]] | None:
-        """The next item; between looks, writers of open files get their turn soon."""
+        """Return the next queued item; until it comes, check if others wait to write a file."""
         while True:
             with suppress(queue.Empty):
                 return self._work.get(timeout=_LOOK_S)
-            self.job.check_files()
+            self.job.shards.check()
 
     def _work_off(self, worker: Worker) -> None:
         finished: list[Outcome] = []
@@ -298,7 +302,7 @@ class Crew:
             try:
                 item = self._work.get_nowait()
             except queue.Empty:
-                # nothing to overlap with: hand over what is finished before going to sleep
+                # nothing to overlap with: report finished units before waiting
                 finished += worker.settle()
                 if finished:
                     self._done.put(finished)
@@ -307,23 +311,23 @@ class Crew:
             if item is None or self._stopped.is_set():
                 break
             reader, batch = item
-            self.job.first_read = min(self.job.first_read, time.perf_counter())
+            self._note_read()
             for outcome in worker.run_batch(reader, batch):
                 finished.append(outcome)
                 if self._stopped.is_set() or outcome[2] is not None:
                     break
-            # several at once: the streaming thread wakes up for each time, and takes the lock of
-            # the interpreter from workers that have just read
+            # several at once: each report wakes the streaming thread, which takes the
+            # interpreter's lock from workers that have just read
             failed = bool(finished) and finished[-1][2] is not None
-            if failed or len(finished) >= self._told_together:
+            if failed or len(finished) >= self._reported_together:
                 self._done.put(finished)
                 finished = []
-            if failed:  # of its slots nothing is known any more
+            if failed:  # the state of its slots is unknown
                 return
 
 
 def _insist(wait: Callable[[], object]) -> None:
-    """Wait to the end even if a signal handler raises: threads are always joined."""
+    """Call ``wait`` until it returns, even if a signal handler raises: threads must be joined."""
     while True:
         try:
             wait()

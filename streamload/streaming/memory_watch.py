@@ -1,4 +1,4 @@
-"""Whether the host still has what a load was promised, while it runs."""
+"""A check, while a load runs, that the host still has the memory that the plan counts on."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from streamload.core.memory import HostMemory, overhead_nbytes
 from streamload.errors import DeviceError, MemoryTakenError
 from streamload.planning.plan import Plan
 
-# Given to workers and written by them between two looks, so half as many of each, as long as
-# little more is left than was promised. A look takes 70 microseconds, 250 in a cgroup with a
-# limit; a load has more in reserve than these bytes.
+# Bytes given to workers and bytes written by them, together, between two checks while free memory
+# is short. A check takes 70 microseconds, 250 in a cgroup with a limit; a load's reserve is larger.
 _LOOK_NBYTES = 2**24
 _LOOK_EVERY_S = 0.01
-# Where more is left, looks are rarer: as if others took what is left at this rate.
+# With more memory left, checks are rarer: as if others took it at this rate.
 _TAKEN_NBYTES_PER_S = 2**33
 _LOOK_AT_LEAST_EVERY_S = 0.1
-# Of the time between two looks that the clock asks for, a look takes at most one part in so many:
-# in a forked process it takes some 20 milliseconds a gigabyte.
+# Checks by the clock take at most 1 / _LOOKS_SHARE of the time: in a forked process one takes some
+# 20 milliseconds a gigabyte.
 _LOOKS_SHARE = 10
 
 _forked = False  # whether this process is a fork of one that had imported this
@@ -35,16 +34,15 @@ os.register_at_fork(after_in_child=_is_forked)
 
 
 class Headroom:
-    """Host memory that a load was promised and has not touched yet, held against what is free.
+    """Compares the host memory that a load has still to touch with the memory that is free.
 
-    Made before the load touches anything. What the process has grown by since then counts as
-    touched, up to what workers were given: so interpreter and drivers may grow as was planned, and
-    what other threads of the process take was taken by others. Page cache that the kernel can
-    reclaim is free. If the system does not report free memory, nothing is checked.
+    Made before the load touches memory. The process's growth since then counts as touched, up to
+    the bytes that workers were given: more was taken by other threads, which count as others. Page
+    cache that the kernel can reclaim is free. Nothing is checked if free memory is unknown.
     """
 
     def __init__(self, plan: Plan, shared: Collection[str]) -> None:
-        """Take note of what is free, and of what the process holds."""
+        """Note free memory and this process's memory; ``shared``: devices in host memory."""
         on_host = [d for d in plan.devices if d.device in shared]
         self._device = ", ".join(d.device for d in on_host) or "host"
         self._promised_nbytes = sum(d.fresh_nbytes for d in on_host)
@@ -54,31 +52,32 @@ class Headroom:
             p.nbytes * count for p, count in plan.placements.counted if p.cast != "mapped"
         )
         self._handed_out_nbytes = self._done_nbytes = 0
-        # written, a page that a fork shares is taken, and released, it is not given back
+        # writing a page shared with a fork takes memory, and releasing it frees none
         may_share = _forked or any(d.held_nbytes > d.reusable_nbytes for d in on_host)
         shares = may_share and (_status_nbytes("smaps_rollup", b"Shared_Dirty:") or 0) >= 2**20
         self._own_nbytes = exclusive_nbytes if shares else process_nbytes
         self._held_nbytes = self._own_nbytes()
         self._memory = HostMemory()
         self._free_nbytes = self._available_nbytes()
-        # To stop takes memory too: units under way are ended. Half of the reserve is left for what
-        # the process grows otherwise.
+        # stopping takes memory, too, since units under way are finished; the other half of the
+        # reserve is for other growth of the process
         self._margin_nbytes = overhead_nbytes(self._free_nbytes or 0) // 2
         self._taken_nbytes = 0
         self._unseen_nbytes = self._next_nbytes = 0
         self._next_s = 0.0
 
     def hand_out(self, nbytes: int) -> None:
-        """Look, before workers are given as many bytes of parameters to write, where it is time."""
+        """Check, if it is time, before workers get ``nbytes`` of parameters to write."""
         self._look(nbytes)
         self._handed_out_nbytes += nbytes
 
     def done(self, nbytes: int) -> None:
-        """Look, after as many bytes were written: what was handed out is not touched yet."""
+        """Check, if it is time, after workers wrote ``nbytes`` of parameters."""
         self._done_nbytes += nbytes
         self._look(nbytes)
 
     def _look(self, nbytes: int) -> None:
+        """Raise MemoryTakenError if too little is free; ``nbytes`` is the progress."""
         self._unseen_nbytes += nbytes
         if self._unseen_nbytes < self._next_nbytes and time.monotonic() < self._next_s:
             return
@@ -92,13 +91,13 @@ class Headroom:
         if self._held_nbytes is not None and (held := self._own_nbytes()) is not None:
             grown = held - self._held_nbytes
         touched = min(grown, handed_out + self._scratch_nbytes)
-        # what was promised for a peak that is over is not needed any more
+        # memory for a peak that is over is not needed any more
         needed = min(
             self._promised_nbytes - touched, self._nbytes - self._done_nbytes + self._scratch_nbytes
         ) + max(self._staging_nbytes - handed_out, 0)
         needed = max(needed, 0)
-        # Others that have taken something go on: as much as since the last look, and, if they are
-        # such a load as well, as much as is written here before this one can stop.
+        # expect others to take as much as since the last check, and if they are such a load, too,
+        # as much as is written here before this one can stop
         taken = max(self._free_nbytes - free - grown, 0)
         others = max(taken - self._taken_nbytes, min(taken, handed_out - self._done_nbytes))
         margin = self._margin_nbytes + others
@@ -120,12 +119,12 @@ class Headroom:
 
 
 def process_nbytes() -> int | None:
-    """RssAnon + RssShmem of this process, from /proc (Linux); None elsewhere."""
+    """Return the bytes of RssAnon + RssShmem of this process from /proc; None without it."""
     return _status_nbytes("status", b"RssAnon:", b"RssShmem:")
 
 
 def exclusive_nbytes() -> int | None:
-    """The same of pages that no other process maps, which a forked one has written itself.
+    """Return the bytes of written pages that this process shares with no other, as forks do.
 
     None before Linux 4.14. Source: proc_pid_smaps(5).
     """
@@ -133,7 +132,7 @@ def exclusive_nbytes() -> int | None:
 
 
 def _status_nbytes(name: str, *fields: bytes) -> int | None:
-    """The sum of some fields of a file of this process in /proc."""
+    """Return the sum of fields in /proc/self/``name``, in bytes; None if there is no such file."""
     try:
         status = Path("/proc/self", name).read_bytes()
     except OSError:

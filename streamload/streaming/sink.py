@@ -1,4 +1,4 @@
-"""The parameters of a model as a stream fills them: loaded, untouched or invalid at any moment."""
+"""The target of a load: each parameter is loaded, untouched or invalid at any moment."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _POISON_NBYTES = 2**24
 
 
 class ModelTarget(Sink):
-    """The parameters of a model, or of a state dict that is made, as the stream fills them.
+    """Allocates and fills the parameters of a model, or the tensors of a new state dict.
 
     Attributes:
-        state_dict: without a model, the tensors that are there so far, by name.
+        state_dict: without a model, the finished tensors by name.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ModelTarget(Sink):
         parameters: Mapping[str, Parameter] | None,
         ledger: Ledger,
     ) -> None:
-        """Nothing is touched yet."""
+        """Touch nothing yet; ``parameters`` are the model's by name, None for a new state dict."""
         self.state_dict: dict[str, Any] = {}
         self._plan = plan
         self._framework = framework
@@ -48,12 +48,12 @@ class ModelTarget(Sink):
         self._parameters = parameters
         self._ledger = ledger
         self._all_new = plan.placements.all_new
-        self._buffers: dict[int, Buffer] = {}  # begun and not finished
-        self._released: set[int] = set()  # what they held is gone
-        # freed heap by device, since it was trimmed; other devices trim as they release
+        self._buffers: dict[int, Buffer] = {}  # begun and not finished, by index
+        self._released: set[int] = set()  # parameters whose old memory was freed
+        # freed heap bytes since the last trim, by device; other devices trim as they release
         self._freed = {name: 0 for name, device in devices.items() if device.info.shared_memory}
         self._loaded: set[int] = set()
-        self._revoked: set[int] = set()  # finished, of bytes that may be wrong
+        self._revoked: set[int] = set()  # finished with bytes that may be wrong
 
     def _parameter(self, index: int) -> Parameter | None:
         if self._parameters is None:
@@ -61,7 +61,7 @@ class ModelTarget(Sink):
         return self._parameters[self._plan.placements[index].name]
 
     def begin_all(self) -> None:
-        """Enter what the model holds into the ledger; release it now where that is planned."""
+        """Count the model's memory in the ledger; release it now if the plan wants that first."""
         made = self._plan
         held = () if self._all_new else made.placements
         for p in held:
@@ -77,7 +77,7 @@ class ModelTarget(Sink):
                 self._devices[d.device].trim()
 
     def map_all(self, checkpoint: Checkpoint) -> None:
-        """Make what stays in its file a view on that; nothing of it is read."""
+        """Make the parameters that stay in their file views on it, without reading."""
         placements = self._plan.placements
         maps: dict[Location, mmap.mmap] = {}
         for index, kind in enumerate(placements.kinds):
@@ -87,14 +87,14 @@ class ModelTarget(Sink):
             info = checkpoint.tensors[row.tensor]
             if info.shard not in maps:
                 maps[info.shard] = map_shard(checkpoint.headers[info.shard])
-            device = self._devices[kind.device]
             if kind.action == "replace":
                 self._release(index)
-            start = first_byte(info, row)
-            self._buffers[index] = device.view(maps[info.shard], start, kind.dst, kind.shape)
+            place = maps[info.shard], first_byte(info, row)
+            self._buffers[index] = self._devices[kind.device].view(*place, kind.dst, kind.shape)
             self.finish([index])
 
     def _release(self, index: int) -> str:
+        """Free a parameter's old memory; return "", or why it cannot be freed."""
         if index in self._released:
             return ""
         p = self._plan.placements[index]
@@ -111,7 +111,7 @@ class ModelTarget(Sink):
         return reason
 
     def begin(self, indices: Sequence[int]) -> list[Buffer]:
-        """Make room for parameters of one device, by number, and return their buffers."""
+        """Allocate parameters of one device, given by index, and return their buffers."""
         placements = self._plan.placements
         kinds = [placements.kinds[index] for index in indices]
         name = kinds[0].device
@@ -125,7 +125,7 @@ class ModelTarget(Sink):
             buffers = device.allocate_all([(kind.dst, kind.shape) for kind in kinds])
         except BaseException as error:
             self._ledger.release(name, nbytes)
-            if isinstance(error, AllocationError):  # one by one: what is too much is named
+            if isinstance(error, AllocationError):  # one by one: the error names the tensor
                 return [self._begin(index) for index in indices]
             raise
         self._buffers.update(zip(indices, buffers, strict=True))
@@ -154,7 +154,7 @@ class ModelTarget(Sink):
         return self._buffers[index]
 
     def finish(self, indices: Sequence[int]) -> None:
-        """Make parameters tensors over their buffers."""
+        """Make tensors over the complete buffers of parameters, given by index."""
         names, kinds = self._plan.placements.names, self._plan.placements.kinds
         if self._parameters is None:
             alike = [kinds[index] for index in indices]
@@ -171,14 +171,14 @@ class ModelTarget(Sink):
             return
         for index in indices:
             if kinds[index].action == "in_place":
-                self._parameters[names[index]].revive()  # it may be invalid since an earlier load
+                self._parameters[names[index]].revive()  # an earlier load may have failed
             else:
                 self._parameters[names[index]].attach(self._buffers[index], kinds[index].dst)
             self._loaded.add(index)
             del self._buffers[index]
 
     def revoke(self, indices: Iterable[int]) -> None:
-        """Count finished parameters as those that were not: what they hold may be wrong."""
+        """Count finished parameters, given by index, as invalid: their bytes may be wrong."""
         for index in self._loaded.intersection(indices):
             p = self._plan.placements[index]
             parameter = self._parameter(index)
@@ -193,20 +193,20 @@ class ModelTarget(Sink):
             self._ledger.release(p.device, p.resident_nbytes)
 
     def fail(self) -> LoadState:
-        """Give back half-filled parameters, and return the state of each.
+        """Free half-filled parameters, and return the state of each.
 
-        Memory that was being written in place is kept, and stays in the ledger: another load
-        writes it again, and others that refer to it see that.
+        Memory that was written in place is kept, and stays in the ledger: another load writes it
+        again, which all references to it then see.
         """
-        made = self._plan
+        placements = self._plan.placements
         begun = (self._released | self._revoked | set(self._buffers)) - self._loaded
-        # a parameter that keeps what it held until its new buffer is full is as it was
+        # a parameter that keeps its old memory until its new buffer is full is untouched
         invalid = {
-            i for i in begun if i in self._released or made.placements[i].action == "in_place"
+            i for i in begun if i in self._released or placements[i].action == "in_place"
         } | self._revoked
         given_up: list[tuple[int, Buffer]] = []
         for index in sorted(begun):
-            p = made.placements[index]
+            p = placements[index]
             buffer = self._buffers.pop(index, None)
             parameter = self._parameter(index)
             device = self._devices[p.device]
@@ -216,15 +216,15 @@ class ModelTarget(Sink):
                 parameter.invalidate(keep=p.action == "in_place")
             if buffer is not None and p.action != "in_place":
                 given_up.append((index, buffer))
-        # when every parameter is in a stated condition: a device that has failed may fail again
+        # last, when every parameter's state is set: a device that has failed may fail again
         for index, buffer in given_up:
-            p = made.placements[index]
+            p = placements[index]
             with suppress(Exception):
                 self._devices[p.device].release(buffer)
             self._ledger.release(p.device, p.resident_nbytes)
-        names = made.placements.names
+        names = placements.names
         everything = range(len(names))
-        if self._parameters is not None:  # and those that an earlier failure left without values
+        if self._parameters is not None:  # also parameters that an earlier failure invalidated
             invalid |= {i for i in everything if self._parameters[names[i]].invalid} - self._loaded
         return LoadState(
             loaded=tuple(names[i] for i in everything if i in self._loaded),
@@ -236,9 +236,9 @@ class ModelTarget(Sink):
 
 
 def _poison(device: Device, buffer: Buffer, nbytes: int) -> None:
-    """Fill half-written memory that others may still hold: every float in it reads as NaN.
+    """Fill half-written memory that others may still hold, so that every float in it is NaN.
 
-    But for blocks that have no memory of their own yet: it may be what there is too little of.
+    Blocks without memory of their own are left out: memory may be scarce.
     """
     if not device.info.host_visible:
         return

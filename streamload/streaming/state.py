@@ -1,13 +1,34 @@
-"""A plan that is being run: what there is to do, in units, and what is known of its progress."""
+"""The progress of a running load: its units of work, and the state of each placement.
+
+S is the streaming thread, which calls `stream`, or an offloaded model's "streamload-rounds". W is a
+worker, D a thread "streamload-scales" that sends scales to a device, A any thread.
+
+| state of a placement | meaning | begins with, by S |
+|---|---|---|
+| (not in `buffers`) | nothing of it is under way | `Job`, or `_finish` |
+| in `buffers` | it has memory, and units of it may be under way | `begin` |
+| in `_left` | some of its units are done | `done` |
+| in `_coded` | its quantized values are there, and its scales are still to be made | `done` |
+
+| field of `Job` | changed by | guarded by |
+|---|---|---|
+| `buffers`, `values`, `_auxiliary` | S; W reads | the queues: S writes before and after a unit |
+| `_casts`, `_encoders` | S, W | `_compiling`; S removes encoders that no unit needs any more |
+| `decoders`, `shards` | S, W, D; A stops `shards` | locks of their own |
+| `casts` | S; W and D read | `DeviceCasts` |
+| `first_reads` | W, or S if there are no workers | none: `list.append` is atomic |
+| `stats`, `_left`, `_to_come`, `_begun`, `_coded` | S | none: no other thread looks |
+| all others | nobody | none |
+"""
 
 from __future__ import annotations
 
-import math
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,7 +40,6 @@ from streamload.codecs.decode import Decoders, Weight, weight_of
 from streamload.codecs.encode import Encoder
 from streamload.codecs.llvm import Engine
 from streamload.codecs.parts import QuantCounts
-from streamload.codecs.scheme import Decoder
 from streamload.codecs.weights import Packed, read_whole
 from streamload.core.dtypes import DType
 from streamload.core.location import Location
@@ -29,7 +49,7 @@ from streamload.errors import FileChangedError, OutOfRangeError, TruncatedFileEr
 from streamload.files.local import Reader
 from streamload.planning.chunks import Chunk, Cut, SmallTensorBatch
 from streamload.planning.placement import HOST_CASTS, Placement
-from streamload.planning.plan import BULK_NBYTES, SEGMENTS, STAGING_SLOTS, Plan, slot_nbytes
+from streamload.planning.plan import BULK_NBYTES, STAGING_SLOTS, Plan, slot_nbytes
 from streamload.planning.quant_policy import coded, encoder_of
 from streamload.planning.transforms import NO_CHANGES, Changes
 from streamload.streaming.device_casts import DeviceCasts
@@ -37,59 +57,57 @@ from streamload.streaming.memory_watch import Headroom
 
 NO_COUNTS = CastCounts()
 NO_ERRORS = QuantCounts()
-#: What a chunk's cast, or its quantisation, did not keep.
+#: How many values a chunk's cast, or its quantization, changed.
 Counts: TypeAlias = CastCounts | QuantCounts
-_LEAST_SHARE = 16  # units for each worker, of a load that has them
+_LEAST_SHARE = 16  # units for each worker, if the load is large enough
 _MAX_UNIT_CHUNKS = 256  # so that a unit of tiny tensors does not keep the other workers waiting
 
-#: Of one shard and one device, in the order of the file.
+#: A unit of work: chunks of one file for one device, in the order of the file.
 WorkItem = tuple[Chunk, ...] | SmallTensorBatch
 
 
-_Addresses = np.ndarray[Any, np.dtype[np.int64]]
-
-
 class Sink(ABC):
-    """What a stream fills; called from the streaming thread, in plan order.
+    """The receiver of a stream, called by the streaming thread: it allocates and makes parameters.
 
     Attributes:
-        bring: brings bytes of a file that buffers are views on, in place of all reading.
+        bring: maps file bytes (path, start, stop exclusive) that buffers are views on; if it is
+            set, nothing is read.
     """
 
     bring: Callable[[Location, int, int], None] | None = None
 
     @abstractmethod
     def begin(self, indices: Sequence[int]) -> Sequence[Buffer]:
-        """Make room for placements of one device, by number, and return their buffers."""
+        """Allocate placements of one device, given by index, and return their buffers."""
 
     @abstractmethod
     def finish(self, indices: Sequence[int]) -> None:
-        """Take placements of which all bytes are there; their buffers are written no more."""
+        """Make parameters of placements whose buffers are complete; nothing writes these again."""
 
     def sent(self, unit: WorkItem, tickets: Sequence[Ticket]) -> None:
-        """Called by a worker once a unit's copies have started; `tickets` are those still running.
+        """Note that a unit's copies have started; ``tickets`` are those still running.
 
-        An error may still come: `finish` confirms.
+        Called by a worker. An error may still come: `finish` confirms.
         """
         return None
 
     def revoke(self, indices: Iterable[int]) -> None:
-        """Forget finished placements among these: their bytes may be wrong; the load fails."""
+        """Invalidate the finished placements among these: the load fails, and they may be wrong."""
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A plan to be streamed.
+    """The inputs of a stream: a plan, and all that is needed to run it.
 
     Attributes:
         checkpoint: the headers that the plan was made from.
-        devices: by name, every device of the plan.
-        changes: functions that change values on the way.
-        opener: opens the shards.
+        devices: every device of the plan, by name.
+        changes: the user's functions that change values between file and device.
+        opener: opens a file of the checkpoint.
         headroom: checks that promised memory is still free; None checks nothing.
         progress: called with the file bytes read so far, often.
-        refills: the same memory is filled again and again, so its pages are there.
+        refills: the same memory is filled repeatedly, so its pages exist already.
     """
 
     plan: Plan
@@ -107,12 +125,12 @@ class StreamStats:
     """Results of a stream.
 
     Attributes:
-        counts: counts of casts, by placement index.
-        errors: errors of quantizing, by placement index of the codes.
-        transfer_seconds: from the first read until the last byte was in place.
+        counts: values that casts changed, by placement index.
+        errors: errors of quantizing, by placement index of the quantized values.
+        transfer_seconds: from the first read until the last byte was in place; 0 if none was read.
         reader_fallbacks: reasons for which files were read otherwise than planned, with counts.
-        page_cache: the treatment of the page cache and its reason; "" if none was used.
-        dropped_nbytes: file bytes dropped from it.
+        page_cache: how the page cache was treated, and why; "" if it was not used.
+        dropped_nbytes: file bytes dropped from the page cache.
     """
 
     read_nbytes: int = 0
@@ -126,39 +144,34 @@ class StreamStats:
 
 
 class Job:
-    """A transfer that is running, and its progress. The streaming thread changes it."""
+    """A running transfer and its progress; the module's tables name the threads that change it."""
 
     def __init__(self, transfer: Transfer, sink: Sink) -> None:
-        """Look at a plan; nothing is opened."""
         self.transfer, self.sink = transfer, sink
         self.plan, self.devices = transfer.plan, transfer.devices
         plan, devices, checkpoint = transfer.plan, transfer.devices, transfer.checkpoint
         self.stats = StreamStats()
-        self.first_read = math.inf
-        self.failed = False
+        self.first_reads: list[float] = []  # when workers began to read; the least counts
         self.buffers: dict[int, Buffer] = {}
-        self.bulk = {name: device.bulk for name, device in devices.items()}
-        infos = {name: device.info for name, device in devices.items()}
-        self.host_visible = {name: info.host_visible for name, info in infos.items()}
+        self.infos = infos = {name: device.info for name, device in devices.items()}
         cast_there = {p.device for p, _ in plan.placements.counted if p.cast == "device"}
         self.casting = [name for name, info in infos.items() if info.casts and name in cast_there]
-        # of a buffer's first byte, for devices with addresses
+        # the address of a buffer's first byte, by device
         self._address: dict[str, Callable[[Buffer], int]] = {}
         for name, device in devices.items():
             if device.bulk is not None:
                 self._address[name] = device.bulk.address
             elif isinstance(device, Addressed):
                 self._address[name] = device.address
-        self.joins = {name for name, info in infos.items() if info.allocator in SEGMENTS}
-        self.casts: dict[str, DeviceCasts] = {}  # by device, of those that cast what they were sent
+        self.casts: dict[str, DeviceCasts] = {}  # by device, for devices that cast
         nbytes = sum(p.nbytes * count for p, count in plan.placements.counted)
         share = nbytes // (_LEAST_SHARE * max(plan.threads, 1))
-        # whole slots: what is left over of each unit would be a small copy
+        # whole slots: the rest of each unit would be a small copy
         slots = max(min(share, BULK_NBYTES) // max(plan.slot_nbytes, 1), 1)
-        slots = min(slots, _MAX_UNIT_CHUNKS)  # a read each, which takes memory too
+        slots = min(slots, _MAX_UNIT_CHUNKS)  # each is a read, which takes memory too
         self._bulk_nbytes = slots * plan.slot_nbytes
         self._checkpoint = checkpoint
-        self._left: dict[int, int] = {}  # bytes to come, by placement of which some have
+        self._left: dict[int, int] = {}  # bytes to come, by index
         self._casts: dict[tuple[DType, DType, Engine], Cast] = {}
         self._compiling = threading.Lock()
         self._cut = Cut(plan, checkpoint)
@@ -172,27 +185,25 @@ class Job:
         )
         self._paths = [header.path for header in checkpoint.shards]
         kind_of = dict(zip(self._paths, plan.readers, strict=True)).__getitem__
-        self._shards = Shards(
-            *(checkpoint.shards, kind_of),
-            opener=transfer.opener,
-            cache=self._page_cache,
-            ahead=plan.ahead,
+        cache = self._page_cache
+        self.shards = Shards(
+            checkpoint.shards, kind_of, opener=transfer.opener, cache=cache, ahead=plan.ahead
         )
-        self._to_come: Counter[int] = Counter()  # units that were begun, by shard
-        self._begun: set[int] = set()  # shards, all of their units
-        self._encoders: dict[int, Encoder] = {}  # by number of the codes
+        self._to_come: Counter[int] = Counter()  # units under way, by shard
+        self._begun: set[int] = set()  # shards without a unit that is still to begin
+        self._encoders: dict[int, Encoder] = {}  # by index of the quantized values
         names = zip(plan.placements.names, plan.placements.kinds, strict=True)
         self._parts = {name: i for i, (name, kind) in enumerate(names) if kind.cast == "part"}
-        self._decoders = Decoders(plan.out_of_range)
-        self._values: dict[int, memoryview] = {}  # of parts that are to be placed
-        self._coded: list[Chunk] = []  # the last of each tensor whose codes are all there
-        # of codes that a device makes, the parts that it writes, and the mean of the statistics
-        self._beside: dict[int, list[int]] = {}
-        self._means: dict[int, float] = {}
+        self.decoders = Decoders(plan.out_of_range)
+        self.values: dict[int, memoryview] = {}  # of scales and tables to be placed, by index
+        # the last chunk of each weight whose quantized values are there, and the mean of its scales
+        self._coded: list[tuple[Chunk, float]] = []
+        # by index of values that a device quantizes: the scales and statistics that it writes, too
+        self._auxiliary: dict[int, list[int]] = {}
         self.holds = any(p.there_nbytes for p, _ in plan.placements.counted)
 
     def units(self, some: range | None = None) -> Iterator[WorkItem]:
-        """Cut the plan, or some placements in a row, into units in the order of reading."""
+        """Cut the plan into units in the order of reading; ``some`` selects placements by index."""
         cut, first = self._cut, 0
         if some is not None:
             first, placements = some.start, self.plan.placements[some.start : some.stop]
@@ -201,20 +212,19 @@ class Job:
         return _units((piece.moved(first) for piece in pieces) if first else pieces, self)
 
     def open(self, shard: int) -> Reader:
-        """Open a shard's file."""
-        return self._shards.reader(self._paths[shard])
+        """Return the open file of a shard, given by index; open it if needed."""
+        return self.shards.reader(self._paths[shard])
 
     def stop(self) -> None:
-        """Nothing more is wanted: end all waits for a server; any thread may call this."""
-        self.failed = True
-        self._shards.stop()
+        """End all waits for a server, since the load ends; any thread may call this."""
+        self.shards.stop()
 
     def fail(self, error: BaseException) -> None:
-        """Stop, and revoke finished placements if their bytes may be wrong by the error."""
+        """Stop, and revoke finished placements if the error means that their file has changed."""
         self.stop()
         held_back = isinstance(error, FileChangedError) and error.held_back
         if isinstance(error, (FileChangedError, TruncatedFileError)) and not held_back:
-            # not only what is unfinished: where the clock is coarse, a change is seen late
+            # finished ones, too: if the clock is coarse, a change is seen late
             tensors = self._checkpoint.tensors
             self.sink.revoke(
                 index
@@ -222,43 +232,35 @@ class Job:
                 if any(str(tensors[r.tensor].shard) == error.path for r in p.source)
             )
 
-    def check_files(self) -> None:
-        """Look whether somebody waits to change an open file, while nobody reads; any thread may.
-
-        Raises:
-            FileChangedError: somebody does.
-        """
-        self._shards.check()
-
     def has_begun(self, shard: int) -> None:
-        """All units of a shard were begun: its file is closed when they are done.
+        """Note that all units of a shard have begun: its file closes as soon as they are done.
 
-        At once: its lease keeps others from writing it.
+        Until then its lease keeps others from writing it.
         """
         self._begun.add(shard)
         self._close_if_done(shard)
 
     def _close_if_done(self, shard: int) -> None:
         if shard in self._begun and not self._to_come[shard]:
-            self._shards.close(self._paths[shard])
+            self.shards.close(self._paths[shard])
 
     def close_all(self) -> None:
-        """Close every file that is open still; no worker reads any more."""
-        self._shards.close_all()
-        self.stats.reader_fallbacks = self._shards.fallbacks
-        self.stats.page_cache = self._shards.page_cache
+        """Close all files; no thread may be reading."""
+        self.shards.close_all()
+        self.stats.reader_fallbacks = self.shards.fallbacks
+        self.stats.page_cache = self.shards.page_cache
         self.stats.dropped_nbytes = self._page_cache.dropped_nbytes
 
     def cast(self, p: Placement) -> Cast:
-        """The cast of a placement; a plain copy of bits where the device casts.
+        """Return the host's cast for a placement: a plain copy if the device casts.
 
-        Compiled when it is first asked for: raw bytes that are staged never ask.
+        Compiled at the first call.
         """
         engine: Engine = "numpy" if p.cast == "numpy" else "auto"
         return self.cast_of(p.src, p.src if p.cast == "device" else p.dst, engine)
 
     def cast_of(self, src: DType, dst: DType, engine: Engine = "auto") -> Cast:
-        """The cast of a pair of dtypes on the host."""
+        """Return the host's cast from one dtype to another; compile it at the first call."""
         key = (src, dst, engine)
         with self._compiling:
             if key not in self._casts:
@@ -268,7 +270,7 @@ class Job:
             return self._casts[key]
 
     def encoder(self, index: int) -> Encoder:
-        """What quantises a placement; any thread may ask."""
+        """Return the encoder that quantizes a placement, given by index; any thread may call."""
         with self._compiling:
             if index not in self._encoders:
                 p = self.plan.placements[index]
@@ -276,33 +278,25 @@ class Job:
                 self._encoders[index] = encoder_of(p.coding, p.src)
             return self._encoders[index]
 
-    def decoder(self, info: Packed, p: Placement) -> Decoder:
-        """The decoder of a tensor for a placement; reads its scales. Any thread may call this."""
-        return self._decoders.of(info, p.dst, "numpy" if p.cast == "numpy" else "auto")
-
-    def value(self, index: int) -> memoryview:
-        """The bytes of what belongs to codes that are all there."""
-        return self._values[index]
-
     def parts(self) -> list[list[WorkItem]]:
-        """What belongs to codes that have become whole since this was asked: to be placed now."""
+        """Return units that place the scales of weights that are quantized since the last call."""
         chunks = []
-        for chunk in self._coded:
+        for chunk, mean in self._coded:
             p = self.plan.placements[chunk.placement]
             assert p.coding is not None, p.name
             if p.cast == "device":
-                constants = coded(p.coding, p.src).constants(self._means.pop(chunk.placement, 0.0))
+                constants = coded(p.coding, p.src).constants(mean)
                 made = {name: array.data for name, array in constants.items()}
             else:
                 encoder = self._encoders.pop(chunk.placement, None) or encoder_of(p.coding, p.src)
                 made = encoder.finish()
-            written = self._beside.pop(chunk.placement, [])  # by the device
+            written = self._auxiliary.pop(chunk.placement, [])  # by the device
             self._finish(written)
             for part in coded(p.coding, p.src).parts[1:]:
                 index = self._parts[part.name(p.name)]
                 if index in written:
                     continue
-                self._values[index] = value = memoryview(made[part.suffix]).cast("B")
+                self.values[index] = value = memoryview(made[part.suffix]).cast("B")
                 for start in range(0, len(value), self.plan.chunk_nbytes):
                     stop = min(start + self.plan.chunk_nbytes, len(value))
                     chunks.append(Chunk(index, chunk.shard, start, stop, ()))
@@ -310,16 +304,16 @@ class Job:
         return [[unit] for unit in _units(chunks, self)]
 
     def is_bulk(self, p: Placement) -> bool:
-        """Whether a placement's bytes go as they are to a device that takes many at a time.
+        """Whether file bytes go unchanged to a device that copies many chunks in one call.
 
-        Which may cast them there.
+        The device may cast them.
         """
         as_they_are = p.cast == "copy" or (p.cast == "device" and p.device in self.casting)
         in_order = (p.transpose is None or p.turned_there) and not p.strided
-        return as_they_are and in_order and self.bulk[p.device] is not None
+        return as_they_are and in_order and self.devices[p.device].bulk is not None
 
     def unit_nbytes(self, p: Placement) -> int:
-        """Most bytes of a unit, each chunk rounded up to what it takes in a slot."""
+        """Return the most bytes of a unit, each chunk rounded up to its size in a staging slot."""
         return self._most_of(p) if self.is_bulk(p) else self.plan.slot_nbytes
 
     def _chunk_nbytes(self, p: Placement) -> int:
@@ -329,17 +323,17 @@ class Job:
         return self._most_of(p) if self.is_bulk(p) else self.plan.chunk_nbytes
 
     def _most_of(self, p: Placement) -> int:
-        """Bytes of a unit that goes in bulk.
+        """Return the most bytes of a unit that a device copies in bulk.
 
-        Statistics that a device nests are held until all units of a weight are reported: small ones
-        are reported sooner.
+        If a device quantizes statistics, too, it holds them until the weight is complete: small
+        units are complete sooner.
         """
         if p.coding is not None and p.coding.nests:
             return min(self._bulk_nbytes, STAGING_SLOTS * self.plan.slot_nbytes)
         return self._bulk_nbytes
 
     def begin(self, batch: Sequence[WorkItem]) -> None:
-        """Make room for the parameters that units are the first to write."""
+        """Allocate the parameters that a batch is the first to write."""
         if self.transfer.headroom is not None:
             self.transfer.headroom.hand_out(sum(map(written_nbytes, batch)))
         self._to_come[batch[0][0].shard] += len(batch)
@@ -353,16 +347,16 @@ class Job:
             if new:
                 self.buffers.update(zip(new, self.sink.begin(new), strict=True))
                 for index in new if self.casts and self._parts else ():
-                    self._begin_beside(index)
+                    self._begin_auxiliary(index)
 
     def has_room(self, batch: Sequence[WorkItem]) -> bool:
-        """Whether devices have room for scales and statistics of placements that units begin.
+        """Whether devices could take memory for scales and statistics of all placements of a batch.
 
-        What there is room for is taken; ask again when something is done.
+        If not, some is taken: call again when a unit is done.
         """
         if not self.holds:
             return True
-        # packs go as they are
+        # batches of small tensors are copied as they are
         units = [unit for unit in batch if not isinstance(unit, SmallTensorBatch)]
         for index in dict.fromkeys(chunk.placement for unit in units for chunk in unit):
             p = self.plan.placements.kinds[index]
@@ -371,69 +365,62 @@ class Job:
         return True
 
     def _hold(self, index: int, p: Placement) -> bool:
-        """Have a device hold scales or statistics of a placement; False if there is no room now."""
+        """Reserve device memory for a placement's scales or statistics; False if it is full now."""
         source = self.plan.placements.sources[index][0]
         info = self._checkpoint.tensors[source.tensor]
+        return self.casts[p.device].hold(index, p, partial(self._weight, info))
+
+    def _weight(self, info: TensorInfo) -> Weight:
+        """Read the scales of a quantized weight, by the open file if they are in the same one."""
+        assert isinstance(info, Packed), info.name
 
         def read(member: TensorInfo) -> bytes:
-            assert isinstance(info, Packed), info.name
             if member.shard != info.shard:
                 return next(read_whole(info.headers, [member]))
             data = bytearray(member.nbytes)  # its file is open while the values stream
-            self._shards.reader(info.shard).read_into(member.start, memoryview(data))
+            self.shards.reader(info.shard).read_into(member.start, memoryview(data))
             return bytes(data)
 
-        def make() -> Weight:
-            assert isinstance(info, Packed), info.name
-            return weight_of(info, read)
+        return weight_of(info, read)
 
-        return self.casts[p.device].hold(index, p, make)
-
-    def _begin_beside(self, index: int) -> None:
-        """Make room for the auxiliary parts that a device writes with the codes."""
+    def _begin_auxiliary(self, index: int) -> None:
+        """Allocate the scales and statistics that a device writes while it quantizes a weight."""
         p = self.plan.placements[index]
         if p.cast != "device" or p.coding is None or not p.coding.device_parts:
             return
         names = {part.suffix: part.name(p.name) for part in coded(p.coding, p.src).parts}
-        self._beside[index] = beside = [self._parts[names[s]] for s in p.coding.device_parts]
-        self.buffers.update(zip(beside, self.sink.begin(beside), strict=True))
+        self._auxiliary[index] = found = [self._parts[names[s]] for s in p.coding.device_parts]
+        self.buffers.update(zip(found, self.sink.begin(found), strict=True))
 
-    def beside_address(self, index: int) -> int:
-        """Device address of the scales or statistics of a placement that it casts; 0 for none."""
+    def auxiliary_address(self, index: int) -> int:
+        """Return the device address of a placement's scales or statistics; 0 if it has none."""
         p = self.plan.placements[index]
         casts = self.casts[p.device]
         if p.src.is_packed:
             return casts.weight(index)
         if p.there_nbytes:
             return casts.held(index)
-        beside = self._beside.get(index)
-        return self._address_of(beside[0]) if beside else 0
+        found = self._auxiliary.get(index)
+        return self._address_of(found[0]) if found else 0
 
     def _address_of(self, index: int) -> int:
-        """Where the buffer of a placement begins."""
+        """Return the address of a placement's buffer."""
         return self._address[self.plan.placements.kinds[index].device](self.buffers[index])
 
-    def addresses(self, pack: SmallTensorBatch) -> _Addresses | None:
-        """Addresses of the parameters of a batch; None if the device has none."""
+    def addresses(self, pack: SmallTensorBatch) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+        """Return the addresses of a batch's parameters; None if its device has no addresses."""
         address = self._address.get(self.plan.placements.kinds[pack.first].device)
         if address is None:
             return None
         buffers = map(self.buffers.__getitem__, pack.placements)
         return np.fromiter(map(address, buffers), np.int64, len(pack))
 
-    def tensor(self, chunk: Chunk) -> tuple[str, Location]:
-        """The tensor that a chunk's first bytes are of, and its file."""
-        info = self.tensor_at(chunk, chunk.runs[0].start if chunk.runs else -1)
-        return info.name, info.shard
-
-    def rows_at(self, chunk: Chunk, start: int) -> tuple[TensorInfo, int]:
-        """The tensor that a file byte of a chunk is of, and the number of its row."""
-        info = self.tensor_at(chunk, start)
-        rows = info.shape[0] if info.shape else 1
-        return info, (start - info.start) * rows // info.nbytes
+    def tensor(self, chunk: Chunk) -> TensorInfo:
+        """Return the tensor that holds a chunk's first byte."""
+        return self.tensor_at(chunk, chunk.runs[0].start if chunk.runs else -1)
 
     def tensor_at(self, chunk: Chunk, start: int) -> TensorInfo:
-        """The tensor that a file byte of a chunk is of; the first of its sources for no byte."""
+        """Return the chunk's tensor that holds file byte ``start``; if none does, its first."""
         path = self._checkpoint.shards[chunk.shard].path
         source = self.plan.placements[chunk.placement].source
         infos = (self._checkpoint.tensors[row.tensor] for row in source)
@@ -450,44 +437,45 @@ class Job:
         if isinstance(unit, SmallTensorBatch):
             self.stats.read_nbytes += unit.read_nbytes
             self._finish(unit.placements)
-            self._account(unit, self.stats.read_nbytes - before)
-            return
-        for chunk, count in zip(unit, counts, strict=True):
-            index = chunk.placement
-            p = self.plan.placements[index]
-            self.stats.read_nbytes += chunk.read_nbytes
-            if p.cast in HOST_CASTS:
-                self.count(index, count)
-            self._check_range(chunk, p, count)
-            left = self._left.get(index)
-            left = (p.nbytes if left is None else left) - (chunk.stop - chunk.start)
-            self._left[index] = left
-            if not left:
-                del self._left[index]
-                strict = self.plan.out_of_range == "error"  # else it is not read for each
-                if strict and p.cast == "device" and p.device in self.casts:
-                    self._check_range(chunk, p, self.casts[p.device].counts(index))
-                if p.there_nbytes:
-                    self._let_go(index, p)
-                if p.coding is not None and not p.coding.part:
-                    self._coded.append(chunk)
-                if p.src.is_packed:
-                    for r in p.source:
-                        self._decoders.drop(r.tensor, p.dst)
-                self._finish([index])
-                self._values.pop(index, None)
+        else:
+            for chunk, count in zip(unit, counts, strict=True):
+                self._chunk_done(chunk, count)
         self._account(unit, self.stats.read_nbytes - before)
 
-    def _let_go(self, index: int, p: Placement) -> None:
-        """Give back the device's scales or statistics of a placement that is complete."""
-        casts = self.casts[p.device]
+    def _chunk_done(self, chunk: Chunk, count: Counts) -> None:
+        """Account for a chunk in place; finish its placement if it was the last."""
+        index = chunk.placement
+        p = self.plan.placements[index]
+        self.stats.read_nbytes += chunk.read_nbytes
+        if p.cast in HOST_CASTS:
+            self.count(index, count)
+        self._check_range(chunk, p, count)
+        left = self._left.pop(index, p.nbytes) - (chunk.stop - chunk.start)
+        if left:
+            self._left[index] = left
+            return
+        strict = self.plan.out_of_range == "error"  # otherwise it is not read for each
+        if strict and p.cast == "device" and p.device in self.casts:
+            self._check_range(chunk, p, self.casts[p.device].counts(index))
+        mean = self._let_go(index, p) if p.there_nbytes else 0.0
+        if p.coding is not None and not p.coding.part:
+            self._coded.append((chunk, mean))
+        if p.src.is_packed:
+            for r in p.source:
+                self.decoders.drop(r.tensor, p.dst)
+        self._finish([index])
+        self.values.pop(index, None)
+
+    def _let_go(self, index: int, p: Placement) -> float:
+        """Free the device's scales or statistics of a complete placement; return their mean."""
+        casts, mean = self.casts[p.device], 0.0
         if p.coding is not None:
-            addresses = map(self._address_of, self._beside[index])
-            self._means[index] = casts.nest(index, *addresses)
+            mean = casts.nest(index, *map(self._address_of, self._auxiliary[index]))
         casts.let_go(index)
+        return mean
 
     def count(self, index: int, counts: Counts) -> None:
-        """Add what part of a placement did not keep."""
+        """Add the counts of some elements of a placement, given by index, to its counts."""
         if isinstance(counts, QuantCounts):
             self.stats.errors[index] = self.stats.errors.get(index, NO_ERRORS) + counts
         else:
@@ -500,27 +488,23 @@ class Job:
     def _account(self, unit: WorkItem, nbytes: int) -> None:
         """Report read bytes to the page cache; close a file that is read to the end."""
         shard = self._paths[unit[0].shard]
-        if self._shards.drops(shard):
+        if self.shards.drops(shard):
             for start, stop in file_ranges(unit):
-                self._shards.done(shard, start, stop)
-        else:  # it counts, and asks for no more: a unit may have many ranges
-            self._shards.done(shard, 0, nbytes)
+                self.shards.done(shard, start, stop)
+        else:  # only the number counts: a unit may have many ranges
+            self.shards.done(shard, 0, nbytes)
         self._to_come[unit[0].shard] -= 1
         self._close_if_done(unit[0].shard)
 
     def _check_range(self, chunk: Chunk, p: Placement, counts: Counts) -> None:
-        """Raise OutOfRangeError for values that do not fit, where that is an error."""
+        """Raise OutOfRangeError for values that overflowed, if ``out_of_range`` is "error"."""
         if counts.overflowed and self.plan.out_of_range == "error":
-            name, shard = self.tensor(chunk)
-            raise OutOfRangeError(name, shard, p.src.name, p.dst.name, counts.overflowed)
-
-    def tell(self) -> None:
-        """Report progress."""
-        self.transfer.progress(self.stats.read_nbytes)
+            info, names = self.tensor(chunk), (p.src.name, p.dst.name)
+            raise OutOfRangeError(info.name, info.shard, *names, counts.overflowed)
 
 
 def _units(cut: Iterable[Chunk | SmallTensorBatch], job: Job) -> Iterator[WorkItem]:
-    """Group chunks of a shard into units, small neighbours together; a pack is a unit."""
+    """Group neighbouring chunks of one shard into units; a batch of small tensors is a unit."""
     unit: list[Chunk] = []
     size = most = 0
     for chunk in cut:
@@ -548,14 +532,14 @@ def _units(cut: Iterable[Chunk | SmallTensorBatch], job: Job) -> Iterator[WorkIt
 
 
 def written_nbytes(unit: WorkItem) -> int:
-    """Bytes of parameters that a unit writes."""
+    """Return the bytes of parameters that a unit writes."""
     if isinstance(unit, SmallTensorBatch):
         return unit.read_nbytes
     return sum(chunk.stop - chunk.start for chunk in unit)
 
 
 def file_ranges(unit: WorkItem) -> Iterator[tuple[int, int]]:
-    """The file bytes of a unit, those of neighbours together."""
+    """Yield the ranges of file bytes that a unit reads, stop exclusive; adjoining ones joined."""
     if isinstance(unit, SmallTensorBatch):
         yield unit.start, unit.stop
         return

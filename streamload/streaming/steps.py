@@ -1,10 +1,11 @@
-"""What becomes of a chunk's elements between the file and the device: see `Step`."""
+"""The host's work on a chunk between file and device: copy, cast, quantize or dequantize."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
 from streamload.codecs.cast_table import Cast, CastCounts
+from streamload.codecs.llvm import Engine
 from streamload.codecs.parts import QuantCounts
 from streamload.codecs.scheme import Decoder
 from streamload.codecs.weights import Packed
@@ -20,7 +21,8 @@ class Step(ABC):
 
     Attributes:
         moves: bytes stay as they are.
-        gathers: lines of a run are joined before.
+        gathers: a call takes all lines of a strided read, joined.
+        counts: values changed so far.
     """
 
     moves = False
@@ -31,25 +33,25 @@ class Step(ABC):
         self._job, self._chunk, self._placement = job, chunk, p
 
     def begin(self, run: StridedRead) -> None:
-        """Look at a run; all calls until the next are for its elements."""
+        """Prepare for a strided read; all calls until the next `begin` are for its elements."""
         return None
 
     def changed(self, data: memoryview, start: int) -> memoryview:
-        """Whole rows of the file from byte ``start`` on, as functions change them before."""
+        """Return whole rows, from file byte ``start`` on, after the user's functions for them."""
         return data
 
     @abstractmethod
     def __call__(
         self, data: memoryview, out: memoryview, *, at: int, start: int, lines: int = 1
     ) -> None:
-        """Write what elements become.
+        """Convert elements of ``data`` and write them to ``out``.
 
         Args:
             data: the elements, line after line.
-            out: what they become, written; must not overlap ``data``.
+            out: memory for the results; must not overlap ``data``.
             at: byte of the parameter at which ``out`` begins.
             start: byte of the file at which ``data`` begins.
-            lines: how many lines, each at `StridedRead.pitch` from the one before in the file.
+            lines: number of lines in ``data``, `StridedRead.pitch` bytes apart in the file.
         """
 
 
@@ -64,31 +66,31 @@ class Casting(Step):
     def __call__(
         self, data: memoryview, out: memoryview, *, at: int, start: int, lines: int = 1
     ) -> None:
-        """Cast elements: what they become depends on no place."""
+        """Cast elements; ``at`` and ``start`` do not matter."""
         self.counts += self._cast(data, out)
 
 
 class Changing(Casting):
-    """Casts rows that functions have changed, from the dtype that these gave."""
+    """Casts rows that the user's functions have changed, from the dtype that these return."""
 
     def __init__(self, job: Job, chunk: Chunk, p: Placement) -> None:
         super().__init__(job.cast(p), moves=False)
         self._job, self._chunk, self._dst = job, chunk, p.dst
 
     def changed(self, data: memoryview, start: int) -> memoryview:
-        """See `Step.changed`."""
+        """Apply the user's functions; see `Step.changed`."""
         rows, _, self._cast = _changed(self._job, self._chunk, data, start, self._dst)
         return rows
 
 
 class Encoding(Step):
-    """Quantizes elements: ``at`` is the place of their units."""
+    """Quantizes elements, blocks of the format at a time."""
 
     gathers = True
     counts: QuantCounts = NO_ERRORS
 
     def changed(self, data: memoryview, start: int) -> memoryview:
-        """Changed rows in float32; see `Step.changed`."""
+        """Return changed rows as float32, or ``data`` if no function changes them."""
         if not self._placement.changes:
             return data
         rows, dtype, cast = _changed(self._job, self._chunk, data, start, F32)
@@ -99,13 +101,13 @@ class Encoding(Step):
     def __call__(
         self, data: memoryview, out: memoryview, *, at: int, start: int, lines: int = 1
     ) -> None:
-        """Quantise whole units."""
+        """Quantize whole blocks."""
         encoder = self._job.encoder(self._chunk.placement)
         self.counts += encoder.encode(data, out, self._placement.numel_at(at))
 
 
 class Decoding(Step):
-    """Dequantizes elements: ``start`` selects their scales."""
+    """Dequantizes elements, with the scales that belong to their place in the file."""
 
     gathers = True
     counts: CastCounts = NO_COUNTS
@@ -113,22 +115,24 @@ class Decoding(Step):
     _decoder: Decoder
 
     def begin(self, run: StridedRead) -> None:
-        """Read the scales of the run's tensor, where no thread has done that yet."""
+        """Read the scales of the run's tensor, unless a thread has read them already."""
         info = self._job.tensor_at(self._chunk, run.start)
         assert isinstance(info, Packed), info.name
-        self._info, self._decoder = info, self._job.decoder(info, self._placement)
+        engine: Engine = "numpy" if self._placement.cast == "numpy" else "auto"
+        self._info, dst = info, self._placement.dst
+        self._decoder = self._job.decoders.of(info, dst, engine)
         self._pitch = info.dtype.numel(run.pitch)
 
     def __call__(
         self, data: memoryview, out: memoryview, *, at: int, start: int, lines: int = 1
     ) -> None:
-        """Dequantise the elements of some lines."""
+        """Dequantize the elements of some lines."""
         first = self._info.dtype.numel(start - self._info.start)
         self.counts += self._decoder.decode(data, out, first, lines, self._pitch)
 
 
 def step_of(job: Job, chunk: Chunk, p: Placement) -> Step:
-    """The step of a chunk on the host; its placement is no auxiliary part."""
+    """Return the step that converts a chunk on the host; scales and tables have none."""
     if p.cast == "device":
         return Casting(job.cast(p), moves=True)
     if p.cast == "rows":
@@ -143,8 +147,9 @@ def step_of(job: Job, chunk: Chunk, p: Placement) -> Step:
 def _changed(
     job: Job, chunk: Chunk, data: memoryview, start: int, dst: DType
 ) -> tuple[memoryview, DType, Cast]:
-    """Rows as functions change them, their dtype, and the cast of it."""
-    info, first = job.rows_at(chunk, start)
+    """Return rows changed by the user's functions, their dtype, and its cast to ``dst``."""
+    info = job.tensor_at(chunk, start)
+    first = (start - info.start) * (info.shape[0] if info.shape else 1) // info.nbytes
     rows, dtype = job.transfer.changes.apply(info, data, first)
     try:
         return rows.data, dtype, job.cast_of(dtype, dst)

@@ -1,4 +1,4 @@
-"""Lines of a file that become columns of a parameter, in blocks that stay in the CPU's cache."""
+"""Transposes while reading: a file's lines become columns, in blocks that fit the CPU's cache."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from streamload.planning.plan import Plan
 from streamload.streaming.steps import Step
 
 _Array = np.ndarray[Any, Any]
-_LEAST_LINES = 128  # of a block
+_LEAST_LINES = 128  # in a block
 _MOST_BETWEEN_NBYTES = 2**17  # one read call costs about as much as reading this much extra
 
 
 def rows_of(run: StridedRead, out: memoryview, offset: int, stride: int, width: int) -> _Array:
-    """The rows of a run in ``out``, from a byte on: (rows of a line, lines); lengths in bytes."""
+    """Return a strided read's target in ``out`` as an array of (rows of a line, lines).
+
+    ``offset`` is its first byte, ``stride`` the bytes between rows, ``width`` an element's bytes.
+    """
     return np.ndarray((run.rows, run.lines), kind_of(width), out, offset, (stride, width))
 
 
 class Transposer:
-    """One thread's memory for blocks: two, allocated by the first run."""
+    """Transposes strided reads in one thread, in two blocks of memory allocated at first use."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -41,9 +44,15 @@ class Transposer:
         source: memoryview,
         unit: int = 1,
     ) -> None:
-        """Read a run, and write its rows, as `rows_of` gives them; ``unit`` rows at a time.
+        """Read lines, convert them by ``step``, and write them as columns of ``rows``.
 
-        ``source`` has ``Plan.slot_nbytes`` to read into; it is unused if files are mapped.
+        Args:
+            reader: the file.
+            run: the lines.
+            step: casts or dequantizes the elements.
+            rows: the target, by `rows_of`.
+            source: ``Plan.slot_nbytes`` to read into; unused if the file is mapped.
+            unit: columns of a line that convert together.
         """
         if not self._blocks:
             self._blocks = [memoryview(bytearray(self._plan.turn_nbytes)) for _ in range(2)]
@@ -71,7 +80,7 @@ class Transposer:
     def _windows(
         self, reader: Reader, run: StridedRead, source: memoryview, cell_nbytes: int
     ) -> Iterator[tuple[int, int, _Array | None]]:
-        """Lines (from, to) as they are in the file; None for those that are read in pieces."""
+        """Yield (first line, stop, view of them in the file); None for lines to read in pieces."""
         lines = self._plan.slot_nbytes // max(run.pitch, run.line_nbytes)
         pieces = reader.has_file and run.pitch - run.line_nbytes > _MOST_BETWEEN_NBYTES
         if not reader.mapped and (pieces or not lines):
@@ -91,14 +100,17 @@ class Transposer:
                 yield begin, end, np.ndarray(shape, kind_of(cell_nbytes), view, 0, strides)
 
     def _read(self, reader: Reader, start: int, pitch: int, lines: int, nbytes: int) -> _Array:
-        """So many bytes of each line, read one by one."""
+        """Read ``nbytes`` of each line, one line a call, from file byte ``start`` on."""
         block = self._blocks[0]
         for line in range(lines):
             reader.read_into(start + line * pitch, block[line * nbytes : (line + 1) * nbytes])
         return np.ndarray((lines, nbytes), np.uint8, block)
 
     def _stepped(self, step: Step, found: _Array, start: int, width: int, unit: int) -> _Array:
-        """The rows that lines from a file byte on become: ``unit`` of each cell, side by side."""
+        """Convert ``found``, elements from file byte ``start`` on; return (lines, columns).
+
+        Each element of ``found`` becomes ``unit`` elements of ``width`` bytes.
+        """
         block, out = self._blocks
         nbytes = found.size * found.itemsize
         together: _Array = np.ndarray(found.shape, found.dtype, block)

@@ -1,8 +1,8 @@
-"""What reads, casts and places.
+"""Workers: threads that read, cast and place.
 
 A worker reads a window of the file and casts it into the device's memory, or into a staging slot of
-its own that the device copies from. Where a device takes many reads and copies in one call, bytes
-that go as they are pass through its slots without the interpreter.
+its own that the device copies from. If a device runs many reads and copies in one call, bytes that
+the host does not cast pass through the slots without the interpreter.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from streamload.core.system import populate
-from streamload.devices.base import Read, Staging, Ticket
+from streamload.core.system import populate, released
+from streamload.devices.base import Read, StagedElements, Staging, Ticket
 from streamload.errors import CheckpointError, DeviceError
 from streamload.files.local import Reader
 from streamload.planning.chunks import Chunk, SmallTensorBatch, StridedRead, split
@@ -29,11 +29,12 @@ from streamload.streaming.state import NO_COUNTS, Counts, Job, WorkItem, file_ra
 from streamload.streaming.steps import Casting, Encoding, Step, step_of
 from streamload.streaming.transpose import Transposer, rows_of
 
+#: A unit, the counts of its chunks, and the error that ended it, if any.
 Outcome = tuple[WorkItem, list[Counts], BaseException | None]
 
 
 class _SlotTicket(NamedTuple):
-    """A copy under way from a slot."""
+    """A copy that may be running, and the staging slot that it reads."""
 
     staging: Staging
     ticket: Ticket
@@ -41,14 +42,14 @@ class _SlotTicket(NamedTuple):
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A unit whose bytes have been read, with tickets of copies that may not have ended."""
+    """A unit that has been read, and the tickets of its copies that may be running."""
 
     unit: WorkItem
     counts: list[Counts]
     tickets: list[_SlotTicket]
 
     def outcome(self) -> Outcome:
-        """Wait for the copies."""
+        """Wait for the copies, and return the unit's outcome."""
         failure: BaseException | None = None
         for _, ticket in self.tickets:
             try:
@@ -59,36 +60,36 @@ class _UnderWay:
 
 
 class Worker:
-    """Reads, casts and places units; owns its staging slots and its source buffer.
+    """Reads, casts and places units in one thread; owns its staging slots and its source buffer.
 
-    `run` and `settle` raise nothing: each unit leaves by exactly one outcome.
+    `run`, `run_batch` and `settle` raise nothing: they yield exactly one outcome for each unit.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._slots: dict[str, deque[Slot]] = {}  # by device, least recently used first
         self._under_way: deque[_UnderWay] = deque()
-        self._finished: list[Outcome] = []  # and not reported yet
+        self._finished: list[Outcome] = []  # to be yielded next
         self._source = memoryview(b"")
         self._transposer = Transposer(job.plan)
-        self._fresh = False  # it has the slot of `open` alone, and has begun nothing
+        self._fresh = False  # it has only the slot of `open`, and has begun nothing
 
     def open(self) -> None:
-        """Take a slot that all units will need, while the first parameters are allocated.
+        """Allocate the first staging slot, while the first parameters are allocated.
 
         Locking its pages takes longer than anything else before the first read, and the driver
-        locks those of one thread at a time: the others are taken when this one is in use.
+        locks pages for one thread at a time: other slots are allocated when this one is in use.
         """
         job = self._job
         devices = {p.device for p, _ in job.plan.placements.counted}
-        if len(devices) == 1 and job.bulk[name := devices.pop()] is not None:
+        if len(devices) == 1 and job.devices[name := devices.pop()].bulk is not None:
             self._slots.setdefault(name, deque()).append(self._new_slot(name))
             self._fresh = True
 
     def close(self) -> BaseException | None:
-        """Give back the staging slots, all of them; returns the last error of that."""
+        """Free all staging slots; return the last error of that, if any."""
         for _ in self.settle():
-            pass  # of a failed load, too, the copies must have ended
+            pass  # after a failure, too, the copies must have ended
         failure: BaseException | None = None
         for slots in self._slots.values():
             while slots:
@@ -99,7 +100,7 @@ class Worker:
         return failure
 
     def run(self, reader: Reader, unit: WorkItem, start: int | None = None) -> Iterator[Outcome]:
-        """Place one unit, or its bytes from file byte ``start`` on; yields finished units."""
+        """Place one unit, or its bytes from file byte ``start`` on; yield outcomes by then."""
         counts: list[Counts] = []
         tickets: list[_SlotTicket] = []
         failure: BaseException | None = None
@@ -107,33 +108,33 @@ class Worker:
             parts = self._parts(unit, start)
             for part in parts:
                 self._place(reader, part, counts, tickets)
-            if parts != [unit]:  # of bytes that go as they are: nothing is counted
+            if parts != [unit]:  # it is cut only if the host casts nothing, which counts nothing
                 counts = [NO_COUNTS] * len(unit)
         except BaseException as error:
             failure = self._named(unit, error)
             _UnderWay(unit, counts, tickets).outcome()
-        if failure is None:  # first: the caller may stop at an outcome
+        if failure is None:  # before outcomes: the caller may stop at one
             self._has_begun(unit, counts, tickets)
         yield from self._take_finished()
         if failure is not None or not tickets:
-            yield from self.settle()  # slots are filled in order, and this unit is out of it
+            yield from self.settle()  # slots are filled in order, and this unit has none
         if failure is not None:
             yield unit, counts, failure
 
     def _named(self, unit: WorkItem, error: BaseException) -> BaseException:
-        """An error of a unit, with the tensor that it is of."""
+        """Return the error; a `CheckpointError` without a tensor gets the tensor at fault."""
         if not isinstance(error, CheckpointError) or error.tensor is not None:
             return error
-        named = error.of_tensor(self._job.tensor(_at_fault(unit, error))[0])
+        named = error.of_tensor(self._job.tensor(_at_fault(unit, error)).name)
         named.__cause__ = error
         return named
 
     def _parts(self, unit: WorkItem, start: int | None) -> list[WorkItem]:
-        """What is left of a unit, in units that fit into a slot."""
+        """Cut a unit's bytes from file byte ``start`` on into units that fit into a slot each."""
         plan = self._job.plan
         if start is None:
             sizes = (_slot_nbytes(chunk, plan.placements[chunk.placement]) for chunk in unit)
-            # what is not handed out in bulk was cut to fit: there may be very many of these
+            # units that are not for bulk copies were cut to fit
             bulk = self._job.is_bulk(plan.placements[unit[0].placement])
             if not bulk or sum(sizes) <= plan.slot_nbytes:
                 return [unit]
@@ -152,12 +153,12 @@ class Worker:
         return [*parts, tuple(part)] if part else parts
 
     def run_batch(self, reader: Reader, batch: Sequence[WorkItem]) -> Iterator[Outcome]:
-        """Place units, many in one call where that can be; yields those finished by now."""
+        """Place units, many in one call if the device can; yield the outcomes by then."""
         at = 0
         while at < len(batch):
             begun, start = yield from self._run_bulk(reader, batch[at:])
             at += begun
-            if start is not None or not begun:  # alone: unread bytes are tried once more
+            if start is not None or not begun:  # alone: what could not be read is tried again
                 yield from self.run(reader, batch[at], start)
                 at += 1
 
@@ -167,12 +168,12 @@ class Worker:
         """Read units into the slots in order, and start their copies, without the interpreter.
 
         Returns:
-            The number of units started, or ended with an error; and of the next one the file byte
-            up to which it has been copied, if the rest could not be read.
+            The number of units started, or ended with an error. If the next one could not be read
+            to its end, also the file byte up to which it has been copied.
         """
         job = self._job
         name = job.plan.placements[units[0][0].placement].device
-        bulk = job.bulk[name]
+        bulk = job.devices[name].bulk
         alignment = reader.alignment
         room = job.plan.staging_nbytes - job.plan.slot_nbytes
         if bulk is None or not reader.has_file or 2 * (alignment - 1) > room:
@@ -180,11 +181,11 @@ class Worker:
         whole = list(takewhile(lambda unit: self._goes_in_bulk(unit, name), units))
         if not whole:
             return 0, None
-        begins = [0]  # of each unit, the first of its reads
+        begins = [0]  # index of each unit's first read
         reads: list[Read] = []
         failure = None
         fresh, self._fresh = self._fresh, False
-        if fresh:  # of all that `open` took: something is on its way before more pages are locked
+        if fresh:  # one unit with the slot of `open`: its copy runs while more pages are locked
             whole = whole[:1]
         try:
             self._prepare(name, 1 if fresh else STAGING_SLOTS)
@@ -202,7 +203,7 @@ class Worker:
                 stagings = [slot.staging for slot in slots]
                 failure = bulk.run(reader.fileno(), reads, stagings, len(busy))
         except BaseException as error:
-            for slot in self._slots.get(name, ()):  # it may have begun copies
+            for slot in self._slots.get(name, ()):  # it may have started copies
                 with suppress(Exception):
                     bulk.ticket(slot.staging).wait()
             yield from self._take_finished()
@@ -212,7 +213,7 @@ class Worker:
         done = failure.index if failure else len(reads)
         begun = bisect_right(begins, done) - 1
         if failure is not None:
-            for slot in slots:  # of this unit, too, some may have been begun
+            for slot in slots:  # some copies of this unit, too, may have been started
                 with suppress(Exception):
                     bulk.ticket(slot.staging).wait()
             self._finished += self.settle()
@@ -238,12 +239,12 @@ class Worker:
         return begun + 1, None
 
     def _has_begun(self, unit: WorkItem, counts: list[Counts], tickets: list[_SlotTicket]) -> None:
-        """All bytes of a unit have been read, and their copies begun."""
+        """Note that a unit has been read, and its copies started; tell the sink."""
         self._under_way.append(_UnderWay(unit, counts, tickets))
         self._job.sink.sent(unit, [ticket for _, ticket in tickets])
 
     def _goes_in_bulk(self, unit: WorkItem, device: str) -> bool:
-        """Whether all bytes of a unit go as they are, one after the other: a gap is not read."""
+        """Whether a bulk copy can take a unit: its chunks are unchanged, and in file order."""
         on = self._job.plan.placements[unit[0].placement].device
         if on != device or isinstance(unit, SmallTensorBatch):
             return on == device
@@ -252,7 +253,7 @@ class Worker:
         )
 
     def _refilled(self, stagings: Sequence[Staging]) -> None:
-        """Copies from these slots have ended; what was waiting for nothing else is finished."""
+        """Note that copies from these slots have ended; finish units that waited for no others."""
         left: deque[_UnderWay] = deque()
         for entry in self._under_way:
             entry.tickets = [t for t in entry.tickets if all(t.staging is not s for s in stagings)]
@@ -267,14 +268,14 @@ class Worker:
         yield from finished
 
     def _prepare(self, device: str, count: int) -> None:
-        """Make sure that a device has so many slots."""
+        """Allocate staging slots for a device, until it has ``count``."""
         job = self._job
         slots = self._slots.setdefault(device, deque())
         if any(
             job.plan.placements[entry.unit[0].placement].device != device
             for entry in self._under_way
         ):
-            self._finished += self.settle()  # what is under way is in other slots
+            self._finished += self.settle()  # those are in slots of another device
         while len(slots) < count:
             slots.appendleft(self._new_slot(device))
 
@@ -285,13 +286,14 @@ class Worker:
         return Slot(staging, casts.scratch() if casts is not None else 0)
 
     def settle(self) -> Iterator[Outcome]:
-        """Wait for all copies under way."""
+        """Wait for all copies under way, and yield their units' outcomes."""
         while self._under_way:
             yield self._under_way.popleft().outcome()
 
     def _place(
         self, reader: Reader, unit: WorkItem, counts: list[Counts], tickets: list[_SlotTicket]
     ) -> None:
+        """Read and place a unit that fits into a slot; append its chunks' counts and tickets."""
         job = self._job
         if job.sink.bring is not None:
             with reader.unchanged():
@@ -302,8 +304,9 @@ class Worker:
         name = job.plan.placements[unit[0].placement].device
         device = job.devices[name]
         slot: Slot | None = None
-        if not job.host_visible[name]:
-            slot = self._slot(name, tickets)  # one a unit: the other's copies are under way
+        visible = job.infos[name].host_visible
+        if not visible:
+            slot = self._slot(name, tickets)  # one for each unit, so that copies overlap reads
             found = self._file_range(unit)
             if found is not None and self._read_whole(reader, unit, *found, slot):
                 self._send(name, unit, slot, 0, tickets)
@@ -319,7 +322,7 @@ class Worker:
                 try:
                     if chunk.start == chunk.stop:
                         counts.append(NO_COUNTS)
-                    elif job.host_visible[name] and p.cast != "device":
+                    elif visible and p.cast != "device":
                         buffer = job.buffers[chunk.placement]
                         with device.window(buffer, chunk.start, chunk.stop) as out:
                             if p.action != "in_place" and not job.transfer.refills:
@@ -328,24 +331,24 @@ class Worker:
                     else:
                         slot = slot or self._slot(name, tickets)
                         nbytes = chunk.staged_nbytes(p)
-                        with _part(slot.staging.view, at, at + nbytes) as out:
+                        with released(slot.staging.view[at : at + nbytes]) as out:
                             counts.append(self._fill(reader, chunk, p, out, whole, base))
                         self._send(name, (chunk,), slot, at, tickets)
                         at += slot_nbytes(nbytes)
                 except CheckpointError as error:
                     if error.tensor is None:
-                        raise error.of_tensor(job.tensor(chunk)[0]) from error
+                        raise error.of_tensor(job.tensor(chunk).name) from error
                     raise
 
     def _scatter(self, reader: Reader, pack: SmallTensorBatch) -> bool:
-        """Read a pack to where its parameters are, in one call; False where that cannot be."""
+        """Read a batch straight to its parameters' addresses by one call; False if impossible."""
         addresses = self._job.addresses(pack) if reader.has_file else None
         if addresses is None:
             return False
         return reader.scatter(pack.start, addresses, np.diff(pack.bounds))
 
     def _file_range(self, unit: WorkItem) -> tuple[int, int] | None:
-        """The file bytes of a unit that go to the device as they are, and in one piece."""
+        """Return a unit's (start, stop) in the file if it is one range, unchanged; else None."""
         if isinstance(unit, SmallTensorBatch):
             return unit.start, unit.stop
         start = stop = -1
@@ -363,37 +366,38 @@ class Worker:
     def _read_whole(
         self, reader: Reader, unit: WorkItem, start: int, stop: int, slot: Slot
     ) -> bool:
-        """Read a unit into a slot by one pread: maps of one process wait for each other.
+        """Read file bytes ``start`` to ``stop`` into a slot by one pread, which needs no map.
 
         False if bytes of several chunks are missing: read one by one, the error names the tensor.
         """
         try:
-            with _part(slot.staging.view, 0, stop - start) as out:
+            with released(slot.staging.view[: stop - start]) as out:
                 reader.read_into(start, out)
         except CheckpointError as error:
             if len(unit) > 1 and reader.has_file:  # a server has been asked often enough
                 return False
-            raise error.of_tensor(self._job.tensor(unit[0])[0]) from error
+            raise error.of_tensor(self._job.tensor(unit[0]).name) from error
         return True
 
     def _send(
         self, name: str, unit: WorkItem, slot: Slot, at: int, tickets: list[_SlotTicket]
     ) -> None:
-        """Begin the copies of chunks whose bytes are in a slot from ``at`` on, without gaps."""
-        job = self._job
-        bulk, device = job.bulk[name], job.devices[name]
+        """Start copying chunks that stand in a slot from byte ``at`` on, without gaps."""
+        job, device = self._job, self._job.devices[name]
+        bulk = device.bulk
         copies = []
         for chunk in unit:
             p = job.plan.placements[chunk.placement]
             nbytes = chunk.staged_nbytes(p)
             buffer = job.buffers[chunk.placement]
             if p.cast == "device" and name not in job.casts:
-                device.cast_copy(slot.staging, at, nbytes, p.src, buffer, chunk.start, p.dst)
+                source = StagedElements(slot.staging, at, nbytes, p.src)
+                device.cast_copy(source, buffer, chunk.start, p.dst)
             elif bulk is None:
                 ticket = device.copy(slot.staging, at, nbytes, buffer, chunk.start)
                 tickets.append(_SlotTicket(slot.staging, ticket))
             else:
-                start = chunk.runs[0].start if chunk.runs else 0  # of a part nothing is read
+                start = chunk.runs[0].start if chunk.runs else 0  # scales and tables have none
                 copies.append(copy_of(job, name, chunk, start, nbytes, at, slot.scratch))
             at += nbytes
         if bulk is not None and copies:
@@ -406,7 +410,7 @@ class Worker:
                 raise DeviceError(name, f"a copy failed: status {failure.code}")
 
     def _slot(self, device: str, tickets: Sequence[_SlotTicket]) -> Slot:
-        """The next slot of staging to be filled."""
+        """Return the next staging slot to fill, once the copies from it have ended."""
         slots = self._slots.setdefault(device, deque())
         if len(slots) < STAGING_SLOTS:
             slots.append(self._new_slot(device))
@@ -424,7 +428,10 @@ class Worker:
     def _shared_view(
         self, reader: Reader, unit: WorkItem
     ) -> Iterator[tuple[memoryview | None, int]]:
-        """One window over a unit whose runs follow each other in a mapped file."""
+        """Yield one view over adjoining reads of a mapped file, and its first file byte.
+
+        The view is None if each read needs a view of its own.
+        """
         runs = [run for chunk in unit for run in chunk.runs]
         follow = all(a.stop == b.start for a, b in pairwise(runs))
         if len(runs) < 2 or not follow or not reader.mapped:
@@ -445,11 +452,14 @@ class Worker:
         whole: memoryview | None,
         base: int,
     ) -> Counts:
-        """Read the chunk's runs, and write what they become into ``out``, the chunk's bytes."""
+        """Read and convert a chunk into ``out``, its memory; return the counts of its values.
+
+        ``whole`` and ``base``: see `_shared_view`.
+        """
         if p.cast == "part":
-            out[:] = self._job.value(chunk.placement)[chunk.start : chunk.stop]
+            out[:] = self._job.values[chunk.placement][chunk.start : chunk.stop]
             return NO_COUNTS
-        step = step_of(self._job, chunk, p)
+        step, refills = step_of(self._job, chunk, p), self._job.transfer.refills
         if p.turned and isinstance(step, Encoding):
             self._encode_turned(reader, chunk, p, step, out)
             return step.counts
@@ -459,7 +469,7 @@ class Worker:
             numel = p.src.numel(run.line_nbytes) // run.rows
             width = n if step.moves else p.placed_nbytes(numel)
             offset, stride = run.offset - chunk.start, run.stride
-            if p.cast == "device":  # the same places, in elements that are still to be cast
+            if p.cast == "device":  # the same elements, before their cast
                 offset = p.src.nbytes(offset // p.dst.itemsize)
                 stride = p.src.nbytes(stride // p.dst.itemsize)
             if p.turned and run.rows * run.lines > 1:
@@ -469,7 +479,10 @@ class Worker:
             elif run.lines > 1:
                 lines = out[offset : offset + run.lines * width]
                 self._read_lines(reader, run, step, lines, run.offset)
-            elif step.moves and run.rows == 1 and self._is_read(reader, whole):
+            elif (
+                step.moves and run.rows == 1 and (not reader.mapped or (whole is None and refills))
+            ):
+                # mapping pages for one copy costs more than pread(2), if ``out`` has its pages
                 reader.read_into(run.start, out[offset : offset + n])
             else:
                 with self._bytes(reader, run, whole, base) as src:
@@ -485,17 +498,10 @@ class Worker:
                         )
         return step.counts
 
-    def _is_read(self, reader: Reader, whole: memoryview | None) -> bool:
-        """Whether bytes that go as they are are read, and not copied from the file's map.
-
-        To map pages for one copy costs more than pread(2), where the memory has its own pages.
-        """
-        return not reader.mapped or (whole is None and self._job.transfer.refills)
-
     def _encode_turned(
         self, reader: Reader, chunk: Chunk, p: Placement, step: Encoding, out: memoryview
     ) -> None:
-        """Put columns together before they are quantised."""
+        """Transpose a chunk in memory of its own, then quantize it into ``out``."""
         raw = memoryview(bytearray(chunk.read_nbytes))
         begin = p.stored_nbytes(p.numel_at(chunk.start))
         move = Casting(self._job.cast_of(p.src, p.src), moves=True)
@@ -508,7 +514,10 @@ class Worker:
     def _read_lines(
         self, reader: Reader, run: StridedRead, step: Step, out: memoryview, at: int
     ) -> None:
-        """Read lines at equal distances, and nothing between them, one after the other into out."""
+        """Read equally spaced lines and nothing between them; write them joined to ``out``.
+
+        ``at`` is the byte of the parameter at which ``out`` begins.
+        """
         n, width = run.line_nbytes, len(out) // run.lines
         if reader.mapped:
             with reader.view(run.start, run.stop) as view:
@@ -532,6 +541,7 @@ class Worker:
     def _bytes(
         self, reader: Reader, run: StridedRead, whole: memoryview | None, base: int
     ) -> AbstractContextManager[memoryview]:
+        """Return a context manager of the bytes of one read; see `_shared_view`."""
         if whole is not None:
             return whole[run.start - base : run.stop - base]
         if reader.mapped:
@@ -542,29 +552,18 @@ class Worker:
         return source
 
     def _memory(self, reader: Reader) -> memoryview:
-        """Memory to read into, for files that are not mapped."""
+        """Return a slot's size of memory to read into; empty if the file is mapped."""
         if not self._source and not reader.mapped:
             self._source = memoryview(bytearray(self._job.plan.slot_nbytes))
         return self._source
 
 
 def _slot_nbytes(chunk: Chunk, placement: Placement) -> int:
-    """Bytes that a chunk takes up in a slot."""
+    """Return the bytes that a chunk takes in a staging slot."""
     return slot_nbytes(max(chunk.staged_nbytes(placement), chunk.read_nbytes))
 
 
 def _at_fault(unit: WorkItem, error: CheckpointError) -> Chunk:
-    """The chunk whose bytes a file lacks, as far as the error has them."""
+    """Return the first chunk beyond the file's end, as the error has it; else the first."""
     end = error.found if isinstance(error.found, int) else 0
     return next((chunk for chunk in unit if chunk.runs and chunk.runs[-1].stop > end), unit[0])
-
-
-@contextmanager
-def _part(view: memoryview, start: int, stop: int) -> Iterator[memoryview]:
-    """A slice, released at the end, unless the traceback of an error still refers to it."""
-    part = view[start:stop]
-    try:
-        yield part
-    finally:
-        with suppress(BufferError):
-            part.release()

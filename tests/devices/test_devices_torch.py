@@ -23,6 +23,7 @@ import streamload
 from streamload.codecs.cast_reference import cast_bytes
 from streamload.core.dtypes import BF16, BY_NAME, F16, F32
 from streamload.devices import names
+from streamload.devices.base import StagedElements
 from streamload.errors import (
     AllocationError,
     DeviceError,
@@ -116,7 +117,7 @@ def test_a_device_cast_is_at_its_place_and_right() -> None:
     buffer = filled(device, F16, b"\xaa" * (len(codes) + 8))
     staging = device.staging(len(codes))
     staging.view[:] = codes
-    device.cast_copy(staging, 0, len(codes), BF16, buffer, 4, F16)
+    device.cast_copy(StagedElements(staging, 0, len(codes), BF16), buffer, 4, F16)
     staging.close()
     assert device.read(buffer, 0, 4) == device.read(buffer, len(codes) + 4, len(codes) + 8)
     found = np.frombuffer(device.read(buffer, 4, len(codes) + 4), np.float16)
@@ -251,7 +252,7 @@ def test_a_full_probe_of_the_cpu_tells_what_is_true() -> None:
         staging = device.staging(len(codes))
         staging.view[:] = codes
         buffer = device.allocate(dst, (1 << src.bits,))
-        device.cast_copy(staging, 0, len(codes), src, buffer, 0, dst)
+        device.cast_copy(StagedElements(staging, 0, len(codes), src), buffer, 0, dst)
         staging.close()
         found, expected = (
             np.frombuffer(data, dst.numpy) for data in (device.read(buffer, 0, len(want)), want)

@@ -22,7 +22,7 @@ import pytest
 from streamload.checkpoint import shards as reading
 from streamload.core.dtypes import DType
 from streamload.core.location import Location
-from streamload.devices.base import DeviceInfo, Staging
+from streamload.devices.base import DeviceInfo, StagedElements, Staging
 from streamload.errors import CheckpointError, DeviceError
 from streamload.files.local import Reader
 
@@ -280,20 +280,12 @@ class RecordingDevice:
         """None: each copy is recorded."""
         return None
 
-    def cast_copy(
-        self,
-        staging: Staging,
-        start: int,
-        nbytes: int,
-        src: DType,
-        buffer: Any,
-        offset: int,
-        dst: DType,
-    ) -> None:
+    def cast_copy(self, source: StagedElements, buffer: Any, offset: int, dst: DType) -> None:
         """Widen and narrow with numpy."""
+        start, nbytes = source.start, source.nbytes
         self.note("cast_copy", (start, nbytes, offset))
         with np.errstate(all="ignore"):
-            raw = np.frombuffer(staging.view[start : start + nbytes], src.numpy)
+            raw = np.frombuffer(source.staging.view[start : start + nbytes], source.dtype.numpy)
             data = raw.astype(np.float32).astype(dst.numpy).tobytes()
         with self.lock:
             self._write(buffer, offset, data)

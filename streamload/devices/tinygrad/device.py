@@ -1,10 +1,10 @@
-"""tinygrad's devices. tinygrad's internals are used here and in `tinygrad.tensors`.
+"""The devices of tinygrad.
 
-The internals used are those of tinygrad 0.13 and 0.14: ``Buffer``, ``UOp``, the allocators'
-``_as_buffer``, ``_offset``, ``_copyin``, ``_copyout`` and ``cache``, the context of its CUDA
-devices, and the bindings of OpenCL and CUDA. None is chosen by a version: those that all devices
-need are checked at import, and a backend that lacks those of the faster ways is written through the
-public ``Tensor`` API (`_TensorDevice`), slower and within the same bounds.
+This file and `tinygrad.tensors` use internals of tinygrad 0.13 and 0.14: ``Buffer``, ``UOp``, the
+allocators' ``_as_buffer``, ``_offset``, ``_copyin``, ``_copyout`` and ``cache``, the context of its
+CUDA devices, and the bindings of OpenCL and CUDA. None is chosen by a version: internals that all
+devices need are checked at import, and a backend that lacks others is written through the public
+``Tensor`` API (`_TensorDevice`), more slowly and within the same bounds.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from streamload.devices.base import (
     Device,
     DeviceInfo,
     DTypeStatus,
+    StagedElements,
     Staging,
     Ticket,
 )
@@ -63,16 +64,16 @@ from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
 
 _UNSUPPORTED = frozenset(BY_NAME) - frozenset(TO_TINYGRAD)
 
-# Backends that compute in bfloat16 where their renderer lists it. The others keep it as ushort or
-# promote each operation (OpenCL, clang), which tinygrad reports as supported all the same.
+# Backends that compute in bfloat16 if their renderer lists it. The others keep it as ushort or
+# promote each operation (OpenCL, clang), which tinygrad reports as supported, too.
 _BF16_NATIVE = frozenset({"AMD", "CUDA", "HIP", "METAL", "NV"})
 # Pairs worth a probe: narrow sources, so that every code can be tried.
 _DEVICE_CASTS = ((BF16, F16), (BF16, F32), (F16, F32), (F16, BF16))
 
-# What allocations are rounded up to, by backend: those on CUDA at the least.
+# Multiples that allocations are rounded up to, by backend; on CUDA the least.
 _GRANULARITY_NBYTES = {"CPU": mmap.PAGESIZE, "CUDA": 512}
-# tinygrad has one object for each number that is an extent or a size, and one for each shape; on
-# the CPU a class of ctypes for each size: docs/measurements.md, "What a tensor takes".
+# tinygrad makes an object for each extent, size and shape, and on the CPU a ctypes class for each
+# size: docs/measurements.md, "What a tensor takes".
 _COSTS = TensorCosts(ObjectCosts(2500, 750, 300, 700, 450), ObjectCosts(1700, 0, 300))
 # On the CPU each buffer is a map of its own, of shared memory: 1,975 bytes of the kernel each.
 _MAPPED_COSTS = TensorCosts(
@@ -89,7 +90,7 @@ _AT_FAULT = re.compile(r"\berror:", re.IGNORECASE)  # as clang and nvrtc mark th
 
 
 def _max_buffers() -> int | None:
-    """How many more maps the kernel lets this process have, less some for others."""
+    """Return how many more maps the kernel allows this process, less 1,000; None if unknown."""
     try:
         most = int(Path("/proc/sys/vm/max_map_count").read_text())
         with Path("/proc/self/maps").open("rb") as maps:
@@ -99,10 +100,15 @@ def _max_buffers() -> int | None:
 
 
 class TinygradDevice(Device):
-    """The base of tinygrad's devices; subclasses add the ways in."""
+    """The base of tinygrad's devices; subclasses write their memory.
+
+    Attributes:
+        needs: the method that the backend's allocator must have, or "".
+    """
 
     host_visible = False
     threads = 0
+    needs = ""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -133,10 +139,9 @@ class TinygradDevice(Device):
         return listed and dtype not in EMULATED_DTYPES.tolist(dtypes)
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> Buffer:
-        """Allocate; the buffer of a tensor without elements stays without memory."""
         buffer = Buffer(self.name, math.prod(shape), TO_TINYGRAD[dtype.name])
         if buffer.size == 0:
-            return buffer
+            return buffer  # without memory
         try:
             with ALLOCATORS:
                 empty_cache(self._device.allocator, keep_nbytes=buffer.nbytes)
@@ -148,28 +153,19 @@ class TinygradDevice(Device):
     def staging(self, nbytes: int) -> Staging:
         return HostStaging(nbytes)
 
-    def cast_copy(
-        self,
-        staging: Staging,
-        start: int,
-        nbytes: int,
-        src: DType,
-        buffer: Any,
-        offset: int,
-        dst: DType,
-    ) -> None:
-        raw = self._brought_up(staging, start, nbytes, src)
-        result = raw.cast(TO_TINYGRAD[dst.name])
-        self._store(result, buffer, offset, dst.nbytes(nbytes // src.itemsize))
+    def cast_copy(self, source: StagedElements, buffer: Any, offset: int, dst: DType) -> None:
+        result = self._uploaded(source).cast(TO_TINYGRAD[dst.name])
+        self._store(result, buffer, offset, dst.nbytes(source.dtype.numel(source.nbytes)))
         self._device.synchronize()
 
-    def _brought_up(self, staging: Staging, start: int, nbytes: int, dtype: DType) -> Tensor:
-        """Elements of staging as a tensor on the device."""
-        raw = self.allocate(dtype, (nbytes // dtype.itemsize,))
-        self.copy(staging, start, nbytes, raw, 0).wait()
+    def _uploaded(self, source: StagedElements) -> Tensor:
+        """Copy staged elements to the device, and return them as a tensor there."""
+        raw = self.allocate(source.dtype, (source.dtype.numel(source.nbytes),))
+        self.copy(source.staging, source.start, source.nbytes, raw, 0).wait()
         return Tensor(UOp.from_buffer(raw))
 
     def _store(self, result: Tensor, buffer: Buffer, offset: int, nbytes: int) -> None:
+        """Compute ``result``, of ``nbytes``, into a buffer from byte ``offset`` on."""
         view = buffer.view(nbytes // buffer.dtype.itemsize, buffer.dtype, offset)
         Tensor(UOp.from_buffer(view.ensure_allocated())).assign(result).realize()
 
@@ -192,7 +188,6 @@ class TinygradDevice(Device):
         empty_cache(self._device.allocator)
 
     def synchronize(self) -> None:
-        """Wait for the device; memory that tinygrad keeps until then goes to its cache."""
         with ALLOCATORS, current(self._device):
             self._device.synchronize()
 
@@ -201,10 +196,11 @@ class TinygradDevice(Device):
 
 
 class _HostVisibleDevice(TinygradDevice):
-    """CPU, Metal, QCOM and PYTHON: the allocator shows their memory to the CPU."""
+    """CPU, Metal, QCOM and PYTHON: the CPU can address their memory."""
 
     host_visible = True
     threads = 16
+    needs = "_as_buffer"
 
     def _view(self, buffer: Buffer) -> memoryview:
         view: memoryview = self._device.allocator._as_buffer(buffer._buf)
@@ -227,13 +223,14 @@ class _HostVisibleDevice(TinygradDevice):
 
 
 class _OpenCLDevice(TinygradDevice):
-    """OpenCL: chunks are mapped where memory is unified, written at an offset elsewhere.
+    """OpenCL: chunks are mapped if memory is unified, else written at an offset.
 
-    Mapping chunk by chunk costs tens of microseconds each, works from several threads, and costs a
-    driver that shadows maps one chunk at most.
+    Mapping takes tens of microseconds a chunk, works from several threads, and makes a driver that
+    copies maps hold one chunk at most.
     """
 
     threads = 16
+    needs = "_copyin"
 
     def __init__(self, name: str, *, mapped: bool | None = None) -> None:
         super().__init__(name)
@@ -264,7 +261,7 @@ class _OpenCLDevice(TinygradDevice):
             raise DeviceError(self.name, f"{call}: {self._errors.get(status, status)}")
 
     def _enqueue(self, name: str, *arguments: Any) -> None:
-        """Call a function of the queue, with no events to wait for or to make."""
+        """Call a function of OpenCL's queue without events; raises DeviceError."""
         self._call(name, self._device.queue, *arguments, 0, None, None)
 
     @property
@@ -308,13 +305,13 @@ class _OpenCLDevice(TinygradDevice):
 
 
 class _CUDADevice(cuda.Copies, TinygradDevice):
-    """CUDA: page-locked slots, copied by the driver's own calls in tinygrad's context.
+    """CUDA: the driver's own calls copy from page-locked slots, in tinygrad's context.
 
-    tinygrad launches its kernels on the null stream, and copies come by streams that do not wait
-    for that one.
+    tinygrad launches kernels on the null stream; copies run on streams that do not wait for it.
     """
 
     threads = 16
+    needs = "_offset"
 
     def __init__(self, name: str) -> None:
         TinygradDevice.__init__(self, name)
@@ -340,7 +337,7 @@ class _CUDADevice(cuda.Copies, TinygradDevice):
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> Buffer:
         """Allocate memory that no queued work uses any more.
 
-        Memory of tinygrad's cache may have been freed before the kernels that use it ran.
+        tinygrad's cache may have memory that queued kernels still use.
         """
         with self.context.current():
             buffer = super().allocate(dtype, shape)
@@ -357,23 +354,24 @@ class _CUDADevice(cuda.Copies, TinygradDevice):
 
 
 class _OffsetDevice(TinygradDevice):
-    """Backends whose allocator points into a buffer: HIP, NV, AMD."""
+    """HIP, NV and AMD: their allocator can copy to an offset in a buffer."""
+
+    needs = "_offset"
 
     def copy(self, staging: Staging, start: int, nbytes: int, buffer: Any, offset: int) -> Ticket:
-        """tinygrad's own copy, to an offset; it keeps the source until it has synchronised."""
         allocator = self._device.allocator
         source = staging.view[start : start + nbytes]
         with ALLOCATORS:
             allocator._copyin(allocator._offset(buffer._buf, nbytes, offset), source)
-            self.synchronize()
+            self.synchronize()  # until then it keeps the source
         return DONE
 
 
 class _TensorDevice(TinygradDevice):
-    """Any other backend, through public ``Tensor`` calls alone.
+    """Any other backend, driven only by public ``Tensor`` calls.
 
-    A parameter is a tensor of bytes whose slices are assigned chunk by chunk, then seen as its
-    dtype; the bytes are never computed on in that dtype, which may be emulated.
+    A parameter is a tensor of bytes, assigned slice by slice and then bitcast to its dtype; nothing
+    computes in that dtype before, since it may be emulated.
     """
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> Any:
@@ -399,8 +397,9 @@ class _TensorDevice(TinygradDevice):
         at = UOp.variable("offset", 0, max(buffer.shape[0] - chunk.shape[0], 1)).bind(offset)
         buffer[at : at + chunk.shape[0]].assign(chunk).realize()
 
-    def _brought_up(self, staging: Staging, start: int, nbytes: int, dtype: DType) -> Tensor:
-        return self._bytes(staging, start, nbytes).bitcast(TO_TINYGRAD[dtype.name])
+    def _uploaded(self, source: StagedElements) -> Tensor:
+        raw = self._bytes(source.staging, source.start, source.nbytes)
+        return raw.bitcast(TO_TINYGRAD[source.dtype.name])
 
     def _store(self, result: Tensor, buffer: Tensor, offset: int, nbytes: int) -> None:
         self._assign(buffer, offset, result.contiguous().bitcast(dtypes.uint8).contiguous())
@@ -418,17 +417,11 @@ _WAYS: dict[str, type[TinygradDevice]] = {
     **dict.fromkeys(("CPU", "METAL", "PYTHON", "QCOM"), _HostVisibleDevice),
     **dict.fromkeys(("AMD", "HIP", "NV"), _OffsetDevice),
 }
-_NEEDED = {
-    _HostVisibleDevice: "_as_buffer",
-    _OffsetDevice: "_offset",
-    _CUDADevice: "_offset",
-    _OpenCLDevice: "_copyin",
-}
 
 
 def _problem(error: Exception) -> str:
-    """The line of a message that names the problem; compilers end theirs with another."""
-    if isinstance(error, ExceptionGroup):  # of renderers: what each of them lacks
+    """Return the line of an error's message that names the problem: a compiler's "error:" line."""
+    if isinstance(error, ExceptionGroup):  # one error for each of tinygrad's renderers
         return "; ".join(dict.fromkeys(map(_problem, error.exceptions)))
     problem = error.problem if isinstance(error, DeviceError) else str(error)
     lines = problem.strip().splitlines() or [type(error).__name__]
@@ -436,7 +429,7 @@ def _problem(error: Exception) -> str:
 
 
 class TinygradFramework(ComputingFramework):
-    """tinygrad, as `devices.base.Framework`."""
+    """The framework tinygrad: devices, tensors and models."""
 
     name = "tinygrad"
     held, casts = TO_TINYGRAD, _DEVICE_CASTS
@@ -455,10 +448,9 @@ class TinygradFramework(ComputingFramework):
         try:
             if way is _CUDADevice and context_of(opened(name)) is None:
                 way = _OffsetDevice
-            needed = _NEEDED.get(way)
-            if needed is not None and not has(opened(name).allocator, needed):
+            if way.needs and not has(opened(name).allocator, way.needs):
                 way = _TensorDevice
-            with contextlib.suppress(AttributeError, ImportError):  # of internals that moved
+            with contextlib.suppress(AttributeError, ImportError):  # internals that moved
                 return way(name)
             return _TensorDevice(name)
         except DeviceNotFoundError:
@@ -478,11 +470,10 @@ class TinygradFramework(ComputingFramework):
             ) from error
 
     def candidates(self) -> Sequence[str]:
-        """In tinygrad's order, without those that this machine cannot have."""
         return [name for name in ALL_DEVICES if name not in ("DSP", "WEBGPU")]
 
     def fingerprint(self, name: str) -> str:
-        """Versions, compilers, drivers and settings that a device depends on."""
+        """Return versions, compilers, drivers and settings that a device depends on, as lines."""
         parts = [_version(), str(tinygrad.__file__), sys.platform]
         settings = environment(_SETTINGS)
         for program in (settings.get("CC", "clang"), "nvcc", "ptxas"):
@@ -494,12 +485,12 @@ class TinygradFramework(ComputingFramework):
         if backend_of(self.canonical(name)) in _NVIDIA:
             from tinygrad.runtime.autogen import nvrtc
 
-            found = getattr(nvrtc.dll, "_name", None)  # None where there is no such library
+            found = getattr(nvrtc.dll, "_name", None)  # None if there is no such library
             parts.append(f"nvrtc={found}{_stamp(found)}")
             parts += nvidia_parts()
         settings.pop("POCL_CACHE_DIR", None)
         if re.fullmatch("[A-Z]*", settings.get("DEV", "")):
-            settings.pop("DEV", None)  # which device is the default, and tinygrad sets that itself
+            settings.pop("DEV", None)  # the default device, which tinygrad sets, too
         parts += [f"{key}={value}" for key, value in sorted(settings.items())]
         return "\n".join(parts)
 
@@ -524,7 +515,7 @@ class TinygradFramework(ComputingFramework):
 
 
 def _version() -> str:
-    """The version of tinygrad, and the state of its file, which differs in a git clone."""
+    """Return tinygrad's version, and its file's size and time, which change in a git clone."""
     stamp = _stamp(tinygrad.__file__)
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("tinygrad") + stamp
@@ -532,6 +523,7 @@ def _version() -> str:
 
 
 def _stamp(path: str | None) -> str:
+    """Return ":size:modification time" of a file, or "" if there is none."""
     try:
         status = os.stat(path or "")
     except OSError:

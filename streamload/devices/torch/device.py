@@ -1,7 +1,7 @@
-"""torch's devices. Its tensors and modules are in `torch.tensors`.
+"""The devices of torch; its tensors and modules are in `torch.tensors`.
 
-The CPU is written in place. All other backends are staged: CUDA by `devices.cuda`, the others
-through plain memory and torch's own blocking copies.
+The CPU's memory is written in place. All other backends are staged: CUDA by `devices.cuda`, the
+others through plain memory and torch's own blocking copies.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from streamload.devices.base import (
     DTypeStatus,
     HeapDevice,
     ProbeResult,
+    StagedElements,
     Staging,
     Swap,
     Ticket,
@@ -70,7 +71,7 @@ _SETTINGS = ("CUDA_", "NVIDIA_", "HIP_", "HSA_", "ROCR_", "ZE_", "PYTORCH_", "LD
 
 @contextmanager
 def _unfilled() -> Iterator[None]:
-    """Keep torch's deterministic mode from filling new memory: all of it is written."""
+    """Keep torch's deterministic mode from filling new memory, since a load writes all of it."""
     before = torch.utils.deterministic.fill_uninitialized_memory
     if not (before and torch.are_deterministic_algorithms_enabled()):
         yield
@@ -83,23 +84,24 @@ def _unfilled() -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its class's name if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor: a flat uint8 tensor over the same memory."""
+    """Return a flat uint8 tensor over the memory of a contiguous tensor."""
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     offset = tensor.storage_offset() * tensor.element_size()
     return flat.set_(tensor.untyped_storage(), offset, (tensor.nbytes,), (1,))
 
 
 def _staged(staging: Staging, start: int, nbytes: int) -> torch.Tensor:
-    """Bytes of staging, as a tensor over the same memory."""
+    """Return a uint8 tensor over ``nbytes`` of staging from byte ``start`` on."""
     return torch.frombuffer(staging.view[start : start + nbytes], dtype=torch.uint8)
 
 
 class TorchDevice(Device):
-    """Any backend, by torch's generic calls from the calling thread."""
+    """A device of any backend, driven by torch's generic calls from the calling thread."""
 
     host_visible = False
     threads = 0
@@ -123,13 +125,11 @@ class TorchDevice(Device):
             threads=self.threads,
             native_bf16=True,
             unsupported=_UNSUPPORTED,
-            caveat=f"{self.name}: what its allocator takes beyond the tensors is not known"
-            if self.torch_device.type != "cpu"
-            else "",
+            caveat=f"{self.name}: what its allocator takes beyond the tensors is not known",
         )
 
     def _memory(self) -> tuple[int | None, int | None]:
-        """Free bytes and all, if the backend reports them."""
+        """Return (free bytes, total bytes) of the device; None for each if it reports none."""
         if (ask := self._call("mem_get_info")) is not None:
             with suppress(RuntimeError):
                 free, total = ask(self.torch_device)
@@ -137,7 +137,7 @@ class TorchDevice(Device):
         return None, None
 
     def _call(self, name: str) -> Callable[..., Any] | None:
-        """A function of the backend's module (torch.xpu, torch.mps, ...), or None."""
+        """Return a function of the backend's module (torch.xpu, torch.mps, ...), or None."""
         return getattr(getattr(torch, self.torch_device.type, None), name, None)
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
@@ -146,7 +146,7 @@ class TorchDevice(Device):
             modes = torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
             if not any(modes):  # entering none takes longer than allocating
                 return torch.empty(shape, dtype=kind, device=self.torch_device)
-            # not an inference tensor: what is loaded there can be trained outside
+            # no inference tensor, which could not be trained outside of the mode
             with torch.inference_mode(False), _unfilled():
                 return torch.empty(shape, dtype=kind, device=self.torch_device)
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
@@ -154,7 +154,7 @@ class TorchDevice(Device):
             raise AllocationError(self.name, _first_line(error), nbytes=nbytes) from error
 
     def allocate_all(self, kinds: Sequence[tuple[DType, tuple[int, ...]]]) -> list[torch.Tensor]:
-        """Like one that exists already, a tensor takes half the time."""
+        # torch.empty_like takes half the time of torch.empty
         made: list[torch.Tensor] = []
         like: dict[Any, torch.Tensor] = {}
         dtype, shape = kinds[0]
@@ -170,14 +170,14 @@ class TorchDevice(Device):
                     # 0.9 microseconds each; from a loop of Python's 1.3
                     made.extend(map(torch.empty_like, repeat(like[key], count)))
         except (RuntimeError, MemoryError) as error:
-            for tensor in made:  # the traceback of the error refers to them
+            for tensor in made:  # the error's traceback keeps them
                 tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             self.trim()
             nbytes = dtype.nbytes(math.prod(shape))
             raise AllocationError(self.name, _first_line(error), nbytes=nbytes) from error
         return made
 
-    #: Where a buffer's memory begins.
+    #: Returns the address of a buffer's first byte.
     address = staticmethod(torch.Tensor.data_ptr)
 
     def staging(self, nbytes: int) -> Staging:
@@ -193,29 +193,23 @@ class TorchDevice(Device):
         return DONE
 
     def cast_copy(
-        self,
-        staging: Staging,
-        start: int,
-        nbytes: int,
-        src: DType,
-        buffer: torch.Tensor,
-        offset: int,
-        dst: DType,
+        self, source: StagedElements, buffer: torch.Tensor, offset: int, dst: DType
     ) -> None:
         with self._translated("a cast"):
-            raw = self._brought_up(staging, start, nbytes)
-            size = dst.nbytes(nbytes // src.itemsize)
+            raw = self._uploaded(source)
+            size = dst.nbytes(source.dtype.numel(source.nbytes))
             target = _flat_bytes(buffer)[offset : offset + size].view(TO_TORCH[dst.name])
-            target.copy_(raw.view(TO_TORCH[src.name]))
+            target.copy_(raw.view(TO_TORCH[source.dtype.name]))
             self.synchronize()
 
-    def _brought_up(self, staging: Staging, start: int, nbytes: int) -> torch.Tensor:
-        """Bytes of staging as a tensor of bytes on the device."""
-        return _staged(staging, start, nbytes).to(self.torch_device, copy=True)
+    def _uploaded(self, source: StagedElements) -> torch.Tensor:
+        """Copy staged elements to the device, and return them as a tensor of bytes there."""
+        data = _staged(source.staging, source.start, source.nbytes)
+        return data.to(self.torch_device, copy=True)
 
     @contextmanager
     def _translated(self, what: str) -> Iterator[None]:
-        """Raise DeviceError for what torch raises."""
+        """Raise DeviceError for torch's errors; ``what`` names the work that failed."""
         try:
             yield
         except RuntimeError as error:
@@ -246,18 +240,17 @@ class TorchDevice(Device):
 
 
 class CPUDevice(TorchDevice, HeapDevice):
-    """Host memory, written in place."""
+    """torch's CPU, whose memory is written in place.
+
+    torch computes in bfloat16 on every CPU. Float16 is no better there, and has less range, unless
+    the CPU multiplies it and lacks bfloat16.
+    """
 
     host_visible = True
     threads = 16
 
     @property
     def info(self) -> DeviceInfo:
-        """What it is.
-
-        torch computes in bfloat16 on every CPU. Float16 is no better there, and has less range,
-        unless the CPU multiplies it and lacks bfloat16.
-        """
         return replace(
             super().info,
             description=f"CPU ({torch.backends.cpu.get_cpu_capability()})",
@@ -265,12 +258,12 @@ class CPUDevice(TorchDevice, HeapDevice):
             costs=replace(_COSTS, left_nbytes=_LEFT_NBYTES),
             native_bf16=_cpu_multiplies("bfloat16") or not _cpu_multiplies("float16"),
             maps=True,
+            caveat="",
         )
 
     def view(
         self, memory: mmap.mmap, start: int, dtype: DType, shape: tuple[int, ...]
     ) -> torch.Tensor:
-        """A tensor over mapped bytes; torch keeps a reference to the map, and nobody closes it."""
         with torch.inference_mode(False):  # as in `allocate`
             flat = torch.frombuffer(
                 memory, dtype=TO_TORCH[dtype.name], count=math.prod(shape), offset=start
@@ -281,7 +274,7 @@ class CPUDevice(TorchDevice, HeapDevice):
         trim_heap()
 
 
-#: torch's own questions to the CPU, by dtype; which of them exist depends on its version.
+#: torch's functions that ask for a CPU feature, by dtype; not every version has all of them.
 _CPU_FEATURES = {
     "bfloat16": ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_arm_bf16_supported"),
     "float16": ("_is_amx_fp16_supported", "_is_avx512_fp16_supported"),
@@ -289,7 +282,7 @@ _CPU_FEATURES = {
 
 
 def _cpu_multiplies(dtype: str) -> bool:
-    """Whether the CPU has instructions that multiply a 16-bit float, according to torch."""
+    """Whether the CPU has instructions that multiply the 16-bit ``dtype``, according to torch."""
     names = _CPU_FEATURES[dtype]
     asks = (getattr(torch.cpu, n, None) or getattr(torch._C._cpu, n, None) for n in names)
     if any(ask() for ask in asks if ask is not None):
@@ -301,7 +294,7 @@ def _cpu_multiplies(dtype: str) -> bool:
 
 
 class _Event:
-    """The ticket of what was queued on a stream."""
+    """The ticket of all work queued on a stream so far."""
 
     def __init__(self, device: ROCmDevice, event: torch.cuda.Event) -> None:
         self._device, self._event = device, event
@@ -312,7 +305,10 @@ class _Event:
 
 
 class ROCmDevice(TorchDevice):
-    """What torch calls CUDA too: its caching allocator, and torch's own copies."""
+    """An AMD GPU, which torch calls "cuda", too; the base of `CUDADevice`.
+
+    It has torch's caching allocator, and torch's own copies.
+    """
 
     @property
     def info(self) -> DeviceInfo:
@@ -330,7 +326,7 @@ class ROCmDevice(TorchDevice):
     def _memory(self) -> tuple[int | None, int | None]:
         with self._translated("asking for its memory"), torch.cuda.device(self.torch_device):
             free, total = torch.cuda.mem_get_info(self.torch_device)
-            # what the allocator keeps and does not use is free to us
+            # memory in the allocator's cache is free for a load
             free += torch.cuda.memory_reserved(self.torch_device)
             free -= torch.cuda.memory_allocated(self.torch_device)
         return free, total
@@ -359,7 +355,7 @@ class ROCmDevice(TorchDevice):
 
 
 class CUDADevice(cuda.Copies, ROCmDevice):
-    """CUDA: page-locked slots, copied by the driver's own calls."""
+    """An NVIDIA GPU: the driver's own calls copy to it from page-locked slots."""
 
     threads = 16
 
@@ -374,10 +370,9 @@ class CUDADevice(cuda.Copies, ROCmDevice):
         return replace(super().info, casts=self.bulk is not None)
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
-        """An uninitialised tensor that no queued work uses any more.
+        """Return an uninitialized tensor whose memory no queued work uses any more.
 
-        torch hands out memory that kernels on the same stream may still work on; copies come by
-        other streams.
+        torch hands out memory that kernels on its stream may still use; copies run on others.
         """
         tensor = super().allocate(dtype, shape)
         self.context.finish(_raw_stream(self._index))
@@ -389,14 +384,14 @@ class CUDADevice(cuda.Copies, ROCmDevice):
         return tensors
 
     def follow(self, ticket: Ticket) -> None:
-        """Let the current stream wait for the copy; the host does not."""
+        """Let the current stream wait for a copy; the calling thread goes on."""
         assert isinstance(ticket, cuda.PinnedStaging), ticket
         self.context.order(_raw_stream(self._index), ticket)
 
-    def _brought_up(self, staging: Staging, start: int, nbytes: int) -> torch.Tensor:
-        raw = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
-        self.synchronize()  # its memory may be in use by what was queued before
-        self.copy(staging, start, nbytes, raw, 0).wait()
+    def _uploaded(self, source: StagedElements) -> torch.Tensor:
+        raw = torch.empty(source.nbytes, dtype=torch.uint8, device=self.torch_device)
+        self.synchronize()  # kernels queued before may still use its memory
+        self.copy(source.staging, source.start, source.nbytes, raw, 0).wait()
         return raw
 
 
@@ -404,12 +399,12 @@ def _current_stream(index: int) -> int:
     return int(torch.cuda.current_stream(index).cuda_stream)
 
 
-#: The handle of a device's current stream; torch's own short way to it takes a tenth of the time.
+#: Returns the handle of a device's current stream, in a tenth of the public function's time.
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
 
 
 def _cuda_allocator() -> AllocatorKind:
-    """How torch's CUDA allocator takes memory from the driver, by its settings."""
+    """Return how torch's CUDA allocator takes memory from the driver, by its settings."""
     if torch.cuda.get_allocator_backend() != "native":
         return "exact"
     if "PYTORCH_NO_CUDA_MEMORY_CACHING" in environment(("PYTORCH_NO_CUDA_MEMORY_CACHING",)):
@@ -419,12 +414,13 @@ def _cuda_allocator() -> AllocatorKind:
 
 
 def _cuda_settings() -> str:
+    """Return the allocator's settings in the environment, in lower case without blanks."""
     settings = environment(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC"))
     return ",".join(settings.values()).replace(" ", "").lower()
 
 
 def _cuda_caveat(name: str) -> str:
-    """Settings of the allocator that plans do not cover."""
+    """Return a sentence about settings of the allocator that plans do not cover, or ""."""
     text = _cuda_settings()
     keys = ("roundup_power2_divisions", "max_split_size_mb", "large_segment_size_mb")
     found = [key for key in keys if key in text]
@@ -437,7 +433,7 @@ def _cuda_caveat(name: str) -> str:
 
 
 class TorchFramework(ComputingFramework):
-    """torch, as `devices.base.Framework`."""
+    """The framework torch: devices, tensors and modules."""
 
     name = "torch"
     held, casts = TO_TORCH, _DEVICE_CASTS
@@ -452,7 +448,7 @@ class TorchFramework(ComputingFramework):
         return swapping(model, places_of(model), formats)
 
     def canonical(self, name: str) -> str:
-        """torch's form, with an index: "cuda" is "cuda:0"; "cpu" has none."""
+        """Return torch's name of a device with an index: "cuda:0" for "cuda"; "cpu" has none."""
         try:
             return name_of(torch.device(name.lower() or self.default_device()))
         except RuntimeError as error:
@@ -472,7 +468,7 @@ class TorchFramework(ComputingFramework):
         return _WAYS.get(kind, TorchDevice)(name)
 
     def default_device(self) -> str:
-        """The default device set in torch; else the first accelerator; else the CPU."""
+        """Return the default device set in torch, else the first accelerator, else the CPU."""
         default = torch.get_default_device()
         if default.type not in ("cpu", "meta"):
             return name_of(default)
@@ -488,13 +484,13 @@ class TorchFramework(ComputingFramework):
         return [*names, "cpu"]
 
     def trusted(self, name: str) -> bool:
-        """The CPU, and a backend that this process uses already."""
+        """Whether it is the CPU, or a backend that this process uses already."""
         kind = self.canonical(name).partition(":")[0]
         initialized = getattr(getattr(torch, kind, None), "is_initialized", None)
         return kind == "cpu" or (initialized is not None and bool(initialized()))
 
     def lasting(self, name: str) -> bool:
-        """Those of NVIDIA: the fingerprint of their driver has all dependencies."""
+        """Whether it is an NVIDIA GPU: its fingerprint covers all that a result depends on."""
         return self.canonical(name).startswith("cuda") and bool(torch.version.cuda)
 
     def fingerprint(self, name: str) -> str:
@@ -504,19 +500,19 @@ class TorchFramework(ComputingFramework):
         return "\n".join(parts)
 
     def probe(self, name: str, full: bool) -> ProbeResult:
-        """If results last, bfloat16 too, which a load asks about first."""
+        """Probe; if results are cached on disk, bfloat16, too, which every load asks about."""
         result = super().probe(name, full)
         if full or not result.works or not self.lasting(name):
             return result
         status = self.dtype_status(name, BF16)
-        # a device that was full would seem broken for good
+        # not "broken": the device may have been full
         return result if status == "broken" else replace(result, dtypes={"bfloat16": status})
 
     def dtype_status(self, name: str, dtype: DType) -> DTypeStatus:
-        """A dtype that worked once is not tried again: first kernels take milliseconds."""
+        """Return a dtype's status, tried once if it works: first kernels take milliseconds."""
         key = (self.canonical(name), dtype.name)
         status = _WORKED.get(key) or super().dtype_status(name, dtype)
-        if status != "broken":  # else the device may have been full
+        if status != "broken":  # the device may have been full
             _WORKED[key] = status
         return status
 
