@@ -267,12 +267,15 @@ class Device(Protocol):
 
     def release(self, buffer: Buffer) -> None:
         """Free the memory of a buffer that nothing else uses."""
+        return None
 
     def trim(self) -> None:
         """Free the allocator's cache of freed memory."""
+        return None
 
     def synchronize(self) -> None:
         """Wait for all work on the device."""
+        return None
 
     def follow(self, ticket: Ticket) -> None:
         """Let work that the calling thread queues later start after a copy of this device."""

@@ -1,10 +1,10 @@
-"""Many reads, copies and casts in one call, without the interpreter: file to slot to device.
+"""The compiled copy loop: many reads, copies and casts in one call, without the interpreter.
 
-Between two reads an interpreter's work takes some tens of microseconds, under a lock that all
-threads share: docs/measurements.md, "The copy loop". The loop is LLVM IR, compiled like the casts.
-If it cannot be compiled, streaming uses its loop in Python.
+Between two reads the interpreter works for some tens of microseconds, under a lock that all threads
+share: docs/measurements.md, "The copy loop". The loop is LLVM IR, compiled like the casts. If it
+cannot be compiled, streaming uses its loop in Python.
 
-A slot is filled by pread. A cast is a kernel on the copy's stream.
+A slot is filled by pread(2). A cast is a kernel on the copy's stream.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from streamload.devices.base import BulkFailure, BulkStage, Copy, CopyTable, Rea
 
 _STAGES: tuple[BulkStage, ...] = ("wait", "read", "end", "copy")
 
-#: What is called, in the order in which their addresses are passed: pread(2), __errno_location,
-#: and of the driver a copy to the device, the recording of an event, and the wait for one; a
-#: kernel's launch, where there are casts.
+#: The functions that the loop calls, in the order of their addresses: pread(2), __errno_location,
+#: and the driver's copy to the device, recording of an event, wait for one, and kernel launch.
 CALLS = ("pread", "errno", "copy", "record", "wait", "launch")
 
 _SYMBOL = "streamload_bulk"
 
 # reads:  {fd, offset, bytes to ask for, bytes needed, first copy, copies} each
-# copies: {offset in the slot, bytes, device address, kernel or 0, elements, address of the cast
-#         elements, of their tally, blocks} each; a kernel takes (address, cast, elements, tally)
+# copies: the fields of a `Copy` each
 # slots:  {address, stream, event, busy} each; read i goes to slot i modulo how many
-# failed: {index of the read, what a call returned}; the result is 0 or the stage's number from 1 on
+# failed: {index of the read, a call's result}; the loop returns 0 or the stage's number from 1 on
 
 
 def _words(base: str, fields: str) -> str:
-    """IR that loads a row's words, "name" or "ptr name", from ``%name.p`` as ``%name``."""
+    """Return IR that loads the fields of a row at ``base`` as ``%name``, from ``%name.p``.
+
+    ``fields`` lists them as "name" (i64) or "ptr name".
+    """
     lines = []
     for index, field in enumerate(fields.split(", ")):
         kind, _, name = field.rpartition(" ")
@@ -50,7 +51,7 @@ def _words(base: str, fields: str) -> str:
 
 
 def _parameters(*names: str) -> str:
-    """IR that stores the addresses of words, for a kernel's launch."""
+    """Return IR that stores the addresses of loaded fields as a kernel's parameters."""
     lines = []
     for index, name in enumerate(names):
         lines.append(f"%parameters.{index} = getelementptr ptr, ptr %parameters, i64 {index}")
@@ -59,7 +60,7 @@ def _parameters(*names: str) -> str:
 
 
 def _failed(name: str, stage: BulkStage, code: str) -> str:
-    """IR that returns a stage, with the 32-bit code of a call, from the label ``failed.name``."""
+    """Return IR at the label ``failed.name`` that stores a call's ``code`` and returns a stage."""
     return f"""
 failed.{name}:
   %code.{name} = sext i32 {code} to i64
@@ -183,7 +184,7 @@ ok:
 
 
 class Loop:
-    """The compiled loop over functions at addresses by `CALLS`; unneeded ones may be left out."""
+    """The compiled loop, over the addresses of functions by their names in `CALLS`."""
 
     def __init__(self, calls: dict[str, int]) -> None:
         self._function = _compiled()
@@ -192,7 +193,10 @@ class Loop:
     def __call__(
         self, fd: int, reads: Sequence[Read], slots: Sequence[tuple[int, int, int, bool]]
     ) -> BulkFailure | None:
-        """Run it; each slot is (address, stream, event, whether copies may be under way)."""
+        """Read into the slots and start the copies; return the failure, or None.
+
+        Each slot is (address, stream, event, whether copies from it may be running).
+        """
         flat_reads, flat_copies = array("Q"), array("Q")
         for read in reads:
             first = len(flat_copies) // len(Copy._fields)
@@ -217,11 +221,12 @@ class Loop:
 
 
 def _address(values: array[int]) -> int:
+    """Return the address of an array's first element."""
     return values.buffer_info()[0]
 
 
 def libc_calls() -> dict[str, int]:
-    """Addresses of pread (with an offset of 64 bits) and of __errno_location: glibc and musl.
+    """Return the addresses of pread (64-bit offsets) and __errno_location, in glibc and musl.
 
     Raises:
         OSError: this C library has other names for them.
@@ -233,7 +238,7 @@ def libc_calls() -> dict[str, int]:
 
 
 def addresses_of(functions: Mapping[str, Any]) -> dict[str, int]:
-    """Addresses of functions of C libraries, by name."""
+    """Return the addresses of ctypes functions, by name."""
     return {
         name: ctypes.cast(function, ctypes.c_void_p).value or 0
         for name, function in functions.items()
@@ -242,9 +247,9 @@ def addresses_of(functions: Mapping[str, Any]) -> dict[str, int]:
 
 @cache
 def _compiled() -> Any:
-    """The loop's function, which drops the interpreter's lock.
+    """Return the loop's function, which releases the interpreter's lock.
 
-    On x86-64 Linux its machine code, 1 kB, is cached for later processes, which do not load
+    On x86-64 Linux its machine code, 1 kB, is cached for later processes, which then do not load
     llvmlite: that saves 35 to 69 ms of a first load (docs/measurements.md, "What is kept").
 
     Raises:
@@ -258,8 +263,7 @@ def _compiled() -> Any:
     depends_on = ("loop", os.uname().machine, _IR) if PLACES_CODE else None
     if depends_on is not None and (kept := read_kept(*depends_on)) is not None:
         return prototype(place_code(kept))
-    # for the least CPU of its kind: the loop has no use for more, and other machines may share
-    # the folder
+    # for the oldest CPU of the architecture: machines with other CPUs may share the cache folder
     target = replace(llvm.host_target(), cpu="", features="")
     image = llvm.compile_object(_IR, target)
     needed = llvm.undefined_symbols(image)

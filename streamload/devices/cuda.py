@@ -1,9 +1,8 @@
-"""Copies to CUDA devices by the driver's own calls, for every framework that has a context there.
+"""Copies to CUDA devices by the driver's own calls, in the context of any framework.
 
-Page-locked slots with a stream and an event of their own, casts by kernels on those streams, and no
-work for the interpreter besides the calls themselves. Calls that return at once keep the
-interpreter's lock: among many threads, to give it up and get it back takes longer than the call.
-Function by function this is the CUDA driver API reference.
+Slots are page-locked and have a stream and an event of their own; kernels on those streams cast.
+Calls that return at once keep the interpreter's lock: with many threads, to release and regain it
+takes longer than the call. Source: the CUDA driver API reference.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ _STREAMS = 4
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered after the null stream
 _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2  # CU_EVENT_...: a wait sleeps instead of spinning
 
-# With more CPUs than this waits for copies spin: docs/measurements.md, "Waits that spin". With
-# fewer, a wait that spins keeps others from reading.
+# With more CPUs than this, waits for copies spin: docs/measurements.md, "Waits that spin". With
+# fewer, a spinning wait would keep other threads from reading.
 _SLEEP_CPUS = 8
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _LOG_BUFFER, _LOG_BUFFER_NBYTES = 5, 6  # CU_JIT_ERROR_LOG_BUFFER, ..._SIZE_BYTES
@@ -77,11 +76,11 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
 
 
 class _Driver:
-    """The driver's library.
+    """The CUDA driver's library, loaded twice.
 
     Attributes:
-        quick: its functions for calls that return at once: they keep the interpreter's lock.
-        slow: the same for calls that may wait: they give it up.
+        quick: for calls that return at once: they keep the interpreter's lock.
+        slow: for calls that may wait: they release it.
 
     Raises:
         OSError: there is no driver.
@@ -95,7 +94,7 @@ class _Driver:
                 getattr(library, name).argtypes = types
 
     def reason(self, status: int) -> str:
-        """What a status means."""
+        """Return the driver's text for a status."""
         text = ctypes.c_char_p()
         self.quick.cuGetErrorString(status, ctypes.byref(text))
         return (text.value or b"unknown error").decode()
@@ -107,17 +106,15 @@ def _driver() -> _Driver:
 
 
 class Context:
-    """A device's context: what a copy is made in.
+    """A device's CUDA context, in which its copies run.
 
     Attributes:
-        name: the device's, for errors.
+        name: the device's name, for errors.
         handle: a ``CUcontext``.
     """
 
     def __init__(self, name: str, handle: int) -> None:
-        self.name = name
-        self.handle = handle
-        quick = _driver().quick
+        self.name, self.handle, quick = name, handle, _driver().quick
         self._memcpy, self._record = quick.cuMemcpyHtoDAsync_v2, quick.cuEventRecord
         self._push, self._pop = quick.cuCtxPushCurrent_v2, quick.cuCtxPopCurrent_v2
         self._query = quick.cuStreamQuery
@@ -126,28 +123,28 @@ class Context:
     @classmethod
     @cache
     def primary(cls, name: str, index: int) -> Context:
-        """The context that the CUDA runtime, and with it torch, uses on a device."""
+        """Return the context that the CUDA runtime, and so torch, uses on a device."""
         context, device, handle = cls(name, 0), ctypes.c_int(), ctypes.c_void_p()
         context.call("cuInit", 0)
         context.call("cuDeviceGet", ctypes.byref(device), index)
-        # never released: it is the process's own, and torch holds it as well
+        # never released: it belongs to the process, and torch holds it, too
         context.call("cuDevicePrimaryCtxRetain", ctypes.byref(handle), device)
         context.handle = handle.value or 0
         return context
 
     def check(self, status: int, call: str) -> None:
-        """Raise DeviceError for what a call returned."""
+        """Raise DeviceError if ``status``, returned by ``call``, is not 0."""
         if status:
             raise DeviceError(self.name, f"{call}: {_driver().reason(status)}")
 
     def call(self, function: str, *arguments: Any) -> None:
-        """Make a call that may wait; raises DeviceError for what it returns."""
+        """Call a function that may wait; raises DeviceError if it fails."""
         status = getattr(_driver().slow, function)(*arguments)
         self.check(status, function.removesuffix("_v2"))
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make it the thread's current context for a while."""
+        """Make the context the thread's current one inside the ``with``."""
         self.check(self._push(self.handle), "cuCtxPushCurrent")
         try:
             yield
@@ -155,38 +152,38 @@ class Context:
             self._pop(self._popped)
 
     def finish(self, stream: int) -> None:
-        """Wait for what was queued on a stream, 0 for the null stream. Mostly there is nothing."""
+        """Wait for all work queued on a stream; 0 is the null stream."""
         with self.current():
             status = self._query(stream)
-            if status == _NOT_READY:
+            if status == _NOT_READY:  # rare
                 status = _driver().slow.cuStreamSynchronize(stream)
             self.check(status, "earlier work on the device")
 
     def order(self, stream: int, slot: PinnedStaging) -> None:
-        """Let a stream wait for the copies that were begun from a slot last."""
+        """Let a stream wait for the last copies started from a slot."""
         with self.current():
             status = _driver().quick.cuStreamWaitEvent(stream, slot.event, 0)
             self.check(status, "cuStreamWaitEvent")
 
     def copy(self, staging: PinnedStaging, start: int, nbytes: int, address: int) -> None:
-        """Begin to copy bytes of staging to a device address; `PinnedStaging.wait` ends it."""
+        """Start copying bytes of staging to a device address; `PinnedStaging.wait` waits for it."""
         self.check(self._push(self.handle), "cuCtxPushCurrent")
         status = self._memcpy(address, staging.address + start, nbytes, staging.stream)
-        # an event after each copy: the last one that was recorded is the one waited for
+        # recorded again after each copy: a wait is for the last one
         recorded = self._record(staging.event, staging.stream) if not status else 0
         self._pop(self._popped)
         self.check(status, "cuMemcpyHtoDAsync")
         self.check(recorded, "cuEventRecord")
 
 
-# More streams copy no faster; several, so that the kernels of one overlap the copies of another:
-# docs/measurements.md, "Streams of a context".
+# `_STREAMS` for all slots of a context, so that kernels of one overlap copies of another; more copy
+# no faster: docs/measurements.md, "Streams of a context".
 _sharing = threading.Lock()
 _users = Counter[tuple[int, int]]()  # slots by (context, stream), under the lock
 
 
 def _take_stream(context: Context) -> int:
-    """A stream for a slot, shared by a few; the context is current.
+    """Return a ``CUstream`` for a slot, which a few slots share; the context must be current.
 
     Raises:
         DeviceError: the driver refused.
@@ -203,9 +200,9 @@ def _take_stream(context: Context) -> int:
 
 
 def _give_back(context: Context, stream: int) -> None:
-    """Take a stream back from a slot whose copies have ended; the context is current.
+    """Take a stream back from a slot whose copies have ended; destroy it after its last slot.
 
-    It goes with its last slot.
+    The context must be current.
     """
     with _sharing:
         key = (context.handle, stream)
@@ -217,15 +214,15 @@ def _give_back(context: Context, stream: int) -> None:
 
 @cache
 def _spins() -> bool:
-    """Whether waits for copies spin; asked once, since a slot is a matter of a millisecond."""
+    """Whether waits for copies spin; cached, since counting CPUs would slow each new slot."""
     return available_cpus() > _SLEEP_CPUS
 
 
 class _Stream:
-    """Memory with a stream, and an event of its own: one copy after the other.
+    """Memory with a stream and an event, whose copies run one after the other.
 
     Attributes:
-        what: the memory, for errors.
+        what: the memory in words, for errors.
         stream: a ``CUstream``.
         event: a ``CUevent``, recorded after each copy.
     """
@@ -239,13 +236,13 @@ class _Stream:
         self.stream, self.event = 0, ctypes.c_void_p()
 
     def _create(self) -> None:
-        """Make both, in the current context."""
+        """Create stream and event in the current context."""
         self.stream = _take_stream(self._context)
         flags = _DISABLE_TIMING if _spins() else _DISABLE_TIMING | _BLOCKING_SYNC
         self._context.call("cuEventCreate", ctypes.byref(self.event), flags)
 
     def wait(self) -> None:
-        if self._query(self.event) == 0:  # most have: no need to give up the interpreter's lock
+        if self._query(self.event) == 0:  # most have ended: keep the interpreter's lock
             return
         status = self._slow.cuEventSynchronize(self.event)
         if status:
@@ -253,7 +250,7 @@ class _Stream:
 
     @contextmanager
     def _allocating(self, name: str, nbytes: int) -> Iterator[None]:
-        """Close it if it cannot be had, and raise AllocationError."""
+        """Translate a failure inside the ``with`` to AllocationError, and free what was taken."""
         try:
             yield
         except (DeviceError, OSError) as error:
@@ -264,14 +261,14 @@ class _Stream:
 
     @abstractmethod
     def _free(self) -> int:
-        """Give the memory back, in the current context; returns a status."""
+        """Free the memory in the current context; return the driver's status."""
 
     def close(self) -> None:
-        """Give everything back; waits for a copy under way."""
+        """Free memory, stream and event; waits for a copy under way."""
         failure = 0
-        # raises where the context is gone, and with it all that was page-locked in it
+        # raises if the context is gone, which has freed all that was page-locked in it
         with self._context.current():
-            if self.stream:  # not for the event alone: the last copy may have failed before it
+            if self.stream:  # the event is not enough: the last copy may have failed before it
                 failure = self._slow.cuStreamSynchronize(self.stream)
             if self.event:
                 self._slow.cuEventDestroy_v2(self.event)
@@ -284,16 +281,16 @@ class _Stream:
 
 
 class PinnedStaging(_Stream):
-    """Page-locked memory with an event of its own.
+    """A page-locked staging slot.
 
-    Of huge pages, where there are any: docs/measurements.md, "Page-locked slots".
+    It uses huge pages if it can: docs/measurements.md, "Page-locked slots".
 
     Attributes:
         view: the bytes; they begin at a page.
-        address: of the first.
+        address: address of the first byte.
 
     Raises:
-        AllocationError: the memory cannot be had, or not be page-locked.
+        AllocationError: the memory cannot be allocated or page-locked.
     """
 
     what = "staging"
@@ -314,13 +311,13 @@ class PinnedStaging(_Stream):
     def _free(self) -> int:
         status = self._slow.cuMemHostUnregister(self.address) if self._registered else 0
         self._registered = False
-        with suppress(BufferError):  # an error's traceback refers to it: it goes then
+        with suppress(BufferError):  # an error's traceback still refers to it
             self.view.release()
         return int(status)
 
 
 class DeviceMemory(_Stream):
-    """Memory besides buffers, from the driver itself and no allocator; zeros at first."""
+    """Device memory from the driver, for scratch and counts of casts; zeros at first."""
 
     what = "memory"
 
@@ -336,23 +333,23 @@ class DeviceMemory(_Stream):
             context.call("cuStreamSynchronize", self.stream)
 
     def read(self, start: int, stop: int) -> bytes:
-        """Bytes ``start`` to ``stop`` (exclusive), without waiting for other streams."""
+        """Return bytes ``start`` to ``stop`` (exclusive), without waiting for other streams."""
         out = ctypes.create_string_buffer(stop - start)
         with self._context.current():
-            arguments = (out, self.address + start, stop - start, self.stream)
-            self._context.call("cuMemcpyDtoHAsync_v2", *arguments)
+            source = self.address + start
+            self._context.call("cuMemcpyDtoHAsync_v2", out, source, stop - start, self.stream)
             self._context.check(self._slow.cuStreamSynchronize(self.stream), "reading counts")
         return out.raw
 
     def write(self, start: int, data: np.ndarray[Any, Any]) -> None:
-        """Write an array from byte ``start`` on, for later work; any thread may call it."""
+        """Write an array from byte ``start`` on, and wait for that; any thread may call this."""
         with self._context.current():
             arguments = (self.address + start, data.ctypes.data, data.nbytes, self.stream)
             self._context.call("cuMemcpyHtoDAsync_v2", *arguments)
             self._context.call("cuStreamSynchronize", self.stream)
 
     def run(self, kernel: int, blocks: int, arguments: Sequence[int]) -> None:
-        """Run a `BulkCopier.function` with arguments of 64 bits, to its end."""
+        """Run a kernel, a `BulkCopier.function`, with 64-bit arguments, and wait for its end."""
         values = [ctypes.c_uint64(value) for value in arguments]
         places = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         shape = (blocks, 1, 1, BLOCK_THREADS, 1, 1)
@@ -367,18 +364,22 @@ class DeviceMemory(_Stream):
 
 
 class BulkCopier:
-    """Many reads and copies in one call."""
+    """Runs many reads, copies and casts in one call, by the compiled loop of `devices.bulk`.
+
+    Attributes:
+        address: returns the device address of a buffer.
+    """
 
     def __init__(self, context: Context, loop: Loop, address: Callable[[Any], int]) -> None:
         self.address = address
         self._context, self._loop = context, loop
 
     def memory(self, nbytes: int) -> DeviceMemory:
-        """Memory for tallies and for elements to cast; raises AllocationError."""
+        """Allocate device memory for counts and for elements to cast; raises AllocationError."""
         return DeviceMemory(self._context, nbytes)
 
     def kernel(self, src: DType, dst: DType, clamp: bool) -> int:
-        """Handle of a cast kernel, compiled once; any thread may call it.
+        """Return the handle of a cast kernel, compiled once; any thread may call this.
 
         Raises:
             UnsupportedCastError: it cannot be compiled.
@@ -387,28 +388,31 @@ class BulkCopier:
         return self.function(cast_ptx(src, dst, clamp=clamp), SYMBOL)
 
     def function(self, ptx: str, symbol: str) -> int:
-        """Handle of a function in PTX, loaded once; any thread may call it."""
+        """Return the handle of a function in PTX, loaded once; any thread may call this."""
         with _compiling:
             return _function(self._context, ptx, symbol)
 
     def ticket(self, slot: Staging) -> Ticket:
-        """A slot is the ticket of the copies that were begun from it last."""
+        """Return the ticket of the last copies started from a slot."""
         assert isinstance(slot, _Stream)
         return slot
 
     def run(
         self, fd: int, reads: Sequence[Read], slots: Sequence[Staging], busy: int
     ) -> BulkFailure | None:
-        """Read into the slots cyclically and begin the copies, without the interpreter's lock.
+        """Read into the slots cyclically and start the copies, without the interpreter's lock.
 
-        Afterwards any slot that was used may have copies under way: see `ticket`.
+        Afterwards, copies from any used slot may be running: see `ticket`.
 
         Args:
             fd: the file.
             reads: read ``i`` goes to slot ``i % len(slots)``.
-            slots: where to.
-            busy: how many of the slots, the last ones, may have copies under way; they are waited
-                for before they are filled.
+            slots: `PinnedStaging` each.
+            busy: number of slots, the last ones, from which copies may be running; they are waited
+                for before the slots are filled.
+
+        Returns:
+            The read at which it failed; None if all were read and all copies started.
         """
         flat = []
         for index, slot in enumerate(slots):
@@ -419,22 +423,22 @@ class BulkCopier:
         with self._context.current():
             failure = self._loop(fd, reads, flat)
             if failure is not None and failure.stage == "copy":
-                # copies of that read may be under way, and its slot's event does not cover them
+                # copies of that read may be running, and its slot's event does not cover them
                 _driver().slow.cuStreamSynchronize(flat[failure.index % len(flat)][1])
         return failure
 
 
 class Function(NamedTuple):
-    """A ``CUfunction`` that was loaded into a context, and its ``CUmodule``."""
+    """A ``CUfunction`` loaded into a context, and its ``CUmodule``."""
 
     handle: int
     module: int
 
 
 def load_function(driver: _Driver, device: str, ptx: str, name: str = SYMBOL) -> Function:
-    """Compile PTX for the device of the current context, and load a function of it.
+    """Compile PTX for the current context's device, and load and return one function of it.
 
-    It takes milliseconds; the driver caches the result for the next process.
+    That takes milliseconds; the driver caches the result for later processes.
 
     Raises:
         DeviceError: the driver refuses, with its compiler's message.
@@ -462,21 +466,21 @@ _compiling = threading.Lock()
 
 @cache
 def _function(context: Context, ptx: str, symbol: str) -> int:
-    """A function, in the module of a context that lives as long as the process."""
+    """Load a function into a context for as long as the process lives; return its handle."""
     with context.current():
         return load_function(_driver(), context.name, ptx, symbol).handle
 
 
 class Copies:
-    """The part of a framework's device that the driver does: staging, copies, casts in a context.
+    """Base of a framework's CUDA device: staging, copies and casts by the driver.
 
     Attributes:
-        context: where the framework has its memory.
-        bulk: reads, copies and casts by a compiled loop, where one can be compiled.
+        context: the context in which the framework has its memory.
+        bulk: runs reads, copies and casts by a compiled loop; None if it cannot be compiled.
     """
 
     def __init__(self, context: Context, address: Callable[[Any], int]) -> None:
-        """Take a context; ``address`` gives the device address of a buffer."""
+        """Use a context; ``address`` returns the device address of a buffer."""
         self.context = context
         self._address = address
         loop = _loop()
@@ -493,6 +497,7 @@ class Copies:
 
 @cache
 def _loop() -> Loop | None:
+    """Return the compiled copy loop over the driver's calls; None if LLVM is not usable here."""
     driver = _driver().slow
     calls = {
         "copy": driver.cuMemcpyHtoDAsync_v2,
@@ -502,5 +507,5 @@ def _loop() -> Loop | None:
     }
     try:
         return Loop(libc_calls() | addresses_of(calls))
-    except (ImportError, OSError, RuntimeError):  # no LLVM here: the stream's own loop does it
+    except (ImportError, OSError, RuntimeError):  # streaming copies by its loop in Python
         return None

@@ -1,4 +1,4 @@
-"""The host as a device: numpy arrays, with the dtypes of ml_dtypes where numpy has none."""
+"""The host as a device: numpy arrays, with dtypes of ml_dtypes that numpy lacks."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
 
 _COSTS = TensorCosts(ObjectCosts(300), ObjectCosts(700), left_nbytes=1024)
 _UNSUPPORTED = frozenset(name for name, dtype in BY_NAME.items() if dtype.bits < 8)
-# From this size on numpy asks Linux for huge pages. Virtual machines may give them slowly: 0.9 GB
-# took 2 to 4 times as long to load as into the pages that torch takes.
+# From this size on numpy asks Linux for huge pages, which may be slow in virtual machines: loading
+# 0.9 GB took 2 to 4 times as long as into torch's pages.
 _HUGE_NBYTES = 2**22
 
 
 class _Memory(mmap.mmap):
-    """The memory of one large array; it goes back to the kernel with the array."""
+    """The memory of one large array, an anonymous map that is unmapped with the array."""
 
 
 class HostDevice(HeapDevice):
-    """Memory of this process."""
+    """Memory of this process, in numpy arrays."""
 
     name = "host"
 
     @property
     def info(self) -> DeviceInfo:
-        # numpy takes large arrays from the kernel in whole pages, small ones in multiples of 16
+        # numpy allocates large arrays in whole pages, small ones in multiples of 16
         return DeviceInfo(
             "host",
             "host",
@@ -66,13 +66,13 @@ class HostDevice(HeapDevice):
 
 
 class InvalidArray(np.lib.mixins.NDArrayOperatorsMixin):
-    """What stands in a state dict for an array that a failed load left without values.
+    """The entry of a state dict whose array a failed load left without values.
 
     Operators, numpy's functions, attributes and items raise DeviceError.
     """
 
     def __init__(self, name: str, dtype: str, shape: tuple[int, ...], kept: Any = None) -> None:
-        """Stand for a parameter; ``kept`` is its array, where another load writes it again."""
+        """Replace a parameter; ``kept`` is its array if another load is to write that again."""
         self.name, self.dtype_name, self.shape, self._kept = name, dtype, shape, kept
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -92,7 +92,7 @@ class InvalidArray(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def _references(view: np.ndarray[Any, Any]) -> int:
-    """How many references there are to the array under a view, with those of this call."""
+    """Return the number of references to the array under a view, including this call's."""
     return sys.getrefcount(view.base)
 
 
@@ -100,7 +100,7 @@ _ALONE = _references(np.empty(2).reshape(1, 2))
 
 
 def _is_own(view: np.ndarray[Any, Any]) -> bool:
-    """Whether a view is all of an array that nothing else refers to, as ``reshape`` leaves it."""
+    """Whether a view spans an array that nothing else refers to, as ``reshape`` makes it."""
     base = view.base
     whole = (
         isinstance(base, np.ndarray)
@@ -112,7 +112,7 @@ def _is_own(view: np.ndarray[Any, Any]) -> bool:
 
 
 def _span(array: np.ndarray[Any, Any]) -> tuple[int, int, int] | None:
-    """The address range of an array: (0, first byte, stop)."""
+    """Return an array's memory for `Parameter.span`; None if it has no elements."""
     if array.size == 0:
         return None
     first = stop = array.ctypes.data
@@ -123,7 +123,7 @@ def _span(array: np.ndarray[Any, Any]) -> tuple[int, int, int] | None:
 
 
 def _of_map(array: np.memmap[Any, Any]) -> tuple[str, str]:
-    """(fixed, refused) of an array on a mapped file; see `Parameter`."""
+    """Return `Parameter.fixed` and `Parameter.refused` of an array on a mapped file."""
     if not array.flags.writeable:
         return "", (
             "it is an np.memmap that is open for reading: open it with "
@@ -134,7 +134,7 @@ def _of_map(array: np.memmap[Any, Any]) -> tuple[str, str]:
 
 
 class HostParameter(SlotParameter):
-    """Entries of a state dict that are the same array."""
+    """A parameter over entries of a state dict that are the same array."""
 
     def _look(self) -> None:
         entry = self._objects()[0]
@@ -150,7 +150,7 @@ class HostParameter(SlotParameter):
         # numpy calls an array of the other byte order by the same name
         whole = value.flags.c_contiguous and value.flags.writeable and value.dtype.isnative
         if isinstance(value.base, np.ndarray) and not _is_own(value):
-            # a contiguous view can be written in place; replaced, it would leave its array
+            # a contiguous view can be written in place; replacing it would detach it from its array
             self.fixed = "it is a view of another array"
             if not whole:
                 self.refused = "it is a view of another array, and not writable in one piece"
@@ -162,7 +162,7 @@ class HostParameter(SlotParameter):
             self.fixed, self.refused = self.fixed or fixed, refused or self.refused
 
     def _value(self) -> Any:
-        """The array, kept or in use; None where there is none."""
+        """Return the array in use or kept; None if there is none."""
         entry = self._objects()[0]
         return entry._kept if isinstance(entry, InvalidArray) else entry
 
@@ -171,7 +171,7 @@ class HostParameter(SlotParameter):
         return array
 
     def release(self) -> str:
-        """Take the array out of the state dict, and check that it is freed."""
+        """Take the array out of the state dict; return "" if that freed it, else the reason."""
         value = self._value()
         if value is None:
             return ""
@@ -195,7 +195,7 @@ class HostParameter(SlotParameter):
         self._swap(lambda _: buffer)
 
     def invalidate(self, keep: bool) -> None:
-        """Put one object that raises into the state dict, in all places, so that ties stay."""
+        """Put one `InvalidArray` into all slots, so that they stay tied."""
         kept = self._value() if keep else None
         dtype = self.dtype.partition(" ")[0]
         entry = InvalidArray(self.names[0], dtype, self.shape, kept)
@@ -207,15 +207,15 @@ class HostParameter(SlotParameter):
 
 
 class HostFramework(Framework):
-    """numpy, as `devices.base.Framework`."""
+    """The framework numpy, with one device, "host"."""
 
     name = "host"
 
     def parameters(self, model: Any) -> Sequence[HostParameter]:
-        """The arrays of a (nested) dict; entries that are one array are tied.
+        """Return the arrays of a (nested) dict; entries that are one array are tied.
 
         Raises:
-            ValueError: the model is something else that holds arrays.
+            ValueError: the model is no dict.
         """
         if not isinstance(model, MutableMapping):
             raise ValueError(f"arrays are loaded into a dict, not a {type(model).__name__}")
@@ -238,14 +238,11 @@ class HostFramework(Framework):
         return True
 
     def probe(self, name: str, full: bool = True) -> ProbeResult:
-        return ProbeResult(
-            "host",
-            True,
-            dtypes={dtype.name: self.dtype_status("host", dtype) for dtype in BY_NAME.values()},
-        )
+        dtypes = {dtype.name: self.dtype_status("host", dtype) for dtype in BY_NAME.values()}
+        return ProbeResult("host", True, dtypes=dtypes)
 
     def dtype_status(self, name: str, dtype: DType) -> DTypeStatus:
-        """What numpy itself has is native, but for float16."""
+        """Return "native" for numpy's own dtypes except float16, else "emulated" or "absent"."""
         if dtype.name in _UNSUPPORTED:
             return "absent"
         own = type(dtype.numpy.type(0)).__module__ == "numpy" and dtype.name != "float16"

@@ -19,10 +19,7 @@ class EntryParameter(Parameter):
     """A parameter over one or more entries of a model, which are tied: tensors or slots."""
 
     def __init__(
-        self,
-        names: tuple[str, ...],
-        entries: list[Any],
-        collect: Callable[[], object] = gc.collect,
+        self, names: tuple[str, ...], entries: list[Any], collect: Callable[[], object] = gc.collect
     ) -> None:
         self.names, self._entries, self._collect = names, entries, collect
         self._look()

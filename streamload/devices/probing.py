@@ -1,4 +1,4 @@
-"""Probes: a device works if it has computed a correct result.
+"""Probes of devices: one works if it has computed a correct result.
 
 A framework's claim is no proof, and a compiler or a driver may end the process that calls it.
 """
@@ -23,13 +23,7 @@ import numpy as np
 from streamload.core.bounded_json import parse_json
 from streamload.core.disk_cache import keep, read_kept
 from streamload.core.dtypes import BY_NAME, DType
-from streamload.devices.base import (
-    Device,
-    DTypeStatus,
-    Framework,
-    ProbeResult,
-    StagedElements,
-)
+from streamload.devices.base import Device, DTypeStatus, Framework, ProbeResult, StagedElements
 from streamload.devices.names import framework
 
 _PROBES: dict[tuple[str, str, bool], ProbeResult] = {}
@@ -40,15 +34,15 @@ _ROOT = str(Path(__file__).absolute().parents[2])
 def probe(
     framework_name: str, device: str, *, full: bool = False, timeout_s: float = _PROBE_TIMEOUT_S
 ) -> ProbeResult:
-    """Compute on a device, in a child process if need be, and cache the result.
+    """Compute on a device, in a child process if it is not trusted, and cache the result.
 
     An addition always; ``full`` adds every dtype and the device's own casts (seconds).
 
     The child uses no compile caches, since a warm one hides a missing compiler, and its stderr is
     captured. Results are cached on disk under a fingerprint of their dependencies (versions,
     drivers, GPUs, compilers): the first kernels of a process took 18 of the 50 ms before the
-    first read of a load to one H200. A child that takes longer than ``timeout_s`` is ended, with
-    all its children: the device does not work.
+    first read of a load to one H200. A child that takes longer than ``timeout_s`` is killed with
+    all its children, and the device counts as broken.
     """
     owner = framework(framework_name)
     key = (framework_name, owner.canonical(device), full)
@@ -58,6 +52,7 @@ def probe(
 
 
 def _probed(owner: Framework, key: tuple[str, str, bool], timeout_s: float) -> ProbeResult:
+    """Return a probe's result from the disk cache, else by computing here or in a child."""
     _, device, full = key
     trusted = owner.trusted(device)
     if trusted and not owner.lasting(device):
@@ -66,17 +61,17 @@ def _probed(owner: Framework, key: tuple[str, str, bool], timeout_s: float) -> P
     result = _read_probe(read_kept(*parts))
     if result is None:
         result = owner.probe(device, full) if trusted else _probe_in_child(*key, timeout_s)
-        # a failure may be mended without the fingerprint changing; and what seems broken in a
-        # process that does other things may have found the device full
+        # a failure may be mended without a new fingerprint, and a dtype that seems broken in this
+        # process may have found the device full
         if result.works and not (trusted and "broken" in result.dtypes.values()):
             keep(json.dumps(asdict(result)).encode(), *parts)
     return result
 
 
 def nvidia_parts() -> list[str]:
-    """Versions of NVIDIA's driver for Linux and of each GPU, for fingerprints.
+    """Return the versions of NVIDIA's Linux driver and of each GPU, for fingerprints.
 
-    Cache folders may be shared by machines that differ in their GPUs alone.
+    Machines that share a cache folder may differ only in their GPUs.
     """
     root = Path("/proc/driver/nvidia")
     parts = []
@@ -87,6 +82,7 @@ def nvidia_parts() -> list[str]:
 
 
 def _probe_in_child(framework_name: str, device: str, full: bool, timeout_s: float) -> ProbeResult:
+    """Probe a device in a child process; a child that dies or hangs is a result, too."""
     code = (
         "import json, sys; from dataclasses import asdict; from streamload.devices import names; "
         "result = names.framework(sys.argv[1]).probe(sys.argv[2], sys.argv[3] == 'True'); "
@@ -95,7 +91,7 @@ def _probe_in_child(framework_name: str, device: str, full: bool, timeout_s: flo
     variables = os.environ | {
         "CACHELEVEL": "0",  # of tinygrad's cache
         # without the current folder, by any of its names: files in a folder of downloads
-        # must not be imported (-P leaves it out, too); this package is found wherever it is
+        # must not be imported (-P excludes it, too); this package is found anywhere
         "PYTHONPATH": os.pathsep.join([*filter(os.path.isabs, sys.path), _ROOT]),
     }
     hint = ""
@@ -107,7 +103,7 @@ def _probe_in_child(framework_name: str, device: str, full: bool, timeout_s: flo
             hint += "set TMPDIR to one that can"
         else:  # PoCL and others compile below XDG_CACHE_HOME
             variables |= {"XDG_CACHE_HOME": folder, "POCL_CACHE_DIR": folder}
-        # files, not pipes: a compiler left behind would hold a pipe open
+        # files, not pipes: a compiler that outlives the child would hold a pipe open
         stdout, stderr = (stack.enter_context(_nameless_file()) for _ in range(2))
         try:
             child = subprocess.Popen(
@@ -123,7 +119,7 @@ def _probe_in_child(framework_name: str, device: str, full: bool, timeout_s: flo
         try:
             child.wait(timeout_s)
         except BaseException as error:
-            os.killpg(child.pid, signal.SIGKILL)  # what it started, too
+            os.killpg(child.pid, signal.SIGKILL)  # and its children
             child.wait()
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
@@ -137,18 +133,20 @@ def _probe_in_child(framework_name: str, device: str, full: bool, timeout_s: flo
 
 
 def _nameless_file() -> BinaryIO:
-    """A file in no folder, if the system has such: no folder need be writable."""
+    """Open a file in memory, if the system can: no folder need be writable."""
     if hasattr(os, "memfd_create"):
         return open(os.memfd_create("streamload"), "w+b")
     return tempfile.TemporaryFile()
 
 
 def _lines(file: BinaryIO) -> list[str]:
+    """Return all lines of a file as text."""
     file.seek(0)
     return file.read().decode(errors="replace").strip().splitlines()
 
 
 def _read_probe(data: bytes | None) -> ProbeResult | None:
+    """Parse a result's JSON; None if there is none or it is invalid."""
     try:
         found = parse_json(data or b"")
         casts = tuple((src, dst) for src, dst in found.pop("device_casts"))
@@ -158,11 +156,11 @@ def _read_probe(data: bytes | None) -> ProbeResult | None:
 
 
 class ComputingFramework(Framework):
-    """A framework whose devices are probed by computing with its tensors.
+    """Base of frameworks whose devices are probed by computing with their tensors.
 
     Attributes:
-        held: its dtypes, by their long names; the others are absent.
-        casts: (src, dst) pairs that its devices may cast.
+        held: the framework's dtypes by their long names; all others are absent.
+        casts: (src, dst) dtypes whose casts by the framework are worth a probe.
     """
 
     held: Mapping[str, Any]
@@ -170,15 +168,19 @@ class ComputingFramework(Framework):
 
     @abstractmethod
     def _add_one(self, name: str, numbers: list[float]) -> list[float]:
-        """Add one to each number, on a device."""
+        """Return the numbers plus one, computed on a device."""
 
     @abstractmethod
     def _problem(self, error: Exception) -> str:
-        """The line of an error that names the problem, without the device's name."""
+        """Return the line of an error that names the problem, without the device's name."""
 
     @abstractmethod
     def _double(self, device: Any, dtype: DType, ones: bytes) -> tuple[bytes, DTypeStatus]:
-        """Double elements on a real buffer; bools stay. With the status of a dtype that works."""
+        """Double elements, ``ones`` of raw bytes, on the device; bools stay as they are.
+
+        Returns:
+            The raw result, and the dtype's status if that is right.
+        """
 
     def probe(self, name: str, full: bool) -> ProbeResult:
         name = self.canonical(name)
@@ -211,7 +213,7 @@ class ComputingFramework(Framework):
 
 
 def _casts_exactly(device: Device, src: DType, dst: DType) -> bool:
-    """Compare the device's cast of every code with the reference, NaN payloads aside."""
+    """Whether a device casts every bit pattern of ``src`` as numpy does, NaN payloads aside."""
     codes = np.arange(1 << src.bits, dtype=f"<u{src.itemsize}").tobytes()
     with np.errstate(all="ignore"):
         want = np.frombuffer(codes, src.numpy).astype(np.float32).astype(dst.numpy)

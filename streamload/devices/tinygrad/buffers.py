@@ -1,4 +1,4 @@
-"""Buffers of tinygrad without memory, for weights that are absent: using them raises."""
+"""Buffers of tinygrad that raise when used: the memory of weights without values."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class InvalidBuffer(Buffer):  # type: ignore[misc]  # tinygrad has no types for 
     """The memory of a parameter that a failed load left without values: using it raises.
 
     Attributes:
-        parameter: its name.
-        kept: the graph over the memory that another load writes again; None if it is freed.
+        parameter: the parameter's name.
+        kept: the graph over memory that another load will write again; None if that is freed.
         keeps: the parameter's `Parameter.keeps`.
     """
 
@@ -35,7 +35,7 @@ class InvalidBuffer(Buffer):  # type: ignore[misc]  # tinygrad has no types for 
 
 
 class AbsentBuffer(Buffer):  # type: ignore[misc]  # tinygrad has no types for this
-    """The memory of the streamed weight ``parameter``: using it between passes raises."""
+    """The memory of a weight that streams, ``parameter``: using it between passes raises."""
 
     def __init__(self, name: str, device: str, size: int, dtype: Any) -> None:
         self.parameter = name
@@ -50,16 +50,16 @@ class AbsentBuffer(Buffer):  # type: ignore[misc]  # tinygrad has no types for t
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled or copied."""
+        """Raise OffloadError: it cannot be pickled or copied."""
         return self.allocate()
 
 
 def invalid_buffer(uop: UOp) -> InvalidBuffer | None:
-    """The buffer of a tensor, if it is one that raises."""
+    """Return a tensor's buffer if it is an `InvalidBuffer`, else None."""
     buffer = buffers.get(uop.base)
     return buffer if isinstance(buffer, InvalidBuffer) else None
 
 
 def is_absent(uop: UOp) -> bool:
-    """Whether a tensor is a weight that streams."""
+    """Whether a tensor's buffer is an `AbsentBuffer`: it is a weight that streams."""
     return isinstance(buffers.get(uop.base), AbsentBuffer)

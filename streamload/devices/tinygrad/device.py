@@ -34,14 +34,7 @@ from streamload.core.dtypes import BF16, BY_NAME, F16, F32, DType
 from streamload.core.system import address_of, bytes_at
 from streamload.devices import cuda
 from streamload.devices.allocators import ObjectCosts, TensorCosts
-from streamload.devices.base import (
-    Device,
-    DeviceInfo,
-    DTypeStatus,
-    StagedElements,
-    Staging,
-    Ticket,
-)
+from streamload.devices.base import Device, DeviceInfo, DTypeStatus, StagedElements, Staging, Ticket
 from streamload.devices.names import NO_DEVICE, environment
 from streamload.devices.probing import ComputingFramework, nvidia_parts
 from streamload.devices.staging import DONE, HostStaging

@@ -1,8 +1,8 @@
-"""Linear layers of tinygrad whose weights stay quantised: the product decodes them as it goes.
+"""Linear layers of tinygrad whose weights stay quantized; the product's kernel dequantizes them.
 
 `replace_linears` puts a `QuantLinear` in place of each `tinygrad.nn.Linear` of a model that has not
-been loaded yet. Its arrays have the names, dtypes and shapes of the format's parts, so that loading
-fills them as all others::
+been loaded yet. Its tensors have the names, dtypes and shapes of the format's, so that a load fills
+them like all others::
 
     model = Transformer(...)
     replace_linears(model, lambda name: "q8_0" if ".layers." in name else None)
@@ -29,16 +29,16 @@ _Decoded = tuple[list[Tensor], Tensor]
 
 
 class QuantLinear:
-    """A Linear over a quantised weight, which tinygrad decodes inside the kernel of the product.
+    """A Linear over a quantized weight, which tinygrad dequantizes inside the product's kernel.
 
-    Nothing as large as the weight is ever realised. Sums are of float32, for any dtype of the
+    Nothing as large as the weight is ever realized. Sums are in float32 for any dtype of the
     activations; the result has their dtype.
 
     Attributes:
         format: "int8", "q8_0" or "q4_0".
-        shape: of the weight that is quantised: (out, in).
-        weight: the codes, without values until they are loaded. int8: (out, in) of int8. q8_0 and
-            q4_0: (out, bytes of a row's blocks) of uint8.
+        shape: shape of the weight before quantizing: (out, in).
+        weight: the quantized values, absent until they are loaded. int8: (out, in) of int8. q8_0
+            and q4_0: (out, bytes of a row's blocks) of uint8.
         weight_scale: int8 only: (out, 1) of float32.
         bias: (out,), or None.
     """
@@ -55,10 +55,10 @@ class QuantLinear:
         bias: Tensor | None = None,
         device: str | None = None,
     ) -> None:
-        """Make the arrays, without values and without memory.
+        """Make the tensors without values or memory.
 
         Raises:
-            ValueError: there is no layer for such a format, or it cannot hold such a weight.
+            ValueError: there is no layer for the format, or the format cannot hold the weight.
         """
         if format not in _DECODED:
             raise ValueError(f"tinygrad computes with {', '.join(_DECODED)} only")
@@ -68,10 +68,10 @@ class QuantLinear:
             setattr(self, part.name("weight"), Tensor.empty(*part.shape, dtype=kind, device=device))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x @ weight.T + bias``, of shape (..., in) to (..., out), in the dtype of ``x``."""
+        """Return ``x @ weight.T + bias``: (..., in) becomes (..., out), in the dtype of ``x``."""
         codes, scales = _DECODED[self.format](self)
         blocks, width = codes[0].shape[1:]
-        # contiguous: else each row of the weight computes and converts the activations anew
+        # contiguous: otherwise each row of the weight computes and converts the activations again
         wide = x.cast(dtypes.float32).contiguous()
         parted = wide.reshape(*x.shape[:-1], 1, blocks, len(codes), width)
         # the scale multiplies a block's sum, not its elements
@@ -103,18 +103,19 @@ def _q4_0(layer: QuantLinear) -> _Decoded:
 
 
 def _blocks(rows: Tensor, code_nbytes: int) -> tuple[Tensor, Tensor]:
-    """The bytes of codes of GGUF's blocks, (out, blocks, bytes), and the scales, (out, blocks)."""
+    """Return GGUF blocks as bytes of values (out, blocks, bytes) and scales (out, blocks)."""
     blocks = rows.reshape(rows.shape[0], -1, 2 + code_nbytes)
     return blocks[..., 2:], blocks[..., :2].bitcast(dtypes.float16).cast(dtypes.float32).squeeze(-1)
 
 
 def _halves(codes: Tensor) -> list[Tensor]:
+    """Return both halves of each block's values, as float32."""
     middle = BLOCK // 2
     return [half.cast(dtypes.float32) for half in (codes[..., :middle], codes[..., middle:])]
 
 
-#: A weight as float32: each block's codes in pieces of (out, blocks, width), which follow each
-#: other in the block, and scales that broadcast to (out, blocks).
+#: Functions that return a layer's values as float32, each block cut into consecutive pieces of
+#: (out, blocks, width), and scales that broadcast to (out, blocks).
 _DECODED: dict[str, Callable[[QuantLinear], _Decoded]] = {
     "int8": _int8,
     "q8_0": _q8_0,
@@ -124,13 +125,13 @@ _DECODED: dict[str, Callable[[QuantLinear], _Decoded]] = {
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """What `replace_linears` did to a model.
+    """The result of `replace_linears`.
 
     Attributes:
-        replaced: format of each weight that is held by a `QuantLinear` now, by the weight's name.
-        kept: names of matrices for which a format was asked and that are as they were: they are no
-            weight of a Linear inside the model, or something else holds the same tensor (a tied
-            embedding), or they stand on several devices.
+        replaced: the format of each weight that a `QuantLinear` now holds, by the weight's name.
+        kept: names of matrices for which a format was requested, but which are unchanged: they are
+            no weight of a Linear inside the model, or something else holds the same tensor (a tied
+            embedding), or they are on several devices.
     """
 
     replaced: Mapping[str, str]
@@ -138,15 +139,15 @@ class Replacement:
 
 
 def replace_linears(model: Any, formats: Callable[[str], str | None]) -> Replacement:
-    """Put a `QuantLinear` in place of Linears, before the model is loaded.
+    """Put a `QuantLinear` in place of Linears, before the model is loaded; return the changes.
 
-    The new layers have no values and no memory yet, stand on the same device, and keep the biases.
-    Linears, and weights, that several names share stay shared.
+    The new layers have no values or memory yet, are on the same device, and keep the biases.
+    Linears and weights that several names share stay shared.
 
     Args:
         model: walked as `tinygrad.nn.state.get_state_dict` does.
-        formats: gives the format for the name of a weight (``"layers.0.q.weight"``), or None to
-            leave it. It is asked for the names of all tensors of two axes or more.
+        formats: returns the format for the name of a weight (``"layers.0.q.weight"``), or None to
+            leave it. It is called with the names of all tensors of two axes or more.
 
     Raises:
         ValueError: a format does not exist or cannot hold the weight, or names that share a weight
@@ -162,7 +163,7 @@ def replace_linears(model: Any, formats: Callable[[str], str | None]) -> Replace
 
 
 def swapping(model: Any, formats: Mapping[str, str]) -> Swap:
-    """The `Swap` of a model of tinygrad.
+    """Return the `Swap` that lets Linears of a tinygrad model hold weights quantized.
 
     Raises:
         ValueError: there is no layer for a format, or a Linear holds values already.
@@ -170,14 +171,14 @@ def swapping(model: Any, formats: Mapping[str, str]) -> Swap:
     tensors = nn.state.get_state_dict(model)
     shared = _tied(tensors)
     wanted: dict[str, str | None] = {}
-    for tied in shared:  # a checkpoint may have one of the names
+    for tied in shared:  # a checkpoint may have any one of the names
         found = {name: formats[name] for name in tied if name in formats}
         wanted |= {name: found.get(name, next(iter(found.values()), None)) for name in tied}
     replaced, pairs = _chosen(model, shared, wanted)
     for name in replaced:
         if tensors[name].uop.is_realized:
             raise ValueError(
-                f"quant: {name} holds values already: quantise a model when it is loaded first, "
+                f"quant: {name} holds values already: quantize a model when it is loaded first, "
                 "before anything has computed with it"
             )
     shapes = {name: tuple(map(int, tensors[name].shape)) for name in replaced}
@@ -195,7 +196,7 @@ def swapping(model: Any, formats: Mapping[str, str]) -> Swap:
 
 
 def _tied(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """The names of each tensor; those that are tied have several."""
+    """Return the names of each tensor; tied tensors have several."""
     key, names = tie_key(tensors.values()), dict[Any, list[str]]()
     for name, tensor in tensors.items():
         names.setdefault(key(tensor), []).append(name)
@@ -205,7 +206,7 @@ def _tied(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 def _chosen(
     model: Any, shared: Iterable[Sequence[str]], wanted: Mapping[str, str | None]
 ) -> tuple[dict[str, str], list[tuple[nn.Linear, QuantLinear]]]:
-    """Layers for Linears, as `replace_linears` puts them; the model is unchanged."""
+    """Return formats by name, and (Linear, its new layer) pairs; the model is unchanged."""
     found = _modules(model, nn.Linear)
     linears = {f"{prefix}weight": linear for prefix, linear in found if linear is not model}
     replaced: dict[str, str] = {}
@@ -225,13 +226,13 @@ def _chosen(
 
 
 def coded(model: Any) -> dict[str, CodedWeight]:
-    """The weights that layers of a model hold as codes; see `Framework.coded`."""
+    """Return the weights that a model's layers hold quantized; see `Framework.coded`."""
     found = _modules(model, QuantLinear)
     return {f"{prefix}weight": CodedWeight(layer.format, layer.shape) for prefix, layer in found}
 
 
 def _agreed(formats: dict[str, str | None]) -> str | None:
-    """The format of a weight with several names; raises ValueError if they differ."""
+    """Return the format of a weight with several names; raises ValueError if they differ."""
     (first, format), *others = formats.items()
     for name, other in others:
         if other != format:
@@ -243,7 +244,7 @@ def _agreed(formats: dict[str, str | None]) -> str | None:
 
 
 def _quantized(name: str, linear: nn.Linear, format: str) -> QuantLinear:
-    """A layer without values in the shape of a Linear."""
+    """Return a `QuantLinear` without values, in the shape of a Linear named ``name``."""
     out_features, in_features = linear.weight.shape
     try:
         return QuantLinear(format, in_features, out_features, device=linear.weight.device)
@@ -255,7 +256,7 @@ def _quantized(name: str, linear: nn.Linear, format: str) -> QuantLinear:
 
 
 def _holder(obj: Any) -> Any:
-    """The dict, list or tuple in which `get_state_dict` finds what an object holds; else None."""
+    """Return the dict, list or tuple in which `get_state_dict` finds members, or None."""
     if isinstance(obj, Tensor):
         return None
     if not isinstance(obj, OrderedDict) and not hasattr(obj, "_asdict"):
@@ -264,16 +265,16 @@ def _holder(obj: Any) -> Any:
 
 
 def _entries(holder: Any) -> Iterable[tuple[Any, Any]]:
-    """Keys, as they stand in names, and what they hold."""
+    """Return the (key, member) pairs of a holder, with keys as tensors' names have them."""
     if hasattr(holder, "_asdict"):
         holder = holder._asdict()
     return holder.items() if isinstance(holder, dict) else enumerate(holder or ())
 
 
 def walk(obj: Any, leaf: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """An object and all that it holds, by the prefixes of their tensors' names.
+    """Yield an object and all its members, with the prefixes of their tensors' names.
 
-    What objects of the class ``leaf`` hold is left out.
+    Members of objects of the class ``leaf`` are left out.
     """
     yield prefix, obj
     for key, value in () if type(obj) is leaf else _entries(_holder(obj)):
@@ -281,12 +282,12 @@ def walk(obj: Any, leaf: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _modules(model: Any, kind: type[_Module]) -> list[tuple[str, _Module]]:
-    """Modules of a class, and not of one of its own, by the prefixes of their tensors' names."""
+    """Return (prefix of names, module) for a model's modules of exactly this class."""
     return [(prefix, obj) for prefix, obj in walk(model, kind) if type(obj) is kind]
 
 
 def put_into(obj: Any, others: Mapping[int, Any]) -> Any:
-    """Put others in place of what an object holds, by id; return what stands for it then."""
+    """Replace an object and its members by ``others``, by id; return the result."""
     if id(obj) in others:
         return others[id(obj)]
     holder = _holder(obj)

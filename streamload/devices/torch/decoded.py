@@ -1,7 +1,7 @@
-"""The values of a weight that a module of torch holds as codes: a copy, to which no write is lost.
+"""Decoded copies of quantized weights in torch's modules, in which no write is lost.
 
-torch's own functions are intercepted (`__torch_function__`). One that writes to the copy, or to a
-view of it, raises. What is written by the functions in `_TAKEN` is quantised again instead.
+torch's functions on such a copy are intercepted (`__torch_function__`). A write to the copy, or to
+a view of it, raises; a write by the modules in `_TAKEN` quantizes the weight again instead.
 """
 
 from __future__ import annotations
@@ -10,27 +10,30 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
+if TYPE_CHECKING:
+    from streamload.devices.torch.quantized import Coded
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-#: Modules whose writes replace a weight by one that is meant to be close to it: what peft merges,
-#: unmerges and takes out, and RWKV's powers of two.
+#: Modules whose writes to a decoded weight are quantized again: peft's merging and unmerging of
+#: adapters, and RWKV's scaling by powers of two.
 _TAKEN = ("peft.", "transformers.models.rwkv.")
-_PASSED = ("torch.", "streamload.")  # on the way from who writes to here
+_PASSED = ("torch.", "streamload.")  # modules on the stack between a writer and this one
 
 
-# What torch.compile takes into its graphs: what asks what a tensor is, and products with it.
+# Functions that torch.compile takes into its graphs: shapes, dtypes and products.
 _TRACED = frozenset(("__get__", "size", "dim", "numel", "element_size", "linear", "matmul"))
 
 
 def interpreted(function: _Function) -> _Function:
-    """Let torch.compile leave a function, and all that it calls, to the interpreter.
+    """Decorate a function that torch.compile leaves to the interpreter, with all that it calls.
 
-    So does `torch.compiler.disable`, which imports the compiler for it: 2.5 s.
+    `torch.compiler.disable` does so, too, and imports the compiler for it: 2.5 s.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     with suppress(ImportError, AttributeError):
@@ -42,33 +45,20 @@ def interpreted(function: _Function) -> _Function:
     return function
 
 
-class Holder(Protocol):
-    """The module that holds the codes."""
-
-    def requantize(self, leaf: str, values: torch.Tensor) -> object:
-        """Quantise other values in place of a weight."""
-
-    def stamp(self, leaf: str) -> object:
-        """What differs when the codes of a weight have been written."""
-
-    def address(self, leaf: str) -> str:
-        """The name of a weight in the model."""
-
-
 @dataclass(eq=False)
 class Origin:
-    """The weight that a copy was decoded from.
+    """The quantized weight that a decoded copy was made from.
 
     Attributes:
-        values: all of the copy, as a plain tensor.
-        holder: the module.
-        leaf: of the weight's name.
-        transposed: whether the codes are those of the transpose.
-        partial: whether the copy is a part of the weight: an expert's matrix.
+        values: the whole copy, as a plain tensor.
+        holder: the module that holds the weight.
+        leaf: last part of the weight's name.
+        transposed: whether the module holds the transpose of ``values``.
+        partial: whether ``values`` is one expert's matrix of the weight.
     """
 
     values: torch.Tensor
-    holder: Holder
+    holder: Coded
     leaf: str
     transposed: bool = False
     partial: bool = False
@@ -77,17 +67,18 @@ class Origin:
         self._stamp = self.holder.stamp(self.leaf)
 
     def write(self, what: str, values: torch.Tensor | None = None) -> None:
-        """Quantize the copy again, or other values; raise for an unknown writer.
+        """Quantize the copy, or other ``values``, in place of the weight; ``what``: the function.
 
         Raises:
-            RuntimeError: nobody else may write, or the weight was written since it was decoded.
+            RuntimeError: the caller is not in `_TAKEN`, or the weight was written since it was
+                decoded.
         """
         name = self.holder.address(self.leaf)
         new = f"module.{self.leaf} = torch.nn.Parameter(new)"
         if self.partial or not caller().startswith(_TAKEN):
             raise RuntimeError(
                 f"cannot write to {name} ({what}): {type(self.holder).__name__} holds codes, and "
-                f"the tensor is a decoded copy of them; write {new}, which quantises it again, or "
+                f"the tensor is a decoded copy of them; write {new}, which quantizes it again, or "
                 "clone() the tensor first"
             )
         if self._stamp != self.holder.stamp(self.leaf):
@@ -104,7 +95,7 @@ class Origin:
 
 
 def caller(passed: tuple[str, ...] = _PASSED) -> str:
-    """The module of the first function on the stack that is none of those, by default torch's."""
+    """Return the module of the innermost caller outside of some packages, by default torch."""
     frame = sys._getframe(1)
     while frame is not None:
         name: str = frame.f_globals.get("__name__") or ""
@@ -115,7 +106,7 @@ def caller(passed: tuple[str, ...] = _PASSED) -> str:
 
 
 class DecodedWeight(torch.Tensor):
-    """Decoded values. What shares their memory is such a tensor; all other results are plain."""
+    """A decoded copy of a quantized weight, or a view of one; results of functions are plain."""
 
     _streamload_origin: Origin
     _streamload_is_weight = False
@@ -123,7 +114,7 @@ class DecodedWeight(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute as on plain tensors, and see to what was written."""
+        """Compute as on plain tensors; requantize or refuse if the function wrote to a weight."""
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() and getattr(func, "__name__", "") in _TRACED:
             with torch._C.DisableTorchFunctionSubclass():
@@ -133,7 +124,6 @@ class DecodedWeight(torch.Tensor):
     @property
     @interpreted
     def data(self) -> torch.Tensor:
-        """The same values."""
         return torch.Tensor.data.__get__(self)
 
     @data.setter
@@ -142,7 +132,7 @@ class DecodedWeight(torch.Tensor):
 
     @property
     def _is_param(self) -> bool:
-        """Whether it is a parameter: never, and what is made one is no copy of ours any more."""
+        """False; torch sets it to make a parameter of the copy, which ends the interception."""
         return False
 
     @_is_param.setter
@@ -151,36 +141,36 @@ class DecodedWeight(torch.Tensor):
         self.__dict__.clear()
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Write, as other functions do: torch does not intercept it."""
+        """Call ``set_`` as intercepted functions are, since torch does not intercept it."""
         return _watched(torch.Tensor.set_, (self, *args), kwargs)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """An array that cannot be written."""
+        """Return an array that cannot be written."""
         array = plain_of(self).numpy(force=force)
         array.flags.writeable = False
         return array
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: nobody sees what others write to the memory."""
+        """Raise BufferError: writes by other libraries would be lost."""
         name = self._streamload_origin.holder.address(self._streamload_origin.leaf)
         raise BufferError(f"cannot export {name}, a decoded copy of codes: clone() it first")
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """Views along the first axis."""
+        """Iterate over views along the first axis."""
         return iter(self.unbind(0))
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        """A plain tensor."""
+        """Copy to a plain tensor."""
         return plain_of(self).clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a plain tensor."""
+        """Pickle as a plain tensor."""
         return plain_of(self).__reduce_ex__(protocol)
 
 
 @interpreted
 def _watched(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function of torch on plain tensors, and see to the weights that it has written."""
+    """Call a function of torch on plain tensors; `Origin.write` the weights that it wrote to."""
     weights = list(_weights((args, kwargs)))
     with torch._C.DisableTorchFunctionSubclass():
         before = [(each._version, _key(each)) for each in weights]
@@ -195,12 +185,12 @@ def _watched(func: Any, args: Any, kwargs: Any) -> Any:
 
 @interpreted
 def _set_data(weight: DecodedWeight, new: torch.Tensor) -> None:
-    """Let a weight have other values; a view of one has other memory then, as in torch."""
+    """Assign ``.data``: requantize a weight; give a view of one other memory, as torch does."""
     plain = plain_of(new) if isinstance(new, DecodedWeight) else new
     if weight._streamload_is_weight:
         origin = weight._streamload_origin
         if _key(plain) == _key(origin.values):
-            return  # it was written when it was changed
+            return  # it was requantized when it was written
         origin.write(".data =", plain)
     with torch._C.DisableTorchFunctionSubclass():
         torch.Tensor.data.__set__(weight, plain)
@@ -211,24 +201,25 @@ def _set_data(weight: DecodedWeight, new: torch.Tensor) -> None:
 
 
 def decoded(values: torch.Tensor, origin: Origin) -> torch.Tensor:
-    """A module's shown weight; tensors that are not plain, as those of tracers, are returned."""
+    """Return values as a `DecodedWeight`; tensors that are not plain, as tracers', unchanged."""
     return values if type(values) is not torch.Tensor else _as_weight(values, origin, True)
 
 
 def plain_of(weight: DecodedWeight) -> torch.Tensor:
-    """A plain tensor over the same memory."""
+    """Return a plain tensor over the same memory."""
     with torch._C.DisableTorchFunctionSubclass():
         return weight.as_subclass(torch.Tensor)
 
 
 def origin_of(tensor: torch.Tensor) -> Origin | None:
-    """The weight that a tensor is, as a module showed it; None for all other tensors."""
+    """Return the quantized weight that a tensor is a whole copy of; None for other tensors."""
     is_weight = isinstance(tensor, DecodedWeight) and tensor._streamload_is_weight
     return tensor._streamload_origin if is_weight else None
 
 
 def _as_weight(tensor: torch.Tensor, origin: Origin, is_weight: bool) -> DecodedWeight:
-    # torch 2.11 follows `_base` of what it compiles: that of a weight is None, of a view the weight
+    """Return a tensor as a copy of a weight, or as a view of one."""
+    # torch 2.11 follows `_base` in compiled code: a weight must have None, a view the weight
     made: DecodedWeight = (
         torch.Tensor._make_subclass(DecodedWeight, tensor)
         if is_weight
@@ -239,13 +230,13 @@ def _as_weight(tensor: torch.Tensor, origin: Origin, is_weight: bool) -> Decoded
 
 
 def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The memory of a tensor, and its layout there."""
+    """Return a key of a tensor's memory and layout."""
     layout = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
     return (tensor.untyped_storage()._cdata, *layout)
 
 
 def _weights(values: Any) -> Iterator[DecodedWeight]:
-    """Decoded values among arguments, which may be in lists."""
+    """Yield the decoded weights among arguments, also inside of lists and dicts."""
     if isinstance(values, DecodedWeight):
         yield values
     elif isinstance(values, (list, tuple)):
@@ -256,7 +247,7 @@ def _weights(values: Any) -> Iterator[DecodedWeight]:
 
 
 def _shared(result: Any, weights: list[DecodedWeight]) -> Any:
-    """A result, with views of weights as such."""
+    """Return a function's result; tensors in it that share a weight's memory become its views."""
     if type(result) in (list, tuple):
         return type(result)(_shared(each, weights) for each in result)
     if type(result) is not torch.Tensor or result.layout is not torch.strided:

@@ -1,8 +1,8 @@
-"""Modules of torch whose weights stay quantised; a forward dequantises what it needs.
+"""Modules of torch whose weights stay quantized; a forward dequantizes them as needed.
 
-A module keeps its identity, its other parameters and its hooks: it gets another class, and the
-parts of a format as buffers in place of a parameter, under the names that the parts have in a
-checkpoint.
+A module keeps its identity, its other parameters and its hooks. It gets another class, and in place
+of a parameter its format's tensors (quantized values, scales, tables) as buffers, the weight's
+"parts", under the names that they have in a checkpoint.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from streamload.devices.torch.tensors import CODED, tie_key
 
 _Parts = Mapping[str, torch.Tensor]
 
-_STEP_NUMEL = 2**20  # elements dequantized at once: 16 MB besides the weight, for 4 bits
+_STEP_NUMEL = 2**20  # elements dequantized at once: with 4 bits 16 MB besides the weight
 
 
 # --- decoding: elements `start` to `stop` of the flattened weight, whole units, in float32 --------
@@ -57,7 +57,7 @@ def _int8(parts: _Parts, start: int, stop: int) -> torch.Tensor:
 def _gguf_blocks(
     parts: _Parts, start: int, stop: int, nbytes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales in a column, and the bytes of codes, a block a row."""
+    """Return GGUF blocks as float32 scales (blocks, 1) and bytes of values (blocks, bytes)."""
     blocks = parts[""].view(-1, nbytes)[start // BLOCK : stop // BLOCK]
     return blocks[:, :2].contiguous().view(torch.float16).float(), blocks[:, 2:]
 
@@ -88,7 +88,7 @@ def _four_bit(parts: _Parts, start: int, stop: int) -> torch.Tensor:
 
 
 def _offset(state: torch.Tensor) -> float:
-    """The mean of the nested statistics; it is read again where the state was written again."""
+    """Return bitsandbytes' mean of nested scales, cached until the state is written again."""
     version = None if state.is_inference() else state._version
     known = getattr(state, "_streamload_offset", None)
     if known is None or version is None or known[0] != version:
@@ -109,14 +109,14 @@ _DECODERS: Mapping[str, Callable[[_Parts, int, int], torch.Tensor]] = {
 
 
 class Coded(nn.Module):
-    """What modules share that hold weights quantised.
+    """Base of modules that hold weights quantized.
 
     Attributes:
-        requantized: what quantising did to weights that were written since they were loaded.
+        requantized: errors of quantizing weights that were written since they were loaded.
     """
 
-    _streamload_dtype: torch.dtype  # of the weights before
-    _streamload_name = ""  # of the module in its model
+    _streamload_dtype: torch.dtype  # of the weights before they were quantized
+    _streamload_name = ""  # the module's name in its model
     requantized = QuantCounts()
 
     def dense(
@@ -126,13 +126,13 @@ class Coded(nn.Module):
         index: int | None = None,
         device: torch.device | None = None,
     ) -> torch.Tensor:
-        """A weight, dequantized in pieces: no other memory of its size is used.
+        """Return a weight dequantized in pieces, so that no other memory of its size is used.
 
         Args:
             leaf: last part of the weight's name.
-            dtype: of the result; each value is rounded once. None: the weight's dtype before.
-            index: along the first axis of the weight; None for all of it.
-            device: where it is computed, after moving the parts there; None: where they are.
+            dtype: of the result; each value is rounded once. None: the dtype before quantizing.
+            index: index along the weight's first axis; None for all of it.
+            device: computes the result, after the parts are moved there; None: where they are.
         """
         coded = self._coded[leaf]
         device = device or self._buffers[leaf].device
@@ -150,26 +150,29 @@ class Coded(nn.Module):
 
     @interpreted
     def shown(self, leaf: str, index: int | None = None, **options: Any) -> torch.Tensor:
-        """A weight, or a part of it, as the module's own class has it; see `DecodedWeight`."""
+        """Return a weight, or one expert's matrix, in the layout of the module's own class.
+
+        It is a `DecodedWeight`; raises RuntimeError if accelerate is the caller.
+        """
         refuse_moves(self.address(leaf))
         transposed = self._coded[leaf].transposed
-        with torch.inference_mode(False):  # else nobody counts what is written to it
+        with torch.inference_mode(False):  # inference tensors do not count writes
             values = self.dense(leaf, index=index, **options)
         values = values.t() if transposed else values
         return decoded(values, Origin(values, self, leaf, transposed, partial=index is not None))
 
     def requantize(self, leaf: str, values: torch.Tensor) -> QuantCounts:
-        """Quantize other values in place of a weight, on the CPU, into the memory of its parts.
+        """Quantize new values of a weight, on the CPU, into the memory of its parts.
 
-        `requantized` counts it, too.
+        Returns their errors, which `requantized` counts, too.
 
         Raises:
-            ValueError: their shape is not the quantized one, or they are no floats.
+            ValueError: the values are no floats, or of another shape than the quantized weight.
         """
         coded, found = self._coded[leaf], tuple(values.shape)
         if found != coded.shape or not values.is_floating_point():
             raise ValueError(
-                f"cannot quantise {self.address(leaf)} again: expected floats of the shape "
+                f"cannot quantize {self.address(leaf)} again: expected floats of the shape "
                 f"{list(coded.shape)}, found {values.dtype} of {list(found)}"
             )
         parts = self._parts(leaf)
@@ -191,7 +194,7 @@ class Coded(nn.Module):
         return counts
 
     def stamp(self, leaf: str) -> tuple[int, ...]:
-        """Versions of the parts of a weight, which change when they are written."""
+        """Return torch's version counters of a weight's parts: a write to one changes them."""
         parts = self._parts(leaf).values()
         return tuple(0 if part.is_inference() else part._version for part in parts)
 
@@ -201,20 +204,20 @@ class Coded(nn.Module):
         return coded
 
     def _parts(self, leaf: str) -> dict[str, torch.Tensor]:
-        """The parts of a weight, by their suffixes."""
+        """Return the parts of a weight, by the suffixes of their names; "" for the values."""
         return {p.suffix: self._buffers[p.name(leaf)] for p in self._coded[leaf].made.parts}
 
     def address(self, leaf: str) -> str:
-        """The name of a weight in the model, as it was loaded."""
+        """Return the name of a weight in the model, as it was loaded."""
         return f"{self._streamload_name}.{leaf}" if self._streamload_name else leaf
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Quantise a parameter that is put in place of a weight; share the codes of another's."""
+        """Quantize a parameter that is assigned to a weight; tie it to another module's weight."""
         if name not in self._coded:
             super().__setattr__(name, value)
             return
         coded, origin = self._coded[name], origin_of(value)
-        if origin is not None and isinstance(origin.holder, Coded):
+        if origin is not None:
             self._share(name, origin.holder, origin.leaf)
         elif isinstance(value, nn.Parameter):
             own = value.detach()
@@ -223,11 +226,11 @@ class Coded(nn.Module):
             raise TypeError(
                 f"cannot assign a {type(value).__name__} to {self.address(name)}, which is held as "
                 f"{coded.format}: write module.{name} = torch.nn.Parameter(new), which "
-                "quantises it again"
+                "quantizes it again"
             )
 
     def _share(self, leaf: str, other: Coded, its: str) -> None:
-        """Hold the parts that another module holds: the two weights are tied."""
+        """Tie a weight to another module's, named ``its`` there, by holding the same parts."""
         mine, theirs = self._coded[leaf], other._coded[its]
         if mine != theirs:
             raise TypeError(
@@ -239,14 +242,14 @@ class Coded(nn.Module):
             self._buffers[name] = other._buffers[named]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle and copy by the class that it had: the one that it has is made by a load."""
+        """Pickle by the module's own class, since the present one is created at runtime."""
         own = type(self).__bases__[1]
         return _empty, (own, frozenset(self._coded)), self.__dict__
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Move parts with the module, as they are: scales are never cast apart from codes.
+        """Move the module for ``.to()`` and the like; parts keep their dtypes.
 
-        Where moving fails, for want of memory, all parts are where they were.
+        If memory is too small for the move, all parts stay where they were.
         """
         held = {name: self._buffers.pop(name) for name in _names(self._coded)}
         try:
@@ -265,24 +268,24 @@ class Coded(nn.Module):
         return self
 
     def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, Any]]:
-        """The parameters, which weights in codes are not."""
+        """Yield the parameters, without quantized weights; raise if peft wants to wrap those."""
         refuse_wrapping({self.address(leaf) for leaf in self._coded})
         own: Iterator[tuple[str, Any]] = super().named_parameters(*arguments, **options)
         return own
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
-        """Add the parts to a state; accelerate asks for one before it begins to move tensors."""
-        for leaf in self._buffers.keys() & self._coded.keys():  # none: see `set_aside`
+        """Add the parts to a state dict; raise if accelerate asks, to move tensors."""
+        for leaf in self._buffers.keys() & self._coded.keys():  # none inside of `set_aside`
             refuse_moves(self.address(leaf))
         super()._save_to_state_dict(*arguments)
 
     def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
-        """Take parts whose names have a dot, which torch takes for names of submodules."""
+        """Load parts, also those with a dot in their names, which torch reads as submodules."""
         own = {prefix + name for name in _names(self._coded)}
         for leaf, each in self._coded.items():
             codes = state.get(prefix + leaf)
             if isinstance(codes, torch.Tensor) and codes.is_floating_point():
-                # codes of eight bits may have its shape, and would become its integers
+                # 8-bit values may have its shape, and copying would round it to integers
                 state = {key: value for key, value in state.items() if key != prefix + leaf}
                 others[4].append(
                     f"{prefix}{leaf} is held as {each.format}, and {codes.dtype} was given: write "
@@ -297,7 +300,7 @@ _ENCODED = {getattr(torch, src.name): src for src in SOURCES}
 
 
 def _source(parts: _Parts) -> DType:
-    """The dtype that the parts of a weight name as that of the weight before."""
+    """Return the dtype that bitsandbytes' state names as the weight's own; else float32."""
     for suffix, part in parts.items():
         if suffix.startswith(".quant_state"):
             return BY_NAME[json.loads(bytes(part.cpu().numpy()))["dtype"]]
@@ -305,7 +308,7 @@ def _source(parts: _Parts) -> DType:
 
 
 def _steps(made: Quantized, numel: int) -> Iterator[tuple[int, int]]:
-    """Cut elements into pieces of whole units, from one to another (exclusive)."""
+    """Yield (start, stop exclusive) of pieces of ``numel`` elements, each of whole blocks."""
     step = max(_STEP_NUMEL // made.unit_numel, 1) * made.unit_numel
     return pairwise([*range(0, numel, step), numel])
 
@@ -315,7 +318,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _moved(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """A part elsewhere: the same object, where torch can, since modules may share it."""
+    """Return the moved tensor, as the old object if torch can: modules may share it."""
     if old.is_inference() or not torch._has_compatible_shallow_copy_type(old, new):
         return new
     old.data = new
@@ -323,21 +326,21 @@ def _moved(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def _names(coded: Mapping[str, CodedWeight]) -> list[str]:
-    """The names of all parts in a module."""
+    """Return the names of all parts of a module's quantized weights."""
     return [name for leaf, each in coded.items() for name in each.names(leaf)]
 
 
 class _Product(Coded):
-    """A product with a weight of (outputs, inputs)."""
+    """Base of modules that multiply by a quantized weight of shape (outputs, inputs)."""
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight, dequantised for each look at it; see `DecodedWeight`."""
+        """The weight, dequantized at each access; see `DecodedWeight`."""
         return self.shown("weight")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The product with the weight, dequantised for the call."""
-        if isinstance(input, torch.fx.Proxy):  # a leaf of its graph, as torch's own modules are
+        """Return the input multiplied by the weight, which is dequantized for the call."""
+        if isinstance(input, torch.fx.Proxy):  # one node in its graph, like torch's own modules
             tracer: Any = input.tracer
             path = tracer.path_of_module(self)
             node: torch.Tensor = tracer.create_proxy("call_module", path, (input,), {})
@@ -348,11 +351,11 @@ class _Product(Coded):
 
 
 class QuantLinear(_Product, nn.Linear):
-    """A Linear that holds its weight quantised."""
+    """A ``torch.nn.Linear`` that holds its weight quantized."""
 
 
 class _Dense:
-    """The weights of all experts; one is dequantised when it is asked for."""
+    """The quantized weights of all experts of a module; indexing dequantizes one."""
 
     _is_hf_initialized = True  # transformers leaves it as it is
 
@@ -361,21 +364,21 @@ class _Dense:
         self._leaf, self._module = leaf, module
 
     def __getitem__(self, expert: torch.Tensor | int) -> torch.Tensor:
-        """An expert's matrix, on the device of its number where that is a tensor."""
+        """Return an expert's matrix, on the device of ``expert`` if that is a tensor."""
         device = getattr(expert, "device", None)
         return self._module.shown(self._leaf, int(expert), device=device)
 
     def __setitem__(self, expert: Any, values: Any) -> None:
-        """Refuse: the codes of an expert are not written alone."""
+        """Raise RuntimeError: one expert cannot be quantized again alone."""
         Origin(torch.empty(0), self._module, self._leaf, partial=True).write("one expert")
 
 
 @cache
 def _class_of(own: Any, leaves: frozenset[str]) -> type[Any]:
-    """The class for modules of a class whose parameters of these names are codes.
+    """Return the class that replaces ``own`` if these of its parameters are quantized.
 
-    That of experts computes one after the other, as transformers' own does without kernels. Its
-    weights are `_Dense`: it takes only the experts that are used.
+    A class of experts computes one expert after the other, as transformers' does without kernels;
+    its weights are `_Dense`, so that only the experts in use are dequantized.
     """
     if own is nn.Linear:
         return QuantLinear
@@ -394,13 +397,16 @@ def _class_of(own: Any, leaves: frozenset[str]) -> type[Any]:
 
 
 def _empty(own: Any, leaves: frozenset[str]) -> Any:
-    """A module without a state, for pickle."""
+    """Return a module without a state, for unpickling."""
     return object.__new__(_class_of(own, leaves))
 
 
 def make_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Restore modules that hold codes, with decoded values; None: the weights' dtype before."""
-    made: dict[int, nn.Parameter] = {}  # by the codes: modules may share them
+    """Replace quantized modules by their own classes, with dequantized weights.
+
+    ``dtype`` is that of the weights; None: their dtype before quantizing.
+    """
+    made: dict[int, nn.Parameter] = {}  # by id of the quantized values, which modules may share
     for module in list(model.modules()):
         if not isinstance(module, Coded):
             continue
@@ -418,7 +424,7 @@ def make_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
 
 
 def _become(module: nn.Module, own: type[nn.Module]) -> None:
-    """Let a module have its own class again."""
+    """Give a module its own class back."""
     module.__class__ = own
     for key in (CODED, "_streamload_dtype", "_streamload_name"):
         module.__dict__.pop(key, None)
@@ -426,7 +432,7 @@ def _become(module: nn.Module, own: type[nn.Module]) -> None:
 
 @contextmanager
 def set_aside(model: nn.Module) -> Iterator[None]:
-    """Take all parts out of their modules, while others walk over tensors and move them."""
+    """Remove all parts from their modules inside the ``with``, while others move tensors."""
     held = [
         (module, {name: module._buffers.pop(name) for name in _names(getattr(module, CODED))})
         for module in model.modules()
@@ -443,23 +449,23 @@ def set_aside(model: nn.Module) -> Iterator[None]:
 
 _Place = tuple[nn.Module, str]
 _CONV1D = "transformers.pytorch_utils.Conv1D"
-#: The classes that `_said` takes.
+#: The classes that can hold quantized weights, for errors.
 _HOLDERS = "torch's Linear, and transformers' Conv1D and fused experts"
 
 
 def _is_experts(module: nn.Module, parameter: torch.Tensor) -> bool:
-    """Whether it is one of transformers' classes of fused experts, with implementations to choose.
+    """Whether a module is of transformers' fused experts with a choice of implementations.
 
-    Each of these takes an expert's matrix by its index where it computes one after the other.
+    Their eager forward indexes one expert's matrix after the other.
     """
     decorated = hasattr(type(module).forward, "__wrapped__")
     return parameter.dim() == 3 and decorated and hasattr(module, "is_transposed")
 
 
 def _said(module: nn.Module, leaf: str, format: str) -> CodedWeight | None:
-    """The weight that a module would hold as codes; None where it cannot."""
+    """Return the quantized weight that a module would hold; None if it cannot."""
     parameter = module._parameters[leaf]
-    if type(parameter) is not nn.Parameter:  # sharded, packed by others, or not there
+    if type(parameter) is not nn.Parameter:  # sharded, quantized by others, or None
         return None
     shape = tuple(parameter.shape)
     coded, own = CodedWeight(format, shape), type(module)
@@ -469,15 +475,15 @@ def _said(module: nn.Module, leaf: str, format: str) -> CodedWeight | None:
         return CodedWeight(format, shape[::-1], transposed=True)
     if not _is_experts(module, parameter):
         return None
-    with suppress(ValueError):  # of a format that cannot hold it: the load names the tensor
+    with suppress(ValueError):  # the format cannot hold it: the load's error names the tensor
         made = coded.made
         if math.prod(shape[1:]) % made.unit_numel or any(part.is_sibling for part in made.parts):
-            return None  # an expert begins within a unit, or two weights would share a part's name
+            return None  # an expert begins within a block, or two weights share a part's name
     return coded
 
 
 def _tied(module: nn.Module, leaf: str) -> Any:
-    """What parameters share that are one weight."""
+    """Return a key that is equal for parameters that are one weight."""
     parameter = module._parameters[leaf]
     return None if parameter is None else tie_key(parameter)
 
@@ -485,12 +491,12 @@ def _tied(module: nn.Module, leaf: str) -> Any:
 def swapping(
     model: nn.Module, places: Iterable[tuple[str, _Place]], formats: Mapping[str, str]
 ) -> Swap:
-    """The `Swap` of a module.
+    """Return the `Swap` that lets a model's modules hold weights quantized.
 
     Args:
-        model: the module.
-        places: of all parameters, as (name, (module, leaf)); shared ones under each name.
-        formats: by name of a weight to quantize.
+        model: the model.
+        places: (name, (module, name in it)) of all parameters; shared ones under each name.
+        formats: the format of each weight to quantize, by name.
 
     Raises:
         ValueError: there is no module for a format.
@@ -515,38 +521,38 @@ def swapping(
         holders = shared[_tied(module, leaf)]
         weight, *others = {_said(*place, format) for place in holders}
         if weight is None or others:
-            # an embedding shares it: it needs the weight as it is
+            # shared with a module, such as an embedding, that needs the weight unquantized
             kinds = dict.fromkeys(type(holder).__name__ for holder, _ in holders)
             refused[name] = " and ".join(kinds) + ", which share it" * (len(kinds) > 1)
             continue
         coded |= dict.fromkeys((*holders.values(), name), weight)
         groups.append((weight, holders))
         itemsize = module._parameters[leaf].itemsize
-        one_nbytes = math.prod(weight.shape[-2:]) * itemsize  # of experts, one at a time
-        dense_nbytes = max(dense_nbytes, one_nbytes)
+        # one expert at a time
+        dense_nbytes = max(dense_nbytes, math.prod(weight.shape[-2:]) * itemsize)
     return Swap(coded, lambda: _put(model, groups), dense_nbytes, _HOLDERS, refused)
 
 
 def _put(
     model: nn.Module, groups: Iterable[tuple[CodedWeight, Mapping[_Place, str]]]
 ) -> Callable[[], None]:
-    """Let modules hold codes, without values yet; returns what lets them be as they were."""
+    """Change modules to quantized ones without values; return a function that undoes it."""
     before: dict[int, tuple[nn.Module, Any, dict[str, Any], dict[str, Any]]] = {}
     for said, holders in groups:
-        beside = {
+        others = {
             part: torch.empty(part.shape, dtype=getattr(torch, part.dtype.name), device="meta")
             for part in said.made.parts[1:]
         }
         first, its = next(iter(holders))
-        held = first._parameters[its]  # the objects may be several, over the same memory
+        held = first._parameters[its]  # tied parameters may be several objects over one memory
         assert held is not None
         for (module, leaf), name in holders.items():
             kept = dict(module._parameters), dict(module._buffers)
             before.setdefault(id(module), (module, type(module), *kept))
-            # it goes on holding the old weight until the load releases that
+            # the old weight stays as the buffer until the load releases it
             del module._parameters[leaf]
             module._buffers[leaf] = held
-            module._buffers.update({part.name(leaf): empty for part, empty in beside.items()})
+            module._buffers.update({part.name(leaf): empty for part, empty in others.items()})
             module.__dict__.setdefault(CODED, {})[leaf] = said
             module.__dict__["_streamload_dtype"] = held.dtype
             module.__dict__["_streamload_name"] = name.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""What other libraries would do to a model that holds codes without knowing of them: refused."""
+"""Refusals of calls by accelerate, peft and transformers that would spoil quantized modules."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import nn
 
 from streamload.devices.torch.decoded import caller, interpreted
 
-#: What of accelerate moves tensors of modules, or sets them aside.
+#: Modules of accelerate that move tensors of modules or set them aside.
 _MOVERS = ("accelerate.hooks", "accelerate.utils.modeling")
-#: What of it asks for states before it begins.
+#: The module of accelerate that reads state dicts before it begins.
 _ASKS = "accelerate.big_modeling"
 #: peft's function that looks for the parameters of `target_parameters`.
 _WRAPS = "_inject_parameters"
-#: Where the classes stand whose models are saved with a configuration.
+#: Modules of the base classes whose models are saved with a configuration.
 _SAVED = frozenset(("transformers.modeling_utils", "diffusers.models.modeling_utils"))
 _SAVE = "save_pretrained"
 
 
 @interpreted
 def refuse_moves(name: str) -> None:
-    """Raise if accelerate asks for a weight: it would replace codes by decoded values."""
-    # forwards that accelerate's hooks call, of torch's own modules, may read weights
+    """Raise RuntimeError if accelerate reads a weight: it would replace it by decoded values."""
+    # forwards of torch's modules, which accelerate's hooks call, may read weights
     if caller(("streamload.",)).startswith(_MOVERS) or caller().startswith(_ASKS):
         raise RuntimeError(
             f"cannot let accelerate move {name}: it is held as codes, which accelerate would "
@@ -37,7 +37,7 @@ def refuse_moves(name: str) -> None:
 
 
 def refuse_wrapping(names: Iterable[str]) -> None:
-    """Raise ValueError if peft looks for parameters to wrap, and one is held as codes."""
+    """Raise ValueError if peft is the caller and wants to wrap one of these quantized weights."""
     frame = sys._getframe(2)
     if frame.f_code.co_name != _WRAPS:
         return
@@ -51,10 +51,10 @@ def refuse_wrapping(names: Iterable[str]) -> None:
 
 
 def refuse_saving(model: nn.Module, coded: type[nn.Module]) -> list[nn.Module]:
-    """Block saving of models of transformers or diffusers whose configuration names no codes.
+    """Make ``save_pretrained`` raise if a model's configuration names no quantization.
 
     Returns:
-        Those models, for `allow_saving`.
+        The models of transformers or diffusers that now raise, for `allow_saving`.
     """
     found = []
     for each in model.modules():
@@ -67,13 +67,13 @@ def refuse_saving(model: nn.Module, coded: type[nn.Module]) -> list[nn.Module]:
 
 
 def allow_saving(model: nn.Module) -> None:
-    """Let a model be saved: its configuration names its codes."""
+    """Undo `refuse_saving` for a model, whose configuration now names its quantization."""
     if getattr(model.__dict__.get(_SAVE), "func", None) is _refuse_saving:
         del model.__dict__[_SAVE]
 
 
 def _refuse_saving(model: Any, *args: Any, **named: Any) -> None:
-    """In place of ``save_pretrained``, which saves an adapter alone if transformers added one."""
+    """Raise ValueError in place of ``save_pretrained``, unless it saves an adapter alone."""
     if getattr(model, "_hf_peft_config_loaded", False):
         type(model).save_pretrained(model, *args, **named)
         return

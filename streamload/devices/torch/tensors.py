@@ -1,4 +1,4 @@
-"""torch's tensors: parameters of a module or of a dict. torch's devices are in `torch.device`."""
+"""Parameters of torch's modules and of dicts of tensors; torch's devices are in `torch.device`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +21,7 @@ from streamload.core.tensors import Block
 from streamload.devices.parameters import Slot, SlotParameter, dict_slots, make_parameters
 from streamload.errors import DeviceError
 
-# torch's floats below 8 bits are packed, and its shapes count the packs: tensors of the
-# checkpoint's shapes are those of whole bytes
+# without floats below 8 bits: torch's shapes count bytes of those, a checkpoint's their elements
 TO_TORCH: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name, dtype in BY_NAME.items()
@@ -31,19 +30,19 @@ TO_TORCH: dict[str, torch.dtype] = {
 _FROM_TORCH = {dtype: name for name, dtype in TO_TORCH.items()}
 _MIN_TRIMMED_NBYTES = 2**20  # below, a block of CUDA's allocator shares its segment with others
 
-_BEFORE = "_streamload_before"  # on an invalid entry: the object that stood there
-#: On a module: by the leaf of a parameter's name, the `CodedWeight` that it holds.
+_BEFORE = "_streamload_before"  # attribute of an invalid tensor: the tensor that it replaces
+#: Attribute of a module: the `CodedWeight` of each quantized weight, by the last part of its name.
 CODED = "_streamload_coded"
-#: On a module: the keys of its buffers that are parts of weights.
+#: Attribute of a module: the keys of its buffers that are scales or tables of quantized weights.
 PARTS = "_streamload_parts"
-#: On what stands in a module for a weight that streams: its name.
+#: Attribute of the tensor that replaces a streamed weight in a module: the weight's name.
 STREAMED = "_streamload_streamed"
-# on invalid entries, one for those that were tied: ``kept``: they have their memory
+# attribute of invalid tensors, one object for tied ones; ``kept``: whether the memory is kept
 _INVALID = "_streamload_invalid"
 
 
-# Functions that ask about an invalid tensor. All others would compute: torch's matrix products on
-# the CPU do not notice a tensor without values, and read address 0 or fresh memory.
+# Functions that may be called with an invalid tensor. All others would compute: torch's matrix
+# products on the CPU do not notice a tensor without values, and read address 0 or fresh memory.
 _ASKED = frozenset(
     (
         "__get__", "__set__", "__deepcopy__", "__reduce_ex__", "__repr__", "detach", "dim",
@@ -56,9 +55,11 @@ _ASKED = frozenset(
 
 
 class _Raises:
+    """Base of tensors without values: functions that compute with them raise DeviceError."""
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer questions about the tensor; raise for what would compute with its values."""
+        """Call torch's functions about shape, dtype and place; refuse all others."""
         if func.__name__ not in _ASKED:
             raise DeviceError(
                 "torch",
@@ -81,13 +82,12 @@ class InvalidParameter(_Raises, nn.Parameter):
 
 
 class TorchParameter(SlotParameter):
-    """Entries of a module, or of a dict, over the same memory.
+    """A parameter over entries of a module or dict with the same memory.
 
-    The objects stay the same wherever torch allows that, and with them references to them: of an
-    optimizer, hooks, attributes.
+    The tensor objects stay the same if torch allows it, so that optimizers and hooks keep them.
     """
 
-    of_module = False  # a dict's tensors are there to be filled, under any name
+    of_module = False  # otherwise of a dict, whose tensors are never computed
     _lent: torch.Tensor | None = None
 
     def _look(self) -> None:
@@ -105,11 +105,12 @@ class TorchParameter(SlotParameter):
             return
         self.keeps = BY_NAME.get(self.dtype)
         if self.invalid and not kept:
-            self.device = name_of(tensor.device)  # it goes back to where it was
+            self.device = name_of(tensor.device)  # a load restores it there
         else:
             self._look_at(tensor)
 
     def _look_at(self, tensor: torch.Tensor) -> None:
+        """Set the attributes of `Parameter` that depend on the tensor's memory."""
         storage_nbytes = tensor.untyped_storage().nbytes()
         if tensor.numel() and storage_nbytes == 0:
             return  # it was freed
@@ -125,7 +126,7 @@ class TorchParameter(SlotParameter):
         first = tensor.data_ptr()
         self.span = (0, first, first + reach_nbytes)
         if storage_nbytes > tensor.nbytes:
-            # a contiguous view can be written in place; replaced, it would leave its base
+            # a contiguous view can be written in place; replacing it would detach it from its base
             self.fixed = "it is a view of a larger tensor"
             if not contiguous:
                 self.refused = "it is a view of a larger tensor, and not contiguous"
@@ -133,14 +134,14 @@ class TorchParameter(SlotParameter):
             self.dtype += " (not contiguous)"  # never equal: it is replaced
 
     def is_computed(self) -> bool:
-        """Whether it is a module's buffer with values, named as one that modules compute."""
+        """Whether it is a module's buffer with values, and has a name of computed tensors."""
         holds = self.device is not None and not self.invalid and self.of_module
         if not holds or isinstance(self._objects()[0], nn.Parameter):
             return False
         return any(is_computed(name, self.shape) for name in self.names)
 
     def _tensors(self) -> list[torch.Tensor]:
-        """The objects, valid ones in place of invalid; of sharded ones, this process's part."""
+        """Return the tensors, valid in place of invalid ones; of a DTensor, the local shard."""
         return [_local(getattr(entry, _BEFORE, entry)) for entry in self._objects()]
 
     def memory(self) -> Sequence[tuple[int, int]]:
@@ -151,7 +152,7 @@ class TorchParameter(SlotParameter):
         return self._lent
 
     def release(self) -> str:
-        """Free the memory of the parameter, which stays the same object."""
+        """Free the memory; the tensor objects stay. Returns "" or why it cannot be freed."""
         tensors = self._tensors()
         storage = tensors[0].untyped_storage()
         if tensors[0].device.type == "meta" or storage.nbytes() == 0:
@@ -164,14 +165,14 @@ class TorchParameter(SlotParameter):
         layout = tensors[0].storage_offset(), tensors[0].shape, tensors[0].stride()
         grads = [tensor.grad if tensor.is_leaf else None for tensor in tensors]
         for tensor in tensors:
-            with torch.inference_mode(tensor.is_inference()):  # it stays what it is
+            with torch.inference_mode(tensor.is_inference()):  # an inference tensor stays one
                 tensor.data = _empty(tensor)
             tensor.grad = None  # of the old values
         if not memory.expired():
             self._collect()
         if memory.expired():
             if device.type == "cuda" and self.nbytes >= _MIN_TRIMMED_NBYTES:
-                with suppress(RuntimeError):  # its next user gets the error
+                with suppress(RuntimeError):  # the device's next user gets the error
                     torch.cuda.empty_cache()
             return ""
         storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
@@ -182,11 +183,11 @@ class TorchParameter(SlotParameter):
         return "something else still holds its memory (a graph, a view, another tensor)"
 
     def attach(self, buffer: torch.Tensor, dtype: DType) -> None:
-        """Put the memory into the objects, or into objects like them if torch cannot."""
+        """Give the tensors new memory, or replace them by tensors like them if torch cannot."""
         self._swap(lambda old: _with_data(getattr(old, _BEFORE, old), buffer))
 
     def invalidate(self, keep: bool) -> None:
-        """Put in tensors of the meta device: they have a shape and no values."""
+        """Replace the tensors by tensors of the meta device, which have no values."""
 
         def meta(old: torch.Tensor) -> torch.Tensor:
             before = getattr(old, _BEFORE, old)
@@ -198,7 +199,7 @@ class TorchParameter(SlotParameter):
             setattr(entry, _INVALID, mark)
             return entry
 
-        if self._lent is not None:  # the traceback of what failed may refer to it for long
+        if self._lent is not None:  # an error's traceback may keep it
             self._lent.data = _empty(self._lent)
         mark = SimpleNamespace(kept=keep)
         self._swap(meta)
@@ -207,7 +208,7 @@ class TorchParameter(SlotParameter):
         self.invalid = True
 
     def revive(self) -> None:
-        """Put back the objects whose memory was written, and notify autograd."""
+        """Put back the tensors whose memory was written, and notify autograd."""
         self._lent = None
         self._swap(lambda old: getattr(old, _BEFORE, old))
         for tensor in self._tensors():
@@ -215,25 +216,26 @@ class TorchParameter(SlotParameter):
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without elements, with the dtype and device of another."""
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor; its module is imported where there are any."""
+    """Whether a tensor is a DTensor, whose module is then imported."""
     found = sys.modules.get("torch.distributed.tensor")
     return found is not None and isinstance(tensor, found.DTensor)
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """This process's part of a DTensor; any other tensor itself."""
+    """Return this process's shard of a DTensor; any other tensor itself."""
     if not _is_sharded(tensor):
         return tensor
-    with torch.no_grad():  # else it is a view for autograd
+    with torch.no_grad():  # otherwise autograd records a view
         return tensor.to_local()
 
 
 def _why_no_block(tensor: Any) -> str:
-    """Why this process's part of a DTensor is not one block of it, or ""."""
+    """Return why this process's shard of a DTensor is not one block of it, or ""."""
     if not _is_sharded(tensor):
         return ""
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -242,7 +244,7 @@ def _why_no_block(tensor: Any) -> str:
     for at, placement in enumerate(placements):
         if placement.is_partial():
             return f"it is a DTensor of partial sums ({placement})"
-        # FSDP over tensor parallelism: it halves what the later axes of the mesh have cut
+        # FSDP over tensor parallelism: it cuts the shards of later axes of the mesh again
         factor = getattr(placement, "split_factor", None)
         later = (n for n, p in enumerate(placements) if n > at and p.is_shard(placement.dim))
         if factor is not None and factor != math.prod(mesh.size(n) for n in later):
@@ -251,7 +253,7 @@ def _why_no_block(tensor: Any) -> str:
 
 
 def _block(tensor: Any) -> Block | None:
-    """This process's block of a DTensor; None of any other tensor."""
+    """Return this process's block of a DTensor; None for any other tensor."""
     if not _is_sharded(tensor):
         return None
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as computed
@@ -261,11 +263,11 @@ def _block(tensor: Any) -> Block | None:
     return Block(whole, tuple(map(int, first)), tuple(map(int, shape)))
 
 
-_PLAIN = (torch.Tensor, nn.Parameter)  # a parameter over another kind of tensor is of that kind
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def _why_refused(tensor: torch.Tensor) -> str:
-    """Why a tensor cannot be written as a block of bytes, or ""."""
+    """Return why a tensor cannot be written as a block of bytes, or ""."""
     if isinstance(tensor, _Raises):
         return ""
     if hasattr(tensor, STREAMED):
@@ -290,11 +292,11 @@ def _changed(tensor: torch.Tensor) -> None:
 
 
 def _with_data(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """The old object with new memory, or an object like it if torch cannot keep it."""
+    """Return the old tensor object with new memory, or one like it if torch cannot keep it."""
     if _is_sharded(old):
         return _with_local(old, new)
     if old.dtype != new.dtype or old.device != new.device:
-        old.grad = None  # autograd takes none of another dtype or place
+        old.grad = None  # autograd refuses one of another dtype or device
     same_kind = old.is_inference() == new.is_inference()
     # as torch's own Module.to decides
     if same_kind and torch._has_compatible_shallow_copy_type(old, new):
@@ -309,7 +311,7 @@ def _with_data(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def _with_local(old: Any, new: torch.Tensor) -> torch.Tensor:
-    """The same for a DTensor; the new memory is this process's part."""
+    """Do the same for a DTensor; the new memory is this process's shard."""
     local = _local(old)
     alike = (local.dtype, local.device) == (new.dtype, new.device)
     if alike and old.is_inference() == new.is_inference():
@@ -329,11 +331,11 @@ def _can_have_grad(tensor: torch.Tensor) -> bool:
 
 
 def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """An object over new memory with the class, requires_grad, hooks and attributes of the old."""
+    """Return a tensor over new memory with the class, grad flag, hooks and attributes of old."""
     made: torch.Tensor = new
     if isinstance(old, nn.Parameter):
         made = torch.Tensor._make_subclass(
-            # a copy of an invalid one does not know of what class it was
+            # a copy of an invalid one has lost its class
             nn.Parameter if isinstance(old, InvalidParameter) else type(old),
             new,
             old.requires_grad and _can_have_grad(new),
@@ -341,7 +343,7 @@ def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     elif old.requires_grad and _can_have_grad(new):
         made = new.detach().requires_grad_()
     made.__dict__.update({k: v for k, v in old.__dict__.items() if k not in (_BEFORE, _INVALID)})
-    # the dicts themselves: the handles that remove hooks refer to them
+    # the same dicts: handles that remove hooks refer to them
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         registered = getattr(old, hooks, None)
         if registered:
@@ -351,19 +353,19 @@ def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 @cache
 def name_of(device: torch.device) -> str:
-    """The name of a device, with an index where there may be several."""
+    """Return a torch device's name, with an index if the machine may have several: "cuda:0"."""
     has_index = device.type not in ("cpu", "mps", "meta")
     return f"{device.type}:{device.index or 0}" if has_index else str(device.type)
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules inside of one, by the prefixes of their tensors' names."""
+    """Yield all modules inside of one, with the prefixes of their tensors' names."""
     for prefix, child in module.named_modules(remove_duplicate=False):
         yield f"{prefix}." if prefix else "", child
 
 
 def _module_slots(module: nn.Module, persistent: bool) -> Iterator[tuple[str, Slot]]:
-    """Slots of parameters and persistent buffers, or of the other buffers, by name.
+    """Yield (name, slot) of parameters and persistent buffers, or of all other buffers.
 
     The names are those in ``state_dict``, unless a hook of the module changes them there.
     """
@@ -377,7 +379,7 @@ def _module_slots(module: nn.Module, persistent: bool) -> Iterator[tuple[str, Sl
 
 
 def tie_key(tensor: torch.Tensor) -> Any:
-    """A key that tied tensors share: the object, or the memory and the view of it."""
+    """Return a key that is equal for tied tensors: the object, or the memory and its layout."""
     if hasattr(tensor, _INVALID):
         return id(getattr(tensor, _INVALID))
     if tensor.device.type == "meta" or _why_refused(tensor) or tensor.numel() == 0:
@@ -388,38 +390,38 @@ def tie_key(tensor: torch.Tensor) -> Any:
 
 
 def parameters_of(model: Any) -> list[TorchParameter]:
-    """Parameters and persistent buffers of a module, or a dict's tensors; tied ones once.
+    """Return parameters and persistent buffers of a module, or a dict's tensors; tied ones once.
+
+    Names of a module's parameters lack wrappers' prefixes; `Parameter.wrapped` has them.
 
     Raises:
-        ValueError: the model is something else that holds tensors.
+        ValueError: the model is neither a module nor a dict.
     """
+    wrapped: dict[str, str] = {}
+    slots: Iterable[tuple[str, Slot]]
     if isinstance(model, nn.Module):
-        return _parameters_of_module(model)
-    if not isinstance(model, MutableMapping):
+        unwrapped = unwrapped_names(model)
+        named = [(unwrapped(name), name, s) for name, s in _module_slots(model, persistent=True)]
+        wrapped = {inner: name for inner, name, _ in named if inner != name}
+        slots = ((inner, slot) for inner, _, slot in named)
+    elif isinstance(model, MutableMapping):
+        slots = dict_slots(model, (torch.Tensor,))
+    else:
         raise ValueError(
             f"tensors of torch are loaded into a module or a dict, not a {type(model).__name__}"
         )
-    return _make(dict_slots(model, (torch.Tensor,)))
-
-
-def _make(slots: Iterable[tuple[str, Slot]]) -> list[TorchParameter]:
-    return make_parameters(slots, lambda slot: tie_key(slot[0][slot[1]]), TorchParameter)
-
-
-def _parameters_of_module(model: nn.Module) -> list[TorchParameter]:
-    """Parameters of a module, by their names inside wrappers."""
-    unwrapped = unwrapped_names(model)
-    slots = [(unwrapped(name), name, s) for name, s in _module_slots(model, persistent=True)]
-    wrapped = {inner: name for inner, name, _ in slots if inner != name}
-    found = _make((inner, slot) for inner, _, slot in slots)
+    found = make_parameters(slots, lambda slot: tie_key(slot[0][slot[1]]), TorchParameter)
     for parameter in found:
-        parameter.of_module = True
+        parameter.of_module = isinstance(model, nn.Module)
         parameter.wrapped = tuple(wrapped[n] for n in parameter.names if n in wrapped)
     return found
 
 
-def _wrappers(model: nn.Module) -> list[tuple[str, str]]:
-    """Prefixes of names inside a wrapper and inside its module; the innermost first."""
+def unwrapped_names(model: nn.Module) -> Callable[[str], str]:
+    """Return a function that removes wrappers' prefixes from names inside a model.
+
+    Wrappers are the modules of DataParallel, DistributedDataParallel and torch.compile.
+    """
     compiled = sys.modules.get("torch._dynamo.eval_frame")  # slow to import, and there if needed
     inner: list[tuple[type, str]] = [
         (nn.DataParallel, "module."),
@@ -432,63 +434,59 @@ def _wrappers(model: nn.Module) -> list[tuple[str, str]]:
         for kind, attribute in inner
         if isinstance(child, kind)
     ]
-    return sorted(found, key=lambda each: -len(each[0]))
+    found.sort(key=lambda each: -len(each[0]))  # the innermost first
 
+    def unwrapped(name: str) -> str:
+        for before, after in found:
+            if name.startswith(before):
+                name = after + name.removeprefix(before)
+        return name
 
-def _unwrapped(name: str, wrappers: Sequence[tuple[str, str]]) -> str:
-    for before, after in wrappers:
-        if name.startswith(before):
-            name = after + name.removeprefix(before)
-    return name
-
-
-def unwrapped_names(model: nn.Module) -> Callable[[str], str]:
-    """A function that removes wrappers' prefixes from names inside a model."""
-    return partial(_unwrapped, wrappers=_wrappers(model))
+    return unwrapped
 
 
 def places_of(model: Any) -> list[tuple[str, tuple[nn.Module, str]]]:
-    """The module of each parameter, and its name there; shared ones under each name."""
+    """Return (name, (module, name in it)) of each parameter; shared ones under each name."""
     if not isinstance(model, nn.Module):
         return []
-    wrappers = _wrappers(model)
+    unwrapped = unwrapped_names(model)
     return [
-        (_unwrapped(dot + leaf, wrappers), (child, leaf))
+        (unwrapped(dot + leaf), (child, leaf))
         for dot, child in _children(model)
         for leaf in child._parameters
     ]
 
 
 def coded_of(model: Any) -> dict[str, CodedWeight]:
-    """The weights that a module holds as codes, by their names."""
+    """Return the weights that a module holds quantized, by their names."""
     if not isinstance(model, nn.Module):
         return {}
-    wrappers = _wrappers(model)
+    unwrapped = unwrapped_names(model)
     return {
-        _unwrapped(dot + leaf, wrappers): said
+        unwrapped(dot + leaf): said
         for dot, child in _children(model)
         for leaf, said in getattr(child, CODED, {}).items()
     }
 
 
 def parts_of(module: nn.Module) -> set[str]:
-    """The keys of a module's buffers that are parts of weights."""
+    """Return the keys of a module's buffers that are parts of quantized weights."""
     coded: dict[str, CodedWeight] = getattr(module, CODED, {})
     names = (name for leaf, said in coded.items() for name in said.names(leaf))
     return {*getattr(module, PARTS, ()), *names}
 
 
 def unstored_of(model: Any) -> dict[str, str]:
-    """A module's non-persistent buffers, with their devices."""
+    """Return the devices of a module's non-persistent buffers, by name."""
     if not isinstance(model, nn.Module):
         return {}
-    wrappers = _wrappers(model)
+    unwrapped = unwrapped_names(model)
     slots = _module_slots(model, persistent=False)
-    return {_unwrapped(name, wrappers): name_of(b[key].device) for name, (b, key) in slots}
+    return {unwrapped(name): name_of(b[key].device) for name, (b, key) in slots}
 
 
 def changes_nothing(model: nn.Module, change: Callable[[Any], Any]) -> bool:
-    """Whether all tensors already have the device and the dtype that ``.to()`` asks for."""
+    """Whether ``change``, which ``.to()`` applies, keeps device and dtype of all tensors."""
 
     def kind(tensor: torch.Tensor) -> tuple[Any, ...]:
         return tensor.device, tensor.dtype, tensor.is_shared()
