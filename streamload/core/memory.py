@@ -1,8 +1,8 @@
-"""Budgets: how many bytes streamload may hold, and the one ledger that counts them.
+"""Budgets (how many bytes streamload may hold), free host memory, and the ledger that counts.
 
-A budget covers the bytes on a device that are resident when the load is done, plus scratch, plus
-staging where the device shares its memory with the host. The staging of devices with memory of
-their own is counted apart, under the name `STAGING`.
+A device's budget covers the bytes resident after the load, scratch, and staging if the device
+shares its memory with the host. The staging of devices with memory of their own is counted
+separately, under the name `STAGING`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from streamload.core.system import system_free_nbytes
 from streamload.core.units import as_number, parse_bytes
 from streamload.errors import BudgetExceededError, DeviceError, Fit, PlanInfeasibleError
 
-#: The ledger's name for the host staging of devices with memory of their own.
+#: The ledger's name for host staging of devices with memory of their own.
 STAGING = "staging"
 #: Default host staging, in bytes.
 DEFAULT_HOST_NBYTES = 64 * 2**20
-#: The least host staging that may be asked for, in bytes: two threads with slots of a megabyte, and
-#: what else they hold. With less, copies of some kilobytes take longer to begin than to make.
+#: The least host staging that a user may request, in bytes: two threads with slots of a megabyte.
+#: With less, copies of some kilobytes take longer to start than to run.
 MIN_HOST_NBYTES = 8 * 2**20
 
 _Hierarchy = Literal["cgroup", "cgroup2"]  # as their mounts are named: v1 and v2
@@ -42,7 +42,7 @@ _Way = TypeVar("_Way")
 
 @cache
 def canonical_device(name: str) -> str:
-    """The spelling under which device names compare: lower case, no framework, no index 0.
+    """Return the spelling that device names compare by: lower case, no framework, no index 0.
 
     ``CL``, ``cl:0`` and ``tinygrad:CL`` are all ``cl``; ``torch:cuda:1`` is ``cuda:1``.
     """
@@ -54,7 +54,7 @@ def canonical_device(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """One side of a budget: bytes, or a fraction of what is free. Exactly one is set.
+    """One device's part of a budget: bytes, or a fraction of free memory. Exactly one is set.
 
     Attributes:
         nbytes: bytes, at least 1.
@@ -93,7 +93,7 @@ class Size:
         percent = _PERCENT.fullmatch(value) if isinstance(value, str) and len(value) < 100 else None
         if percent is not None:
             exact = Fraction(percent[1].rstrip(".")) / 100
-            if exact > 1:  # before it is rounded to a float, which may be 1.0
+            if exact > 1:  # before rounding to a float, which may be 1.0
                 raise ValueError(f"a budget must be above 0% and at most 100%, not {value!r}")
             return cls(fraction=float(exact))
         number = as_number(value)
@@ -115,15 +115,15 @@ class Size:
 class Budget:
     """How many bytes may be held, per device and for host staging.
 
-    ``Budget("3GB")`` holds for every device; ``Budget({"CL": "3GB", "CPU": "80%"})`` names them,
-    and a device that is not named, like ``None``, gets what is free there less a reserve (see
+    ``Budget("3GB")`` is for every device; ``Budget({"CL": "3GB", "CPU": "80%"})`` names them, and a
+    device that is not named, like ``None``, gets its free memory less a reserve (see
     `reserve_nbytes`). Device names compare as in `canonical_device`.
 
     Attributes:
-        default: for the devices that are not named; None: what is free, less a reserve.
+        default: for devices that are not named; None: free memory less a reserve.
         named: (canonical device name, size or None), sorted by name.
         host_nbytes: bytes of host staging for devices with memory of their own.
-        host_stated: whether they were asked for.
+        host_stated: whether the user stated ``host_nbytes``.
     """
 
     default: Size | None
@@ -140,7 +140,7 @@ class Budget:
         """Read a budget.
 
         Args:
-            devices: bytes, a size such as "3GB", a percentage of what is free such as "80%", a
+            devices: bytes, a size such as "3GB", a percentage of free memory such as "80%", a
                 mapping from device names to these, or None.
             host: bytes of host staging, or a size such as "64MiB", at least `MIN_HOST_NBYTES`;
                 None: `DEFAULT_HOST_NBYTES`.
@@ -173,7 +173,7 @@ class Budget:
 
     @classmethod
     def parse(cls, value: BudgetLike) -> Budget:
-        """Make a budget of what a user may give: `Budget` or what its constructor takes.
+        """Return a `Budget` as it is, or make one of a value that its constructor takes.
 
         Raises:
             ValueError: see the constructor.
@@ -182,16 +182,16 @@ class Budget:
 
     @property
     def devices(self) -> Mapping[str, Size | None]:
-        """The devices named, by canonical name."""
+        """The sizes of named devices, by canonical name."""
         return dict(self.named)
 
     def for_device(self, device: str) -> Size | None:
-        """The size for one device (or `STAGING`); None: what is free there, less a reserve."""
+        """Return the size for one device (or `STAGING`); None: its free memory less a reserve."""
         key = canonical_device(device)
         return Size(self.host_nbytes) if key == STAGING else self.devices.get(key, self.default)
 
     def with_host(self, nbytes: int) -> Fit:
-        """The budget with at least ``nbytes`` of host staging."""
+        """Return the suggestion to write this budget with at least ``nbytes`` of host staging."""
         given = [str(self.default)] if self.default is not None else []
         if self.named:
             given = ["{" + ", ".join(f'"{name}": {size}' for name, size in self.named) + "}"]
@@ -200,17 +200,17 @@ class Budget:
         return Fit("budget", f"=streamload.Budget({', '.join(given)})")
 
     def is_stated(self, device: str) -> bool:
-        """Whether the budget there is a number of bytes, so that no probe is needed."""
+        """Whether a device's budget is in bytes, so that its free memory need not be known."""
         size = self.for_device(device)
         return size is not None and size.nbytes is not None
 
     def resolve(self, device: str, free_nbytes: int | None, held_nbytes: int = 0) -> int:
-        """The budget of one device (or `STAGING`) in bytes.
+        """Return the budget of one device (or `STAGING`) in bytes.
 
         Args:
-            device: its name.
-            free_nbytes: free there; used only if `is_stated` is false.
-            held_nbytes: held by the model there already, on top of that.
+            device: the device's name.
+            free_nbytes: free bytes there; used only if `is_stated` is false.
+            held_nbytes: bytes that the model already holds there, added to the free ones.
 
         Raises:
             ValueError: the free bytes are needed, and unknown or negative.
@@ -225,18 +225,18 @@ class Budget:
             )
         if size is None:
             return held_nbytes + free_nbytes - reserve_nbytes(free_nbytes)
-        # str: the shortest decimal, which is what the user wrote; 0.8 as a double is a bit more
+        # str: the shortest decimal, as the user wrote it; 0.8 as a double is a bit more
         return held_nbytes + int(Fraction(str(size.fraction)) * free_nbytes)
 
 
 BudgetLike: TypeAlias = float | str | Mapping[str, float | str | None] | Budget | None
 
-#: The least that a load leaves alone of the host's memory, in bytes.
+#: Host bytes that a load never uses, at least.
 OVERHEAD_NBYTES = 12 * 2**20
 
 
 def overhead_nbytes(free_nbytes: int) -> int:
-    """Host bytes that a load never uses, of ``free_nbytes`` free now.
+    """Return the host bytes that a load never uses, of ``free_nbytes`` free now.
 
     12 MiB are for memory that no plan counts: compiled kernels take 6.4 MB, and in a memory
     cgroup of the predicted size loads by pread needed 2 MB more, and loads by a map 4 to 8 MB.
@@ -246,7 +246,7 @@ def overhead_nbytes(free_nbytes: int) -> int:
 
 
 def reserve_nbytes(free_nbytes: int) -> int:
-    """Bytes that a guessed budget never uses, of ``free_nbytes`` free now; at most half of them.
+    """Return the bytes that a default budget never uses, of ``free_nbytes``; at most half of them.
 
     16 MiB and 2%, which leaves 94% of 1 GB and 97% of 3 GB. Beyond 4 GiB an eighth more, up to
     max(5%, 1 GiB), for other users of a large device. Both the reserve and the rest grow with
@@ -259,7 +259,7 @@ def reserve_nbytes(free_nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Controller:
-    """Files of a memory controller, and the fields of its memory.stat."""
+    """Names of a memory cgroup's files for limits and usage, and of fields of its memory.stat."""
 
     limits: tuple[str, ...]
     usage: str
@@ -285,7 +285,7 @@ _CONTROLLERS: Mapping[_Hierarchy, _Controller] = MappingProxyType(
 
 
 def available_host_nbytes(root: Path = Path("/")) -> int:
-    """Bytes of host memory that this process can take without swapping or being killed.
+    """Return the bytes of host memory that this process can take without swapping or being killed.
 
     The least of MemAvailable and, over every visible memory cgroup from this process's own up (v1
     and v2; both in a hybrid system), its limit minus its usage, pages on its file lists excluded:
@@ -309,9 +309,9 @@ def available_host_nbytes(root: Path = Path("/")) -> int:
 
 
 class HostMemory:
-    """Repeated `available_host_nbytes`: groups are found once, those without a limit asked once.
+    """A faster `available_host_nbytes` for repeated calls, which finds the cgroups once.
 
-    The first look takes 1,200 microseconds, each more 150, with one limit on 2 cores.
+    The first call takes 1,200 microseconds, each further one 150, with one limit on 2 cores.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -320,7 +320,7 @@ class HostMemory:
         self._groups = list(_cgroups(root, "memory"))
 
     def available_nbytes(self) -> int:
-        """`available_host_nbytes` now, with its error."""
+        """Return `available_host_nbytes` now; raises the same error."""
         meminfo = _fields(self._meminfo)
         # kernels before 3.14 have no MemAvailable; MemFree understates it
         system_kib = meminfo.get("MemAvailable", meminfo.get("MemFree"))
@@ -338,10 +338,10 @@ class HostMemory:
 def first_that_fits(
     ways: Sequence[tuple[_Way, int]], largest: Sequence[tuple[str, int]] = ()
 ) -> _Way:
-    """The first of several ways, each with its bytes, that fits into free host memory.
+    """Return the first of several (way, bytes it needs) that fits into free host memory.
 
-    The first of all if free memory is unknown. ``largest`` is for the error: the largest parts
-    of the last way.
+    The first of all if free memory is unknown. ``largest`` lists the largest parts of the last way,
+    for the error.
 
     Raises:
         PlanInfeasibleError: none fits.
@@ -359,7 +359,7 @@ def first_that_fits(
 
 
 def _cgroup_available_nbytes(directory: Path, kind: _Hierarchy) -> int | None:
-    """Free bytes of one cgroup, or None if it has no limit."""
+    """Return the free bytes of one cgroup; None if it has no limit."""
     controller = _CONTROLLERS[kind]
     before = _number(directory / controller.usage) or 0
     stat = _fields(directory / "memory.stat")
@@ -369,15 +369,14 @@ def _cgroup_available_nbytes(directory: Path, kind: _Hierarchy) -> int | None:
     stated = [limit for limit in limits if limit is not None]
     if not stated:
         return None
-    # the files are read one after the other: page cache that changes in between is in one of
-    # the usages and not in the other
+    # usage is read before and after: page cache may come or go between two reads
     usage_nbytes = min(before, after)
     reclaimable_nbytes = sum(stat.get(name, 0) for name in controller.reclaimable)
     return max(0, min(stated) - max(0, usage_nbytes - reclaimable_nbytes))
 
 
 def available_cpus(root: Path = Path("/")) -> int:
-    """How many CPUs this process can keep busy: at least 1.
+    """Return how many CPUs this process can keep busy: at least 1.
 
     The lesser of its affinity and, over every visible cpu cgroup from its own up (v1 and v2), the
     group's CPU time in a period, in CPUs, rounded up: half a CPU more is worth a thread more.
@@ -399,7 +398,7 @@ def available_cpus(root: Path = Path("/")) -> int:
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[tuple[Path, _Hierarchy]]:
-    """This process's cgroups that may have a controller, innermost first, in each hierarchy."""
+    """Yield this process's cgroups that may have a controller, innermost first, and their kinds."""
     own_paths: dict[_Hierarchy, str] = {}
     for line in _text(root / "proc/self/cgroup").split("\n"):
         number, _, rest = line.partition(":")
@@ -413,15 +412,15 @@ def _cgroups(root: Path, controller: str) -> Iterator[tuple[Path, _Hierarchy]]:
         tops = [(top, at) for found, top, at in mounts if found == kind]
         inside = [(at, _below(path, top)) for top, at in tops]
         visible = [(at, below) for at, below in inside if below is not None]
-        # where no mount shows this process's group (a namespace hides its path), the mount point
-        # itself is the container's group, and the best there is
+        # if no mount shows this process's group (a namespace hides its path), the mount point is
+        # the container's group
         for at, below in visible or [(at, ()) for at, _ in inside]:
             for depth in range(len(below), -1, -1):
                 yield at.joinpath(*below[:depth]), kind
 
 
 def _cgroup_mounts(root: Path, controller: str) -> Iterator[tuple[str, str, Path]]:
-    """(filesystem type, path of the mounted cgroup, mount point) of a controller's hierarchies."""
+    """Yield (filesystem type, path of the mounted cgroup, mount point) for a controller."""
     for line in _text(root / "proc/self/mountinfo").split("\n"):
         left, _, right = line.partition(" - ")
         fields, source = left.split(" "), right.split(" ")
@@ -436,13 +435,14 @@ def _cgroup_mounts(root: Path, controller: str) -> Iterator[tuple[str, str, Path
 
 
 def _below(path: str, top: str) -> tuple[str, ...] | None:
-    """The components of cgroup ``path`` below ``top``, or None where it is not below."""
+    """Return the components of cgroup ``path`` below ``top``; None if it is not below."""
     parts, tops = ([part for part in text.split("/") if part] for text in (path, top))
     below = tuple(parts[len(tops) :])
     return below if parts[: len(tops)] == tops and ".." not in below else None
 
 
 def _text(path: Path) -> str:
+    """Return a file's text; "" if it cannot be read."""
     try:
         return os.fsdecode(path.read_bytes())
     except OSError:
@@ -450,7 +450,7 @@ def _text(path: Path) -> str:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a one-line file; None for "max", and where there is no such file."""
+    """Return the number in a one-line file; None for "max", or if there is no such file."""
     return _decimal(_text(path).strip())
 
 
@@ -459,7 +459,7 @@ def _decimal(text: str) -> int | None:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """The fields of a file with lines such as ``name 12`` or ``name: 12 kB``."""
+    """Return the numbers by name of a file with lines such as ``name 12`` or ``name: 12 kB``."""
     lines = (line.split() for line in _text(path).split("\n"))
     return {
         line[0].rstrip(":"): int(line[1]) for line in lines if len(line) > 1 and line[1].isdecimal()
@@ -467,7 +467,7 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 class Ledger:
-    """The only count of held bytes. Safe for threads.
+    """The count of bytes held on each device, which refuses more than the budget; thread-safe.
 
     Bytes are reserved before they are allocated, at the size that the allocator takes, and
     released after they are freed. Device names compare as in `canonical_device`.
@@ -496,15 +496,15 @@ class Ledger:
         return MappingProxyType(self._budgets)
 
     def held(self, device: str) -> int:
-        """Bytes that are reserved there now."""
+        """Return the bytes reserved on a device now."""
         return self._held[self._key(device)]
 
     def peak(self, device: str) -> int:
-        """The most bytes that were ever reserved there at once."""
+        """Return the most bytes that were ever reserved on a device at once."""
         return self._peak[self._key(device)]
 
     def reserve(self, device: str, nbytes: int, *, reason: str = "") -> None:
-        """Count bytes that are about to be allocated; ``reason`` is for the error.
+        """Count bytes before they are allocated; ``reason`` is for the error.
 
         Raises:
             BudgetExceededError: they do not fit; nothing was counted.
@@ -522,7 +522,7 @@ class Ledger:
             self._peak[key] = max(self._peak[key], held + nbytes)
 
     def release(self, device: str, nbytes: int) -> None:
-        """Count bytes that were freed.
+        """Subtract bytes after they are freed.
 
         Raises:
             LookupError: the ledger has no such device.
@@ -538,7 +538,7 @@ class Ledger:
 
     @contextmanager
     def lease(self, device: str, nbytes: int, *, reason: str = "") -> Iterator[None]:
-        """Hold bytes for the length of a ``with`` block; see `reserve` for the errors."""
+        """Reserve bytes inside the ``with``; see `reserve` for the errors."""
         self.reserve(device, nbytes, reason=reason)
         try:
             yield
@@ -546,6 +546,7 @@ class Ledger:
             self.release(device, nbytes)
 
     def _key(self, device: str) -> str:
+        """Return a device's canonical name; raises LookupError if it has no budget."""
         key = canonical_device(device)
         if key not in self._limits:
             raise LookupError(

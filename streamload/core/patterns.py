@@ -1,4 +1,4 @@
-"""Some of a checkpoint's tensors, by patterns of their names."""
+"""Selection of a checkpoint's tensors by patterns of their names."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Self
 
-#: Patterns of tensor names, as `fnmatch.fnmatchcase` has them: one, or several.
+#: One or several patterns of tensor names, in the syntax of `fnmatch.fnmatchcase`.
 Patterns = str | Sequence[str]
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a name matches one of some patterns."""
+    """Whether a name matches at least one pattern."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def fits(pattern: str, names: Iterable[str]) -> bool:
-    """Whether a pattern matches a name; "*" may match none."""
+    """Whether a pattern matches at least one name, or is "*"."""
     return pattern == "*" or any(fnmatchcase(name, pattern) for name in names)
 
 
 def check_patterns(what: str, patterns: Iterable[str], names: Collection[str]) -> None:
-    """Raise ValueError for a pattern that matches no name, as a slip does. "*" may match none."""
+    """Raise ValueError for a pattern that matches no name; ``what`` is the option with it."""
     for pattern in patterns:
         if not fits(pattern, names):
             raise ValueError(f"{what}: no tensor's name matches {pattern!r}")
 
 
 def check_names(what: str, given: Iterable[str], names: Collection[str]) -> None:
-    """Raise ValueError for a name that is none of ``names``, with the nearest that is."""
+    """Raise ValueError for a ``given`` name that is not in ``names``; it suggests the nearest."""
     for name in given:
         if name not in names:
             said = f"{what}: no tensor's name matches {name!r}"
@@ -38,30 +38,30 @@ def check_names(what: str, given: Iterable[str], names: Collection[str]) -> None
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The nearest of some names, as the end of a sentence; "" where none is near."""
+    """Return "; did you mean 'NAME'?" for the nearest name; "" if none is near."""
     near = get_close_matches(name, names, 1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which tensors are meant."""
+    """The tensors that the options ``select`` and ``exclude`` choose by name."""
 
-    select: tuple[str, ...] = ()  # patterns of their names; all tensors where there are none
+    select: tuple[str, ...] = ()  # patterns of names; all tensors if empty
     exclude: tuple[str, ...] = ()  # patterns of names that are left out of those
 
     @classmethod
     def parse(cls, select: Patterns = (), exclude: Patterns = ()) -> Self:
-        """Read patterns; raises ValueError for one that is not a string."""
+        """Make a selection of patterns; raises ValueError for one that is not a string."""
         return cls(_patterns(select), _patterns(exclude))
 
     def check(self, names: Collection[str]) -> None:
-        """See `check_patterns`; ``names`` are all that there are."""
+        """Raise ValueError if a pattern of ``select`` matches none of ``names``, all there are."""
         check_patterns("select", self.select, names)
         check_patterns("exclude", self.exclude, names)
 
     def __contains__(self, name: str) -> bool:
-        """Whether the tensor of this name is meant."""
+        """Whether the tensor of this name is selected."""
         selected = not self.select or matches(name, self.select)
         return selected and not matches(name, self.exclude)
 

@@ -1,4 +1,4 @@
-"""The C library, memory, and the differences between supported systems."""
+"""Calls of the C library on memory, maps and files, and differences between systems."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 if os.name != "posix":
     raise ImportError(
@@ -27,23 +28,23 @@ import numpy as np
 
 
 def callers_level() -> int:
-    """The ``stacklevel`` at which a function that warns names the line that called streamload."""
+    """Return the ``stacklevel`` at which a warning names the line that called streamload."""
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").startswith("streamload."):
         level, frame = level + 1, frame.f_back
     return level - 1
 
 
-_COPIED_NBYTES = 2**20  # at a time, where the system reads into memory of its own
+_COPIED_NBYTES = 2**20  # at once, if the system cannot read into given memory
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14 and later
 _MIN_POPULATED_NBYTES = 16 * mmap.PAGESIZE
-_EXACT_NBYTES = 2**18  # of a map, at once, where nothing is read ahead
+_EXACT_NBYTES = 2**18  # read from a map at once, if the kernel may not read ahead
 _MAP_FAILED = ctypes.c_void_p(-1).value
-_HUGE_PAGE = 2**21  # on the machines that matter here; where it is more, none are had
+_HUGE_PAGE = 2**21  # on x86-64 and AArch64; systems with larger ones give none
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
-#: Whether `place_code` works here. Other CPUs than x86-64 may need a call after data has become
-#: instructions (AArch64 needs its instruction cache flushed).
+#: Whether `place_code` works here. CPUs other than x86-64 may need a call after writing code
+#: (AArch64 needs its instruction cache flushed).
 PLACES_CODE = (
     sys.platform == "linux"
     and os.uname().machine == "x86_64"
@@ -67,35 +68,30 @@ _CALLS: tuple[tuple[str, tuple[str, ...], tuple[Any, ...], Any], ...] = (
 )
 
 
-class _Libc:
-    """The C library's calls, by the names of `_CALLS`, as far as it has them."""
-
-    def __init__(self) -> None:
-        library = ctypes.CDLL(None, use_errno=True)
-        for name, spellings, arguments, result in _CALLS:
-            found = next((getattr(library, s) for s in spellings if hasattr(library, s)), None)
-            if found is not None:
-                found.argtypes, found.restype = arguments, result
-                setattr(self, name, found)
-
-
 @cache
 def libc() -> Any:
-    """The C library's calls on maps, memory and files that Python does not have.
+    """Return the C library's functions that Python lacks, as attributes named as in `_CALLS`.
 
-    They drop the interpreter's lock. `ctypes.get_errno` has the reason if one fails.
+    A function that the library lacks is no attribute. Calls release the interpreter's lock; if one
+    fails, `ctypes.get_errno` has the reason.
     """
-    return _Libc()
+    library, calls = ctypes.CDLL(None, use_errno=True), SimpleNamespace()
+    for name, spellings, arguments, result in _CALLS:
+        found = next((getattr(library, s) for s in spellings if hasattr(library, s)), None)
+        if found is not None:
+            found.argtypes, found.restype = arguments, result
+            setattr(calls, name, found)
+    return calls
 
 
 def failure() -> OSError:
-    """The error of the last call of `libc` in this thread."""
+    """Return the error of this thread's last failed call of `libc`."""
     number = ctypes.get_errno()
     return OSError(number, os.strerror(number))
 
 
 def address_of(view: memoryview) -> int:
-    """The address of the first byte of a writable view."""
+    """Return the address of the first byte of a writable view."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
@@ -106,9 +102,9 @@ _PYBUF_WRITE = 0x200
 
 
 def bytes_at(address: int, nbytes: int) -> memoryview:
-    """A writable view of memory that the caller keeps alive.
+    """Return a writable view of memory that the caller keeps alive.
 
-    ctypes would make a class for each size: 1.9 kB, until garbage is collected.
+    ctypes would make a class for each size, of 1.9 kB, until garbage is collected.
     """
     return _view_at(address, nbytes, _PYBUF_WRITE)
 
@@ -157,17 +153,16 @@ def place_code(text: bytes) -> int:
 
 
 def direct_memory(nbytes: int) -> memoryview:
-    """At least one byte of memory for fast direct reads; its last memoryview frees it.
+    """Allocate memory for fast direct reads, at least one byte; its last memoryview frees it.
 
-    It has whole huge pages, if the system gives them (transparent_hugepage "madvise" or "always")
-    and ``nbytes`` holds one; it always begins at a page. A disk cuts a request by its number of
-    separate pieces of memory: on a virtual disk of 254 pieces a request, 1 to 8 threads with 4 MiB
-    each read 1.1 to 1.3 GB/s with pages of 4 KiB, 2.8 to 3.4 with huge pages, for a third of the
-    CPU time.
+    It begins at a page and has whole huge pages, if the system gives them (transparent_hugepage
+    "madvise" or "always") and ``nbytes`` holds one. A disk splits a request by the pieces of memory
+    in it: on a virtual disk with 254 pieces a request, 1 to 8 threads with 4 MiB each read 1.1 to
+    1.3 GB/s with pages of 4 KiB, 2.8 to 3.4 with huge pages, for a third of the CPU time.
     """
     if nbytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return memoryview(mmap.mmap(-1, nbytes, flags=_PRIVATE))[:nbytes]
-    # a huge page more of addresses, to begin at one; what is not touched takes no memory
+    # one huge page more, to begin at one: untouched pages take no memory
     held = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=_PRIVATE)
     memory = memoryview(held)
     start = -address_of(memory) % _HUGE_PAGE
@@ -183,9 +178,9 @@ def trim_heap() -> None:
 
 
 def populate(window: memoryview) -> None:
-    """Fill a window with fresh pages in one call of the kernel, if it can: faults cost more.
+    """Give a memory window its pages in one call of the kernel, if it can: faults cost more.
 
-    Huge pages are slower in some virtual machines: docs/measurements.md, "Fresh memory".
+    Not huge pages, slower in some virtual machines: docs/measurements.md, "Fresh memory".
     """
     if window.nbytes < _MIN_POPULATED_NBYTES or sys.platform != "linux":
         return
@@ -197,14 +192,14 @@ def populate(window: memoryview) -> None:
 
 
 def populate_shared(first: int, stop: int, *, ahead: bool = True) -> int:
-    """Map the pages of a file at addresses ``first`` to ``stop`` (exclusive), and read them.
+    """Read a mapped file's pages at addresses ``first`` to ``stop`` (exclusive) into memory.
 
-    Any thread may, and waits for the disk. Without ``ahead`` 256 KiB are read at once, of a map
-    with MADV_RANDOM.
+    Waits for the disk; any thread may call this. Without ``ahead``, for a map with MADV_RANDOM, it
+    reads 256 KiB at once.
 
     Returns:
-        0, or the errno of pages that the storage fails to read. Before Linux 5.14, and elsewhere,
-        it does nothing: pages come as they are touched.
+        0, or the errno if the storage fails. Before Linux 5.14, and on other systems, it does
+        nothing: pages are read when touched.
     """
     if sys.platform != "linux":
         return 0
@@ -224,33 +219,33 @@ def populate_shared(first: int, stop: int, *, ahead: bool = True) -> int:
 def unmap_pages(first: int, stop: int) -> None:
     """Unmap the pages of a mapped file at addresses ``first`` to ``stop``.
 
-    Private writes there are lost. Up to 64 KiB around may go as well, which is the size that a
-    fault maps: they come again when they are touched.
+    Private writes there are lost. Up to 64 KiB around, the size that a fault maps, may be unmapped,
+    too; touching them maps them again.
     """
     first = first // mmap.PAGESIZE * mmap.PAGESIZE
     libc().madvise(first, stop - first, mmap.MADV_DONTNEED)
 
 
-#: Bring a file's bytes to the disk.
+#: Write a file's bytes, given its descriptor, to the disk.
 sync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
 
 
 def sync_folder(folder: Path) -> None:
-    """Write the names in a folder to the disk; raises OSError if that fails."""
+    """Write a folder's entries to the disk, so that new names last; raises OSError if it fails."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a filesystem whose folders cannot be
+        if error.errno != errno.EINVAL:  # the filesystem cannot do that for folders
             raise
     finally:
         os.close(fd)
 
 
 def read_at(fd: int, start: int, out: memoryview) -> int:
-    """Read from a file's byte ``start`` on into ``out``, which is not empty.
+    """Read from a file's byte ``start`` on into ``out``, which must not be empty.
 
-    Returns the number of bytes read: perhaps fewer than fit; 0 at the end of the file.
+    Returns the number of bytes read, perhaps fewer than fit; 0 at the end of the file.
     """
     if hasattr(os, "preadv"):
         return os.preadv(fd, [out], start)
@@ -260,7 +255,7 @@ def read_at(fd: int, start: int, out: memoryview) -> int:
 
 
 def filesystem_and_length(path: str | os.PathLike[str]) -> tuple[str, int]:
-    """The type of a file's filesystem, "" if unknown, and the file's length in bytes."""
+    """Return the type of a file's filesystem, "" if unknown, and the file's length in bytes."""
     try:
         nbytes = os.stat(path).st_size
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
@@ -271,9 +266,9 @@ def filesystem_and_length(path: str | os.PathLike[str]) -> tuple[str, int]:
 
 
 def filesystem_of(path: str, mountinfo: str) -> str:
-    """The type of the filesystem of ``path`` (absolute, no symlinks), or "".
+    """Return the type of the filesystem of ``path`` (absolute, no symlinks), or "".
 
-    By name and not by device number: files on btrfs and overlay have numbers that no mount has.
+    By name, not by device number: files on btrfs and overlay have numbers that no mount has.
     ``mountinfo`` is the text of ``/proc/self/mountinfo`` (proc(5)): the mount point is the fifth
     field, with octal escapes, and the type the first after a lone hyphen.
     """
@@ -285,7 +280,7 @@ def filesystem_of(path: str, mountinfo: str) -> str:
             continue
         point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
         inside = path == point or path.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):  # of two on one point, the later covers the earlier
+        if inside and len(point) >= len(best):  # a later mount on the same point hides the earlier
             best, found = point, after.split(" ")[0]
     return found
 
@@ -301,7 +296,7 @@ def scatter(
     At most 1024 addresses, the least IOV_MAX of the systems that have the call.
 
     Returns:
-        Whether all of it was read. Otherwise the contents there are undefined.
+        Whether all was read. If not, the contents there are undefined.
     """
     preadv = getattr(libc(), "preadv", None)
     if preadv is None or ctypes.sizeof(ctypes.c_void_p) != 8:
@@ -311,10 +306,10 @@ def scatter(
 
 
 def map_privately(file: FileIO) -> mmap.mmap:
-    """Map a file so that writes stay in this process, in pages of its own.
+    """Map a file so that writes stay in this process and its memory.
 
-    The map outlives the file's descriptor. No memory is set aside for pages that may be written: a
-    file may be longer than memory.
+    The map outlives the file's descriptor. No memory is reserved for written pages: a file may be
+    longer than memory.
     """
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
     more = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # it keeps no descriptor
@@ -323,7 +318,7 @@ def map_privately(file: FileIO) -> mmap.mmap:
 
 
 def system_free_nbytes() -> int:
-    """Memory that can be taken without swapping, on systems without /proc/meminfo (macOS, BSD)."""
+    """Return the bytes free without swapping, on systems without /proc/meminfo (macOS, BSD)."""
     import psutil  # not installed on Linux
 
     return int(psutil.virtual_memory().available)

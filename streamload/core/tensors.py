@@ -1,4 +1,4 @@
-"""Tensors of files, ranges of their rows and columns, blocks, and orders of rows."""
+"""Records of a checkpoint's tensors, their rows, columns and blocks, and row permutations."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a checkpoint, and its bytes in the file.
+    """One tensor of a checkpoint, and the place of its bytes in a file.
 
     Attributes:
-        name: its name; may be empty, is unique in its checkpoint.
-        dtype: its dtype.
-        shape: its shape; ``()`` for a scalar.
+        name: unique in its checkpoint; may be empty.
+        shape: ``()`` for a scalar.
         shard: the file.
         start: first byte, counted from the start of the file.
         stop: last byte, exclusive; ``start`` if the tensor has no elements.
@@ -38,7 +37,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data."""
+        """Bytes of the tensor in its file."""
         return self.stop - self.start
 
     @property
@@ -50,11 +49,10 @@ class TensorInfo:
 def records(
     kind: type[_Record], first: Collection[Any], *columns: Iterable[Any]
 ) -> Sequence[_Record]:
-    """Many objects of a frozen dataclass with slots, from columns of its fields in order.
+    """Make many objects of a frozen dataclass with slots, from one column for each field in order.
 
-    Its own ``__init__`` sets one field after the other by ``object.__setattr__``: it takes 0.72
-    microseconds for a `TensorInfo`, this 0.37. No ``__post_init__`` is called. The first column
-    decides the number of objects.
+    The class's own ``__init__``, which sets field by field, takes 0.72 microseconds for a
+    `TensorInfo`, this 0.37. No ``__post_init__`` is called. The first column decides the number.
     """
     made = list(map(object.__new__, repeat(kind, len(first))))
     names = kind.__slots__  # type: ignore[attr-defined]
@@ -67,8 +65,8 @@ def records(
 class Columns:
     """Elements ``start`` to ``stop`` (exclusive) of each row of a tensor seen as a matrix.
 
-    A part of a tensor along any axis: that axis and those after it are a row, those before it
-    number the rows.
+    So a slice along any axis can be read: that axis and all after it form a row of the matrix, all
+    axes before it number the rows.
 
     Attributes:
         start: first element.
@@ -81,7 +79,7 @@ class Columns:
     width: int
 
 
-#: In place of the stop of a `RowRange`: up to the last row.
+#: The stop of a `RowRange` that goes up to the last row.
 END = sys.maxsize
 
 
@@ -89,8 +87,8 @@ END = sys.maxsize
 class RowRange:
     """Rows ``start`` to ``stop`` (exclusive) along the first axis of a checkpoint tensor.
 
-    Without either, all rows. With columns, rows of the matrix that these are of, and of each only
-    these elements: a strided range of the file.
+    By default all rows. With ``columns``, rows of the matrix that `Columns` describes, and only
+    those elements of each: a strided range of the file.
     """
 
     tensor: str
@@ -104,26 +102,26 @@ class RowRange:
 
 
 def whole(info: TensorInfo) -> RowRange:
-    """All rows of a tensor; a scalar is one."""
+    """Return the range of all rows of a tensor; a scalar has one."""
     return RowRange(info.name, 0, info.shape[0] if info.shape else 1)
 
 
 def all_rows(infos: Sequence[TensorInfo]) -> Sequence[RowRange]:
-    """`whole` of each."""
+    """Return `whole` of each tensor."""
     stops = [info.shape[0] if info.shape else 1 for info in infos]
     names = [info.name for info in infos]
     return records(RowRange, names, repeat(0), stops, repeat(None))
 
 
 def first_byte(info: TensorInfo, rows: RowRange) -> int:
-    """The first file byte of rows of a tensor."""
+    """Return the first file byte of a range of rows."""
     if rows.columns is not None:
         return info.start + info.dtype.nbytes(rows.start * rows.columns.width + rows.columns.start)
     return info.start + rows.start * _row_nbytes(info)
 
 
 def byte_ranges(info: TensorInfo, rows: RowRange) -> Iterator[tuple[int, int]]:
-    """File bytes (start, stop exclusive) of rows in order: one range, or with columns one a row."""
+    """Yield a row range's (start, stop exclusive) in the file: one, or with columns one a row."""
     start, count = first_byte(info, rows), rows.stop - rows.start
     if rows.columns is None:
         yield start, start + count * _row_nbytes(info)
@@ -139,12 +137,12 @@ def _row_nbytes(info: TensorInfo) -> int:
 
 
 class Block(NamedTuple):
-    """A part of a tensor, from some index to another along each axis.
+    """A rectangular block of a tensor, such as one device's shard.
 
     Attributes:
         whole: the shape of the tensor.
-        first: the first index of the part along each axis.
-        shape: the shape of the part.
+        first: the first index of the block along each axis.
+        shape: the shape of the block.
     """
 
     whole: tuple[int, ...]
@@ -159,22 +157,22 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """The encoding of one part of a quantized weight.
+    """How one tensor of a quantized weight, a "part", is made from the weight.
 
-    The weight, flattened, is cut at multiples of a unit; each unit is quantized alone. Its
-    codes are one part; the others (scales, a table) are made when all codes are there.
+    The weight, flattened, is cut into units of equal size, and each is quantized alone. The
+    quantized values are one part; the others (scales, a table) are made after all values.
 
     Attributes:
         format: name of the format, one of `streamload.codecs.scheme.ALL_SCHEMES`.
         shape: the shape of the weight.
-        part: what the part's name has behind the weight's; "" for the codes.
+        part: suffix of the part's name behind the weight's; "" for the values.
         unit_numel: elements of a unit.
         src_unit_nbytes: bytes of a unit of the weight.
-        dst_unit_nbytes: bytes of its codes.
-        statistics_nbytes: what the host holds until all codes are there.
-        of_rows: functions change whole rows of the weight before.
-        device_parts: the parts that kernels of a device write besides the codes; None if the
-            codes are made on the host.
+        dst_unit_nbytes: bytes of a unit's quantized values.
+        statistics_nbytes: host memory for statistics until all values are quantized.
+        of_rows: the user's functions change whole rows of the weight first.
+        device_parts: the other parts that a device's kernels write with the values; None if the
+            host quantizes.
     """
 
     format: str
@@ -189,7 +187,7 @@ class Coding:
 
     @property
     def nests(self) -> bool:
-        """Whether a device quantises the statistics as well, when all codes are there."""
+        """Whether a device quantizes the scales, too, after all values are quantized."""
         return self.device_parts is not None and len(self.device_parts) > 1
 
 
@@ -201,8 +199,8 @@ class RowTranspose:
     half-split per head; with ``(heads, 2, head_dim / 2)`` they become interleaved, and with
     ``(heads, head_dim / 2, 2)`` they go back.
 
-    Where a row of the tensor is ``inner`` of these rows, or a multiple, its parts move: a matrix of
-    (r, c) is transposed by ``(1, r, c)``, each of n stacked ones by ``(n, r, c)``.
+    A row of the tensor may hold ``inner`` such rows, or a multiple: a matrix of (r, c) is
+    transposed by ``(1, r, c)``, each of n stacked ones by ``(n, r, c)``.
     """
 
     groups: int
@@ -211,5 +209,5 @@ class RowTranspose:
 
     @property
     def rows(self) -> int:
-        """Rows that the permutation is for."""
+        """Number of rows that the permutation needs."""
         return self.groups * self.outer * self.inner

@@ -1,4 +1,4 @@
-"""Byte sizes as people write them: GB is 10^9, GiB is 2^30 (IEC 80000-13); and tables of them."""
+"""Byte sizes as people write them: GB is 10^9, GiB is 2^30 (IEC 80000-13); and text tables."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def round_up(nbytes: int, multiple: int) -> int:
-    """The smallest multiple that is not below ``nbytes``."""
+    """Return the smallest multiple of ``multiple`` that is not below ``nbytes``."""
     return -(-nbytes // multiple) * multiple
 
 
 def as_number(value: object) -> float | None:
-    """A number of Python's or numpy's as Python's own; None for all else, and for a bool."""
+    """Return a number of Python or numpy as an int or float; None for all else, and for bools."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     return int(value) if isinstance(value, Integral) else float(value)
@@ -61,7 +61,7 @@ def parse_bytes(text: str | float) -> int:
 
 
 def format_bytes(nbytes: float, *, up: bool = False) -> str:
-    """A size in powers of 1000 with three digits, rounded up if it is to be read back as enough."""
+    """Return a size as text in powers of 1000, with three digits: "3.00 GB"; ``up`` rounds up."""
     for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(nbytes) >= size:
             value = nbytes / size
@@ -75,7 +75,7 @@ def format_bytes(nbytes: float, *, up: bool = False) -> str:
 def format_table(
     titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: int
 ) -> Iterator[str]:
-    """Lines of aligned columns, the last ``right`` of them flush right; cells as `printable`."""
+    """Yield a table's lines in aligned columns, the last ``right`` of them flush right."""
     shown = [[printable(cell) for cell in row] for row in (titles, *rows)]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     left = len(titles) - right

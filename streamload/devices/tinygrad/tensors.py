@@ -1,6 +1,6 @@
-"""tinygrad's tensors and their memory: parameters of a model.
+"""Parameters of tinygrad's models: tensors, the memory under them, and graphs over it.
 
-tinygrad's internals are used in this folder, and for layers that stream.
+tinygrad's internals are used only in this folder and for layers that stream.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from streamload.devices.parameters import EntryParameter, make_parameters
 from streamload.devices.tinygrad.buffers import InvalidBuffer, invalid_buffer, is_absent
 from streamload.errors import OffloadError
 
-#: tinygrad's dtype for each of ours that it has.
-_UNLIKE = {"float8_e4m3fn": "fp8e4m3", "float8_e5m2": "fp8e5m2"}  # names of its own
+_UNLIKE = {"float8_e4m3fn": "fp8e4m3", "float8_e5m2": "fp8e5m2"}  # tinygrad's own names
+#: tinygrad's dtype by our long name, for those that it has.
 TO_TINYGRAD = {
     name: getattr(dtypes, _UNLIKE.get(name, name))
     for name in (
@@ -46,7 +46,7 @@ _VIEWS = ("contiguous_view", "contiguous_view_offset")  # since 0.14, and before
 
 
 def _check_internals() -> None:
-    """Raise ImportError if this tinygrad lacks internals that are used here, in any version."""
+    """Raise ImportError if the installed tinygrad lacks an internal that all devices here need."""
     used: dict[type, Iterable[str]] = {
         Buffer: ("allocate", "base", "deallocate", "ensure_allocated", "is_allocated", "view"),
         UOp: (
@@ -69,29 +69,29 @@ def _check_internals() -> None:
 
 _check_internals()
 
-#: Backends whose memory is the host's.
+#: Backends whose devices use host memory.
 SHARED = frozenset({"CL", "CPU", "METAL", "PYTHON", "QCOM", "DSP"})
 
-ALLOCATORS = threading.RLock()  # tinygrad's have no locks, and loads may run side by side
+#: Held while an allocator of tinygrad is used: they have no locks, and loads may run in parallel.
+ALLOCATORS = threading.RLock()
 
 
 def backend_of(name: str) -> str:
-    """The backend in a device's name: CUDA of CUDA:1."""
+    """Return the backend in a device's name: "CUDA" for "CUDA:1"."""
     return name.partition(":")[0]
 
 
 def opened(name: str) -> Any:
-    """tinygrad's device; raises any exception of its backend.
+    """Open and return tinygrad's device; raises any exception of its backend.
 
-    Opening one on CUDA makes its context the thread's. An earlier one (torch's) is current again
-    afterwards.
+    Opening one on CUDA makes its context current; an earlier one (torch's) is restored afterwards.
     """
     if backend_of(name) != "CUDA":
         return _Devices[name]
     from tinygrad.runtime.autogen import cuda as driver
 
     before = driver.CUcontext()
-    with contextlib.suppress(AttributeError):  # there is no driver: opening fails
+    with contextlib.suppress(AttributeError):  # without a driver; opening fails below
         driver.cuCtxGetCurrent(ctypes.byref(before))
     try:
         return _Devices[name]
@@ -102,9 +102,9 @@ def opened(name: str) -> Any:
 
 @cache
 def context_of(device: Any) -> cuda.Context | None:
-    """The context of one of tinygrad's CUDA devices; else None.
+    """Return the context of a CUDA device of tinygrad; None for other devices.
 
-    None, too, if the driver's library has another name than `devices.cuda` knows (Windows).
+    None, too, if `devices.cuda` does not know the name of the driver's library (Windows).
     """
     if backend_of(device.device) != "CUDA":
         return None
@@ -116,25 +116,25 @@ def context_of(device: Any) -> cuda.Context | None:
 
 
 def current(device: Any) -> AbstractContextManager[None]:
-    """Make a CUDA device's context current for a while, then the previous one again.
+    """Make a CUDA device's context current inside the ``with``; do nothing for other devices.
 
-    tinygrad makes contexts current, leaves them so, and frees memory in the current one. A thread
-    that has not computed has none.
+    tinygrad frees memory in the current context, and leaves contexts current. A thread that has not
+    computed has none.
     """
     context = context_of(device)
     return nullcontext() if context is None else context.current()
 
 
 def empty_cache(allocator: Any, keep_nbytes: int = 0) -> None:
-    """Free an allocator's cache, but for one buffer of ``keep_nbytes``, which is needed next."""
+    """Free an allocator's cache, except one buffer of ``keep_nbytes``, which is needed next."""
     freed = getattr(allocator, "cache", {})
     emptied = False
     with ALLOCATORS:
         for key in list(freed):
             nbytes, options = key
             kept = freed.get(key, [])
-            # one by one, out of the cache first: tinygrad's own free_cache would free them again
-            # where Ctrl-C has interrupted it
+            # one by one, out of the cache first: after Ctrl-C, tinygrad's own free_cache would free
+            # some twice
             while len(kept) > (nbytes == keep_nbytes and options is None):
                 try:
                     opaque = kept.pop()
@@ -144,21 +144,21 @@ def empty_cache(allocator: Any, keep_nbytes: int = 0) -> None:
                     Allocator.free(allocator, opaque, nbytes, options)
                 emptied = True
             if not kept:
-                freed.pop(key, None)  # else there is a list for every size there ever was
+                freed.pop(key, None)  # otherwise it grows by a list for every size
     if emptied and backend_of(allocator.dev.device) in SHARED:
         trim_heap()  # a driver's buffers may be heap memory (PoCL), which malloc keeps
 
 
 def has(allocator: Any, method: str) -> bool:
-    """Whether an allocator overrides a method; some of the base class only raise."""
+    """Whether an allocator overrides a method of its base class, where some only raise."""
     own = getattr(type(allocator), method, None)
     return own is not None and own is not getattr(Allocator, method, None)
 
 
 def over(buffer: Any, dtype: DType, shape: tuple[int, ...]) -> UOp:
-    """A tensor's graph over a buffer of `TinygradDevice.allocate`: no copy, no computation."""
+    """Return a tensor's graph over a buffer of `TinygradDevice.allocate`, without a copy."""
     kind = TO_TINYGRAD[dtype.name]
-    if isinstance(buffer, Tensor):  # of bytes: see _TensorDevice
+    if isinstance(buffer, Tensor):  # of bytes, from _TensorDevice
         return buffer.bitcast(kind).reshape(shape).uop
     if buffer.size == 0:
         return Tensor.empty(*shape, dtype=kind, device=buffer.device).uop
@@ -166,27 +166,29 @@ def over(buffer: Any, dtype: DType, shape: tuple[int, ...]) -> UOp:
     return flat if shape == (buffer.size,) else flat.reshape(shape)
 
 
-# what tensors stand on that is no home for a parameter: files, and arrays of numpy
+# tinygrad's names for files and arrays of numpy, which are no devices for parameters
 _NOT_DEVICES = ("DISK", "NPY", "TINYFS")
-_OWN = (Ops.BUFFER, getattr(Ops, "UNIQUE", Ops.BUFFER))  # new each time; UNIQUE is of 0.13
+# nodes that no two tensors share unless they are tied; UNIQUE is of tinygrad 0.13
+_OWN = (Ops.BUFFER, getattr(Ops, "UNIQUE", Ops.BUFFER))
 _MIN_HELD_NBYTES = 4096  # smaller buffers under a lazy graph are seeds and counters
 
 
 class _Tensors(EntryParameter):
-    """Tensors of a model, as the entries of a parameter."""
+    """Base of parameters over tinygrad's tensors."""
 
     def _put(self, uop: UOp) -> None:
+        """Give all tensors a graph, reshaped to their shapes."""
         for tensor in self._entries:  # tied ones may have shapes of their own
             tensor.uop = uop if tensor.shape == uop.shape else uop.reshape(tensor.shape)
 
     def _hollow(self, where: str, shape: Sequence[int], kept: UOp | None) -> None:
-        """Put in memory that raises when it is used."""
+        """Give all tensors memory that raises when it is used; ``kept``: the graph to restore."""
         first, numel = self._entries[0], math.prod(shape)
         buffer = InvalidBuffer(self.names[0], where, numel, first.dtype, kept, self.keeps)
         self._put(UOp.from_buffer(buffer).reshape(shape))
 
     def _shown(self, buffer: Buffer | None) -> Sequence[tuple[int, int]]:
-        """The bytes of its span, if the CPU sees the buffer that it is of."""
+        """Return the address range of `Parameter.span` in ``buffer``; () if the CPU cannot."""
         address = None if buffer is None else _address(buffer.base)
         if self.span is None or address is None:
             return ()
@@ -195,7 +197,7 @@ class _Tensors(EntryParameter):
 
 
 class TinygradParameter(_Tensors):
-    """Tensors of a model over the same memory."""
+    """A parameter over tensors of a model with the same memory, or with a lazy graph over it."""
 
     def _look(self) -> None:
         self._entries = list({id(tensor): tensor for tensor in self._entries}.values())
@@ -205,13 +207,14 @@ class TinygradParameter(_Tensors):
         invalid = invalid_buffer(first.uop)
         self.invalid = invalid is not None
         self.keeps = invalid.keeps if invalid is not None else None
-        self._under: list[UOp] = []  # the memory that a lazy graph computes with
+        self._under: list[UOp] = []  # memory that the lazy graph computes with
         if any(not isinstance(n, int) for n in first.shape):
             self.refused = "its shape is symbolic"
         else:
             self._look_at(_stands_on(first.uop))
 
     def _look_at(self, uop: UOp) -> None:
+        """Set the attributes of `Parameter` that depend on the tensor's memory."""
         memory = _memory(uop)
         if memory is None:
             return
@@ -222,8 +225,7 @@ class TinygradParameter(_Tensors):
             self.device, self.nbytes = base.device, base.nbytes
             return
         if uop.base is not memory:
-            # a store that is still to be run, or bytes seen as another dtype: not to be written
-            # in place, and gone when it is replaced
+            # a pending store, or a bitcast: it cannot be written in place, only replaced
             self.device, self.nbytes = base.device, base.nbytes
             self.dtype += " (of a graph)"
             self.keeps = None
@@ -250,27 +252,27 @@ class TinygradParameter(_Tensors):
         return self._entries
 
     def is_computed(self) -> bool:
-        """Whether the model computed its values: it is no parameter, or its name is of such."""
+        """Whether the model computed its values, by tinygrad's ``is_param`` or by its name."""
         if self.invalid or any(is_statistic(name) for name in self.names):
             return False
         is_parameter = any(getattr(tensor, "is_param", True) for tensor in self._entries)
         return not is_parameter or any(is_computed(name, self.shape) for name in self.names)
 
     def hold(self, memory: Iterable[UOp]) -> None:
-        """Count memory under a lazy graph, which is freed with the graph."""
+        """Count ``memory`` under a lazy graph as this parameter's: it is freed with the graph."""
         by_device: dict[str, list[UOp]] = {}
         for uop in memory:
             by_device.setdefault(uop.buffer.device, []).append(uop)
         if not by_device:
             return
-        # a parameter has one device: that with most of them
+        # a parameter has one device: the one with most of the bytes
         sizes = {d: sum(u.buffer.nbytes for u in uops) for d, uops in by_device.items()}
         self.device = max(sizes, key=lambda d: sizes[d])
         self.nbytes, self._under = sizes[self.device], by_device[self.device]
         self.dtype += " (of a graph)"
 
     def memory(self) -> Sequence[tuple[int, int]]:
-        """Its bytes, or those under its graph, on devices whose memory the CPU sees."""
+        """Return its memory, or its graph's, as (address, bytes) ranges; () if the CPU cannot."""
         if self._under:
             found = ((_address(uop.buffer), uop.buffer.nbytes) for uop in self._under)
             return [(address, nbytes) for address, nbytes in found if address is not None]
@@ -283,12 +285,12 @@ class TinygradParameter(_Tensors):
     def release(self) -> str:
         if self.fixed:
             return self.fixed
-        # without a cache (LRU=0), tinygrad frees the memory as soon as it is let go of
+        # without a cache (LRU=0), tinygrad frees memory with its last reference
         with nullcontext() if self.device is None else current(_Devices[self.device]):
             return self._release_graph() if self._under else self._release_memory()
 
     def _release_memory(self) -> str:
-        """Free memory of its own, and check that it is freed."""
+        """Free the tensors' memory; return "", or why something still holds it."""
         kept = invalid_buffer(self._entries[0].uop) is not None
         self.revive()
         held = _memory(self._entries[0].uop)
@@ -303,9 +305,9 @@ class TinygradParameter(_Tensors):
             self._collect()
         buffer = memory()
         if buffer is None:
-            empty_cache(allocator)  # its device may be none of the load's
+            empty_cache(allocator)  # the load may not use its device
             return ""
-        # as it was; the graph may be gone where only the memory is held
+        # restore it; the graph may be gone if only the memory is held
         base = graph()
         if base is None:
             base = UOp.from_buffer(buffer)
@@ -317,11 +319,11 @@ class TinygradParameter(_Tensors):
         return _HELD
 
     def _release_graph(self) -> str:
-        """Drop a lazy graph, and check that the memory under it is freed."""
+        """Drop the lazy graph; return "", or why something still holds the memory under it."""
         allocator = self._under[0].buffer.allocator
         nodes = [weakref.ref(uop) for uop in self._under]
         memories = [weakref.ref(uop.buffer) for uop in self._under]
-        # the graph itself is kept over buffers without memory, so that it can come back
+        # the graph is kept over buffers without memory, so that it can be restored
         empty = [UOp.from_buffer(Buffer(b.device, b.size, b.dtype)) for b in _alive(memories)]
         stands_for = dict(zip(self._under, empty, strict=True))
         graphs = [tensor.uop.substitute(stands_for) for tensor in self._entries]
@@ -340,7 +342,7 @@ class TinygradParameter(_Tensors):
             for hollow, uop, buffer in zip(empty, found, held, strict=True)
             if buffer is not None
         }
-        if len(back) == len(empty):  # else some are gone, and with them the values
+        if len(back) == len(empty):  # otherwise values are lost
             self._under = list(back.values())
             for tensor, graph in zip(self._entries, graphs, strict=True):
                 tensor.uop = graph.substitute(back)
@@ -405,11 +407,11 @@ class ShardParameter(_Tensors):
         return self._whole.is_computed()
 
     def release(self) -> str:
-        """A lazy tensor holds no memory of this device; one shard cannot free its memory."""
+        """Return why not: one shard cannot free its memory; "" for a lazy tensor, without any."""
         return self.fixed
 
     def attach(self, buffer: Buffer, dtype: DType) -> None:
-        """Keep the memory until that of all shards is there, then give it to the tensors."""
+        """Keep the buffer until all shards have one, then give them to the tensors."""
         self._new = buffer
         if any(other._new is None for other in self._others):
             return
@@ -436,14 +438,14 @@ class ShardParameter(_Tensors):
 
 
 def _spread(uop: UOp) -> Any:
-    """The buffers of a tensor that stands on memory of several devices."""
+    """Return the buffers of a tensor on several devices, as a ``MultiBuffer``."""
     while uop.op is not Ops.BUFFER:
         uop = uop.src[0]
     return uop.buffer
 
 
 def _shards_of(whole: TinygradParameter) -> list[Any]:
-    """The shards of a parameter, or the parameter if it has none."""
+    """Return a parameter's shards, one for each device; just the parameter if it has one device."""
     devices = _stands_on(whole._entries[0].uop).device
     if not isinstance(devices, tuple) or whole.refused:
         return [whole]
@@ -453,7 +455,7 @@ def _shards_of(whole: TinygradParameter) -> list[Any]:
 
 
 def map_opencl(device: Any, buffer: Buffer, flags: int, start: int, nbytes: int) -> tuple[int, int]:
-    """Map bytes of a buffer for the CPU; returns OpenCL's status, and their address."""
+    """Map bytes of a buffer for the CPU; return OpenCL's status and their address."""
     from tinygrad.runtime.autogen import opencl as cl
 
     status = ctypes.c_int32()
@@ -463,7 +465,7 @@ def map_opencl(device: Any, buffer: Buffer, flags: int, start: int, nbytes: int)
 
 
 def _address(buffer: Buffer) -> int | None:
-    """The CPU's address of a buffer's memory; None if it has none, or the device hides it."""
+    """Return the CPU's address of a buffer's memory; None if the CPU cannot address it."""
     device = _Devices[buffer.device]
     if backend_of(buffer.device) == "CL":
         from tinygrad.runtime.autogen import opencl as cl
@@ -487,13 +489,13 @@ def _alive(buffers: Iterable[weakref.ref[Buffer]]) -> list[Buffer]:
 
 
 def _stands_on(uop: UOp) -> UOp:
-    """A tensor's graph; of an invalid one that over its kept memory."""
+    """Return a tensor's graph; for an invalid tensor, the kept one if any."""
     invalid = invalid_buffer(uop)
     return uop if invalid is None or invalid.kept is None else invalid.kept
 
 
 def _memory(uop: UOp) -> UOp | None:
-    """The allocated memory of a tensor, directly or as a view; None for a graph."""
+    """Return the memory node that a tensor is all or a view of; None for a lazy graph."""
     base = uop.base
     while base.op in (Ops.AFTER, Ops.BITCAST):
         base = base.src[0].base
@@ -501,14 +503,14 @@ def _memory(uop: UOp) -> UOp | None:
 
 
 def _is_allocated(uop: UOp) -> bool:
-    """Whether a node is the memory of one device."""
+    """Whether a graph node is allocated memory on one device."""
     if uop.op is not Ops.BUFFER or isinstance(uop.device, tuple) or not uop.is_realized:
         return False
     return backend_of(uop.device) not in _NOT_DEVICES
 
 
 def _first_byte(uop: UOp) -> int | None:
-    """The first byte of a view in its memory; None if it is not contiguous."""
+    """Return the first byte of a view in its memory; None if it is not contiguous."""
     if not hasattr(uop, "contiguous_view"):  # before 0.14
         begins = uop.contiguous_view_offset()
         return None if begins is None else int(begins) * int(uop.dtype.itemsize)
@@ -517,12 +519,12 @@ def _first_byte(uop: UOp) -> int | None:
 
 
 def _share_out(parameters: Sequence[TinygradParameter]) -> None:
-    """Count memory under lazy graphs (an unrealized ``w.half()``), each buffer once.
+    """Assign memory under lazy graphs (an unrealized ``w.half()``) to parameters, each buffer once.
 
-    A parameter's own memory is counted there, and stays.
+    Memory that is a parameter's own is left out: it is not freed with a graph.
     """
     counted = {p.span[0] for p in parameters if p.span is not None}
-    # each node is looked at once: lazy initialisers hang together, by their random numbers
+    # each node is visited once: lazy initializers share nodes of their random numbers
     seen: dict[UOp, None] = {}
 
     def is_new(node: UOp) -> bool:
@@ -546,10 +548,13 @@ def _share_out(parameters: Sequence[TinygradParameter]) -> None:
 
 
 def tie_key(tensors: Iterable[Tensor]) -> Callable[[Tensor], Any]:
-    """A key that tied tensors share: the memory and the view of it, or a graph over memory."""
+    """Return a function from a tensor to a key that is equal for tied tensors.
+
+    The key is the memory, or the graph over it.
+    """
     found = Counter(uop for uop, _ in {(tensor.uop, id(tensor)) for tensor in tensors})
     several = [uop for uop, count in found.items() if count > 1]
-    # one of constants alone (Tensor.arange(4).log()) is one node wherever it is written
+    # a graph of constants (Tensor.arange(4).log()) is one node for all tensors: these are not tied
     apart = {u for u in several if not any(node.op in _OWN for node in u.toposort())}
 
     def key(tensor: Tensor) -> Any:
@@ -560,7 +565,7 @@ def tie_key(tensors: Iterable[Tensor]) -> Callable[[Tensor], Any]:
 
 
 def parameters_of(model: Any) -> list[TinygradParameter | ShardParameter]:
-    """The parameters as ``nn.state.get_state_dict`` sees them, tied ones once."""
+    """Return a model's parameters, as ``nn.state.get_state_dict`` finds them, tied ones once."""
     tensors = tinygrad.nn.state.get_state_dict(model)
     for name, tensor in tensors.items():
         if is_absent(tensor.uop):
