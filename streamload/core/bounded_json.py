@@ -1,4 +1,4 @@
-"""JSON from outside, parsed within bounds."""
+"""A parser of untrusted JSON, which limits its nesting."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-#: As safetensors' own parser has it (serde_json); no file that streamload reads has more than ten.
+#: The limit of safetensors' own parser (serde_json); files that streamload reads have at most ten.
 MOST_LEVELS = 127
 
 _OTHERS = bytes(set(range(256)) - set(b'[]{}"'))
@@ -16,13 +16,13 @@ _AT_ONCE = 2**20
 
 
 def parse_json(text: str | bytes, **hooks: Any) -> Any:
-    """`json.loads`, of no more levels of nesting than `MOST_LEVELS`.
+    """Parse JSON by `json.loads`, with at most `MOST_LEVELS` levels of nesting.
 
-    The parser calls itself for each: where a program has raised the limit of recursion, 180 KB of
-    brackets are more stack than there is, which ends the process.
+    The parser recurses for each level: if a program has raised the recursion limit, 180 KB of
+    brackets overflow the stack, which ends the process.
 
     Raises:
-        ValueError: it is not JSON, or nested more deeply.
+        ValueError: ``text`` is not JSON, or nested more deeply.
     """
     if isinstance(text, bytes):
         text = text.decode(json.detect_encoding(text), "surrogatepass")

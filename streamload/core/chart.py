@@ -1,4 +1,4 @@
-"""Bar charts as SVG and as text, written by hand: no plotting library is worth a dependency."""
+"""Bar charts as SVG and as text, without a plotting library."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ _LEFT, _RIGHT, _WIDTH, _BAR, _GAP, _TOP = 190, 90, 860, 16, 14, 78
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """The bars of one name."""
+    """A row of a chart: one bar for each series, one below the other."""
 
-    name: str  # what stands on the left
-    values: tuple[float | None, ...]  # one for each series; None where there is none
-    ours: bool = False  # drawn in other colours
+    name: str  # written on the left
+    values: tuple[float | None, ...]  # one for each series; None draws no bar
+    ours: bool = False  # in other colours, to stand out
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """One bar of parts, end to end."""
+    """A row of a chart: one bar of parts, end to end."""
 
-    name: str  # what stands on the left
-    parts: tuple[int, ...]  # the length of each; one for each series
-    label: str  # what stands on the right
+    name: str  # written on the left
+    parts: tuple[int, ...]  # the length of each part; one for each series
+    label: str  # written on the right
 
 
-#: What parts of a bar are drawn with, in the order of the series, where there are characters only.
+#: Characters for the parts of a bar in text, in the order of the series.
 BLOCKS, ASCII = "\u2588\u2593\u2592\u2591\u00b7", "#=~-."
 
 
 def draw_text(
     series: Sequence[str], rows: Sequence[Stack], *, width: int, marks: str = BLOCKS
 ) -> list[str]:
-    """Draw bars of parts as lines of text; the last is the legend.
+    """Return bars of parts as lines of text; the last line is the legend.
 
-    The longest bar is as wide as ``width`` columns have room for, and at least eight, however long
-    names and labels are. The legend leaves out those of the series, at most five, that no bar has;
-    ``marks`` has a character for each: `BLOCKS` or `ASCII`.
+    A line is ``width`` columns wide at most, unless names and labels leave less than eight for the
+    longest bar. There are at most five series; the legend lists those in use. ``marks`` has a
+    character for each: `BLOCKS` or `ASCII`.
     """
     name = max((len(row.name) for row in rows), default=0)
     label = max((len(row.label) for row in rows), default=0)
@@ -60,7 +60,7 @@ def draw_text(
 
 
 def draw_stacks(title: str, subtitle: str, series: Sequence[str], rows: Sequence[Stack]) -> str:
-    """Draw bars of parts, of at most five series, end to end; the text of an SVG file."""
+    """Return an SVG file's text with bars of parts, of at most five series, end to end."""
     most = max([sum(row.parts) for row in rows] + [1])
     right = max(_RIGHT, 7 * max((len(row.label) for row in rows), default=0) + 20)
     scale = (_WIDTH - _LEFT - right) / most
@@ -77,7 +77,7 @@ def draw_stacks(title: str, subtitle: str, series: Sequence[str], rows: Sequence
 
 
 def as_html(text: str, series: Sequence[str], rows: Sequence[Stack]) -> str:
-    """Text and bars of parts below it, as a notebook shows them."""
+    """Return HTML for a notebook: the text, and bars of parts below it."""
     bars = draw_stacks("What each device or node holds", "", series, rows)
     return f"<pre>{escape(text)}</pre>\n{bars}"
 
@@ -90,9 +90,9 @@ def draw(
     rows: Sequence[Bars],
     limits: Sequence[tuple[str, float]] = (),
 ) -> str:
-    """Draw bars, of at most four series a row; the text of an SVG file.
+    """Return an SVG file's text with bars, of at most four series a row.
 
-    The unit is that of the values, and of the limits: vertical lines with names.
+    ``unit`` is written after values and limits; a limit, (name, value), is a vertical line.
     """
     shown = [v for row in rows for v in row.values if v is not None]
     most = max([*shown, *(value for _, value in limits), 1e-9]) * 1.05

@@ -1,4 +1,4 @@
-"""Tensors that models compute themselves, by their names: no checkpoint has to hold them."""
+"""Recognition, by name, of tensors that models compute, so that checkpoints may lack them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _STATISTICS = re.compile(r"(?:.*\.)?running_(?:mean|var)")
 
 
 def is_computed(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is one that models compute: rotary frequencies, positions, masks, counters.
+    """Whether models compute such a tensor: rotary frequencies, positions, masks, counters.
 
-    A model that has none takes a checkpoint that has it, and the other way round.
+    Either the model or the checkpoint may lack it.
     """
     if _COMPUTED.fullmatch(name):
         return True
@@ -27,5 +27,5 @@ def is_computed(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def is_statistic(name: str) -> bool:
-    """Whether a tensor holds what training found out, though it is no parameter."""
+    """Whether a tensor is a running mean or variance: learned in training, but no parameter."""
     return _STATISTICS.fullmatch(name) is not None

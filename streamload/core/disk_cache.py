@@ -1,7 +1,7 @@
 """The disk cache for later processes: probes' results, texts of kernels, the copy loop.
 
-Some of it is run, so it counts only if nobody else can have written it. Without a writable cache,
-each process recomputes it.
+Some of it is machine code, so only files that no other user can have written are read. Without a
+writable cache, each process recomputes its contents.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _SEAL_NBYTES = hashlib.sha256().digest_size
 
 
 def read_kept(kind: str, *depends_on: str) -> bytes | None:
-    """The data that `keep` stored under the same ``kind`` and texts, or None.
+    """Return the data that `keep` stored under the same ``kind`` and texts, or None.
 
     Like ssh's keys, the file and its folder must belong to this user or to root, and be writable
-    for nobody else. A digest of data and file name comes first: damaged and renamed files do not
-    count.
+    for nobody else. The file begins with a digest of its data and name: damaged and renamed files
+    are ignored.
     """
     try:
         path = _file(kind, depends_on)
@@ -42,11 +42,11 @@ def read_kept(kind: str, *depends_on: str) -> bytes | None:
 
 
 def keep(data: bytes, kind: str, *depends_on: str) -> None:
-    """Store data under a kind and all texts that it depends on, if `read_kept` trusts the place.
+    """Store data for `read_kept` under a kind and all texts that it depends on.
 
-    A reader sees the whole file or none.
+    Does nothing if the folder is not private or not writable. A reader sees the whole file or none.
     """
-    with suppress(OSError):  # nothing can be written: the next process does it again
+    with suppress(OSError):
         path = _file(kind, depends_on)
         _make_private(path.parent)
         if not _is_private(os.stat(path.parent)):
@@ -63,7 +63,7 @@ def keep(data: bytes, kind: str, *depends_on: str) -> None:
 
 
 def kept(make: Callable[[], bytes], kind: str, *depends_on: str) -> bytes:
-    """Return what was kept of the same ``kind`` for the same texts, else make and keep it."""
+    """Return the data stored under the same ``kind`` and texts, else make and store it."""
     found = read_kept(kind, *depends_on)
     if found is None:
         found = make()
@@ -72,40 +72,43 @@ def kept(make: Callable[[], bytes], kind: str, *depends_on: str) -> bytes:
 
 
 def _file(kind: str, depends_on: tuple[str, ...]) -> Path:
-    """The file of a kind and a digest of its dependencies; needs a home, else FileNotFoundError."""
+    """Return the file for a kind and texts; raises FileNotFoundError for a user without a home."""
     digest = hashlib.sha256("\n".join((_FORMAT, *depends_on)).encode()).hexdigest()[:32]
     # a folder of its own: earlier versions made the one above under any umask
     return _cache_home() / "streamload" / "kept" / f"{kind}-{digest}"
 
 
 def _cache_home() -> Path:
+    """Return the user's folder for caches, by XDG_CACHE_HOME or the home."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     if not os.path.isabs(root):  # a user without a home
-        raise FileNotFoundError(f"{root} is no place for what is kept")
+        raise FileNotFoundError(f"{root} is no absolute path for a cache")
     return Path(root)
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder and its missing parents, for this user alone under any umask."""
+    """Make a folder and its missing parents, writable only for this user under any umask."""
     for one in (*reversed(folder.parents), folder):
         one.mkdir(mode=0o700, exist_ok=True)
 
 
 def _is_private(info: os.stat_result) -> bool:
+    """Whether a file belongs to this user or root, and nobody else can write it."""
     return info.st_uid in (0, os.geteuid()) and not info.st_mode & 0o022
 
 
 def _seal(path: Path, data: bytes) -> bytes:
+    """Return the digest of a file's name and data."""
     return hashlib.sha256(path.name.encode() + data).digest()
 
 
 @cache
 def lend_caches() -> None:
-    """Give compilers a temporary cache folder if the home is not writable.
+    """Give compilers a temporary cache folder if the user's is not writable.
 
     Without one PoCL (POCL_CACHE_DIR) does not compile at all, and tinygrad (CACHEDB) only if it
-    caches nothing (CACHELEVEL). The environment is set before they are loaded; a tinygrad that is
-    loaded already has read it, and is changed itself.
+    caches nothing (CACHELEVEL). Call it before they are loaded; in a tinygrad that is loaded
+    already, the settings themselves are changed.
     """
     try:
         _make_private(_cache_home())

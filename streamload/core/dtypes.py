@@ -18,14 +18,14 @@ Kind = Literal["bool", "uint", "int", "float", "complex"]
 
 @dataclass(frozen=True)
 class DType:
-    """One dtype.
+    """The type of a tensor's elements.
 
     Attributes:
         name: the usual long name, as numpy, torch and ml_dtypes spell it ("bfloat16").
         code: the safetensors code ("BF16").
-        bits: bits per element, or of a whole block.
+        bits: bits per element; per block if ``block`` is more than 1.
         kind: "bool", "uint", "int", "float" or "complex".
-        block: elements that are stored together, in no place of their own; 1 of most.
+        block: elements that are stored together and cannot be addressed alone; mostly 1.
     """
 
     name: str
@@ -35,30 +35,30 @@ class DType:
     block: int = 1
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of ``numel`` elements, rounded up to whole bytes, and whole blocks."""
+        """Return the bytes of ``numel`` elements, rounded up to whole bytes and whole blocks."""
         return (-(-numel // self.block) * self.bits + 7) // 8
 
     def numel(self, nbytes: int) -> int:
-        """How many elements there are in so many bytes."""
+        """Return the number of elements in ``nbytes`` bytes."""
         return nbytes * 8 // self.bits * self.block
 
     @property
     def unit(self) -> int:
-        """The least number of elements that begins and ends at whole bytes, or is a block."""
+        """The least number of elements that fills whole bytes, and whole blocks."""
         return self.block if self.block > 1 else 8 // math.gcd(8, self.bits)
 
     def span(self, first: int, stop: int) -> tuple[int, int]:
-        """The bytes that hold elements ``first`` to ``stop``: first and last, exclusive."""
+        """Return (first, stop) bytes of elements ``first`` to ``stop``; stops are exclusive."""
         return first // self.unit * self.nbytes(self.unit), self.nbytes(stop)
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element, for dtypes of whole bytes; 0 for the smaller ones."""
+        """Bytes per element, for dtypes of whole bytes; 0 for smaller ones."""
         return self.bits // 8
 
     @cached_property
     def numpy(self) -> Any:
-        """The numpy dtype of an array of these elements, or None where there is none.
+        """The numpy dtype of these elements, or None if there is none.
 
         bfloat16 and the 8-bit floats are those of ml_dtypes. Dtypes below a byte have none: numpy
         cannot address half a byte.
@@ -75,11 +75,11 @@ class DType:
 
     @property
     def is_packed(self) -> bool:
-        """Whether it is one of `PACKED`: its values are dequantised where they are used."""
+        """Whether it is one of `PACKED`: elements of quantized weights."""
         return not self.code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return named, (self.name,)  # one object for each, also after pickling
+        return named, (self.name,)  # unpickling returns the same object
 
 
 class ForeignDType(Protocol):
@@ -90,9 +90,9 @@ class ForeignDType(Protocol):
         """Bytes per element."""
 
 
-#: What names one dtype; see `parse_dtype`.
+#: Arguments that name one dtype; see `parse_dtype`.
 DTypeLike: TypeAlias = str | DType | type[Any] | ForeignDType
-#: What names the dtypes of all tensors; see `LoadOptions`.
+#: Arguments that name the dtypes of all tensors; see `LoadOptions`.
 DTypeArgument: TypeAlias = DTypeLike | Mapping[str, DTypeLike] | None
 
 
@@ -153,9 +153,8 @@ _PACKED = {
         ("iq4_xs", 256, 136),
     )
 }
-#: By the kind of a quantised weight, what its values are: nothing without scales in other tensors,
-#: or GGUF's blocks, which have their scales inside.
-#: These have no safetensors code, and nobody can ask for one.
+#: Dtypes of quantized weights' values, by the weight's kind: their scales are in other tensors, or
+#: inside of GGUF's blocks. They have no safetensors code, and users cannot request them.
 PACKED: Mapping[str, DType] = MappingProxyType(_PACKED)
 
 _ALIASES = {
@@ -185,20 +184,20 @@ _NAMED = {**BY_NAME, **{d.name: d for d in PACKED.values()}}
 
 
 def named(name: str) -> DType:
-    """The dtype of a name, one of `PACKED` too; KeyError where there is none."""
+    """Return the dtype with a long name, also one of `PACKED`; raises KeyError if unknown."""
     return _NAMED[name]
 
 
 def add_packed(kind: str, dtype: DType) -> None:
-    """Add a dtype to `PACKED`, unless it has one for this kind."""
+    """Add a dtype to `PACKED`, unless there is one for the kind."""
     _PACKED.setdefault(kind, dtype)
     _NAMED.setdefault(dtype.name, dtype)
 
 
 def parse_dtype(name: object) -> DType:
-    """Read a dtype: a `DType`, its long name, its safetensors code, or a usual short form.
+    """Return the dtype for a `DType`, a long name, a safetensors code, or a usual short form.
 
-    The dtypes of numpy, ml_dtypes, torch and tinygrad, which print as such names, are read too.
+    Dtypes of numpy, ml_dtypes, torch and tinygrad are accepted, too: they print as such names.
 
     Raises:
         ValueError: there is no such dtype.

@@ -14,7 +14,11 @@ _Handler = Callable[[int, FrameType | None], object] | signal.Handlers
 
 
 class Interrupt:
-    """Ctrl-C or a cancellation, deferred to a safe point."""
+    """A Ctrl-C or cancellation that waits for a safe point; see `deferred_interrupt`.
+
+    Attributes:
+        wake: called by a signal or `cancel`, to wake the thread that is to call `check`.
+    """
 
     def __init__(self, handler: Callable[[int, FrameType | None], object] | None) -> None:
         self.wake: Callable[[], None] = nothing
@@ -23,7 +27,7 @@ class Interrupt:
         self._error: BaseException | None = None
 
     def check(self) -> None:
-        """Raise the error of `cancel`, or pass the signal to the previous handler, which raises."""
+        """Raise the error of `cancel`, or call the previous handler of SIGINT, which may raise."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -38,12 +42,12 @@ class Interrupt:
         return ends or self._error is not None
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
-        """Record the signal and wake the streaming thread."""
+        """Record a signal, as the handler of SIGINT, and call `wake`."""
         self._pending += 1
         self.wake()
 
     def cancel(self, error: BaseException) -> None:
-        """Raise an error in the thread of this interrupt; from any thread."""
+        """Let the next `check` raise an error; any thread may call this."""
         self._error = error
         self.wake()
 
@@ -57,17 +61,18 @@ def is_command() -> bool:
 def end_by_interrupts() -> None:
     """Let Ctrl-C end this process at once and without a traceback, until `raise_interrupts`.
 
-    For times without anything to clean up. Other handlers, and SIG_IGN, stay.
+    For times when there is nothing to clean up. Other handlers, and SIG_IGN, stay.
     """
     _change_handler(signal.default_int_handler, signal.SIG_DFL)
 
 
 def raise_interrupts() -> bool:
-    """Let Ctrl-C raise KeyboardInterrupt again; returns whether it ended the process before."""
+    """Let Ctrl-C raise KeyboardInterrupt again; return whether `end_by_interrupts` was active."""
     return _change_handler(signal.SIG_DFL, signal.default_int_handler)
 
 
 def _change_handler(old: _Handler, new: _Handler) -> bool:
+    """Replace the handler of SIGINT in the main thread, if it is ``old``; return whether it was."""
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) != old:
         return False
@@ -84,12 +89,12 @@ _OUTERMOST = threading.local()
 
 @contextmanager
 def deferred_interrupt() -> Iterator[Interrupt]:
-    """Defer Ctrl-C to a safe point.
+    """Defer Ctrl-C inside the ``with`` to calls of `Interrupt.check`, and to its end.
 
-    In the main thread, `Interrupt.check` calls the previous handler (Python's or the
-    application's), and so does the end of a block that succeeds. A signal during an error is
-    dropped: the block is ending already. Blocks of a thread nest; the outermost decides. SIGINT
-    that is ignored or left to the kernel stays so. Other threads have `Interrupt.cancel` alone.
+    In the main thread, `check` calls the previous handler (Python's or the application's), and so
+    does the end of a block that succeeds. A signal during an error is dropped: the block is ending
+    already. Blocks of a thread nest, and share the outermost's interrupt. SIGINT that is ignored or
+    left to the kernel stays so. In other threads only `Interrupt.cancel` works.
     """
     outer: Interrupt | None = getattr(_OUTERMOST, "interrupt", None)
     if outer is not None:
@@ -105,7 +110,7 @@ def deferred_interrupt() -> Iterator[Interrupt]:
         yield interrupt
     finally:
         _OUTERMOST.interrupt = None
-        # nobody else's since
+        # unless the application has set another one since
         if callable(handler) and signal.getsignal(signal.SIGINT) == interrupt.handle:
             signal.signal(signal.SIGINT, handler)
     interrupt.check()

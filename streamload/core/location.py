@@ -1,4 +1,4 @@
-"""Where a checkpoint's file is: a path on this machine, or a URL."""
+"""Locations of a checkpoint's files: paths on this machine, and URLs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SCHEMES = ("http", "https")
 _URL = re.compile(r"https?://", re.IGNORECASE)
 _FOREIGN = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]+:/")
 _HALF = re.compile(r"https?:/[^/]", re.IGNORECASE)
-# neither secrets nor what may end them; name@revision, org/name@revision
+# text without secrets; name@revision, org/name@revision
 _PLAIN = re.compile(r"[\w:/.,\[\] +-]*|[\w.-]+(/[\w.-]+)?@[\w./-]+", re.ASCII)
 _REPOSITORY = re.compile(r"/(?P<name>[^/]+(?:/[^/]+)?)/resolve/(?P<revision>[^/]+)/(?P<folder>.*)")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,4}:(?=/)")  # a longer one may be a user
@@ -23,18 +23,17 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,4}:(?=/)")  # a longer one may b
 
 @dataclass(frozen=True, slots=True, order=True, repr=False)
 class Url:
-    """A file or a folder that is read over HTTP, with some methods of `pathlib.PurePath`.
+    """The URL of a file or folder that is read over HTTP, with some methods of `pathlib.PurePath`.
 
     It is no `pathlib.Path`, which makes one slash of two and looks on this machine's disk. As text
     (str, repr, os.fspath, and so in errors, reports and plans) it shows nothing before an @, and
     not the query, which may be a signature.
 
     Attributes:
-        href: all of it, for requests only.
-        version: of the file, what its server called it when its header was read: a line of the
-            response, ETag or else Last-Modified; "" where neither was sent, or nothing read yet.
-        is_shown: it was pickled without its secrets, and is only what is shown of it: to read it
-            is an error.
+        href: the whole URL, with secrets, for requests only.
+        version: the file's version when its header was read, a line of the server's response: ETag
+            or else Last-Modified; "" if neither was sent, or nothing was read yet.
+        is_shown: it was pickled, which removes its secrets: reading it is an error.
     """
 
     href: str
@@ -42,29 +41,29 @@ class Url:
     is_shown: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle what is shown: pickles are kept and sent, secrets are not to be."""
+        """Pickle without secrets, since pickles are stored and sent."""
         shown = str(self)
         return Url, (shown, self.version, self.is_shown or shown != self.href)
 
     def __deepcopy__(self, memo: object) -> Url:
-        """The same: in this process, it can be read."""
+        """Return the object itself, with its secrets: within a process it can be read."""
         return self
 
     __copy__ = __deepcopy__
 
     @classmethod
     def parse(cls, text: str) -> Url:
-        """Read a URL; a fragment is dropped.
+        """Parse a URL, without its fragment.
 
         Raises:
-            CheckpointError: it is none of HTTP, or names no host.
+            CheckpointError: ``text`` is no URL of HTTP, or names no host.
         """
         try:
             parts = urlsplit(text)
             whole = parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
-            # of hosts, only IPv6 addresses have %: else it may be the @ that ends a password
+            # only IPv6 hosts have %: elsewhere it may be an escaped @, the end of a password
             whole = whole and ("%" not in parts.netloc.rpartition("@")[2] or "[" in parts.netloc)
-            # nor does a host with a port end at "#" before an @: that is a password
+            # after a port, "#" before an @ is part of a password
             whole = whole and (parts.port is None or bool(parts.path) or "@" not in parts.fragment)
         except ValueError:  # brackets, or a port that is no number
             whole = False
@@ -75,12 +74,12 @@ class Url:
 
     @property
     def name(self) -> str:
-        """The last part of its path: the file's name; "" for a folder."""
+        """The file's name, the last part of the path; "" for a folder."""
         return unquote(self._parts.path.rpartition("/")[2])
 
     @property
     def parent(self) -> Url:
-        """The folder that it is in; a folder is its own. With the same query."""
+        """The folder of a file, with the same query; a folder is its own parent."""
         return self._with_path(self._parts.path.rpartition("/")[0] + "/")
 
     @property
@@ -95,9 +94,10 @@ class Url:
 
     @property
     def listing(self) -> tuple[Url, str] | None:
-        """Of a folder, where a server such as huggingface.co lists files, and what it is there.
+        """The URL that lists a repository's files, and this folder's path in the repository.
 
-        Source: ``HfApi.model_info`` of huggingface_hub, with ``files_metadata``.
+        None if no server like huggingface.co has such a URL. Source: ``HfApi.model_info`` of
+        huggingface_hub, with ``files_metadata``.
         """
         parts = self._parts
         match = _REPOSITORY.fullmatch(parts.path)
@@ -109,11 +109,11 @@ class Url:
         return found, unquote(match["folder"])
 
     def of_version(self, version: str) -> Url:
-        """The same, of this version."""
+        """Return the same URL with a version."""
         return replace(self, version=version)
 
     def __truediv__(self, name: str) -> Url:
-        """A file of the folder, by its name as it is (not as a URL has it)."""
+        """Return a file of the folder, by its name without URL escapes."""
         folder = self._parts.path
         return self._with_path(f"{folder.rstrip('/')}/{quote(name, safe='')}")
 
@@ -140,29 +140,29 @@ class Url:
         return Url(self._parts._replace(path=path).geturl(), is_shown=self.is_shown)
 
 
-#: Where a file of a checkpoint is; text, names, folders and order are asked of both alike.
+#: The place of a checkpoint's file; both kinds have text, names, parents and order.
 Location = Path | Url
 
 
 def is_url(text: str) -> bool:
-    """Whether text is meant to be a URL of HTTP."""
+    """Whether text begins like a URL of HTTP."""
     return _URL.match(text) is not None
 
 
 def is_foreign(text: str) -> bool:
-    """Whether text is meant to be a URL of any kind, whole or not."""
+    """Whether text begins like a URL of any scheme, even a broken one."""
     return _FOREIGN.match(text) is not None
 
 
 def local(path: str | os.PathLike[str]) -> Path:
-    """A path on this machine, or the name of a repository.
+    """Return a path on this machine, or the name of a repository, as a `Path`.
 
     Raises:
-        ShardNotFoundError: it is a URL of another kind, or a broken one.
+        ShardNotFoundError: ``path`` is a URL of another scheme, or a broken one.
     """
     text = os.fsdecode(path)
     shown = without_secrets(text)
-    # raised here: errors of the operating system would show all of it
+    # raised here: the operating system's errors would show secrets
     if (is_foreign(text) or shown != text) and not os.path.lexists(text):
         went = "a URL that went through Path: give it as a str" if _HALF.match(text) else None
         raise ShardNotFoundError(shown, "no such file or folder", "http(s):// for a URL", went)
@@ -170,7 +170,7 @@ def local(path: str | os.PathLike[str]) -> Path:
 
 
 def without_secrets(text: str) -> str:
-    """The part of a possibly broken URL that is safe to show: its password may end anywhere."""
+    """Return the part of a possibly broken URL that is safe to show: passwords may end anywhere."""
     if _PLAIN.fullmatch(text):
         return text
     scheme = _SCHEME.match(text.lstrip())

@@ -1,4 +1,4 @@
-"""``config.json``: the part for the language model, and numbers under any of their names."""
+"""Values of ``config.json``: the language model's part, and numbers under any of their names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-#: Keys of the language model's configuration in that of a model of several parts.
+#: Keys of the language model's configuration in a model of several parts.
 _PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 #: Other names of the same numbers, as transformers, Meta and others write them.
@@ -23,27 +23,27 @@ _NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def language_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """The language model's part of a configuration, and its ``model_type``."""
+    """Return the language model's part of a configuration, and its ``model_type``."""
     values, kind = config, str(config.get("model_type"))
     while part := next((v for k in _PARTS if isinstance(v := values.get(k), Mapping)), None):
-        # a part without a type of its own: the text of "gemma3" is "gemma3_text"
+        # a part without a type: the text model of "gemma3" is "gemma3_text"
         values, kind = part, str(part.get("model_type", f"{kind}_text"))
     return values, kind
 
 
 def stated(values: Mapping[str, Any], key: str) -> Any:
-    """The value under a key or another name of it; None where none is stated."""
+    """Return the value under a key or one of its other names; None if there is none."""
     found = (values.get(name) for name in (key, *_NAMES.get(key, ())))
     return next((value for value in found if value is not None), None)
 
 
 def integer(values: Mapping[str, Any], key: str) -> int | None:
-    """The whole number under a key or another name of it, or None."""
+    """Return the whole number under a key or one of its other names, or None."""
     value = stated(values, key)
     return value if type(value) is int else None
 
 
 def head_size(values: Mapping[str, Any]) -> int | None:
-    """Elements of an attention head; None where they are not stated."""
+    """Return the number of elements of an attention head; None if it is not stated."""
     width, heads = integer(values, "hidden_size"), integer(values, "num_attention_heads")
     return integer(values, "head_dim") or (width // heads if width and heads else None)

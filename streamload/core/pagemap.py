@@ -1,9 +1,9 @@
-"""Memory of this process that can be written without taking more of the machine's.
+"""The count of this process's memory that can be overwritten without taking more memory.
 
-A tensor that exists need not have memory: pages of ``torch.empty``, ``np.zeros`` and
-``Tensor.empty`` come when they are first written, those of a mapped file belong to the page cache
-until then, and those shared with a forked process are copied then. ``/proc/self/pagemap`` lists
-them. Source: Linux, Documentation/admin-guide/mm/pagemap.rst.
+A tensor need not have memory: pages of ``torch.empty``, ``np.zeros`` and ``Tensor.empty`` are
+allocated at the first write; a mapped file's pages belong to the page cache until then, and pages
+shared with a forked process are copied then. ``/proc/self/pagemap`` lists all pages. Source: Linux,
+Documentation/admin-guide/mm/pagemap.rst.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 _PRESENT, _FILE_OR_SHARED, _EXCLUSIVE = 1 << 63, 1 << 61, 1 << 56
 _ENTRY_NBYTES = 8
 _MOST_ENTRIES = 2**17  # read at once: 1 MiB, for 512 MiB of pages of 4 KiB
-# Shared memory that is no file's on a disk, by the names in /proc/self/maps: anonymous maps,
+# Shared memory without a file on a disk, by the names in /proc/self/maps: anonymous maps,
 # memfd_create(2), shm_open(3), shmget(2).
 _SHARED_ANONYMOUS = ("/dev/zero", "/memfd:", "/dev/shm/", "/SYSV")
 
@@ -28,7 +28,7 @@ _Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 def reusable_nbytes(ranges: Sequence[tuple[int, int]]) -> list[int] | None:
-    """Bytes of each (address, bytes) range on pages that are present and this process's alone.
+    """Return the bytes of each (address, bytes) range that can be overwritten in place.
 
     A private page counts if it is present, mapped by no other process and not of a file. A page of
     shared anonymous memory counts if it is present. All other pages take memory when they are
@@ -67,11 +67,11 @@ def reusable_nbytes(ranges: Sequence[tuple[int, int]]) -> list[int] | None:
 
 
 def _mappings() -> tuple[_Column, _Column]:
-    """Where this process's mappings begin and end, and their kinds.
+    """Return the ends of this process's mappings, and the kinds of memory between them.
 
     Returns:
         Addresses, ascending, and for each the kind of the memory before it: 0 for private memory, 1
-        for shared anonymous memory, -1 for what is neither (a shared file, a driver's, nothing).
+        for shared anonymous memory, -1 for any other (a shared file, a driver's memory, none).
     """
     edges: list[int] = []
     kinds: list[int] = []
@@ -88,7 +88,7 @@ def _mappings() -> tuple[_Column, _Column]:
 
 
 def _runs(firsts: _Column, lasts: _Column) -> list[tuple[int, int]]:
-    """The union of page ranges, as ranges that do not touch, ascending."""
+    """Return the union of page ranges as separate (first, stop exclusive) ranges, ascending."""
     runs: list[tuple[int, int]] = []
     for first, last in sorted(zip(firsts.tolist(), lasts.tolist(), strict=True)):
         if runs and first <= runs[-1][1]:
@@ -99,7 +99,7 @@ def _runs(firsts: _Column, lasts: _Column) -> list[tuple[int, int]]:
 
 
 def _flags(runs: Sequence[tuple[int, int]]) -> tuple[_Flags, _Flags]:
-    """For each page of some runs: whether it counts as private memory, and as shared memory."""
+    """Return two flags for each page of some ranges: reusable if private, reusable if shared."""
     private: list[_Flags] = [np.zeros(0, np.bool_)]
     shared: list[_Flags] = [np.zeros(0, np.bool_)]
     fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)

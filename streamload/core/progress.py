@@ -22,14 +22,14 @@ _TELL_EVERY_S = 0.1
 def reporting(
     progress: Progress, total_nbytes: int, done_word: str = "loaded"
 ) -> Iterator[Callable[[int], None]]:
-    """Yield a function that takes the bytes done so far.
+    """Yield a function to call with the bytes done so far.
 
     Args:
         progress: "auto" is a bar on a terminal or in a notebook, and a log line every 10 s
             elsewhere; True is a bar on any stderr, and log lines without one; False is silence; a
             callable gets (bytes done, bytes in all), at most ten times a second and at the end.
         total_nbytes: bytes in all.
-        done_word: the verb for the log.
+        done_word: the verb for bars in notebooks and log lines.
 
     Raises:
         ValueError: ``progress`` is none of these.
@@ -74,14 +74,14 @@ def reporting(
 
 
 def _notebook_display() -> Any:
-    """IPython's ``display`` where this runs in a notebook's kernel, else None; imports nothing."""
+    """Return IPython's ``display`` inside of a notebook, else None; imports nothing."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return ipython.display.display if ipython is not None and hasattr(shell, "kernel") else None
 
 
 def _notebook_bar(done: int, total_nbytes: int, said: str) -> dict[str, str]:
-    """A bar of the browser's own, which needs no widgets, and the same as text."""
+    """Return a bar as HTML, which needs no widgets, and its text, by MIME type."""
     bar = f'<progress value="{done}" max="{max(total_nbytes, 1)}"></progress>'
     return {"text/html": f"{bar} {said}", "text/plain": said}
 
@@ -89,6 +89,7 @@ def _notebook_bar(done: int, total_nbytes: int, said: str) -> dict[str, str]:
 def _limited(
     tell: Callable[[int], None], every_s: float, total_nbytes: int
 ) -> Callable[[int], None]:
+    """Return a function that calls ``tell`` at most once in ``every_s``, and at the end."""
     last = time.monotonic() - (every_s if every_s < 1 else 0)
 
     def update(done: int) -> None:
@@ -103,6 +104,7 @@ def _limited(
 
 @contextmanager
 def _bar(total_nbytes: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on stderr; yield the function that takes the bytes done so far."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

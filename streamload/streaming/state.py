@@ -313,7 +313,7 @@ class Job:
         return as_they_are and in_order and self.devices[p.device].bulk is not None
 
     def unit_nbytes(self, p: Placement) -> int:
-        """Return the most bytes of a unit, each chunk rounded up to its size in a staging slot."""
+        """Return the most bytes of a unit of a placement's chunks, each rounded up as in a slot."""
         return self._most_of(p) if self.is_bulk(p) else self.plan.slot_nbytes
 
     def _chunk_nbytes(self, p: Placement) -> int:

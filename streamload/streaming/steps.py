@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from streamload.codecs.cast_table import Cast, CastCounts
 from streamload.codecs.llvm import Engine
 from streamload.codecs.parts import QuantCounts
-from streamload.codecs.scheme import Decoder
 from streamload.codecs.weights import Packed
 from streamload.core.dtypes import F32, DType
 from streamload.errors import UnsupportedCastError
@@ -111,16 +110,14 @@ class Decoding(Step):
 
     gathers = True
     counts: CastCounts = NO_COUNTS
-    _info: Packed
-    _decoder: Decoder
 
     def begin(self, run: StridedRead) -> None:
         """Read the scales of the run's tensor, unless a thread has read them already."""
         info = self._job.tensor_at(self._chunk, run.start)
         assert isinstance(info, Packed), info.name
         engine: Engine = "numpy" if self._placement.cast == "numpy" else "auto"
-        self._info, dst = info, self._placement.dst
-        self._decoder = self._job.decoders.of(info, dst, engine)
+        self._info = info
+        self._decoder = self._job.decoders.of(info, self._placement.dst, engine)
         self._pitch = info.dtype.numel(run.pitch)
 
     def __call__(

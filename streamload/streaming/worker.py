@@ -382,7 +382,7 @@ class Worker:
     def _send(
         self, name: str, unit: WorkItem, slot: Slot, at: int, tickets: list[_SlotTicket]
     ) -> None:
-        """Start copying chunks that stand in a slot from byte ``at`` on, without gaps."""
+        """Start copying chunks from a slot's byte ``at`` on, without gaps; append their tickets."""
         job, device = self._job, self._job.devices[name]
         bulk = device.bulk
         copies = []

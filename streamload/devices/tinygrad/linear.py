@@ -232,7 +232,7 @@ def coded(model: Any) -> dict[str, CodedWeight]:
 
 
 def _agreed(formats: dict[str, str | None]) -> str | None:
-    """Return the format of a weight with several names; raises ValueError if they differ."""
+    """Return the one format of a weight's several names; raises ValueError if they differ."""
     (first, format), *others = formats.items()
     for name, other in others:
         if other != format:

@@ -344,14 +344,8 @@ class ROCmDevice(TorchDevice):
         return int(torch.cuda.memory_allocated(self.torch_device))
 
     def counters(self) -> Mapping[str, int]:
-        return {
-            call.__name__: int(call(self.torch_device))
-            for call in (
-                torch.cuda.max_memory_allocated,
-                torch.cuda.max_memory_reserved,
-                torch.cuda.memory_reserved,
-            )
-        }
+        names = "max_memory_allocated", "max_memory_reserved", "memory_reserved"
+        return {name: int(getattr(torch.cuda, name)(self.torch_device)) for name in names}
 
 
 class CUDADevice(cuda.Copies, ROCmDevice):
