@@ -105,20 +105,14 @@ def _limited(
 @contextmanager
 def _bar(total_nbytes: int) -> Iterator[Callable[[int], None]]:
     """Show a bar on stderr; yield the function that takes the bytes done so far."""
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
 
-    bar = Progress(
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+    bar = progress.Progress(
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
         console=Console(stderr=True),
         auto_refresh=False,  # no thread of its own
         transient=sys.stderr.isatty(),  # elsewhere the bar is one line, written at the end

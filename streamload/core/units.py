@@ -11,13 +11,10 @@ from numbers import Integral, Real
 from streamload.errors import printable
 
 _UNITS = {"": 1, "B": 1} | {
-    prefix + suffix: base**power
+    letter + binary + suffix: base**power
     for power, letter in enumerate("KMGTP", start=1)
-    for base, prefix, suffixes in (
-        (1000, letter, ("", "B")),
-        (1024, letter + "I", ("", "B")),
-    )
-    for suffix in suffixes
+    for base, binary in ((1000, ""), (1024, "I"))
+    for suffix in ("", "B")
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
 

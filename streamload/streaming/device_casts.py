@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import struct
-import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,8 +40,8 @@ class DeviceCasts:
     each staging slot, and cast from there. Raises AllocationError if the device lacks the memory.
 
     The streaming thread takes and frees memory in it; workers ask for addresses; a thread
-    "streamload-scales" sends scales. A lock guards the number of slots handed out; a placement's
-    entries are written before its units are handed out, and removed after they are done.
+    "streamload-scales" sends scales. They share no lock: a placement's entries are written before
+    its units are handed out and removed after they are done, and `scratch` counts atomically.
     """
 
     def __init__(self, name: str, device: Device, plan: Plan, checkpoint: Checkpoint) -> None:
@@ -71,9 +71,8 @@ class DeviceCasts:
         except AllocationError:
             device.trim()  # its allocator may keep freed memory
             self._memory = bulk.memory(nbytes)
-        self._lock = threading.Lock()
         self._slot_nbytes = plan.slot_nbytes
-        self._slots = 0
+        self._slots = count()
         self._resizes = any(p.src.bits != p.dst.bits for _, p in mine)
         slots = max(plan.threads, 1) * STAGING_SLOTS if self._resizes else 0
         self._held_at = slots * plan.slot_nbytes
@@ -93,9 +92,7 @@ class DeviceCasts:
         """
         if not self._resizes:
             return 0
-        with self._lock:
-            at = self._slots * self._slot_nbytes
-            self._slots += 1
+        at = next(self._slots) * self._slot_nbytes  # atomic
         assert at + self._slot_nbytes <= self._held_at, "more slots than planned"
         return self._memory.address + at
 
