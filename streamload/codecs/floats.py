@@ -1,4 +1,4 @@
-"""Floating-point formats, and what casts from one to another do to their values."""
+"""Floating-point formats, and the magnitudes that casts between them overflow, flush or keep."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class FloatFormat:
     Attributes:
         bits: width of a value.
         mantissa_bits: stored bits of the significand.
-        bias: of the exponent.
-        max_exponent: of the largest finite value.
-        special: the smallest magnitude, as an integer, that is not a finite number.
+        bias: exponent bias.
+        max_exponent: exponent of the largest finite value.
+        special: bits of the smallest magnitude that is not finite.
     """
 
     bits: int
@@ -63,7 +63,7 @@ PAIRS: tuple[tuple[DType, DType], ...] = tuple(
 
 
 def lossless(src: DType, dst: DType) -> bool:
-    """Whether every value of ``src`` is also one of ``dst``; both are in `FLOATS`."""
+    """Whether ``dst`` holds every value of ``src`` exactly; both are in `FLOATS`."""
     source, target = FLOATS[src.code], FLOATS[dst.code]
     return (
         target.mantissa_bits >= source.mantissa_bits
@@ -73,7 +73,7 @@ def lossless(src: DType, dst: DType) -> bool:
 
 
 def overflow_start(src: DType, dst: DType) -> int | None:
-    """The smallest magnitude of ``src``, as an integer, that rounds to infinity in ``dst``.
+    """Return the bits of the smallest magnitude of ``src`` that rounds to infinity in ``dst``.
 
     The midpoint between the largest finite value and the power of two above it is a tie and goes
     to the even one, infinity. None if every finite value stays finite.
@@ -85,10 +85,10 @@ def overflow_start(src: DType, dst: DType) -> int | None:
 
 
 def flush_stop(src: DType, dst: DType) -> int | None:
-    """The smallest magnitude of ``src``, as an integer, that does not round to zero in ``dst``.
+    """Return the bits of the smallest magnitude of ``src`` that does not round to zero in ``dst``.
 
-    It follows half of the smallest subnormal, which is a tie and goes to the even one, zero. None
-    where nothing but zero becomes zero.
+    It follows half of the smallest subnormal, a tie that goes to the even neighbour, zero. None if
+    only zero becomes zero.
     """
     source, target = FLOATS[src.code], FLOATS[dst.code]
     exponent = source.bias - target.bias - target.mantissa_bits
@@ -99,11 +99,11 @@ def flush_stop(src: DType, dst: DType) -> int | None:
 
 
 def plain_range(src: DType, dst: DType, *, direct: bool) -> tuple[int, int]:
-    """The nonzero magnitudes of ``src``, as integers, that a kernel casts the short way: [a, b).
+    """Return the range [a, b) of magnitudes of ``src``, as bits, that need no careful cast.
 
-    They are normal numbers before and after the cast, so that the same bits are lost in all. If the
-    CPU does the cast and the target has the longer significand, the largest subnormals of the
-    target are among them: those have room for every bit of the source.
+    They are normal numbers before and after the cast, so that all lose the same bits. If ``direct``
+    (the CPU has an instruction for the cast) and the target has the longer significand, the range
+    includes the target's largest subnormals, which hold every bit of the source.
     """
     source, target = FLOATS[src.code], FLOATS[dst.code]
     exponent = source.bias - target.bias + 1

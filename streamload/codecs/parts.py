@@ -1,4 +1,4 @@
-"""Parts of quantized tensors, and the errors and counts of quantizing."""
+"""The arrays of which quantized tensors consist, and the errors and counts of quantization."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SOURCES: tuple[DType, ...] = (F32, BF16, F16)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One array of a quantized tensor.
+    """One stored array of a quantized tensor, such as its codes or its scales.
 
     Attributes:
         suffix: the end of the array's name, after the tensor's: "" for the codes, ".absmax".
         dtype: the dtype of its elements.
-        shape: its shape.
+        shape: the array's shape.
         is_sibling: whether the suffix replaces the last part of the tensor's name instead, as in
             ``layer.weight`` and ``layer.SCB``.
     """
@@ -40,7 +40,7 @@ class Part:
         return self.dtype.nbytes(math.prod(self.shape))
 
     def name(self, tensor: str) -> str:
-        """The array's name in a checkpoint, for the name of the tensor."""
+        """Return the array's name in a checkpoint, from the name of the quantized tensor."""
         if not self.is_sibling:
             return tensor + self.suffix
         owner, dot, _ = tensor.rpartition(".")
@@ -49,7 +49,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class QuantCounts:
-    """Errors and counts of quantized elements. ``+`` joins those of two sets of elements.
+    """Errors and counts of quantized elements; ``+`` joins those of two sets of elements.
 
     Attributes:
         largest_error: the largest difference between an element and its codes, decoded; infinite
@@ -74,7 +74,6 @@ class QuantCounts:
     overflowed: int = 0
 
     def __add__(self, other: QuantCounts) -> QuantCounts:
-        """The counts of two sets of elements together."""
         return QuantCounts(
             max(self.largest_error, other.largest_error),
             self.squared_error + other.squared_error,
@@ -88,7 +87,7 @@ class QuantCounts:
 
     @classmethod
     def of(cls, values: object) -> QuantCounts:
-        """Read counts from a list in the order of their attributes, as JSON has them.
+        """Return the counts that a JSON list holds in the order of the attributes.
 
         Raises:
             ValueError: the value is no such list.
@@ -103,7 +102,7 @@ class QuantCounts:
         return cls(*values)
 
     def rounded(self) -> QuantCounts:
-        """Round to six digits: the last digits of a sum depend on where the tensor was cut."""
+        """Return the errors with six digits: more depend on where the tensor was cut."""
         return replace(
             self,
             largest_error=float(f"{self.largest_error:.6g}"),
@@ -128,17 +127,17 @@ class QuantCounts:
 
 
 def flushed(x: Array) -> Array:
-    """Float32 values with zeros for subnormals, as in CUDA's fast arithmetic."""
+    """Replace subnormal float32 values by zeros of their sign, like CUDA's fast arithmetic."""
     return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
 
 
 def stepped(x: Array, steps: int) -> Array:
-    """Positive float32 values so many steps away in the last place: -1, 0 or 1."""
+    """Return positive float32 values moved by ``steps`` in the last place: -1, 0 or 1."""
     return np.nextafter(x, np.float32(math.inf * steps)) if steps else x
 
 
 def check_source(name: str, shape: tuple[int, ...], src: DType) -> None:
-    """Raise ValueError unless a tensor has elements, of one of `SOURCES`."""
+    """Raise ValueError unless scheme ``name`` can quantize: elements, of a dtype of `SOURCES`."""
     if src not in SOURCES:
         raise ValueError(
             f"{name} is made from {', '.join(d.name for d in SOURCES)}, not from {src.name}"

@@ -1,8 +1,8 @@
-"""Schemes of quantized weights: their base classes, and the register of the files in `schemes`.
+"""Base classes for layouts of quantized weights, and the register of the files in `schemes`.
 
-A file of `schemes` has one library's layouts. It recognizes their tensors in checkpoints, decodes
-and encodes them, writes their ``quantization_config``, and calls `register` with what it has of
-these. Files are imported when a checkpoint, a dtype or ``quant=`` first needs any.
+A file of `schemes` recognizes one library's layouts in checkpoints, decodes and encodes them, or
+does some of that, and passes its functions to `register`. Files are imported when a checkpoint, a
+dtype or ``quant=`` first needs any.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from streamload.codecs.weights import Layouts, Packed, QuantizedWeight
 from streamload.core.dtypes import F32, DType, add_packed
 from streamload.core.tensors import TensorInfo
 
-#: Reads a tensor of a weight, all of it.
+#: Returns all bytes of a tensor of a quantized weight.
 Read = Callable[[TensorInfo], bytes]
-#: Returns the weight that a tensor marks, if it marks one; raises CheckpointError if its tensors do
-#: not go together.
+#: Returns the quantized weight that a tensor identifies, if any; raises CheckpointError if the
+#: weight's tensors are inconsistent.
 Find = Callable[[Layouts, TensorInfo], QuantizedWeight | None]
-#: Adds the shape that the bytes of a small tensor state; raises CheckpointError if they do not fit.
+#: Adds the shape that a small tensor's bytes state; raises CheckpointError if they are invalid.
 Complete = Callable[[Layouts, QuantizedWeight, bytes], QuantizedWeight]
 
 
 class Scheme(ABC):
-    """A quantization that can be made.
+    """A quantization that tensors can be encoded to, selected by ``quant=``.
 
     Attributes:
-        name: as users write it.
-        transposes_conv1d: whether its library has transformers' Conv1D as a Linear, whose weight is
-            the transpose of that in checkpoints.
+        name: the value of ``quant=`` that selects the scheme.
+        transposes_conv1d: whether the scheme's library replaces transformers' Conv1D by a Linear,
+            whose weight is the transpose of that in checkpoints.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def of(self, shape: tuple[int, ...], src: DType) -> Quantized:
-        """Describe a quantized tensor.
+        """Return how the scheme quantizes a tensor of this shape and source dtype.
 
         Raises:
             ValueError: the scheme cannot hold the tensor; the message gives the reason.
@@ -55,7 +55,7 @@ class Scheme(ABC):
         """Return the ``quantization_config`` of a checkpoint; None if transformers has none.
 
         Args:
-            left: the modules whose matrices stay as they are.
+            left: names of the modules whose matrices are not quantized.
             dtype: the dtype of most other tensors, in which the model computes.
         """
         return None
@@ -68,31 +68,32 @@ class Decoder(ABC):
     def decode(
         self, data: memoryview, out: memoryview, first: int, lines: int = 1, pitch: int = 0
     ) -> CastCounts:
-        """Dequantize consecutive elements, or several lines of such.
+        """Dequantize consecutive elements, or several equal lines of them.
 
         Args:
-            data: the values from element ``first`` on, contiguous, line after line; of blocks,
-                those that hold the elements.
-            out: elements of the target, written; must not overlap ``data``.
-            first: number of the first element in the weight. If values have 4 bits, an odd one is
-                the second of its byte, and lines begin at even ones.
-            lines: how many lines.
-            pitch: elements of the weight from one line's beginning to the next one's.
+            data: the stored values from element ``first`` on, contiguous, line after line; whole
+                blocks if the layout has blocks.
+            out: receives the elements; must not overlap ``data``.
+            first: number of the first element in the weight. If values have 4 bits, an odd number
+                is the second value of its byte, and several lines begin at even numbers.
+            lines: number of lines.
+            pitch: elements of the weight from one line's start to the next one's.
 
         Returns:
-            Counts of the elements that the target did not keep as the products are.
+            Counts of the elements that the target dtype does not hold exactly.
 
         Raises:
-            ValueError: the lengths do not go together.
+            ValueError: the lengths of ``data`` and ``out`` do not belong together.
         """
 
 
 class Layout(ABC):
-    """Decodes stored weights of a kind.
+    """Decodes the stored weights of one `QuantizedWeight.kind`.
 
     Attributes:
-        dtype: of their values, as in `core.dtypes.PACKED`.
-        of_linears: whether its library has them in Linears alone, transposed for a Conv1D.
+        dtype: the dtype of stored values, as in `core.dtypes.PACKED`.
+        of_linears: whether the library quantizes Linears alone, so that a Conv1D's weight is
+            stored transposed.
     """
 
     dtype: DType
@@ -106,15 +107,15 @@ class Layout(ABC):
     def decoder(
         self, info: Packed, dst: DType, read: Read, engine: Engine, out_of_range: OutOfRange
     ) -> Decoder:
-        """See `decode.decoder_of`."""
+        """Read the weight's scales, and return its decoder; see `decode.decoder_of`."""
 
     @abstractmethod
     def compile(self, weight: QuantizedWeight, dst: DType, *, clamp: bool) -> None:
-        """Compile the kernel; raises UnsupportedCastError if that fails."""
+        """Compile the kernel to ``dst`` ahead of its use; raise UnsupportedCastError on failure."""
 
 
 class _Schemes(Mapping[str, Scheme]):
-    """Schemes by name; the files of `schemes` are imported when one is first looked for."""
+    """Schemes by name; the first lookup imports the files of `schemes`, which register them."""
 
     def __init__(self) -> None:
         self.registered: dict[str, Scheme] = {}
@@ -131,12 +132,12 @@ class _Schemes(Mapping[str, Scheme]):
         return sum(1 for _ in self)
 
 
-#: The schemes that models can have.
+#: The schemes that loads can give to models.
 SCHEMES = _Schemes()
-#: These and those that only files have.
+#: `SCHEMES`, and those that ``convert`` alone writes to files.
 ALL_SCHEMES = _Schemes()
 
-#: Files of `schemes`. A new one is added here.
+#: Modules of `schemes`; a new one is added here.
 _FILES = (
     *("bitsandbytes", "bitsandbytes_int8", "gguf", "gguf_k", "mlc"),
     *("mxfp4", "packed", "scaled", "torchao"),
@@ -157,12 +158,12 @@ def register(
     """Add a library's layouts; its file calls this when it is imported.
 
     Args:
-        schemes: encode them.
-        layouts: decode them, by the kind of the stored weight.
-        find: recognizes their weights in the headers of a checkpoint.
-        marks: whether the last component of a tensor's name may mark one; None for all names that
-            no other file's may.
-        complete: adds shapes that only the bytes of a tensor state, by that tensor's role.
+        schemes: encode tensors to the layouts.
+        layouts: decode weights, by `QuantizedWeight.kind`.
+        find: recognizes weights in the headers of a checkpoint.
+        marks: whether `find` is asked about a tensor, by its name's last component; None for all
+            components that no other file's ``marks`` accepts.
+        complete: adds shapes that only a tensor's bytes state, by that tensor's role.
         in_models: whether loads can give the schemes to models; others are for `convert` alone.
     """
     for scheme in schemes:
@@ -183,32 +184,32 @@ def _import_all() -> None:
 
 
 def layout_of(kind: str) -> Layout | None:
-    """The layout of weights of a kind; None if they stay as they are stored."""
+    """Return the layout that decodes weights of a kind; None if they cannot be decoded."""
     _import_all()
     return _layouts.get(kind)
 
 
 def finder_of(leaf: str) -> Find | None:
-    """The function that may recognize a weight by a tensor, by its name's last component."""
+    """Return the `Find` to ask about tensors whose names end in the component ``leaf``, or None."""
     _import_all()
     marked = (find for marks, find in _finders if marks is not None and marks(leaf))
     return next(marked, next((find for marks, find in _finders if marks is None), None))
 
 
 def complete_of(weight: QuantizedWeight) -> tuple[TensorInfo, Complete] | None:
-    """The tensor that states the shape of a weight, and the function that adds it."""
+    """Return the tensor whose bytes state a weight's shape, and the function that adds it."""
     _import_all()
     found = ((weight.members.get(role), add) for role, add in _complete.items())
     return next(((info, add) for info, add in found if info is not None), None)
 
 
 class CodedWeight(NamedTuple):
-    """A weight that a parameter of a model holds as codes.
+    """A weight that a model's parameter holds quantized.
 
     Attributes:
-        format: the name of its scheme.
-        shape: its shape, as it is quantized.
-        transposed: whether the checkpoint has it transposed.
+        format: the name of the scheme.
+        shape: the weight's shape when it is quantized.
+        transposed: whether the checkpoint has the transpose of that shape.
     """
 
     format: str
@@ -222,16 +223,16 @@ class CodedWeight(NamedTuple):
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """The shape in which it is quantized: all axes but the last number its rows."""
+        """The weight as (rows, columns): all axes but the last are joined to rows."""
         return math.prod(self.shape[:-1]), self.shape[-1]
 
     @property
     def made(self) -> Quantized:
-        """The quantized weight; its dtype, which is not known here, is given as float32."""
+        """The description of the quantized weight; its unknown source dtype counts as float32."""
         return _made(self.format, self.matrix)
 
     def names(self, codes: str) -> list[str]:
-        """The names of its parts if the codes, the first, have the name ``codes``."""
+        """Return the names of all arrays of the weight if that of the codes is ``codes``."""
         return [part.name(codes) for part in self.made.parts]
 
 

@@ -1,7 +1,7 @@
 """The quantized weights of a checkpoint, and the casts that they forbid.
 
-They are recognized by names, dtypes, shapes and the configuration. Nothing is read: only
-`read_states` reads the few bytes in which some layouts keep a weight's shape.
+Names, dtypes, shapes and the configuration identify them. Nothing is read, but for `read_states`:
+it reads the few bytes in which some layouts store a weight's shape.
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ from streamload.errors import CheckpointError, UnsupportedCastError
 
 _T = TypeVar("_T")
 
-#: A checkpoint without tensors of these has no quantized weight.
+#: Dtypes of quantized values, by id; a checkpoint without any has no quantized weight.
 _MARKS = frozenset(
     id(BY_CODE[code])
     for code in ("U8", "I8", "I32", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 )
-_NONE: Mapping[str, QuantizedWeight] = MappingProxyType({})
 
 
 def groups(layouts: Layouts) -> Mapping[str, QuantizedWeight]:
-    """Find the quantized weights of a checkpoint, by name, from headers alone.
+    """Return the quantized weights of a checkpoint by name, found in its headers alone.
 
     Raises:
         CheckpointError: a tensor of a weight is missing, or does not fit it.
     """
     dtypes = set(map(id, map(attrgetter("dtype"), layouts.tensors.values())))
     if dtypes.isdisjoint(_MARKS):
-        return _NONE
+        return {}
     out = {
         name: QuantizedWeight(one.kind, name, {"weight": info}, one.shape, one.block, one.bits)
         for header in layouts.shards
@@ -69,7 +68,7 @@ def groups(layouts: Layouts) -> Mapping[str, QuantizedWeight]:
 def read_states(
     layouts: Layouts, groups: Mapping[str, QuantizedWeight]
 ) -> Mapping[str, QuantizedWeight]:
-    """Return quantized weights with their shapes; reads the few bytes that hold some of them.
+    """Return quantized weights with their shapes, after reading the few bytes that hold some.
 
     Raises:
         CheckpointError: as of `groups`, or the bytes do not fit the headers.
@@ -84,7 +83,7 @@ def read_states(
 
 
 def kept_dtype(members: Mapping[str, QuantizedWeight], info: TensorInfo) -> DType | None:
-    """The dtype that a tensor keeps under any ``dtype=``, since it belongs to a quantized weight.
+    """Return the dtype that a tensor of a quantized weight keeps under any ``dtype=`` option.
 
     Returns:
         None for other tensors, and for floats of 8 bits: `check_cast` refuses to cast them.
@@ -101,8 +100,8 @@ def check_cast(layouts: Layouts, name: str, dst: DType, instead: str) -> None:
 
     Args:
         layouts: the headers.
-        name: a tensor that would change its dtype.
-        dst: its new dtype.
+        name: a tensor that a load would cast.
+        dst: the dtype that it would be cast to.
         instead: advice for the message.
     """
     scale = scale_of(layouts, name)
@@ -121,10 +120,10 @@ def check_cast(layouts: Layouts, name: str, dst: DType, instead: str) -> None:
 def together(
     members: Mapping[str, QuantizedWeight], rows: Iterable[tuple[str, _T]]
 ) -> list[list[_T]]:
-    """Group values of (tensor, value) by the quantized weights in ``members``, by tensor.
+    """Group rows of (tensor name, value) by quantized weight; ``members`` has these by tensor name.
 
     Returns:
-        A list for each weight and one for each other tensor, in the order of their first values.
+        The values of each weight, and of each other tensor, in the order of their first rows.
     """
     out: dict[str | int, list[_T]] = {}
     for number, (tensor, value) in enumerate(rows):
@@ -134,7 +133,7 @@ def together(
 
 
 def by_weight(rows: Iterable[tuple[str, str]], weights: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Join rows of (tensor, text): one for each quantized weight, one for each other tensor."""
+    """Join rows of (tensor name, text) for the tensors of one weight; ``weights``: their titles."""
     out: dict[str, str] = {}
     for name, text in rows:
         weight = weights.get(name)

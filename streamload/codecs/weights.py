@@ -18,7 +18,7 @@ from streamload.files.local import ReaderKind, open_reader
 
 
 def read_whole(shards: Iterable[Header], infos: Sequence[TensorInfo]) -> Iterator[bytes]:
-    """The bytes of small tensors; each file is opened once."""
+    """Read small tensors wholly, in the order of ``infos``; each file is opened once."""
     headers = {header.path: header for header in shards}
     out: dict[str, bytes] = {}
     for shard in dict.fromkeys(info.shard for info in infos):
@@ -40,24 +40,24 @@ CONFIG_KEYS = ("quantization_config", "compression_config")
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """The tensors of one quantized weight.
+    """The stored tensors of one quantized weight, and what headers and config state of it.
 
     Attributes:
-        kind: how it is quantized: "bnb-nf4", "bnb-fp4", "bnb-int8", "ct-packed", "int8", "fp8",
+        kind: the layout: "bnb-nf4", "bnb-fp4", "bnb-int8", "ct-packed", "int8", "fp8",
             "mxfp4", "awq", "gptq", a block type of GGUF, or "torchao-" and torchao's class.
         name: the name of the weight.
-        members: the tensors by their role, the quantized values first: "weight", "scale",
+        members: the tensors by role, the quantized values first: "weight", "scale",
             "zero_point", "g_idx", "shape", "global_scale", "input_scale" and other "input_"s; of
             bitsandbytes "absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state",
             "SCB" and "weight_format"; of torchao the names in its metadata.
-        shape: of the weight, unpacked; None if only values in the file state it (see
+        shape: the unpacked weight's shape; None if only values in the file state it (see
             `stored.read_states`), or torchao alone knows its layout.
         block: how many elements share a scale, along each of the last axes of the weight; one
             number for elements in one line, the axis's length for all of it.
-        bits: of one quantized value.
-        dtype: the weight's before it was quantized, if that is stored.
+        bits: bits of one quantized value.
+        dtype: the weight's dtype before quantization, if that is stored.
         facts: other facts of the layout, by its own names.
-        is_transposed: whether models have its transpose, of the last two axes.
+        is_transposed: whether models have the last two axes exchanged.
     """
 
     kind: str
@@ -72,36 +72,35 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of its tensors."""
+        """Bytes of all tensors of the weight."""
         return sum(info.nbytes for info in self.members.values())
 
     @property
     def values(self) -> TensorInfo:
-        """The tensor of the quantised values."""
+        """The tensor of the quantized values."""
         return next(iter(self.members.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class Packed(TensorInfo):
-    """A quantized weight as one tensor: its values, under its name, with its shape.
+    """A quantized weight listed as one tensor, with the weight's name and unpacked shape.
 
     Attributes:
-        group: its tensors.
-        headers: of the files that hold them.
+        group: the stored tensors of the weight.
+        headers: headers of the files that hold these.
     """
 
     group: QuantizedWeight = field(compare=False, repr=False)
     headers: tuple[Header, ...] = field(compare=False, repr=False)
 
-    @property
-    def lies_turned(self) -> bool:
-        """See `QuantizedWeight.is_transposed`."""
-        return self.group.is_transposed
+    def read(self, member: TensorInfo) -> bytes:
+        """Return all bytes of one of the weight's tensors, read from its file."""
+        return next(read_whole(self.headers, [member]))
 
 
 def shape_in_models(info: TensorInfo) -> tuple[int, ...]:
-    """A tensor's shape as models have it."""
-    if isinstance(info, Packed) and info.lies_turned:
+    """Return the shape that models have of a tensor; quantized weights may be stored transposed."""
+    if isinstance(info, Packed) and info.group.is_transposed:
         return (*info.shape[:-2], info.shape[-1], info.shape[-2])
     return info.shape
 
@@ -111,10 +110,10 @@ class Layouts:
     """The headers of a checkpoint, in which quantized weights are recognized.
 
     Attributes:
-        path: of the checkpoint, for errors.
-        tensors: all of its tensors by name.
+        path: the checkpoint, for errors.
+        tensors: all tensors of the checkpoint by name.
         shards: the headers of its files.
-        config: its ``config.json``.
+        config: the content of ``config.json``.
     """
 
     path: Location
@@ -133,7 +132,7 @@ class Layouts:
         return str(self.quantization.get("quant_method", ""))
 
     def stated_weights(self) -> Iterator[Mapping[str, Any]]:
-        """What the groups of compressed-tensors' settings state of weights."""
+        """Yield the ``weights`` settings of each config group of compressed-tensors."""
         groups = self.quantization.get("config_groups")
         for group in groups.values() if isinstance(groups, Mapping) else ():
             weights = group.get("weights") if isinstance(group, Mapping) else None
@@ -145,7 +144,7 @@ class Layouts:
         return self.tensors.get(name)
 
     def need(self, name: str, of: str, role: str) -> TensorInfo:
-        """Return a tensor that belongs to another one; raises CheckpointError if it is missing."""
+        """Return tensor ``name``, the ``role`` of tensor ``of``; raise CheckpointError if none."""
         found = self.find(name)
         if found is None:
             self.refuse(of, f"its {role} is missing", name, "no such tensor")
@@ -158,7 +157,7 @@ class Layouts:
         raise CheckpointError(where, problem, expected, found, tensor=tensor)
 
     def check(self, info: TensorInfo, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
-        """Raise CheckpointError unless a tensor has one of the dtypes, and of the shapes."""
+        """Raise CheckpointError unless a tensor has one of the dtype codes and of the shapes."""
         if info.dtype.code not in dtypes:
             self.refuse(
                 info.name,
@@ -177,26 +176,23 @@ class Layouts:
 
 
 def config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The quantization settings of a configuration; empty if it has none."""
-    for part in _parts(config):
-        for key in CONFIG_KEYS:
-            if isinstance(found := part.get(key), Mapping):
-                return found
-    return {}
+    """Return the quantization settings in the content of a ``config.json``; {} if it has none."""
+    found = (part.get(key) for part in _parts(config) for key in CONFIG_KEYS)
+    return next((settings for settings in found if isinstance(settings, Mapping)), {})
 
 
 def config_key(config: Mapping[str, Any]) -> str | None:
-    """The key of the quantization settings of a configuration, or None."""
+    """Return the key of the quantization settings in a ``config.json``, or None."""
     return next((key for key in CONFIG_KEYS for part in _parts(config) if part.get(key)), None)
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """A configuration, and those in it, one level down."""
+    """Yield a configuration, and the configurations nested directly in it."""
     yield config
     yield from (value for value in config.values() if isinstance(value, dict))
 
 
-#: Names that writers of quantized checkpoints give the scale of tensor ``{module}{leaf}``.
+#: Names that quantized checkpoints use for the scale of tensor ``{module}{leaf}``.
 _SCALES = (
     "{module}{leaf}_scale_inv",  # DeepSeek; transformers' fine-grained FP8
     "{module}{leaf}_scale",  # compressed-tensors, ModelOpt, FBGEMM, Quark, torchao, quanto
@@ -212,18 +208,16 @@ _WEIGHT_SCALES = (
     "{module}scale_inv",
     "{module}qscale_weight",  # Mistral
 )
-#: Endings of quantized values that their scale's name does not have.
+#: Endings of the names of quantized values that the names of their scales lack.
 _VALUES = ("_packed", "_qdata", "_data", "_blocks", "_scale")
 
 
 def scale_of(layouts: Layouts, name: str) -> str | None:
-    """Return why a tensor of floats of at most 8 bits must not change its dtype.
-
-    Quantized values are wrong by a factor without their scale.
+    """Return why tensor ``name`` must not be cast: cast without its scale it is wrong by a factor.
 
     Returns:
-        The name of its scale tensor, or the key of ``config.json`` for quantization
-        ("quantization_config"); None if neither exists, and for every other dtype.
+        The name of the scale tensor of floats of at most 8 bits, or the key of ``config.json`` for
+        quantization ("quantization_config"); None if neither exists, and for every other dtype.
 
     Raises:
         KeyError: there is no such tensor.
@@ -235,12 +229,12 @@ def scale_of(layouts: Layouts, name: str) -> str | None:
 
 
 def scale_beside(layouts: Layouts, name: str) -> str | None:
-    """The name of the scale tensor of tensor ``name``, or None."""
+    """Return the name of the scale tensor of tensor ``name``, or None."""
     return next((s for s in _scale_names(name) if s != name and s in layouts.tensors), None)
 
 
 def _scale_names(name: str) -> Iterator[str]:
-    """Names that a scale of tensor ``name`` would have."""
+    """Yield the names that the scale of tensor ``name`` may have."""
     stems = [name, *(name.removesuffix(ending) for ending in _VALUES if name.endswith(ending))]
     for stem in stems:
         module, dot, leaf = stem.rpartition(".")

@@ -168,6 +168,6 @@ def _overlaps(made: Joined, first: int, stop: int) -> Iterator[tuple[Slice, int,
 def _order(piece: Slice) -> RowTranspose | None:
     """Return the permutation from a slice's file to the order that models have, or None."""
     info = piece.info
-    if piece.turn is None and isinstance(info, Packed) and info.lies_turned:
+    if piece.turn is None and isinstance(info, Packed) and info.group.is_transposed:
         return RowTranspose(math.prod(info.shape[:-2]), *info.shape[-2:])
     return piece.turn

@@ -79,7 +79,7 @@ def choose_way(
     remote = any(isinstance(header.path, Url) for header in checkpoint.shards)
     packed = [info for info in checkpoint.tensors.values() if isinstance(info, Packed)]
     # columns are gathered, and perhaps quantized
-    any_turned = turned or any(info.lies_turned for info in packed)
+    any_turned = turned or any(info.group.is_transposed for info in packed)
     if remote:  # tensors that are permuted in several blocks are requested as often
         threads = _REMOTE_THREADS // 2 if any_turned else _REMOTE_THREADS
     ways = [

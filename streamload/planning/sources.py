@@ -210,7 +210,7 @@ def _turned(checkpoint: Checkpoint) -> Mapping[str, Source]:
     turned = {
         info.name: _with_lengths(checkpoint, info.name, Source(whole(info), transpose=True))
         for info in packed
-        if info.lies_turned
+        if info.group.is_transposed
     }
     for name, (*rows, shape) in checkpoint.turns.items():
         info = checkpoint.tensors.get(name)

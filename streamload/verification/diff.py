@@ -414,7 +414,7 @@ def _pairs(
         if coding is None:
             wanted = _wanted(first, policy, info)
             shape = shape_in_models(info) if order is None else model_shape(first, info.name)
-            if isinstance(info, Packed) and info.lies_turned and order is None:
+            if isinstance(info, Packed) and info.group.is_transposed and order is None:
                 order = RowTranspose(math.prod(info.shape[:-2]), *info.shape[-2:])
             yield Pair(info, right, Expected(source, wanted, range_, order), wanted, shape, None)
             continue

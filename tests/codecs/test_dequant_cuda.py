@@ -194,7 +194,7 @@ def test_keeps_up_with_the_bus(gpu: Gpu, tmp_path: Path, index: int) -> None:
     """A kernel takes less time than the copy of its values over PCIe."""
     info, oracle, data = opened(tmp_path, LARGE[index], BF16)
     weight = oracle.weight
-    turned = info.shape[-2:] if info.lies_turned else None
+    turned = info.shape[-2:] if info.group.is_transposed else None
     task = Task(weight, data, BF16, 0, info.numel, turned, base=gpu.address)
     gpu.put(0, task.memory)
     handle = kernel(weight.values, BF16, False, turned is not None)
