@@ -1,6 +1,6 @@
-"""LLVM IR for each cast, compiled for this CPU and called without the GIL.
+"""Cast kernels for the CPU: LLVM IR, compiled once per process and called without the GIL.
 
-One template makes every kernel: a loop over vectors with two bodies. Nearly all vectors of real
+Every kernel is a loop over vectors with two bodies. Nearly all vectors of real
 weights hold only zeros and numbers that are normal before and after the cast (`plain_range`). For
 them the cast is one instruction, or a shift and an addition, nothing overflows or vanishes, and
 only low bits are lost (`_plain`). `careful` is right for any elements.
@@ -27,11 +27,11 @@ from streamload.codecs.ir import NARROW, WIDEN, Vector, kernel_text, loop, neare
 from streamload.codecs.llvm import HostFunction, Kernel
 from streamload.core.dtypes import DType
 
-_BLOCK_VECTORS = 1 << 15  # a count of one block fits the 16-bit lanes that it is kept in
+_BLOCK_VECTORS = 1 << 15  # the counts of so many vectors fit 16-bit lanes
 _WIDTH = 32  # elements of a step; a power of two
 
 
-# pairs that take an instruction or two for any values
+# dtype pairs that one or two instructions cast, whatever the values
 _DIRECT = frozenset({("BF16", "F32"), ("BF16", "F64"), ("F32", "F64"), ("F64", "F32")})
 _DIRECT_WITH_NATIVE_HALF = frozenset(
     {("F16", "F32"), ("F16", "F64"), ("F32", "F16"), ("BF16", "F16")}
@@ -39,7 +39,7 @@ _DIRECT_WITH_NATIVE_HALF = frozenset(
 
 
 def _hub(v: Vector, src: DType, dst: DType, x: str) -> str:
-    """Float32 bits that hold the value, or what the target will keep of it."""
+    """Return IR of elements as float32 bits, which `NARROW` makes elements of the target."""
     if dst.code == "F32" and src.code == "F64":
         return nearest_f32(v, x)  # the one rounding there is
     return WIDEN[src.code](v, x)
@@ -48,7 +48,7 @@ def _hub(v: Vector, src: DType, dst: DType, x: str) -> str:
 def _plain(
     v: Vector, src: DType, dst: DType, x: str, sums: list[str], *, direct: bool
 ) -> tuple[str, list[str]]:
-    """Cast elements that are zero or in `plain_range`; returns them and the sums after them."""
+    """Return IR of cast elements that are zero or in `plain_range`, and of the updated counts."""
     source, target = FLOATS[src.code], FLOATS[dst.code]
     lost = source.mantissa_bits - target.mantissa_bits
     if sums and lost > 0:
@@ -81,11 +81,11 @@ def _plain(
 def careful(
     v: Vector, src: DType, dst: DType, x: str, *, clamp: bool
 ) -> tuple[str, tuple[str | None, str | None, str | None]]:
-    """Cast any elements, as integers.
+    """Return IR that casts any elements, zero, infinity and NaN included, as integers.
 
     Returns:
-        The elements, and masks of those that overflowed, vanished, and changed at all; None if no
-        element of ``src`` can.
+        The cast elements, and masks of those that overflowed, became zero, and changed in value; a
+        mask is None if no element of ``src`` can.
     """
     source, lane = FLOATS[src.code], f"i{src.bits}"
     hub = _hub(v, src, dst, x)
@@ -116,7 +116,7 @@ def _count(v: Vector, lane: str, total: str, mask: str) -> str:
 def _function(
     name: str, src: DType, dst: DType, *, clamp: bool, native_half: bool, width: int
 ) -> str:
-    """IR of ``void name(src, out, numel, tally)``, where ``width`` divides ``numel``."""
+    """Return IR of ``void name(src, out, numel, tally)``: a cast in steps that divide ``numel``."""
     v = Vector(width, native_half)
     pair = (src.code, dst.code)
     direct = pair in _DIRECT or (native_half and pair in _DIRECT_WITH_NATIVE_HALF)
@@ -167,7 +167,7 @@ def _function(
     )
 
 
-#: Adds a value of 64 bits to a count of the tally.
+#: IR template: add the i64 ``value`` to item ``slot`` of ``%tally``.
 ADD_COUNT = """
   %slot{slot} = getelementptr i64, ptr %tally, i64 {slot}
   %old{slot} = load i64, ptr %slot{slot}
@@ -175,8 +175,8 @@ ADD_COUNT = """
   store i64 %new{slot}, ptr %slot{slot}
 """
 
-#: A function that makes elements of ``%out`` in steps of ``width``, which divides ``%numel``: a
-#: body of blocks from ``loop`` to ``join`` makes ``y`` from ``%at`` on.
+#: IR template of a function that writes elements to ``%out`` in steps of ``width``, which divides
+#: ``%numel``. ``body`` ends in the label ``join``, and computes the elements ``y`` from ``%at`` on.
 LOOP = """
 define internal void @{name}({arguments}) {attributes} nounwind {{
 entry:
@@ -217,16 +217,16 @@ _REST = """
 
 
 def kernel_ir(src: DType, dst: DType, *, clamp: bool, native_half: bool, architecture: str) -> str:
-    """LLVM IR of the kernel of one of `floats.PAIRS`: ``void cast(src, out, numel, tally)``.
+    """Return LLVM IR of a cast kernel: ``void cast(src, out, numel, tally)``.
 
-    It casts ``numel`` little-endian elements from ``src`` to ``out``, which may have any alignment
-    and must not overlap, and adds to ``tally[0:3]`` (64-bit, aligned) how many finite elements
-    overflowed, how many nonzero ones became zero, and how many changed in value at all (those two
-    included); a lossless pair leaves the tally alone.
+    The kernel casts ``numel`` little-endian elements from ``src`` to ``out``, which may have any
+    alignment and must not overlap, and adds to ``tally[0:3]`` (64-bit, aligned) how many finite
+    elements overflowed, how many nonzero ones became zero, and how many changed in value at all
+    (those two included); a lossless pair leaves the tally alone.
 
     Args:
         src: dtype of the source.
-        dst: dtype of the target.
+        dst: dtype of the target; with ``src`` one of `floats.PAIRS`.
         clamp: finite elements that overflow become the largest finite value of their sign.
         native_half: the CPU converts between float16 and float32.
         architecture: selects how the kernel enters the default floating-point environment; on an
@@ -254,7 +254,7 @@ FUNCTION = HostFunction("cast", (c_void_p, c_void_p, c_uint64, c_void_p), is_kep
 
 
 def compile_kernel(src: DType, dst: DType, *, clamp: bool = False) -> Kernel:
-    """Return the kernel of a pair of `floats.PAIRS`; see `HostFunction.kernel`, `kernel_ir`."""
+    """Compile the cast of a pair of `floats.PAIRS`; see `HostFunction.kernel` and `kernel_ir`."""
     clamp = clamp and overflow_start(src, dst) is not None
     ir = partial(kernel_ir, src, dst, clamp=clamp)
     return FUNCTION.kernel((src, dst, clamp), (src.name, dst.name), ir)

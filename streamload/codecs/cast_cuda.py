@@ -1,12 +1,12 @@
-"""The casts as CUDA kernels.
+"""Casts as CUDA kernels, one for each pair of `floats.PAIRS`.
 
-One kernel for each pair of `floats.PAIRS`, of the instructions that the host has for an element
-(`cast.careful`): bits and counts are those of `cast_reference`, the sign and payload of a NaN
-aside. It is one pass over memory. Between the first and the last address at which both sides are
-aligned, elements go by vectors, of 16 bytes on the side with the wider elements: a GPU's memory has
-its bandwidth for accesses of that size. Those before and after go one by one, and so do all if the
-two sides are never aligned together. Counts are summed by shuffles in a warp and in shared memory
-in a block, which then adds each that is not zero to the tally.
+An element takes the instructions that the host's kernels have (`cast.careful`): bits and counts
+equal those of `cast_reference`, but for the sign and payload of a NaN. A kernel passes over memory
+once. Between the first and the last address at which both sides are aligned, elements go by
+vectors, of 16 bytes on the side with the wider elements: a GPU's memory has its bandwidth for
+accesses of that size. Those before and after go one by one, and so do all if the two sides are
+never aligned together. Counts are summed by shuffles in a warp and in shared memory in a block,
+which then adds each that is not zero to the tally.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from streamload.errors import UnsupportedCastError
 
 #: The kernel's name in its PTX.
 SYMBOL = "cast"
-#: Shared memory of kernels that count elements.
+#: IR of the shared memory in which a block sums its counts of elements.
 SHARED_COUNTS = f"@sums = internal addrspace(3) global [{COUNTS} x i32] undef, align 4"
 
-_MAX_BLOCKS = 2048  # as many threads as the largest devices run at once; they go on in strides
-_THREAD_NUMEL = 8  # a vector of the pairs of 16 bits, two where one side has 32
+_MAX_BLOCKS = 2048  # the largest devices run as many threads at once; threads take strides
+_THREAD_NUMEL = 8  # one vector if both dtypes have 16 bits, two if one has 32
 _VECTOR_NBYTES = 16  # the widest access of a thread
 
-# the elements ahead of the target's first vector; vectors only if the source is aligned there too
+# IR: elements before the first vector, vectors (if both sides are aligned there), single elements
 _SIZES = """
   %past = sub i64 0, %out
   %ahead.nbytes = and i64 %past, {out_mask}
@@ -50,21 +50,22 @@ _SIZES = """
 
 
 def blocks(numel: int) -> int:
-    """How many blocks to launch for so many elements: any other number gives the same result."""
+    """Return how many blocks to launch for ``numel`` elements; any number gives the same result."""
     return min(max(-(-numel // (_THREAD_NUMEL * BLOCK_THREADS)), 1), _MAX_BLOCKS)
 
 
+@cache
 def cast_ptx(src: DType, dst: DType, *, clamp: bool) -> str:
-    """PTX of the kernel of a pair, `SYMBOL`: ``cast(u64 src, u64 out, u64 numel, u64 tally)``.
+    """Return PTX of the cast kernel `SYMBOL`: ``cast(u64 src, u64 out, u64 numel, u64 tally)``.
 
-    It casts ``numel`` elements from device address ``src`` on to device address ``out`` on, each a
-    multiple of the size of an element there. If those sizes are equal ``out`` may be ``src``;
-    otherwise the two do not overlap. To the three 64-bit counts at device address ``tally`` (a
-    multiple of 8) it adds how many finite elements overflowed, how many nonzero ones became zero,
-    and how many changed in value at all, those two included; a lossless pair does not use it. A
-    launch that counts takes fewer than 2^32 elements. It is launched in any number of blocks
-    (`blocks` suggests one) of `BLOCK_THREADS` threads in one dimension, without dynamic shared
-    memory.
+    The kernel casts ``numel`` elements from device address ``src`` on to device address ``out`` on,
+    each a multiple of the size of an element there. If those sizes are equal ``out`` may be
+    ``src``; otherwise the two do not overlap. To the three 64-bit counts at device address
+    ``tally`` (a multiple of 8) it adds how many finite elements overflowed, how many nonzero ones
+    became zero, and how many changed in value at all, those two included; a lossless pair does not
+    use it. A launch that counts takes fewer than 2^32 elements. It is launched in any number of
+    blocks (`blocks` suggests one) of `BLOCK_THREADS` threads in one dimension, without dynamic
+    shared memory.
 
     Args:
         src: dtype of the source.
@@ -76,11 +77,6 @@ def cast_ptx(src: DType, dst: DType, *, clamp: bool) -> str:
     """
     if (src, dst) not in PAIRS:
         raise UnsupportedCastError(src.name, dst.name, reason="there is no such kernel")
-    return _cast_ptx(src, dst, clamp and overflow_start(src, dst) is not None)
-
-
-@cache
-def _cast_ptx(src: DType, dst: DType, clamp: bool) -> str:
     # kept, since compiling the first takes 50 to 72 ms: docs/measurements.md, "What is kept"
     return kept_ptx(_kernel_ir(src, dst, clamp), (src.name, dst.name))
 
@@ -121,7 +117,7 @@ def _kernel_ir(src: DType, dst: DType, clamp: bool) -> str:
 def _cast_elements(
     t: ThreadWriter, pair: tuple[DType, DType], at: str, numel: int, clamp: bool
 ) -> list[str]:
-    """Load elements from index ``at`` on, cast and store them; returns their counts."""
+    """Write IR that casts ``numel`` elements from index ``at`` on; return their counts."""
     src, dst = pair
     places = [
         t.place(base, at, each.itemsize) for base, each in zip(("%src", "%out"), pair, strict=True)

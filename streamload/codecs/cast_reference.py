@@ -1,4 +1,4 @@
-"""The casts in numpy: the oracle of tests and ``--verify``, and the fallback without LLVM.
+"""Casts in numpy: the oracle of tests and ``--verify``, and the fallback without LLVM.
 
 It shares no code with the kernels. Rounding is that of numpy and ml_dtypes, which convert once
 except from float64: that goes through float32 rounded to odd here, so that it is rounded once too.
@@ -30,21 +30,20 @@ def cast_bytes(
     source = np.frombuffer(data, np.uint8)
     target = np.frombuffer(out, np.uint8)
     lossy = not np.can_cast(src.numpy, dst.numpy)
-    overflowed = flushed = rounded = 0
+    counts = np.zeros(3, np.int64)
     for start in range(0, data.nbytes // src.itemsize, _CHUNK_NUMEL):
         stop = start + _CHUNK_NUMEL
         # copy: numpy and ml_dtypes are only fast, or right, on aligned elements
         x = source[start * src.itemsize : stop * src.itemsize].copy().view(src.numpy)
         y = cast_array(x, dst)
         if lossy:
-            overflows, counts = _compare(x, y)
-            overflowed, flushed, rounded = (
-                a + b for a, b in zip((overflowed, flushed, rounded), counts, strict=True)
-            )
+            overflows, *others = _changes(x, y)
+            counts += [np.count_nonzero(mask) for mask in (overflows, *others)]
             if clamp:
                 largest = np.nextafter(dst.numpy.type(np.inf), dst.numpy.type(0))
                 y[overflows] = np.copysign(largest, y[overflows])
         target[start * dst.itemsize : stop * dst.itemsize] = y.view(np.uint8)
+    overflowed, flushed, rounded = counts.tolist()
     return overflowed, flushed, rounded
 
 
@@ -56,22 +55,18 @@ def cast_array(x: Array, dst: DType) -> Array:
         return x.astype(dst.numpy)
 
 
-def _compare(x: Array, y: Array) -> tuple[Array, tuple[int, int, int]]:
-    """Where finite elements became infinite, and how many overflowed, vanished or were rounded."""
+def _changes(x: Array, y: Array) -> tuple[Array, Array, Array]:
+    """Return masks of finite elements that overflowed, became zero, and changed otherwise."""
     with np.errstate(invalid="ignore"):  # a signalling NaN
         before, after = x.astype(np.float64), y.astype(np.float64)  # holds every other format
     finite = np.isfinite(before)
     overflows = finite & np.isinf(after)
     vanishes = (before != 0) & (after == 0)
-    rounds = finite & (before != after) & ~overflows & ~vanishes
-    overflowed, flushed, rounded = (
-        int(np.count_nonzero(mask)) for mask in (overflows, vanishes, rounds)
-    )
-    return overflows, (overflowed, flushed, rounded)
+    return overflows, vanishes, finite & (before != after) & ~overflows & ~vanishes
 
 
 def _round_to_odd(x: Array) -> Array:
-    """Float64 to float32: towards zero, and the last bit set where that was inexact."""
+    """Return float64 values as float32: truncated, and the last bit set where that was inexact."""
     nearest = x.astype(np.float32)
     away = np.abs(nearest.astype(np.float64)) > np.abs(x)
     truncated = np.where(away, np.nextafter(nearest, np.float32(0)), nearest)

@@ -1,7 +1,7 @@
-"""From a pair of dtypes to the function that casts one to the other.
+"""Functions that cast bytes from one dtype to another, by kernel or numpy.
 
-Bool, integers and every other dtype pass unchanged; the floating-point dtypes of 16 bits and more
-widen and narrow among each other, and two 8-bit ones widen to those. Nothing narrows to 8 bits.
+Floating-point dtypes of 16 bits and more cast to each other, and two 8-bit ones to those; nothing
+narrows to 8 bits. Every other dtype is only copied.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Tally = ctypes.c_uint64 * 3
 
 @dataclass(frozen=True, slots=True)
 class CastCounts:
-    """How many elements a cast did not keep as they were. NaN and infinities are never counted.
+    """Counts of the elements whose value a cast changed; NaN and infinity are never counted.
 
     Attributes:
         overflowed: finite values beyond the largest finite one of the target, clamped or not.
@@ -47,7 +47,6 @@ class CastCounts:
         return self.overflowed + self.flushed + self.rounded
 
     def __add__(self, other: CastCounts) -> CastCounts:
-        """The counts of two casts together."""
         return CastCounts(
             self.overflowed + other.overflowed,
             self.flushed + other.flushed,
@@ -70,14 +69,14 @@ def supported(src: DType, dst: DType) -> bool:
 
 
 def cast_engine(src: DType, dst: DType, engine: Engine = "auto") -> str:
-    """The engine of `make_cast` for a pair: "copy", "llvm" or "numpy"; raises as `make_cast`."""
+    """Return what `make_cast` would use: "copy", "llvm" or "numpy"; raises as `make_cast`."""
     return _resolve(src, dst, engine, clamp=False)[0]
 
 
 def make_cast(
     src: DType, dst: DType, *, engine: Engine = "auto", out_of_range: OutOfRange = "inf"
 ) -> Cast:
-    """The cast from ``src`` to ``dst``: to nearest, ties to even, rounded once.
+    """Return the function that casts ``src`` to ``dst``: to nearest, ties to even, rounded once.
 
     NaN stays NaN, infinities stay, and subnormals are right on both sides. If the dtypes are the
     same the bytes are copied.
@@ -91,7 +90,7 @@ def make_cast(
             knows the tensor, and raises if ``overflowed``.
 
     Returns:
-        A function that may be called from any thread, and from several at once. Copies and
+        A function that any thread may call, several at once. Copies and
         kernels drop the GIL and allocate nothing; "numpy" takes a few MB.
 
     Raises:
@@ -125,7 +124,7 @@ def make_cast(
 def _resolve(
     src: DType, dst: DType, engine: Engine, *, clamp: bool
 ) -> tuple[Literal["copy", "llvm", "numpy"], Kernel | None]:
-    """The engine of a cast, and its kernel if that is "llvm"."""
+    """Return the engine that casts ``src`` to ``dst``, and its kernel if that is "llvm"."""
     if engine not in get_args(Engine):
         raise ValueError(f"engine is one of {get_args(Engine)}, not {engine!r}")
     if src == dst:

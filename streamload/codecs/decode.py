@@ -1,10 +1,10 @@
-"""Decoding: weights that are dequantized during a load, by kernel or oracle.
+"""Decoders of quantized weights: kernels, and the numpy oracle that replaces them without LLVM.
 
-A weight of a `ScaledLayout` is values of 4 or 8 bits in the order of its elements, and for each
-block of them a float32 scale. An element is the product of a value and its scale, rounded once to
-the target: the product is exact in float64. `decode_blocks` has blocks that hold their scales.
+A weight of a `ScaledLayout` has values of 4 or 8 bits in the order of its elements, and a float32
+scale for each block of values. An element is a value times its scale, exact in float64, and rounded
+once to the target. `decode_blocks` decodes layouts whose blocks hold their own scales.
 
-The scales of a weight are read before its values, and all of them are held while these stream.
+All scales of a weight are read before its values, and held while these stream.
 
 Scales that are NaN or infinite are an error that names the file and the tensor. A scale of 0 makes
 zeros, as the libraries have it; nonzero values that become zero so are counted as flushed. Overflow
@@ -28,37 +28,38 @@ from streamload.codecs.decode_kernels import Values, compile_kernel
 from streamload.codecs.llvm import Engine, Kernel, kernel_for
 from streamload.codecs.parts import Array
 from streamload.codecs.scheme import Decoder, Layout, Read, layout_of
-from streamload.codecs.weights import Packed, QuantizedWeight, read_whole
+from streamload.codecs.weights import Packed, QuantizedWeight
 from streamload.core.dtypes import BF16, F16, F32, F64, PACKED, DType
 from streamload.core.tensors import TensorInfo
 from streamload.core.units import round_up
 from streamload.errors import CheckpointError, UnsupportedCastError
 
-#: The targets of dequantizing.
+#: The dtypes that weights are dequantized to.
 TARGETS: tuple[DType, ...] = (BF16, F16, F32)
 
-#: Bytes that a device has before the scales of a weight: see `decode_cuda`.
+#: Bytes of the header before the scales of a weight on a device: see `decode_cuda`.
 PLACE_NBYTES = 64
-#: Most elements of a weight that a device dequantizes: it numbers them in 32 bits.
+#: Most elements of a weight that a device dequantizes: its kernel counts in 32 bits.
 MOST_NUMEL = 2**32 - 1
 
 _ORACLE_NUMEL = 1 << 15
-_EXPONENTS = ("U8", "F8_E8M0")  # scales that are exponents of two, 127 more
+_EXPONENTS = ("U8", "F8_E8M0")  # scales 2^(byte - 127)
+_NONE: Array = np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weight:
-    """The scales of one weight, and the blocks of values that they are for.
+    """All of a quantized weight but its values: scales, zero points, and the blocks they apply to.
 
     Attributes:
-        values: how a value is stored.
-        rows: of one matrix; one scale for all has one matrix.
+        values: the storage of a value.
+        rows: rows of a matrix; a weight with one scale counts as one matrix.
         width: values of a row.
-        tall: rows that share scales.
-        wide: values of a row that share one.
-        scales: float32, or bytes of exponents, one for each block of each matrix.
-        zeros: float32, as many, subtracted from values; or none.
-        table: float32 values by code, if the layout has them.
+        tall: rows of a block, whose values share one scale.
+        wide: columns of a block.
+        scales: one for each block of each matrix: float32, or bytes b for 2^(b - 127).
+        zeros: float32, one for each scale, subtracted from values; or empty.
+        table: float32 values by code (the number stored for a value); or empty.
     """
 
     values: Values
@@ -67,21 +68,26 @@ class Weight:
     tall: int
     wide: int
     scales: Array
-    zeros: Array = field(default_factory=lambda: np.zeros(0, np.float32))
-    table: Array = field(default_factory=lambda: np.zeros(0, np.float32))
+    zeros: Array = field(default_factory=lambda: _NONE)
+    table: Array = field(default_factory=lambda: _NONE)
 
     @property
     def per_row(self) -> int:
-        """Scales of a row."""
+        """Blocks, and so scales, across a row."""
         return -(-self.width // self.wide)
 
     @property
     def per_matrix(self) -> int:
-        """Scales of a matrix."""
+        """Blocks, and so scales, of a matrix."""
         return -(-self.rows // self.tall) * self.per_row
 
     def products(self, codes: Array, first: int) -> tuple[Array, int]:
-        """The oracle: exact products of codes, a byte each, and how many a scale of 0 made zero."""
+        """Return the exact float64 elements of stored values, and how many a scale of 0 made zero.
+
+        Args:
+            codes: the stored values, one in a byte.
+            first: number in the weight of the first of them.
+        """
         at = np.arange(first, first + codes.size)
         row, column = at // self.width, at % self.width
         matrix, row = row // self.rows, row % self.rows
@@ -100,7 +106,17 @@ class Weight:
 def check_lengths(
     what: str, data: memoryview, out: memoryview, dst: DType, first: int, lines: int, fits: bool
 ) -> None:
-    """Raise ValueError unless values fit elements, and both are contiguous."""
+    """Raise ValueError unless ``fits`` is set, and both buffers are contiguous.
+
+    Args:
+        what: the kind of the stored values, for the message.
+        data: the stored values.
+        out: elements of ``dst``, to be written.
+        dst: target dtype.
+        first: number in the weight of the first element.
+        lines: lines of elements in ``out``.
+        fits: whether the lengths of ``data`` and ``out`` belong together.
+    """
     if not fits:
         raise ValueError(
             f"{data.nbytes} bytes of {what} from element {first} on do not become "
@@ -111,7 +127,7 @@ def check_lengths(
 
 
 class _WeightDecoder(Decoder):
-    """Decodes values by scales that were read before."""
+    """Decodes a weight of a `ScaledLayout`, whose scales have been read."""
 
     def __init__(self, weight: Weight, dst: DType, clamp: bool, kernel: Kernel | None) -> None:
         self.weight, self._dst, self._clamp, self._kernel = weight, dst, clamp, kernel
@@ -176,13 +192,13 @@ class _WeightDecoder(Decoder):
 
 
 class ScaledLayout(Layout):
-    """A layout of values and scales, which are tensors of their own; devices dequantize it, too.
+    """A layout with values and scales in separate tensors; CUDA devices dequantize it, too.
 
     Args:
-        kind: of its weights, a key of `PACKED`.
+        kind: `QuantizedWeight.kind` of its weights, a key of `PACKED`.
     """
 
-    #: roles of tensors with which it is not understood
+    #: roles (see `QuantizedWeight.members`) of tensors with which a weight is refused
     other_roles: tuple[str, ...] = ()
 
     def __init__(self, kind: str) -> None:
@@ -195,15 +211,12 @@ class ScaledLayout(Layout):
 
     @abstractmethod
     def values(self, weight: QuantizedWeight) -> Values:
-        """How its values are stored."""
+        """Return how the values of a weight are stored."""
 
-    @abstractmethod
     def weight(self, weight: QuantizedWeight, read: Read) -> Weight:
-        """Read all but the values.
-
-        Raises:
-            CheckpointError: the tensors are invalid.
-        """
+        """Read all of a weight but its values; raise CheckpointError if that is invalid."""
+        scale = weight.members["scale"]
+        return by_blocks(weight, self.values(weight), floats(scale, read(scale)))
 
     def decoder(
         self, info: Packed, dst: DType, read: Read, engine: Engine, out_of_range: OutOfRange
@@ -220,55 +233,54 @@ class ScaledLayout(Layout):
 
 
 def _scaled(weight: QuantizedWeight) -> ScaledLayout | None:
-    """The layout of a weight, if that has scales in other tensors and can be decoded."""
+    """Return the layout of a weight that can be decoded and has separate scales, else None."""
     layout = layout_of(weight.kind)
-    if isinstance(layout, ScaledLayout) and not layout.refused(weight):
-        return layout
-    return None
+    return layout if isinstance(layout, ScaledLayout) and not layout.refused(weight) else None
 
 
 def scales_nbytes(weight: QuantizedWeight) -> int:
-    """Host bytes held while the values of a weight stream: scales as stored, and as floats."""
-    others = [info for info in weight.members.values() if info is not weight.values]
+    """Return host bytes held while a weight's values stream: its scales as stored and as floats."""
+    _, *others = weight.members.values()
     layout = _scaled(weight) if others else None
     as_stored = layout is not None and layout.values(weight).exponents
     return sum(info.nbytes + (0 if as_stored else 4 * info.numel) for info in others)
 
 
 def there_nbytes(weight: QuantizedWeight) -> int:
-    """Bytes of a weight's scales on a device that dequantizes it; 0 if none does."""
+    """Return the bytes of a weight's scales on a device that dequantizes it; 0 if none does."""
     layout = _scaled(weight)
     if layout is None:
         return 0
-    others = [info for info in weight.members.values() if info is not weight.values]
+    _, *others = weight.members.values()
     itemsize = 1 if layout.values(weight).exponents else 4
     return round_up(PLACE_NBYTES + sum(itemsize * info.numel for info in others), 8)
 
 
-def check_target(info: Packed, dst: DType) -> None:
-    """Raise UnsupportedCastError if a weight cannot be dequantized to a dtype."""
+def check_target(info: Packed, dst: DType) -> Layout:
+    """Return a weight's layout; raise UnsupportedCastError if it does not decode to ``dst``."""
     layout = layout_of(info.group.kind)
     reason = "it stays as it is stored" if layout is None else layout.refused(info.group)
     if not reason and dst not in TARGETS:
         reason = f"it goes to {', '.join(target.name for target in TARGETS)}"
-    if reason:
+    if reason or layout is None:
         instead = f'; leave it as it is: dtype={{"{info.name}": "checkpoint", ...}}'
         raise UnsupportedCastError(
             info.dtype.name, dst.name, reason=reason + instead, tensor=info.name, path=info.shard
         )
+    return layout
 
 
 def decoder_of(
     info: Packed, dst: DType, read: Read, *, engine: Engine, out_of_range: OutOfRange
 ) -> Decoder:
-    """Make the decoder of a weight; reads its scales.
+    """Read the scales of a weight, and return its decoder.
 
     Args:
         info: the weight.
         dst: one of `TARGETS`.
         read: reads a tensor.
-        engine: "llvm" compiles a kernel for this CPU, "numpy" does without, "auto" is "llvm" if
-            that works. Both give the same bits, the payload of a NaN aside.
+        engine: "llvm" compiles a kernel for this CPU, "numpy" uses none, "auto" is "llvm" if that
+            works. Both give the same bits, the payload of a NaN aside.
         out_of_range: as in `cast_table.make_cast`.
 
     Raises:
@@ -276,19 +288,16 @@ def decoder_of(
         UnsupportedCastError: it cannot be dequantized; or ``engine`` is "llvm", and there is no
             kernel for this machine.
     """
-    check_target(info, dst)
-    layout = layout_of(info.group.kind)
-    assert layout is not None, info.group.kind
-    return layout.decoder(info, dst, read, engine, out_of_range)
+    return check_target(info, dst).decoder(info, dst, read, engine, out_of_range)
 
 
 def weight_of(info: Packed, read: Read) -> Weight:
-    """Read all but the values of a weight of a `ScaledLayout`; raises CheckpointError."""
+    """Read the scales of a `ScaledLayout`'s weight; raise CheckpointError if they are invalid."""
     return _layout_of(info).weight(info.group, read)
 
 
 def values_of(info: Packed) -> Values:
-    """How the values of a weight of a `ScaledLayout` are stored."""
+    """Return how the values of a weight of a `ScaledLayout` are stored."""
     return _layout_of(info).values(info.group)
 
 
@@ -299,7 +308,7 @@ def _layout_of(info: Packed) -> ScaledLayout:
 
 
 class Decoders:
-    """The decoders of weights whose values stream; the first thread to ask for one makes it."""
+    """The decoders of the weights that stream, each made by the first thread that needs it."""
 
     def __init__(self, out_of_range: OutOfRange) -> None:
         self._out_of_range = out_of_range
@@ -308,39 +317,34 @@ class Decoders:
         self._made: dict[tuple[str, DType], Decoder] = {}
 
     def of(self, info: Packed, dst: DType, engine: Engine = "auto") -> Decoder:
-        """The decoder of a weight; see `decoder_of`."""
+        """Return the decoder of a weight; the first call reads its scales: see `decoder_of`."""
         key = info.name, dst
         with self._lock:
             reading = self._reading.setdefault(key, threading.Lock())
         with reading:
             found = self._made.get(key)
             if found is None:
-
-                def read(member: TensorInfo) -> bytes:
-                    return next(read_whole(info.headers, [member]))
-
-                found = decoder_of(info, dst, read, engine=engine, out_of_range=self._out_of_range)
-                self._made[key] = found
+                found = self._made[key] = decoder_of(
+                    info, dst, info.read, engine=engine, out_of_range=self._out_of_range
+                )
             return found
 
     def drop(self, name: str, dst: DType) -> None:
-        """Give up the scales of a weight: its values have streamed."""
+        """Free the scales of the weight ``name``, whose values have all streamed."""
         self._made.pop((name, dst), None)
 
 
 def compile_decoder(info: Packed, dst: DType, *, clamp: bool) -> None:
-    """Compile the kernel for a weight, if it has one."""
-    layout = layout_of(info.group.kind)
-    if layout is not None and not layout.refused(info.group) and dst in TARGETS:
-        with suppress(UnsupportedCastError):
-            layout.compile(info.group, dst, clamp=clamp)
+    """Compile the kernel that dequantizes a weight, if there is one, ahead of its use."""
+    with suppress(UnsupportedCastError):
+        check_target(info, dst).compile(info.group, dst, clamp=clamp)
 
 
-# --- what layouts share ---------------------------------------------------------------------------
+# --- for layouts ----------------------------------------------------------------------------------
 
 
 def floats(info: TensorInfo, data: bytes) -> Array:
-    """A tensor of scales as float32, which holds all of their dtypes; raises CheckpointError."""
+    """Return a tensor of scales, stored as ``data``, as float32."""
     raw = np.frombuffer(data, np.uint8)
     found: Array
     if info.dtype.code in _EXPONENTS:
@@ -353,7 +357,7 @@ def floats(info: TensorInfo, data: bytes) -> Array:
 
 
 def check_finite(info: TensorInfo, finite: Array) -> None:
-    """Raise CheckpointError unless all numbers of a tensor are finite."""
+    """Raise CheckpointError unless ``finite``, a mask of the scales of ``info``, is all true."""
     count = finite.size - int(np.count_nonzero(finite))
     if count:
         raise CheckpointError(
@@ -366,9 +370,13 @@ def check_finite(info: TensorInfo, finite: Array) -> None:
 
 
 def by_blocks(
-    weight: QuantizedWeight, values: Values, scales: Array, zeros: Array | None = None
+    weight: QuantizedWeight, values: Values, scales: Array, zeros: Array = _NONE
 ) -> Weight:
-    """A weight with scales for blocks of its last two axes; raises CheckpointError."""
+    """Return the `Weight` of a weight whose blocks span its last two axes.
+
+    Raises:
+        CheckpointError: there is not one scale for each block.
+    """
     shape = weight.shape
     assert shape is not None, weight.name
     width = shape[-1] if shape else 1
@@ -377,11 +385,8 @@ def by_blocks(
     if scales.size == 1:  # one for all, or for the one matrix
         rows = tall = max(math.prod(shape[:-1]), 1)
         wide = max(width, 1)
-    none = np.zeros(0, np.float32)
-    made = Weight(
-        *(values, max(rows, 1), max(width, 1), tall, wide, np.ascontiguousarray(scales).ravel()),
-        zeros=none if zeros is None else np.ascontiguousarray(zeros).ravel(),
-    )
+    flat = (np.ascontiguousarray(each).ravel() for each in (scales, zeros))
+    made = Weight(values, max(rows, 1), max(width, 1), tall, wide, *flat)
     numel = math.prod(shape)
     expected = numel // (made.rows * made.width) * made.per_matrix
     if numel and made.scales.size != expected:

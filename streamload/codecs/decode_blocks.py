@@ -1,9 +1,9 @@
-"""Blocks that hold their scales: the kernel, oracle and decoder that GGUF's layouts share.
+"""Decoding of blocks that hold their own scales: the kernel, oracle and decoder for GGUF.
 
-A layout gives the bytes of a block, its elements in numpy (the oracle), and the same as
-instructions of LLVM. Both follow gguf-py 0.19 (`gguf.quants`) operation by operation in float32, so
-that float32 elements are gguf-py's bit for bit, the payload of a NaN aside. Those of 16 bits are
-these, cast as any float32 is, and counted. There is no other error.
+A layout states the bytes of a block, and decodes it twice: in numpy (the oracle), and as LLVM
+instructions. Both follow gguf-py 0.19 (`gguf.quants`) operation by operation in float32, so that
+float32 elements are gguf-py's bit for bit, the payload of a NaN aside. Targets of 16 bits are cast
+from these like any float32, and counted.
 
 Scales that are NaN or infinite make elements NaN or infinite, as in gguf-py.
 """
@@ -19,7 +19,7 @@ import numpy as np
 
 from streamload.codecs.cast_table import ZERO, Cast, CastCounts, OutOfRange, make_cast
 from streamload.codecs.decode import check_lengths
-from streamload.codecs.ir import WIDEN, Vector, kernel_text, loop, splat
+from streamload.codecs.ir import WIDEN, Vector, chosen, kernel_text, loop, shuffle, splat
 from streamload.codecs.llvm import Engine, HostFunction, Kernel, kernel_for
 from streamload.codecs.parts import Array
 from streamload.codecs.scheme import Decoder, Layout, Read
@@ -27,17 +27,17 @@ from streamload.codecs.weights import Packed, QuantizedWeight
 from streamload.core.dtypes import F32, PACKED, DType
 
 FUNCTION = HostFunction("decode_blocks", (c_void_p, c_void_p, c_uint64))
-WIDTH = 32  # elements that a kernel makes at once; blocks have a multiple
-_SCRATCH_NUMEL = 1 << 16  # float32 elements on their way to 16 bits: they stay in the CPU's cache
+WIDTH = 32  # elements of a vector; divides the elements of every block
+_SCRATCH_NUMEL = 1 << 16  # float32 elements decoded before they are cast, in the CPU's cache
 _ORACLE_BLOCKS = 1 << 8
 
 
 class Blocks(Layout):
-    """A layout of blocks.
+    """A layout of blocks that hold their own scales; subclasses decode one.
 
     Attributes:
-        name: of the layout, the kind of its weights.
-        dtype: of a block; that of `PACKED` by default.
+        name: `QuantizedWeight.kind` of its weights.
+        dtype: the dtype of a block; from `PACKED` by default.
         numel: elements of a block.
         nbytes: bytes of a block.
     """
@@ -48,11 +48,11 @@ class Blocks(Layout):
 
     @abstractmethod
     def decoded(self, blocks: Array) -> Array:
-        """The oracle: bytes, a block a row, to float32 elements, a block a row."""
+        """Decode in numpy: bytes, one block a row, to float32 elements, one block a row."""
 
     @abstractmethod
     def instructions(self, b: BlockWriter) -> None:
-        """Instructions for a block: `BlockWriter.store` takes all of its elements, in order."""
+        """Write IR that decodes a block, and `BlockWriter.store` all of its elements in order."""
 
     def decoder(
         self, info: Packed, dst: DType, read: Read, engine: Engine, out_of_range: OutOfRange
@@ -61,7 +61,6 @@ class Blocks(Layout):
         kernel = kernel_for(engine, lambda: compile_kernel(self))
         cast = None
         if dst is not F32:
-            engine = engine if kernel is not None or engine == "numpy" else "auto"
             cast = make_cast(F32, dst, engine=engine, out_of_range=out_of_range)
         return _BlockDecoder(self, dst, kernel, cast)
 
@@ -71,7 +70,7 @@ class Blocks(Layout):
 
 
 class _BlockDecoder(Decoder):
-    """Dequantises blocks; see `Decoder`."""
+    """Decodes blocks to float32, and casts those if the target is another dtype."""
 
     def __init__(
         self, layout: Blocks, dst: DType, kernel: Kernel | None, cast: Cast | None
@@ -88,51 +87,28 @@ class _BlockDecoder(Decoder):
         cut = skipped or numel % layout.numel
         fits = not odd and data.nbytes == blocks * layout.nbytes and not (lines > 1 and cut)
         check_lengths(layout.name, data, out, self._dst, first, lines, fits)
-        counts, at, done = ZERO, 0, 0
-        if skipped:  # the first block is wanted in part; it may be the last, too
-            done = min(layout.numel - skipped, numel)
-            counts += self._part(data[: layout.nbytes], out[: done * n], skipped)
-            at = layout.nbytes
-        whole = (numel * lines - done) // layout.numel
-        after, end = at + whole * layout.nbytes, done + whole * layout.numel
-        if whole:
-            counts += self._whole(data[at:after], out[done * n : end * n])
-        if end < numel * lines:
-            counts += self._part(data[after:], out[end * n :], 0)
-        return counts
-
-    def _part(self, block: memoryview, out: memoryview, skipped: int) -> CastCounts:
-        """Some elements of one block."""
-        elements = np.empty(self._layout.numel, np.float32)
-        self._floats(np.frombuffer(block, np.uint8), elements)
-        some = elements[skipped : skipped + out.nbytes // self._dst.itemsize]
-        return self._placed(some, out)
-
-    def _whole(self, data: memoryview, out: memoryview) -> CastCounts:
         source = np.frombuffer(data, np.uint8)
-        if self._cast is None:
-            target = np.frombuffer(out, np.uint8)
-            self._floats(source, target)
+        if self._cast is None and not cut:
+            self._floats(source, np.frombuffer(out, np.uint8))
             return ZERO
-        layout, n = self._layout, self._dst.itemsize
-        step = _SCRATCH_NUMEL // layout.numel
+        step = min(_SCRATCH_NUMEL // layout.numel, blocks)
         scratch = np.empty(step * layout.numel, np.float32)
-        counts = ZERO
-        for at in range(0, data.nbytes // layout.nbytes, step):
+        counts, done = ZERO, 0
+        for at in range(0, blocks, step):
             some = source[at * layout.nbytes : (at + step) * layout.nbytes]
             made = scratch[: some.size // layout.nbytes * layout.numel]
             self._floats(some, made)
-            to = at * layout.numel * n
-            counts += self._placed(made, out[to : to + made.size * n])
+            wanted = made[skipped:][: numel * lines - done]  # the outer blocks may be cut
+            to = out[done * n : (done + wanted.size) * n]
+            if self._cast is None:
+                np.frombuffer(to, np.uint8)[:] = wanted.view(np.uint8)
+            else:
+                counts += self._cast(memoryview(wanted.data).cast("B"), to)
+            done, skipped = done + wanted.size, 0
         return counts
 
-    def _placed(self, elements: Array, out: memoryview) -> CastCounts:
-        if self._cast is not None:
-            return self._cast(memoryview(elements.data).cast("B"), out)
-        np.frombuffer(out, np.uint8)[:] = elements.view(np.uint8)
-        return ZERO
-
     def _floats(self, source: Array, out: Array) -> None:
+        """Decode the bytes of whole blocks to float32, into the memory of ``out``."""
         layout = self._layout
         blocks = source.size // layout.nbytes
         if self._kernel is not None:
@@ -152,12 +128,12 @@ class _BlockDecoder(Decoder):
 
 
 class BlockWriter:
-    """Instructions for one block; operands are names of values.
+    """Collects the IR that decodes one block; arguments and results are names of IR values.
 
     Attributes:
-        one: for single values.
-        wide: for `WIDTH` values.
-        lines: the instructions, one each.
+        one: writes instructions on single values.
+        wide: writes instructions on vectors of `WIDTH` values.
+        lines: the instructions so far.
     """
 
     def __init__(self, native_half: bool) -> None:
@@ -167,75 +143,66 @@ class BlockWriter:
         self._stored = 0
 
     def of(self, width: int) -> Vector:
-        """The same instructions, for so many values at once."""
+        """Return a writer, to the same lines, of instructions on vectors of ``width`` values."""
         v = Vector(width, self._native_half)
         v.lines = self.lines
         return v
 
     def load(self, offset: int, count: int = 1, of: str = "i8") -> str:
-        """Little-endian values from a byte of the block on."""
+        """Load ``count`` little-endian values of type ``of`` from byte ``offset`` of the block."""
         place = self.one.emit(f"getelementptr i8, ptr %block, i64 {offset}")
         return self.one.emit(f"load {self.of(count).type(of)}, ptr {place}, align 1")
 
     def half(self, offset: int) -> str:
-        """A float16 of the block, as float32."""
+        """Load the float16 at byte ``offset`` of the block, as float32."""
         bits = WIDEN["F16"](self.one, self.load(offset, of="i16"))
         return self.one.as_float(bits)
 
     def picked(self, a: str, b: str, of: str, count: int, order: Sequence[int]) -> str:
-        """Elements of two vectors of ``count`` each, numbered through."""
-        kind = f"<{count} x {of}>"
-        listed = ", ".join(f"i32 {index}" for index in order)
-        return self.one.emit(
-            f"shufflevector {kind} {a}, {kind} {b}, <{len(order)} x i32> <{listed}>"
-        )
+        """Return elements of two vectors of ``count`` values each; ``order`` numbers b after a."""
+        return shuffle(self.one, f"<{count} x {of}>", a, b, order)
 
     def joined(self, a: str, b: str, count: int, of: str = "i8") -> str:
-        """Two vectors of ``count`` elements, one after the other."""
+        """Concatenate two vectors of ``count`` values each."""
         return self.picked(a, b, of, count, range(2 * count))
 
     def shifted(self, x: str, shifts: Sequence[int], of: str = "i8") -> str:
-        """Each element shifted right by its own number of bits."""
+        """Shift each element right by its own number of bits."""
         v = self.of(len(shifts))
         listed = ", ".join(f"{of} {shift}" for shift in shifts)
         return v.emit(f"lshr {v.type(of)} {x}, <{listed}>")
 
     def halves(self, x: str, width: int) -> tuple[str, str]:
-        """The low and the high four bits of bytes."""
+        """Return the low and the high four bits of ``width`` bytes."""
         v = self.of(width)
         return v.op("and", "i8", x, 15), v.op("lshr", "i8", x, 4)
 
     def scaled(self, codes: str, d: str, width: int = 1) -> str:
-        """Signed bytes times a single value, in float32."""
+        """Multiply ``width`` signed bytes by the single float ``d``, in float32."""
         v = self.of(width)
-        return v.op(
-            "fmul", "float", v.convert("sitofp", "i8", codes, "float"), splat(v, "float", d)
-        )
+        wide = v.convert("sitofp", "i8", codes, "float")
+        return v.op("fmul", "float", wide, splat(v, "float", d))
 
     def spread(self, values: str, count: int, first: int, each: int) -> str:
-        """`WIDTH` values of ``count``: from the first on, each of them ``each`` times."""
+        """Repeat ``count`` floats from number ``first`` on, ``each`` times each, to `WIDTH`."""
         order = [first + at // each for at in range(WIDTH)]
         return self.picked(values, values, "float", count, order)
 
     def chosen(self, codes: str, table: Sequence[int]) -> str:
-        """`WIDTH` codes of 4 bits as the bytes that a table has for them."""
+        """Look `WIDTH` codes of 4 bits up in a table of 16 bytes."""
         v = self.wide
-        values: list[str | float] = list(table)
-        for bit in range(4):
-            is_set = v.op("icmp ne", "i8", v.op("and", "i8", codes, 1 << bit), 0)
-            pairs = zip(values[1::2], values[::2], strict=True)
-            values = [v.select(is_set, "i8", *pair) for pair in pairs]
-        return str(values[0])
+        bits = (v.op("icmp ne", "i8", v.op("and", "i8", codes, 1 << n), 0) for n in range(4))
+        return str(chosen(v, "i8", bits, table))
 
     def store(self, x: str) -> None:
-        """The next `WIDTH` float32 elements."""
+        """Store the block's next `WIDTH` float32 elements."""
         place = self.one.emit(f"getelementptr float, ptr %to, i64 {self._stored}")
         self.lines.append(f"store {self.wide.type('float')} {x}, ptr {place}, align 1")
         self._stored += WIDTH
 
 
 def kernel_ir(layout: Blocks, *, native_half: bool, architecture: str) -> str:
-    """LLVM IR of ``void decode_blocks(src, out, blocks)``: of any alignment, to float32."""
+    """Return LLVM IR of ``void decode_blocks(src, out, blocks)``, which writes float32 elements."""
     b = BlockWriter(native_half)
 
     def block(at: str, carried: list[str]) -> list[str]:
@@ -253,5 +220,5 @@ def kernel_ir(layout: Blocks, *, native_half: bool, architecture: str) -> str:
 
 
 def compile_kernel(layout: Blocks) -> Kernel:
-    """Return the kernel of a layout; see `HostFunction.kernel`."""
+    """Compile the kernel that decodes a layout's blocks; see `HostFunction.kernel`."""
     return FUNCTION.kernel(layout, (layout.name, F32.name), partial(kernel_ir, layout))

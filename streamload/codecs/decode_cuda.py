@@ -1,9 +1,9 @@
-"""Dequantizing as CUDA kernels, of the instructions that the host's have.
+"""Dequantization as CUDA kernels, one for each kind of stored values and each target dtype.
 
-One kernel for each kind of values and each target. A thread takes the values of a byte, finds their
-scale by their place in the weight, and goes on in strides. Elements may go to the place that a
-transpose gives them: the writes of a chunk meet in the device's cache. Elements and counts are
-those of the host, the sign and payload of a NaN aside.
+A thread takes the values of a byte, finds their scale by their number in the weight, and goes on in
+strides. A kernel may also transpose: the device's cache joins the scattered writes of a chunk. The
+instructions of an element are the host's, and so are elements and counts, but for the sign and
+payload of a NaN.
 """
 
 from __future__ import annotations
@@ -14,79 +14,73 @@ from functools import cache
 import numpy as np
 
 from streamload.codecs.cast_cuda import SHARED_COUNTS
-from streamload.codecs.decode import PLACE_NBYTES, Weight, values_of
+from streamload.codecs.decode import PLACE_NBYTES, Weight
 from streamload.codecs.decode_kernels import Values, load, product, scale_of
 from streamload.codecs.ir import loop
 from streamload.codecs.parts import Array
 from streamload.codecs.ptx import BLOCK_THREADS, COUNTS, ThreadWriter, kept_ptx
-from streamload.codecs.weights import Packed
 from streamload.core.dtypes import DType
 
 #: The kernel's name in its PTX.
 SYMBOL = "dequantise"
 _MAX_BLOCKS = 2048  # as in `cast_cuda`
 _THREAD_BYTES = 4
-# what a weight begins with: 32 bits each, and the offset of what follows them
-_PLACE = ("width", "rows", "tall", "wide", "per.row", "per.matrix", "outer", "inner")
-_OFFSETS = ("zeros.offset", "table.offset")
+# the header of `weight_parts`: 32 bits each
+_HEADER = (
+    *("width", "rows", "tall", "wide", "per.row", "per.matrix", "outer", "inner"),
+    *("zeros.offset", "table.offset"),
+)
 
 
 def blocks(numel: int, bits: int) -> int:
-    """How many blocks to launch for elements with values of so many bits; any number is right."""
+    """Return how many blocks to launch for values of ``bits`` each; any number is correct."""
     nbytes = numel * bits // 8
     return min(max(-(-nbytes // (_THREAD_BYTES * BLOCK_THREADS)), 1), _MAX_BLOCKS)
 
 
 def weight_parts(weight: Weight, turned: tuple[int, int] | None) -> list[Array]:
-    """The kernel's data other than values, in order: the header, scales, zeros and table.
+    """Return what the kernel reads besides values, in order: a header, scales, zeros and table.
 
     Args:
-        weight: of up to `MOST_NUMEL` elements; those of a byte share their scale.
-        turned: rows and columns of each matrix, if these are transposed.
+        weight: up to `MOST_NUMEL` elements; values that share a byte share their scale.
+        turned: (rows, columns) of each matrix if the kernel transposes them, else None.
     """
-    outer, inner = turned or (1, 1)
     scales = weight.scales
-    if scales.nbytes % 4:  # of bytes; nothing follows that is not aligned
+    if scales.nbytes % 4:  # scales of one byte: align the floats after them
         scales = np.pad(scales, (0, -scales.nbytes % 4))
     zeros = PLACE_NBYTES + scales.nbytes
     header = (
         *(weight.width, weight.rows, weight.tall, weight.wide, weight.per_row, weight.per_matrix),
-        *(outer, inner, zeros, zeros + weight.zeros.nbytes),
+        *(*(turned or (1, 1)), zeros, zeros + weight.zeros.nbytes),
     )
     place = np.zeros(PLACE_NBYTES // 4, np.uint32)
     place[: len(header)] = header
     return [part for part in (place, scales, weight.zeros, weight.table) if part.size]
 
 
-def packed_ptx(info: Packed, dst: DType, *, clamp: bool, turned: bool) -> str:
-    """`dequant_ptx` for a weight."""
-    return dequant_ptx(values_of(info), dst, clamp=clamp, turned=turned)
-
-
 @cache
 def dequant_ptx(values: Values, dst: DType, *, clamp: bool, turned: bool) -> str:
-    """PTX of the kernel: ``dequantise(src, out, numel, tally, weight, first)``, of 64 bits each.
+    """Return PTX of ``dequantise(src, out, numel, tally, weight, first)``, of 64 bits each.
 
-    It dequantizes ``numel`` elements with values from device address ``src`` on: those from number
-    ``first`` of the weight on, an even one if values have 4 bits. They go to device address ``out``
-    on, a multiple of the size of an element, in order; or if ``turned``, each to its place in the
-    transpose that `weight_parts` describes, ``out`` being the address of the whole. ``weight`` (a
-    multiple of 8) is the device address of `weight_parts`. Counts are added to ``tally`` as by
-    `cast_cuda.cast_ptx`. It is launched in any number of blocks (`blocks` suggests one) of
-    `BLOCK_THREADS` threads, without dynamic shared memory.
+    The kernel dequantizes ``numel`` elements with values from device address ``src`` on: those from
+    number ``first`` of the weight on, an even one if values have 4 bits. They go to device address
+    ``out`` on, a multiple of the size of an element, in order; or if ``turned``, each to its place
+    in the transpose that `weight_parts` describes, ``out`` being the address of the whole.
+    ``weight`` (a multiple of 8) is the device address of `weight_parts`. Counts are added to
+    ``tally`` as by `cast_cuda.cast_ptx`. It is launched in any number of blocks (`blocks` suggests
+    one) of `BLOCK_THREADS` threads, without dynamic shared memory.
 
     Raises:
         UnsupportedCastError: as `kept_ptx`.
     """
-    ir = _kernel_ir(values, dst, clamp, turned)
-    return kept_ptx(ir, (values.name, dst.name))
+    return kept_ptx(_kernel_ir(values, dst, clamp, turned), (values.name, dst.name))
 
 
 def _kernel_ir(values: Values, dst: DType, clamp: bool, turned: bool) -> str:
     t = ThreadWriter()
     t.by_threads()
     t.clear_shared("i32", COUNTS)
-    for slot, name in enumerate((*_PLACE, *_OFFSETS)):
+    for slot, name in enumerate(_HEADER):
         place = t.place("%weight", str(4 * slot))
         t.lines.append(f"%{name} = load i32, ptr addrspace(1) {place}, align 4")
     t.lines.append(f"%src = {_generic(t, '%from')}")
@@ -129,7 +123,7 @@ def _kernel_ir(values: Values, dst: DType, clamp: bool, turned: bool) -> str:
 
 
 def _scale_index(t: ThreadWriter, number: str) -> str:
-    """Which scale an element has, by its number in the weight."""
+    """Write IR that computes the index of the scale of element ``number`` of the weight."""
     row_number, column = _divided(t, number, "%width")
     matrix, row = _divided(t, row_number, "%rows")
     down, across = t.op("udiv", "i32", row, "%tall"), t.op("udiv", "i32", column, "%wide")
@@ -139,7 +133,7 @@ def _scale_index(t: ThreadWriter, number: str) -> str:
 
 
 def _moved(t: ThreadWriter, number: str) -> str:
-    """Where a transpose moves an element."""
+    """Write IR that computes the number of element ``number`` after the transpose."""
     line, column = _divided(t, number, "%inner")
     group, line = _divided(t, line, "%outer")
     row = t.op("add", "i32", t.op("mul", "i32", group, "%inner"), column)
@@ -147,11 +141,11 @@ def _moved(t: ThreadWriter, number: str) -> str:
 
 
 def _divided(t: ThreadWriter, x: str, by: str) -> tuple[str, str]:
-    """Quotient and rest."""
+    """Write IR that divides two i32; return quotient and remainder."""
     quotient = t.op("udiv", "i32", x, by)
     return quotient, t.op("sub", "i32", x, t.op("mul", "i32", quotient, by))
 
 
 def _generic(t: ThreadWriter, address: str, offset: str = "0") -> str:
-    """A pointer as the host's instructions have it; LLVM finds that it is to global memory."""
+    """Write IR that makes an address a generic pointer, as the host's instructions use."""
     return f"addrspacecast ptr addrspace(1) {t.place(address, offset)} to ptr"

@@ -1,11 +1,10 @@
-"""LLVM IR that dequantizes on the host, from the instructions that a layout gives: see `Values`.
+"""LLVM IR that dequantizes values by their scales on the host; `Values` has a layout's part.
 
-A segment is the elements of one scale within a row. Nearly all vectors take the short way: a
-product in float32, narrowed. It is right if the product is normal before and after, and no midpoint
-of the target: float32 then rounds to the same side as one rounding of the exact product would. A
-product that is a midpoint, or a number of the target, may have been rounded to that, unless scale
-and value are short enough. Such vectors, and any with zeros by a scale of 0, NaN or elements out of
-range, take the product in float64, which is exact, and `cast.careful`.
+Nearly all vectors multiply in float32 and narrow the product. That is right if the product is
+normal before and after, and no midpoint of the target: float32 then rounds to the same side as one
+rounding of the exact product would. A product that is a midpoint, or a number of the target, may
+have been rounded to it, unless scale and value are short enough. Such vectors, and those with NaN,
+elements out of range or a scale of 0, multiply in float64, which is exact, and take `cast.careful`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 
 from streamload.codecs.cast import ADD_COUNT, LOOP, careful
 from streamload.codecs.floats import FLOATS, plain_range
-from streamload.codecs.ir import NARROW, Vector, kernel_text, loop, splat
+from streamload.codecs.ir import NARROW, Vector, kernel_text, loop, shuffle, splat
 from streamload.codecs.llvm import HostFunction, Kernel
 from streamload.codecs.parts import Array
 from streamload.core.dtypes import F32, F64, DType
@@ -29,15 +28,15 @@ _WIDTH = 32  # elements of a step
 
 
 class Values(ABC):
-    """How the values of a layout are stored; equal ones share a kernel.
+    """How a layout stores values, as codes of 4 or 8 bits; equal objects share a kernel.
 
     Attributes:
-        name: of the layout, for errors.
-        bits: of a value: 4 or 8.
-        high_first: of two values in a byte, the first is in the high bits.
-        significant_bits: of a value as a number.
-        exponents: scales are bytes, exponents of two and 127 more; they are float32 else.
-        has_zeros: something is subtracted from each value.
+        name: the layout's name, for errors.
+        bits: bits of a code: 4 or 8.
+        high_first: whether the first of the two codes in a byte has the high bits.
+        significant_bits: significant bits of the number that a code stands for.
+        exponents: scales are bytes b for 2^(b - 127), else float32.
+        has_zeros: a zero point is subtracted from each value.
     """
 
     name: str
@@ -49,14 +48,14 @@ class Values(ABC):
 
     @abstractmethod
     def instructions(self, v: Vector, codes: str) -> str:
-        """Instructions for codes, an i8 each, to float32 values; ``%table`` is `Weight.table`."""
+        """Write IR from codes (i8) to float32 values; ``%table`` points to `Weight.table`."""
 
     @abstractmethod
     def decoded(self, codes: Array, table: Array) -> Array:
-        """The oracle: codes, a byte each, to float32 values."""
+        """Return the float32 values of codes, one in a byte; ``table`` is `Weight.table`."""
 
     def unpacked(self, packed: Array) -> Array:
-        """The oracle: bytes to codes, a byte each."""
+        """Return the codes in packed bytes, one in a byte."""
         if self.bits == 8:
             return packed
         both = (packed >> 4, packed & 15) if self.high_first else (packed & 15, packed >> 4)
@@ -64,7 +63,7 @@ class Values(ABC):
 
 
 def load(v: Vector, values: Values, index: str = "%index") -> str:
-    """The codes from element ``index`` of ``%src`` on, an i8 each."""
+    """Write IR that loads codes from element ``index`` of ``%src`` on, as i8."""
     if values.bits == 8:
         place = v.emit(f"getelementptr i8, ptr %src, i64 {index}")
         return v.emit(f"load {v.type('i8')}, ptr {place}, align 1")
@@ -80,8 +79,7 @@ def load(v: Vector, values: Values, index: str = "%index") -> str:
     both = v.emit(f"load {of}, ptr {place}, align 1")
     low, high = v.emit(f"and {of} {both}, splat (i8 15)"), v.emit(f"lshr {of} {both}, splat (i8 4)")
     first, second = (high, low) if values.high_first else (low, high)
-    order = ", ".join(f"i32 {i}, i32 {i + half}" for i in range(half))
-    return v.emit(f"shufflevector {of} {first}, {of} {second}, <{v.width} x i32> <{order}>")
+    return shuffle(v, of, first, second, [j for i in range(half) for j in (i, i + half)])
 
 
 def _count(v: Vector, total: str, mask: str) -> str:
@@ -97,7 +95,7 @@ def _count(v: Vector, total: str, mask: str) -> str:
 def _exact(
     v: Vector, dst: DType, value: str, scale: str, sums: list[str], *, clamp: bool
 ) -> tuple[str, list[str]]:
-    """Elements by the exact product, and the sums after them."""
+    """Write IR of elements by their exact product; return them and the updated counts."""
     wide = (v.convert("fpext", "float", each, "double") for each in (value, scale))
     product = v.convert("bitcast", "double", v.op("fmul", "double", *wide), "i64")
     y, (over, flushed, changed) = careful(v, F64, dst, product, clamp=clamp)
@@ -119,22 +117,24 @@ def product(
     clamp: bool,
     key: str = "",
 ) -> tuple[str, list[str]]:
-    """Elements from their codes, ``%scale``, ``%zero`` and ``%guard``, and the sums after them.
+    """Write IR of elements from codes, ``%scale``, ``%zero`` and ``%guard`` (see `scale_of`).
 
     Args:
         v: receives the instructions.
         values: how codes are stored.
         dst: dtype of the elements.
-        codes: an i8 each.
-        sums: i64 counts, as of `cast.careful`.
+        codes: i8 values.
+        sums: i64 counts of the masks of `cast.careful`.
         clamp: elements that overflow become the largest finite value of their sign.
-        key: the end of the names of labels; the last label is ``join`` and this.
+        key: suffix of the labels; the last label is ``join`` and this.
+
+    Returns:
+        The elements, and the updated counts.
     """
     value = values.instructions(v, codes)
     if values.has_zeros:
         value = v.op("fsub", "float", value, splat(v, "float", "%zero"))
     scale = splat(v, "float", "%scale")
-    of = v.type(f"i{dst.bits}")
     if dst is F32:
         y, ends = _exact(v, dst, value, scale, sums, clamp=clamp)
         v.lines += [f"br label %join{key}", f"join{key}:"]
@@ -156,6 +156,7 @@ def product(
     is_rounded = v.op("icmp ne", "i32", v.op("and", "i32", bits, (1 << lost) - 1), 0)
     plain_sums = [*sums[:2], _count(v, sums[2], is_rounded)]
     v.lines += [f"br label %join{key}", f"join{key}:"]
+    of = v.type(f"i{dst.bits}")
     y = v.emit(f"phi {of} [{cared}, %careful{key}], [{narrowed}, %plain{key}]")
     ends = [
         v.emit(f"phi i64 [{a}, %careful{key}], [{b}, %plain{key}]")
@@ -167,10 +168,9 @@ def product(
 def _segment(
     name: str, values: Values, dst: DType, *, clamp: bool, native_half: bool, width: int
 ) -> str:
-    """IR of a function for elements of one scale; ``width`` divides how many."""
+    """Return IR of a function that decodes elements of one scale, in steps that divide them."""
     v = Vector(width, native_half)
     sums = [f"%sum{slot}" for slot in range(3)]
-    of = v.type(f"i{dst.bits}")
     y, ends = product(v, values, dst, load(v, values), sums, clamp=clamp)
     carried = [
         f"{total} = phi i64 [0, %entry], [{end}, %join]"
@@ -184,7 +184,7 @@ def _segment(
         body="\n  ".join(["%index = add i64 %first, %at", *v.lines]),
         target=f"i{dst.bits}",
         index="%index",
-        stored=of,
+        stored=v.type(f"i{dst.bits}"),
         y=y,
         width=width,
         ends="".join(ADD_COUNT.format(slot=slot, value=end) for slot, end in enumerate(ends)),
@@ -260,9 +260,9 @@ after:
 
 
 def scale_of(values: Values, one: Vector, index: str = "%index") -> None:
-    """Instructions for ``%scale`` and ``%zero``, and for ``%guard``: which products are doubtful.
+    """Write IR of ``%scale`` and ``%zero``, number ``index`` of ``%scales`` and ``%zeros``.
 
-    They are number ``index`` of ``%scales`` and ``%zeros``.
+    ``%guard`` becomes the low bits of products whose float32 rounding is doubtful, or -1.
     """
     if values.exponents:
         place = one.emit(f"getelementptr i8, ptr %scales, i64 {index}")
@@ -289,11 +289,11 @@ def scale_of(values: Values, one: Vector, index: str = "%index") -> None:
 def kernel_ir(
     values: Values, dst: DType, *, clamp: bool, native_half: bool, architecture: str
 ) -> str:
-    """LLVM IR of ``void dequantise(src, out, scales, zeros, table, place, tally)``.
+    """Return LLVM IR of ``void dequantise(src, out, scales, zeros, table, place, tally)``.
 
-    ``place`` is lines, bytes of a line, elements of a line, and first and pitch as of
-    `Decoder.decode`; then rows, width, tall, wide, per_row and per_matrix of a `Weight`; 64 bits
-    each. It adds to ``tally`` as `cast.kernels.kernel_ir`.
+    ``place`` has 64 bits each: lines, bytes of a line, elements of a line, and first and pitch as
+    of `Decoder.decode`; then rows, width, tall, wide, per_row and per_matrix of a `Weight`. The
+    kernel adds to ``tally`` as that of `cast.kernel_ir`.
     """
     functions = (
         _segment(name, values, dst, clamp=clamp, native_half=native_half, width=width)
@@ -322,6 +322,6 @@ def kernel_ir(
 
 
 def compile_kernel(values: Values, dst: DType, *, clamp: bool) -> Kernel:
-    """Return the kernel of values; see `HostFunction.kernel`."""
+    """Compile the kernel that dequantizes values to ``dst``; see `HostFunction.kernel`."""
     ir = partial(kernel_ir, values, dst, clamp=clamp)
     return FUNCTION.kernel((values, dst, clamp), (values.name, dst.name), ir)

@@ -1,11 +1,11 @@
-"""Encoding: a tensor's units, checked, and shared out between kernel and oracle.
+"""Encoders, which quantize a tensor by units, with a kernel or the numpy oracle.
 
-The flattened tensor is cut at multiples of a scheme's unit (a block of 64 or 32 elements, a row),
-so that any cut gives the bytes of the whole.
+A unit is what a scheme quantizes on its own: a block of some elements, or a row. The flattened
+tensor may be cut at any multiple of a unit, without a change of its bytes.
 
-NaN and infinity, in every scheme: NaN counts as 0, and an infinity as the largest finite magnitude
-of its unit, with its sign. The rest of the unit is as exact as without them. Both are counted, and
-errors are those of the values they count as.
+In every scheme NaN is quantized as 0, and an infinity as the largest finite magnitude of its unit,
+with its sign; other elements of the unit lose nothing. Both are counted, and errors are measured
+from these replacements.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ import numpy as np
 
 from streamload.codecs.encode_kernels import Recipe, Tally, compile_kernel
 from streamload.codecs.llvm import Engine, Kernel, kernel_for
-from streamload.codecs.parts import SOURCES, Array, Part, QuantCounts
+from streamload.codecs.parts import Array, Part, QuantCounts, check_source
 from streamload.core.dtypes import DType
 from streamload.errors import UnsupportedCastError
 
-_ORACLE_NUMEL = 1 << 16  # elements that the oracle takes at once: its temporaries stay small
+_ORACLE_NUMEL = 1 << 16  # elements that the oracle encodes at once, which bounds temporaries
 _NO_STATISTICS: Array = np.empty(0, np.float32)
 
 
 class Encoded(NamedTuple):
-    """Units from an oracle.
+    """The result of quantizing units in numpy.
 
     Attributes:
-        codes: bytes, one row a unit.
-        decoded: float32 elements, as the codes decode before any nesting of statistics.
-        statistics: float32, one a unit, or none.
-        overflowed: how many elements float16 did not reach.
+        codes: the quantized units as bytes, one unit a row.
+        decoded: the float32 elements that the codes decode to.
+        statistics: float32, one a unit (a scale or largest magnitude), or empty.
+        overflowed: how many elements float16 could not hold.
     """
 
     codes: Array
@@ -50,20 +50,20 @@ class Encoder(ABC):
     """Quantizes one tensor. Any thread may call `encode`, several at once for different units.
 
     Attributes:
-        statistics: float32, one a unit, or none; written by `encode`, or by a device instead.
+        statistics: float32, one a unit, or empty; `encode` writes it, or a device does instead.
     """
 
     statistics: Array = _NO_STATISTICS
 
     @abstractmethod
     def encode(self, data: memoryview, out: memoryview, first: int) -> QuantCounts:
-        """Quantize whole units.
+        """Quantize whole units; return their errors and counts.
 
         Args:
             data: little-endian elements of the source from element ``first`` on, contiguous, any
                 alignment. The last unit of the tensor may be short.
-            out: their codes, written; must not overlap ``data``.
-            first: a multiple of the unit.
+            out: receives their codes (the quantized units); must not overlap ``data``.
+            first: number of the first element, a multiple of the unit.
 
         Raises:
             ValueError: the elements are not whole units, or ``out`` is not as long as their codes.
@@ -71,35 +71,35 @@ class Encoder(ABC):
 
     @abstractmethod
     def finish(self) -> dict[str, memoryview]:
-        """The bytes of the parts other than the codes, by suffix, once all units are encoded."""
+        """Return the bytes of all parts but the codes, by suffix, once all units are encoded."""
 
 
 @dataclass(frozen=True)
 class Quantized(ABC):
-    """A quantized tensor; `Scheme.of` returns it.
+    """How one tensor is quantized: its units and the arrays stored for it; see `Scheme.of`.
 
     Attributes:
         format: the scheme's name.
-        shape: of the tensor.
-        dtype: of the tensor, which the parts may name.
+        shape: the tensor's shape.
+        dtype: the tensor's dtype, which some formats store.
     """
 
     format: str
     shape: tuple[int, ...]
     dtype: DType
 
-    #: whether a unit has a float32 statistic
+    #: whether each unit has a float32 statistic, such as its scale
     has_statistics = False
 
     @property
     @abstractmethod
     def parts(self) -> tuple[Part, ...]:
-        """Its arrays; the first are the codes."""
+        """The arrays stored for the tensor; the first holds the codes (the quantized units)."""
 
     @property
     @abstractmethod
     def unit_numel(self) -> int:
-        """Elements of a unit: the flattened tensor is cut at multiples of so many."""
+        """Elements of a unit; the flattened tensor may be cut at multiples of it."""
 
     @property
     @abstractmethod
@@ -108,7 +108,7 @@ class Quantized(ABC):
 
     @abstractmethod
     def encoder(self, src: DType, engine: Engine = "auto") -> Encoder:
-        """Make an encoder for one tensor, from bytes of dtype ``src``.
+        """Return an encoder of the tensor from bytes of dtype ``src``.
 
         Raises:
             ValueError: there is no quantizing from ``src``.
@@ -128,14 +128,14 @@ class Quantized(ABC):
 
     @property
     def statistics_nbytes(self) -> int:
-        """Bytes of the statistics that are held until `Encoder.finish`."""
+        """Bytes of the statistics, which `Encoder` holds until `finish`."""
         return 4 * self.units if self.has_statistics else 0
 
     @property
     def device_parts(self) -> tuple[str, ...] | None:
-        """The parts that a device's kernels write besides the codes; None if they cannot.
+        """Suffixes of the parts that CUDA kernels write besides the codes; None if they cannot.
 
-        One if statistics stay as they are, their codes and scales if they are nested.
+        One part for plain statistics, two (codes and scales) for statistics quantized in turn.
         """
         return None
 
@@ -145,37 +145,37 @@ class Quantized(ABC):
         return ()
 
     def constants(self, offset: float = 0.0) -> dict[str, Array]:
-        """The parts that depend on no statistic but the mean, ``offset``, of nested ones."""
+        """Return the parts, by suffix, that need of the statistics only their mean ``offset``."""
         return {}
 
     def codes_nbytes(self, numel: int) -> int:
-        """Bytes of the codes of some elements from a unit's first on."""
+        """Return the bytes of the codes of ``numel`` elements that start with a unit."""
         whole, rest = divmod(numel, self.unit_numel)
         return whole * self.unit_nbytes + -(-rest * self.unit_nbytes // self.unit_numel)
 
 
 @dataclass(frozen=True)
 class Units(Quantized):
-    """A tensor whose units kernels quantize, on the host and on CUDA."""
+    """A `Quantized` whose units kernels encode, on the host and on CUDA."""
 
     @property
     @abstractmethod
     def recipe(self) -> Recipe:
-        """The kernels' instructions for a unit."""
+        """The instructions for a unit, from which the host's kernel is compiled."""
 
     @property
     def device_recipe(self) -> Recipe:
-        """Those of CUDA's kernels, if a library computes differently there."""
+        """The instructions for CUDA's kernel, which differ if the scheme's library does there."""
         return self.recipe
 
     @abstractmethod
     def encoded(self, x: Array) -> Encoded:
-        """Quantize finite float32 units, one a row, in numpy; a short last one comes alone."""
+        """Quantize finite float32 units, one a row, in numpy; a short last unit comes alone."""
 
     @property
     def device_parts(self) -> tuple[str, ...] | None:
         """See `Quantized.device_parts`."""
-        return None if self.has_statistics else ()
+        return (self.parts[1].suffix,) if self.has_statistics else ()
 
     @property
     def on_cuda(self) -> tuple[Quantized, ...]:
@@ -183,16 +183,13 @@ class Units(Quantized):
         return (self,)
 
     def finished(self, statistics: Array) -> dict[str, Array]:
-        """The parts other than the codes, by suffix."""
+        """Return all parts but the codes, by suffix, from the statistics of all units."""
         own = dict.fromkeys(self.device_parts or (), statistics)
         return {**own, **self.constants()}
 
     def encoder(self, src: DType, engine: Engine = "auto") -> _UnitEncoder:
         """See `Quantized.encoder`."""
-        if src not in SOURCES:
-            raise ValueError(
-                f"{self.format} is made from {', '.join(d.name for d in SOURCES)}, not {src.name}"
-            )
+        check_source(self.format, self.shape, src)
         if sys.byteorder != "little":
             reason = "checkpoints are little-endian and this CPU is not"
             raise UnsupportedCastError(src.name, self.format, reason=reason)
@@ -203,7 +200,7 @@ class Units(Quantized):
 def checked_numel(
     tensor: Quantized, src: DType, data: memoryview, out: memoryview, first: int
 ) -> int:
-    """Count the elements given to `Encoder.encode`, and check them; raises ValueError."""
+    """Return how many elements `Encoder.encode` was given, after the checks that it documents."""
     unit, total = tensor.unit_numel, tensor.numel
     numel, odd = divmod(data.nbytes, src.itemsize)
     is_last = first + numel == total
@@ -223,7 +220,7 @@ def checked_numel(
 
 
 class _UnitEncoder(Encoder):
-    """A kernel for whole units, the oracle for a short one and without a kernel."""
+    """Encodes `Units`: whole ones by kernel, if there is one, and the rest by the oracle."""
 
     def __init__(self, tensor: Units, src: DType, kernel: Kernel | None) -> None:
         self._tensor, self._src, self._kernel = tensor, src, kernel
@@ -235,10 +232,13 @@ class _UnitEncoder(Encoder):
         source, target = np.frombuffer(data, np.uint8), np.frombuffer(out, np.uint8)
         at = first // unit if tensor.has_statistics else 0
         statistics = self.statistics[at:]
-        whole = numel // unit if self._kernel is not None else 0
-        counts = QuantCounts()
-        if whole:
-            counts = self._by_kernel(source, target, statistics, whole)
+        whole, counts = 0, QuantCounts()
+        if self._kernel is not None and numel >= unit:
+            whole = numel // unit
+            tally = Tally()
+            places = (a.__array_interface__["data"][0] for a in (source, target, statistics))
+            self._kernel(*places, whole, unit, ctypes.addressof(tally))
+            counts = tally.counts(whole * unit)
         done = whole * unit
         by_oracle = target[whole * tensor.unit_nbytes :]
         rest = source[done * self._src.itemsize :]
@@ -247,14 +247,6 @@ class _UnitEncoder(Encoder):
     def finish(self) -> dict[str, memoryview]:
         found = self._tensor.finished(self.statistics)
         return {name: as_bytes(array) for name, array in found.items()}
-
-    def _by_kernel(self, source: Array, out: Array, statistics: Array, units: int) -> QuantCounts:
-        assert self._kernel is not None
-        unit = self._tensor.unit_numel
-        tally = Tally()
-        at, to, stats = (a.__array_interface__["data"][0] for a in (source, out, statistics))
-        self._kernel(at, to, stats, units, unit, ctypes.addressof(tally))
-        return tally.counts(units * unit)
 
     def _by_oracle(self, source: Array, out: Array, statistics: Array, numel: int) -> QuantCounts:
         tensor, unit = self._tensor, self._tensor.unit_numel
@@ -279,12 +271,12 @@ class _UnitEncoder(Encoder):
 
 
 def as_bytes(array: Any) -> memoryview:
-    """The bytes of an array."""
+    """Return the bytes of an array, without a copy."""
     return memoryview(array.reshape(-1).view(np.uint8))
 
 
 def cleaned(x: Array) -> tuple[Array, int, int]:
-    """Float32 units, one a row, without NaN and infinity, and how many there were."""
+    """Replace NaN and infinity in float32 units, one a row; return units and counts of both."""
     finite = np.isfinite(x)
     if finite.all():
         return x, 0, 0

@@ -1,12 +1,9 @@
-"""Quantizing as CUDA kernels, of the recipes that the host's kernels have.
+"""Quantization as CUDA kernels, one for each recipe (`Units.device_recipe`) and source dtype.
 
-One kernel for each recipe and source. A warp takes a block; a whole CUDA block takes a row. Threads
-go over their unit twice, each element is loaded alone, and neighbouring threads take neighbours. A
-launch is short of work for the device rather than of bandwidth: it keeps up with any bus. Errors
-and counts are summed by shuffles in a warp, in shared memory in a block, and then added to the
-tally, once a block.
-
-Codes are those of `Quantized.device_recipe`. Atomic sums of float64 need compute capability 6.0.
+A warp quantizes a block of elements; a whole CUDA block quantizes a row. Threads pass twice over
+their unit; each loads single elements, and neighbouring threads take neighbours. A kernel keeps up
+with any bus. Errors and counts are summed by shuffles in a warp, in shared memory in a block, and
+then added to the tally once a block. Atomic sums of float64 need compute capability 6.0.
 """
 
 from __future__ import annotations
@@ -28,11 +25,9 @@ TALLY_NBYTES = ctypes.sizeof(Tally)
 
 _CPU = "sm_60"
 _WARPS = BLOCK_THREADS // WARP
-_MAX_BLOCKS = (
-    512  # each adds to the tally once; four for each multiprocessor of the largest devices
-)
-# bits of the largest error and of the largest element, sums of squares, three counts, and the sum
-# of the statistics
+_MAX_BLOCKS = 512  # four for each multiprocessor of the largest devices
+# bits of the largest error and of the largest element, sums of squared errors and of squares,
+# counts of NaN, infinity and overflow, and the sum of the statistics
 _SUMS = ("i32", "i32", "double", "double", "i32", "i32", "i32", "double")
 _SHARED = f"""
 @sums = internal addrspace(3) global [{TALLY_NBYTES // 8} x i64] undef, align 8
@@ -41,23 +36,23 @@ _SHARED = f"""
 
 
 def blocks(tensor: Units, numel: int) -> int:
-    """How many blocks to launch for some elements: any other number gives the same codes."""
+    """Return how many blocks to launch for ``numel`` elements; any number gives the same codes."""
     units = -(-numel // tensor.unit_numel)
     a_row_each = tensor.device_recipe.numel == 0
     return min(max(units if a_row_each else -(-units // _WARPS), 1), _MAX_BLOCKS)
 
 
 def quant_ptx(tensor: Units, src: DType) -> str:
-    """PTX of the kernel of a scheme: ``quantise(src, out, numel, tally, statistics, unit)``.
+    """Return PTX of a scheme's kernel: ``quantise(src, out, numel, tally, statistics, unit)``.
 
-    All are 64 bits. It quantizes ``numel`` elements from device address ``src`` on (a multiple of
-    the size of an element), which begin with a unit and end with one or with the tensor, to codes
-    from device address ``out`` on (a multiple of 2 for schemes of GGUF). From ``statistics`` on (a
-    multiple of 4) it writes a float32 a unit, if the scheme has statistics. ``unit`` is
-    `Quantized.unit_numel`; kernels of blocks do not use it. Errors and counts are added to the
-    `Tally` at device address ``tally`` (a multiple of 8). A launch takes fewer than 2^32 elements.
-    It is launched in any number of blocks (`blocks` suggests one) of `BLOCK_THREADS` threads in one
-    dimension, without dynamic shared memory.
+    All are 64 bits. The kernel quantizes ``numel`` elements from device address ``src`` on (a
+    multiple of the size of an element), which begin with a unit and end with one or with the
+    tensor, to codes from device address ``out`` on (a multiple of 2 for schemes of GGUF). From
+    ``statistics`` on (a multiple of 4) it writes a float32 a unit, if the scheme has statistics.
+    ``unit`` is `Quantized.unit_numel`; kernels of blocks do not use it. Errors and counts are added
+    to the `Tally` at device address ``tally`` (a multiple of 8). A launch takes fewer than 2^32
+    elements. It is launched in any number of blocks (`blocks` suggests one) of `BLOCK_THREADS`
+    threads in one dimension, without dynamic shared memory.
 
     Raises:
         UnsupportedCastError: as `kept_ptx`.
@@ -81,7 +76,7 @@ class _Writer(UnitWriter):
         self.members = BLOCK_THREADS if self.is_row else WARP  # threads of a unit
 
     def text(self) -> str:
-        """The kernel's IR."""
+        """Return the kernel's IR."""
         recipe, t = self.recipe, self.t
         t.clear_shared("i64", TALLY_NBYTES // 8)
         t.lines += [
@@ -148,7 +143,7 @@ class _Writer(UnitWriter):
         return [error, largest, squared_error, squared, nans, infs, overs, total]
 
     def _load(self, source: str, index: str, stop: str) -> str:
-        """An element; past the tensor's end, 0."""
+        """Write IR that loads an element of a unit; 0 past the tensor's end."""
         t = self.t
         exists = t.op("icmp ult", "i64", index, stop)
         x = t.load(self.lane, self.src.itemsize, source, t.select(exists, "i64", index, 0))
@@ -157,11 +152,11 @@ class _Writer(UnitWriter):
     def _over(
         self, stop: str, carried: list[tuple[str, str]], body: Callable[[str, list[str]], list[str]]
     ) -> list[str]:
-        """A loop over a thread's elements of a unit."""
+        """Write a loop over the elements of a unit that one thread takes; see `ir.loop`."""
         return loop(self.t, "%start", stop, self.members * self.each, carried, body)
 
     def _scan(self, source: str, stop: str, counts: list[str]) -> tuple[str, list[str]]:
-        """The largest finite magnitude of a unit, in all its threads; and the counts after it."""
+        """Write IR of a unit's largest finite magnitude, in all of its threads; update counts."""
         t = self.t
 
         def body(at: str, carried: list[str]) -> list[str]:
@@ -182,7 +177,7 @@ class _Writer(UnitWriter):
         return maximum(self.t, "i32", a, b)
 
     def _summed(self, x: str) -> str:
-        """The sum of a float64 of all threads of a warp."""
+        """Write IR of the sum of a float64 over all threads of a warp."""
         t = self.t
         for distance in (16, 8, 4, 2, 1):
             bits = t.convert("bitcast", "double", x, "i64")
@@ -198,7 +193,7 @@ class _Writer(UnitWriter):
         return x
 
     def _in_block(self, most: str) -> str:
-        """The maximum of all warps of a block."""
+        """Write IR of the maximum of an i32 over all warps of a block."""
         t = self.t
 
         def place(index: str) -> str:
@@ -216,7 +211,7 @@ class _Writer(UnitWriter):
         return found
 
     def _with_sign(self, source: str, most: str, value: str) -> str:
-        """The largest magnitude, with the sign of the first element that has it: one a thread."""
+        """Write IR of the largest magnitude with its first element's sign; one element a thread."""
         t = self.t
         assert self.recipe.numel == WARP
         x = clean(t, self.source, self._load(source, "%member", "%unit"), most)
@@ -246,7 +241,7 @@ class _Writer(UnitWriter):
         t.store("i8", 1, t.convert("trunc", "i32", byte, "i8"), out, at)
 
     def _add_sums(self, ends: list[str]) -> None:
-        """Add each thread's sums to the tally."""
+        """Write IR that adds each thread's sums to the tally."""
         t = self.t
         error, largest, squared_error, squared, *counts, total = ends
         t.barrier()  # after the clearing
@@ -279,7 +274,7 @@ class _Writer(UnitWriter):
         t.when("%is.first", to_tally)
 
 
-#: How each sum joins those of other threads: operation, type, and place in a tally.
+#: How each sum is added to a tally: atomic operation, type, byte offset.
 _ADDED = (
     *(("umax", "i32", 0), ("umax", "i32", 4), ("fadd", "double", 8), ("fadd", "double", 16)),
     *(("add", "i64", 24), ("add", "i64", 32), ("add", "i64", 40), ("fadd", "double", 48)),

@@ -1,9 +1,9 @@
 """LLVM IR that quantizes units on the host, from a scheme's own instructions: see `Recipe`.
 
-A unit takes two passes over it while it is in the cache: its largest magnitude, then its codes. The
-first is a maximum of integers. Only if that is not finite are NaN and infinity counted, one element
-after the other; making them finite takes a few integer instructions, and is always done. Errors are
-float32 differences, and squares are summed in float64.
+A kernel passes twice over a unit while it is in the cache: for its largest magnitude, a maximum of
+integers, then for its codes. Only if the maximum is not finite are NaN and infinity counted, one
+element after the other; their replacement takes a few integer instructions in every unit. Errors
+are float32 differences, and squares are summed in float64.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import Structure, c_double, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,8 @@ from streamload.codecs.ir import (
     loop,
     magnitude_bits,
     maximum,
+    numbers,
+    shuffle,
     splat,
     square_sum,
     to_float,
@@ -33,29 +35,28 @@ from streamload.codecs.llvm import HostFunction, Kernel
 from streamload.codecs.parts import QuantCounts
 from streamload.core.dtypes import F16, DType
 
-#: One code in a byte; two, the first in the high bits ("pairs") or in the low ones ("low pairs");
-#: two, one of the unit's first half in the low bits ("halves"); ten of 3 bits in a little-endian
-#: uint32, the first in the low bits ("tens").
+#: How codes are packed: one in a byte; two, the first in the high bits ("pairs") or in the low ones
+#: ("low pairs"); two, codes of the unit's first half in the low bits ("halves"); ten of 3 bits in a
+#: little-endian uint32, the first in the low bits ("tens").
 Packing = Literal["bytes", "pairs", "low pairs", "halves", "tens"]
 
 FUNCTION = HostFunction("quantise", (*3 * (c_void_p,), c_uint64, c_uint64, c_void_p))
-_WIDTH = 32  # elements of a step; every block is a multiple, but for those of words
-_WORD_NBYTES, _WORDS_WIDTH = 4, 8
-_IN_WORDS: Mapping[Packing, int] = {"tens": 10}  # codes of a word
-_UNROLLED = 128  # blocks up to here are straight-line code
+_WIDTH = 32  # elements of a step; divides every block of bytes
+_WORD_NBYTES, _WORDS_WIDTH, _TENS = 4, 8, 10  # bytes of a word, elements of a step, codes of a word
+_UNROLLED = 128  # blocks of up to so many elements are straight-line code
 # bits of the largest error, the sum of squared errors, the sum of squares
 _SUMS = ("i32", "double", "double")
 
 
 @dataclass(frozen=True, slots=True)
 class Scalars:
-    """What a recipe makes of a unit's largest magnitude.
+    """The IR values that `Recipe.scalars` computes for a unit.
 
     Attributes:
-        elements: float32 values that its elements need.
-        header: an i16 that is stored before the codes.
-        statistic: the float32 statistic.
-        overflowed: an i1: float16 does not reach the unit's scale.
+        elements: float32 values that `Recipe.encode` takes for every element.
+        header: the i16 stored before the codes, or "".
+        statistic: the unit's float32 statistic, or "".
+        overflowed: an i1, set if float16 cannot hold the unit's scale, or "".
     """
 
     elements: tuple[str, ...]
@@ -65,13 +66,13 @@ class Scalars:
 
 
 class Recipe(ABC):
-    """A scheme's own instructions, for the host and for CUDA; equal ones share a kernel.
+    """A scheme's instructions for a unit, on the host and on CUDA; equal recipes share a kernel.
 
     Attributes:
-        numel: elements of a unit; 0 if each call gives it.
-        packing: the order of the codes of a unit.
+        numel: elements of a unit; 0 if the kernel's caller passes it.
+        packing: how the codes of a unit are packed.
         header_nbytes: bytes of a unit before its codes.
-        signed: whether the largest element keeps its sign; of several, the first counts.
+        signed: whether `scalars` takes the largest magnitude with the sign of its first element.
         goes_through_half: whether elements beyond float16 are counted.
     """
 
@@ -83,21 +84,21 @@ class Recipe(ABC):
 
     @abstractmethod
     def scalars(self, one: Vector, largest: str) -> Scalars:
-        """Instructions for a unit, from its float32 largest magnitude (with a sign if `signed`)."""
+        """Write IR of a unit's scale and the like, from its float32 largest magnitude."""
 
     @abstractmethod
     def encode(self, v: Vector, x: str, scalars: Sequence[str]) -> tuple[str, str]:
-        """Instructions for float32 elements: their codes (i32, low bits), and these decoded.
+        """Write IR of elements' codes (i32, low bits), and of the float32 that codes decode to.
 
         Args:
-            v: receives them.
-            x: finite elements.
-            scalars: `Scalars.elements`, each in every element.
+            v: receives the instructions.
+            x: finite float32 elements.
+            scalars: `Scalars.elements`, each as a vector like ``x``.
         """
 
 
 class Tally(Structure):
-    """What a kernel adds to: errors and counts of all units of its calls."""
+    """The C struct to which kernels add errors and counts of the units that they encode."""
 
     _fields_ = (
         ("largest_error", c_uint32),  # bits of a float32
@@ -107,11 +108,11 @@ class Tally(Structure):
         ("nan", c_uint64),
         ("inf", c_uint64),
         ("overflowed", c_uint64),
-        ("statistics", c_double),  # their sum, where a device has them
+        ("statistics", c_double),  # the sum of statistics, on CUDA alone
     )
 
     def counts(self, numel: int) -> QuantCounts:
-        """The counts of ``numel`` elements."""
+        """Return the tally as the counts of ``numel`` elements."""
         error, largest = struct.unpack("<2f", struct.pack("<2I", self.largest_error, self.largest))
         error = math.inf if math.isnan(error) else error
         squared_error = math.inf if math.isnan(self.squared_error) else self.squared_error
@@ -121,7 +122,14 @@ class Tally(Structure):
 
 
 class UnitWriter:
-    """Instructions that the kernels of a recipe share; ``count``, ``most``: types of these."""
+    """Writes the IR that a recipe's kernels for host and CUDA share.
+
+    Args:
+        recipe: the scheme's instructions.
+        src: dtype of the elements.
+        count: IR type of counts.
+        most: IR type of the largest magnitude.
+    """
 
     def __init__(self, recipe: Recipe, src: DType, count: str, most: str) -> None:
         self.recipe, self.src = recipe, src
@@ -131,11 +139,11 @@ class UnitWriter:
         self.half_start = overflow_start(src, F16) if recipe.goes_through_half else None
 
     def magnitude(self, v: Vector, x: str) -> str:
-        """The magnitude of elements, as integers."""
+        """Write IR of the magnitudes of elements, as integers."""
         return v.op("and", self.lane, x, self.source.magnitude)
 
     def scanned(self, v: Vector, x: str, carried: list[str]) -> list[str]:
-        """The largest finite magnitude, and counts of NaN, infinity and beyond float16, after x."""
+        """Update (largest finite magnitude, counts of NaN, infinity, beyond float16) by ``x``."""
         most, nans, infs, overs = carried
         special, magnitude = self.source.special, self.magnitude(v, x)
         is_finite = v.op("icmp ult", self.lane, magnitude, special)
@@ -151,7 +159,7 @@ class UnitWriter:
         return [most, nans, infs, overs]
 
     def with_infinities(self, v: Vector, most: str, infs: str, overs: str) -> str:
-        """Elements beyond float16 of a unit, in which an infinity counts as the largest."""
+        """Count a unit's infinities as beyond float16 if its largest finite magnitude is."""
         if self.half_start is None:
             return overs
         is_over = v.op("icmp uge", self.most, most, self.half_start)
@@ -160,7 +168,7 @@ class UnitWriter:
     def encoded(
         self, v: Vector, x: str, most: str, scalars: Sequence[str], sums: Sequence[str]
     ) -> tuple[str, list[str]]:
-        """The codes of elements; the largest error and the sums of squares after them."""
+        """Write IR of elements' codes, and of `_SUMS` (errors and squares) updated by elements."""
         error, squared_error, squared = sums
         value = to_float(v, self.src, clean(v, self.source, x, most))
         code, decoded = self.recipe.encode(v, value, scalars)
@@ -174,17 +182,17 @@ class UnitWriter:
 
 
 class _Writer(UnitWriter):
-    """The kernel for the host; instructions of all widths go to one list."""
+    """Writes the host's kernel; instructions of all vector widths share one list."""
 
     def __init__(self, recipe: Recipe, src: DType, native_half: bool) -> None:
         super().__init__(recipe, src, "i64", f"i{src.bits}")
-        widths = 1, _WORDS_WIDTH if recipe.packing in _IN_WORDS else _WIDTH
+        widths = 1, _WORDS_WIDTH if recipe.packing == "tens" else _WIDTH
         self.one, self.wide = (Vector(width, native_half) for width in widths)
         self.one.lines = self.wide.lines
-        self.begun = ""  # the word that the last step did not fill
+        self.begun = ""  # the word that the last step left incomplete
 
     def text(self) -> list[str]:
-        """The instructions of the kernel's body."""
+        """Return the instructions of the kernel's body."""
         v, one = self.wide, self.one
         sums = [(v.type(of), "zeroinitializer") for of in _SUMS]
         sums += [(of, "0" if of == "i32" else "0.0") for of in (*_SUMS, "i32")]
@@ -216,18 +224,27 @@ class _Writer(UnitWriter):
 
     def _over(
         self,
-        carried: tuple[Sequence[tuple[str, str]], Sequence[tuple[str, str]]],
+        wide: Sequence[tuple[str, str]],
+        narrow: Sequence[tuple[str, str]],
         body: Callable[[Vector, str, list[str]], Sequence[str]],
     ) -> list[str]:
-        """A body for all elements of a unit, by vectors, and for those that are left one by one."""
-        wide, narrow = carried
+        """Write ``body`` for a unit's elements, by vectors, then one by one for the rest.
+
+        Args:
+            wide: (IR type, first value) of each value that the steps by vectors carry.
+            narrow: the same of steps by one element.
+            body: writes a step at an index from carried values, and returns their updates.
+
+        Returns:
+            The carried values at the end, wide and narrow.
+        """
         if 0 < self.recipe.numel <= _UNROLLED:
             ends = [value for _, value in wide]
             for at in range(0, self.recipe.numel, self.wide.width):
                 ends = list(body(self.wide, str(at), ends))
         else:
             ends = loop(self.one, "0", "%whole", _WIDTH, wide, lambda i, c: body(self.wide, i, c))
-        if self.recipe.numel:  # of whole vectors
+        if self.recipe.numel:  # whole vectors only
             return [*ends, *(value for _, value in narrow)]
         rest = loop(self.one, "%whole", "%numel", 1, narrow, lambda i, c: body(self.one, i, c))
         return [*ends, *rest]
@@ -237,23 +254,21 @@ class _Writer(UnitWriter):
         return v.emit(f"load {v.type(self.lane)}, ptr {place}, align 1")
 
     def _largest(self, source: str) -> str:
-        """The largest magnitude of a unit, NaN and infinity included."""
+        """Write IR of a unit's largest magnitude, NaN and infinity included."""
 
         def body(v: Vector, at: str, carried: list[str]) -> list[str]:
             x = self._load(v, source, at)
             return [maximum(v, self.lane, carried[0], self.magnitude(v, x))]
 
         of = self.wide.type(self.lane)
-        wide, narrow = self._over(([(of, "zeroinitializer")], [(self.lane, "0")]), body)
-        return maximum(self.one, self.lane, self._reduced("umax", self.lane, wide), narrow)
-
-    def _reduced(self, name: str, scalar: str, value: str) -> str:
-        return self.wide.emit(self.wide.reduced(name, scalar, value))
+        wide, narrow = self._over([(of, "zeroinitializer")], [(self.lane, "0")], body)
+        reduced = self.wide.emit(self.wide.reduced("umax", self.lane, wide))
+        return maximum(self.one, self.lane, reduced, narrow)
 
     def _finite(self, source: str, largest: str) -> str:
-        """The largest finite magnitude of a unit; counts NaN, infinity, and what half cannot hold.
+        """Write IR of a unit's largest finite magnitude; it adds other elements to the tally.
 
-        Most units have none of them, and are not read again.
+        Most units have no NaN, infinity or overflow, and are not read again.
         """
         one, lane = self.one, self.lane
         start = self.source.special if self.half_start is None else self.half_start
@@ -272,14 +287,14 @@ class _Writer(UnitWriter):
         return one.emit(f"phi {lane} [{largest}, %scan.test], [{most}, %scan.yes]")
 
     def _add(self, slot: int, value: str) -> None:
-        """Add to a count of the tally; slots are of 8 bytes."""
+        """Write IR that adds an i64 to item ``slot`` (8 bytes each) of the tally."""
         one = self.one
         place = one.emit(f"getelementptr i64, ptr %tally, i64 {slot}")
         before = one.emit(f"load i64, ptr {place}")
         one.lines.append(f"store i64 {one.op('add', 'i64', before, value)}, ptr {place}")
 
     def _with_sign(self, source: str, largest: str, value: str) -> str:
-        """The largest magnitude, with the sign of the first element that has it."""
+        """Write IR of the largest magnitude with the sign of the first element that has it."""
         v, one, lane = self.wide, self.one, self.lane
         assert self.recipe.numel == _WIDTH
         most = splat(v, lane, largest)
@@ -294,13 +309,13 @@ class _Writer(UnitWriter):
     def _codes(
         self, source: str, out: str, largest: str, scalars: Scalars, carried: list[str]
     ) -> list[str]:
-        recipe = self.recipe
+        """Write IR that encodes a unit's elements; return the updated wide and narrow `_SUMS`."""
         values = {
             w.width: (
                 splat(w, self.lane, largest),
                 [splat(w, "float", value) for value in scalars.elements],
             )
-            for w in (self.wide, *(() if recipe.numel else (self.one,)))
+            for w in (self.wide, *(() if self.recipe.numel else (self.one,)))
         }
 
         def body(v: Vector, at: str, sums: list[str]) -> list[str]:
@@ -309,30 +324,20 @@ class _Writer(UnitWriter):
             self._store(v, code, out, at)
             return ends
 
-        types = [[w.type(of) for of in _SUMS] for w in (self.wide, self.one)]
-        wide, narrow = (
-            list(zip(of, some, strict=True))
-            for of, some in zip(types, (carried[:3], carried[3:]), strict=True)
-        )
-        return self._over((wide, narrow), body)
+        wide = zip(map(self.wide.type, _SUMS), carried[:3], strict=True)
+        return self._over(list(wide), list(zip(_SUMS, carried[3:], strict=True)), body)
 
     def _store(self, v: Vector, codes: str, out: str, at: str) -> None:
         packing, width = self.recipe.packing, v.width
-        if packing in _IN_WORDS:
+        if packing == "tens":
             self._store_words(v, codes, out, at)
             return
         codes = v.convert("trunc", "i32", codes, "i8")
         if packing != "bytes":
-            half = width // 2
-            firsts = range(half) if packing == "halves" else range(0, width, 2)
-            seconds = range(half, width) if packing == "halves" else range(1, width, 2)
-            low, high = (
-                v.emit(
-                    f"shufflevector <{width} x i8> {codes}, <{width} x i8> poison, "
-                    f"<{half} x i32> <{', '.join(f'i32 {index}' for index in indices)}>"
-                )
-                for indices in (firsts, seconds)
-            )
+            half, order = width // 2, range(width)
+            halves = order[:half], order[half:]
+            orders = halves if packing == "halves" else (order[::2], order[1::2])
+            low, high = (shuffle(v, f"<{width} x i8>", codes, "poison", each) for each in orders)
             if packing == "pairs":
                 low, high = high, low
             shifted = v.emit(f"shl <{half} x i8> {high}, splat (i8 4)")
@@ -344,26 +349,26 @@ class _Writer(UnitWriter):
         v.lines.append(f"store {of} {codes}, ptr {place}, align 1")
 
     def _store_words(self, v: Vector, codes: str, out: str, at: str) -> None:
-        """Add a step's codes to the words that they are in, and store those that are full."""
-        first, in_word = int(at), _IN_WORDS[self.recipe.packing]
+        """Write IR that puts a step's codes into words of ten, and stores the complete words."""
+        first, bits = int(at), 8 * _WORD_NBYTES // _TENS
         indices = range(first, first + v.width)
-        bits = 8 * _WORD_NBYTES // in_word
-        shifted = v.op("shl", "i32", codes, _numbers(bits * (i % in_word) for i in indices))
-        for word in range(first // in_word, indices[-1] // in_word + 1):
-            masks = [-(i // in_word == word) for i in indices]
-            mine = shifted if all(masks) else v.op("and", "i32", shifted, _numbers(masks))
-            if first > word * in_word:
+        shifted = v.op("shl", "i32", codes, numbers(bits * (i % _TENS) for i in indices))
+        for word in range(first // _TENS, indices[-1] // _TENS + 1):
+            masks = [-(i // _TENS == word) for i in indices]
+            mine = shifted if all(masks) else v.op("and", "i32", shifted, numbers(masks))
+            if first > word * _TENS:
                 mine = v.op("or", "i32", self.begun, mine)
             self.begun = mine
-            if (word + 1) * in_word <= indices.stop:
+            if (word + 1) * _TENS <= indices.stop:
                 full = v.emit(v.reduced("or", "i32", mine))
                 place = v.emit(f"getelementptr i8, ptr {out}, i64 {word * _WORD_NBYTES}")
                 v.lines.append(f"store i32 {full}, ptr {place}, align 1")
 
     def _add_sums(self, ends: list[str]) -> None:
-        """Add the sums of all units to the tally."""
+        """Write IR that adds the `_SUMS` of all units to the tally."""
         one = self.one
-        errors = maximum(one, "i32", self._reduced("umax", "i32", ends[0]), ends[3])
+        reduced = self.wide.emit(self.wide.reduced("umax", "i32", ends[0]))
+        errors = maximum(one, "i32", reduced, ends[3])
         for index, value in ((0, errors), (1, ends[6])):
             place = one.emit(f"getelementptr i32, ptr %tally, i64 {index}")
             before = one.emit(f"load i32, ptr {place}")
@@ -374,31 +379,22 @@ class _Writer(UnitWriter):
             place = one.emit(f"getelementptr double, ptr %tally, i64 {slot}")
             before = one.emit(f"load double, ptr {place}")
             start = one.op("fadd", "double", before, narrow)
-            total = one.emit(
-                f"call double @llvm.vector.reduce.fadd.v{self.wide.width}f64"
-                f"(double {start}, {of} {wide})"
-            )
+            reduce = f"call double @llvm.vector.reduce.fadd.v{self.wide.width}f64"
+            total = one.emit(f"{reduce}(double {start}, {of} {wide})")
             one.lines.append(f"store double {total}, ptr {place}")
 
 
-def _numbers(values: Iterable[int]) -> str:
-    return f"<{', '.join(f'i32 {value}' for value in values)}>"
-
-
 def kernel_ir(recipe: Recipe, src: DType, *, native_half: bool, architecture: str) -> str:
-    """LLVM IR of ``void quantise(src, out, statistics, units, unit, tally)``.
+    """Return LLVM IR of ``void quantise(src, out, statistics, units, unit, tally)``.
 
-    It quantises ``units`` units of ``unit`` elements each from ``src`` on to codes from ``out`` on,
-    writes a float32 a unit from ``statistics`` on where the recipe has one, and adds to a `Tally`.
-
-    For ``native_half`` and ``architecture`` see `cast.kernel_ir`.
+    The kernel quantizes ``units`` units of ``unit`` elements each from ``src`` on to codes from
+    ``out`` on, writes a float32 a unit from ``statistics`` on if the recipe has statistics, and
+    adds to a `Tally`. For ``native_half`` and ``architecture`` see `cast.kernel_ir`.
     """
     writer = _Writer(recipe, src, native_half)
     numel = str(recipe.numel) if recipe.numel else "%unit"
-    # codes of so many bytes are in one of so many
-    nbytes, codes = (1, 1 if recipe.packing == "bytes" else 2)
-    if recipe.packing in _IN_WORDS:
-        nbytes, codes = _WORD_NBYTES, _IN_WORDS[recipe.packing]
+    # how many codes are packed together, and into how many bytes
+    codes, nbytes = {"bytes": (1, 1), "tens": (_TENS, _WORD_NBYTES)}.get(recipe.packing, (2, 1))
     sizes = (
         f"%numel = add i64 {numel}, 0",
         f"%unit.steps = udiv i64 %numel, {codes}",
@@ -411,5 +407,5 @@ def kernel_ir(recipe: Recipe, src: DType, *, native_half: bool, architecture: st
 
 
 def compile_kernel(recipe: Recipe, src: DType, name: str) -> Kernel:
-    """Return the kernel of a recipe; ``name`` is the scheme's, see `HostFunction.kernel`."""
+    """Compile the kernel of the scheme ``name`` from its recipe; see `HostFunction.kernel`."""
     return FUNCTION.kernel((recipe, src), (src.name, name), partial(kernel_ir, recipe, src))

@@ -1,8 +1,8 @@
-"""Instructions of LLVM IR that kernels share, for the host and for CUDA.
+"""Writers of LLVM IR that kernels share, for the host and for CUDA.
 
-Conversions go through float32 bits: `WIDEN` widens a value (float64 comes down to float32 rounded
-to odd), `NARROW` narrows it, so that it is rounded once. Rounding to odd keeps in the last bit
-whether anything was lost, and float32 has more than two bits beyond both 16-bit formats (S. Boldo
+Casts go through float32 bits: `WIDEN` makes them (of float64 rounded to odd), and `NARROW` makes
+the target, so that a value is rounded once in all. Rounding to odd keeps in the last bit whether
+anything was lost, and float32 has more than two bits beyond both 16-bit formats (S. Boldo
 and G. Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding
 to odd", IEEE Transactions on Computers 57(4), 2008).
 """
@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from streamload.codecs.floats import FLOATS, FloatFormat
 from streamload.core.dtypes import DType
 
 
 class Vector:
-    """Straight-line IR over ``width`` elements at a time.
+    """Collects IR instructions on vectors of ``width`` elements.
 
-    Operands are names of values, or numbers, which stand for that number in every element.
+    Operands are names of IR values, or numbers, which mean that number in every element. Methods
+    that add an instruction return the name of its value.
 
     Attributes:
-        width: elements.
-        native_half: there are instructions between float16 and float32.
-        lines: the instructions, one each.
+        width: elements of a vector; 1 for scalars.
+        native_half: whether the CPU converts between float16 and float32.
+        lines: the instructions so far.
     """
 
     def __init__(self, width: int, native_half: bool) -> None:
@@ -33,46 +35,47 @@ class Vector:
         self.lines: list[str] = []
 
     def type(self, scalar: str) -> str:
-        """The type of elements of a scalar type."""
+        """Return the IR type of a vector of a scalar type."""
         # not <1 x T>: LLVM 20 aborts on <1 x half> for AArch64
         return scalar if self.width == 1 else f"<{self.width} x {scalar}>"
 
     def emit(self, instruction: str) -> str:
-        """Add an instruction; returns the name of its value."""
+        """Add an instruction; return the name of its value."""
         name = f"%v{len(self.lines)}"
         self.lines.append(f"{name} = {instruction}")
         return name
 
     def op(self, name: str, scalar: str, *operands: str | float) -> str:
-        """An operation on operands of one type."""
-        texts = ", ".join(self._operand(scalar, operand) for operand in operands)
+        """Add operation ``name`` on operands of one type."""
+        texts = ", ".join(self.operand(scalar, operand) for operand in operands)
         return self.emit(f"{name} {self.type(scalar)} {texts}")
 
     def convert(self, name: str, scalar: str, value: str, target: str) -> str:
-        """A conversion from one scalar type to another."""
+        """Add conversion ``name`` of a value from type ``scalar`` to ``target``."""
         return self.emit(f"{name} {self.type(scalar)} {value} to {self.type(target)}")
 
     def as_bits(self, value: str) -> str:
-        """The bits of float32 values."""
+        """Add the bitcast of float32 values to i32."""
         return self.convert("bitcast", "float", value, "i32")
 
     def as_float(self, bits: str) -> str:
-        """Float32 values of bits."""
+        """Add the bitcast of i32 bits to float32 values."""
         return self.convert("bitcast", "i32", bits, "float")
 
     def select(self, mask: str, scalar: str, yes: str | float, no: str | float) -> str:
-        """One of two values, element by element."""
-        texts = (f"{self.type(scalar)} {self._operand(scalar, value)}" for value in (yes, no))
+        """Add the choice of ``yes`` where ``mask`` is set, else ``no``, for each element."""
+        texts = (f"{self.type(scalar)} {self.operand(scalar, value)}" for value in (yes, no))
         return self.emit(f"select {self.type('i1')} {mask}, {', '.join(texts)}")
 
     def reduced(self, name: str, scalar: str, value: str) -> str:
-        """The instruction that makes one scalar of all elements; ``name`` is "add" or "or"."""
+        """Return, but do not add, the reduction of all elements by "add", "or" or "umax"."""
         if self.width == 1:
             return f"{name} {scalar} {value}, 0"
         of = self.type(scalar)
         return f"call {scalar} @llvm.vector.reduce.{name}.v{self.width}{scalar}({of} {value})"
 
-    def _operand(self, scalar: str, value: str | float) -> str:
+    def operand(self, scalar: str, value: str | float) -> str:
+        """Return the text of an operand: a value's name, or a number in every element."""
         if isinstance(value, str):
             return value
         # LLVM writes a float constant as the bits of the double of the same value
@@ -84,29 +87,27 @@ def _same(v: Vector, x: str) -> str:
     return x
 
 
-def _widen_by_integers(source: FloatFormat) -> Callable[[Vector, str], str]:
-    def widen(v: Vector, x: str) -> str:
-        wide = v.convert("zext", f"i{source.bits}", x, "i32")
-        magnitude = v.op("and", "i32", wide, source.magnitude)
-        sign = v.op("shl", "i32", v.op("xor", "i32", wide, magnitude), 32 - source.bits)
-        shifted = v.op("shl", "i32", magnitude, 23 - source.mantissa_bits)
-        normal = v.op("add", "i32", shifted, (127 - source.bias) << 23)
-        # a subnormal is an integer times a power of two, and normal in float32
-        units = v.convert("sitofp", "i32", magnitude, "float")
-        scaled = v.op("fmul", "float", units, 2.0 ** (1 - source.bias - source.mantissa_bits))
-        subnormal = v.as_bits(scaled)
-        is_subnormal = v.op("icmp ult", "i32", magnitude, 1 << source.mantissa_bits)
-        finite = v.select(is_subnormal, "i32", subnormal, normal)
-        is_special = v.op("icmp uge", "i32", magnitude, source.special)
-        special = v.op("or", "i32", shifted, 0x7F800000)
-        return v.op("or", "i32", v.select(is_special, "i32", special, finite), sign)
-
-    return widen
+def _widen_by_integers(v: Vector, x: str, code: str) -> str:
+    source = FLOATS[code]
+    wide = v.convert("zext", f"i{source.bits}", x, "i32")
+    magnitude = v.op("and", "i32", wide, source.magnitude)
+    sign = v.op("shl", "i32", v.op("xor", "i32", wide, magnitude), 32 - source.bits)
+    shifted = v.op("shl", "i32", magnitude, 23 - source.mantissa_bits)
+    normal = v.op("add", "i32", shifted, (127 - source.bias) << 23)
+    # a subnormal is an integer times a power of two, and normal in float32
+    units = v.convert("sitofp", "i32", magnitude, "float")
+    scaled = v.op("fmul", "float", units, 2.0 ** (1 - source.bias - source.mantissa_bits))
+    subnormal = v.as_bits(scaled)
+    is_subnormal = v.op("icmp ult", "i32", magnitude, 1 << source.mantissa_bits)
+    finite = v.select(is_subnormal, "i32", subnormal, normal)
+    is_special = v.op("icmp uge", "i32", magnitude, source.special)
+    special = v.op("or", "i32", shifted, 0x7F800000)
+    return v.op("or", "i32", v.select(is_special, "i32", special, finite), sign)
 
 
 def _widen_f16(v: Vector, x: str) -> str:
     if not v.native_half:
-        return _widen_by_integers(FLOATS["F16"])(v, x)
+        return _widen_by_integers(v, x, "F16")
     half = v.convert("bitcast", "i16", x, "half")
     return v.as_bits(v.convert("fpext", "half", half, "float"))
 
@@ -116,19 +117,19 @@ def _widen_bf16(v: Vector, x: str) -> str:
 
 
 def widen_f32(v: Vector, x: str) -> str:
-    """Float32 bits to float64 bits."""
+    """Write IR from float32 bits to float64 bits."""
     value = v.as_float(x)
     return v.convert("bitcast", "double", v.convert("fpext", "float", value, "double"), "i64")
 
 
 def nearest_f32(v: Vector, x: str) -> str:
-    """Float64 bits to float32 bits, to nearest."""
+    """Write IR from float64 bits to float32 bits, rounded to nearest."""
     value = v.convert("bitcast", "i64", x, "double")
     return v.as_bits(v.convert("fptrunc", "double", value, "float"))
 
 
 def _odd_f32(v: Vector, x: str) -> str:
-    """Float64 bits to float32 bits rounded to odd: towards zero, the last bit set if inexact."""
+    """Write IR from float64 bits to float32 bits: truncated, the last bit set if inexact."""
     nearest = nearest_f32(v, x)
     lengths = [
         v.convert("bitcast", "i64", v.op("and", "i64", bits, FLOATS["F64"].magnitude), "double")
@@ -172,16 +173,16 @@ def _narrow_to_bf16(v: Vector, x: str) -> str:
     return v.convert("trunc", "i32", bits, "i16")
 
 
-#: by code: elements, as integers, to float32 bits (float64 rounded to odd).
+#: dtype code to a writer of IR from elements, as integers, to float32 bits (float64 rounded to odd)
 WIDEN: Mapping[str, Callable[[Vector, str], str]] = {
-    "F8_E5M2": _widen_by_integers(FLOATS["F8_E5M2"]),
-    "F8_E4M3": _widen_by_integers(FLOATS["F8_E4M3"]),
+    "F8_E5M2": partial(_widen_by_integers, code="F8_E5M2"),
+    "F8_E4M3": partial(_widen_by_integers, code="F8_E4M3"),
     "F16": _widen_f16,
     "BF16": _widen_bf16,
     "F32": _same,
     "F64": _odd_f32,
 }
-#: by code: float32 bits to elements, as integers, to nearest even.
+#: dtype code to a writer of IR from float32 bits to elements, as integers, to nearest even
 NARROW: Mapping[str, Callable[[Vector, str], str]] = {
     "F16": _narrow_to_f16,
     "BF16": _narrow_to_bf16,
@@ -189,7 +190,7 @@ NARROW: Mapping[str, Callable[[Vector, str], str]] = {
     "F64": widen_f32,
 }
 
-#: architecture to (enter, leave): the default floating-point environment, then the caller's again
+#: architecture to IR that enters the default floating-point environment, and IR that leaves it
 ENVIRONMENT: Mapping[str, tuple[str, str]] = {
     "x86_64": (
         """%saved = alloca i32
@@ -208,14 +209,35 @@ ENVIRONMENT: Mapping[str, tuple[str, str]] = {
 
 
 def kernel_text(symbol: str, parameters: str, body: Iterable[str], architecture: str = "") -> str:
-    """IR of a kernel; where the architecture is known, it runs in the default environment."""
+    """Return IR of a kernel; on a known architecture it sets `ENVIRONMENT` around its body."""
     enter, leave = ENVIRONMENT.get(architecture, ("", ""))
     lines = "\n  ".join((enter, *body, leave))
     return f"define void @{symbol}({parameters}) nounwind {{\nentry:\n  {lines}\n  ret void\n}}\n"
 
 
+def numbers(values: Iterable[int]) -> str:
+    """Return the IR text of a constant vector of i32."""
+    return f"<{', '.join(f'i32 {value}' for value in values)}>"
+
+
+def shuffle(v: Vector, of: str, a: str, b: str, order: Sequence[int]) -> str:
+    """Write IR of elements of two vectors of type ``of``; ``order`` counts b's after a's."""
+    return v.emit(f"shufflevector {of} {a}, {of} {b}, <{len(order)} x i32> {numbers(order)}")
+
+
+def chosen(
+    v: Vector, scalar: str, masks: Iterable[str], values: Sequence[str | float]
+) -> str | float:
+    """Write IR of one of 2^n values for each element; ``masks``: its index's bits, low first."""
+    some = list(values)
+    for mask in masks:
+        pairs = zip(some[1::2], some[::2], strict=True)
+        some = [v.select(mask, scalar, high, low) for high, low in pairs]
+    return some[0]
+
+
 def splat(v: Vector, scalar: str, value: str) -> str:
-    """A scalar in every element."""
+    """Write IR of a vector that has a scalar in every element."""
     if v.width == 1:
         return value
     of = v.type(scalar)
@@ -224,33 +246,31 @@ def splat(v: Vector, scalar: str, value: str) -> str:
 
 
 def maximum(v: Vector, scalar: str, a: str, b: str) -> str:
-    """The larger of two unsigned integers, element by element."""
+    """Write IR of the larger of two unsigned integers, for each element."""
     return _intrinsic(v, "umax", scalar, a, b)
 
 
 def minimum(v: Vector, scalar: str, a: str, b: str | int) -> str:
-    """The smaller of two unsigned integers, element by element; the second may be a number."""
-    if isinstance(b, int):
-        b = str(b) if v.width == 1 else f"splat ({scalar} {b})"
+    """Write IR of the smaller of two unsigned integers, for each element."""
     return _intrinsic(v, "umin", scalar, a, b)
 
 
-def _intrinsic(v: Vector, name: str, scalar: str, *operands: str) -> str:
+def _intrinsic(v: Vector, name: str, scalar: str, *operands: str | float) -> str:
     of = v.type(scalar)
     short = {"double": "f64"}.get(scalar, scalar)
     suffix = short if v.width == 1 else f"v{v.width}{short}"
-    listed = ", ".join(f"{of} {operand}" for operand in operands)
+    listed = ", ".join(f"{of} {v.operand(scalar, operand)}" for operand in operands)
     return v.emit(f"call {of} @llvm.{name}.{suffix}({listed})")
 
 
 def square_sum(v: Vector, x: str, total: str) -> str:
-    """The sum with the squares of float32 elements added, in float64."""
+    """Write IR that adds the squares of float32 elements to float64 sums."""
     wide = v.convert("fpext", "float", x, "double")
     return _intrinsic(v, "fmuladd", "double", wide, wide, total)
 
 
 def clean(v: Vector, source: FloatFormat, x: str, largest: str) -> str:
-    """Elements, as integers, without NaN and infinity; ``largest`` is finite, of their unit."""
+    """Write IR of elements, as integers, with 0 for NaN and magnitudes up to ``largest``."""
     lane = f"i{source.bits}"
     magnitude = v.op("and", lane, x, source.magnitude)
     is_nan = v.op("icmp ugt", lane, magnitude, source.special)
@@ -260,17 +280,17 @@ def clean(v: Vector, source: FloatFormat, x: str, largest: str) -> str:
 
 
 def to_float(v: Vector, src: DType, x: str) -> str:
-    """Elements, as integers, to float32 values."""
+    """Write IR from elements of dtype ``src``, as integers, to float32 values."""
     return v.as_float(WIDEN[src.code](v, x))
 
 
 def magnitude_bits(v: Vector, x: str) -> str:
-    """The bits of the magnitude of float32 values, which sort as they do, NaN last."""
+    """Write IR of the bits of float32 magnitudes, which sort like these, NaN last."""
     return v.op("and", "i32", v.as_bits(x), 0x7FFFFFFF)
 
 
 def flushed_ir(v: Vector, x: str) -> str:
-    """Subnormal float32 values become zeros of their sign."""
+    """Write IR that replaces subnormal float32 values by zeros of their sign."""
     is_normal = v.op("icmp uge", "i32", magnitude_bits(v, x), 1 << 23)
     bits = v.as_bits(x)
     sign = v.op("and", "i32", bits, -(1 << 31))
@@ -285,34 +305,30 @@ def loop(
     carried: Sequence[tuple[str, str]],
     body: Callable[[str, list[str]], Sequence[str]],
 ) -> list[str]:
-    """A loop of IR; returns the carried values after it.
+    """Write a loop over i64 indices; return the carried values at its end.
 
     Args:
-        v: receives it.
+        v: receives the instructions.
         start: the first index.
-        stop: exclusive.
+        stop: the end of the indices, exclusive.
         step: added to the index.
-        carried: (type, value at first) of each value.
-        body: takes the index and the carried values, and returns those after an iteration.
+        carried: (IR type, first value) of each value that iterations update.
+        body: writes an iteration from the index and the carried values, and returns their updates.
     """
     key = f"%l{len(v.lines)}"
     label = key[1:]
     v.lines += [f"br label {key}.before", f"{label}.before:", f"br label {key}.head"]
     v.lines += [f"{label}.head:", "", f"{key}.more = icmp ult i64 {key}.i, {stop}"]
-    phis = len(v.lines) - 2
+    head = len(v.lines) - 2
     v.lines += [f"br i1 {key}.more, label {key}.body, label {key}.exit", f"{label}.body:"]
     names = [f"{key}.c{index}" for index in range(len(carried))]
     ends = body(f"{key}.i", names)
     v.lines += [f"br label {key}.end", f"{label}.end:", f"{key}.next = add i64 {key}.i, {step}"]
     v.lines += [f"br label {key}.head", f"{label}.exit:"]
-    index = f"{key}.i = phi i64 [{start}, {key}.before], [{key}.next, {key}.end]"
-    v.lines[phis] = "\n  ".join(
-        [
-            index,
-            *(
-                f"{name} = phi {of} [{first}, {key}.before], [{end}, {key}.end]"
-                for name, (of, first), end in zip(names, carried, ends, strict=True)
-            ),
-        ]
+    phis = [("i64", start), *carried]
+    afters = zip((f"{key}.i", *names), phis, (f"{key}.next", *ends), strict=True)
+    v.lines[head] = "\n  ".join(
+        f"{name} = phi {of} [{first}, {key}.before], [{end}, {key}.end]"
+        for name, (of, first), end in afters
     )
     return names

@@ -1,4 +1,4 @@
-"""LLVM IR to kernels: compiled for a CPU, checked, linked into this process, kept for later ones.
+"""Host kernels from LLVM IR: compiled for a CPU, checked, linked, cached for later processes.
 
 Sources: llvmlite's documentation; System V Application Binary Interface, "Object Files".
 """
@@ -18,9 +18,9 @@ from streamload.core.disk_cache import kept
 from streamload.core.system import libc, place_code
 from streamload.errors import UnsupportedCastError
 
-#: "llvm" compiles a kernel for this CPU, "numpy" does without, "auto" is the first that works.
+#: "llvm" compiles a kernel for this CPU, "numpy" uses none, "auto" is "llvm" if that works.
 Engine = Literal["auto", "llvm", "numpy"]
-#: A C function of addresses and numbers, which returns nothing.
+#: A C function that takes addresses and numbers, and returns nothing.
 Kernel = Callable[..., None]
 ELF = b"\x7fELF"
 _K = TypeVar("_K")
@@ -28,11 +28,11 @@ _K = TypeVar("_K")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What to compile for.
+    """The machine that LLVM compiles for.
 
     Attributes:
         triple: LLVM target triple.
-        cpu: LLVM's name of the CPU, or "" for the least one.
+        cpu: LLVM's name of the CPU, or "" for the oldest one of the triple.
         features: LLVM features, as in "+f16c,-avx512f".
     """
 
@@ -42,7 +42,7 @@ class Target:
 
     @property
     def architecture(self) -> str:
-        """The first part of the triple, in LLVM's long spelling."""
+        """The first component of the triple, in LLVM's spelling: "x86_64", "aarch64"."""
         name = self.triple.partition("-")[0]
         return {"arm64": "aarch64", "amd64": "x86_64"}.get(name, name)
 
@@ -53,7 +53,7 @@ class Target:
 
 
 def host_target() -> Target:
-    """This CPU, with the features that the operating system lets it use.
+    """Return this CPU, with the features that the operating system enables.
 
     Raises:
         ImportError: llvmlite is not installed.
@@ -64,7 +64,7 @@ def host_target() -> Target:
     triple = llvm.get_process_triple()
     try:
         return Target(triple, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
-    except RuntimeError:  # LLVM does not know on this architecture: the least CPU is safe
+    except RuntimeError:  # LLVM cannot tell on this architecture: the oldest CPU is safe
         return Target(triple)
 
 
@@ -72,8 +72,8 @@ def compile_object(ir: str, target: Target) -> bytes:
     """Compile IR to an object file.
 
     Raises:
-        RuntimeError: LLVM does not accept the IR, or does not know the target (those that are not
-            of this machine's architecture have to be initialised in llvmlite first).
+        RuntimeError: LLVM rejects the IR, or does not know the target (other architectures have to
+            be initialised in llvmlite first).
     """
     import llvmlite.binding as llvm
 
@@ -94,7 +94,7 @@ def _machine(target: Target) -> Any:
     )
 
 
-#: An entry of the symbol table: System V Application Binary Interface, "Object Files".
+#: An entry of an ELF symbol table.
 _SYMBOLS = np.dtype(
     [("name", "<u4"), ("info", "<u2"), ("section", "<u2"), ("value", "<u8"), ("nbytes", "<u8")]
 )
@@ -103,10 +103,12 @@ _READ = (*_CODE, b".symtab", b".strtab")
 
 
 def _sections(image: bytes) -> dict[bytes, bytes]:
-    """The sections of an ELF object that are not empty, by name, with the bytes of `_READ`.
+    """Return the nonempty sections of a 64-bit little-endian ELF object by name.
+
+    Sections outside of `_READ` have b"" instead of their bytes.
 
     Raises:
-        ValueError: the bytes are not such an object.
+        ValueError: the bytes are no such object.
     """
     if image[:6] != ELF + b"\x02\x01":
         raise ValueError("not a 64-bit little-endian ELF object")
@@ -118,7 +120,7 @@ def _sections(image: bytes) -> dict[bytes, bytes]:
 
 
 def undefined_symbols(image: bytes) -> tuple[str, ...]:
-    """Names that an ELF object takes from elsewhere; a kernel must take none.
+    """Return the names that an ELF object imports; a kernel must import none.
 
     Raises:
         ValueError: the bytes are not a 64-bit little-endian ELF object.
@@ -131,33 +133,33 @@ def undefined_symbols(image: bytes) -> tuple[str, ...]:
 
 
 def movable_code(image: bytes) -> bytes | None:
-    """The code of an ELF object of one function, which runs at any address.
+    """Return the machine code of an ELF object of one function, if it runs at any address.
 
     Returns:
-        None where the object has to be linked first: its code refers to other sections (constants,
-        a table of jumps) or to other objects, or is in several sections.
+        None if the object has to be linked first: its code refers to other sections (constants, a
+        jump table) or to other objects, or is in several sections.
 
     Raises:
         ValueError: the bytes are not a 64-bit little-endian ELF object.
     """
     sections = _sections(image)
     code = [name for name in sections if name in _CODE]
-    # the table for unwinding is relocated as well, and nothing unwinds this code
+    # the unwind table has relocations too, but nothing unwinds this code
     relocations = [name for name in sections if name.endswith(_CODE) and name not in _CODE]
     return None if len(code) != 1 or relocations else sections[code[0]]
 
 
 def link_object(image: bytes, target: Target, symbol: str, prototype: Any) -> Any:
-    """Load an object of `compile_object` into this process.
+    """Load an object file of `compile_object` into this process.
 
     Args:
-        image: an object without undefined symbols: calling one that has any kills the process.
-        target: what it was compiled for, which this CPU has to be able to run.
-        symbol: the name of a function.
-        prototype: its type, of ctypes.
+        image: an object without undefined symbols: a call of one that has any kills the process.
+        target: the target of `compile_object`, which this CPU has to be able to run.
+        symbol: the name of a function of the object.
+        prototype: the function's ctypes type.
 
     Returns:
-        The function; its code lives as long.
+        The function; its code is freed with it.
 
     Raises:
         OSError: the system refuses executable memory.
@@ -165,7 +167,7 @@ def link_object(image: bytes, target: Target, symbol: str, prototype: Any) -> An
     """
     import llvmlite.binding as llvm
 
-    if sys.platform == "linux":  # LLVM does not look whether it got any: the first call would die
+    if sys.platform == "linux":  # LLVM does not check for it, and the first call would die
         libc().munmap(place_code(bytes(1)), 1)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(target))
     engine.add_object_file(llvm.ObjectFileRef.from_data(image))
@@ -179,18 +181,18 @@ def link_object(image: bytes, target: Target, symbol: str, prototype: Any) -> An
 
 
 _compiling = threading.Lock()
-#: Kernels of this process by what they were compiled from, or why there is none.
+#: Kernels of this process by (symbol, key of `HostFunction.kernel`), or the reason that one lacks.
 compiled: dict[Hashable, Any] = {}
 
 
 @dataclass(frozen=True)
 class HostFunction:
-    """A C function that kernels define; calls drop the GIL, and any number of threads may call.
+    """A C function that a family of kernels defines; calls drop the GIL, and any thread may call.
 
     Attributes:
-        symbol: its name in the IR.
-        arguments: its argument types, of ctypes; it returns nothing.
-        is_kept: whether object files are kept for later processes.
+        symbol: the function's name in the IR.
+        arguments: its ctypes argument types; it returns nothing.
+        is_kept: whether object files are cached on disk for later processes.
     """
 
     symbol: str
@@ -199,16 +201,16 @@ class HostFunction:
 
     @property
     def prototype(self) -> Any:
-        """The function's type, of ctypes."""
+        """The function's ctypes type."""
         return CFUNCTYPE(None, *self.arguments)
 
     def kernel(self, key: Hashable, names: tuple[str, str], ir: Callable[..., str]) -> Kernel:
         """Return the kernel for this CPU, compiled once per process; any thread may call it.
 
         Args:
-            key: what the IR is made from.
-            names: source and target, for the error.
-            ir: makes the IR, from ``native_half`` (whether the CPU converts between float16 and
+            key: identifies the IR among those of this function.
+            names: names of source and target, for the error.
+            ir: returns the IR, from ``native_half`` (whether the CPU converts between float16 and
                 float32) and ``architecture`` (the first part of the target triple).
 
         Raises:
@@ -223,19 +225,19 @@ class HostFunction:
         return found
 
     def found(self, key: Hashable) -> Any:
-        """The kernel if this process has compiled it, else None."""
+        """Return the kernel of ``key`` if this process has compiled it, else None."""
         found = compiled.get((self.symbol, key))
         return None if isinstance(found, str) else found
 
     def _linked(self, ir: Callable[..., str]) -> Any:
-        """The function, or why there is none."""
+        """Compile, check and link the function; return it, or the reason that this failed."""
         try:
             target = host_target()
             for native_half in (True, False) if target.native_half else (False,):
                 text = ir(native_half=native_half, architecture=target.architecture)
                 image = self._object(text, target)
                 scanned = image
-                if not image.startswith(ELF):  # macOS: the same code in a format that can be read
+                if not image.startswith(ELF):  # macOS: scan the same code in a known format
                     scanned = self._object(text, replace(target, triple=f"{target.triple}-elf"))
                 needed = undefined_symbols(scanned)
                 if not needed:
@@ -252,7 +254,7 @@ class HostFunction:
 
 
 def kernel_for(engine: Engine, compile: Callable[[], _K]) -> _K | None:
-    """Compile a kernel, unless the engine does without; raises UnsupportedCastError for "llvm"."""
+    """Return the kernel of ``compile``; None for "numpy", or if it fails for engine "auto"."""
     if engine == "numpy":
         return None
     try:

@@ -1,4 +1,4 @@
-"""Rows in another order: matrices are transposed in tiles, by a kernel if the CPU has one.
+"""Transposition of matrices in tiles while they load, by a kernel if the CPU has one.
 
 A block of 8 lines of 8 elements becomes its transpose in three rounds that interleave the lines of
 its first half with those of its second: each round rotates the bits of an element's number, those
@@ -11,39 +11,40 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from ctypes import c_size_t, c_void_p
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from streamload.codecs.cast_table import ZERO, CastCounts
-from streamload.codecs.ir import Vector, kernel_text, loop
+from streamload.codecs.ir import Vector, kernel_text, loop, shuffle
 from streamload.codecs.llvm import HostFunction
 from streamload.errors import UnsupportedCastError
 
 _Array = np.ndarray[Any, Any]
-#: Writes rows by line: (number of the first element, elements from one line's start to the next
-#: one's, an array of lines of rows).
+#: Reads a tile: (number of the first element, elements from one line's start to the next one's, the
+#: array of lines of rows to fill); returns the counts of a cast on the way.
 Fill = Callable[[int, int, _Array], CastCounts]
 
-# A tile stays in the CPU's cache; its lines become columns, each element of them in another page.
+# A tile stays in the CPU's cache: the elements of a line go to as many memory pages.
 _LINES = 128
 _TILE_NBYTES = 2**20
 
-_BLOCK = 8  # lines, and columns
-_LINE_NBYTES = 64  # of a line, read at once: what the CPU's cache has at least
+_BLOCK = 8  # lines and columns that the kernel transposes in registers
+_LINE_NBYTES = 64  # bytes of a line that are read at once: a line of the CPU's cache
 _ITEMSIZES = (1, 2, 4, 8)
 _FUNCTION = HostFunction("transpose", (c_void_p, c_void_p, *4 * (c_size_t,)))
 
 
 @dataclass(frozen=True, slots=True)
 class Permutation:
-    """Rows seen as (groups, outer, inner), with the last two axes swapped; see `RowTranspose`.
+    """A tensor of shape (groups, outer, inner, row) whose axes outer and inner are swapped.
 
     Attributes:
-        outer: lines of a group.
+        outer: lines of a group, as stored.
         inner: rows of a line.
-        row: elements of a row.
-        grain: rows of a line are read in multiples of this.
+        row: elements of a row, which stay together.
+        grain: rows of a line are read in multiples of it.
     """
 
     outer: int
@@ -52,14 +53,14 @@ class Permutation:
     grain: int = 1
 
     def write(self, first: int, out: _Array, fill: Fill, most_numel: int) -> CastCounts:
-        """Write permuted elements.
+        """Write a range of the permuted elements; return the counts of their cast.
 
         Args:
             first: number of the first element, in the order of the output.
-            out: unsigned integers as wide as elements.
-            fill: reads rows of some lines.
-            most_numel: the most elements that `fill` reads at once, with those between lines; of
-                one line it may read a longer row.
+            out: receives the elements, as unsigned integers of their width.
+            fill: reads a tile of the stored order.
+            most_numel: the most elements that `fill` may span, those between lines included; a
+                single row may be longer.
         """
         grain, column = self.grain, self.outer * self.row
         matrix = self.inner * column
@@ -69,7 +70,7 @@ class Permutation:
             begin, end = at - base, min(stop - base, matrix)
             left = begin // column // grain * grain
             right = min(-(-end // (column * grain)) * grain, self.inner)
-            # columns that begin before are counted by the call that has their beginning
+            # a column is counted by the call that writes its start
             counted = left if left * column == begin else min(left + grain, right)
             part = out[at - first :][: end - begin]
             exact = begin == left * column and end == right * column
@@ -89,7 +90,7 @@ class Permutation:
     def _tiles(
         self, left: int, right: int, itemsize: int, most_numel: int
     ) -> Iterator[tuple[int, int, int, int]]:
-        """Rows and lines that are read at once: (first row, last, first line, last), exclusive."""
+        """Yield tiles to read: (first row, end of rows, first line, end of lines)."""
         step = max(most_numel // (self.row * self.grain), 1) * self.grain
         for start in range(left, right, step):
             stop = min(start + step, right)
@@ -101,14 +102,14 @@ class Permutation:
 
 
 def kind_of(nbytes: int) -> str:
-    """The numpy dtype that moves elements of so many bytes fastest."""
+    """Return the numpy dtype that copies elements of ``nbytes`` fastest."""
     return f"u{nbytes}" if nbytes in _ITEMSIZES else f"V{nbytes}"
 
 
 def transpose(found: _Array, to: _Array) -> None:
-    """``to[...] = found``, of matrices of one dtype; fast if columns of ``to`` are contiguous.
+    """Assign ``to[...] = found`` for matrices; fast if columns of ``to`` are contiguous.
 
-    It uses what `compile_transpose` compiled, and compiles nothing: LLVM takes memory and time.
+    Only kernels that `compile_transpose` has compiled are used: LLVM takes memory and time.
     """
     n = to.itemsize
     lines = columns = 0
@@ -122,7 +123,7 @@ def transpose(found: _Array, to: _Array) -> None:
 
 
 def compile_transpose(itemsizes: Iterable[int]) -> None:
-    """Compile the kernels for elements of so many bytes, as far as there are any."""
+    """Compile the kernels that `transpose` uses for elements of ``itemsizes`` bytes."""
     for itemsize in set(itemsizes).intersection(_ITEMSIZES):
         name = f"{8 * itemsize} bits"
         with suppress(UnsupportedCastError):
@@ -130,15 +131,15 @@ def compile_transpose(itemsizes: Iterable[int]) -> None:
 
 
 def _steps(itemsize: int) -> tuple[int, int]:
-    """The kernel takes multiples of so many lines and columns."""
+    """Return the numbers of lines and columns that the kernel takes multiples of."""
     return _BLOCK, _LINE_NBYTES // itemsize
 
 
 def _kernel_ir(itemsize: int) -> str:
-    """LLVM IR of ``void transpose(src, out, lines, columns, source pitch, output pitch)``.
+    """Return LLVM IR of ``void transpose(src, out, lines, columns, source pitch, output pitch)``.
 
-    Pitches are bytes from one line's start to the next one's. A step reads a cache line of 8 lines
-    and goes down the lines, so that it writes a few columns one element after the other.
+    Pitches are bytes from one line's start to the next one's. A step reads a cache line of 8 lines;
+    steps go down the lines, so that they write a few columns in order.
     """
     v, item = Vector(1, False), f"i{8 * itemsize}"
     line_step, column_step = _steps(itemsize)
@@ -149,7 +150,7 @@ def _kernel_ir(itemsize: int) -> str:
         line_start = v.emit(f"getelementptr i8, ptr {start}, i64 {begin}")
         return v.emit(f"getelementptr {item}, ptr {line_start}, i64 {element}")
 
-    def step(column: str, line: str) -> None:
+    def step(line: str, _: list[str], column: str) -> Sequence[str]:
         starts = [place("%src", "%src.pitch", line, i, column) for i in range(_BLOCK)]
         of = f"<{_BLOCK} x {item}>"
         for first in range(0, column_step, _BLOCK):
@@ -160,13 +161,10 @@ def _kernel_ir(itemsize: int) -> str:
             for i, row in enumerate(_transposed(v, of, rows), first):
                 at = place("%out", "%out.pitch", column, i, line)
                 v.lines.append(f"store {of} {row}, ptr {at}, align 1")
+        return ()
 
     def down(column: str, _: list[str]) -> Sequence[str]:
-        def body(line: str, _: list[str]) -> Sequence[str]:
-            step(column, line)
-            return ()
-
-        return loop(v, "0", "%lines", line_step, (), body)
+        return loop(v, "0", "%lines", line_step, (), partial(step, column=column))
 
     loop(v, "0", "%columns", column_step, (), down)
     parameters = "ptr %src, ptr %out, i64 %lines, i64 %columns, i64 %src.pitch, i64 %out.pitch"
@@ -174,15 +172,13 @@ def _kernel_ir(itemsize: int) -> str:
 
 
 def _transposed(v: Vector, of: str, rows: list[str]) -> list[str]:
+    """Write IR that transposes a block of 8 x 8, a vector of type ``of`` for each row."""
     half = _BLOCK // 2
-    masks = [
-        ", ".join(f"i32 {i}, i32 {i + _BLOCK}" for i in range(start, start + half))
-        for start in (0, half)
-    ]
+    every = [number for i in range(_BLOCK) for number in (i, i + _BLOCK)]
     for _ in range(_BLOCK.bit_length() - 1):
         rows = [
-            v.emit(f"shufflevector {of} {a}, {of} {b}, <{_BLOCK} x i32> <{mask}>")
+            shuffle(v, of, a, b, order)
             for a, b in zip(rows[:half], rows[half:], strict=True)
-            for mask in masks
+            for order in (every[:_BLOCK], every[_BLOCK:])
         ]
     return rows

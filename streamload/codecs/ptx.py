@@ -1,7 +1,7 @@
-"""Kernels for CUDA: the instructions that they share, and PTX that LLVM compiles from them.
+"""CUDA kernels: a writer of their IR, and PTX that LLVM compiles from it.
 
-The PTX is that of an old architecture; every driver of today compiles it for its device. Nothing in
-it flushes subnormals or fuses two operations.
+The PTX is for an old architecture; every current driver compiles it for its device. It neither
+flushes subnormals nor fuses two operations.
 
 Names and numbers: PTX ISA reference; LLVM, "User Guide for NVPTX Back-end"; CUDA driver API
 reference.
@@ -15,13 +15,13 @@ from streamload.codecs.ir import Vector
 from streamload.core.disk_cache import kept
 from streamload.errors import UnsupportedCastError
 
-#: Threads of a block, always: whole warps.
+#: Threads of every block: whole warps.
 BLOCK_THREADS = 256
 WARP = 32
 #: LLVM's name of the target.
 TRIPLE = "nvptx64-nvidia-cuda"
 _CPU, _FEATURES = "sm_50", "+ptx60"  # PTX 6.0 has the shuffles, and every driver since 2017
-#: What kernels of elements count: those that overflowed, became zero, changed.
+#: Counts of a kernel: elements that overflowed, became zero, and changed.
 COUNTS = 3
 
 _KERNEL = """
@@ -57,18 +57,18 @@ entry:
 
 
 class ThreadWriter(Vector):
-    """Instructions for one thread; addresses are i64, and strides ``%first`` and ``%stride``."""
+    """Collects the IR of one CUDA thread; addresses are i64."""
 
     def __init__(self) -> None:
         super().__init__(1, native_half=True)
 
     def place(self, base: str, index: str = "0", nbytes: int = 1) -> str:
-        """A pointer to global memory: item ``index`` of ``nbytes`` each from address ``base``."""
+        """Write IR of a global pointer to item ``index``, of ``nbytes`` each, from ``base`` on."""
         at = self.op("add", "i64", base, self.op("mul", "i64", index, nbytes))
         return self.emit(f"inttoptr i64 {at} to ptr addrspace(1)")
 
     def load(self, of: str, nbytes: int, base: str, index: str = "0") -> str:
-        """Item ``index``, aligned, of ``nbytes`` each from address ``base``."""
+        """Load item ``index``, aligned, of ``nbytes`` each from address ``base``."""
         place = self.place(base, index, nbytes)
         return self.emit(f"load {of}, ptr addrspace(1) {place}, align {nbytes}")
 
@@ -78,30 +78,30 @@ class ThreadWriter(Vector):
         self.lines.append(f"store {of} {value}, ptr addrspace(1) {place}, align {nbytes}")
 
     def shuffled(self, x: str, distance: int) -> str:
-        """The i32 of the thread whose lane differs in one bit."""
+        """Read an i32 of the thread whose lane (number in the warp) differs in bit ``distance``."""
         return self.emit(
             f"call i32 @llvm.nvvm.shfl.sync.bfly.i32(i32 -1, i32 {x}, i32 {distance}, i32 31)"
         )
 
     def over_warp(self, x: str, join: Callable[[str, str], str]) -> str:
-        """An i32 joined over all threads of a warp."""
+        """Reduce an i32 over all threads of a warp; ``join`` writes IR that joins two."""
         for distance in (16, 8, 4, 2, 1):
             x = join(x, self.shuffled(x, distance))
         return x
 
     def sum(self, a: str, b: str) -> str:
-        """The sum of two i32."""
+        """Write IR of the sum of two i32."""
         return self.op("add", "i32", a, b)
 
     def when(self, mask: str, body: Callable[[], None]) -> None:
-        """Instructions for those threads only for which a mask is set."""
+        """Write ``body`` for the threads alone whose i1 ``mask`` is set."""
         label = f"w{len(self.lines)}"
         self.lines += [f"br i1 {mask}, label %{label}.yes, label %{label}.no", f"{label}.yes:"]
         body()
         self.lines += [f"br label %{label}.no", f"{label}.no:"]
 
     def by_threads(self) -> None:
-        """Let threads take elements in strides."""
+        """Write IR of ``%first`` and ``%stride``, with which threads share out elements."""
         self.lines += [
             "%before = mul i64 %block, %threads",
             "%first = add i64 %before, %thread",
@@ -113,7 +113,7 @@ class ThreadWriter(Vector):
         self.lines.append("call void @llvm.nvvm.barrier0()")
 
     def clear_shared(self, of: str, count: int) -> None:
-        """Set the ``count`` items of ``@sums`` to 0; a `barrier` has to follow."""
+        """Write IR that sets the ``count`` items of ``@sums`` to 0; a `barrier` has to follow."""
 
         def clear() -> None:
             place = self.emit(f"getelementptr {of}, ptr addrspace(3) @sums, i32 %tid")
@@ -122,7 +122,7 @@ class ThreadWriter(Vector):
         self.when(self.op("icmp ult", "i32", "%tid", count), clear)
 
     def add_counts(self, sums: Mapping[int, str]) -> None:
-        """Add each thread's i32 sums, by slot, to the 64-bit counts at address ``%tally``."""
+        """Write IR that adds each thread's i32 sums, by slot, to the i64 counts at ``%tally``."""
         self.barrier()  # after the clearing, and the threads of each warp together
         totals = {slot: self.over_warp(total, self.sum) for slot, total in sums.items()}
 
@@ -148,11 +148,11 @@ class ThreadWriter(Vector):
         self.when(self.op("icmp ult", "i32", "%tid", COUNTS), add)
 
     def kernel(self, symbol: str, parameters: str, shared: str = "") -> str:
-        """The IR of a kernel.
+        """Return the IR of a kernel with the instructions so far.
 
         Args:
-            symbol: its name.
-            parameters: the names of its i64 parameters.
+            symbol: the kernel's name.
+            parameters: the names of its i64 parameters, separated by spaces.
             shared: definitions of shared memory.
         """
         return _KERNEL.format(
@@ -165,15 +165,15 @@ class ThreadWriter(Vector):
 
 
 def kept_ptx(ir: str, names: tuple[str, str], cpu: str = _CPU) -> str:
-    """PTX of IR, kept for later processes; CUDA is not needed.
+    """Return PTX of IR, cached on disk for later processes; CUDA is not needed.
 
     Args:
-        ir: of kernels and what they call.
-        names: source and target, for the error.
-        cpu: the least architecture for the text.
+        ir: kernels and the functions that they call.
+        names: names of source and target, for the error.
+        cpu: the oldest architecture that the PTX is for.
 
     Raises:
-        UnsupportedCastError: the text is not kept, and llvmlite is missing or has no NVPTX.
+        UnsupportedCastError: the PTX is not cached, and llvmlite is missing or has no NVPTX.
     """
     try:
         found = kept(lambda: compile_ptx(ir, cpu=cpu).encode(), "ptx", cpu, _FEATURES, ir)
@@ -184,17 +184,17 @@ def kept_ptx(ir: str, names: tuple[str, str], cpu: str = _CPU) -> str:
 
 
 def compile_ptx(ir: str, *, triple: str = TRIPLE, cpu: str = _CPU) -> str:
-    """PTX of LLVM IR.
+    """Compile LLVM IR to PTX.
 
     Args:
-        ir: of kernels and what they call.
+        ir: kernels and the functions that they call.
         triple: LLVM's name of the target.
-        cpu: the least architecture for the text.
+        cpu: the oldest architecture that the PTX is for.
 
     Raises:
         ImportError: llvmlite is missing.
         OSError: its library does not load.
-        RuntimeError: LLVM does not accept the IR, or was built without the target.
+        RuntimeError: LLVM rejects the IR, or was built without the target.
     """
     import llvmlite.binding as llvm
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from streamload.codecs.cast_table import cast_engine, supported
-from streamload.codecs.decode import TARGETS, there_nbytes
-from streamload.codecs.decode_cuda import SYMBOL, packed_ptx
+from streamload.codecs.decode import TARGETS, there_nbytes, values_of
+from streamload.codecs.decode_cuda import SYMBOL, dequant_ptx
 from streamload.codecs.permute import compile_transpose
 from streamload.codecs.weights import Packed
 from streamload.core.dtypes import BF16, F16, DType
@@ -211,7 +211,8 @@ def _load_decoders(
     """Load the kernels that dequantise, as those of casts."""
     for info, dst, t in zip(wants.infos, dsts, wants.transposes, strict=True):
         if isinstance(info, Packed) and dst in TARGETS and there_nbytes(info.group):
-            bulk.function(packed_ptx(info, dst, clamp=clamp, turned=t is not None), SYMBOL)
+            ptx = dequant_ptx(values_of(info), dst, clamp=clamp, turned=t is not None)
+            bulk.function(ptx, SYMBOL)
 
 
 def unseen_spec(name: str, budget_nbytes: int) -> DeviceSpec:

@@ -247,7 +247,7 @@ class _Ring:
 def _kernel(bulk: BulkCopier, p: Placement, info: Packed | None, *, clamp: bool) -> int:
     """Return the handle of a placement's cast kernel, for `Copy.kernel`."""
     if info is not None:
-        text = dequant_ptx.packed_ptx(info, p.dst, clamp=clamp, turned=p.turned_there)
+        text = dequant_ptx.dequant_ptx(values_of(info), p.dst, clamp=clamp, turned=p.turned_there)
         return bulk.function(text, dequant_ptx.SYMBOL)
     if p.coding is not None:
         return bulk.function(ptx.quant_ptx(_made(p), p.src), ptx.SYMBOL)

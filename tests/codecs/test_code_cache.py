@@ -206,7 +206,7 @@ print(json.dumps([texts, "llvmlite.binding" in sys.modules]))
 
 def test_a_later_process_has_the_kernels_of_earlier_ones(cache: Path) -> None:
     """Their text is kept for each cast; another cast needs llvmlite."""
-    text = ptx._cast_ptx.__wrapped__(BF16, F16, False)
+    text = ptx.cast_ptx.__wrapped__(BF16, F16, clamp=False)
     assert ".entry cast" in text
     assert len(kept_files(cache)) == 1
     (again, other), compiled = said(start(PTX, cache, "llvmlite"))
@@ -246,7 +246,7 @@ def test_a_whole_load_does_without_llvmlite(cache: Path, tmp_path: Path) -> None
     path = write_safetensors(tmp_path / "x.safetensors", {"w": ("BF16", (1000,), data)})
     bulk._compiled.__wrapped__()
     for clamp in (False, True):  # the stand-in for the driver knows both
-        ptx._cast_ptx.__wrapped__(BF16, F16, clamp)
+        ptx.cast_ptx.__wrapped__(BF16, F16, clamp=clamp)
     cuda_stand_in.build(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", WHOLE_LOAD, str(path)],
