@@ -1,4 +1,4 @@
-"""bitsandbytes' 4-bit layout: nf4 and fp4, blocks of 64 elements, nested statistics or not.
+"""bitsandbytes' 4-bit layout: nf4 and fp4, blocks of 64 elements, plain or nested statistics.
 
 Layout: codes two a byte, the first in the high bits, as a column; a float32 absmax a block; the
 map of the 16 values; JSON with the rest (`QuantState.as_dict(packed=True)`). Nested ("-nested"
@@ -42,7 +42,7 @@ from streamload.codecs.decode import ScaledLayout, Weight, check_finite, floats
 from streamload.codecs.decode_kernels import Values
 from streamload.codecs.encode import Encoded, Units
 from streamload.codecs.encode_kernels import Recipe, Scalars
-from streamload.codecs.ir import Vector, flushed_ir, splat
+from streamload.codecs.ir import Vector, chosen, flushed_ir, splat
 from streamload.codecs.parts import Arithmetic, Array, Part, check_source, flushed, stepped
 from streamload.codecs.scheme import Read, Scheme, register
 from streamload.codecs.schemes import bitsandbytes_nested as dynamic
@@ -53,9 +53,9 @@ from streamload.core.tensors import TensorInfo
 
 Kind = Literal["nf4", "fp4"]
 
-#: Blocks that bitsandbytes has.
+#: Elements of a block that bitsandbytes supports.
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-#: Values by code.
+#: The 16 values of each type, by code.
 VALUES: Mapping[Kind, tuple[float, ...]] = {
     "nf4": (
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -69,12 +69,12 @@ VALUES: Mapping[Kind, tuple[float, ...]] = {
         for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
     ),
 }
-#: Codes by rank of their values, as torch sorts them.
+#: Codes in ascending order of their values, as torch sorts them.
 _ORDER: Mapping[Kind, tuple[int, ...]] = {
     "nf4": tuple(range(16)),
     "fp4": (11, 10, 13, 12, 15, 14, 9, 0, 8, 1, 6, 7, 4, 5, 2, 3),
 }
-#: What a magnitude exceeds on CUDA, for fp4's codes 1, 6, 7, 4, 5, 2 and 3.
+#: Bounds that magnitudes exceed on CUDA for fp4's codes 1, 6, 7, 4, 5, 2 and 3.
 _FP4_CUDA = (0.00260417, 0.0859375, 0.20833333, 0.29166667, 0.4166667, 0.583333, 0.8333333)
 _LEAST = float(np.float32(1e-38))
 _NORMAL = 2.0**-126  # the least magnitude that CUDA's arithmetic keeps
@@ -83,12 +83,12 @@ _JSON_FLOAT = 25  # characters that a float takes at most
 
 @dataclass(frozen=True)
 class _Ranks:
-    """How scaled elements become codes, by their rank among 15 bounds.
+    """Tables from scaled elements to codes, by an element's rank among 15 bounds.
 
     Attributes:
-        bounds: 15, ascending; an element's rank is how many are less.
-        order: codes by rank.
-        values: by rank.
+        bounds: 15 ascending numbers; an element's rank is the count of lesser ones.
+        order: the code of each rank.
+        values: the decoded value of each rank.
     """
 
     bounds: tuple[float, ...]
@@ -97,6 +97,7 @@ class _Ranks:
 
 
 def _ranks(kind: Kind, arithmetic: Arithmetic) -> _Ranks:
+    """Return the tables of a type for bitsandbytes' arithmetic on a CPU or on CUDA."""
     values = np.array(VALUES[kind], np.float32)
     order = _ORDER[kind]
     if kind == "fp4" and arithmetic == "cuda":
@@ -115,7 +116,7 @@ class _Recipe(Recipe):
     kind: Kind
     numel: int
     arithmetic: Arithmetic
-    approximates: bool = False  # CUDA's own reciprocal
+    approximates: bool = False  # takes the GPU's approximate reciprocal
     packing = "pairs"
 
     def scalars(self, one: Vector, largest: str) -> Scalars:
@@ -131,18 +132,13 @@ class _Recipe(Recipe):
         # where all is zero, zero times infinity is NaN, and above no bound
         is_zero = one.op("fcmp oeq", "float", largest, 0.0)
         zero = -1.0 if self.kind == "nf4" else 0.0
-        return Scalars(
-            (
-                one.select(is_zero, "float", 0.0, inverse),
-                largest,
-                one.select(is_zero, "float", zero, 0.0),
-            ),
-            statistic=largest,
-        )
+        factor = one.select(is_zero, "float", 0.0, inverse)
+        shift = one.select(is_zero, "float", zero, 0.0)
+        return Scalars((factor, largest, shift), statistic=largest)
 
     def encode(self, v: Vector, x: str, scalars: Sequence[str]) -> tuple[str, str]:
         inverse, largest, *shift = scalars
-        if shift:  # CUDA's
+        if shift:  # as on CUDA
             scaled = flushed_ir(v, v.op("fmul", "float", flushed_ir(v, x), inverse))
             scaled = v.op("fadd", "float", scaled, shift[0])
         else:
@@ -151,39 +147,26 @@ class _Recipe(Recipe):
         masks: list[str] = []
         for level in range(4):
             some = ranks.bounds[2 ** (3 - level) - 1 :: 2 ** (4 - level)]
-            bound = _chosen(v, "float", masks, some)
+            bound = chosen(v, "float", reversed(masks), some)
             masks.append(v.op("fcmp ogt", "float", scaled, bound))
-        value = _chosen(v, "float", masks, ranks.values)
+        value = chosen(v, "float", reversed(masks), ranks.values)
         return _code(v, masks, ranks.order), v.op("fmul", "float", value, largest)
 
 
 def _code(v: Vector, masks: Sequence[str], order: tuple[int, ...]) -> str:
-    """A code by the bits of its rank, from the highest on."""
+    """Write IR of elements' codes from the bits of their ranks, the highest first."""
     if order != tuple(range(16)):
-        return str(_chosen(v, "i32", masks, order))
+        return str(chosen(v, "i32", reversed(masks), order))
     bits = [v.select(mask, "i32", 8 >> index, 0) for index, mask in enumerate(masks)]
     return v.op("or", "i32", v.op("or", "i32", *bits[:2]), v.op("or", "i32", *bits[2:]))
 
 
-def _chosen(
-    v: Vector, scalar: str, masks: Sequence[str], values: Sequence[float | str]
-) -> float | str:
-    """One of 2^n values by the bits of its index, from the highest on."""
-    some = list(values)
-    for mask in reversed(masks):
-        some = [
-            v.select(mask, scalar, high, low)
-            for low, high in zip(some[::2], some[1::2], strict=True)
-        ]
-    return some[0]
-
-
 @dataclass(frozen=True)
 class _Blocks(Units):
-    """A tensor as nf4 or fp4; see `FourBit`.
+    """A tensor quantized to nf4 or fp4; see `FourBit` for kind, block, nested and arithmetic.
 
     Args:
-        steps: of CUDA's arithmetic, how far its reciprocal is from the nearest, in the last place.
+        steps: units in the last place by which CUDA's reciprocal differs from the nearest one.
     """
 
     kind: Kind
@@ -213,19 +196,12 @@ class _Blocks(Units):
     @property
     def parts(self) -> tuple[Part, ...]:
         u8 = BY_CODE["U8"]
-        maps = Part(".quant_map", F32, (16,))
-        state = Part(self._state, u8, (self._state_nbytes,))
         codes = Part("", u8, (-(-self.numel // 2), 1))
-        if not self.nested:
-            return codes, Part(".absmax", F32, (self.units,)), maps, state
-        return (
-            codes,
-            Part(".absmax", u8, (self.units,)),
-            maps,
-            Part(".nested_absmax", F32, (-(-self.units // dynamic.BLOCK),)),
-            Part(".nested_quant_map", F32, (256,)),
-            state,
-        )
+        absmax = Part(".absmax", u8 if self.nested else F32, (self.units,))
+        maps = Part(".quant_map", F32, (16,))
+        scales = Part(".nested_absmax", F32, (-(-self.units // dynamic.BLOCK),))
+        nested = (scales, Part(".nested_quant_map", F32, (256,))) if self.nested else ()
+        return codes, absmax, maps, *nested, Part(self._state, u8, (self._state_nbytes,))
 
     @property
     def device_parts(self) -> tuple[str, ...]:
@@ -309,13 +285,13 @@ class _Blocks(Units):
 
 @dataclass(frozen=True)
 class FourBit(Scheme):
-    """nf4 or fp4.
+    """bitsandbytes' quantization to 4 bits.
 
     Attributes:
-        kind: the 16 values.
-        nested: whether absmax are quantized as well.
+        kind: "nf4" or "fp4", which selects the 16 values.
+        nested: whether the blocks' largest magnitudes are quantized as well.
         block: elements of a block, one of `BLOCKS`.
-        arithmetic: the device to compute like.
+        arithmetic: the device, "cpu" or "cuda", whose results are reproduced.
     """
 
     kind: Kind
@@ -369,15 +345,11 @@ class _Values(Values):
             place = v.emit(f"getelementptr float, ptr %table, i64 {code}")
             values.append(splat(v, "float", v.emit(f"load float, ptr {place}")))
         wide = v.convert("zext", "i8", codes, "i32")
-        for bit in range(4):
-            is_set = v.op("icmp ne", "i32", v.op("and", "i32", wide, 1 << bit), 0)
-            pairs = zip(values[1::2], values[::2], strict=True)
-            values = [v.select(is_set, "float", *pair) for pair in pairs]
-        return values[0]
+        bits = (v.op("icmp ne", "i32", v.op("and", "i32", wide, 1 << n), 0) for n in range(4))
+        return str(chosen(v, "float", bits, values))
 
     def decoded(self, codes: Array, table: Array) -> Array:
-        found: Array = table[codes]
-        return found
+        return table[codes]
 
 
 class _Layout(ScaledLayout):
@@ -399,7 +371,7 @@ class _Layout(ScaledLayout):
 
 
 def _denested(weight: QuantizedWeight, codes: Array, read: Read) -> Array:
-    """The float32 statistics of nested ones."""
+    """Read and decode nested statistics, whose codes are given, to float32."""
     outer, values = weight.members["nested_absmax"], weight.members["nested_quant_map"]
     each = np.repeat(floats(outer, read(outer)), weight.facts["nested_blocksize"])[: codes.size]
     scales: Array = floats(values, read(values))[codes]
@@ -423,22 +395,20 @@ _LEAVES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
 
 def _marks(leaf: str) -> bool:
-    """Whether the last component of a name is that of a part, or of a state of any type."""
+    """Whether a tensor name's last component is that of a statistic, a map or a state."""
     return leaf in _LEAVES or leaf.startswith("bitsandbytes__")
 
 
 def _find(layouts: Layouts, info: TensorInfo) -> QuantizedWeight | None:
-    """A weight of 4 bits; its shape is in the values of its state."""
+    """Return the 4-bit weight of a tensor, or None; its shape is in its state's JSON."""
     leaf = info.name.rpartition(".")[2]
-    is_state = leaf.startswith("bitsandbytes__")
-    weight = (
-        info.name.partition(f".{_STATE}")[0] if is_state else info.name.removesuffix(f".{leaf}")
-    )
-    values = layouts.find(weight)
-    if values is None and not any(layouts.find(f"{weight}.{_STATE}{kind}") for kind in _TYPES):
+    weight = info.name.removesuffix(f".{leaf}")
+    if leaf.startswith("bitsandbytes__"):
+        weight = info.name.partition(f".{_STATE}")[0]
+    states = [kind for kind in _TYPES if layouts.find(f"{weight}.{_STATE}{kind}")]
+    if not states and layouts.find(weight) is None:
         return None  # a buffer of something else
     values = layouts.need(weight, f"{weight}.absmax", "weight")
-    states = [kind for kind in _TYPES if layouts.find(f"{weight}.{_STATE}{kind}")]
     if len(states) != 1:
         expected = f"one of {', '.join(f'{weight}.{_STATE}{kind}' for kind in _TYPES)}"
         names = layouts.tensors
@@ -479,7 +449,7 @@ def _find(layouts: Layouts, info: TensorInfo) -> QuantizedWeight | None:
 
 
 def _with_state(layouts: Layouts, weight: QuantizedWeight, data: bytes) -> QuantizedWeight:
-    """The weight, with the facts of its state; they are checked against the headers."""
+    """Return the weight with the shape, block and dtype of its state's JSON, checked by headers."""
     info = weight.members["quant_state"]
 
     def refuse(problem: str, expected: object, found: object) -> NoReturn:
@@ -531,13 +501,14 @@ def _with_state(layouts: Layouts, weight: QuantizedWeight, data: bytes) -> Quant
 
 
 def _block_size(value: object) -> int | None:
-    """A number of elements of a block, or None: a power of two that bitsandbytes has."""
+    """Return a block's size in elements if it is a power of two up to `_MOST_BLOCK`, else None."""
     if type(value) is not int or not 0 < value <= _MOST_BLOCK or value & (value - 1):
         return None
     return value
 
 
 def _check_count(layouts: Layouts, info: TensorInfo, expected: int, numel: int, size: int) -> None:
+    """Raise CheckpointError unless a tensor has one statistic for each block of ``size``."""
     if info.shape != (expected,):
         layouts.refuse(
             info.name,

@@ -44,7 +44,7 @@ STEP = np.float32(7.874015718698502e-3)
 
 @dataclass(frozen=True)
 class _Recipe(Recipe):
-    approximates: bool = False  # CUDA's own reciprocal
+    approximates: bool = False  # takes the GPU's approximate reciprocal
     numel = 0
     goes_through_half = True
 
@@ -57,9 +57,8 @@ class _Recipe(Recipe):
         factor = one.op("fmul", "float", inverse, 127.0)
         bits = magnitude_bits(one, statistic)
         is_usable = one.op("icmp ult", "i32", one.op("sub", "i32", bits, 1), _INFINITE - 1)
-        return Scalars(
-            (one.select(is_usable, "float", factor, 0.0), statistic), statistic=statistic
-        )
+        factor = one.select(is_usable, "float", factor, 0.0)
+        return Scalars((factor, statistic), statistic=statistic)
 
     def encode(self, v: Vector, x: str, scalars: Sequence[str]) -> tuple[str, str]:
         factor, statistic = scalars
@@ -72,19 +71,22 @@ class _Recipe(Recipe):
 
 
 def _through_half(v: Vector, x: str) -> str:
+    """Write IR that rounds float32 values to float16, and widens them again."""
     half = NARROW["F16"](v, v.as_bits(x))
     return v.as_float(WIDEN["F16"](v, half))
 
 
 @dataclass(frozen=True)
 class _Rows(Rows):
-    """A matrix as ``Int8Params``.
+    """A matrix quantized like bitsandbytes' ``Int8Params``.
 
     Args:
-        steps: on CUDA, how far the reciprocal is from the nearest, in the last place.
+        steps: units in the last place by which CUDA's reciprocal differs from the nearest one.
     """
 
     steps: int = 0
+    recipe = _Recipe()
+    device_recipe = _Recipe(approximates=True)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -95,16 +97,8 @@ class _Rows(Rows):
         )
 
     @property
-    def recipe(self) -> _Recipe:
-        return _Recipe()
-
-    @property
     def on_cuda(self) -> tuple[_Rows, ...]:
         return tuple(replace(self, steps=steps) for steps in (0, -1, 1))
-
-    @property
-    def device_recipe(self) -> _Recipe:
-        return _Recipe(approximates=True)
 
     def encoded(self, x: Array) -> Encoded:
         with np.errstate(all="ignore"):
@@ -122,7 +116,7 @@ class _Rows(Rows):
 
 
 class _Int8(Scheme):
-    """The scheme."""
+    """The scheme "bitsandbytes-int8", bitsandbytes' ``load_in_8bit``."""
 
     name = "bitsandbytes-int8"
     transposes_conv1d = True
@@ -160,7 +154,7 @@ class _Layout(Int8Layout):
 
 
 def _find(layouts: Layouts, info: TensorInfo) -> QuantizedWeight | None:
-    """The weight of its scales, one for each row."""
+    """Return the weight whose scales, one for each row, a tensor holds."""
     module = info.name.removesuffix("SCB")
     values = layouts.need(f"{module}weight", info.name, "weight")
     layouts.check(values, ("I8",))

@@ -1,8 +1,8 @@
-"""bitsandbytes' 8-bit dynamic type, in which the statistics of 4-bit blocks are nested.
+"""bitsandbytes' 8-bit dynamic type, to which the statistics of 4-bit blocks may be quantized.
 
 Source: bitsandbytes 0.50.2, `create_dynamic_map`, `quantize_cpu_impl` (csrc/cpu_ops.cpp) and
 `dQuantize` (csrc/kernels.cu). Blocks of 256 values share a scale, their largest magnitude. The CPU
-looks the nearest of the 256 values up in a table of 65,536 steps; CUDA searches it.
+looks up the nearest of the 256 values in a table of 65,536 steps; CUDA searches for it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ BLOCK = 256
 #: Bytes of `dynamic_map`.
 MAP_NBYTES = 4 * 256
 _STEPS = 65536
-_AT_ONCE = 2**16  # values, of whole blocks: temporaries of a few MB
+_AT_ONCE = 2**16  # values quantized at once, whole blocks: temporaries of a few MB
 
 
 @cache
 def dynamic_map() -> Array:
-    """The 256 values, ascending, as `create_dynamic_map` computes them in float32."""
+    """Return the type's 256 values, ascending, as `create_dynamic_map` computes them in float32."""
     values = [0.0, 1.0]
     for exponent in range(7):
         count = 2**exponent
@@ -39,19 +39,18 @@ def dynamic_map() -> Array:
 
 @cache
 def _codes() -> Array:
-    """The code of each of the 65,536 steps from -1 to 1."""
+    """Return the code of each of 65,536 even steps from -1 to 1."""
     table = dynamic_map()
     midpoints = np.float32(0.5) * (table[:-1] + table[1:])
     steps = np.float32(2) * np.arange(_STEPS, dtype=np.float32) / np.float32(_STEPS - 1)
-    found: Array = np.searchsorted(midpoints, np.float32(-1) + steps, side="left").astype(np.uint8)
-    return found
+    return np.searchsorted(midpoints, np.float32(-1) + steps, side="left").astype(np.uint8)
 
 
 def quantized(x: Array, arithmetic: Arithmetic) -> tuple[Array, Array]:
-    """Float32 values to codes, and the largest magnitude of each block.
+    """Quantize float32 values; return a code (uint8) each, and each block's largest magnitude.
 
     Args:
-        x: one-dimensional; the last block may be short.
+        x: one-dimensional values; the last block may be short.
         arithmetic: the device to compute like. CUDA approximates 1/scale within a unit in the
             last place of the number used here.
     """
@@ -79,25 +78,23 @@ def _quantized(x: Array, arithmetic: Arithmetic) -> tuple[Array, Array]:
 
 
 def _looked_up(x: Array) -> Array:
+    """Return the codes of scaled values as bitsandbytes finds them on CPUs."""
     half = (np.clip(x, -1, 1) + np.float32(1)) * np.float32(0.5)
     # one rounding, as of a fused multiply and addition: float64 holds the sum exactly
     steps = (half.astype(np.float64) * (_STEPS - 1) + 0.5).astype(np.float32)
-    found: Array = _codes()[np.minimum(steps.astype(np.int64), _STEPS - 1)]
-    return found
+    return _codes()[np.minimum(steps.astype(np.int64), _STEPS - 1)]
 
 
 def _searched(x: Array) -> Array:
+    """Return the codes of scaled values as bitsandbytes finds them on CUDA."""
     table = dynamic_map()
     pivot, above, below = (np.full(x.shape, start, np.int64) for start in (127, 255, 0))
-    step = 64
-    while step:
+    for step in (64, 32, 16, 8, 4, 2, 1):
         is_above = x > table[pivot]
         below, above = np.where(is_above, pivot, below), np.where(is_above, above, pivot)
         pivot = pivot + np.where(is_above, step, -step)
-        step //= 2
     value = table[pivot]
     half = np.float32(0.5)
     up = np.where(x > (table[above] + value) * half, above, pivot)
     down = np.where(x < (table[below] + value) * half, below, pivot)
-    found: Array = np.where(x > value, up, down).astype(np.uint8)
-    return found
+    return np.where(x > value, up, down).astype(np.uint8)

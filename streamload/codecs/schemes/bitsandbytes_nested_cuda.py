@@ -1,7 +1,7 @@
-"""The nesting of 4-bit blocks' statistics as a CUDA kernel; see `bitsandbytes_nested.quantized`.
+"""The quantization of 4-bit blocks' statistics on CUDA; see `bitsandbytes_nested.quantized`.
 
 Codes are those of bitsandbytes' `kQuantizeBlockwise` of 256 values, with the device's reciprocal. A
-warp takes a block of values. The map is read from the part that holds it.
+warp quantizes a block of values. The map is read from its stored array.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _EACH = BLOCK // WARP  # values of a thread
 
 
 def nested_blocks(numel: int) -> int:
-    """How many blocks to launch for so many statistics: any other number gives the same codes."""
+    """Return how many blocks to launch for ``numel`` statistics; any number is correct."""
     return min(max(-(-numel // (_EACH * BLOCK_THREADS)), 1), _MAX_BLOCKS)
 
 
 @cache
 def nested_ptx() -> str:
-    """PTX of the kernel: ``nest(values, out, numel, offset, scales, map)``, all of 64 bits.
+    """Return PTX of ``nest(values, out, numel, offset, scales, map)``, all of 64 bits.
 
-    From ``numel`` float32 statistics at device address ``values`` it takes the float32 whose bits
-    are ``offset``, and writes a code each from ``out`` on, and a float32 scale for each 256 from
-    ``scales`` on. ``map`` is the address of the 256 values of `dynamic_map`. It is launched in any
-    number of blocks (`nested_blocks` suggests one) of `BLOCK_THREADS` threads in one dimension,
+    From ``numel`` float32 statistics at device address ``values`` the kernel subtracts the float32
+    with bits ``offset``, and writes a code each from ``out`` on, and a float32 scale for each 256
+    from ``scales`` on. ``map`` is the address of the 256 values of `dynamic_map`. It is launched in
+    any number of blocks (`nested_blocks` suggests one) of `BLOCK_THREADS` threads in one dimension,
     without dynamic shared memory.
 
     Raises:
@@ -57,7 +57,7 @@ def nested_ptx() -> str:
 
 
 def _nest(t: ThreadWriter, block: str) -> list[str]:
-    """Instructions for a thread of a block of values."""
+    """Write IR of one thread of the warp that quantizes a block of values."""
     begin = t.op("mul", "i64", block, BLOCK)
     values, places = [], []
     most = "0"
@@ -78,26 +78,23 @@ def _nest(t: ThreadWriter, block: str) -> list[str]:
         code = t.select(is_zero, "i32", 0, _searched(t, t.op("fmul", "float", x, inverse)))
         store = "i8", 1, t.convert("trunc", "i32", code, "i8"), "%out", at
         t.when(exists, partial(t.store, *store))
-    t.when(
-        t.op("icmp eq", "i64", "%member", 0), lambda: t.store("float", 4, scale, "%scales", block)
-    )
+    is_first = t.op("icmp eq", "i64", "%member", 0)
+    t.when(is_first, lambda: t.store("float", 4, scale, "%scales", block))
     return []
 
 
 def _searched(t: ThreadWriter, x: str) -> str:
-    """The code of a value, found as bitsandbytes' `dQuantize` does."""
+    """Write IR of the code of a scaled value, found as by bitsandbytes' `dQuantize`."""
 
     def value(index: str) -> str:
         return t.load("float", 4, "%map", t.convert("zext", "i32", index, "i64"))
 
     pivot, above, below = (t.op("add", "i32", start, 0) for start in (127, 255, 0))
-    step = 64
-    while step:
+    for step in (64, 32, 16, 8, 4, 2, 1):
         is_above = t.op("fcmp ogt", "float", x, value(pivot))
         below = t.select(is_above, "i32", pivot, below)
         above = t.select(is_above, "i32", above, pivot)
         pivot = t.op("add", "i32", pivot, t.select(is_above, "i32", step, -step))
-        step //= 2
     middle = value(pivot)
     is_above = t.op("fcmp ogt", "float", x, middle)
     up, down = (

@@ -1,4 +1,4 @@
-"""GGUF's blocks of 32 elements: Q8_0 and Q4_0, which can be made, Q4_1, Q5_0, Q5_1, IQ4_NL, MXFP4.
+"""GGUF's blocks of 32: Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL, MXFP4; Q8_0 and Q4_0 are encoded, too.
 
 Each is a float16 scale d, perhaps a float16 minimum m, perhaps 32 bits that are the fifth bits of
 codes, and the codes: byte i has code i in its low bits and code i + 16 in the others (Q8_0: signed
@@ -38,34 +38,33 @@ from streamload.core.dtypes import BY_CODE, DType
 
 #: Elements of a block.
 BLOCK = WIDTH
-#: The values of IQ4_NL's codes.
+#: IQ4_NL's values by code.
 NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _HALF = WIDTH // 2
 
 
 def halves_of(blocks: Array, offset: int) -> Array:
-    """A column of float16 in blocks, as float32."""
-    found: Array = blocks[:, offset : offset + 2].copy().view("<f2").astype(np.float32)
-    return found
+    """Return the float16 at byte ``offset`` of each block, as a float32 column."""
+    return blocks[:, offset : offset + 2].copy().view("<f2").astype(np.float32)
 
 
 def _codes_of(blocks: Array, offset: int) -> Array:
-    """Codes of 4 bits: byte i has code i in its low bits and code i + 16 in the others."""
+    """Return the 4-bit codes of blocks: byte i has code i in its low bits, i + 16 in the high."""
     packed = blocks[:, offset:]
     return np.concatenate([packed & 15, packed >> 4], axis=1)
 
 
 class _Linear(Blocks):
-    """Codes of 4 or 5 bits, times a scale."""
+    """Blocks of 4- or 5-bit codes that are numbers: Q4_0, Q4_1, Q5_0 and Q5_1."""
 
     def __init__(self, name: str, *, fifth: bool, least: int | None) -> None:
         """Describe a layout.
 
         Args:
-            name: its name.
-            fifth: codes have a fifth bit.
-            least: the value of code 0; None if blocks have a minimum.
+            name: the layout's name.
+            fifth: whether codes have a fifth bit.
+            least: the integer that code 0 stands for; None if blocks store a minimum.
         """
         super().__init__(name)
         self._fifth, self._least = fifth, least
@@ -106,10 +105,10 @@ class _SignedBytes(Blocks):
 
 
 class _ByTable(Blocks):
-    """Codes of 4 bits for other numbers, times a scale."""
+    """Blocks of 4-bit codes that a table maps to numbers: IQ4_NL and MXFP4."""
 
     def __init__(self, name: str, table: tuple[int, ...], *, exponents: bool) -> None:
-        """Describe a layout; scales are float16, or exponents of one byte."""
+        """Describe a layout; ``exponents``: scales are exponents of one byte, else float16."""
         super().__init__(name)
         self._table, self._exponents = table, exponents
         self._codes = 1 if exponents else 2
@@ -120,8 +119,7 @@ class _ByTable(Blocks):
         d = halves_of(blocks, 0)
         if self._exponents:
             d = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
-        found: Array = d * values
-        return found
+        return d * values
 
     def instructions(self, b: BlockWriter) -> None:
         codes = b.joined(*b.halves(b.load(self._codes, _HALF), _HALF), _HALF)
@@ -130,7 +128,7 @@ class _ByTable(Blocks):
 
 
 def _exponent(b: BlockWriter) -> str:
-    """Two to the power of the block's first byte, less 128; the least two are subnormal."""
+    """Write IR of 2^(b - 128) for the block's first byte b; results for 0 and 1 are subnormal."""
     one = b.one
     wide = one.convert("zext", "i8", b.load(0), "i32")
     normal = one.op("shl", "i32", one.op("sub", "i32", wide, 1), 23)
@@ -153,12 +151,17 @@ _BY_NAME = {layout.name: layout for layout in _LAYOUTS}
 
 # --- encoding ---
 
-_NEARLY_HALF = float(np.nextafter(np.float32(0.5), np.float32(0)))
+_NEARLY_HALF = int(np.nextafter(np.float32(0.5), np.float32(0)).view(np.uint32))  # its bits
 _INFINITE = 0x7F800000
 
 
 def half_scale(one: Vector, d: str) -> tuple[str, str, str, str]:
-    """A block's scale as float16, as that decodes, where it is infinite, and 1/d or 0."""
+    """Write IR that rounds a block's float32 scale ``d`` to float16.
+
+    Returns:
+        The float16 bits, their value as float32, an i1 that is set if it is infinite, and 1/d, or 0
+        if that is infinite.
+    """
     half = NARROW["F16"](one, one.as_bits(d))
     kept = one.as_float(WIDEN["F16"](one, half))
     overflowed = one.op("icmp eq", "i32", magnitude_bits(one, kept), _INFINITE)
@@ -168,14 +171,14 @@ def half_scale(one: Vector, d: str) -> tuple[str, str, str, str]:
 
 
 def inverted(d: Array) -> Array:
-    """1/d in float32, or 0 where that is infinite."""
+    """Return 1/d in float32, or 0 where that is infinite."""
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.float32(1) / d
     return np.where(np.isinf(inverse), np.float32(0), inverse)
 
 
 def stored(d: Array) -> tuple[Array, Array]:
-    """Scales as the bytes of float16, one row each, and as those decode."""
+    """Return float32 scales as the bytes of float16, one a row, and as the floats these hold."""
     with np.errstate(over="ignore"):
         half = d.astype(np.float16)
     return half.view(np.uint8).reshape(-1, 2), half.astype(np.float32)
@@ -196,15 +199,11 @@ class _Q80Recipe(Recipe):
         steps = v.op("fmul", "float", x, inverse)
         # truncating after adding the float32 before 1/2 rounds to nearest, ties away from zero
         sign = v.op("and", "i32", v.as_bits(steps), -(1 << 31))
-        nearly = v.op("or", "i32", sign, _bits(_NEARLY_HALF))
+        nearly = v.op("or", "i32", sign, _NEARLY_HALF)
         raised = v.op("fadd", "float", steps, v.as_float(nearly))
         code = v.convert("fptosi", "float", raised, "i32")
         value = v.convert("sitofp", "i32", code, "float")
         return code, v.op("fmul", "float", value, d)
-
-
-def _bits(value: float) -> int:
-    return int(np.float32(value).view(np.uint32))
 
 
 @dataclass(frozen=True)
@@ -231,23 +230,19 @@ class _Q40Recipe(Recipe):
 
 
 class _Quantized(Units):
-    """Blocks of 32 along the last axis, and one part."""
+    """A tensor quantized by blocks of 32 along the last axis, stored as one array."""
 
     unit_numel = BLOCK
 
     @property
-    def unit_nbytes(self) -> int:
-        return _BY_NAME[self.format].nbytes
-
-    @property
     def parts(self) -> tuple[Part, ...]:
-        """The rows of blocks, as bytes: GGUF's own form."""
+        """One array of bytes, a row of blocks for each row: GGUF's own form."""
         *rows, last = self.shape
         return (Part("", BY_CODE["U8"], (*rows, last // BLOCK * self.unit_nbytes)),)
 
 
 def _encoded(d: Array, codes: Array, values: Array) -> Encoded:
-    """Blocks of codes and their scales ``d``, which float16 may not hold."""
+    """Join codes and their scales ``d`` to blocks; scales beyond float16 count as overflowed."""
     header, kept = stored(d)
     with np.errstate(invalid="ignore"):
         decoded = values * kept
@@ -257,6 +252,7 @@ def _encoded(d: Array, codes: Array, values: Array) -> Encoded:
 
 class _Q80(_Quantized):
     recipe = _Q80Recipe()
+    unit_nbytes = _BY_NAME["q8_0"].nbytes
 
     def encoded(self, x: Array) -> Encoded:
         d = np.abs(x).max(axis=1, keepdims=True) / np.float32(127)
@@ -269,6 +265,7 @@ class _Q80(_Quantized):
 
 class _Q40(_Quantized):
     recipe = _Q40Recipe()
+    unit_nbytes = _BY_NAME["q4_0"].nbytes
 
     def encoded(self, x: Array) -> Encoded:
         first = np.abs(x).argmax(axis=1)[:, None]
@@ -282,7 +279,7 @@ class _Q40(_Quantized):
 
 @dataclass(frozen=True)
 class _Blocks(Scheme):
-    """A scheme of blocks; transformers reads these from GGUF files alone."""
+    """The scheme of a GGUF block type; transformers reads these from GGUF files alone."""
 
     name: str
     quantized: type[_Quantized]

@@ -1,8 +1,8 @@
 """GGUF's blocks of 256 elements: Q2_K, Q3_K, Q4_K, Q5_K, Q6_K and IQ4_XS.
 
-A block is cut into 8 or 16 parts with a scale each, of a few bits, times the block's float16 d; two
-layouts have minima as well, times the block's float16 minimum. Elements are taken 32 at a
-time: those of bytes that follow each other, at one place in each byte.
+A block has 8 or 16 groups with a scale of a few bits each, times the block's float16 d; three
+layouts have minima as well, times the block's float16 minimum. Elements are decoded 32 at a time:
+from consecutive bytes, at the same bits of each byte.
 
 Source: gguf-py 0.19, the classes of these names in gguf/quants.py: layouts, and the order of
 float32 operations. See `decode_blocks`.
@@ -23,7 +23,7 @@ _PARTS = range(_NUMEL // WIDTH)
 
 
 def _at_places(packed: Array, bits: int, width: int) -> Array:
-    """Codes of so many bits in bytes: those of each ``width`` bytes, place by place."""
+    """Unpack codes of ``bits`` bits: of each ``width`` bytes the lowest codes come first."""
     groups = packed.reshape(len(packed), -1, 1, width)
     places = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     found: Array = ((groups >> places) & (2**bits - 1)).reshape(len(packed), -1)
@@ -31,20 +31,19 @@ def _at_places(packed: Array, bits: int, width: int) -> Array:
 
 
 def _bits(b: BlockWriter, x: str, place: int, bits: int) -> str:
-    """The codes at one place in `WIDTH` bytes."""
+    """Write IR of the codes of ``bits`` bits from bit ``place`` on in `WIDTH` bytes."""
     v = b.wide
     shifted = v.op("lshr", "i8", x, place) if place else x
     return v.op("and", "i8", shifted, 2**bits - 1) if place + bits < 8 else shifted
 
 
 def _parts(blocks: Array, d: Array, scales: Array) -> Array:
-    """The scale of each element."""
-    found: Array = np.repeat(d * scales.astype(np.float32), _NUMEL // scales.shape[1], axis=1)
-    return found
+    """Return the scale of each element: the block's ``d`` times its group's scale."""
+    return np.repeat(d * scales.astype(np.float32), _NUMEL // scales.shape[1], axis=1)
 
 
 def _store_affine(b: BlockWriter, codes: str, scale: str, minimum: str) -> None:
-    """Codes times their scales, less their minima."""
+    """Store elements: codes times their scales, less their minima."""
     v = b.wide
     product = v.op("fmul", "float", v.convert("sitofp", "i8", codes, "float"), scale)
     b.store(v.op("fsub", "float", product, minimum))
@@ -97,7 +96,7 @@ class _Q3K(Blocks):
 
 
 def _six_bits(blocks: Array) -> tuple[Array, Array]:
-    """The 8 scales and the 8 minima of Q4_K and Q5_K, of 6 bits each in 12 bytes."""
+    """Unpack the 8 scales and 8 minima of Q4_K and Q5_K, 6 bits each, from bytes 4 to 15."""
     a, b, c = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     return (
         np.concatenate([a & 63, c & 15 | a >> 2 & 48], axis=1),
@@ -106,7 +105,7 @@ def _six_bits(blocks: Array) -> tuple[Array, Array]:
 
 
 def _six_bits_ir(b: BlockWriter) -> tuple[str, str]:
-    """The same as float32, times the block's two scales."""
+    """Write IR of the scales and minima of `_six_bits` as float32, times the block's two scales."""
     four, eight = b.of(4), b.of(8)
     first, second = b.load(4, 4), b.load(8, 4)
     found = []
@@ -119,10 +118,10 @@ def _six_bits_ir(b: BlockWriter) -> tuple[str, str]:
 
 
 class _Q4K(Blocks):
-    """Q4_K, and Q5_K with a fifth bit for each code."""
+    """Q4_K; and Q5_K, whose codes have a fifth bit."""
 
     def __init__(self, name: str, *, fifth: bool) -> None:
-        """Describe a layout; ``fifth``: codes have a fifth bit."""
+        """Describe a layout; ``fifth``: whether codes have a fifth bit."""
         super().__init__(name)
         self._fifth = fifth
         self._codes = 48 if fifth else 16
@@ -133,8 +132,7 @@ class _Q4K(Blocks):
         if self._fifth:
             codes |= _at_places(blocks[:, 16:48], 1, 32) << 4
         products = _parts(blocks, halves_of(blocks, 0), scales) * codes.astype(np.float32)
-        found: Array = products - _parts(blocks, halves_of(blocks, 2), minima)
-        return found
+        return products - _parts(blocks, halves_of(blocks, 2), minima)
 
     def instructions(self, b: BlockWriter) -> None:
         v = b.wide
@@ -179,8 +177,7 @@ class _IQ4XS(Blocks):
         high = blocks[:, 2:4].copy().view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16)
         scales = (low | (high.astype(np.uint8) & 3) << 4).astype(np.int8) - np.int8(32)
         values = np.array(NONLINEAR, np.float32)[_at_places(blocks[:, 8:], 4, 16)]
-        found: Array = _parts(blocks, halves_of(blocks, 0), scales) * values
-        return found
+        return _parts(blocks, halves_of(blocks, 0), scales) * values
 
     def instructions(self, b: BlockWriter) -> None:
         eight, v = b.of(8), b.wide

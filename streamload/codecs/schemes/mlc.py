@@ -41,16 +41,16 @@ from streamload.codecs.schemes.gguf import half_scale, stored
 from streamload.codecs.schemes.scaled import nearest
 from streamload.core.dtypes import BY_CODE, F16, DType
 
-#: The names of words and of scales, in place of "weight".
+#: Last name components of the arrays of words and of scales, in place of "weight".
 CODES, SCALES = "q_weight", "q_scale"
-_WORDS = 4  # of a group
+_WORDS = 4  # uint32 words of a group
 _GROUP = np.dtype([("scale", "<f2"), ("words", "<u4", _WORDS)])
 _AS_BYTES = np.dtype([("scale", "V2"), ("words", f"V{4 * _WORDS}")])  # numpy copies these faster
 
 
 @dataclass(frozen=True)
 class _Recipe(Recipe):
-    """Groups of codes of some bits; ``most`` is the largest code less that of 0."""
+    """Encodes groups of codes of ``bits`` bits; ``most`` is the code of 0, half the largest."""
 
     bits: int
     most: int
@@ -75,15 +75,16 @@ class _Recipe(Recipe):
         return code, v.op("fmul", "float", value, d)
 
 
-#: By bits of a code.
+#: The recipe of each number of bits of a code.
 _RECIPES = {4: _Recipe(4, 7, _WORDS * 8, "low pairs"), 3: _Recipe(3, 3, _WORDS * 10, "tens")}
 
 
 @dataclass(frozen=True)
 class _Groups(Units):
-    """Whole groups one after the other, each its scale and its words."""
+    """A tensor encoded as consecutive whole groups, each its scale and its words."""
 
     bits: int
+    unit_nbytes = _GROUP.itemsize
 
     @property
     def recipe(self) -> _Recipe:
@@ -92,10 +93,6 @@ class _Groups(Units):
     @property
     def unit_numel(self) -> int:
         return self.recipe.numel
-
-    @property
-    def unit_nbytes(self) -> int:
-        return _GROUP.itemsize
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -118,12 +115,12 @@ class _Groups(Units):
 
 @dataclass(frozen=True)
 class _Weight(Quantized):
-    """A tensor ``layer.q_weight`` as words and scales.
+    """A tensor ``layer.q_weight`` quantized to separate arrays of words and scales.
 
-    Its shape is rows, or (groups of a row, rows, 32) if it is stored transposed.
+    Its shape ends in the row's length, or is (groups of a row, rows, 32) if stored transposed.
 
     Attributes:
-        bits: of a code.
+        bits: bits of a code.
         is_transposed: whether words and scales are stored transposed.
     """
 
@@ -148,13 +145,13 @@ class _Weight(Quantized):
 
     @property
     def groups(self) -> _Groups:
-        """The groups as if all were whole."""
+        """The tensor with rows filled up to whole groups, for the kernel."""
         shape = self.group_count, self.group_numel
         return _Groups(self.format, shape, self.dtype, self.bits)
 
     @property
     def unit_numel(self) -> int:
-        """Elements of a group; of a row where one is short, of all rows if they are transposed."""
+        """Elements of a group; of a row if its last group is short, of all rows if transposed."""
         if self.is_transposed:
             return math.prod(self.shape[1:])
         return self.shape[-1] if self.has_short_groups else self.group_numel
@@ -179,7 +176,7 @@ class _Weight(Quantized):
 
 
 class _Encoder(Encoder):
-    """Encodes groups, whose words and scales go to different places."""
+    """Encodes groups, and stores their words and their scales in separate arrays."""
 
     def __init__(self, tensor: _Weight, src: DType, engine: Engine) -> None:
         self._tensor, self._src = tensor, src
@@ -207,10 +204,10 @@ class _Encoder(Encoder):
         return counts
 
     def finish(self) -> dict[str, memoryview]:
-        """See `Encoder.finish`."""
         return {SCALES: as_bytes(self._scales)}
 
     def _filled(self, data: memoryview) -> memoryview:
+        """Return rows with zeros up to whole groups."""
         tensor = self._tensor
         rows = np.frombuffer(data, f"V{self._src.itemsize}").reshape(-1, tensor.shape[-1])
         filled = np.zeros((len(rows), tensor.row_groups * tensor.group_numel), rows.dtype)
@@ -218,7 +215,7 @@ class _Encoder(Encoder):
         return as_bytes(filled)
 
     def _emptied(self, found: Array, counts: QuantCounts, numel: int) -> QuantCounts:
-        """Clear the bits of zeros that filled rows, and count without them."""
+        """Clear the bits of the zeros that `_filled` added, and return counts without them."""
         tensor = self._tensor
         last = found.reshape(-1, tensor.row_groups)[:, -1]
         per_word = 32 // tensor.bits
@@ -232,7 +229,7 @@ class _Encoder(Encoder):
 
 @dataclass(frozen=True)
 class _Scheme(Scheme):
-    """A scheme; transformers has none of these."""
+    """A scheme of MLC-LLM, which transformers lacks."""
 
     name: str
     bits: int

@@ -1,4 +1,4 @@
-"""MXFP4: blocks of 32 floats of 4 bits (E2M1) with an exponent each, the first in the low bits.
+"""MXFP4: blocks of 32 floats of 4 bits (E2M1, the first in a byte's low bits) and an exponent.
 
 Sources: the OCP Microscaling Formats specification, version 1.0, and `convert_moe_packed_tensors`
 in transformers/integrations/mxfp4.py, which also exchanges the last two axes; gpt-oss
@@ -43,8 +43,7 @@ class _Values(Values):
         return v.as_float(v.op("or", "i32", bits, sign))
 
     def decoded(self, codes: Array, table: Array) -> Array:
-        found: Array = _VALUES[codes]
-        return found
+        return _VALUES[codes]
 
 
 class _Layout(ScaledLayout):
@@ -59,7 +58,7 @@ class _Layout(ScaledLayout):
 
 
 def _find(layouts: Layouts, values: TensorInfo) -> QuantizedWeight | None:
-    """A weight by its blocks of 16 bytes, 32 values each, with an exponent for each block."""
+    """Return the weight whose blocks of 16 bytes, 32 values each, a tensor holds, else None."""
     name = values.name
     stem = name.removesuffix("_blocks")
     scales = layouts.find(f"{stem}_scales")

@@ -20,10 +20,10 @@ _FLOATS = ("F16", "BF16", "F32")
 _SHAPE_DTYPES = ("I64", "I32")
 _AWQ_BITS = 4
 
-#: Formats whose words have the order of a kernel, which this module does not know.
+#: Formats whose words are in a kernel's order, which cannot be decoded here.
 _OF_KERNELS = ("marlin", "bitblas", "gemv", "gemv_fast", "llm-awq", "qqq", "paroquant")
 
-#: Other tensors that a weight of compressed-tensors may have.
+#: Names of other tensors that may belong to a weight of compressed-tensors.
 _OTHERS = (
     *("weight_zero_point", "weight_g_idx", "weight_global_scale"),
     *("input_scale", "input_zero_point", "input_global_scale"),
@@ -31,14 +31,14 @@ _OTHERS = (
 
 
 def _find(layouts: Layouts, info: TensorInfo) -> QuantizedWeight | None:
-    """A weight by its packed values."""
+    """Return the weight whose packed values a tensor holds, or None."""
     if info.name.endswith("weight_packed"):
         return _compressed(layouts, info.name.removesuffix("weight_packed"))
     return _by_columns(layouts, info.name.removesuffix("qweight"))
 
 
 def _compressed(layouts: Layouts, module: str) -> QuantizedWeight | None:
-    """A weight of compressed-tensors; of words, its width is in the values of weight_shape."""
+    """Return a weight of compressed-tensors; the values of weight_shape hold the width of words."""
     values = layouts.need(f"{module}weight_packed", module, "weight")
     if values.dtype.code not in ("I32", "U8") or layouts.find(f"{module}scale_packed"):
         return None  # marlin-24, for one
@@ -67,7 +67,7 @@ def _compressed(layouts: Layouts, module: str) -> QuantizedWeight | None:
 
 
 def _with_shape(layouts: Layouts, weight: QuantizedWeight, data: bytes) -> QuantizedWeight:
-    """The weight, with the shape in the values of weight_shape; checked against the headers."""
+    """Return the weight with the shape that weight_shape holds, checked against the headers."""
     values, info = weight.values, weight.members["shape"]
     found, name = np.frombuffer(data, info.dtype.numpy).tolist(), info.name
     rows, words = values.shape
@@ -96,7 +96,7 @@ def _with_shape(layouts: Layouts, weight: QuantizedWeight, data: bytes) -> Quant
 
 
 def _stated_bits(layouts: Layouts) -> int | None:
-    """The bits of packed values, where the configuration has one number for all."""
+    """Return the bits of packed values if ``config.json`` states one number for all, else None."""
     stated = (each for each in layouts.stated_weights() if each.get("type", "int") == "int")
     found = {each.get("num_bits") for each in stated}
     bits = found.pop() if len(found) == 1 else None
@@ -106,7 +106,7 @@ def _stated_bits(layouts: Layouts) -> int | None:
 def _groups_of(
     layouts: Layouts, values: TensorInfo, scale: TensorInfo, rows: int, width: int
 ) -> int:
-    """How many values of a row share a scale; all of them where there is one for each row."""
+    """Return how many values of a row share a scale."""
     if scale.numel == 1:
         return width
     if len(scale.shape) != 2 or scale.shape[0] != rows or not scale.shape[1]:
@@ -123,7 +123,7 @@ def _groups_of(
 
 
 def _by_columns(layouts: Layouts, module: str) -> QuantizedWeight | None:
-    """A weight of AWQ or GPTQ, with the inputs along its first axis."""
+    """Return a weight of AWQ or GPTQ, stored with the inputs along its first axis, or None."""
     values = layouts.need(f"{module}qweight", module, "weight")
     stated = [layouts.quantization.get(key) for key in ("checkpoint_format", "format", "version")]
     others = [layouts.find(module + leaf) for leaf in ("scales", "qzeros", "g_idx")]
@@ -159,12 +159,12 @@ def _by_columns(layouts: Layouts, module: str) -> QuantizedWeight | None:
         layouts.refuse(
             values.name, "it is not of the bits of quantization_config", stated_bits, bits
         )
+    size, rest = divmod(inputs, max(groups, 1))
     if order is not None:
         layouts.check(order, ("I32", "I64"), (inputs,))
         members["g_idx"] = order
-    size, rest = divmod(inputs, max(groups, 1))
-    if order is not None and rest:  # the last group may be shorter: each input has its own
-        size, rest = -(-inputs // groups), 0
+        if rest:  # the last group may be shorter: each input has its own
+            size, rest = -(-inputs // groups), 0
     if rest or not size:
         layouts.refuse(
             scales.name, f"its groups do not divide {inputs} inputs", "a divisor", groups

@@ -1,6 +1,6 @@
-"""Values of 8 bits with scales in tensors of their own: int8 and FP8.
+"""Weights of 8 bits with scales in separate tensors: int8 and FP8.
 
-"int8", which can be made: a row is all that one index of the first axis holds. Its scale is its
+The scheme "int8": a row is all elements of one index of the first axis. Its scale is its
 largest magnitude divided by 127, in float32, and a code is an element divided by the scale, to
 nearest even, within 127 of zero. A row of zeros has the scale 0 and codes 0; so has a row whose
 scale float32 cannot hold. The scale is named and shaped as in the "int-quantized" layout of
@@ -42,10 +42,10 @@ _ROUNDER = 1.5 * 2.0**23
 _ROUNDER_BITS = 0x4B400000
 _FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
-#: Methods whose 8-bit weights all have scales.
+#: Values of quant_method whose 8-bit weights must have scales.
 _SCALED_METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8")
 _USUAL_BLOCK = 128
-#: Other tensors that a weight may have.
+#: Names of other tensors that may belong to a weight.
 _OTHERS = (
     *("weight_zero_point", "weight_scale_2", "weight_global_scale", "weight_g_idx"),
     *("input_scale", "input_zero_point", "input_global_scale", "activation_scale"),
@@ -53,7 +53,7 @@ _OTHERS = (
 
 
 def nearest(v: Vector, x: str) -> tuple[str, str]:
-    """Float32 values below 2^22 to the nearest integers, ties to even: as i32, and as float32."""
+    """Write IR that rounds float32 values below 2^22, ties to even, to i32 and to float32."""
     raised = v.op("fadd", "float", x, _ROUNDER)
     bits = v.as_bits(raised)
     return v.op("sub", "i32", bits, _ROUNDER_BITS), v.op("fsub", "float", raised, _ROUNDER)
@@ -79,7 +79,7 @@ class _Recipe(Recipe):
 
 
 class Rows(Units):
-    """A tensor whose units are rows."""
+    """A tensor whose units are rows, each with a statistic; codes have one byte."""
 
     has_statistics = True
 
@@ -93,20 +93,13 @@ class Rows(Units):
         """Bytes of a row of codes."""
         return self.unit_numel
 
-    @property
-    def device_parts(self) -> tuple[str, ...]:
-        """See `Quantized.device_parts`."""
-        return (self.parts[1].suffix,)
-
 
 class _Int8Rows(Rows):
+    recipe = _Recipe()
+
     @property
     def parts(self) -> tuple[Part, ...]:
         return Part("", BY_CODE["I8"], self.shape), Part("_scale", F32, (self.shape[0], 1))
-
-    @property
-    def recipe(self) -> _Recipe:
-        return _Recipe()
 
     def encoded(self, x: Array) -> Encoded:
         scales = np.abs(x).max(axis=1) / np.float32(127)
@@ -117,7 +110,7 @@ class _Int8Rows(Rows):
 
 
 class _Int8(Scheme):
-    """The scheme."""
+    """The scheme "int8", compressed-tensors' int-quantized layout."""
 
     name = "int8"
 
@@ -145,7 +138,7 @@ class _Int8(Scheme):
 
 @dataclass(frozen=True)
 class _Int8Values(Values):
-    """Whole numbers of 8 bits, less zero points or not."""
+    """Signed integers of 8 bits, with or without zero points."""
 
     has_zeros: bool = False
     name = "int8"
@@ -159,7 +152,7 @@ class _Int8Values(Values):
 
 
 class Int8Layout(ScaledLayout):
-    """Values of int8."""
+    """Decodes int8 values with float scales, and zero points if there are any."""
 
     other_roles = ("scale_2", "global_scale", "g_idx")
 
@@ -184,7 +177,7 @@ class Int8Layout(ScaledLayout):
 
 @dataclass(frozen=True)
 class _FP8Values(Values):
-    """Floats of 8 bits, by the code of their dtype."""
+    """Floats of 8 bits; ``code`` is their dtype's safetensors code."""
 
     code: str
     significant_bits: int
@@ -194,8 +187,7 @@ class _FP8Values(Values):
         return v.as_float(WIDEN[self.code](v, codes))
 
     def decoded(self, codes: Array, table: Array) -> Array:
-        every = np.arange(256, dtype=np.uint8).view(BY_CODE[self.code].numpy).astype(np.float32)
-        found: Array = every[codes]
+        found: Array = codes.view(BY_CODE[self.code].numpy).astype(np.float32)
         return found
 
 
@@ -211,16 +203,12 @@ class _FP8Layout(ScaledLayout):
         code = weight.values.dtype.code
         return _FP8Values(code, FLOATS[code].mantissa_bits + 1)
 
-    def weight(self, weight: QuantizedWeight, read: Read) -> Weight:
-        scale = weight.members["scale"]
-        return by_blocks(weight, self.values(weight), floats(scale, read(scale)))
-
 
 # --- recognizing ---
 
 
 def _find(layouts: Layouts, info: TensorInfo) -> QuantizedWeight | None:
-    """A weight by its scale, or by its values of 8 bits."""
+    """Return the weight of which a tensor is the int8 scale or the FP8 values, else None."""
     if info.name.endswith("weight_scale"):
         values = layouts.find(info.name.removesuffix("_scale"))
         if values is None or values.dtype.code != "I8" or not values.shape:
@@ -242,7 +230,7 @@ def _find(layouts: Layouts, info: TensorInfo) -> QuantizedWeight | None:
 
 
 def _scaled(layouts: Layouts, values: TensorInfo, scale: TensorInfo, kind: str) -> QuantizedWeight:
-    """A weight and its scale: one for all, or for each row, group or block."""
+    """Return the weight with these values and this scale, and its other tensors, checked."""
     layouts.check(scale, _SCALE_DTYPES)
     block = _block(layouts, values, scale)
     members = {"weight": values, "scale": scale}
@@ -258,7 +246,7 @@ def _scaled(layouts: Layouts, values: TensorInfo, scale: TensorInfo, kind: str) 
 
 
 def _block(layouts: Layouts, values: TensorInfo, scale: TensorInfo) -> tuple[int, ...]:
-    """How many rows and columns share a scale."""
+    """Return how many rows and columns share a scale, from the shapes of values and scale."""
     *outer, columns = values.shape
     rows = outer.pop() if outer else 1
     lead = tuple(outer)
@@ -269,7 +257,7 @@ def _block(layouts: Layouts, values: TensorInfo, scale: TensorInfo) -> tuple[int
         return (rows, columns)  # one for each matrix of a stack
     grid = found[len(lead) :] if found[: len(lead)] == lead else ()
     stated = _stated_blocks(layouts)
-    # stated ones first: blocks of 128 in 64 x 8192 are 1 x 64, as many as rows
+    # stated sizes first: blocks of 128 in 64 x 8192 are a grid of 1 x 64, as one scale a row
     if (block := _fitting(stated, rows, columns, grid)) is not None:
         return block
     if grid in ((rows,), (1, rows)):
@@ -296,7 +284,7 @@ def _block(layouts: Layouts, values: TensorInfo, scale: TensorInfo) -> tuple[int
 def _fitting(
     sizes: Sequence[tuple[int, int]], rows: int, columns: int, grid: tuple[int, ...]
 ) -> tuple[int, int] | None:
-    """The first size of blocks that gives a matrix this grid, cut to the matrix, or None."""
+    """Return the first size of blocks that divides a matrix into this grid, cut to it, or None."""
     for tall, wide in sizes:
         if grid == (-(-rows // tall), -(-columns // wide)):
             return (min(tall, rows), min(wide, columns))
@@ -304,7 +292,7 @@ def _fitting(
 
 
 def _stated_blocks(layouts: Layouts) -> list[tuple[int, int]]:
-    """The sizes of blocks in the configuration."""
+    """Return the (rows, columns) of blocks that ``config.json`` states."""
     stated = [layouts.quantization.get("weight_block_size")]
     stated += [weights.get("block_structure") for weights in layouts.stated_weights()]
     return [

@@ -1,4 +1,4 @@
-"""Weights that torchao flattened: its tensor subclasses, in safetensors files with metadata.
+"""Weights of torchao's tensor subclasses, flattened to safetensors files with metadata.
 
 Source: ``flatten_tensor_state_dict`` in torchao/prototype/safetensors, version 0.18.
 """
@@ -17,14 +17,14 @@ from streamload.core.tensors import TensorInfo
 _END = "_qdata"
 _DATA_NAMES = "_tensor_data_names"
 _PACKED_BITS = 4
-#: Classes whose values have the shape of the weight, and whose bytes have two values each; the
-#: layouts of others are their kernels'.
+#: Classes whose values have the weight's shape, and those with two values in a byte; other classes
+#: store the layouts of their kernels.
 _PLAIN = ("Int8Tensor", "Float8Tensor")
 _NIBBLES = ("Int4Tensor",)
 
 
 def _find(layouts: Layouts, values: TensorInfo) -> QuantizedWeight | None:
-    """A weight by its tensor ``{module}._{parameter}_qdata``."""
+    """Return the weight whose values are the tensor ``{module}._{parameter}_qdata``, or None."""
     name = values.name
     module, dot, leaf = name.rpartition(".")
     if not leaf.startswith("_"):
@@ -44,10 +44,9 @@ def _find(layouts: Layouts, values: TensorInfo) -> QuantizedWeight | None:
     sizes = tuple(block) if isinstance(block, list) else ()
     if not all(type(n) is int and n > 0 for n in sizes):
         layouts.refuse(name, "its metadata have no valid block_size", "lengths", block)
-    bits = values.dtype.bits if form["_type"] in _PLAIN else _PACKED_BITS
-    shape: tuple[int, ...] | None = None
+    bits, shape = _PACKED_BITS, None
     if form["_type"] in _PLAIN:
-        shape = values.shape
+        bits, shape = values.dtype.bits, values.shape
         _check_scale(layouts, members, sizes)
     elif form["_type"] in _NIBBLES and values.shape:
         shape = (*values.shape[:-1], 2 * values.shape[-1])
@@ -70,7 +69,7 @@ def _check_scale(
 
 
 def _form(layouts: Layouts, name: str, weight: str, stated: str) -> Mapping[str, Any]:
-    """The metadata of a weight."""
+    """Return the parsed metadata of a weight; raise CheckpointError if they are invalid."""
     try:
         form = parse_json(stated.encode()) if stated else None
     except (ValueError, RecursionError):
