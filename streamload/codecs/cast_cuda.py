@@ -50,7 +50,7 @@ _SIZES = """
 
 
 def blocks(numel: int) -> int:
-    """Return how many blocks to launch for ``numel`` elements; any number gives the same result."""
+    """Return how many CUDA blocks to launch to cast ``numel`` elements; any number is correct."""
     return min(max(-(-numel // (_THREAD_NUMEL * BLOCK_THREADS)), 1), _MAX_BLOCKS)
 
 

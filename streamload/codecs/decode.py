@@ -205,7 +205,7 @@ class ScaledLayout(Layout):
         self.dtype = PACKED[kind]
 
     def refused(self, weight: QuantizedWeight) -> str:
-        """See `Layout.refused`."""
+        """Return "", or the reason to refuse a weight: it has a tensor of `other_roles`."""
         more = [role for role in self.other_roles if role in weight.members]
         return f"it has {more[0]} beside its scales" if more else ""
 
@@ -221,14 +221,14 @@ class ScaledLayout(Layout):
     def decoder(
         self, info: Packed, dst: DType, read: Read, engine: Engine, out_of_range: OutOfRange
     ) -> Decoder:
-        """See `decoder_of`."""
+        """Read a weight's scales, and return its decoder; see `decoder_of`."""
         weight = self.weight(info.group, read)
         clamp = out_of_range == "clamp"
         kernel = kernel_for(engine, lambda: compile_kernel(weight.values, dst, clamp=clamp))
         return _WeightDecoder(weight, dst, clamp, kernel)
 
     def compile(self, weight: QuantizedWeight, dst: DType, *, clamp: bool) -> None:
-        """See `Layout.compile`."""
+        """Compile the kernel that dequantizes a weight to ``dst``; see `Layout.compile`."""
         compile_kernel(self.values(weight), dst, clamp=clamp)
 
 

@@ -57,7 +57,7 @@ class Blocks(Layout):
     def decoder(
         self, info: Packed, dst: DType, read: Read, engine: Engine, out_of_range: OutOfRange
     ) -> _BlockDecoder:
-        """See `decode.decoder_of`."""
+        """Return the decoder of a weight; see `decode.decoder_of`."""
         kernel = kernel_for(engine, lambda: compile_kernel(self))
         cast = None
         if dst is not F32:
@@ -65,7 +65,7 @@ class Blocks(Layout):
         return _BlockDecoder(self, dst, kernel, cast)
 
     def compile(self, weight: QuantizedWeight, dst: DType, *, clamp: bool) -> None:
-        """See `Layout.compile`."""
+        """Compile the kernel that decodes blocks; see `Layout.compile`."""
         compile_kernel(self)
 
 
@@ -159,7 +159,7 @@ class BlockWriter:
         return self.one.as_float(bits)
 
     def picked(self, a: str, b: str, of: str, count: int, order: Sequence[int]) -> str:
-        """Return elements of two vectors of ``count`` values each; ``order`` numbers b after a."""
+        """Select elements of two vectors of ``count`` values; ``order`` counts b's after a's."""
         return shuffle(self.one, f"<{count} x {of}>", a, b, order)
 
     def joined(self, a: str, b: str, count: int, of: str = "i8") -> str:
@@ -167,7 +167,7 @@ class BlockWriter:
         return self.picked(a, b, of, count, range(2 * count))
 
     def shifted(self, x: str, shifts: Sequence[int], of: str = "i8") -> str:
-        """Shift each element right by its own number of bits."""
+        """Shift element i of ``x`` right by ``shifts[i]`` bits."""
         v = self.of(len(shifts))
         listed = ", ".join(f"{of} {shift}" for shift in shifts)
         return v.emit(f"lshr {v.type(of)} {x}, <{listed}>")

@@ -33,7 +33,7 @@ _HEADER = (
 
 
 def blocks(numel: int, bits: int) -> int:
-    """Return how many blocks to launch for values of ``bits`` each; any number is correct."""
+    """Return how many CUDA blocks to launch for values of ``bits`` each; any number is correct."""
     nbytes = numel * bits // 8
     return min(max(-(-nbytes // (_THREAD_BYTES * BLOCK_THREADS)), 1), _MAX_BLOCKS)
 
@@ -133,7 +133,7 @@ def _scale_index(t: ThreadWriter, number: str) -> str:
 
 
 def _moved(t: ThreadWriter, number: str) -> str:
-    """Write IR that computes the number of element ``number`` after the transpose."""
+    """Write IR of the place to which a transpose moves element ``number`` of the weight."""
     line, column = _divided(t, number, "%inner")
     group, line = _divided(t, line, "%outer")
     row = t.op("add", "i32", t.op("mul", "i32", group, "%inner"), column)

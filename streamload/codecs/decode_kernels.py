@@ -168,7 +168,7 @@ def product(
 def _segment(
     name: str, values: Values, dst: DType, *, clamp: bool, native_half: bool, width: int
 ) -> str:
-    """Return IR of a function that decodes elements of one scale, in steps that divide them."""
+    """Return IR of a function that dequantizes elements with a common scale, ``width`` a step."""
     v = Vector(width, native_half)
     sums = [f"%sum{slot}" for slot in range(3)]
     y, ends = product(v, values, dst, load(v, values), sums, clamp=clamp)
@@ -291,9 +291,10 @@ def kernel_ir(
 ) -> str:
     """Return LLVM IR of ``void dequantise(src, out, scales, zeros, table, place, tally)``.
 
-    ``place`` has 64 bits each: lines, bytes of a line, elements of a line, and first and pitch as
-    of `Decoder.decode`; then rows, width, tall, wide, per_row and per_matrix of a `Weight`. The
-    kernel adds to ``tally`` as that of `cast.kernel_ir`.
+    The kernel dequantizes ``src`` to ``out`` by the scales, zeros and table of a `Weight`, and adds
+    to ``tally`` as that of `cast.kernel_ir`. ``place`` has 64 bits each: lines, bytes of a line,
+    elements of a line, first and pitch as of `Decoder.decode`; then rows, width, tall, wide,
+    per_row and per_matrix of the `Weight`.
     """
     functions = (
         _segment(name, values, dst, clamp=clamp, native_half=native_half, width=width)

@@ -128,7 +128,7 @@ class Quantized(ABC):
 
     @property
     def statistics_nbytes(self) -> int:
-        """Bytes of the statistics, which `Encoder` holds until `finish`."""
+        """Bytes of the tensor's statistics, which `Encoder` holds until `finish`."""
         return 4 * self.units if self.has_statistics else 0
 
     @property
@@ -174,12 +174,12 @@ class Units(Quantized):
 
     @property
     def device_parts(self) -> tuple[str, ...] | None:
-        """See `Quantized.device_parts`."""
+        """The part of the statistics, if units have any; see `Quantized.device_parts`."""
         return (self.parts[1].suffix,) if self.has_statistics else ()
 
     @property
     def on_cuda(self) -> tuple[Quantized, ...]:
-        """See `Quantized.on_cuda`."""
+        """This variant, since CUDA computes alike; see `Quantized.on_cuda`."""
         return (self,)
 
     def finished(self, statistics: Array) -> dict[str, Array]:
@@ -188,7 +188,7 @@ class Units(Quantized):
         return {**own, **self.constants()}
 
     def encoder(self, src: DType, engine: Engine = "auto") -> _UnitEncoder:
-        """See `Quantized.encoder`."""
+        """Return an encoder of the tensor from dtype ``src``; see `Quantized.encoder`."""
         check_source(self.format, self.shape, src)
         if sys.byteorder != "little":
             reason = "checkpoints are little-endian and this CPU is not"

@@ -36,7 +36,7 @@ _SHARED = f"""
 
 
 def blocks(tensor: Units, numel: int) -> int:
-    """Return how many blocks to launch for ``numel`` elements; any number gives the same codes."""
+    """Return how many CUDA blocks to launch to quantize ``numel`` elements; any number works."""
     units = -(-numel // tensor.unit_numel)
     a_row_each = tensor.device_recipe.numel == 0
     return min(max(units if a_row_each else -(-units // _WARPS), 1), _MAX_BLOCKS)
@@ -66,7 +66,7 @@ def _quant_ptx(recipe: Recipe, src: DType, name: str) -> str:
 
 
 class _Writer(UnitWriter):
-    """The kernel for CUDA: instructions for one thread."""
+    """Writes the CUDA kernel that quantizes units by a recipe: the IR of one thread."""
 
     def __init__(self, recipe: Recipe, src: DType) -> None:
         super().__init__(recipe, src, "i32", "i32")
@@ -156,7 +156,7 @@ class _Writer(UnitWriter):
         return loop(self.t, "%start", stop, self.members * self.each, carried, body)
 
     def _scan(self, source: str, stop: str, counts: list[str]) -> tuple[str, list[str]]:
-        """Write IR of a unit's largest finite magnitude, in all of its threads; update counts."""
+        """Write IR of a unit's largest finite magnitude, for all threads; return it and counts."""
         t = self.t
 
         def body(at: str, carried: list[str]) -> list[str]:

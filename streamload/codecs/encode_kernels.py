@@ -84,7 +84,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def scalars(self, one: Vector, largest: str) -> Scalars:
-        """Write IR of a unit's scale and the like, from its float32 largest magnitude."""
+        """Write IR of what a unit's elements share, like its scale, from its largest magnitude."""
 
     @abstractmethod
     def encode(self, v: Vector, x: str, scalars: Sequence[str]) -> tuple[str, str]:
@@ -159,7 +159,7 @@ class UnitWriter:
         return [most, nans, infs, overs]
 
     def with_infinities(self, v: Vector, most: str, infs: str, overs: str) -> str:
-        """Count a unit's infinities as beyond float16 if its largest finite magnitude is."""
+        """Write IR of ``overs``, plus ``infs`` if the unit's largest magnitude exceeds float16."""
         if self.half_start is None:
             return overs
         is_over = v.op("icmp uge", self.most, most, self.half_start)
@@ -168,7 +168,7 @@ class UnitWriter:
     def encoded(
         self, v: Vector, x: str, most: str, scalars: Sequence[str], sums: Sequence[str]
     ) -> tuple[str, list[str]]:
-        """Write IR of elements' codes, and of `_SUMS` (errors and squares) updated by elements."""
+        """Write IR that quantizes ``x``; return codes and the updated `_SUMS` of errors."""
         error, squared_error, squared = sums
         value = to_float(v, self.src, clean(v, self.source, x, most))
         code, decoded = self.recipe.encode(v, value, scalars)
@@ -182,7 +182,7 @@ class UnitWriter:
 
 
 class _Writer(UnitWriter):
-    """Writes the host's kernel; instructions of all vector widths share one list."""
+    """Writes the host kernel that quantizes units by a recipe; all vector widths share lines."""
 
     def __init__(self, recipe: Recipe, src: DType, native_half: bool) -> None:
         super().__init__(recipe, src, "i64", f"i{src.bits}")
@@ -349,7 +349,7 @@ class _Writer(UnitWriter):
         v.lines.append(f"store {of} {codes}, ptr {place}, align 1")
 
     def _store_words(self, v: Vector, codes: str, out: str, at: str) -> None:
-        """Write IR that puts a step's codes into words of ten, and stores the complete words."""
+        """Write IR that packs 3-bit codes into 32-bit words of ten, and stores the full words."""
         first, bits = int(at), 8 * _WORD_NBYTES // _TENS
         indices = range(first, first + v.width)
         shifted = v.op("shl", "i32", codes, numbers(bits * (i % _TENS) for i in indices))

@@ -201,7 +201,7 @@ class HostFunction:
 
     @property
     def prototype(self) -> Any:
-        """The function's ctypes type."""
+        """The ctypes type of the C function."""
         return CFUNCTYPE(None, *self.arguments)
 
     def kernel(self, key: Hashable, names: tuple[str, str], ir: Callable[..., str]) -> Kernel:

@@ -144,7 +144,7 @@ class Layouts:
         return self.tensors.get(name)
 
     def need(self, name: str, of: str, role: str) -> TensorInfo:
-        """Return tensor ``name``, the ``role`` of tensor ``of``; raise CheckpointError if none."""
+        """Return tensor ``name``, the ``role`` of tensor ``of``, or raise CheckpointError."""
         found = self.find(name)
         if found is None:
             self.refuse(of, f"its {role} is missing", name, "no such tensor")

@@ -302,18 +302,18 @@ class FourBit(Scheme):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """As users write it."""
+        """The value of ``quant=`` that selects the scheme, as "nf4" or "nf4-nested"."""
         return f"{self.kind}-nested" if self.nested else self.kind
 
     def of(self, shape: tuple[int, ...], src: DType) -> _Blocks:
-        """See `Scheme.of`."""
+        """Return how a tensor is quantized to 4 bits; see `Scheme.of`."""
         check_source(self.name, shape, src)
         if self.block not in BLOCKS:
             raise ValueError(f"{self.name}: a block is of {BLOCKS} elements, not {self.block}")
         return _Blocks(self.name, shape, src, self.kind, self.block, self.nested, self.arithmetic)
 
     def config(self, left: Sequence[str], dtype: str) -> dict[str, Any]:
-        """See `Scheme.config`: `BitsAndBytesConfig.to_dict` in transformers 5.23."""
+        """Return `BitsAndBytesConfig.to_dict` of transformers 5.23; see `Scheme.config`."""
         return {
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,

@@ -122,7 +122,6 @@ class _Int8(Scheme):
     transposes_conv1d = True
 
     def of(self, shape: tuple[int, ...], src: DType) -> _Rows:
-        """See `Scheme.of`."""
         check_source(self.name, shape, src)
         if len(shape) != 2:
             raise ValueError(f"{self.name} is of matrices, and shape {shape} is none")

@@ -51,8 +51,8 @@ def quantized(x: Array, arithmetic: Arithmetic) -> tuple[Array, Array]:
 
     Args:
         x: one-dimensional values; the last block may be short.
-        arithmetic: the device to compute like. CUDA approximates 1/scale within a unit in the
-            last place of the number used here.
+        arithmetic: the device whose results are reproduced. CUDA approximates 1/scale within a
+            unit in the last place of the number used here.
     """
     starts = range(0, x.size, _AT_ONCE)
     some = [_quantized(x[start : start + _AT_ONCE], arithmetic) for start in starts]

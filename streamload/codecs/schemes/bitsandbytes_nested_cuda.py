@@ -19,7 +19,7 @@ _EACH = BLOCK // WARP  # values of a thread
 
 
 def nested_blocks(numel: int) -> int:
-    """Return how many blocks to launch for ``numel`` statistics; any number is correct."""
+    """Return how many CUDA blocks to launch for ``numel`` statistics; any number is correct."""
     return min(max(-(-numel // (_EACH * BLOCK_THREADS)), 1), _MAX_BLOCKS)
 
 

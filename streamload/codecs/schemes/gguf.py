@@ -178,7 +178,7 @@ def inverted(d: Array) -> Array:
 
 
 def stored(d: Array) -> tuple[Array, Array]:
-    """Return float32 scales as the bytes of float16, one a row, and as the floats these hold."""
+    """Round float32 scales to float16; return the bytes, one scale a row, and their values."""
     with np.errstate(over="ignore"):
         half = d.astype(np.float16)
     return half.view(np.uint8).reshape(-1, 2), half.astype(np.float32)

@@ -50,7 +50,7 @@ _AS_BYTES = np.dtype([("scale", "V2"), ("words", f"V{4 * _WORDS}")])  # numpy co
 
 @dataclass(frozen=True)
 class _Recipe(Recipe):
-    """Encodes groups of codes of ``bits`` bits; ``most`` is the code of 0, half the largest."""
+    """Instructions that quantize a group to codes of ``bits`` bits; ``most`` is the code of 0."""
 
     bits: int
     most: int
@@ -176,7 +176,7 @@ class _Weight(Quantized):
 
 
 class _Encoder(Encoder):
-    """Encodes groups, and stores their words and their scales in separate arrays."""
+    """Quantizes a tensor by groups, whose words of codes and scales go to separate arrays."""
 
     def __init__(self, tensor: _Weight, src: DType, engine: Engine) -> None:
         self._tensor, self._src = tensor, src
@@ -229,7 +229,7 @@ class _Encoder(Encoder):
 
 @dataclass(frozen=True)
 class _Scheme(Scheme):
-    """A scheme of MLC-LLM, which transformers lacks."""
+    """A group quantization of MLC-LLM, such as "q4f16_1"; transformers has none."""
 
     name: str
     bits: int

@@ -115,7 +115,6 @@ class _Int8(Scheme):
     name = "int8"
 
     def of(self, shape: tuple[int, ...], src: DType) -> _Int8Rows:
-        """See `Scheme.of`."""
         check_source(self.name, shape, src)
         if len(shape) < 2:
             raise ValueError(f"{self.name} has a scale a row, and shape {shape} has no rows")
@@ -157,11 +156,11 @@ class Int8Layout(ScaledLayout):
     other_roles = ("scale_2", "global_scale", "g_idx")
 
     def values(self, weight: QuantizedWeight) -> Values:
-        """See `ScaledLayout.values`."""
+        """Return int8 storage, with zero points if the weight has a tensor of them."""
         return _Int8Values(has_zeros="zero_point" in weight.members)
 
     def weight(self, weight: QuantizedWeight, read: Read) -> Weight:
-        """See `ScaledLayout.weight`."""
+        """Read scales and zero points of a weight; raise CheckpointError if they are invalid."""
         scale, zero = weight.members["scale"], weight.members.get("zero_point")
         scales = floats(scale, read(scale))
         if zero is None:
