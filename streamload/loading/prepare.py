@@ -43,6 +43,7 @@ from streamload.loading.read_choice import Reading, ahead_nbytes, reader_choice
 from streamload.planning.kv_cache import CacheRequest, KvCache
 from streamload.planning.match import Match, ModelParameters, Shapes, wants_of
 from streamload.planning.match import match as match_parameters
+from streamload.planning.placement import Placements
 from streamload.planning.plan import Plan
 from streamload.planning.planner import (
     DEFAULT_CHUNK_NBYTES,
@@ -155,23 +156,33 @@ class Options:
         held = thread_nbytes(view for header in checkpoint.shards for view in header.views)
         cache = self.cache
         path = checkpoint.path
+        draft = Plan(
+            path=str(path),
+            placements=Placements.of(()),
+            devices=(),
+            host_nbytes=0,
+            host_budget_nbytes=self.budget.host_nbytes,
+            chunk_nbytes=DEFAULT_CHUNK_NBYTES,
+            slot_nbytes=DEFAULT_CHUNK_NBYTES,
+            threads=1,
+            readers=(),
+            out_of_range=self.out_of_range,
+            page_cache=self.page_cache,
+            change_nbytes=self.changes.nbytes,
+            change_thread_nbytes=self.changes.thread_nbytes + held,
+        )
         return PlanRequest(
             checkpoint,
+            draft,
             wants=wants,
             devices=specs,
             dtype=self.policy,
-            out_of_range=self.out_of_range,
             cast=cast,
-            readers=(),
             tied=tied,
-            host_budget_nbytes=self.budget.host_nbytes,
-            page_cache=self.page_cache,
             cache=None if cache is None else KvCache.of(checkpoint.config, cache, path=path),
             residence=self.residence,
             mappable=[self._is_mappable(header.path) for header in checkpoint.shards],
             changed=self.changes.by_tensor.keys(),
-            change_nbytes=self.changes.nbytes,
-            change_thread_nbytes=self.changes.thread_nbytes + held,
         )
 
     def plan(
@@ -179,7 +190,8 @@ class Options:
     ) -> Plan:
         """Plan within ``free`` bytes of the host; None if that is unknown."""
         if free is not None and self.budget.host_nbytes > free:
-            request = replace(request, host_budget_nbytes=free, host_limit="free memory")
+            draft = replace(request.draft, host_budget_nbytes=free)
+            request = replace(request, draft=draft, host_limit="free memory")
 
         def made(reading: Reading) -> Plan:
             try:
@@ -229,14 +241,15 @@ class Options:
         is_cold = 2 * sum(direct) > sum(lengths)
         if all(spec.casts for spec in request.devices) and is_cold:
             threads, most_nbytes = min(threads, _DIRECT_THREADS), _DIRECT_CHUNK_NBYTES
-        return replace(
-            request,
-            readers=[choice.kind for choice in choices],
-            reader_reasons=[choice.reason for choice in choices],
+        draft = replace(
+            request.draft,
+            readers=tuple(choice.kind for choice in choices),
+            reader_reasons=tuple(choice.reason for choice in choices),
             chunk_nbytes=self.chunk_nbytes or most_nbytes,
             threads=self.threads or threads,
             ahead=reading == "ahead",
         )
+        return replace(request, draft=draft)
 
     def _is_mappable(self, path: Location) -> bool:
         """Whether views on a file may stay when the load is done."""

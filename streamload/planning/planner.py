@@ -1,7 +1,6 @@
-"""Making a plan: pure, and fast.
+"""`make_plan`: from headers and a few numbers about devices to the plan of a load, without I/O.
 
-`make_plan` decides everything from headers and a few numbers about devices. The same checkpoint and
-specs give the same plan on every machine.
+The same checkpoint and specs give the same plan on every machine.
 """
 
 from __future__ import annotations
@@ -9,22 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter, itemgetter
-from typing import Any, Literal, TypeVar
+from functools import partial
+from operator import attrgetter
+from typing import Any, Literal
 
 from streamload.checkpoint.open import Checkpoint
-from streamload.codecs.cast_table import OutOfRange, supported
+from streamload.codecs.cast_table import supported
 from streamload.codecs.decode import MOST_NUMEL, check_target, scales_nbytes, there_nbytes
 from streamload.codecs.stored import check_cast, together
 from streamload.codecs.weights import Packed
 from streamload.core.dtypes import BF16, F16, DType
-from streamload.core.memory import DEFAULT_HOST_NBYTES
 from streamload.core.tensors import first_byte
 from streamload.core.units import round_up
 from streamload.devices.allocators import DRIVER_BLOCK_NBYTES, DRIVER_SHARED_NBYTES
 from streamload.errors import ResidenceError, UnsupportedCastError
-from streamload.files.local import ResolvedKind
-from streamload.files.page_cache import PageCacheKind
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.cuts import Need
 from streamload.planning.feasible import check
@@ -36,17 +33,10 @@ from streamload.planning.plan import Plan
 from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest, TensorRequests
 
 CastChoice = Literal["llvm", "numpy", "device"]
-#: Where weights are: in memory of their own, in the mapped file, or whichever can be.
+#: Where weights stay: in memory of their own, in the mapped file, or mapped if possible.
 Residence = Literal["memory", "mapped", "auto"]
-_Key = TypeVar("_Key")
 
 DEFAULT_CHUNK_NBYTES = 8 * 2**20
-
-
-def _firsts(keys: Sequence[_Key]) -> dict[_Key, int]:
-    """Where each key stands first, in that order."""
-    backwards = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
-    return dict(sorted(backwards.items(), key=itemgetter(1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,56 +45,39 @@ class PlanRequest:
 
     Attributes:
         checkpoint: the headers.
-        wants: the parameters; names are unique.
-        devices: where they may go; several are split by layers, in this order.
-        dtype: the policy.
-        out_of_range: the treatment of finite values that the target dtype cannot represent.
-        cast: which cast engine.
-        readers: how each shard is read, in order.
+        draft: the plan without placements and devices. Its chunk and threads are upper bounds:
+            budgets or devices may need less.
+        wants: the parameters to load; names are unique.
+        devices: the devices to use; several are split by layers, in this order.
+        dtype: the policy that gives each parameter its dtype.
+        cast: the engine that casts: "llvm", "numpy" or "device".
         tied: names that share another name's tensor, for a split: a head on another device than
             its embedding gets a copy.
-        host_budget_nbytes: most bytes of host staging that no device's budget covers.
-        host_limit: its source: "budget" or "free memory".
-        chunk_nbytes: most bytes in a chunk; less if budgets or devices need it.
-        threads: most streaming threads; fewer likewise.
-        page_cache: for `Plan.page_cache`.
-        reader_reasons: for `Plan.reader_reasons`.
+        host_limit: the source of `Plan.host_budget_nbytes`: "budget" or "free memory".
         cache: the KV cache for which each device keeps room when the load is done, for the layers
-            that it holds.
-        residence: whether parameters are views on mapped files: "mapped" all, "auto" those that
-            can be.
-        mappable: the shards that can be mapped; read under these two.
-        changed: tensors whose values functions change on the way.
-        change_nbytes: memory of these functions for all threads.
-        change_thread_nbytes: the same of each thread, besides its rows.
-        ahead: for `Plan.ahead`.
+            that it holds; None for none.
+        residence: whether parameters are views on mapped files: "memory" none, "mapped" all,
+            "auto" those that can be.
+        mappable: whether each shard can be mapped; only read under "mapped" and "auto".
+        changed: names of tensors whose values functions change on the way.
     """
 
     checkpoint: Checkpoint
+    draft: Plan
     wants: Sequence[TensorRequest]
     devices: Sequence[DeviceSpec]
     dtype: DTypePolicy
-    out_of_range: OutOfRange
     cast: CastChoice
-    readers: Sequence[ResolvedKind]
     tied: Mapping[str, str]
-    host_budget_nbytes: int = DEFAULT_HOST_NBYTES
     host_limit: str = "budget"
-    chunk_nbytes: int = DEFAULT_CHUNK_NBYTES
-    threads: int = 2
-    page_cache: PageCacheKind = "auto"
-    reader_reasons: Sequence[str] = ()
     cache: KvCache | None = None
     residence: Residence = "memory"
     mappable: Sequence[bool] = ()
     changed: Collection[str] = ()
-    change_nbytes: int = 0
-    change_thread_nbytes: int = 0
-    ahead: bool = True
 
 
 def make_plan(request: PlanRequest) -> Plan:
-    """Decide a load."""
+    """Return the plan of a load; raises PlanInfeasibleError if a budget is too small."""
     checkpoint, devices, policy = request.checkpoint, request.devices, request.dtype
     specs = {spec.name: spec for spec in devices}
     cache, room = request.cache, None
@@ -119,25 +92,8 @@ def make_plan(request: PlanRequest) -> Plan:
         room = room.placed(checkpoint, wants, where, policy)
     placements = _place(request, wants, where, notes)
     placements = _allocated(_settled(placements, specs, notes), specs)
-    draft = Plan(
-        path=str(checkpoint.path),
-        placements=placements,
-        devices=(),
-        host_nbytes=0,
-        host_budget_nbytes=request.host_budget_nbytes,
-        chunk_nbytes=request.chunk_nbytes,
-        slot_nbytes=request.chunk_nbytes,
-        threads=request.threads,
-        readers=tuple(request.readers),
-        out_of_range=request.out_of_range,
-        notes=tuple(notes),
-        page_cache=request.page_cache,
-        reader_reasons=tuple(request.reader_reasons),
-        cache=room.request if room is not None else None,
-        change_nbytes=request.change_nbytes,
-        change_thread_nbytes=request.change_thread_nbytes,
-        ahead=request.ahead,
-    )
+    kept = room.request if room is not None else None
+    draft = replace(request.draft, placements=placements, notes=tuple(notes), cache=kept)
     shares = [DeviceShare(spec, placements.on(spec.name)) for spec in devices]
     plan = fit(draft, shares, parts, room)
     check(plan, shares, room, request.host_limit)
@@ -150,9 +106,10 @@ def _place(
     where: Sequence[str],
     notes: dict[str, None],
 ) -> Placements:
-    """Place requests on the devices of these names, in the order of the files.
+    """Return the placements of requests, in the order of the files; appends to ``notes``.
 
-    Requests that are alike share one kind, which is made once.
+    ``where`` names the device of each. Requests alike in all but name, source and sizes share one
+    `Placement` as their kind.
     """
     checkpoint = request.checkpoint
     specs = {spec.name: spec for spec in request.devices}
@@ -177,7 +134,9 @@ def _place(
     )
     kinds: dict[Any, Placement] = {}
     doubtful = set()
-    for key, at in _firsts(keys).items():
+    for at, key in enumerate(keys):
+        if key in kinds:
+            continue
         spec, coding = specs[where[at]], wants.codings[at]
         if coding is not None:
             on_device = spec.casts and coding.device_parts is not None
@@ -202,23 +161,17 @@ def _place(
         _check_dtypes(checkpoint, wants[at], kind.src, kind.dst, specs[where[at]])
     places = _first_bytes(checkpoint, wants)
     order = sorted(range(len(keys)), key=places.__getitem__)  # stable
-    found = [kinds[keys[at]] for at in order]
-    reusable = [kind.reusable_nbytes for kind in found]
-    for n, at in enumerate(order) if any(reusable) else ():
-        nbytes = wants.reusable_nbytes[at]
-        if reusable[n] and nbytes is not None:
-            reusable[n] = nbytes
-    return Placements(
-        found,
-        [wants.names[at] for at in order],
-        [wants.sources[at] for at in order],
-        [kind.resident_nbytes for kind in found],
-        reusable,
-    )
+    found = [kinds[key] for key in keys]
+    resident = [kind.resident_nbytes for kind in found]
+    reusable = [
+        nbytes if nbytes is not None and kind.reusable_nbytes else kind.reusable_nbytes
+        for kind, nbytes in zip(found, wants.reusable_nbytes, strict=True)
+    ]
+    return Placements(found, wants.names, wants.sources, resident, reusable).chosen(order)
 
 
 def _scales_nbytes(checkpoint: Checkpoint, wants: TensorRequests) -> Sequence[int]:
-    """Host bytes of each while its values are dequantized."""
+    """Return the host bytes of each request's scales while it is dequantized; 0 for others."""
     if not wants.any_packed:
         return [0] * len(wants)
     found = ([checkpoint.tensors[r.tensor] for r in source] for source in wants.sources)
@@ -226,9 +179,9 @@ def _scales_nbytes(checkpoint: Checkpoint, wants: TensorRequests) -> Sequence[in
 
 
 def _there_nbytes(wants: TensorRequests) -> Sequence[int]:
-    """Extra bytes of each on a device that quantizes or dequantizes it; 0 of others.
+    """Return the extra bytes of each request on a device that (de)quantizes it; 0 for others.
 
-    A device dequantizes tensors that are read in one piece, in order.
+    A device dequantizes only tensors that are read in one piece, in order.
     """
     found = [0] * len(wants)
     if not wants.any_packed and not any(wants.codings):
@@ -253,7 +206,7 @@ def _mapped(
     dsts: Sequence[DType],
     changed: Sequence[bool],
 ) -> Sequence[bool]:
-    """Whether each becomes a view on its mapped file; under "mapped" all must, unless empty."""
+    """Return whether each becomes a view on its file; ResidenceError if one must and cannot."""
     if request.residence == "memory":
         return [False] * len(wants)
     out = []
@@ -289,7 +242,7 @@ def _mapped(
 
 
 def _kind(want: TensorRequest, src: DType, dst: DType, spec: DeviceSpec, cast: str) -> Placement:
-    """What wants of a kind have in common, with all of what they hold as reusable."""
+    """Return the placement that all requests like ``want`` share, without name and source."""
     dst_nbytes = dst.nbytes(math.prod(want.shape))
     mapped = cast == "mapped"
     resident = 0 if mapped else spec.resident(dst_nbytes)
@@ -309,17 +262,17 @@ def _kind(want: TensorRequest, src: DType, dst: DType, spec: DeviceSpec, cast: s
 
 
 def _as_given(nbytes: int, spec: DeviceSpec) -> int:
-    """What an allocator has given for bytes that are held.
+    """Return the bytes that the allocator took for ``nbytes`` of an old parameter.
 
-    Known of CUDA's driver alone: a large one has blocks of its own, which it keeps or gives back.
-    Small ones share theirs, and count with their own size; see `DeviceShare.timeline`.
+    Only CUDA's driver rounds: a large allocation has whole blocks, which it keeps or gives back.
+    Small ones share blocks, and count with their own size; see `DeviceShare.timeline`.
     """
     large = spec.info.allocator == "cuda_driver" and nbytes > DRIVER_SHARED_NBYTES
     return round_up(nbytes, DRIVER_BLOCK_NBYTES) if large else nbytes
 
 
 def _first_bytes(checkpoint: Checkpoint, wants: TensorRequests) -> list[tuple[int, int]]:
-    """(shard, file byte) at which reading each begins."""
+    """Return (shard number, file byte) at which reading each request begins."""
     shards = checkpoint.shard_numbers(wants.infos).tolist()
     places = list(zip(shards, map(attrgetter("start"), wants.infos), strict=True))
     number_of = {header.path: number for number, header in enumerate(checkpoint.shards)}
@@ -333,11 +286,10 @@ def _first_bytes(checkpoint: Checkpoint, wants: TensorRequests) -> list[tuple[in
 def _settled(
     placements: Placements, specs: Mapping[str, DeviceSpec], notes: dict[str, None]
 ) -> Placements:
-    """Replace what could be written in place, where that is the way to fit.
+    """Return placements that replace all parameters of a device if only that fits its budget.
 
-    An allocator with segments gives none back in which something stays, nor does CUDA's driver with
-    the blocks that small ones share. Where parameters to be written in place and others to be
-    replaced would not fit on those terms, all are replaced.
+    An allocator with segments frees none in which a tensor stays, nor does CUDA's driver free
+    shared blocks of small ones. So writing some parameters in place may need more memory.
     """
     for name, spec in specs.items():
         mine = [kind for kind, _ in placements.counted if kind.device == name]
@@ -365,7 +317,7 @@ def _settled(
 
 
 def _allocated(placements: Placements, specs: Mapping[str, DeviceSpec]) -> Placements:
-    """Count the bytes of each on its device, as allocators round."""
+    """Return placements whose resident bytes are rounded as their devices' allocators do."""
     resident = list(placements.resident_nbytes)
     for name, spec in specs.items():
         if spec.info.allocator == "exact":
@@ -393,8 +345,10 @@ def assign(
 ) -> tuple[dict[str, Part], TensorRequests, list[str]]:
     """Give each parameter a device: its own, the only one, or by a split over several.
 
+    ``cache`` and ``needs`` are for `partition`.
+
     Returns:
-        What each device has under a split; the parameters, and the device of each.
+        The part of each device under a split; the parameters; the name of each one's device.
     """
     if len(devices) == 1 or None not in wants.devices:
         name = devices[0].name
@@ -431,32 +385,24 @@ def assign(
 def _check_dtypes(
     checkpoint: Checkpoint, want: TensorRequest, src: DType, dst: DType, spec: DeviceSpec
 ) -> None:
-    """Raise UnsupportedCastError for a parameter that cannot be cast so, or not held there."""
+    """Raise UnsupportedCastError if a parameter cannot be cast to ``dst`` or held in it there."""
     name = want.source[0].tensor
     info = checkpoint.tensors[name]
+    refused = partial(UnsupportedCastError, tensor=name, path=info.shard)
     if isinstance(info, Packed) and want.coding is None:
         _check_packed(checkpoint, want, dst)
     elif src is not dst and want.coding is None:
         if not supported(src, dst):
             reason = f'the model has {want.name} in {dst}; dtype="checkpoint" replaces it'
-            reason = reason if want.dtype is not None else ""
-            raise UnsupportedCastError(
-                src.name, dst.name, reason=reason, tensor=name, path=info.shard
-            )
+            raise refused(src.name, dst.name, reason=reason if want.dtype is not None else "")
         for part in dict.fromkeys(r.tensor for r in want.source):
             check_cast(checkpoint.layouts, part, dst, 'load it with dtype="checkpoint"')
     if dst.name in spec.info.unsupported:
-        raise UnsupportedCastError(
-            dst.name,
-            dst.name,
-            reason=f"{spec.name} has no such dtype",
-            tensor=name,
-            path=info.shard,
-        )
+        raise refused(dst.name, dst.name, reason=f"{spec.name} has no such dtype")
 
 
 def _check_packed(checkpoint: Checkpoint, want: TensorRequest, dst: DType) -> None:
-    """Raise UnsupportedCastError for a parameter that cannot be dequantised on its way."""
+    """Raise UnsupportedCastError if a parameter's tensors cannot be dequantized to ``dst``."""
     infos = [checkpoint.tensors[r.tensor] for r in want.source]
     for info in infos:
         if not isinstance(info, Packed):
@@ -476,7 +422,7 @@ def _check_packed(checkpoint: Checkpoint, want: TensorRequest, dst: DType) -> No
 def _engine(
     request: PlanRequest, src: DType, dst: DType, spec: DeviceSpec, notes: dict[str, None]
 ) -> str:
-    """The cast of one pair; notes where it is not the one that was asked for."""
+    """Return the cast, such as "llvm"; adds to ``notes`` if it is not the requested one."""
     cast, fp16_cast = request.cast, request.dtype.fp16_cast
     if src is dst:
         return "copy"
@@ -492,8 +438,8 @@ def _engine(
     fallback = "llvm" if cast == "device" else cast
     if (src.name, dst.name) not in spec.device_casts:
         why = f"{spec.name} does not cast {src} to {dst} exactly"
-    elif request.out_of_range != "inf":
-        why = f'only the host can do out_of_range="{request.out_of_range}"'
+    elif (out_of_range := request.draft.out_of_range) != "inf":
+        why = f'only the host can do out_of_range="{out_of_range}"'
     else:
         notes[f"{src} is cast to {dst} on the device: overflows there are not counted"] = None
         return "device"

@@ -10,11 +10,13 @@ from typing import Any
 
 from streamload.checkpoint.open import Checkpoint, from_headers
 from streamload.core.dtypes import BY_CODE
+from streamload.core.memory import DEFAULT_HOST_NBYTES
 from streamload.core.tensors import RowRange, TensorInfo
 from streamload.devices.base import DeviceInfo
 from streamload.files.header import Header
+from streamload.planning.placement import Placements
 from streamload.planning.plan import Plan
-from streamload.planning.planner import PlanRequest, make_plan
+from streamload.planning.planner import DEFAULT_CHUNK_NBYTES, PlanRequest, make_plan
 from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest
 
 
@@ -62,14 +64,31 @@ def plan_of(
     **changes: Any,
 ) -> Plan:
     """`make_plan` with defaults for what a test is not about."""
+    own = {key: changes.pop(key) for key in PlanRequest.__slots__ if key in changes}
+    draft = replace(draft_of(checkpoint), **changes)
     request = PlanRequest(
         checkpoint,
+        replace(draft, readers=tuple(draft.readers), reader_reasons=tuple(draft.reader_reasons)),
         wants_of(checkpoint) if wants is None else wants,
         devices=specs,
         dtype=DTypePolicy.parse(dtype, fp16_cast),
-        out_of_range="inf",
         cast="llvm",
-        readers=["mmap"] * len(checkpoint.shards),
         tied={},
     )
-    return make_plan(replace(request, **changes))
+    return make_plan(replace(request, **own))
+
+
+def draft_of(checkpoint: Checkpoint) -> Plan:
+    """A plan without placements and devices, with defaults."""
+    return Plan(
+        path=str(checkpoint.path),
+        placements=Placements.of(()),
+        devices=(),
+        host_nbytes=0,
+        host_budget_nbytes=DEFAULT_HOST_NBYTES,
+        chunk_nbytes=DEFAULT_CHUNK_NBYTES,
+        slot_nbytes=DEFAULT_CHUNK_NBYTES,
+        threads=2,
+        readers=("mmap",) * len(checkpoint.shards),
+        out_of_range="inf",
+    )

@@ -12,6 +12,7 @@ from typing import Any
 
 import needs
 import pytest
+from plan_helpers import plan_of
 from recording import Faults
 
 from streamload.checkpoint.open import Checkpoint, open_checkpoint
@@ -24,7 +25,6 @@ from streamload.errors import (
 )
 from streamload.planning.match import Match, ModelParameters, match
 from streamload.planning.plan import Plan
-from streamload.planning.planner import PlanRequest, make_plan
 from streamload.planning.requests import DeviceSpec, DTypePolicy
 from streamload.planning.sources import sources
 from streamload.streaming.loop import stream
@@ -233,19 +233,17 @@ def prepare(
         native_bf16=info.native_bf16,
         device_casts=frozenset({("float32", "float16"), ("bfloat16", "float32")}),
     )
-    request = PlanRequest(
+    plan = plan_of(
         checkpoint,
+        spec,
         wants=matched.wants,
-        devices=[spec],
-        dtype=policy,
+        dtype=dtype,
         out_of_range=out_of_range,
         cast=cast,
         readers=[reader] * len(checkpoint.shards),
-        tied={},
         chunk_nbytes=chunk_nbytes,
         threads=threads,
     )
-    plan = make_plan(request)
     peak = max(plan.devices[0].peak_nbytes, plan.devices[0].held_nbytes)
     # what was planned is all that there is: one byte more than that would be refused
     ledger = Ledger({device.name: peak, STAGING: plan.host_nbytes})
