@@ -1,8 +1,9 @@
-"""The room that a plan leaves for the KV cache, on the devices that hold its layers."""
+"""The memory that a plan keeps free for the KV cache on each device."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import starmap
@@ -18,18 +19,16 @@ from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequests
 
 @dataclass(frozen=True, slots=True)
 class CacheRoom:
-    """The KV cache to leave room for when the load is done.
+    """The KV cache for which a plan keeps memory free when the load is done.
 
     Attributes:
-        cache: the cache of each layer.
-        dtype: its dtype.
-        path: of the checkpoint, for errors.
-        on: the layers of each device, once known.
+        cache: the sizes of each layer's cache.
+        dtype: the dtype of the cache's tensors.
+        on: the numbers of the layers on each device, by its name; empty until `placed`.
     """
 
     cache: KvCache
     dtype: DType
-    path: str
     on: Mapping[str, Sequence[int]]
 
     @classmethod
@@ -41,9 +40,9 @@ class CacheRoom:
         cache: KvCache,
         native_bf16: bool,
     ) -> CacheRoom:
-        """Choose the dtype: the requested one, else that of most weights, else the configured one.
+        """Return the cache with a dtype: as requested, else of most weights, else of config.json.
 
-        That of weights counts only if models compute in it.
+        The weights' dtype counts only if models compute in it.
 
         Raises:
             CheckpointError: there is none of these.
@@ -56,25 +55,24 @@ class CacheRoom:
                 nbytes[dst.name] = nbytes.get(dst.name, 0) + size
             most = max(nbytes, key=lambda name: nbytes[name], default="")
             dtype = next((one for one in COMPUTED_IN if one.name == most), cache.configured)
-        path = str(checkpoint.path)
         if dtype is None:
             raise CheckpointError(
-                path,
+                str(checkpoint.path),
                 "the dtype of the KV cache is not known",
                 expected="cache_dtype=",
                 found="none",
             )
-        return cls(cache, dtype, path, {})
+        return cls(cache, dtype, {})
 
     @property
     def request(self) -> CacheRequest:
-        """The request, with the dtype."""
+        """The user's request, with the chosen dtype."""
         return replace(self.cache.request, dtype=self.dtype)
 
     @property
     def layers(self) -> list[int]:
-        """Bytes of the cache of each layer."""
-        asked = self.request
+        """Bytes of each layer's cache."""
+        asked = self.cache.request
         return [
             sum(map(self.dtype.nbytes, layer.elements(asked.context, asked.batch)))
             for layer in self.cache.layers
@@ -87,12 +85,14 @@ class CacheRoom:
         devices: Sequence[str],
         policy: DTypePolicy,
     ) -> CacheRoom:
-        """The same with each layer on the device of most of its weights.
+        """Return the cache with each layer on the device that holds most bytes of its weights.
+
+        ``devices`` names the device of each of ``wants``.
 
         Raises:
             CheckpointError: no layer of the checkpoint is known by its name.
         """
-        # by the checkpoint's names, which config.json counts the layers of
+        # by the checkpoint's names, whose layers config.json counts
         names = [source[0].tensor for source in wants.sources]
         where = dict(zip(names, devices, strict=True))
         items = list(starmap(Item, dict(zip(names, wants.nbytes(policy), strict=True)).items()))
@@ -101,24 +101,24 @@ class CacheRoom:
         numbers = range(1, len(self.cache.layers) + 1)
         for unit in units_of(items, cache=numbers):
             if unit.cache_nbytes:
-                weights = dict.fromkeys((where[item.name] for item in unit.items), 0)
+                weights: dict[str, int] = defaultdict(int)
                 for item in unit.items:
                     weights[where[item.name]] += item.nbytes
-                most = max(weights, key=lambda name: weights[name])
+                most = max(weights, key=weights.__getitem__)
                 on.setdefault(most, []).append(unit.cache_nbytes - 1)
-        # what is loaded may be the end of a model; all of it has layers
+        # the load may be of the end of a model; the checkpoint has layers
         everything = (Item(name, 0) for name in checkpoint.tensors if not on)
         if not on and not any(unit.cache_nbytes for unit in units_of([*everything], cache=numbers)):
             raise CheckpointError(
-                self.path,
-                "which layer of the KV cache belongs where, the names of the tensors tell",
+                str(checkpoint.path),
+                "cannot place the KV cache: no tensor's name has the number of a layer",
                 expected="names of layers, such as model.layers.0",
                 found="none",
             )
         return replace(self, on=on)
 
     def nbytes(self, spec: DeviceSpec, context: int) -> int:
-        """Bytes of a device for the cache of ``context`` tokens, as its allocator rounds."""
+        """Return a device's bytes for the cache of ``context`` tokens, as its allocator rounds."""
         batch = self.cache.request.batch
         sizes = (
             self.dtype.nbytes(elements)
@@ -128,7 +128,7 @@ class CacheRoom:
         return sum(spec.taken(sizes))
 
     def most_context(self, devices: Iterable[DevicePlan], specs: Mapping[str, DeviceSpec]) -> int:
-        """The most tokens that fit on all devices; 0 for none."""
+        """Return the most tokens, up to the requested ones, whose cache fits on all devices."""
         rooms = []
         for d in devices:
             spec = specs[d.device]
@@ -136,9 +136,8 @@ class CacheRoom:
             if spec.free_nbytes is not None:
                 room = min(room, spec.free_nbytes + d.reusable_nbytes - d.resident_nbytes)
             rooms.append((spec, room))
-        contexts = range(1, self.cache.request.context + 1)
-        return bisect_right(
-            contexts,
-            False,
-            key=lambda context: any(self.nbytes(spec, context) > room for spec, room in rooms),
-        )
+
+        def too_long(context: int) -> bool:
+            return any(self.nbytes(spec, context) > room for spec, room in rooms)
+
+        return bisect_right(range(1, self.cache.request.context + 1), False, key=too_long)

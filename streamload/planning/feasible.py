@@ -1,4 +1,4 @@
-"""Refusing a plan that does not fit, with the numbers, and with what would fit."""
+"""Refuse a plan that exceeds memory, with the numbers and arguments with which it would fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from streamload.planning.requests import DeviceSpec
 def check(
     plan: Plan, shares: Sequence[DeviceShare], cache: CacheRoom | None, host_limit: str
 ) -> None:
-    """Refuse a plan that does not fit."""
+    """Raise PlanInfeasibleError if a plan exceeds memory; ``host_limit``: source of that budget."""
     specs = {share.spec.name: share.spec for share in shares}
     for mine, share in zip(plan.devices, shares, strict=True):
         _check_device(plan, mine, share, specs, cache)
@@ -50,6 +50,7 @@ def _check_device(
     specs: Mapping[str, DeviceSpec],
     cache: CacheRoom | None,
 ) -> None:
+    """Raise PlanInfeasibleError if ``mine``, the plan of one device, exceeds its memory."""
     spec, placements = share.spec, share.placements
     most = spec.info.largest_allocation_nbytes
     if most is not None and any(p.nbytes > most for p, _ in placements.counted):
@@ -66,8 +67,8 @@ def _check_device(
         return
     largest = [("the KV cache", mine.cache_nbytes)] if mine.cache_nbytes else []
     if limit == "free memory":
-        beside = mine.object_nbytes + mine.kernel_nbytes
-        largest += [(f"what {len(placements)} tensors take beside their bytes", beside)]
+        other = mine.object_nbytes + mine.kernel_nbytes
+        largest += [(f"what {len(placements)} tensors take beside their bytes", other)]
     named = zip(placements.names, (kind.nbytes for kind in placements.kinds), strict=True)
     parameters = nsmallest(8 - len(largest), named, key=lambda x: (-x[1], x[0]))
     raise PlanInfeasibleError(
@@ -90,7 +91,7 @@ def _suggestions(
     needed: int,
     available: int,
 ) -> Iterator[Fit]:
-    """Arguments with which it would fit."""
+    """Yield arguments with which a load fits that needs ``needed`` of ``available`` bytes."""
     spec, placements = share.spec, share.placements
     sizes = (kind.nbytes // _shrunk(kind) for kind in placements.kinds)
     small = sum(spec.taken(sizes))
@@ -117,7 +118,7 @@ def _suggestions(
 
 
 def _why_new(mine: DevicePlan) -> str:
-    """Why writing to memory that a model holds takes memory, or ""."""
+    """Explain why overwriting a model's weights needs new memory; "" if it does not."""
     absent = mine.held_nbytes - mine.reusable_nbytes
     if absent <= 0:
         return ""
@@ -129,10 +130,10 @@ def _why_new(mine: DevicePlan) -> str:
 
 
 def _shrunk(placement: Placement) -> int:
-    """The same of a tensor: what is quantised has a dtype of its own."""
+    """Return how many times smaller a parameter is in float16: 1 if it is quantized."""
     return 1 if placement.coding is not None else _shrink(placement.dst)
 
 
 def _shrink(dtype: DType) -> int:
-    """How many times smaller a float of this dtype becomes in float16."""
+    """Return how many times smaller an element of this dtype is in float16; 1 for integers."""
     return max(dtype.bits // 16, 1) if dtype.kind == "float" else 1

@@ -1,4 +1,4 @@
-"""Fitting a load into memory: what it takes of each device, and how much of it is staging."""
+"""Choose threads and chunk size of a load such that it fits, and predict its memory by device."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from streamload.planning.requests import DeviceSpec
 
 MIN_CHUNK_NBYTES = 64 * 2**10
 _LEAST_READ_FROM_NBYTES = 16 * 2**20
-_SHARED_CHUNK_NBYTES = 2**20  # fewer threads before shorter chunks: each costs calls
-_CHANGED_ARRAYS = 3  # of the rows that are changed, in float32 or what is wider
-# Process memory of an auxiliary part of codes, more than that of a tensor of the checkpoint: its
-# want, its name and its placement. Seen were 330 to 840 bytes on the host, up to 860 elsewhere.
+_SHARED_CHUNK_NBYTES = 2**20  # fewer threads before shorter chunks: each chunk costs calls
+_CHANGED_ARRAYS = 3  # of changed rows, in float32 or a wider dtype
+# Process memory of an auxiliary tensor (scales, for one) of a quantized weight: its request, name
+# and placement. Measured: 330 to 840 bytes on the host, up to 860 elsewhere.
 _PART_NBYTES = 900
 # Most bytes on a device for scales and statistics of tensors ahead of the current ones.
 _THERE_NBYTES = 16 * 2**20
@@ -45,21 +45,21 @@ NUMPY_SCRATCH_NBYTES = 4 * 2**20  # temporaries of one numpy cast call of any le
 
 
 class Timeline(NamedTuple):
-    """Bytes of the parameters on a device, over a load."""
+    """Memory of the parameters on a device during a load, in bytes."""
 
     held_nbytes: int  # at the beginning
     peak_nbytes: int
-    release_first: bool  # all old parameters must go before the first is loaded
+    release_first: bool  # whether all old parameters must go before the first is loaded
 
 
 @dataclass(frozen=True)
 class DeviceShare:
-    """The placements of a load on one device, and their memory there besides scratch.
+    """The placements of a load on one device, and their memory there without staging.
 
     Attributes:
         spec: the device.
-        placements: those on it.
-        all_first: all old parameters go before the first is loaded, also if they need not.
+        placements: the placements on the device.
+        all_first: whether all old parameters go before the first is loaded, also if they need not.
     """
 
     spec: DeviceSpec
@@ -68,22 +68,78 @@ class DeviceShare:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Bytes of parameters over the load."""
-        return _timeline(self.placements, self.spec, self.all_first)
+        """Memory of the parameters during the load: at the beginning and at the peak."""
+        spec, placements = self.spec, self.placements
+        budget_nbytes = max(spec.budget_nbytes, 0)
+        total = sum(placements.resident_nbytes)
+        if placements.all_new:  # no old parameters
+            return Timeline(0, total, total > budget_nbytes)
+        rows = list(zip(placements.kinds, placements.resident_nbytes, strict=True))
+        stays = [resident for kind, resident in rows if kind.action == "in_place"]
+        goes = [kind.released_nbytes for kind, _ in rows]
+        held = sum(stays) + sum(goes)
+        fresh = total - sum(stays)
+        if spec.info.allocator == "cuda_driver":
+            # Blocks of large tensors go back one by one, each for the next. A block that small ones
+            # share goes back with the last of them, and were they released one by one, new ones
+            # would be put between the remaining: then no block might ever go back.
+            kept, released = _in_shared_blocks(placements)
+            shared = sum(spec.taken((*kept, *released)))
+            held += shared - sum(kept) - sum(released)
+            if released:
+                # if some of them stay, none of their blocks may go back at all
+                return Timeline(held, total - sum(kept) + (shared if kept else 0), True)
+        now = peak = held
+        for kind, resident in rows:
+            now -= kind.released_nbytes
+            now += resident if kind.action != "in_place" else 0
+            peak = max(peak, now)
+        if spec.info.allocator in SEGMENTS and any(goes):
+            # tensors that go one by one leave holes in segments, too small for larger ones; and
+            # if a tensor stays in its place, no segment may go back to the device at all
+            if not stays:
+                return Timeline(held, now, True)
+            sizes = (r if kind.action == "in_place" else kind.released_nbytes for kind, r in rows)
+            return Timeline(held, sum(spec.taken(sizes)) + fresh, True)
+        if self.all_first or peak > max(held, budget_nbytes) or (held > budget_nbytes >= now):
+            # growing parameters come before shrinking ones, or the old ones alone are too large:
+            # released together they make room for the new ones
+            return Timeline(held, now, True)
+        return Timeline(held, peak, False)
 
     @cached_property
     def fresh_nbytes(self) -> int:
-        """Bytes that parameters newly take at their peak."""
-        return _fresh(self.placements, self.spec, self.timeline)
+        """Bytes that parameters newly take at their peak, besides memory that the model holds."""
+        spec, placements, parameters = self.spec, self.placements, self.timeline
+        if not spec.info.shared_memory:
+            shares = spec.info.allocator == "cuda_driver" and _in_shared_blocks(placements)[1]
+            # released blocks may stay taken, if the process has other tensors in them: on an H200,
+            # of 515 blocks that a model's weights take if they come first, 514 came back
+            grown = parameters.peak_nbytes - parameters.held_nbytes
+            return max(grown + (DRIVER_BLOCK_NBYTES if shares else 0), 0)
+        if placements.all_new:
+            return sum(placements.resident_nbytes)
+        columns = (placements.kinds, placements.resident_nbytes, placements.reusable_nbytes)
+        rows = list(zip(*columns, strict=True))
+        replaced = [reusable for kind, _, reusable in rows if kind.released_nbytes]
+        now = peak = -sum(replaced) if parameters.release_first else 0
+        for kind, resident, reusable in rows:
+            if kind.action == "in_place":
+                now += 0 if reusable >= kind.nbytes else resident - reusable
+            else:
+                now += resident - (0 if parameters.release_first else reusable)
+            peak = max(peak, now)
+        left = sum(min(spec.info.costs.left_nbytes, reusable) for reusable in replaced)
+        return max(peak, 0) + min(TRIM_NBYTES, sum(replaced)) + left
 
     @cached_property
     def casts(self) -> Set[str]:
-        """All casts of its placements."""
+        """The different values of `Placement.cast` on the device."""
         return {p.cast for p, _ in self.placements.counted}
 
     @cached_property
     def host_moves(self) -> bool:
-        """Whether the host casts or reorders bytes, which cannot be read to their place then."""
+        """Whether the host casts or reorders bytes, so that they cannot be read to their place."""
         return any(
             p.cast in HOST_CASTS or (p.transpose and not p.turned_there)
             for p, _ in self.placements.counted
@@ -91,7 +147,7 @@ class DeviceShare:
 
     @cached_property
     def own_casts(self) -> Sequence[tuple[Placement, int]]:
-        """Kinds that the device casts in streamload's kernels, and how many of each."""
+        """A placement of each kind that streamload's kernels cast on the device, and its count."""
         cast = ((p, n) for p, n in self.placements.counted if p.cast == "device")
         return [*cast] if self.spec.casts else []
 
@@ -111,32 +167,32 @@ class DeviceShare:
 
     @cached_property
     def row_nbytes(self) -> int:
-        """The longest row, column or unit that is handled whole, in the file or as placed."""
+        """Bytes of the longest row, column or unit that cannot be cut, in the file or as placed."""
         turned = (p for p in self._packed if p.turned)
         rows = [
             *(p.row_numel * _widest(p) for p in self._changed),
-            *(p.stored_nbytes(p.unit_numel) for p in self._whole),
+            *(p.src.nbytes(p.unit_numel) for p in self._whole),
             *(p.dst.nbytes(p.column_numel * p.least_columns) for p in turned),
         ]
         return max(rows, default=0)
 
     @cached_property
     def changed_nbytes(self) -> int:
-        """Bytes of a thread for rows that it changes."""
+        """Bytes of a thread for rows that user functions change."""
         sizes = (_CHANGED_ARRAYS * p.changed_numel * max(_widest(p), 4) for p in self._changed)
         return max(sizes, default=0)
 
     @cached_property
     def gathers(self) -> bool:
-        """Whether lines are joined before they are quantized or dequantized."""
+        """Whether lines of files are joined in a buffer before they are (de)quantized."""
         whole = any(p.turned or p.strided for p in self._whole)
         return whole or any(p.strided for p in self._packed)
 
     @cached_property
     def _statistics(self) -> Sequence[tuple[Placement, int, int]]:
-        """Kinds with statistics or scales on the host until all of a tensor is there.
+        """Placements, one of each kind: bytes of statistics or scales on the host, and the count.
 
-        Each with these bytes, and how many there are.
+        The host holds these bytes until all of a tensor has arrived.
         """
         return [
             (
@@ -150,19 +206,19 @@ class DeviceShare:
 
     @property
     def tally_nbytes(self) -> int:
-        """Bytes of the counts of a device that casts."""
+        """Device bytes of the counters of its casts (overflowed, flushed, changed elements)."""
         return sum(p.tally_nbytes * count for p, count in self.own_casts)
 
     @property
     def object_nbytes(self) -> int:
-        """Host memory of its tensors besides their bytes."""
+        """Host bytes of the device's tensor objects, besides their elements."""
         counted = self.placements.counted
         parts = sum(n for p, n in counted if p.cast == "part")
         objects = self.spec.objects.of((p.dst.name, p.shape, p.nbytes, n) for p, n in counted)
         return objects + parts * _PART_NBYTES
 
     def statistics_under_way(self, nbytes: int) -> int:
-        """Bytes of statistics held at a time; ``nbytes``: of one slot of each thread together."""
+        """Return the most host bytes of scales at a time; ``nbytes``: of a slot of every thread."""
         most = max((n for _, n, _ in self._statistics), default=0)
         share = max((n / max(p.src_nbytes, 1) for p, n, _ in self._statistics), default=0)
         total = sum(n * count for _, n, count in self._statistics)
@@ -173,10 +229,10 @@ class DeviceShare:
         return min(under_way, total) + senders(sent) * sent
 
     def there_under_way(self, slot_nbytes: int, workers: int) -> int:
-        """Bytes that a device holds besides tensors that it casts: begun work waits for more.
+        """Return the most device bytes of scales and statistics for tensors that it casts.
 
-        One batch always fits: parts of a tensor at either end, and one left free at the end of the
-        memory. Each of the workers has a slot.
+        Started work waits for more. One batch always fits: parts of a tensor at either end, and one
+        left free at the end of the memory. Each worker has a slot of ``slot_nbytes``.
         """
         own = self.own_casts
         most = max((p.there_nbytes for p, _ in own), default=0)
@@ -189,21 +245,25 @@ class DeviceShare:
         return min(held, total) + MAP_NBYTES * nests
 
     def has_room(self, scratch_nbytes: int) -> bool:
-        """Whether so much scratch fits, with the parameters."""
+        """Return whether the device has memory for the parameters and ``scratch_nbytes`` more."""
         spec = self.spec
         room = spec.budget_nbytes - self.timeline.peak_nbytes
         if spec.free_nbytes is not None:
-            beside = 0
+            free = spec.free_nbytes - self.fresh_nbytes
             if spec.info.shared_memory:
-                beside = LOAD_NBYTES + self.object_nbytes
-                beside += len(self.placements) * spec.info.costs.kernel_nbytes
-            room = min(room, spec.free_nbytes - self.fresh_nbytes - beside)
+                free -= LOAD_NBYTES + self.object_nbytes + self.kernel_nbytes
+            room = min(room, free)
         return scratch_nbytes <= room
+
+    @property
+    def kernel_nbytes(self) -> int:
+        """Memory of the operating system's kernel for the tensors, in bytes."""
+        return len(self.placements) * self.spec.info.costs.kernel_nbytes
 
     def planned(
         self, scratch_nbytes: int, part: Part | None, cache: CacheRoom | None
     ) -> DevicePlan:
-        """The plan of the device."""
+        """Return the device's part of a plan; ``part``: its layers under a split."""
         spec, placements = self.spec, self.placements
         reusable = self.timeline.held_nbytes
         if spec.info.shared_memory and not placements.all_new:
@@ -224,7 +284,7 @@ class DeviceShare:
             reserve_nbytes=spec.reserve_nbytes,
             reusable_nbytes=reusable,
             object_nbytes=self.object_nbytes,
-            kernel_nbytes=len(placements) * spec.info.costs.kernel_nbytes,
+            kernel_nbytes=self.kernel_nbytes,
             shared_memory=spec.info.shared_memory,
             mapped_nbytes=sum(p.nbytes * n for p, n in placements.counted if p.cast == "mapped"),
         )
@@ -233,7 +293,7 @@ class DeviceShare:
 def fit(
     draft: Plan, shares: Sequence[DeviceShare], parts: Mapping[str, Part], cache: CacheRoom | None
 ) -> Plan:
-    """Choose threads and chunk size so that staging fits, and predict the peaks."""
+    """Return the plan with threads, chunks and peaks that fit; those of ``draft`` are bounds."""
     filled = (share.spec.info for share in shares if share.placements)
     threads = min([draft.threads, *(info.threads for info in filled)])
     if any("device" in share.casts and not share.spec.casts for share in shares):
@@ -271,7 +331,7 @@ def fit(
     ]
     peaks = ([share.timeline.peak_nbytes for share in each] for each in (small, shares))
     if any(new < old for new, old in zip(*peaks, strict=True)):
-        return fit(draft, small, parts, cache)  # what is released first makes room for scratch
+        return fit(draft, small, parts, cache)  # releasing first makes room for scratch
     devices = [
         share.planned(nbytes, parts.get(share.spec.name), cache)
         for share, nbytes in zip(shares, scratch, strict=True)
@@ -280,12 +340,12 @@ def fit(
 
 
 def _widest(p: Placement) -> int:
-    """Bytes of an element, in the file or as it is placed."""
+    """Return the bytes of an element, in the file or as placed, whichever is more."""
     return max(p.src.itemsize, p.dst.itemsize)
 
 
 def _host_chunk(draft: Plan, shares: Sequence[DeviceShare], threads: int) -> int:
-    """The chunk with which all slots together fill the host's bytes, however many there are."""
+    """Return the chunk's bytes with which the slots of all threads fill the host's budget."""
     fixed, with_one = (
         _staging(replace(draft, threads=threads, slot_nbytes=nbytes), shares)[1]
         for nbytes in (0, MIN_CHUNK_NBYTES)
@@ -296,7 +356,10 @@ def _host_chunk(draft: Plan, shares: Sequence[DeviceShare], threads: int) -> int
 
 
 def _staging(plan: Plan, shares: Sequence[DeviceShare]) -> tuple[list[int], int]:
-    """Scratch of each device (staging included, where it shares memory) and host staging, bytes."""
+    """Return the scratch bytes of each device and the bytes of host staging.
+
+    Devices that share the host's memory have their staging in their scratch.
+    """
     workers = max(plan.threads, 1)
     slots = workers * STAGING_SLOTS
     scratch = [0] * len(shares)
@@ -318,7 +381,7 @@ def _staging(plan: Plan, shares: Sequence[DeviceShare]) -> tuple[list[int], int]
             staged = slots * plan.staging_nbytes
             scratch[at] += staged if spec.info.shared_memory else 0
             host += 0 if spec.info.shared_memory else staged
-    # what a worker holds of its own: a source buffer, the temporaries of a numpy cast, two blocks
+    # each worker's memory: a source buffer, temporaries of a numpy cast, two blocks to transpose
     host_moves = any(share.host_moves for share in shares)
     if host_moves and any(kind != "mmap" for kind in plan.readers):
         own += workers * plan.slot_nbytes
@@ -339,87 +402,23 @@ def _staging(plan: Plan, shares: Sequence[DeviceShare]) -> tuple[list[int], int]
         own += workers * plan.slot_nbytes
     own += max(share.statistics_under_way(workers * plan.slot_nbytes) for share in shares)
     for at in on_host if any(shares[n].spec.own_host for n in on_host) else on_host[:1]:
-        scratch[at] += own  # of one memory it counts once
+        scratch[at] += own  # shared memory counts once
     return scratch, host if on_host else host + own
 
 
 def least_read_nbytes(placements: Placements) -> int:
-    """What a cast takes at least of files that are read and not mapped, in bytes.
+    """Return the least host bytes of a load that casts and reads files, 0 for small checkpoints.
 
-    Files that are planned to be mapped may have to be read, where little memory is free: with this
-    in every plan that casts, a budget of exactly its peak is enough for either. Checkpoints of a
-    few megabytes do without: it would be a good part of them.
+    Files that are planned to be mapped may have to be read if little memory is free: with this
+    in every plan that casts, a budget of exactly its peak is enough for either. For checkpoints of
+    a few megabytes it would be a large share.
     """
     nbytes = sum(p.nbytes * count for p, count in placements.counted)
     return MIN_CHUNK_NBYTES if nbytes >= _LEAST_READ_FROM_NBYTES else 0
 
 
-def _timeline(placements: Placements, spec: DeviceSpec, release_first: bool) -> Timeline:
-    """Bytes of parameters over the load."""
-    budget_nbytes = max(spec.budget_nbytes, 0)
-    total = sum(placements.resident_nbytes)
-    if placements.all_new:  # nothing is held, nothing goes
-        return Timeline(0, total, total > budget_nbytes)
-    rows = list(zip(placements.kinds, placements.resident_nbytes, strict=True))
-    stays = [resident for kind, resident in rows if kind.action == "in_place"]
-    goes = [kind.released_nbytes for kind, _ in rows]
-    held = sum(stays) + sum(goes)
-    fresh = total - sum(stays)
-    if spec.info.allocator == "cuda_driver":
-        # Blocks of large ones go back one by one, each for the next. One that small ones share goes
-        # back when the last of them is gone, and were they released one by one, new ones would be
-        # put between those that are left: then none might ever go back.
-        kept, released = _in_shared_blocks(placements)
-        shared = sum(spec.taken((*kept, *released)))
-        held += shared - sum(kept) - sum(released)
-        if released:
-            # if some of them stay, none of their blocks may go back at all
-            return Timeline(held, total - sum(kept) + (shared if kept else 0), True)
-    now = peak = held
-    for kind, resident in rows:
-        now -= kind.released_nbytes
-        now += resident if kind.action != "in_place" else 0
-        peak = max(peak, now)
-    if spec.info.allocator in SEGMENTS and any(goes):
-        # what goes one by one leaves holes in segments, which larger ones do not fit into; and
-        # if something stays where it is, none of it may go back to the device at all
-        if not stays:
-            return Timeline(held, now, True)
-        sizes = (r if kind.action == "in_place" else kind.released_nbytes for kind, r in rows)
-        return Timeline(held, sum(spec.taken(sizes)) + fresh, True)
-    if release_first or peak > max(held, budget_nbytes) or (held > budget_nbytes >= now):
-        # growing parameters come before shrinking ones, or the old ones alone are too large:
-        # released together they make room for the new ones
-        return Timeline(held, now, True)
-    return Timeline(held, peak, False)
-
-
-def _fresh(placements: Placements, spec: DeviceSpec, parameters: Timeline) -> int:
-    """Bytes that parameters newly take at their peak, of a device on which some may be held."""
-    if not spec.info.shared_memory:
-        shares = spec.info.allocator == "cuda_driver" and _in_shared_blocks(placements)[1]
-        # what is released may stay taken, for others of the process are there too: on an H200, of
-        # 515 blocks that a model's weights take where they come first, 514 came back
-        grown = parameters.peak_nbytes - parameters.held_nbytes
-        return max(grown + (DRIVER_BLOCK_NBYTES if shares else 0), 0)
-    if placements.all_new:
-        return sum(placements.resident_nbytes)
-    columns = (placements.kinds, placements.resident_nbytes, placements.reusable_nbytes)
-    rows = list(zip(*columns, strict=True))
-    replaced = [reusable for kind, _, reusable in rows if kind.released_nbytes]
-    now = peak = -sum(replaced) if parameters.release_first else 0
-    for kind, resident, reusable in rows:
-        if kind.action == "in_place":
-            now += 0 if reusable >= kind.nbytes else resident - reusable
-        else:
-            now += resident - (0 if parameters.release_first else reusable)
-        peak = max(peak, now)
-    left = sum(min(spec.info.costs.left_nbytes, reusable) for reusable in replaced)
-    return max(peak, 0) + min(TRIM_NBYTES, sum(replaced)) + left
-
-
 def _in_shared_blocks(placements: Placements) -> tuple[list[int], list[int]]:
-    """Sizes of what shares blocks of CUDA's driver now: of those that stay, of those that go."""
+    """Return the sizes of old parameters in CUDA's shared blocks: of those kept, those released."""
     if placements.all_new:
         return [], []
     rows = zip(placements.kinds, placements.resident_nbytes, strict=True)

@@ -1,8 +1,8 @@
 """The plan: every decision about a load, as frozen data, before anything moves.
 
-A `Plan` maps rows of checkpoint tensors to parameters: where, in which
-dtype, by which cast, and what the peak will be on each device and in host staging. It can be
-printed, saved as JSON, compared between nodes, and held against what was then measured.
+A `Plan` maps rows of checkpoint tensors to parameters: the device, dtype and cast of each, and the
+predicted peak of each device and of host staging. It can be printed, saved as JSON, compared
+between nodes and with the measured load.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,30 +27,30 @@ from streamload.files.page_cache import PageCacheKind
 from streamload.planning.kv_cache import CacheRequest
 from streamload.planning.placement import Placement, Placements
 
-#: The parts of a device's budget, from left to right.
+#: Parts of a device's budget in a chart, from left to right.
 PARTS = ("weights", "KV cache", "while loading", "reserve", "free")
 
 STAGING_SLOTS = 2  # per thread: one is filled while the other's copy is under way
-_STAGED_AHEAD = 8
+_STAGED_AHEAD = 8  # work items of a thread beyond its slots, on devices that need staging
 SLOT_ALIGNMENT = 64  # chunks in a staging slot begin at multiples of this
-# What a slot has beyond its chunks for reads past the page cache: they begin at a multiple of the
-# reader's alignment before the first byte that is wanted, and end at one after the last.
+# Bytes of a slot besides its chunks, for reads past the page cache: they begin at a multiple of the
+# reader's alignment before the first requested byte, and end at one after the last.
 DIRECT_ROOM_NBYTES = 2 * 4096
-# Most bytes that a worker is handed at once where they go as they are, piece by piece through its
-# slots, without the interpreter; fewer of a load that has little for each.
+# Most bytes that a worker copies unchanged in one call through its slots, without Python's
+# interpreter; a load with little for each worker takes fewer.
 BULK_NBYTES = 2**24
-# Most units that a worker is handed at once.
+# Most work items that a worker gets at once.
 BATCH_UNITS = 4
-# Most bytes of a block of lines that become columns; a thread holds two.
+# Most bytes of a block that a transpose moves at once; a thread holds two.
 TURN_NBYTES = 2**19
-# Of a unit that it quantises: a float32.
+# Bytes of the statistic of each quantized unit: a float32.
 STATISTIC_NBYTES = 4
 # Process memory of a load that does not grow with its tensors: stacks of threads, readers,
-# the first chunks. Seen were 0.1 to 1.2 MB with 1 to 8 threads, 2.9 MB with tinygrad's devices, and
+# the first chunks. Measured: 0.1 to 1.2 MB with 1 to 8 threads, 2.9 MB with tinygrad's devices, and
 # 2.6 MB on the way to CUDA, where a driver adds to it.
 LOAD_NBYTES = 3 * 2**20
 _STAGED_LOAD_NBYTES = 4 * 2**20
-# A thread's connection to a server, with what it has received: seen were 0.5 MB each.
+# A thread's connection to a server, with its received bytes: 0.5 MB each were measured.
 _CONNECTION_NBYTES = 2**20
 # Allocators that take segments of the device's memory, which many tensors share.
 SEGMENTS: frozenset[AllocatorKind] = frozenset({"cuda_caching", "cuda_expandable"})
@@ -59,47 +59,47 @@ _MOST_SENDERS = 4
 
 
 def units_ahead(*, staged: bool) -> int:
-    """Most units of a thread under way: one for each slot and one that waits; staged ones more.
+    """Return the most work items that one thread has under way: one a slot, and one that waits.
 
-    Those are handed out and reported several at a time.
+    If the device needs staging (``staged``) there are more: they are handed out in batches.
     """
     return STAGING_SLOTS + (_STAGED_AHEAD if staged else 1)
 
 
 def senders(scales_nbytes: int) -> int:
-    """How many threads send scales ahead to a device, of weights with up to so many bytes."""
+    """Return how many threads send scales ahead to a device, 1 to 4; given the most of a weight."""
     return max(min(_SCALES_NBYTES // max(scales_nbytes, 1), _MOST_SENDERS), 1)
 
 
 def slot_nbytes(nbytes: int) -> int:
-    """Bytes that a chunk of ``nbytes`` takes up in a staging slot."""
+    """Return the bytes that a chunk of ``nbytes`` takes in a staging slot: whole 64 bytes."""
     return round_up(nbytes, SLOT_ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """What a plan takes on one device.
+    """Memory that a plan takes on one device, in bytes.
 
     Attributes:
-        device: its name.
-        budget_nbytes: what the load may take: the budget, less `reserve_nbytes`.
+        device: name of the device.
+        budget_nbytes: bytes that the load may take: the budget, less `reserve_nbytes`.
         resident_nbytes: parameters, when the load is done.
         scratch_nbytes: temporary device memory (and host staging, on shared memory).
         peak_nbytes: predicted peak: parameters, scratch, and old parameters not yet released.
-        fresh_nbytes: how much memory the load newly takes at its peak, scratch included.
-        held_nbytes: what the parameters hold there when the load begins; more than the peak where
-            old parameters are larger than the budget, and go first.
+        fresh_nbytes: memory that the load newly takes at its peak, scratch included.
+        held_nbytes: bytes that the parameters hold there when the load begins; more than the peak
+            if old parameters are larger than the budget, and go first.
         layers: first and last (exclusive) layer, under a split; None without one.
-        embedding: holds the embedding, under a split.
-        head: holds the head, under a split.
-        release_first: old parameters go all at once before the first is loaded.
+        embedding: whether the device holds the embedding, under a split.
+        head: whether the device holds the head, under a split.
+        release_first: whether all old parameters go at once before the first is loaded.
         cache_nbytes: the KV cache of its layers, which is allocated when the load is done.
-        reserve_nbytes: bytes kept free in addition, of the budget and of what is free.
-        reusable_nbytes: of `held_nbytes`, memory that the load takes over.
-        object_nbytes: memory of the process for tensors besides their bytes.
-        kernel_nbytes: what the kernel takes for them.
-        shared_memory: its memory is the host's.
-        mapped_nbytes: what stays in the mapped files: the kernel can take its pages back.
+        reserve_nbytes: bytes kept free in addition, of the budget and of free memory.
+        reusable_nbytes: bytes of `held_nbytes` that the load takes over.
+        object_nbytes: process memory of tensor objects, besides the tensors' bytes.
+        kernel_nbytes: memory of the operating system's kernel for the tensors.
+        shared_memory: whether its memory is the host's.
+        mapped_nbytes: bytes that stay in mapped files: the kernel can take their pages back.
     """
 
     device: str
@@ -123,33 +123,33 @@ class DevicePlan:
 
     @property
     def run_nbytes(self) -> int:
-        """Bytes of the parameters and of the cache that they run with."""
+        """Bytes of parameters and KV cache, which the model needs to run."""
         return self.resident_nbytes + self.cache_nbytes
 
     @property
     def needed_nbytes(self) -> int:
-        """The most of the budget that is taken: by the load, or by what runs afterwards."""
+        """Most bytes of the budget in use: by the load, or by the model that runs afterwards."""
         return max(self.peak_nbytes, self.run_nbytes)
 
     @property
     def fresh_needed_nbytes(self) -> int:
-        """How much of that is newly taken."""
+        """Bytes of `needed_nbytes` that are newly taken, and not held by old parameters."""
         return max(self.fresh_nbytes, self.run_nbytes - self.reusable_nbytes)
 
     @property
     def host_needed_nbytes(self) -> int:
         """Host bytes for tensors, with their own bytes if the device shares the host's memory."""
-        beside = self.object_nbytes + self.kernel_nbytes
-        return beside + (self.fresh_needed_nbytes if self.shared_memory else 0)
+        own = self.fresh_needed_nbytes if self.shared_memory else 0
+        return self.object_nbytes + self.kernel_nbytes + own
 
     @property
     def stated_nbytes(self) -> int:
-        """The budget as it was given, with what stays free of it."""
+        """The budget as the user stated it, with the bytes kept free."""
         return self.budget_nbytes + self.reserve_nbytes
 
     @property
     def holds(self) -> str:
-        """Which parts of the model it holds under a split, in words."""
+        """The parts of the model on this device under a split, such as "embedding, layer 0"."""
         first, stop = self.layers or (0, 0)
         layers = f"layers {first}-{stop - 1}" if stop - first > 1 else f"layer {first}"
         parts = [(self.embedding, "embedding"), (stop > first, layers), (self.head, "head")]
@@ -163,24 +163,27 @@ class Plan:
     Attributes:
         path: the checkpoint.
         placements: parameters in the order in which they are streamed.
-        devices: what each device holds.
+        devices: the memory that each device needs.
         host_nbytes: predicted peak of host staging that no device's budget covers.
-        host_budget_nbytes: the budget for that.
+        host_budget_nbytes: the budget of `host_nbytes`.
         chunk_nbytes: most bytes in one chunk, of source or of result, whichever is larger.
-        slot_nbytes: bytes of one staging slot or source buffer: a chunk, or less where all
+        slot_nbytes: bytes of one staging slot or source buffer: a chunk, or less if all
             parameters together are smaller.
         threads: streaming threads; 0 streams in the calling thread.
         readers: "mmap", "pread", "direct" or "http", for each shard.
-        out_of_range: "inf", "clamp" or "error".
+        out_of_range: casts of values that the target dtype cannot represent: "inf", "clamp" or
+            "error".
         notes: choices that a user may want to know of, one sentence each.
-        page_cache: what becomes of the page cache that the load brings in: "auto", "keep", "drop".
-        reader_reasons: why each shard is read as it is, one sentence each; () if unknown.
-        cache: the KV cache that there is room for when the load is done, with its dtype, or None.
-        change_nbytes: what functions that change values hold for all threads.
-        change_thread_nbytes: memory of each thread besides its rows, and for reading views
-            of files takes there.
-        ahead: the kernel may read ahead of what is read of files; false where the host has too
-            little memory for pages that are on their way.
+        page_cache: treatment of pages that the load brings into the page cache: "auto", "keep" or
+            "drop".
+        reader_reasons: why each shard gets its reader, one sentence each; () if unknown.
+        cache: the KV cache for which the plan keeps room, with its dtype, or None.
+        change_nbytes: bytes that functions that change values (transform=, adapters) hold for all
+            threads.
+        change_thread_nbytes: bytes of each thread for those functions, besides its rows, and for
+            strided views of files.
+        ahead: whether the kernel may read ahead in files; false if the host has too little memory
+            for such pages.
     """
 
     path: str
@@ -203,12 +206,12 @@ class Plan:
 
     @property
     def staging_nbytes(self) -> int:
-        """Bytes of one staging slot as it is allocated: chunks, and what is read around them."""
+        """Allocated bytes of one staging slot: chunks, and the margins of reads past the cache."""
         return self.slot_nbytes + (DIRECT_ROOM_NBYTES if "direct" in self.readers else 0)
 
     @property
     def turn_nbytes(self) -> int:
-        """Bytes of a block of lines that become columns."""
+        """Bytes of a block that a transpose moves at once."""
         return min(TURN_NBYTES, self.slot_nbytes)
 
     @property
@@ -218,7 +221,7 @@ class Plan:
 
     @property
     def process_nbytes(self) -> int:
-        """By how much the process will grow at most: RssAnon + RssShmem, in bytes."""
+        """Most bytes by which the process will grow: RssAnon + RssShmem."""
         fresh = sum(d.fresh_nbytes for d in self.devices if d.shared_memory)
         shared = all(d.shared_memory for d in self.devices)
         load = LOAD_NBYTES if shared else _STAGED_LOAD_NBYTES
@@ -227,7 +230,7 @@ class Plan:
 
     @property
     def reading(self) -> list[str]:
-        """How the shards are read and why, one line for all that are read alike."""
+        """Reader of the shards and its reason, one line for all shards alike."""
         reasons = self.reader_reasons or [""] * len(self.readers)
         alike = Counter(zip(self.readers, reasons, strict=True))
         return [
@@ -236,17 +239,17 @@ class Plan:
         ]
 
     def device(self, name: str) -> DevicePlan:
-        """The plan of one device; KeyError if it has none."""
+        """Return the plan of one device by name; raises KeyError if there is none."""
         return {d.device: d for d in self.devices}[name]
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the plan's JSON, without what differs between machines: path and readers."""
+        """SHA-256 of the plan's JSON without facts of a machine: path, readers, read-ahead."""
         same = replace(self, path="", readers=(), reader_reasons=(), ahead=True)
         return hashlib.sha256(same.to_json().encode()).hexdigest()
 
     def __str__(self) -> str:
-        """A table of what each device holds, and what is cast."""
+        """Return a table with a row for each device, then casts, totals and notes."""
         split = len(self.devices) > 1
         cached = any(d.cache_nbytes for d in self.devices)
         reserved = any(d.reserve_nbytes for d in self.devices)
@@ -293,7 +296,7 @@ class Plan:
 
     @property
     def bars(self) -> list[Stack]:
-        """What becomes of each device's budget, in `PARTS`; a load may use the cache's part."""
+        """Bars of a chart: each device's budget in `PARTS`; a load may use the cache's part."""
         stacks = []
         for d in self.devices:
             free = d.budget_nbytes - d.needed_nbytes
@@ -304,7 +307,7 @@ class Plan:
         return stacks
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the table, and the bars."""
+        """Return HTML for notebooks: the table and the bars."""
         return as_html(str(self), PARTS, self.bars)
 
     def _cache_line(self, cache: CacheRequest) -> str:
@@ -317,38 +320,11 @@ class Plan:
 
     def to_json(self) -> str:
         """Write the plan as JSON; `Plan.from_json` reads it back equal."""
-
-        def plain(value: Any) -> Any:
-            return value.name if isinstance(value, DType) else value
-
-        def record(obj: Any, **special: Any) -> dict[str, Any]:
-            return {f: plain(getattr(obj, f)) for f in obj.__slots__} | special
-
-        return json.dumps(
-            record(
-                self,
-                placements=[
-                    record(
-                        p,
-                        source=[
-                            [r.tensor, r.start, r.stop, r.columns and list(astuple(r.columns))]
-                            for r in p.source
-                        ],
-                        transpose=p.transpose
-                        and [p.transpose.groups, p.transpose.outer, p.transpose.inner],
-                        coding=p.coding and asdict(p.coding),
-                    )
-                    for p in self.placements
-                ],
-                devices=[asdict(d) for d in self.devices],
-                cache=self.cache and record(self.cache),
-            ),
-            separators=(",", ":"),
-        )
+        return json.dumps(self, default=_plain, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read what `to_json` wrote.
+        """Read the JSON of `to_json`.
 
         Raises:
             ValueError: the text is not such JSON.
@@ -385,6 +361,17 @@ class Plan:
             return cls(**data)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a plan: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Return a part of a plan as JSON has it: a name, a list, or an object of its fields."""
+    if isinstance(value, DType):
+        return value.name
+    if isinstance(value, Placements):
+        return list(value)
+    fields = {name: getattr(value, name) for name in value.__slots__}
+    as_list = isinstance(value, (RowRange, Columns, RowTranspose))
+    return [*fields.values()] if as_list else fields
 
 
 def _coding(found: dict[str, Any]) -> Coding:
