@@ -1,4 +1,4 @@
-"""Parts of tensors as ranges of rows: what a parameter reads that holds one of them."""
+"""Row ranges of a block of a tensor, for parameters that hold one shard of it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from streamload.core.tensors import Block, Columns, RowRange
 
 
 def cut(rows: Sequence[RowRange], row_numel: int, block: Block) -> tuple[RowRange, ...] | None:
-    """The strided ranges of a block, in its order; None if there are none such.
+    """Return the row ranges that hold a block of a tensor, in its order; None if no ranges can.
 
-    ``rows`` are those of the whole, one after the other and without columns, of ``row_numel`` each.
+    Args:
+        rows: rows of the whole tensor, in order and without columns.
+        row_numel: elements of each of these rows.
+        block: the part of the tensor.
     """
     if block.is_all:
         return tuple(rows)
@@ -33,13 +36,13 @@ def cut(rows: Sequence[RowRange], row_numel: int, block: Block) -> tuple[RowRang
     for start, stop in _lines(block, max(last, 1)):
         found = list(_within(rows, row_numel, start * width, stop * width, unit, columns))
         if sum(r.stop - r.start for r in found) * unit != (stop - start) * width:
-            return None  # a line is of two tensors, or of a part of a row
+            return None  # a line spans two tensors, or a part of a row
         out += found
     return tuple(out)
 
 
 def _lines(block: Block, axes: int) -> Iterator[tuple[int, int]]:
-    """The lines of a block that follow each other, numbered by the leading axes of the whole."""
+    """Yield (start, stop exclusive) of a block's adjacent lines; its first ``axes`` number them."""
     leading = block.whole[:axes]
     part = tuple(slice(f, f + n) for f, n in zip(block.first, block.shape, strict=True))
     numbers = np.arange(math.prod(leading)).reshape(leading)[part[:axes]].ravel()
@@ -56,7 +59,7 @@ def _within(
     unit: int,
     columns: Columns | None,
 ) -> Iterator[RowRange]:
-    """Elements ``start`` to ``stop`` of the rows, as lines of ``unit`` elements of a tensor."""
+    """Yield elements ``start`` to ``stop`` of all rows as ranges of lines of ``unit`` elements."""
     at = 0
     for r in rows:
         end = at + (r.stop - r.start) * row_numel
@@ -70,7 +73,7 @@ def _within(
 def split(
     rows: Sequence[RowRange], row_numel: int, part_numel: int
 ) -> list[tuple[RowRange, ...]] | None:
-    """The ranges of equal parts of ``part_numel`` along the first axis; None if they cut rows."""
+    """Return the row ranges of each of equal parts of ``part_numel``; None if parts cut rows."""
     count, rest = divmod(part_numel, row_numel)
     if rest or any(r.columns is not None for r in rows):
         return None

@@ -1,4 +1,4 @@
-"""Cutting a plan into chunks: which file bytes become which bytes of which parameter."""
+"""Cut a plan into chunks: byte ranges of files, and the bytes of parameters that they become."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias, overload
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -17,30 +17,29 @@ from streamload.core.tensors import first_byte
 from streamload.planning.placement import UNREAD, Placement, Placements
 from streamload.planning.plan import SLOT_ALIGNMENT, Plan
 
-# Parameters of up to this many bytes are packed. 50,000 of 2 kB, to torch's CPU, on 2 cores: the
-# stream took 26 microseconds for each with a chunk of its own, 17 of them to allocate, for which
-# threads that were at work on chunks had to give up the interpreter's lock; it takes 6 with packs.
-# Longer ones gain little by it, and where the CPU writes them their pages are better had all at
-# once (`_system.populate`).
+# Parameters of up to this many bytes are packed into a `SmallTensorBatch`. 50,000 of 2 kB, to
+# torch's CPU, on 2 cores: 26 microseconds each as single chunks, 17 of them to allocate, for which
+# busy threads had to release the interpreter's lock; 6 when packed. Longer ones gain little, and
+# if the CPU writes them, their pages are better populated at once (`core.system`).
 _PACKED_NBYTES = 2**17
-# Fewer than these are not a pack: as chunks, they share a read with large neighbours.
+# Fewer parameters than these are no batch: as chunks, they share a read with large neighbors.
 _LEAST_PACKED = 32
-_ALONE = -1  # in place of a number of those who may be packed with each other
+_ALONE = -1  # in `_Extents.together`: not to be packed
 
 _Column = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
 class StridedRead:
-    """File bytes and the rows that they become: one line of them, or several at equal distances.
+    """File bytes to read, and their places in a parameter: one contiguous line, or several.
 
     Attributes:
         start: first file byte.
         stop: last file byte of the last line, exclusive.
         offset: byte of the parameter at which the first row begins.
-        rows: how many rows a line has; 1 where rows stay together.
+        rows: number of rows in a line; 1 if rows stay together.
         stride: bytes of the parameter from one row's beginning to the next one's.
-        lines: how many lines. A row of a line begins where that of the line before it ends.
+        lines: number of lines. A row of a line begins where that of the line before it ends.
         pitch: file bytes from one line's beginning to the next one's.
     """
 
@@ -65,13 +64,13 @@ class StridedRead:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The unit that is streamed: bytes ``start`` to ``stop`` (exclusive) of one parameter.
+    """A piece of one parameter that is read, cast and placed in one step.
 
     Attributes:
         placement: index in ``Plan.placements``.
         shard: index in ``Checkpoint.shards``.
         start: first byte of the parameter.
-        stop: last byte, exclusive.
+        stop: last byte of the parameter, exclusive.
         runs: the file bytes, all of one shard.
     """
 
@@ -83,27 +82,27 @@ class Chunk:
 
     @property
     def read_nbytes(self) -> int:
-        """File bytes that are read for it."""
+        """File bytes of the chunk."""
         return sum(run.nbytes for run in self.runs)
 
     def staged_nbytes(self, placement: Placement) -> int:
-        """Bytes that it takes in a staging slot: raw ones where the device casts."""
+        """Return the chunk's bytes in a staging slot: uncast ones if the device casts."""
         return self.read_nbytes if placement.cast == "device" else self.stop - self.start
 
     def moved(self, places: int) -> Chunk:
-        """The same of the placement so many places on."""
+        """Return the chunk for a longer plan, in which its placement's index is higher."""
         return replace(self, placement=self.placement + places)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SmallTensorBatch(Sequence[Chunk]):
-    """Small parameters that go as they are to one device, one after the other in a file.
+class SmallTensorBatch:
+    """Small parameters, contiguous in a file, that are copied unchanged to one device together.
 
-    As a sequence, a chunk for each: they are made when they are asked for, since there may be very
-    many, and what is done with most of them is done for all of a pack at once.
+    As a sequence it has one chunk a parameter, made on demand: there may be very many, and most
+    steps treat the batch as a whole.
 
     Attributes:
-        first: index in ``Plan.placements`` of the first; those of the others follow.
+        first: index in ``Plan.placements`` of the first; the indices of the others follow.
         shard: index in ``Checkpoint.shards``.
         bounds: the first file byte of each, and the last one's stop; int64.
     """
@@ -118,7 +117,7 @@ class SmallTensorBatch(Sequence[Chunk]):
         return range(self.first, self.first + len(self))
 
     def moved(self, places: int) -> SmallTensorBatch:
-        """The same of the placements so many places on."""
+        """Return the batch for a longer plan, in which its placements' indices are higher."""
         return replace(self, first=self.first + places)
 
     @property
@@ -133,34 +132,30 @@ class SmallTensorBatch(Sequence[Chunk]):
 
     @property
     def read_nbytes(self) -> int:
-        """File bytes that are read for it."""
+        """File bytes of all parameters."""
         return self.stop - self.start
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
-    @overload
-    def __getitem__(self, at: int) -> Chunk: ...
-    @overload
-    def __getitem__(self, at: slice) -> tuple[Chunk, ...]: ...
-    def __getitem__(self, at: int | slice) -> Chunk | tuple[Chunk, ...]:
-        """The chunk of one parameter, or those of several."""
-        places = range(len(self))[at]
-        if isinstance(places, range):
-            return tuple(self[place] for place in places)
-        start, stop = self.bounds[places : places + 2].tolist()
+    def __iter__(self) -> Iterator[Chunk]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, at: int) -> Chunk:
+        place = range(len(self))[at]
+        start, stop = self.bounds[place : place + 2].tolist()
         run = StridedRead(start, stop, 0)
-        return Chunk(self.first + places, self.shard, 0, stop - start, (run,))
+        return Chunk(self.first + place, self.shard, 0, stop - start, (run,))
 
 
 _Piece: TypeAlias = Chunk | SmallTensorBatch
 
 
 def split(chunk: Chunk, placement: Placement, nbytes: int, start: int = 0) -> Iterator[Chunk]:
-    """Cut a chunk of one run into pieces of at most ``nbytes``, in the file and in the parameter.
+    """Yield pieces of a chunk, each of at most ``nbytes`` in the file and in the parameter.
 
-    Chunks of several runs stay whole. File bytes before ``start`` are left out; it is the first
-    byte of an element.
+    A chunk of several reads, rows or lines stays whole. File bytes before ``start``, the first byte
+    of an element, are left out.
     """
     if len(chunk.runs) != 1 or chunk.runs[0].rows != 1 or chunk.runs[0].lines != 1:
         yield chunk
@@ -169,7 +164,7 @@ def split(chunk: Chunk, placement: Placement, nbytes: int, start: int = 0) -> It
     unit = p.unit_numel
     # where nothing is cast bytes are bytes, also of dtypes below one
     by_bytes = p.src is p.dst and unit == 1
-    src, dst = (1, 1) if by_bytes else (p.stored_nbytes(unit), p.placed_nbytes(unit))
+    src, dst = (1, 1) if by_bytes else (p.src.nbytes(unit), p.placed_nbytes(unit))
     if start <= run.start and max(run.stop - run.start, chunk.stop - chunk.start) <= nbytes:
         yield chunk  # it is small: there may be very many of these
         return
@@ -184,7 +179,7 @@ def split(chunk: Chunk, placement: Placement, nbytes: int, start: int = 0) -> It
 
 
 class _Extents(NamedTuple):
-    """What parameters take of the files, in the order of the plan: a column for each fact.
+    """Byte ranges of files that parameters need, in the order of the plan, as columns.
 
     Attributes:
         starts: first file byte; 0 of a parameter without elements.
@@ -192,8 +187,8 @@ class _Extents(NamedTuple):
         shards: index in ``Checkpoint.shards``.
         placements: index in ``Plan.placements``; one with several sources has as many extents.
         offsets: first byte of the parameter, before its rows are permuted.
-        together: a number that extents have in common which may be packed with each other: of
-            parameters that go as they are, whole, from one shard to one device; or `_ALONE`.
+        together: a number that parameters share if they may be packed with each other: whole,
+            uncast ones from one shard to one device; `_ALONE` for others.
     """
 
     starts: _Column
@@ -205,14 +200,13 @@ class _Extents(NamedTuple):
 
 
 class Cut:
-    """A plan cut into chunks, which are made when they are reached, in the order of the files.
+    """A plan cut into chunks, which are made on demand, in the order of the files.
 
     A chunk comes from one shard, and no two chunks share a byte of a parameter. A parameter without
-    elements has one empty chunk. Some numbers are held for each tensor, and nothing for the chunks.
+    elements has one empty chunk. Memory grows with the tensors, and not with the chunks.
     """
 
     def __init__(self, plan: Plan, checkpoint: Checkpoint) -> None:
-        """Look up where the tensors are."""
         self._plan = plan
         self._checkpoint = checkpoint
         self._shard_of = {header.path: index for index, header in enumerate(checkpoint.shards)}
@@ -222,7 +216,7 @@ class Cut:
         self._extents = _Extents(*(column[read] for column in found)) if unread.any() else found
 
     def read_nbytes(self, shards: Collection[int]) -> int:
-        """File bytes that are read of some shards."""
+        """Return the file bytes to read of shards, which are given by index."""
         of_them = np.isin(self._extents.shards, list(shards))
         return int((self._extents.stops - self._extents.starts)[of_them].sum())
 
@@ -232,10 +226,12 @@ class Cut:
         pack_nbytes: Callable[[Placement], int],
         most: int,
     ) -> Iterator[_Piece]:
-        """All chunks, small neighbours in batches of at most ``most``.
+        """Yield all chunks by place in the files, small neighbors in batches of at most ``most``.
 
-        ``largest`` and ``pack_nbytes`` are the most bytes of a placement's chunks, in the file and
-        in the parameter, and of a batch of such placements, each rounded up by `slot_nbytes`.
+        Args:
+            largest: gives the most bytes of a placement's chunks, in the file and in the parameter.
+            pack_nbytes: gives the most bytes of a batch, each member rounded up by `slot_nbytes`.
+            most: tensors of a batch.
         """
         starts, stops, shards, _, _, together = self._extents
         if not len(starts):
@@ -270,7 +266,7 @@ class Cut:
         pack_nbytes: Callable[[Placement], int],
         most: int,
     ) -> Iterator[_Piece]:
-        """Neighbours that are small, in packs; ``taken``: bytes of each in a slot, added up."""
+        """Yield batches of small neighbors; ``taken``: cumulative sum of their bytes in a slot."""
         starts, stops, shards, placements = self._extents[:4]
         room = pack_nbytes(self._plan.placements.kinds[int(placements[first])])
         while first < end:
@@ -283,37 +279,37 @@ class Cut:
             first = stop
 
     def _pieces(self, at: int, largest: Callable[[Placement], int]) -> Iterator[Chunk]:
-        """The chunks of one extent, in the order of the file."""
+        """Yield the chunks of the extent of index ``at``, in the order of the file."""
         start, stop, shard, index, offset = (int(column[at]) for column in self._extents[:5])
         p = self._plan.placements[index]
         if start == stop:
             yield Chunk(index, shard, 0, 0, ())
-        elif p.strided:
-            parts = _ranges(p, self._checkpoint, self._shard_of)
-            mine = next(part for part in parts if part.offset == offset)
-            yield from _strided(index, p, mine, largest(p))
-        elif p.transpose is None or p.turned_there:
+        elif not p.strided and (p.transpose is None or p.turned_there):
             yield from _contiguous(index, p, shard, start, stop, offset, largest(p))
         else:
             ranges = list(_ranges(p, self._checkpoint, self._shard_of))
+            mine = next(r for r in ranges if r.offset == offset)
+            if p.strided:
+                yield from _strided(index, p, mine, largest(p))
+                return
             cut = _turned if p.turned else _transposed
-            yield from cut(index, p, ranges, offset, largest(p))
+            yield from cut(index, p, ranges, mine, largest(p))
 
 
 def chunks(plan: Plan, checkpoint: Checkpoint) -> Iterator[Chunk]:
-    """Cut every placement into chunks of at most ``plan.chunk_nbytes``, and pack none."""
+    """Yield the chunks of a plan, of at most ``plan.chunk_nbytes`` each, without batches."""
     cut = Cut(plan, checkpoint)
     for piece in cut.packs_and_chunks(lambda p: plan.chunk_nbytes, lambda p: 0, 1):
         assert isinstance(piece, Chunk)
         yield piece
 
 
-#: The place of a piece in the files, the number of those that it is one of, it, and the rest.
+#: Entry of a heap: (shard, file byte) of a piece, a number to break ties, the piece, those after.
 _Reached: TypeAlias = tuple[tuple[int, int], int, _Piece, Iterator[_Piece]]
 
 
 def _push(reached: list[_Reached], at: int, pieces: Iterator[_Piece]) -> None:
-    """Put the next piece, if there is one, into a heap."""
+    """Put the next piece of ``pieces`` into a heap by its place in the files, if there is one."""
     for piece in pieces:
         first = piece if isinstance(piece, SmallTensorBatch) else next(iter(piece.runs), None)
         start = first.start if first is not None else 0
@@ -322,7 +318,7 @@ def _push(reached: list[_Reached], at: int, pieces: Iterator[_Piece]) -> None:
 
 
 def _next(reached: list[_Reached]) -> _Piece:
-    """Take the first piece from the heap, and put what follows it there."""
+    """Return the first piece of the heap, and put its successor there."""
     _, at, piece, pieces = heappop(reached)
     _push(reached, at, pieces)
     return piece
@@ -331,7 +327,7 @@ def _next(reached: list[_Reached]) -> _Piece:
 def _extents(
     placements: Placements, checkpoint: Checkpoint, shard_of: Mapping[Location, int]
 ) -> _Extents:
-    """Where the tensors of placements are."""
+    """Return the byte ranges of all placements; one of several row ranges has several."""
     infos = [checkpoint.tensors[source[0].tensor] for source in placements.sources]
     starts, stops = ([*map(attrgetter(edge), infos)] for edge in ("start", "stop"))
     shards = checkpoint.shard_numbers(infos)
@@ -364,26 +360,26 @@ def _extents(
 
 
 class _Range(NamedTuple):
-    """Rows of one checkpoint tensor: their places in the file and in the concatenation."""
+    """Rows of one tensor, and their place among all rows of a placement, which are concatenated."""
 
-    shard: int
-    first: int  # row of the concatenation
+    shard: int  # index in `Checkpoint.shards`
+    first: int  # index of the first row in the concatenation
     rows: int
     start: int  # file byte of the first row
-    stop: int  # of the last one, exclusive
-    offset: int  # byte of the concatenation
-    first_byte: int  # the same, of what is in the file
+    stop: int  # file byte at which the last row ends
+    offset: int  # byte of the first row in the concatenation, as placed
+    first_byte: int  # byte of the first row in the concatenation, as stored
     pitch: int  # file bytes from one row's beginning to the next one's
 
 
 def _ranges(
     p: Placement, checkpoint: Checkpoint, shard_of: Mapping[Location, int]
 ) -> Iterator[_Range]:
-    """The sources of a placement, but for those without elements."""
+    """Yield the row ranges of a placement's source that have elements."""
     if not p.numel:
         return
     per_row = p.row_numel
-    src_row = p.stored_nbytes(per_row)
+    src_row = p.src.nbytes(per_row)
     row = 0
     for r in p.source:
         info = checkpoint.tensors[r.tensor]
@@ -401,6 +397,7 @@ def _ranges(
 def _contiguous(
     index: int, p: Placement, shard: int, start: int, stop: int, offset: int, chunk_nbytes: int
 ) -> Iterator[Chunk]:
+    """Yield the chunks of file bytes that become contiguous bytes of the parameter."""
     nbytes = stop - start
     if p.src is not p.dst:
         nbytes = min(p.placed_nbytes(p.src.numel(nbytes)), p.nbytes - offset)
@@ -409,7 +406,7 @@ def _contiguous(
 
 
 def _strided(index: int, p: Placement, mine: _Range, chunk_nbytes: int) -> Iterator[Chunk]:
-    """Some columns of rows: lines at equal distances, that follow each other in the parameter."""
+    """Yield the chunks of some columns of rows: equidistant in the file, contiguous when placed."""
     dst_row = p.placed_nbytes(p.row_numel)
     src_row = mine.stop - mine.start - (mine.rows - 1) * mine.pitch
     step = chunk_nbytes // max(src_row, dst_row)
@@ -425,14 +422,13 @@ def _strided(index: int, p: Placement, mine: _Range, chunk_nbytes: int) -> Itera
 
 
 def _transposed(
-    index: int, p: Placement, ranges: Sequence[_Range], offset: int, chunk_nbytes: int
+    index: int, p: Placement, ranges: Sequence[_Range], mine: _Range, chunk_nbytes: int
 ) -> Iterator[Chunk]:
-    """The chunks whose first row in the file is of the range at ``offset``."""
+    """Yield the chunks of permuted whole rows whose first row in the file is of range ``mine``."""
     t = p.transpose
     assert t is not None
     per_row = p.numel // t.rows
-    src_row, dst_row = p.stored_nbytes(per_row), p.placed_nbytes(per_row)
-    mine = next(r for r in ranges if r.offset == offset)
+    src_row, dst_row = p.src.nbytes(per_row), p.placed_nbytes(per_row)
     slab = t.outer * max(src_row, dst_row)  # the smallest set of output rows that is contiguous
     one_shard = len({r.shard for r in ranges}) == 1
     if slab > chunk_nbytes or not one_shard:
@@ -474,32 +470,31 @@ def _transposed(
 
 
 def _turned(
-    index: int, p: Placement, ranges: Sequence[_Range], offset: int, chunk_nbytes: int
+    index: int, p: Placement, ranges: Sequence[_Range], mine: _Range, chunk_nbytes: int
 ) -> Iterator[Chunk]:
-    """The same, where a row of the permutation is a part of a line, such as one element.
+    """Yield the chunks of a permutation of parts of rows, as the transpose of a matrix is.
 
-    Lines of the file, of ``inner`` rows each, become columns: a chunk takes some columns of all
-    lines of a group, or some lines of one column.
+    A line of the file is ``inner`` of these parts. A chunk takes some columns of all lines of a
+    group, or some lines of one column, whose first line is of range ``mine``.
     """
     t = p.transpose
     assert t is not None
     row_numel = p.numel // t.rows
     least = p.least_columns
-    src = -(-p.stored_nbytes(least * row_numel) // least)
-    # what is quantised is put together first: offsets are those of the weight
+    src = -(-p.src.nbytes(least * row_numel) // least)
+    # a weight to be quantized is assembled first: offsets are those of the weight
     dst = p.placed_nbytes(row_numel) if p.coding is None else src
-    pitch = p.stored_nbytes(t.inner * row_numel)
-    mine = next(r for r in ranges if r.offset == offset)
+    pitch = p.src.nbytes(t.inner * row_numel)
 
     def lines(r: _Range) -> range:
         first = r.first_byte // pitch
         return range(first, first + (r.stop - r.start) // pitch)
 
     def run(r: _Range, begin: int, end: int, column: int, columns: int) -> StridedRead:
-        """Columns of some lines of a range, all of one group."""
+        """Return the read of some columns of lines ``begin`` to ``end`` of ``r``, in one group."""
         group, line = divmod(begin, t.outer)
-        start = r.start + (begin - lines(r).start) * pitch + p.stored_nbytes(column * row_numel)
-        stop = start + (end - begin - 1) * pitch + p.stored_nbytes(columns * row_numel)
+        start = r.start + (begin - lines(r).start) * pitch + p.src.nbytes(column * row_numel)
+        stop = start + (end - begin - 1) * pitch + p.src.nbytes(columns * row_numel)
         to = ((group * t.inner + column) * t.outer + line) * dst
         return StridedRead(start, stop, to, columns, t.outer * dst, end - begin, pitch)
 
@@ -534,7 +529,7 @@ def _turned(
 def _locate(
     ranges: Sequence[_Range], row: int, count: int, src_row: int
 ) -> Iterator[tuple[int, int]]:
-    """(file byte, rows) of ``count`` rows of the concatenation from ``row`` on."""
+    """Yield (file byte, number of rows) for ``count`` rows of the concatenation from ``row`` on."""
     for r in ranges:
         n = min(row + count, r.first + r.rows) - max(row, r.first)
         if n > 0:

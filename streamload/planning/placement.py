@@ -1,4 +1,4 @@
-"""Where each parameter of a plan goes, and how: a `Placement`, and all of them in columns."""
+"""`Placement`: the device and cast of one parameter of a plan; `Placements`: all, in columns."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ Action = Literal["new", "in_place", "replace"]
 
 # Most bytes of rows that functions change at once; a longer row is one piece.
 CHANGE_NBYTES = 2**20
-# Counts of a device that casts, for each parameter: overflowed, flushed and changed elements.
+# Bytes of a device's counters for each parameter: overflowed, flushed and changed elements.
 TALLY_NBYTES = 3 * 8
 _LISTED = 8  # placements that are printed
-# Fields of which `Placements` has a column.
+# Fields of `Placement` with a column in `Placements`.
 _DIFFERENT = ("name", "source", "resident_nbytes", "reusable_nbytes")
 
-#: Casts that the host makes.
+#: Values of `Placement.cast` for which the host casts.
 HOST_CASTS = frozenset({"llvm", "numpy", "rows", "quant"})
-#: Casts of what nothing is read for while a load streams.
+#: Values of `Placement.cast` for which a stream reads no bytes.
 UNREAD = frozenset({"mapped", "part"})
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One parameter of the plan.
+    """One parameter of a plan: its source, device and cast.
 
     Attributes:
         name: the parameter's name.
-        device: where it goes.
+        device: the name of its device.
         shape: its shape.
         src: dtype in the checkpoint.
         dst: dtype on the device.
         source: row ranges, concatenated in order.
         transpose: a permutation of those rows, or None.
-        action: "new", "in_place" (the bytes it holds now are overwritten) or "replace" (what it
-            holds is released first).
-        cast: "copy", "llvm", "numpy", "device", "rows" where functions change values, "mapped" for
-            a view on the file, which is not read, "quant" where it is quantised, or "part" for what
-            belongs to that: it is not read, and made when the codes are there.
-        resident_nbytes: bytes that it takes of the device, as the allocator rounds; 0 where it
-            fits into what the allocator took for an earlier one.
-        released_nbytes: bytes that it gives back on that device first, under "replace".
-        reusable_nbytes: of the bytes that it holds, those whose memory the load takes over: to be
-            written in place, or really given back. The others have none yet, or share it.
-        coding: what it is of a quantised tensor; None of any other.
-        scales_nbytes: what the host holds while its values are dequantised; 0 of any other.
-        there_nbytes: what a device that casts it holds until all of it is there: scales, or
-            statistics that are quantised then.
+        action: "new", "in_place" (the model's bytes are overwritten) or "replace" (the model's
+            bytes are released first).
+        cast: "copy", "llvm", "numpy", "device", "rows" if functions change values, "mapped" for
+            a view on the file, which is not read, "quant" for the codes of a weight that is
+            quantized, or "part" for its scales and the like: not read, but made after the codes.
+        resident_nbytes: bytes that it takes of the device, as the allocator rounds; 0 if it
+            fits into memory that the allocator took for an earlier one.
+        released_nbytes: bytes that it frees on that device first, under "replace".
+        reusable_nbytes: bytes of the old parameter that the load takes over: overwritten, or
+            really freed. Memory never written, or shared, does not count.
+        coding: which part of a quantized weight it is; None for any other tensor.
+        scales_nbytes: host bytes while its values are dequantized; 0 for any other tensor.
+        there_nbytes: bytes that the casting device holds until the whole tensor has arrived:
+            scales, or statistics that are quantized then.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Placement:
 
     @property
     def numel(self) -> int:
-        """Elements of what is read for it."""
+        """Number of elements that are read for the parameter."""
         if self.coding is None:
             return math.prod(self.shape)
         return 0 if self.coding.part else math.prod(self.coding.shape)
@@ -90,17 +90,17 @@ class Placement:
 
     @property
     def src_nbytes(self) -> int:
-        """Bytes of its elements in the checkpoint."""
-        return self.stored_nbytes(self.numel)
+        """Bytes of the parameter's elements in the checkpoint."""
+        return self.src.nbytes(self.numel)
 
     @property
     def row_numel(self) -> int:
-        """Elements of one row of its source."""
+        """Elements of one row of the source."""
         return self.numel // max(sum(r.stop - r.start for r in self.source), 1)
 
     @property
     def tally_nbytes(self) -> int:
-        """Bytes of what a device counts of it."""
+        """Bytes of a device's counters for the parameter."""
         return TALLY_NBYTES if self.coding is None else ctypes.sizeof(Tally)
 
     @property
@@ -116,15 +116,11 @@ class Placement:
 
     @property
     def changes(self) -> bool:
-        """Whether functions change its rows on the way."""
+        """Whether functions change the parameter's rows during the load."""
         return self.cast == "rows" or (self.coding is not None and self.coding.of_rows)
 
-    def stored_nbytes(self, numel: int) -> int:
-        """Bytes of so many of its elements in the checkpoint."""
-        return self.src.nbytes(numel)
-
     def placed_nbytes(self, numel: int) -> int:
-        """Bytes of so many of its elements on the device: of the first ones, whole units."""
+        """Return the bytes on the device of the first ``numel`` elements, in whole units."""
         coding = self.coding
         if coding is None:
             return self.dst.nbytes(numel)
@@ -133,26 +129,26 @@ class Placement:
         return units * coding.dst_unit_nbytes + last
 
     def numel_at(self, nbytes: int) -> int:
-        """The number of the element whose unit begins at a byte on the device, if quantised."""
+        """Return the index of the element whose codes begin at this byte; if quantized."""
         coding = self.coding
         assert coding is not None, self.name
         return nbytes // coding.dst_unit_nbytes * coding.unit_numel
 
     @property
     def part_numel(self) -> int:
-        """Elements that a transpose moves together."""
+        """Elements that the transpose moves together."""
         assert self.transpose is not None, self.name
         return self.numel // self.transpose.rows
 
     @property
     def column_numel(self) -> int:
-        """Elements of a column of lines that become columns."""
+        """Elements of a column: the parts at one position of all lines that are transposed."""
         assert self.transpose is not None, self.name
         return self.part_numel * self.transpose.outer
 
     @property
     def least_columns(self) -> int:
-        """How many columns of lines that become columns are read together at least."""
+        """Fewest columns to read at once when transposing, such that they are whole units."""
         unit = self.unit_numel
         if self.coding is not None:
             return max(unit // self.column_numel, 1)
@@ -160,23 +156,23 @@ class Placement:
 
     @property
     def changed_numel(self) -> int:
-        """Most elements that are changed at once."""
+        """Most elements that functions change in one call."""
         fitting = CHANGE_NBYTES // max(self.src.itemsize, self.dst.itemsize)
         return min(max(fitting, self.row_numel), self.numel)
 
     @property
     def strided(self) -> bool:
-        """Whether only some columns of its rows are read."""
+        """Whether only some columns of the source's rows are read."""
         return any(r.columns is not None for r in self.source)
 
     @property
     def turned_there(self) -> bool:
-        """Whether it is read in its order, and the device that dequantises it transposes it."""
+        """Whether the device transposes the weight as it dequantizes it, and the host does not."""
         return self.cast == "device" and self.src.is_packed and self.transpose is not None
 
     @property
     def turned(self) -> bool:
-        """Whether the transpose may move parts of rows, as that of a matrix does."""
+        """Whether the host transposes parts of rows, as for a matrix, and not only whole rows."""
         shape = self.shape if self.coding is None else self.coding.shape
         if self.transpose is None or self.turned_there:
             return False
@@ -187,15 +183,15 @@ class Placement:
 class Placements(Table[Placement]):
     """The placements of a plan, in columns.
 
-    They compare, hash and pickle like a tuple of the same.
+    They compare, hash and pickle like a tuple of `Placement`.
 
     Attributes:
-        kinds: for each a placement with all facts that are in no other column; one object for all
-            that are alike.
-        names: of the parameters.
+        kinds: for each a `Placement` with the facts that are in no other column; one object for all
+            parameters that are alike.
+        names: the parameters' names.
         sources: the row ranges of each.
-        resident_nbytes: what each takes of its device.
-        reusable_nbytes: of the bytes that each holds, those that the load takes over.
+        resident_nbytes: bytes that each takes of its device.
+        reusable_nbytes: bytes of each old parameter that the load takes over.
     """
 
     kinds: Sequence[Placement]
@@ -208,7 +204,7 @@ class Placements(Table[Placement]):
 
     @classmethod
     def of(cls, placements: Iterable[Placement]) -> Placements:
-        """Put placements into columns, each as a kind of its own."""
+        """Return placements in columns, each as a kind of its own."""
         kinds = tuple(placements)
         return cls(kinds, *(list(map(attrgetter(name), kinds)) for name in _DIFFERENT))
 
@@ -219,7 +215,7 @@ class Placements(Table[Placement]):
 
     @property
     def counted(self) -> tuple[tuple[Placement, int], ...]:
-        """The different kinds, and how many placements are of each."""
+        """The different kinds, each with its number of placements."""
         if self._counted is None:
             keys = list(map(id, self.kinds))
             count, kind = Counter(keys), dict(zip(keys, self.kinds, strict=True))
@@ -228,17 +224,17 @@ class Placements(Table[Placement]):
 
     @property
     def all_new(self) -> bool:
-        """Whether nothing is held: all are "new"."""
+        """Whether the action of all placements is "new": the model holds no old parameters."""
         return all(kind.action == "new" for kind, _ in self.counted)
 
     def on(self, device: str) -> Placements:
-        """Those on one device."""
+        """Return the placements on one device, given by name."""
         if all(kind.device == device for kind, _ in self.counted):
             return self
         return self.chosen([at for at, kind in enumerate(self.kinds) if kind.device == device])
 
     def row(self, at: int) -> Placement:
-        """Make one row, once."""
+        """Return the `Placement` of index ``at``; the same object each time."""
         found = self._rows.get(at)
         if found is None:
             kind, *own = (column[at] for column in self._columns)
@@ -262,7 +258,7 @@ class Placements(Table[Placement]):
         return hash(tuple(self))
 
     def __repr__(self) -> str:
-        """A table of the first: all are 300 characters each."""
+        """Return a table of the first placements."""
         rows = [
             (p.name, p.device, str(list(p.shape)), p.src.name, p.dst.name, p.cast, p.action)
             for p in self[:_LISTED]

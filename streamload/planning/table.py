@@ -1,4 +1,4 @@
-"""Records in columns: a load has many tensors, and looks at few of them one by one."""
+"""`Table`: records as columns, since a load has many tensors and needs few as single objects."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ _Row = TypeVar("_Row", covariant=True)
 
 
 class Table(Sequence[_Row]):
-    """Columns of one length. A row is made on demand."""
+    """A sequence of records, stored as columns of one length; a row becomes an object on demand."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def _columns(self) -> tuple[Sequence[Any], ...]:
-        """The arguments with which its class is called."""
+        """The columns, as arguments of the class."""
 
     @abstractmethod
     def row(self, at: int) -> _Row:
-        """Make one row."""
+        """Return the record of index ``at``."""
 
     def __len__(self) -> int:
         return len(self._columns[0])
@@ -34,5 +34,5 @@ class Table(Sequence[_Row]):
         return self.chosen(range(len(self))[at]) if isinstance(at, slice) else self.row(at)
 
     def chosen(self, places: Sequence[int]) -> Self:
-        """The rows of these numbers, in this order."""
+        """Return a table of the rows of these indices, in this order."""
         return type(self)(*([column[at] for at in places] for column in self._columns))

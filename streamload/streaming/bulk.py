@@ -43,7 +43,7 @@ def reads_of(
         return list(_pack_reads(job, device, unit, alignment, size))
     for chunk in unit:
         p = job.plan.placements[chunk.placement]
-        width = p.stored_nbytes(p.unit_numel) if p.cast == "device" else 1
+        width = p.src.nbytes(p.unit_numel) if p.cast == "device" else 1
         if at != chunk.runs[0].start:  # a gap is not read
             reads.append(_read(start, at, alignment, copies))
             copies, start = [], chunk.runs[0].start

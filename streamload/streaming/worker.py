@@ -503,7 +503,7 @@ class Worker:
     ) -> None:
         """Transpose a chunk in memory of its own, then quantize it into ``out``."""
         raw = memoryview(bytearray(chunk.read_nbytes))
-        begin = p.stored_nbytes(p.numel_at(chunk.start))
+        begin = p.src.nbytes(p.numel_at(chunk.start))
         move = Casting(self._job.cast_of(p.src, p.src), moves=True)
         for run in chunk.runs:
             n = run.line_nbytes // run.rows
