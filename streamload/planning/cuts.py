@@ -1,7 +1,7 @@
-"""Where to cut a row of units into one run a node: the fullest share as small as can be; exact.
+"""Split a sequence of units into one run a node, with the fullest node as empty as can be; exact.
 
-Pure: bytes in, places out. What a run of units takes is a `Measure`; there may be several, each
-with a most for each node.
+A unit is some bytes that are never split; a run is consecutive units. A `Measure` gives the bytes
+of a run; there may be several, each with an upper bound for each node.
 """
 
 from __future__ import annotations
@@ -9,38 +9,41 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 
 class Measure(ABC):
-    """Bytes of runs of ``count`` units ``[start, stop)``. A run inside another never takes more."""
+    """A way to count the bytes of runs of units ``start`` to ``stop`` (exclusive).
+
+    There are ``count`` units. A run inside another never takes more than that.
+    """
 
     count: int
 
     @abstractmethod
     def __call__(self, start: int, stop: int) -> int:
-        """The bytes of a run; 0 of an empty one."""
+        """Return the bytes of a run; 0 of an empty one."""
 
     def stop(self, start: int, cap_nbytes: int) -> int:
-        """The largest stop with which the run takes at most ``cap_nbytes``."""
+        """Return the largest stop with which the run takes at most ``cap_nbytes``."""
         stops = range(start, self.count + 1)
         return start + bisect_right(stops, cap_nbytes, key=lambda stop: self(start, stop)) - 1
 
     def start(self, stop: int, cap_nbytes: int) -> int:
-        """The smallest start with which the run takes at most ``cap_nbytes``."""
+        """Return the smallest start with which the run takes at most ``cap_nbytes``."""
         return bisect_left(range(stop + 1), -cap_nbytes, key=lambda start: -self(start, stop))
 
     def too_large(self, cap_nbytes: int) -> list[int]:
-        """The units that take more than ``cap_nbytes`` alone, ascending."""
+        """Return the units that take more than ``cap_nbytes`` alone, ascending."""
         return [u for u in range(self.count) if self(u, u + 1) > cap_nbytes]
 
 
 class Costs(Measure):
-    """The bytes that a run of units takes on one node, with what it runs with.
+    """The bytes of a run's tensors, and of copies for names that are tied to tensors elsewhere.
 
-    A stored tensor counts once, whether it lives in the run or a name tied to it does. So a run
+    A stored tensor counts once, whether it is in the run or a name tied to it is. So a run
     inside another never takes more, and both ends can be found by bisection.
     """
 
@@ -50,21 +53,19 @@ class Costs(Measure):
         home: Mapping[str, tuple[int, int]],
         tied: Iterable[tuple[int, str]],
     ) -> None:
-        """Take what units have."""
+        """Take bytes by unit, (unit, bytes) by tensor, and (unit with a tied name, tensor)."""
         self.count = len(sizes)
         self.prefix = [0, *accumulate(sizes)]
-        away = {(u, source) for u, source in tied if home[source][0] != u}
-        #: Where a tied name stands without its tensor, ascending, and (tensor, its unit, bytes).
-        self._users = [u for u, _ in sorted(away)]
-        self._copies = [(source, *home[source]) for _, source in sorted(away)]
-        #: No run takes more.
+        away = sorted({(u, source) for u, source in tied if home[source][0] != u})
+        #: Units with a tied name but not its tensor, ascending, and (tensor, its unit, bytes).
+        self._users = [u for u, _ in away]
+        self._copies = [(source, *home[source]) for _, source in away]
+        #: An upper bound for all runs.
         self.most_nbytes = self.prefix[-1] + sum(nbytes for _, _, nbytes in set(self._copies))
-        single = sorted((self(u, u + 1), u) for u in range(len(sizes)))
-        self._single_nbytes = [nbytes for nbytes, _ in single]
-        self._single_units = [u for _, u in single]
+        self._single = sorted((self(u, u + 1), u) for u in range(len(sizes)))  # (bytes, unit)
 
     def __call__(self, start: int, stop: int) -> int:
-        """The bytes of a run."""
+        """Return the bytes of a run."""
         nbytes = self.prefix[stop] - self.prefix[start]
         first, last = bisect_left(self._users, start), bisect_left(self._users, stop)
         if first < last:
@@ -74,19 +75,19 @@ class Costs(Measure):
         return nbytes
 
     def too_large(self, cap_nbytes: int) -> list[int]:
-        """See `Measure.too_large`."""
-        return sorted(self._single_units[bisect_right(self._single_nbytes, cap_nbytes) :])
+        """Return the units that take more than ``cap_nbytes`` alone, ascending; by bisection."""
+        first = bisect_right(self._single, (cap_nbytes, self.count))
+        return sorted(u for _, u in self._single[first:])
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
-    """What a unit needs of a node at least, where what does not fit streams through slots.
+class Need(NamedTuple):
+    """Least memory of a node for a unit, if the rest of its weights streams through slots.
 
     Attributes:
-        stays_nbytes: bytes that stay there in any case.
+        stays_nbytes: bytes that stay on the node in any case.
         slot_nbytes: bytes of the largest part that streams, which a slot holds at a time.
         experts_nbytes: bytes of the experts that a token chooses in one layer.
-        rows_nbytes: bytes that the node need not hold, for rows are read as they are asked for.
+        rows_nbytes: bytes that the node need not hold, since rows are read on demand.
     """
 
     stays_nbytes: int = 0
@@ -96,7 +97,7 @@ class Need:
 
 
 class Leasts(Measure):
-    """The least that a run needs: what stays, a slot for its largest part, one for its experts."""
+    """Least memory of a run: weights that stay, a slot for its largest part, one for experts."""
 
     def __init__(self, needs: Sequence[Need]) -> None:
         self.count = len(needs)
@@ -105,13 +106,13 @@ class Leasts(Measure):
         self._experts = _Largest([need.experts_nbytes for need in needs])
 
     def __call__(self, start: int, stop: int) -> int:
-        """The least of a run, in bytes."""
+        """Return the least bytes of a run."""
         slots = self._slots(start, stop) + self._experts(start, stop)
         return self._stays[stop] - self._stays[start] + slots
 
 
 class _Largest:
-    """The largest of any run of numbers, in no time: of runs of 1, 2, 4, ... it is known."""
+    """The maximum of any run of numbers in constant time, from a table of runs of 1, 2, 4, ..."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self._rows = [list(numbers)]
@@ -127,14 +128,14 @@ class _Largest:
         return max(row[start], row[stop - (1 << level)])
 
 
-_Bounds = tuple[tuple[Measure, int], ...]  # the most bytes of a node, by each measure
-_Ranges = list[tuple[int, int]]  # disjoint, ascending, last included
+_Bounds = tuple[tuple[Measure, int], ...]  # most bytes of a node by each measure
+_Ranges = list[tuple[int, int]]  # (first, last included), disjoint, ascending
 
 
 def _starts(bounds: _Bounds, stops: _Ranges, too_large: Sequence[int]) -> _Ranges:
-    """Where the runs of at least one unit that keep the bounds and end in ``stops`` start.
+    """Return the starts of all non-empty runs that keep the bounds and stop in ``stops``.
 
-    In between units that are too large alone, the starts for consecutive stops overlap or touch:
+    Between units that are ``too_large`` alone, the starts for consecutive stops overlap or touch:
     every unit can be a run of its own.
     """
     starts: _Ranges = []
@@ -164,13 +165,13 @@ def _cut(
     weights: Sequence[int],
     may_be_empty: Sequence[bool],
 ) -> list[int] | None:
-    """The stops of one run per node, each within its bounds; None if there is no such cut.
+    """Return the stops of one run per node, each within its bounds; None if there is no such cut.
 
-    Of such cuts, each stop is the one nearest to the node's share by weight of the rest,
-    the later one of two as near.
+    Each stop is the possible one nearest to the node's share by weight of the remaining bytes, the
+    later of two as near. ``prefix`` is the cumulative sum of the units' bytes.
     """
     count = len(prefix) - 1
-    reachable: list[_Ranges] = [[(count, count)]]  # from where the nodes behind can take the rest
+    reachable: list[_Ranges] = [[(count, count)]]  # starts from which later nodes can take the rest
     too_large: dict[_Bounds, list[int]] = {}
     for bound, empty in zip(reversed(bounds), reversed(may_be_empty), strict=True):
         if bound not in too_large:
@@ -204,6 +205,7 @@ def _cut(
 
 
 def _fullest(costs: Costs, stops: Sequence[int], budgets: Sequence[int]) -> Fraction:
+    """Return the largest share of its budget that a node takes."""
     runs = pairwise((0, *stops))
     return max(Fraction(costs(*run), budget) for run, budget in zip(runs, budgets, strict=True))
 
@@ -211,11 +213,11 @@ def _fullest(costs: Costs, stops: Sequence[int], budgets: Sequence[int]) -> Frac
 def stops_of(
     costs: Costs, budgets: Sequence[int], leasts: Leasts | None = None
 ) -> list[int] | None:
-    """Where each node's run stops so that the fullest share is the least there is; exact.
+    """Return the stop of each node's run, such that the fullest node takes the least share; exact.
 
-    Bisection over the share: a feasible share is replaced by the share that its cut reaches, until
-    nothing strictly below is feasible. With ``leasts`` a node in between may be empty, as it may be
-    too small for any unit. None if no cut leaves each node the least of its run.
+    Bisection over the share of a budget: a feasible share is replaced by the share that its cut
+    reaches, until nothing strictly below is feasible. With ``leasts`` a node in between may be
+    empty, as it may be too small for any unit. None if no cut leaves each node its run's least.
     """
     count, nodes = costs.count, len(budgets)
     if not count:
@@ -242,7 +244,7 @@ def stops_of(
         high = _fullest(costs, best, budgets)
         below = cut(high, strictly_below=True)
         if below is None:
-            return cut(high)  # again: what was found depends on the way of the search
+            return cut(high)  # again: the cut found so far depends on the path of the search
         best = below
         middle = (low + _fullest(costs, best, budgets)) / 2
         found = cut(middle)

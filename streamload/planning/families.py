@@ -11,24 +11,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-#: What a rule does to a tensor besides: nothing, its last two axes change places, it becomes one of
-#: those that are stacked to one parameter (in the order of the rule's group ``n``), a matrix of one
-#: row becomes a vector, or it is left out.
+#: Change of a tensor besides its name: none, transpose the last two axes, stack with others to one
+#: parameter (in the order of the rule's group ``n``), flatten a matrix of one row to a vector, or
+#: drop the tensor.
 Layout = Literal["", "transpose", "stack", "flatten", "drop"]
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """How the tensors of a family become parameters; those that no rule matches stay as they are.
+class Family(NamedTuple):
+    """Rules by which a family's tensors become parameters; a tensor without a rule stays as it is.
 
     Attributes:
         rules: (pattern of the checkpoint's name, the parameter's name, layout); the first that
             matches decides.
-        interleave: query and key rows become interleaved (True), half-split (False), or stay (None)
-        rotated: pattern of the checkpoint's names whose rows are rotated; one group is q or k.
+        interleave: order that query and key rows get for rotary embeddings: interleaved (True),
+            half-split (False), or as stored (None).
+        rotated: pattern of the names of those query and key weights; one group is q or k.
     """
 
     rules: tuple[tuple[str, str, Layout], ...]
@@ -36,20 +35,19 @@ class Family:
     rotated: str = ""
 
     def rule(self, name: str) -> tuple[re.Match[str], str, Layout] | None:
-        """The rule for a tensor, and how it matches."""
+        """Return the match, new name and layout of the first rule for a tensor; None if none."""
         for pattern, new, layout in self.rules:
-            match = re.fullmatch(pattern, name)  # re keeps the compiled patterns
-            if match:
+            if match := re.fullmatch(pattern, name):  # re keeps the compiled patterns
                 return match, new, layout
         return None
 
     def matches(self, name: str) -> bool:
-        """Whether it does anything with a tensor."""
+        """Return whether the family changes a tensor of this name."""
         is_rotated = self.interleave is not None and re.fullmatch(self.rotated, name)
         return self.rule(name) is not None or bool(is_rotated)
 
     def name(self, name: str) -> str:
-        """The parameter that a tensor becomes, or a part of."""
+        """Return the name of the parameter that a tensor becomes, or becomes a part of."""
         found = self.rule(name)
         return found[0].expand(found[1]) if found else name
 
@@ -59,34 +57,29 @@ def _rules(names: Mapping[str, str], layout: Layout = "") -> tuple[tuple[str, st
 
 
 _LAYER = r"model\.layers\.(\d+)\."
-_HF_TO_META = _rules(
-    {
-        r"model\.embed_tokens\.(.+)": r"tok_embeddings.\1",
-        r"model\.norm\.(.+)": r"norm.\1",
-        r"lm_head\.(.+)": r"output.\1",
-        rf"{_LAYER}input_layernorm\.(.+)": r"layers.\1.attention_norm.\2",
-        rf"{_LAYER}post_attention_layernorm\.(.+)": r"layers.\1.ffn_norm.\2",
-        rf"{_LAYER}self_attn\.([qkvo])_proj\.(.+)": r"layers.\1.attention.w\2.\3",
-        rf"{_LAYER}self_attn\.([qk])_norm\.(.+)": r"layers.\1.attention.\2_norm.\3",
-        rf"{_LAYER}mlp\.gate_proj\.(.+)": r"layers.\1.feed_forward.w1.\2",
-        rf"{_LAYER}mlp\.down_proj\.(.+)": r"layers.\1.feed_forward.w2.\2",
-        rf"{_LAYER}mlp\.up_proj\.(.+)": r"layers.\1.feed_forward.w3.\2",
-    }
-)
-_META_TO_HF = _rules(
-    {
-        r"tok_embeddings\.(.+)": r"model.embed_tokens.\1",
-        r"norm\.(.+)": r"model.norm.\1",
-        r"output\.(.+)": r"lm_head.\1",
-        r"layers\.(\d+)\.attention_norm\.(.+)": r"model.layers.\1.input_layernorm.\2",
-        r"layers\.(\d+)\.ffn_norm\.(.+)": r"model.layers.\1.post_attention_layernorm.\2",
-        r"layers\.(\d+)\.attention\.w([qkvo])\.(.+)": r"model.layers.\1.self_attn.\2_proj.\3",
-        r"layers\.(\d+)\.attention\.([qk])_norm\.(.+)": r"model.layers.\1.self_attn.\2_norm.\3",
-        r"layers\.(\d+)\.feed_forward\.w1\.(.+)": r"model.layers.\1.mlp.gate_proj.\2",
-        r"layers\.(\d+)\.feed_forward\.w2\.(.+)": r"model.layers.\1.mlp.down_proj.\2",
-        r"layers\.(\d+)\.feed_forward\.w3\.(.+)": r"model.layers.\1.mlp.up_proj.\2",
-    }
-)
+#: Llama's parts as Hugging Face names them, and as Meta does.
+_LLAMA = {
+    "model.embed_tokens": "tok_embeddings",
+    "model.norm": "norm",
+    "lm_head": "output",
+    "model.layers.#.input_layernorm": "layers.#.attention_norm",
+    "model.layers.#.post_attention_layernorm": "layers.#.ffn_norm",
+    **{f"model.layers.#.self_attn.{x}_proj": f"layers.#.attention.w{x}" for x in "qkvo"},
+    **{f"model.layers.#.self_attn.{x}_norm": f"layers.#.attention.{x}_norm" for x in "qk"},
+    "model.layers.#.mlp.gate_proj": "layers.#.feed_forward.w1",
+    "model.layers.#.mlp.down_proj": "layers.#.feed_forward.w2",
+    "model.layers.#.mlp.up_proj": "layers.#.feed_forward.w3",
+}
+
+
+def _renaming(old: str, new: str) -> tuple[str, str, Layout]:
+    """Return the rule that renames a part of a model; "#" is the number of a layer."""
+    pattern = re.escape(old).replace(r"\#", r"(?P<layer>\d+)") + r"\.(?P<rest>.+)"
+    return pattern, new.replace("#", r"\g<layer>") + r".\g<rest>", ""
+
+
+_HF_TO_META = tuple(_renaming(hf, meta) for hf, meta in _LLAMA.items())
+_META_TO_HF = tuple(_renaming(meta, hf) for hf, meta in _LLAMA.items())
 # Conv1D keeps the inputs along its first axis, Linear along its last.
 _CONV1D = r"(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)"
 _GPT2 = (
@@ -193,6 +186,6 @@ FAMILIES = {
 
 
 def is_conv1d(config: Mapping[str, Any], name: str) -> bool:
-    """Whether transformers has a tensor as the weight of a Conv1D, by its model and its name."""
+    """Return whether transformers' model of ``config`` has a Conv1D's weight under this name."""
     is_such = config.get("model_type") in _CONV1D_MODELS
     return is_such and _CONV1D_LAYERS.search(name) is not None

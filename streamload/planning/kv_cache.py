@@ -12,9 +12,9 @@ https://arxiv.org/abs/2405.04434) it keeps one compressed row for all heads inst
     elements of a layer = batch * tokens * (kv_lora_rank + qk_rope_head_dim)
 
 These are the tensors of transformers' ``DynamicCache`` after a prompt of the whole context. A layer
-with a window keeps a slice of what it was given then, and so all of it until the next token, with
-which it shrinks to the window; ``StaticCache`` has room for the window alone. Any layer's tensors
-are there twice for a moment when they grow: that is for ``reserve``, as activations are. The keys
+with a window keeps a slice of its prompt then, and so all of it until the next token, with which it
+shrinks to the window; ``StaticCache`` has room for the window alone. Any layer's tensors
+exist twice for a moment when they grow: that is for ``reserve``, as activations are. The keys
 and the rules for windows are those of the configuration classes of transformers 5.23, whose own
 caches the tests compare with.
 """
@@ -24,27 +24,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from streamload.core.dtypes import BF16, BY_NAME, F16, F32, F64, DType, DTypeLike, parse_dtype
 from streamload.core.model_config import language_part, stated
 from streamload.errors import CheckpointError
 
-#: What models compute in, and so keep their cache in where nothing else is asked for.
+#: Dtypes in which models compute, and keep their cache unless another is requested.
 COMPUTED_IN = frozenset({F16, BF16, F32, F64})
 
-
-_MOST = 2**40  # of tokens or sequences: beyond it somebody has mistaken the unit
+_MOST = 2**40  # of tokens or sequences: more is a mistake of units
 
 
 @dataclass(frozen=True, slots=True)
 class CacheRequest:
-    """The cache to leave room for.
+    """A request to keep memory free for a KV cache.
 
     Attributes:
         context: tokens of each sequence, at least 1.
         batch: sequences at once, at least 1.
-        dtype: of the cache; None is that of the weights.
+        dtype: dtype of the cache; None is the weights' dtype.
     """
 
     context: int
@@ -55,7 +54,7 @@ class CacheRequest:
     def read(
         cls, context: int | None, batch: int, cache_dtype: DTypeLike | None
     ) -> CacheRequest | None:
-        """Read the arguments of a load; None if no cache is requested.
+        """Read the arguments of a load; return None if no cache is requested.
 
         Raises:
             ValueError: one is invalid, or is given without ``context``.
@@ -73,31 +72,31 @@ class CacheRequest:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class LayerCache:
-    """The cache of one layer.
+class LayerCache(NamedTuple):
+    """The size of one layer's KV cache.
 
     Attributes:
-        row: elements of each token in each of its tensors; () if it shares another layer's.
-        window: the most tokens that it attends to, or None. It keeps more after a long prompt.
+        row: elements of a token in each of the cache's tensors; () if the layer uses another's
+            cache.
+        window: most tokens that the layer attends to, or None. It keeps more after a long prompt.
     """
 
     row: tuple[int, ...]
     window: int | None = None
 
     def elements(self, context: int, batch: int) -> list[int]:
-        """Elements of each of its tensors."""
+        """Return the elements of each tensor of the cache, for ``context`` tokens a sequence."""
         return [elements * context * batch for elements in self.row]
 
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """The cache of a model, layer by layer.
+    """The size of a model's KV cache, layer by layer.
 
     Attributes:
-        request: the cache to leave room for.
+        request: the requested context, batch and dtype.
         layers: the cache of each layer of the language model, by its number.
-        configured: the dtype that the configuration names, or None.
+        configured: the dtype in ``config.json``, or None.
         notes: facts for users, one sentence each.
     """
 
@@ -117,7 +116,7 @@ class KvCache:
         if not config:
             raise CheckpointError(
                 where,
-                "how large the KV cache is, config.json tells",
+                "cannot size the KV cache: there is no config.json",
                 expected="config.json beside the tensors, or the bytes of the cache as reserve=",
                 found="none",
             )
@@ -154,7 +153,7 @@ _KEYS = (
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     "num_kv_shared_layers",
 )
-#: By `_KEYS`, of models whose ``config.json`` may leave out all of them.
+#: Defaults for `_KEYS`, by models whose ``config.json`` may leave out all of them.
 _HEADS: Mapping[str, tuple[int, ...]] = {
     "gemma": (28, 16, 16, 256),
     "gemma2": (26, 8, 4, 256),
@@ -174,8 +173,8 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "gpt_oss": {"head_dim": 64},
     }
 )
-#: Models whose layers keep keys and values and nothing else. What is not here may keep another
-#: state (Mamba, linear attention, an indexer of its own), and is refused.
+#: Models whose layers keep keys and values and nothing else. Other models may keep another
+#: state (Mamba, linear attention, an indexer of their own), and are refused.
 # fmt: off
 _BY_HEADS = frozenset({
     "afmoe", "apertus", "arcee", "aria_text", "bitnet", "bloom", "codegen", "cohere", "cohere2",
@@ -193,19 +192,20 @@ _BY_HEADS = frozenset({
 # fmt: on
 #: Models with multi-head latent attention.
 _LATENT = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "minicpm3", "youtu"})
-#: Of `_BY_HEADS`: whose last layers may use the cache of others; who may have one key-value head.
+#: Models of `_BY_HEADS` whose last layers may use the cache of others.
 _SHARING = frozenset({"gemma3n_text", "gemma4_text"})
+#: Models of `_BY_HEADS` that may have one key-value head.
 _MULTI_QUERY = frozenset({"falcon", "gpt_bigcode"})
 
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """The configuration of a language model, or of one of its layers.
+    """The part of ``config.json`` for a language model, or for one of its layers.
 
     Attributes:
-        values: the keys and values.
-        kind: its ``model_type``.
-        where: the checkpoint, for errors.
+        values: keys and values of the configuration.
+        kind: the ``model_type``.
+        where: path of the checkpoint, for errors.
     """
 
     values: Mapping[str, Any]
@@ -214,14 +214,14 @@ class _Text:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], where: str) -> _Text:
-        """Find the language model's part; raises CheckpointError if its architecture is unknown."""
+        """Return the language model's part; raises CheckpointError for unknown architectures."""
         values, kind = language_part(config)
         if kind not in _BY_HEADS | _LATENT or config.get("is_encoder_decoder"):
             raise _unknown(where, f"model_type {kind!r}")
         return cls(values, kind, where)
 
     def at(self, layer: int, window: str | None) -> _Text:
-        """The configuration of one layer, whose heads may differ in some models."""
+        """Return the configuration of one layer with this key of its window, or None."""
         other: dict[str, Any]
         given = self.values.get("per_layer_config")
         if isinstance(given, Mapping):
@@ -239,17 +239,20 @@ class _Text:
         return replace(self, values={**self.values, **other})
 
     def find(self, key: str) -> Any:
-        """The value under a key or another name of it, or its default; None if there is none."""
+        """Return the value of a key or a synonym, or transformers' default; None if none."""
         value = stated(self.values, key)
         return _DEFAULTS.get(self.kind, {}).get(key) if value is None else value
 
-    def number(self, key: str, *, least: int = 1, most: int = 2**40) -> int:
-        """A required whole number; raises CheckpointError if it is missing or something else."""
+    def number(
+        self, key: str, default: int | None = None, *, least: int = 1, most: int = _MOST
+    ) -> int:
+        """Return a whole number, or the default; raises CheckpointError for anything else."""
         value = self.find(key)
+        value = default if value is None else value
         if type(value) is not int or not least <= value <= most:
             raise CheckpointError(
                 self.where,
-                f"config.json does not tell how large the KV cache is: {key}",
+                f"cannot size the KV cache by config.json: {key}",
                 expected=f"a whole number from {least} to {most}",
                 found="none" if value is None else repr(value)[:80],
             )
@@ -275,28 +278,28 @@ def _configured(config: Mapping[str, Any]) -> DType | None:
 
 
 def _row(text: _Text) -> tuple[int, int]:
-    """Elements of the keys and of the values of one token."""
+    """Return the elements of the keys and of the values of one token in a layer."""
     heads = text.number("num_attention_heads")
     if text.find("head_dim") is None:
         length = text.number("hidden_size") // heads
     else:
         length = text.number("head_dim")
-    # Falcon's second architecture keeps what a group of heads shares once for each of them
+    # Falcon's second architecture keeps the keys and values of a group once for each of its heads
     if not text.values.get("new_decoder_architecture"):
         if text.kind in _MULTI_QUERY and text.values.get("multi_query", True):
             heads = 1
-        elif text.find("num_key_value_heads") is not None:
-            heads = text.number("num_key_value_heads")
+        else:
+            heads = text.number("num_key_value_heads", heads)
     return heads * length, heads * length
 
 
 def _latent_row(text: _Text) -> tuple[int, int]:
-    """Elements of the compressed keys and values of one token, and of its rotary part."""
+    """Return the elements of one token's compressed keys and values, and of its rotary part."""
     return text.number("kv_lora_rank"), text.number("qk_rope_head_dim")
 
 
 def _expanded(text: _Text) -> str:
-    """A note: the cache of an engine that keeps keys and values of every head."""
+    """Return a note on the larger cache of an engine that keeps keys and values of every head."""
     keys = text.number("qk_nope_head_dim") + text.number("qk_rope_head_dim")
     whole = text.number("num_attention_heads") * (keys + text.number("v_head_dim"))
     return (
@@ -307,35 +310,30 @@ def _expanded(text: _Text) -> str:
 
 # --- windows --------------------------------------------------------------------------------------
 
-_Rule = Callable[[_Text, int], bool]
-_PATTERN = "sliding_window_pattern"
+_Rule = Callable[[_Text, int], bool]  # whether a layer, by number, attends to a window only
 
 
-def _every(count: int) -> _Rule:
-    """All layers but one of so many; ``sliding_window_pattern`` may state how many."""
-
-    def windowed(text: _Text, layer: int) -> bool:
-        given = text.find(_PATTERN)
-        return (layer + 1) % (count if given is None else text.number(_PATTERN)) != 0
-
-    return windowed
+def _every(count: int, key: str = "sliding_window_pattern") -> _Rule:
+    """Return a rule for all layers but each ``count``-th; ``key`` of config.json overrides it."""
+    return lambda text, layer: (layer + 1) % text.number(key, count) != 0
 
 
 def _from_layer(text: _Text, layer: int) -> bool:
+    """Return whether a layer is one of the last, from ``max_window_layers`` on."""
     used = bool(text.values.get("use_sliding_window"))
     return used and layer >= text.number("max_window_layers", least=0)
 
 
 def _with_positions(text: _Text, layer: int) -> bool:
+    """Return whether a layer has rotary embeddings, by ``no_rope_layers`` or its interval."""
     listed = text.values.get("no_rope_layers")
     if isinstance(listed, Sequence) and len(listed) > layer:
         return bool(listed[layer])
-    interval = "no_rope_layer_interval"
-    return (layer + 1) % (4 if text.find(interval) is None else text.number(interval)) != 0
+    return _every(4, "no_rope_layer_interval")(text, layer)
 
 
-#: Which layers attend to a window only, without ``layer_types``. Of other models none
-#: do, as far as is known here: that is the most that they can take.
+#: Layers that attend to a window only, if there are no ``layer_types``. Layers of other models
+#: count as attending to everything: their largest size.
 _WINDOWED: Mapping[str, _Rule] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -351,7 +349,7 @@ _WINDOWED: Mapping[str, _Rule] = MappingProxyType(
     }
 )
 
-#: Under which key a layer of a type finds its window; None is one that attends to everything.
+#: The key of the window of each type of layers; None for types that attend to everything.
 _TYPES: Mapping[object, str | None] = MappingProxyType(
     {
         "full_attention": None,
@@ -362,7 +360,7 @@ _TYPES: Mapping[object, str | None] = MappingProxyType(
 
 
 def _windows(text: _Text) -> list[str | None]:
-    """For each layer the key of its window, or None."""
+    """Return for each layer the key of its window in ``config.json``, or None."""
     count = text.number("num_hidden_layers", most=_MOST_LAYERS)
     given = text.values.get("layer_types")
     if given is None:
@@ -374,7 +372,7 @@ def _windows(text: _Text) -> list[str | None]:
     if not isinstance(given, list) or len(given) < count:
         raise CheckpointError(
             text.where,
-            "config.json does not tell how large the KV cache is: layer_types",
+            "cannot size the KV cache by config.json: layer_types",
             expected=f"a type for each of {count} layers",
             found=repr(given)[:80],
         )
@@ -385,7 +383,7 @@ def _windows(text: _Text) -> list[str | None]:
 
 
 def _held_whole(text: _Text, request: CacheRequest, layers: Sequence[LayerCache]) -> list[str]:
-    """A note, where windows are shorter than what is counted."""
+    """Return a note if windows are shorter than the context, all of which counts; else []."""
     found = {one.window for one in layers if one.row and one.window is not None}
     shorter = sorted(window for window in found if window < request.context)
     if not shorter:

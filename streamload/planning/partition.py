@@ -1,6 +1,6 @@
-"""Tensors to nodes, or to devices: contiguous whole layers, the fullest share as small as can be.
+"""Split tensors over nodes, or devices: contiguous whole layers, the fullest as empty as can be.
 
-Pure: names and sizes in, parts out. The sizes are those that will be resident, after the cast.
+Input are names and sizes, output are parts. Sizes are those after the cast.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, takewhile
 from operator import eq
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from streamload.core.memory import Size
 from streamload.planning.cuts import Costs, Leasts, Need, stops_of
 
 Kind = Literal["embedding", "layer", "head", "inner", "tensor"]
 
-_DIGITS = frozenset("0123456789")
 _NUMBERS = re.compile("([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Node:
-    """A node or device that takes a part.
+    """A node or device that takes a part of a split.
 
     Attributes:
         name: its name.
@@ -55,31 +54,29 @@ class Node:
 
 
 def ordered(nodes: Iterable[Node]) -> tuple[Node, ...]:
-    """Nodes by name, with the numbers in names by value: board-2 before board-10.
+    """Return nodes sorted by name, with the numbers in names by value: board-2 before board-10.
 
-    So that a plan does not depend on the order in which nodes were heard of. Names that differ only
-    in leading zeros stand in the order of their characters.
+    So a plan does not depend on the order in which nodes join. Names that differ only in leading
+    zeros are in the order of their characters.
     """
     return tuple(sorted(nodes, key=lambda node: natural_key(node.name)))
 
 
 def natural_key(name: str) -> tuple[tuple[tuple[int, int, str], ...], str]:
-    """A key that sorts names as people do: runs of digits as numbers, the rest as characters.
+    """Return a key that sorts names as people do: ASCII digits as numbers, the rest as characters.
 
-    As long as digits are ASCII: others are characters like any. Numbers come before characters, so
-    that keys always compare; they compare by length before digits, since reading a number of
-    thousands of digits is refused by Python.
+    Numbers come before characters, so that keys always compare. They compare by length before
+    digits, since Python refuses to read a number of thousands of digits.
     """
     parts = (part for part in _NUMBERS.split(name) if part)
     return tuple(
-        (0, len(digits := part.lstrip("0")), digits) if part[0] in _DIGITS else (1, 0, part)
+        (0, len(digits := part.lstrip("0")), digits) if _NUMBERS.match(part) else (1, 0, part)
         for part in parts
     ), name
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """A stored tensor as it will be resident.
+class Item(NamedTuple):
+    """A stored tensor to be split over nodes.
 
     Attributes:
         name: its name.
@@ -118,21 +115,21 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one node holds.
+    """The tensors of one node under a split.
 
     Attributes:
-        node: its name.
-        budget_nbytes: its budget.
-        units: names of the units.
-        names: the stored tensors that live here, in the order given; each lives on one node.
-        copies: stored tensors that live on another node and are held here too, since a name that
+        node: name of the node.
+        budget_nbytes: budget of the node.
+        units: names of its units.
+        names: its stored tensors, in the order given; each is on one node.
+        copies: stored tensors of another node of which this one holds copies, since a name that
             is tied to them belongs here; in the order given.
         tied: (missing name, stored tensor that it shares) of the tied names that belong here.
-        layers: which of the model's layers, counted from 0 over all stacks; may be empty.
+        layers: the model's layers on the node, counted from 0 over all stacks; may be empty.
         has_embedding: whether it holds the unit "embedding".
         has_head: whether it holds the unit "head".
         nbytes: the bytes of ``names`` and ``copies``.
-        cache_nbytes: the bytes that its layers need besides to run.
+        cache_nbytes: the extra bytes that its layers need to run.
     """
 
     node: str
@@ -149,12 +146,12 @@ class Part:
 
     @property
     def fits(self) -> bool:
-        """Whether it stays within its budget, with what it needs to run."""
+        """Whether the node's tensors and its extra bytes to run are within its budget."""
         return self.nbytes + self.cache_nbytes <= self.budget_nbytes
 
     @property
     def share(self) -> float:
-        """The part of its budget that it takes, with what it needs to run; 1.0 is all of it."""
+        """The share of the node's budget that tensors and extra bytes to run take; 1.0 is all."""
         return (self.nbytes + self.cache_nbytes) / self.budget_nbytes
 
 
@@ -162,7 +159,7 @@ class Part:
 
 #: Last components of the prefixes of layers; such a stack may have a single layer.
 _CONTAINERS = frozenset({"layers", "layer", "h", "blocks", "block"})
-#: Words in the names of what comes before the layers, unless a word of _OUTPUT stands there too.
+#: Words in names of tensors before the layers, unless the name has a word of _OUTPUT, too.
 # fmt: off
 _INPUT = frozenset({
     "embed", "embeds", "embedding", "embeddings", "embedder", "emb", "wte", "wpe", "shared",
@@ -171,7 +168,7 @@ _INPUT = frozenset({
 })
 # fmt: on
 _OUTPUT = frozenset({"out", "output", "head", "heads"})
-#: Words in the prefixes of stacks to when they run, the least counts; 2 where there is none.
+#: The order in which stacks run by words of their prefixes, the least counts; 2 if there is none.
 _STACK_ORDER = {
     **dict.fromkeys(("vision", "visual", "image", "audio", "speech"), 0),
     "encoder": 1,
@@ -179,7 +176,7 @@ _STACK_ORDER = {
     **dict.fromkeys(("classifier", "head", "score"), 4),
 }
 _WORDS = re.compile(r"[._]+")
-_MOST_DIGITS = 9  # of a layer's number; what is longer is a name
+_MOST_DIGITS = 9  # of a layer's number; a longer one is a name
 
 _Key = tuple[int, int, int, int]  # place of a unit: stage, stack, end or layers, layer index
 _FIRST: _Key = (0, 0, 0, 0)
@@ -188,7 +185,7 @@ _START, _LAYERS, _END = range(3)
 
 
 def _integers(name: str) -> Iterator[tuple[str, int, bool]]:
-    """(prefix, index, whether a module follows) for each integer component, from the left."""
+    """Yield (prefix, index, whether a module follows) for each integer component of a name."""
     parts = name.split(".")
     for place, part in enumerate(parts):
         if part.isdigit() and part.isascii() and len(part) <= _MOST_DIGITS:
@@ -196,10 +193,10 @@ def _integers(name: str) -> Iterator[tuple[str, int, bool]]:
 
 
 def _layer_stacks(names: Iterable[str]) -> dict[str, tuple[str, int]]:
-    """Each name that belongs to a layer to (prefix of its stack, layer index).
+    """Return (prefix of its stack, layer index) of each name that belongs to a layer, by name.
 
     The layer index is the first integer component whose prefix is a stack: it repeats, with
-    modules below it, or its last word is one of layers. Without such a prefix, one index or
+    modules below it, or its last word is a word for layers. Without such a prefix, one index or
     bare parameters are enough.
     """
     found = {name: list(_integers(name)) for name in names}
@@ -224,7 +221,7 @@ def _layer_stacks(names: Iterable[str]) -> dict[str, tuple[str, int]]:
 
 
 def _end_of_stacks(name: str, stacks: Sequence[str]) -> _Key:
-    """The place of a tensor outside the layers: an end of the stacks that its name is nearest to.
+    """Return the place of a tensor outside the layers: an end of the stack with the nearest prefix.
 
     Nearest is the longest run of leading components in common; nothing in common is an end of the
     model.
@@ -311,7 +308,7 @@ def units_of(
 
 
 def _beside(keys: Iterable[_Key], stacks: Sequence[str], cache: Sequence[int]) -> dict[_Key, int]:
-    """The extra bytes of each layer of the language model: see `units_of`."""
+    """Return the extra bytes of each layer of the language model, by place; see `units_of`."""
     layers: dict[int, list[_Key]] = {}
     for key in keys:
         stage, stack, place, index = key
@@ -326,6 +323,7 @@ def _beside(keys: Iterable[_Key], stacks: Sequence[str], cache: Sequence[int]) -
 
 
 def _stack_rank(prefix: str) -> int:
+    """Return when a stack of layers runs, from 0 (vision, audio) to 4 (heads)."""
     words = _WORDS.split(prefix.lower())
     return min((_STACK_ORDER[word] for word in words if word in _STACK_ORDER), default=2)
 
@@ -354,7 +352,7 @@ def _costs(units: Sequence[Unit], sizes: Sequence[int]) -> Costs:
 def _stops(
     units: Sequence[Unit], budgets: Sequence[int], needs: Callable[[Unit], Need] | None
 ) -> list[int]:
-    """Where each node's run stops; see `partition`."""
+    """Return the stop of each node's run of units; see `partition`."""
     sizes = [unit.nbytes + unit.cache_nbytes for unit in units]
     if needs is not None:
         found = [needs(unit) for unit in units]
@@ -379,7 +377,7 @@ def partition(
 
     The largest share that a node takes of its own budget is the least possible; exactly, in
     integers. Nodes keep their order: the first holds the embedding, the last norm and head; one in
-    between is empty only if there are fewer units than nodes. Any choice that is left shares the
+    between is empty only if there are fewer units than nodes. Of splits as good, one shares the
     rest by budget, front to back. The same input gives the same parts, on any machine. A part may
     exceed its node's budget: see `Part.fits`.
 
@@ -408,6 +406,7 @@ def _part(
     items: Sequence[Item],
     position: Mapping[str, int],
 ) -> Part:
+    """Return the part of a node that holds ``units``; ``position`` has the index of each item."""
     own = sorted(position[item.name] for unit in units for item in unit.items)
     tied = tuple(pair for unit in units for pair in unit.tied)
     copies = sorted({position[source] for _, source in tied}.difference(own))
@@ -434,12 +433,12 @@ def smallest_count(
     tied: Mapping[str, str] | None = None,
     cache: Sequence[int] = (),
 ) -> int | None:
-    """The least number of nodes of one budget that is enough; None if a unit alone is larger."""
+    """Return the least number of nodes that hold all tensors; None if a unit exceeds the budget."""
     units = units_of(items, tied=tied, cache=cache)
     costs = _costs(units, [unit.nbytes + unit.cache_nbytes for unit in units])
     start = count = 0
     while start < len(units):
-        # as far as it goes: a longer run in front never makes the rest harder
+        # as long as possible: a longer run in front never makes the rest harder
         stop = costs.stop(start, budget_nbytes)
         if stop <= start:
             return None
