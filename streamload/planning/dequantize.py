@@ -26,7 +26,7 @@ from streamload.planning.requests import DTypePolicy, TensorRequests
 
 
 def asked(checkpoint: Checkpoint, policy: DTypePolicy, *, blocks: bool = False) -> list[str]:
-    """The names of the quantized weights that the policy dequantizes."""
+    """Return the quantized weights to be given another dtype; ``blocks``: with all of GGUF's."""
     if not policy.rules and not (blocks and checkpoint.stored):
         return []
     return [
@@ -46,9 +46,10 @@ def asked_by_model(
     parameters: Iterable[Parameter],
     fills: Mapping[str, Sequence[str]],
 ) -> list[str]:
-    """The same for a model: weights that it holds packed stay as they are stored.
+    """Return the names of quantized weights to dequantize for a model.
 
-    ``fills`` has the parameters that each tensor fills.
+    Weights that the model holds quantized, too, stay as stored. ``fills`` maps each tensor to the
+    names of the parameters that it fills.
     """
     by_name = _by_name(parameters)
     out: dict[str, None] = dict.fromkeys(asked(checkpoint, policy))
@@ -61,12 +62,13 @@ def asked_by_model(
             if tensor != group.values.name:
                 packed.update([group.name] if parameter is not None else [])
                 continue
-            parameter = parameter or by_name.get(_own_name(group, name))
+            suffix = group.values.name.removeprefix(group.name)
+            parameter = parameter or by_name.get(name.removesuffix(suffix))
             if parameter is None:
                 continue
             if parameter.dtype == group.values.dtype.name:
                 packed.add(group.name)
-            # blocks of GGUF are what that format has for weights of floats
+            # GGUF stores weights of floats as blocks
             elif (parameter.keeps is not None or PACKED[group.kind].block > 1) and not (
                 policy.mentions(group.name)
             ):
@@ -78,13 +80,8 @@ def _by_name(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
     return {name: p for p in parameters for name in (*p.names, *p.wrapped)}
 
 
-def _own_name(group: QuantizedWeight, name: str) -> str:
-    """The name of a weight whose values are called ``name``."""
-    return name.removesuffix(group.values.name.removeprefix(group.name))
-
-
 def dequantized(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
-    """A checkpoint in which quantised weights are one tensor each."""
+    """Return the checkpoint with each of the named quantized weights as one tensor, a `Packed`."""
     if not names:
         return checkpoint
     states = read_states(checkpoint.layouts, checkpoint.groups)
@@ -93,11 +90,9 @@ def dequantized(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
     out: dict[str, TensorInfo] = {}
     for info in checkpoint.tensors.values():
         group = of.get(info.name)
-        made = info
-        if group is not None:
-            if group.values is not info:
-                continue
-            made = _packed(checkpoint, group)
+        if group is not None and group.values is not info:
+            continue
+        made = info if group is None else _packed(checkpoint, group)
         if out.setdefault(made.name, made) is not made:
             problem = "it has the name of a quantised weight"
             raise CheckpointError(
@@ -109,7 +104,7 @@ def dequantized(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
 def holds_transposes(
     checkpoint: Checkpoint, parameters: Iterable[Parameter], fills: Mapping[str, Sequence[str]]
 ) -> bool:
-    """Whether a model has a Conv1D for a dequantized weight of a Linear, by its shape."""
+    """Return whether a model has a Conv1D, by its shape, for a dequantized weight of a Linear."""
     by_name = _by_name(parameters)
     return any(
         info.shape != info.shape[::-1] == by_name[name].shape
@@ -121,12 +116,13 @@ def holds_transposes(
 
 
 def _is_of_linears(info: Packed) -> bool:
+    """Return whether a weight's format is of a library that replaces every layer by a Linear."""
     layout = layout_of(info.group.kind)
     return layout is not None and layout.of_linears
 
 
 def as_in_models(checkpoint: Checkpoint) -> Checkpoint:
-    """A checkpoint whose dequantized weights have the shapes of the model that is not quantized.
+    """Return the checkpoint with dequantized weights in the shapes of the unquantized model.
 
     For a Conv1D bitsandbytes has a Linear, whose weight is the transpose: see `Checkpoint.turns`.
     """
@@ -159,7 +155,7 @@ def as_in_models(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def with_blocks(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
-    """A checkpoint in which the named weights stay as they are stored after all."""
+    """Undo `dequantized` for the named weights: return the checkpoint with their stored bytes."""
     tensors = {
         name: info.group.values if name in names and isinstance(info, Packed) else info
         for name, info in checkpoint.tensors.items()
@@ -180,7 +176,7 @@ def _packed(checkpoint: Checkpoint, group: QuantizedWeight) -> Packed:
 
 
 def all_names(checkpoint: Checkpoint) -> dict[str, object]:
-    """The names of tensors, quantized weights and their tensors, as keys."""
+    """Return a dict whose keys are the names of all tensors and all quantized weights."""
     names: dict[str, object] = {**checkpoint.tensors, **checkpoint.groups}
     for info in checkpoint.tensors.values():
         if isinstance(info, Packed):
@@ -189,13 +185,13 @@ def all_names(checkpoint: Checkpoint) -> dict[str, object]:
 
 
 def all_dequantized(checkpoint: Checkpoint) -> bool:
-    """Whether weights are dequantized, and none stays as it is stored."""
+    """Return whether weights are dequantized, and no weight stays quantized as stored."""
     packed = any(isinstance(info, Packed) for info in checkpoint.tensors.values())
     return packed and not checkpoint.groups
 
 
 def compile_decoders(wants: TensorRequests, dsts: Iterable[DType], *, clamp: bool) -> None:
-    """Compile the kernels of decoders."""
+    """Compile the kernels that dequantize ``wants`` to ``dsts``; ``clamp`` as `out_of_range`."""
     for info, dst in zip(wants.infos, dsts, strict=True) if wants.any_packed else ():
         if isinstance(info, Packed):
             compile_decoder(info, dst, clamp=clamp)

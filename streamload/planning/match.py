@@ -1,4 +1,4 @@
-"""Matching a model to a checkpoint, by name and shape, before anything is read."""
+"""Match a model's parameters to a checkpoint's tensors, by name and shape, from headers alone."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ from streamload.planning.sources import Found, Source, Unchanged
 
 Shapes = Literal["error", "skip"]
 
-
 _BLOCK_NBYTES = 2**20
-#: Ends of `Parameter.dtype` of memory that cannot be filled, and what comes in its place.
+#: Endings of `Parameter.dtype` for memory that cannot be filled, and the new parameters.
 _REPLACED = {
     "(not contiguous)": "contiguous ones (a memory format such as channels_last is lost)",
     "(not writable in place)": "others, for they are read-only or of the other byte order",
@@ -38,7 +37,7 @@ _REPLACED = {
 
 
 def shape_of(checkpoint: Checkpoint, source: Source) -> tuple[int, ...]:
-    """The shape that a source gives, or that of its rows put together."""
+    """Return a source's shape: as it states, or of its concatenated rows."""
     whole = _whole(checkpoint, source)
     if whole is not None:
         return whole.shape
@@ -46,9 +45,9 @@ def shape_of(checkpoint: Checkpoint, source: Source) -> tuple[int, ...]:
 
 
 def _whole(checkpoint: Checkpoint, source: Source) -> TensorInfo | None:
-    """The tensor that a source is, all of it as it is; None where it is anything else.
+    """Return the tensor if a source is one whole tensor, unchanged; else None.
 
-    Most are: there may be very many, of which nothing else needs to be asked.
+    Most sources are, so that callers skip the checks of the others.
     """
     r = source.rows[0]
     info = checkpoint.tensors[r.tensor]
@@ -68,7 +67,7 @@ def _rows_shape(checkpoint: Checkpoint, source: Source) -> tuple[int, ...]:
 
 
 def incoherent(checkpoint: Checkpoint, source: Source) -> str:
-    """Why the parts of a source do not go together, or ""."""
+    """Explain why a source's row ranges are invalid or do not fit together; "" if they do."""
     if _whole(checkpoint, source) is not None:
         return ""
     first = checkpoint.tensors[source.rows[0].tensor]
@@ -104,7 +103,7 @@ def incoherent(checkpoint: Checkpoint, source: Source) -> str:
 
 
 def wants_of(checkpoint: Checkpoint, fill: Mapping[str, Source]) -> TensorRequests:
-    """Everything in the checkpoint, as it is there."""
+    """Return requests for all of ``fill`` as stored; StateDictMismatchError for invalid sources."""
     if isinstance(fill, Unchanged):
         return TensorRequests.every(checkpoint)
     problems = [
@@ -120,7 +119,7 @@ def wants_of(checkpoint: Checkpoint, fill: Mapping[str, Source]) -> TensorReques
 
 
 def _begin_at_bytes(info: TensorInfo, columns: Columns | None) -> bool:
-    """Whether rows of a tensor, or columns of them, begin and end at whole bytes or blocks."""
+    """Return whether a tensor's rows, or columns of them, begin at whole bytes or blocks."""
     unit = info.dtype.unit
     if unit == 1:
         return True
@@ -132,7 +131,7 @@ def _begin_at_bytes(info: TensorInfo, columns: Columns | None) -> bool:
 
 
 def _part(checkpoint: Checkpoint, source: Source, block: Block | None) -> Source | None:
-    """The source of a block alone; None if there is none."""
+    """Return the source of one block (a shard) of a parameter; None if none can express it."""
     if block is None or block.is_all:
         return source
     rows, t = source.rows, source.transpose
@@ -155,7 +154,7 @@ def _part(checkpoint: Checkpoint, source: Source, block: Block | None) -> Source
 
 
 def _fits(t: RowTranspose, shape: tuple[int, ...]) -> bool:
-    """Whether it is a permutation of the rows of a shape, or of parts of them."""
+    """Return whether ``t`` permutes the rows of a tensor of this shape, or parts of them."""
     rows, numel = (shape or (1,))[0], math.prod(shape)
     if t.rows == rows or not numel:
         return True
@@ -165,7 +164,7 @@ def _fits(t: RowTranspose, shape: tuple[int, ...]) -> bool:
 
 @dataclass(slots=True)
 class Match:
-    """Which source fills which parameter."""
+    """The result of matching: requests for parameters, and all mismatches by kind."""
 
     wants: list[TensorRequest] = field(default_factory=list)
     parameters: dict[str, Parameter] = field(default_factory=dict)
@@ -173,23 +172,23 @@ class Match:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     wrong_shape: list[ShapeMismatch] = field(default_factory=list)
-    unfilled: list[str] = field(default_factory=list)  # all names of what is not loaded
-    # what the model computes and the checkpoint lacks, to the device that holds it
+    unfilled: list[str] = field(default_factory=list)  # all names of parameters not loaded
+    # devices of parameters that the model computes and the checkpoint lacks, by name
     computed: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     ties: list[tuple[str, Source, str, Source]] = field(default_factory=list)
-    # auxiliary parts in modules of weights that are quantized on the way
+    # auxiliary tensors (scales, ...) in modules of weights that the load quantizes, by name
     beside: dict[str, TensorRequest] = field(default_factory=dict)
 
     @property
     def filled(self) -> int:
-        """How many parameters are loaded, those of several shards once."""
+        """Number of parameters that are loaded; one of several shards counts once."""
         return len({parameter.names for parameter in self.parameters.values()})
 
     @property
     def left_out(self) -> list[str]:
-        """Parameters that are not loaded: they are missing, or have another shape."""
+        """Names of parameters that are not loaded: missing, or of another shape."""
         return self.missing + [mismatch.name for mismatch in self.wrong_shape]
 
     def quantised(
@@ -199,22 +198,22 @@ class Match:
         changed: Collection[str],
         policy: QuantPolicy | None = None,
     ) -> TensorRequests:
-        """What is wanted, with the weights whose codes the model holds in their parts."""
+        """Return the requests, in parts for weights that the model holds quantized (``coded``)."""
         if not coded:
             return TensorRequests.of(checkpoint, self.wants)
-        wants: list[TensorRequest] = []
-        formats: list[str | None] = []
-        for want in self.wants:
-            form = coded.get(want.name) if _is_float(checkpoint, want.source) else None
-            wants.append(want if form is None else coded_want(form, want))
-            formats.append(None if form is None else form.format)
+        forms = [
+            coded.get(want.name) if _is_float(checkpoint, want.source) else None
+            for want in self.wants
+        ]
+        formats = [form and form.format for form in forms]
+        wants = [coded_want(f, w) if f else w for w, f in zip(self.wants, forms, strict=True)]
         requests = TensorRequests.of(checkpoint, wants)
         return quantised(checkpoint, requests, formats, changed, self.beside, policy)
 
     def formats(
         self, checkpoint: Checkpoint, quant: QuantPolicy, coded: Mapping[str, CodedWeight]
     ) -> dict[str, str]:
-        """The formats of what is to be quantised and is not in codes already, by parameter."""
+        """Return the formats that ``quant=`` gives parameters, by name; not of those in codes."""
         wants = TensorRequests.of(checkpoint, self.wants)
         found = zip(wants.names, quant.formats(checkpoint, wants), strict=True)
         return {name: form for name, form in found if form is not None and name not in coded}
@@ -226,7 +225,7 @@ class Match:
         swap: Swap,
         coded: Mapping[str, CodedWeight],
     ) -> list[str]:
-        """Notes on what was to be quantised, and has no module that can hold it."""
+        """Return notes on weights that ``quant=`` means and no module holds; ValueError if all."""
         wants = TensorRequests.of(checkpoint, self.wants)
         kept = {
             name: src.nbytes(math.prod(shape))
@@ -254,7 +253,7 @@ class Match:
         shapes: Shapes = "error",
         suggest: Callable[[], Sequence[Suggestion]] = tuple,
     ) -> None:
-        """Raise StateDictMismatchError for all that is wrong, in one go."""
+        """Raise one StateDictMismatchError for all mismatches; ``suggest`` is called only then."""
         wrong_shape = self.wrong_shape if shapes == "error" else []
         missing = self.missing if strict else []
         unexpected = self.unexpected if strict else []
@@ -273,15 +272,15 @@ class Match:
         )
 
     def warn_of_little(self, path: Location, suggest: Callable[[], Sequence[Suggestion]]) -> None:
-        """Warn where nothing matches, or little; see `warn_of_little`."""
+        """Warn if the load fills little of the model; see the function `warn_of_little`."""
         filled = self.filled
         tensors = filled + len(self.unexpected) + len(self.wrong_shape)
         warn_of_little(path, filled, filled + len(self.left_out), tensors, suggest)
 
     def check_ties(self, checkpoint: Checkpoint) -> None:
-        """Raise StateDictMismatchError for tied names that the checkpoint stores differently.
+        """Raise StateDictMismatchError if the checkpoint has other values for a tied name.
 
-        This reads them: it comes last, when it is known that all fits.
+        This reads the tensors: call it last, after all other checks.
         """
         problems = [
             f"{other} is tied to {name}, but their values differ"
@@ -292,7 +291,7 @@ class Match:
             raise StateDictMismatchError(checkpoint.path, problems=problems)
 
     def check_views(self, path: Location, placements: Placements) -> None:
-        """Raise StateDictMismatchError for views that a plan would not write where they are."""
+        """Raise StateDictMismatchError if a plan would move or replace a view or a shard."""
         problems = []
         for name, kind in zip(placements.names, placements.kinds, strict=True):
             p = self.parameters.get(name)  # auxiliary parts may be to come
@@ -308,12 +307,12 @@ class Match:
 
 
 def _is_float(checkpoint: Checkpoint, rows: Sequence[RowRange]) -> bool:
-    """Whether rows are of floats, and not codes themselves."""
+    """Return whether rows are of floats, and not of codes."""
     return checkpoint.tensors[rows[0].tensor].dtype.kind == "float"
 
 
 def skipping_shapes(filled: int, left_out: int) -> tuple[Suggestion, ...]:
-    """What to write where shapes alone are wrong."""
+    """Return the suggestion of ``shapes="skip"``, for a load in which only shapes mismatch."""
     return (Suggestion('shapes="skip"', filled, filled + left_out),)
 
 
@@ -326,7 +325,8 @@ def warn_of_little(
 ) -> None:
     """Warn of a load that fills less than half of the model, from less than half of the tensors.
 
-    Part of a model from all tensors is usual (an adapter), and so is all of it from some of them.
+    A part of a model from all tensors is usual (an adapter), and so is all of it from some tensors.
+    ``filled`` counts loaded parameters; ``suggest`` returns arguments that would match better.
     """
     if not parameters or (filled and 2 * filled >= min(parameters, tensors)):
         return
@@ -344,11 +344,11 @@ class ModelParameters:
     """The parameters of a model, and their memory.
 
     Attributes:
-        keep: devices on which a parameter that is there stays.
-        reusable: by number, the bytes that a parameter holds and the load takes over; all of it if
-            its number is missing.
-        coded: parameters that hold the codes of weights, by name; from a checkpoint of floats they
-            are quantized on the way.
+        parameters: all of them.
+        keep: names of devices whose parameters stay there.
+        reusable: bytes of a parameter that the load takes over, by its index; all of them if the
+            index is missing.
+        coded: parameters that hold the codes of weights, by name; a load of floats quantizes them.
     """
 
     parameters: Sequence[Parameter]
@@ -364,10 +364,10 @@ def match(
     policy: DTypePolicy,
     blocks: Mapping[str, CodedWeight] = MappingProxyType({}),
 ) -> Match:
-    """Match parameters to sources by name, and collect everything that is wrong.
+    """Match parameters to sources by name, and collect all mismatches.
 
     A parameter with a dtype keeps it unless the policy mentions its tensor. ``blocks`` are the
-    parameters that will hold the codes of weights as they are stored, by name.
+    parameters that will hold the stored codes of weights, by name.
     """
     out = Match()
     used: set[str] = set()
@@ -402,7 +402,7 @@ def match(
         source = fill[matched[0]] if matched else fill[tied[head or ""]]
         if not matched:
             out.notes.append(f"{name} is tied to {tied[head or '']} by config.json: it is a copy")
-        stored = _whole(checkpoint, source)  # most are: nothing else needs to be asked of it
+        stored = _whole(checkpoint, source)  # most are: they need no further checks
         problem = "" if stored is not None else incoherent(checkpoint, source)
         problem = problem or parameter.refused
         if problem:
@@ -440,7 +440,7 @@ def match(
         dtype = None if policy.mentions(first.name) else parameter.keeps
         is_same = parameter.dtype == first.dtype.name or name in blocks
         if is_same and first.name in stored_packed:
-            dtype = first.dtype  # a module for quantised weights, which has it as it is stored
+            dtype = first.dtype  # a module for quantized weights, which has the stored dtype
         there = model.reusable.get(number)
         out.wants.append(
             TensorRequest(
@@ -468,17 +468,17 @@ def match(
 
 
 def whole_shape(parameter: Parameter) -> tuple[int, ...]:
-    """The shape that a parameter has in a checkpoint, also where it is one shard of several."""
+    """Return the shape of a parameter in a checkpoint, also if it is one shard of several."""
     return parameter.shape if parameter.block is None else parameter.block.whole
 
 
 def fits(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Whether a tensor has a parameter's shape; a scalar may be stored as one element."""
+    """Return whether a tensor has a parameter's shape; a scalar may be stored as shape (1,)."""
     return stored == wanted or {stored, wanted} == {(), (1,)}
 
 
 def _overlaps(parameters: Mapping[str, Parameter]) -> list[str]:
-    """Parameters that stand on parts of the same memory: one would overwrite the other."""
+    """Return a problem for each parameter whose memory overlaps that of another one."""
     spans = sorted((p.span, name) for name, p in parameters.items() if p.span is not None)
     out = []
     last, owner = (0, 0, 0), ""
@@ -491,7 +491,7 @@ def _overlaps(parameters: Mapping[str, Parameter]) -> list[str]:
 
 
 def same_bytes(checkpoint: Checkpoint, a: Source, b: Source) -> bool:
-    """Whether two sources of one tied parameter hold the same bytes."""
+    """Return whether two sources of one tied parameter have the same bytes; reads the files."""
     if a == b:
         return True
     if a.transpose != b.transpose or shape_of(checkpoint, a) != shape_of(checkpoint, b):
@@ -503,7 +503,7 @@ def same_bytes(checkpoint: Checkpoint, a: Source, b: Source) -> bool:
 
 
 def _blocks(checkpoint: Checkpoint, source: Source) -> Iterator[bytes]:
-    """The bytes of a source's rows in their order, in blocks of 1 MiB."""
+    """Yield the bytes of a source's rows in order, in blocks of 1 MiB."""
     held = bytearray()
     for r in source.rows:
         info = checkpoint.tensors[r.tensor]

@@ -1,4 +1,4 @@
-"""`quant=`: which tensors of a load are quantised on the way, and what each becomes."""
+"""`quant=`: the tensors that a load quantizes, and the format of each."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from streamload.planning.placement import Placement
 from streamload.planning.plan import Plan
 from streamload.planning.requests import TensorRequest, TensorRequests
 
-#: What ``quant=`` takes: the name of a format, or by pattern of names a format or None.
+#: The argument ``quant=``: the name of a format, or by pattern of names a format or None.
 QuantArgument: TypeAlias = str | Mapping[str, str | None] | None
 _Made = TypeVar("_Made")
 
 _AUTO = "auto"
-# What that tries after the weights as they are stored, least loss first: docs/measurements.md,
-# "Quality of formats".
+# Formats that "auto" tries if the stored weights do not fit, least loss first: see
+# docs/measurements.md, "Quality of formats".
 _TRIED = ("q8_0", "int8", "nf4", "nf4-nested")
 
-# What a pattern has to name to be quantised: it is small, and much depends on it.
+# Weights that "*" leaves as they are: they are small, and much depends on them.
 _SPARED = re.compile(r"(?i)norm|(^|\.)ln_|router|(^|\.)gate\.weight$|bias$")
 
 
 @dataclass(frozen=True, slots=True)
 class QuantPolicy:
-    """Which tensors are quantised.
+    """The rules of ``quant=``, by which a load quantizes tensors.
 
     Attributes:
         rules: (pattern, format) in order, the first that matches deciding; None leaves a tensor as
             it is. The pattern "*" stands for the weights of layers that are no norms or routers.
-        tried: what is tried in place of "auto", or "".
-        by_tensor: in place of rules, the format of each tensor that is quantised.
+        tried: the format that now stands in for "auto"; "" without "auto".
+        by_tensor: in place of rules, the format of each quantized tensor, by name.
     """
 
     rules: tuple[tuple[str, str | None], ...] = ()
@@ -80,7 +80,7 @@ class QuantPolicy:
 
     @classmethod
     def of_plan(cls, placements: Iterable[Placement]) -> QuantPolicy:
-        """Read the format of each tensor from placements: a plan of all decides for a part."""
+        """Return the formats in a plan's placements, for loads of parts of the same checkpoint."""
         coded = ((p.source[0].tensor, p.coding) for p in placements if p.coding is not None)
         return cls(by_tensor={tensor: coding.format for tensor, coding in coded})
 
@@ -100,7 +100,7 @@ class QuantPolicy:
 
     @property
     def is_auto(self) -> bool:
-        """Whether a format is to be found that fits."""
+        """Whether a rule has the format "auto": the one of least loss that fits."""
         return any(name == _AUTO for _, name in self.rules)
 
     def least_loss(self, attempt: Callable[[QuantPolicy], _Made]) -> tuple[_Made, list[str]]:
@@ -115,7 +115,7 @@ class QuantPolicy:
         """
         if not self.is_auto:
             return attempt(self), []
-        told: list[str] = []
+        reasons: list[str] = []
         failures: list[Exception] = []
         for name in (None, *_TRIED):
             rules = tuple((p, name if found == _AUTO else found) for p, found in self.rules)
@@ -124,23 +124,24 @@ class QuantPolicy:
                 made = attempt(QuantPolicy(rules, tried))
             except PlanInfeasibleError as error:
                 failures.append(error)
-                told.append(f"{tried} needs {format_bytes(error.needed_nbytes)} on {error.device}")
+                size = format_bytes(error.needed_nbytes)
+                reasons.append(f"{tried} needs {size} on {error.device}")
             except ValueError as error:
                 if name is None:
                     raise
                 failures.append(error)
-                told.append(f"{tried} cannot hold every weight")
+                reasons.append(f"{tried} cannot hold every weight")
             else:
-                why = f", for {', '.join(told)}" if told else ", for all fits"
-                return made, [f'quant="auto" took {tried}{why}']
+                why = ", ".join(reasons) or "all fits"
+                return made, [f'quant="auto" took {tried}, for {why}']
         infeasible = [f for f in failures[1:] if isinstance(f, PlanInfeasibleError)]
         raise infeasible[-1] if infeasible else failures[-1]
 
     @classmethod
     def that_fits(cls, attempt: Callable[[QuantPolicy], Plan]) -> list[Fit]:
-        """The ``quant=`` with which ``attempt`` fits, with the bytes that it needs; or []."""
+        """Return the ``quant=`` of least loss with which ``attempt`` fits, and its bytes; or []."""
         for name in _TRIED:
-            # MemoryError: it does not fit, or its statistics alone do not
+            # MemoryError: the plan, or the statistics alone, do not fit
             with suppress(MemoryError, UnsupportedCastError, ValueError):
                 devices = attempt(cls.parse(name)).devices
                 need = [format_bytes(d.needed_nbytes + d.reserve_nbytes, up=True) for d in devices]
@@ -150,15 +151,15 @@ class QuantPolicy:
         return []
 
     def leaving(self, patterns: Sequence[str]) -> QuantPolicy:
-        """The same, without tensors of these names."""
+        """Return the policy with tensors of these names left as they are."""
         return replace(self, rules=(*((p, None) for p in patterns), *self.rules))
 
     def rule(self, name: str) -> tuple[str, str | None] | None:
-        """The pattern that decides for a tensor, and its format; None where none matches."""
+        """Return the pattern that decides for a tensor, and its format; None if none matches."""
         return next((r for r in self.rules if r[0] == "*" or fnmatchcase(name, r[0])), None)
 
     def formats(self, checkpoint: Checkpoint, wants: TensorRequests) -> list[str | None]:
-        """The format of each tensor; None leaves it as it is: one axis, or stored quantized."""
+        """Return each tensor's format; None for vectors, stored codes and tensors left alone."""
         if not self:
             return [None] * len(wants)
         if self.by_tensor:
@@ -180,7 +181,7 @@ class QuantPolicy:
 
 
 def _of_layers(names: Iterable[str]) -> frozenset[str]:
-    """Names of tensors in layers; of a model without any, all but embeddings and heads."""
+    """Return the names of tensors in layers; without layers, of all but embeddings and heads."""
     units = units_of([Item(name, 0) for name in dict.fromkeys(names)])
     inside = ("layer", "inner", "tensor")
     return frozenset(item.name for unit in units if unit.kind in inside for item in unit.items)
@@ -188,26 +189,26 @@ def _of_layers(names: Iterable[str]) -> frozenset[str]:
 
 @cache
 def coded(coding: Coding, src: DType) -> Quantized:
-    """The quantized weight of a coding."""
+    """Return the quantized weight that a coding describes; ``src``: dtype of the weight."""
     return ALL_SCHEMES[coding.format].of(coding.shape, src)
 
 
 def coded_want(coded: CodedWeight, want: TensorRequest) -> TensorRequest:
-    """Request a weight as the matrix that is quantized.
+    """Return the request for a weight as the matrix that the model's module holds quantized.
 
     Raises:
         ValueError: both the mapping and the module transpose it.
     """
-    if not coded.transposed:
-        return replace(want, shape=coded.matrix)
-    if want.transpose == RowTranspose(1, *coded.shape):  # the file has it as the module
-        return replace(want, shape=coded.matrix, transpose=None)
-    if want.transpose is not None:
+    turned = want.transpose
+    if coded.transposed and turned == RowTranspose(1, *coded.shape):  # the file has it so, too
+        turned = None
+    elif coded.transposed and turned is not None:
         raise ValueError(
             f"{want.name}: its module has the weight transposed, and so has the mapping: leave it "
             f'as it is: quant={{"{want.source[0].tensor}": None, "*": "{coded.format}"}}'
         )
-    turned = RowTranspose(1, coded.shape[1], coded.shape[0])
+    elif coded.transposed:
+        turned = RowTranspose(1, coded.shape[1], coded.shape[0])
     return replace(want, shape=coded.matrix, transpose=turned)
 
 
@@ -219,7 +220,7 @@ def quantised(
     beside: Mapping[str, TensorRequest] = MappingProxyType({}),
     policy: QuantPolicy | None = None,
 ) -> TensorRequests:
-    """Request the parts of quantized weights in place of the weights.
+    """Return requests for the parts (codes, scales, ...) of quantized weights, in their place.
 
     Args:
         checkpoint: the headers.
@@ -263,7 +264,7 @@ def quantised(
 
 
 def kinds_of(names: Sequence[str], others: Collection[str]) -> list[str]:
-    """Patterns of names and of no others; numbers become "*" if that holds for all layers."""
+    """Return patterns for ``names`` that match no others; "*" is for numbers if possible."""
     alike: dict[str, bool] = {}
     out: dict[str, None] = {}
     for name in names:
@@ -275,7 +276,7 @@ def kinds_of(names: Sequence[str], others: Collection[str]) -> list[str]:
 
 
 def no_holder(names: Sequence[str], holders: str, classes: str) -> str:
-    """The note on weights for which no module can hold codes."""
+    """Return the message for weights in ``classes`` of modules, which are none of ``holders``."""
     listed = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
     return (
         f"quant: cannot quantise {listed}: the modules that can hold quantised weights are "
@@ -288,7 +289,7 @@ def leaving(
     taken: Collection[str],
     policy: QuantPolicy | None = None,
 ) -> UnsupportedCastError:
-    """The first of several errors by tensor, with the ``quant=`` that avoids all of them.
+    """Return one error for several by tensor, with the ``quant=`` that avoids all of them.
 
     ``taken`` are the tensors that can be quantized; without a policy, one format is for all.
     """
@@ -308,7 +309,7 @@ def leaving(
 
 
 def check_distinct(names: Collection[str], before: Collection[str]) -> None:
-    """Raise ValueError if two tensors would have one name after quantizing."""
+    """Raise ValueError if two tensors have one name after quantizing, or a new one is taken."""
     if len(set(names)) == len(names):
         return
     ((twice, _),) = Counter(names).most_common(1)
@@ -324,7 +325,7 @@ def check_distinct(names: Collection[str], before: Collection[str]) -> None:
 
 
 def compile_encoders(wants: TensorRequests) -> None:
-    """Compile the encoders of all codings."""
+    """Compile the kernels that quantize, before the load begins."""
     some = {
         (coding.format, coding.of_rows, src.name): (coding, src)
         for coding, src in zip(wants.codings, wants.srcs, strict=True)
@@ -335,23 +336,23 @@ def compile_encoders(wants: TensorRequests) -> None:
 
 
 def encoder_of(coding: Coding, src: DType) -> Encoder:
-    """The encoder of a coding, for weights of a dtype or for rows that functions return."""
+    """Return the encoder of a coding for weights of dtype ``src``, or for changed rows."""
     return coded(coding, src).encoder(F32 if coding.of_rows else src)
 
 
 def said_of_dense(nbytes: int) -> str:
-    """The note on the largest weight that a forward dequantizes at once, which no plan counts."""
+    """Return the note on the largest weight, of which a forward pass dequantizes all bytes."""
     size = format_bytes(nbytes, up=True)
     return f"the largest takes {size} meanwhile, which no plan counts: reserve= keeps it free"
 
 
 def held_nbytes(weight: Quantized) -> int:
-    """Host bytes of a weight until it is written: statistics, and the parts that come of them."""
+    """Return a weight's host bytes until it is written: statistics, and the parts from them."""
     return 2 * weight.statistics_nbytes + sum(part.nbytes for part in weight.parts[1:])
 
 
 def turned(checkpoint: Checkpoint, want: TensorRequest, format: str | None) -> TensorRequest:
-    """Request the transpose of a Conv1D's weight, if its format's library quantizes that."""
+    """Return the request, transposed if the format's library quantizes a Conv1D's transpose."""
     is_such = format is not None and SCHEMES[format].transposes_conv1d and len(want.shape) == 2
     if not is_such or not is_conv1d(checkpoint.config, want.source[0].tensor):
         return want
@@ -362,7 +363,7 @@ def turned(checkpoint: Checkpoint, want: TensorRequest, format: str | None) -> T
 def _codings(
     name: str, shape: tuple[int, ...], src: DType, *, of_rows: bool, in_order: bool
 ) -> tuple[tuple[Part, Coding], ...]:
-    """The parts of a weight and their codings, shared by all weights alike."""
+    """Return the parts of a weight and their codings; a device can quantize it if ``in_order``."""
     made = ALL_SCHEMES[name].of(shape, src)
     coding = Coding(
         *(name, shape, "", made.unit_numel),
@@ -375,7 +376,9 @@ def _codings(
 def parts_of(
     checkpoint: Checkpoint, want: TensorRequest, src: DType, name: str, *, of_rows: bool
 ) -> Iterator[TensorRequest]:
-    """One request for each part of a weight in a format; ``of_rows``: functions change its rows.
+    """Yield a request for each part of a weight in format ``name``.
+
+    ``of_rows``: whether functions change its rows.
 
     Raises:
         UnsupportedCastError: the weight cannot be in the format, or is dequantized.
@@ -399,7 +402,7 @@ def parts_of(
 
 
 def quantized_of(info: TensorInfo, shape: tuple[int, ...], src: DType, name: str) -> Quantized:
-    """The quantized weight of a tensor; ``info`` is for messages.
+    """Return the layout of a weight in format ``name``; ``info``: the tensor, for messages.
 
     Raises:
         UnsupportedCastError: the weight cannot be in the format, or is dequantized.
@@ -417,20 +420,20 @@ def quantized_of(info: TensorInfo, shape: tuple[int, ...], src: DType, name: str
 def codings_of(
     info: TensorInfo, shape: tuple[int, ...], src: DType, name: str
 ) -> Sequence[tuple[Part, Coding]]:
-    """The parts of a weight and their codings on the host; see `quantized_of` for errors."""
+    """Return the parts of a weight and their codings on the host; raises as `quantized_of`."""
     quantized_of(info, shape, src, name)
     return _codings(name, shape, src, of_rows=False, in_order=False)
 
 
 def _unaligned(want: TensorRequest, made: Quantized) -> str:
-    """Why the sources of a weight cannot be quantized piece by piece, or ""."""
+    """Explain why the sources of a weight cannot be quantized piece by piece; "" if they can."""
     numel = math.prod(want.shape)
     rows = sum(r.stop - r.start for r in want.source)
     row_numel = numel // max(rows, 1)
     unit = made.unit_numel
     t = want.transpose
     if t is not None:
-        if t.rows != want.shape[0]:  # slabs of columns are put together
+        if t.rows != want.shape[0]:  # slabs of columns are assembled
             several = "it is transposed, and put together of several tensors"
             return several if len(want.source) > 1 else ""
         if numel // t.rows % unit:
@@ -444,5 +447,5 @@ def _unaligned(want: TensorRequest, made: Quantized) -> str:
     return ""
 
 
-#: Of a load that quantises nothing.
+#: The policy of a load that quantizes nothing.
 NO_QUANT = QuantPolicy()

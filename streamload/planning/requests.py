@@ -1,4 +1,4 @@
-"""What is asked of the planner: parameters to be filled, devices to hold them, dtypes."""
+"""The planner's input: parameters to load, devices to hold them, and their dtypes."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from streamload.planning.table import Table
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """A device (or a node), and what a load may take of it, in bytes.
+    """A device (or a node), and the memory that a load may take there, in bytes.
 
     Attributes:
         info: the device.
-        budget_nbytes: the most that may be held there, without ``reserve_nbytes``.
-        limit: what sets the budget: "budget" where it was stated, "free memory" where it was not.
-        free_nbytes: what is really free now; None where nobody looked.
+        budget_nbytes: most bytes that may be held there, without ``reserve_nbytes``.
+        limit: the source of the budget: "budget" if the user stated it, else "free memory".
+        free_nbytes: free memory now; None if unknown.
         host_free_nbytes: free memory of the host, which all devices with shared memory draw on;
-            None where nobody looked.
-        native_bf16: bfloat16 stays bfloat16 there unless another dtype is asked for.
-        device_casts: (src, dst) names of the dtype pairs that its own cast gets exactly right.
-        casts: it casts floats in kernels of streamload's, exactly and counted, in the calls of the
+            None if unknown.
+        native_bf16: whether bfloat16 stays bfloat16 there unless another dtype is requested.
+        device_casts: (src, dst) names of the dtype pairs that the framework casts exactly there.
+        casts: whether streamload's kernels cast floats there, exactly and counted, called by the
             thread that reads.
-        reserve_nbytes: what was taken off the budget and off what is free, to stay free.
-        objects: host memory of tensors besides their bytes.
-        own_host: it is a node, on whose memory no other one draws.
-        alone: no other device can be asked for.
+        reserve_nbytes: bytes that were subtracted from budget and free memory, to stay free.
+        objects: host memory of tensor objects besides their elements.
+        own_host: whether it is a node, on whose memory no other one draws.
+        alone: whether the caller can use no other device.
     """
 
     info: DeviceInfo
@@ -59,22 +59,23 @@ class DeviceSpec:
         return self.info.name
 
     def resident(self, nbytes: int) -> int:
-        """Bytes that the allocator counts for a tensor of ``nbytes``."""
+        """Return the bytes that the allocator counts for a tensor of ``nbytes``."""
         return round_up(nbytes, self.info.granularity_nbytes)
 
     def taken(self, sizes: Iterable[int]) -> Iterator[int]:
-        """Bytes that its allocator newly takes for each of some allocations."""
+        """Yield the bytes that the allocator newly takes for each of consecutive allocations."""
         return taken(self.info.allocator, self.info.granularity_nbytes, sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class DTypePolicy:
-    """Which dtype each tensor gets.
+    """The rules of ``dtype=``, which give each tensor its dtype.
 
     Attributes:
         rules: (pattern, dtype) in order; the first whose pattern matches the name decides. A
             dtype of None stands for "as in the checkpoint".
-        fp16_cast: "device" or "llvm" where bf16 was asked to become fp16 that way, else None.
+        fp16_cast: the engine, "device" or "llvm", if the user requested bf16 to become fp16 by it
+            (SUPPORT_BF16); else None.
     """
 
     rules: tuple[tuple[str, DType | None], ...] = ()
@@ -86,7 +87,10 @@ class DTypePolicy:
         value: DTypeArgument,
         fp16_cast: Literal["device", "llvm"] | None = None,
     ) -> DTypePolicy:
-        """Read a dtype name, "checkpoint", or patterns such as ``{"*norm*": "float32"}``."""
+        """Read a dtype name, "checkpoint", or patterns such as ``{"*norm*": "float32"}``.
+
+        Raises ValueError if the value is invalid or not of floats.
+        """
         if value is None:
             return cls((), fp16_cast)
         rules = value if isinstance(value, Mapping) else {"*": value}
@@ -100,22 +104,17 @@ class DTypePolicy:
             read.append((pattern, dtype))
         return cls(tuple(read), fp16_cast)
 
-    @property
-    def by_name(self) -> bool:
-        """Whether tensors of one dtype may get different ones."""
-        return any(pattern != "*" for pattern, _ in self.rules)
-
     def mentions(self, name: str) -> bool:
-        """Whether a rule decides the dtype of tensor ``name``."""
-        rules = self.rules  # without any, which is usual, this is asked of every parameter
+        """Return whether a rule decides the dtype of tensor ``name``."""
+        rules = self.rules  # usually there is none, and this is called for every parameter
         return bool(rules) and any(p == "*" or fnmatchcase(name, p) for p, _ in rules)
 
     def asks(self, name: str, src: DType) -> bool:
-        """Whether a rule asks for another dtype for tensor ``name``."""
+        """Return whether a rule gives tensor ``name`` another dtype than ``src``."""
         return self.mentions(name) and self.resolve(name, src, native_bf16=True) is not src
 
     def resolve(self, name: str, src: DType, native_bf16: bool) -> DType:
-        """The dtype of tensor ``name`` on a device; integers, bools and complex pass unchanged."""
+        """Return the dtype of tensor ``name`` on a device; only floats differ from ``src``."""
         if src.kind != "float":
             return src
         for pattern, dtype in self.rules:
@@ -130,18 +129,18 @@ class DTypePolicy:
 
 @dataclass(frozen=True, slots=True)
 class TensorRequest:
-    """One parameter to be filled, as the model (or the checkpoint alone) asks for it.
+    """One parameter to load: its source, and the model's demands.
 
     Attributes:
         name: the parameter's name.
         shape: its shape.
         source: row ranges, concatenated in order.
         transpose: a permutation of the concatenated rows, or None.
-        device: where it must go; None lets the planner split over the devices.
-        held: (device, dtype, bytes) that the parameter holds now; None where it holds nothing.
-        dtype: the dtype it must have; None asks the policy.
-        reusable_nbytes: of what it holds, for `Placement.reusable_nbytes`; None for all.
-        coding: the part of a quantized tensor that it is; None for any other.
+        device: its device by name; None lets the planner split over the devices.
+        held: (device, dtype, bytes) of the parameter in the model now; None if it has no memory.
+        dtype: the dtype it must have; None leaves it to the policy.
+        reusable_nbytes: bytes of ``held`` that the load takes over; None for all.
+        coding: which part of a quantized weight it is; None for any other tensor.
         fixed: why it can only be written in place, or "".
     """
 
@@ -159,12 +158,12 @@ class TensorRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorRequests(Table[TensorRequest]):
-    """Parameters to be filled, in columns: the fields of `TensorRequest`, and the tensors.
+    """Parameters to load, in columns: the fields of `TensorRequest`, and their tensors.
 
     Attributes:
-        infos: the tensors of the first rows of each.
-        srcs: their dtypes.
-        any_packed: some are dequantized.
+        infos: the first tensor in the source of each parameter.
+        srcs: the stored dtype of each.
+        any_packed: whether some are dequantized during the load.
     """
 
     infos: Sequence[TensorInfo]
@@ -196,12 +195,12 @@ class TensorRequests(Table[TensorRequest]):
         )
 
     def row(self, at: int) -> TensorRequest:
-        """Make one row."""
+        """Return the `TensorRequest` of index ``at``."""
         return TensorRequest(*(column[at] for column in self._columns[1:]))
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, rows: Sequence[TensorRequest]) -> TensorRequests:
-        """Put requests into columns."""
+        """Return requests in columns; members of quantized weights keep their dtype."""
         if isinstance(rows, TensorRequests):
             return rows
         columns: list[Any] = [list(map(attrgetter(f), rows)) for f in TensorRequest.__slots__]
@@ -213,7 +212,7 @@ class TensorRequests(Table[TensorRequest]):
 
     @classmethod
     def every(cls, checkpoint: Checkpoint) -> TensorRequests:
-        """Every tensor of a checkpoint, under its own name."""
+        """Return a request for every tensor of a checkpoint, under its own name."""
         infos = tuple(checkpoint.tensors.values())
         names, shapes = ([*map(attrgetter(f), infos)] for f in ("name", "shape"))
         none = [None] * len(infos)
@@ -223,10 +222,10 @@ class TensorRequests(Table[TensorRequest]):
         return cls(infos, names, shapes, sources, none, none, none, dtypes, none, none, empty)
 
     def dsts(self, policy: DTypePolicy, native_bf16: bool) -> Sequence[DType]:
-        """The dtype of each on a device that computes in bfloat16 natively, or does not."""
+        """Return the dtype of each on a device that computes in bfloat16 natively, or does not."""
         found = self._dsts.get((policy, native_bf16))
         if found is None:
-            if policy.by_name:
+            if any(pattern != "*" for pattern, _ in policy.rules):
                 resolved = [policy.resolve(i.name, i.dtype, native_bf16) for i in self.infos]
             else:  # by id: a dtype's own hash takes ten times as long
                 known = dict(zip(map(id, self.srcs), self.srcs, strict=True))
@@ -239,7 +238,7 @@ class TensorRequests(Table[TensorRequest]):
     def casts(
         self, policy: DTypePolicy, native_bf16: bool, device: str | None = None
     ) -> list[tuple[DType, DType]]:
-        """The different pairs of dtypes that are cast, by name; of what may go to ``device``."""
+        """Return the (src, dst) dtypes of all casts, by name; of what may go to ``device``."""
         dsts = self.dsts(policy, native_bf16)
         rows = zip(self.srcs, dsts, self.devices, self.codings, strict=True)
         pairs = {
@@ -250,11 +249,11 @@ class TensorRequests(Table[TensorRequest]):
         return [pair for _, pair in sorted(pairs.items())]
 
     def needs_native_bf16(self, policy: DTypePolicy) -> bool:
-        """Whether some dtype depends on what a device computes in natively."""
+        """Return whether a dtype depends on whether the device computes in bfloat16 natively."""
         return self.dsts(policy, True) != self.dsts(policy, False)
 
     def nbytes(self, policy: DTypePolicy, native_bf16: bool = False) -> list[int]:
-        """Bytes of each on such a device."""
+        """Return the bytes of each on a device that computes in bfloat16 natively, or does not."""
         dsts = self.dsts(policy, native_bf16)
         return [dst.nbytes(math.prod(shape)) for dst, shape in zip(dsts, self.shapes, strict=True)]
 
@@ -262,7 +261,7 @@ class TensorRequests(Table[TensorRequest]):
 def _with_kept(
     checkpoint: Checkpoint, infos: Sequence[TensorInfo], dtypes: Sequence[DType | None]
 ) -> Sequence[DType | None]:
-    """The requested dtypes; members of quantized weights keep theirs."""
+    """Return the requested dtypes, with the stored one for tensors of quantized weights."""
     if not checkpoint.members:
         return dtypes
     kept = (kept_dtype(checkpoint.members, info) for info in infos)

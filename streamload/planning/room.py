@@ -1,7 +1,7 @@
-"""Memory of a language model's pass besides weights and cache, from its ``config.json``.
+"""Memory of a language model's forward pass besides weights and cache, from its ``config.json``.
 
 For T tokens at once, with the hidden size H, the intermediate size I, n heads (n_kv of keys and
-values) of d elements, a vocabulary V, and a dtype of b bytes, these stand in memory together at
+values) of d elements, a vocabulary V, and a dtype of b bytes, these are in memory together at
 most, besides two states of T x H x b between the layers:
 
     normalisation     2 x T x H x 4          (transformers' norms compute in float32)
@@ -9,8 +9,8 @@ most, besides two states of T x H x b between the layers:
     feed-forward      3 x T x I x b          (of each expert that a token chooses)
     head              T x V x b
 
-The largest of attention with its normalisation, feed-forward and head counts. All of them do where
-the C library allocates, which keeps what is freed for others of its size. Attention that holds
+The largest of attention with its normalisation, feed-forward and head counts. All of them count if
+the C library allocates, which keeps freed memory for allocations of its size. Attention that holds
 its scores ("eager") takes n x T x T x 4 more, which is not counted.
 """
 
@@ -22,16 +22,16 @@ from typing import Any
 from streamload.core.model_config import integer, language_part
 from streamload.errors import CheckpointError
 
-#: What products on the CPU take for packed weights, and threads for their stacks: 8 MiB.
+#: Host bytes of matrix products on the CPU for packed weights, and of threads for stacks: 8 MiB.
 HOST_WORKSPACE_NBYTES = 2**23
-#: cuBLAS takes as much of torch's allocator for products on Hopper: 32 MiB.
+#: Bytes that cuBLAS takes from torch's allocator for products on Hopper: 32 MiB.
 CUDA_WORKSPACE_NBYTES = 2**25
 
 _USUALLY_CHOSEN = 8
 
 
 def experts_chosen(config: Mapping[str, Any]) -> int:
-    """Experts that a token chooses; 8 if the configuration does not state it."""
+    """Return the number of experts that a token chooses; 8 if ``config.json`` does not state it."""
     return integer(language_part(config)[0], "num_experts_per_tok") or _USUALLY_CHOSEN
 
 
@@ -44,15 +44,15 @@ def activation_nbytes(
     reused: bool = True,
     has_head: bool = True,
 ) -> int:
-    """Bytes that a pass takes at most, of ``tokens`` of all sequences together.
+    """Return the most bytes of activations in a forward pass; see the module for the formula.
 
     Args:
         config: the checkpoint's ``config.json``; empty if there is none.
-        tokens: of all sequences together.
+        tokens: number of tokens, of all sequences together.
         itemsize: bytes of an element of the dtype that the model computes in.
-        path: of the checkpoint, for errors.
-        reused: the allocator gives the freed memory of one part to the next.
-        has_head: logits are computed.
+        path: the checkpoint, for errors.
+        reused: whether the allocator gives the freed memory of one part to the next.
+        has_head: whether logits are computed.
 
     Raises:
         CheckpointError: the configuration lacks a number.
@@ -64,7 +64,7 @@ def activation_nbytes(
     if not hidden or not vocabulary or not heads:
         raise CheckpointError(
             str(path),
-            "how much a pass of so many tokens takes, config.json tells",
+            "cannot size the activations of a forward pass",
             expected="hidden_size, vocab_size and num_attention_heads in config.json, or the bytes "
             "as reserve=",
             found="some of them" if any(found) else "none of them",

@@ -1,4 +1,4 @@
-"""The split of a load over a group: one plan, the same on every rank in any order of ranks."""
+"""The split of a load over a group of processes: one plan, the same on every rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -20,43 +20,42 @@ from streamload.planning.plan import Plan
 from streamload.planning.sources import Source
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A rank, as all know it."""
+class Member(NamedTuple):
+    """A process of a group."""
 
     rank: int  # its rank in the group
     node: str  # its node id, unique in the group
     host: str  # the host that it runs on
-    local_rank: int  # which of the ranks of that host it is, from 0
-    local_size: int  # how many ranks run there
+    local_rank: int  # its index among the ranks of that host, from 0
+    local_size: int  # the number of ranks on that host
 
 
-#: Nodes and the parameters with their bytes, to the names that each node loads.
+#: A function of nodes and of bytes by parameter; returns the names that each node loads.
 SplitFunction = Callable[[Sequence[Node], Mapping[str, int]], Mapping[str, Iterable[str]]]
 Split = Literal["layers", "replicate", "balanced"] | SplitFunction
-#: What is written where each rank's model numbers its own layers from 0.
+#: The argument for models whose ranks number their own layers from 0.
 LOCAL_LAYERS = "layers=lambda part: range(len(part.layers))"
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one node loads.
+    """The parameters that one node loads.
 
     Attributes:
         node: its id.
         rank: its rank in the group.
         index: its place in the order of the layers, from 0.
-        layers: which of the model's layers it has, counted from 0 over all stacks; may be empty,
-            and is where whole layers are not what is split.
-        has_embedding: whether it has the embedding (what comes before the layers).
-        has_head: whether it has the norm and the head (what comes after them).
+        layers: the model's layers on the node, counted from 0 over all stacks; may be empty, and is
+            if the split is not by whole layers.
+        has_embedding: whether it has the embedding (all before the layers).
+        has_head: whether it has the norm and the head (all after the layers).
         parameters: the names of the parameters that it loads.
-        nbytes: their bytes when they are loaded.
-        source_nbytes: their bytes in the checkpoint.
-        budget_nbytes: what it may hold.
+        nbytes: bytes of these parameters when loaded.
+        source_nbytes: bytes of these parameters in the checkpoint.
+        budget_nbytes: bytes that the node may hold.
         previous_rank: the rank that has the layers before its own; None for the first.
-        next_rank: the rank that has the layers after them; None for the last.
-        pass_nbytes: bytes that a pass reads, where the share is offloaded and does not fit.
+        next_rank: the rank that has the layers after its own; None for the last.
+        pass_nbytes: bytes that a forward pass reads, if the share is offloaded and does not fit.
     """
 
     node: str
@@ -76,7 +75,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """What every node of a group loads. Prints as a table.
+    """The share of every node of a group. Prints as a table.
 
     Attributes:
         path: the checkpoint.
@@ -85,7 +84,7 @@ class ClusterPlan:
             numbers ("board-2" before "board-10"). Not the order of ranks, which launchers may
             change from one start to the next.
         rank: this process's rank.
-        placements: by parameter, how it is loaded wherever it is.
+        placements: dtype, source and cast of each parameter, by name; on any node.
     """
 
     path: str
@@ -101,7 +100,7 @@ class ClusterPlan:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what is split and how, the same on every rank: without paths and ranks."""
+        """SHA-256 of the split without paths and ranks: the same on every rank."""
         lists: dict[int, str] = {}  # of parameters: replicas have one, which may be long
         shares = []
         for s in self.shares:
@@ -121,12 +120,12 @@ class ClusterPlan:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def with_passes(self, pass_nbytes: Mapping[str, int]) -> ClusterPlan:
-        """The same, with the bytes that a pass reads on some nodes."""
+        """Return the plan with the bytes that a forward pass reads, by node id."""
         read = [replace(s, pass_nbytes=pass_nbytes.get(s.node, 0)) for s in self.shares]
         return replace(self, shares=tuple(read))
 
     def replicas(self) -> list[tuple[tuple[int, ...], list[str]]]:
-        """Ranks and the parameters that just these ranks have, where they are several."""
+        """Return (ranks, parameters that exactly these ranks have) for sets of several ranks."""
         lists = {id(share.parameters) for share in self.shares}
         if len(lists) == 1 and len(self.shares) > 1:
             return [(tuple(sorted(s.rank for s in self.shares)), list(self.mine.parameters))]
@@ -141,7 +140,7 @@ class ClusterPlan:
         return sorted(found.items())
 
     def sources(self, share: Share) -> dict[str, Source]:
-        """What fills each parameter of a share; of what is quantised on the way, each weight."""
+        """Return the source of each parameter of a share; of a weight to be quantized, once."""
         found = ((name, self.placements[name]) for name in share.parameters)
         return {
             name: Source(p.source, p.transpose, p.shape if p.coding is None else p.coding.shape)
@@ -150,22 +149,22 @@ class ClusterPlan:
         }
 
     def layers(self) -> list[Unit]:
-        """The layers of all shares, in order."""
+        """Return the layers of the whole model, in order."""
         units = units_of([Item(p.name, p.nbytes) for p in self.placements.values()])
         return [unit for unit in units if unit.kind == "layer"]
 
     def renumbered(self, share: Share, numbers: Sequence[int]) -> dict[str, str]:
-        """Name the parameters of a share as a model does that numbers its layers otherwise.
+        """Name the parameters of a share for a model that numbers its layers differently.
 
         Args:
             share: the share.
-            numbers: one for each of ``share.layers``, in order.
+            numbers: the model's number for each of ``share.layers``, in order.
 
         Returns:
-            The plan's names, by those of the model.
+            The plan's names, by the model's names.
 
         Raises:
-            ValueError: the numbers are not such numbers, or give two parameters one name.
+            ValueError: the numbers are invalid, or give two parameters one name.
         """
         if len(numbers) != len(share.layers) or any(type(n) is not int or n < 0 for n in numbers):
             raise ValueError(
@@ -186,12 +185,12 @@ class ClusterPlan:
         return found
 
     def to_json(self) -> str:
-        """Write it as JSON, keyed by node id."""
+        """Return the plan as JSON, with the shares by node id."""
         nodes = {}
         for share in self.shares:
-            said: dict[str, Any] = asdict(share)
-            said["layers"] = [share.layers.start, share.layers.stop]
-            nodes[said.pop("node")] = said
+            fields: dict[str, Any] = asdict(share)
+            fields["layers"] = [share.layers.start, share.layers.stop]
+            nodes[fields.pop("node")] = fields
         return json.dumps({"split": self.split, "digest": self.digest, "nodes": nodes})
 
     def __str__(self) -> str:
@@ -217,16 +216,14 @@ class ClusterPlan:
     __repr__ = __str__
 
 
-#: A rank's share, to the numbers of its layers in that rank's model.
+#: A function of a rank's share; returns the numbers of its layers in that rank's model.
 LayerNumbers = Callable[[Share], Iterable[int]]
 
 
 def holds(layers: range, has_embedding: bool, has_head: bool) -> str:
-    """What a node has, in words."""
-    said = ["embedding"] * has_embedding
-    if layers:
-        said.append(f"layers {layers.start} to {layers.stop - 1}")
-    return ", ".join([*said, *["head"] * has_head])
+    """Return the parts of the model on a node in words, such as "embedding, layers 0 to 3"."""
+    middle = [f"layers {layers.start} to {layers.stop - 1}"] * bool(layers)
+    return ", ".join([*["embedding"] * has_embedding, *middle, *["head"] * has_head])
 
 
 def make_shares(
@@ -239,7 +236,11 @@ def make_shares(
     *,
     fits: bool = True,
 ) -> ClusterPlan:
-    """Decide who loads what."""
+    """Return the shares of all ranks of a group.
+
+    ``planned`` plans a load on some nodes. ``weight_of`` maps tensors of quantized weights to the
+    weight, whose tensors stay together. Without ``fits``, shares may exceed their budgets.
+    """
     for member in members:
         if budgets[member.rank] < 1:
             raise NodeError(member.node, "has no budget left for weights")
@@ -255,7 +256,7 @@ def make_shares(
             of[p.name] = weight_of.get(tensor, p.name if p.coding is None else tensor)
         names = _names(nodes, {p.name: p.nbytes for p in made.placements}, split, of)
         ends = {}
-    if len(nodes) == 1 or split == "replicate":  # that has all layers and both ends
+    if len(nodes) == 1 or split == "replicate":  # each node has all layers and both ends
         (whole,) = partition([Item(p.name, p.nbytes) for p in made.placements], [Node("all", 1)])
         every = (whole.layers, whole.has_embedding, whole.has_head)
         ends = {node.name: every for node in nodes}
@@ -286,11 +287,12 @@ def make_shares(
             next_rank=ranks[index + 1] if index + 1 < len(ranks) else None,
         )
         shares.append(share)
-    said = split if isinstance(split, str) else getattr(split, "__qualname__", repr(split))
-    return ClusterPlan(made.path, said, tuple(shares), rank, placements)
+    label = split if isinstance(split, str) else getattr(split, "__qualname__", repr(split))
+    return ClusterPlan(made.path, label, tuple(shares), rank, placements)
 
 
 def _by_size(pair: tuple[str, int]) -> tuple[int, str]:
+    """Return a key that sorts (name, bytes) by size, the largest first, then by name."""
     return -pair[1], pair[0]
 
 
@@ -309,7 +311,7 @@ def _names(
 
 
 def _grouped(nodes: Sequence[Node], owner: Mapping[str, str]) -> Mapping[str, tuple[str, ...]]:
-    """The names of each node, in their order."""
+    """Return the parameters of each node, in order; ``owner`` has the node of each."""
     names: dict[str, list[str]] = {node.name: [] for node in nodes}
     for name, node in owner.items():
         names[node].append(name)
@@ -319,7 +321,7 @@ def _grouped(nodes: Sequence[Node], owner: Mapping[str, str]) -> Mapping[str, tu
 def _balanced(
     nodes: Sequence[Node], sizes: Mapping[str, int], of: Mapping[str, str]
 ) -> Mapping[str, tuple[str, ...]]:
-    """The largest first, each to the node that is then the least full of its budget."""
+    """Return the parameters of each node: the largest first, each to the then emptiest node."""
     wholes: Counter[str] = Counter()
     for name, nbytes in sizes.items():
         wholes[of[name]] += nbytes
@@ -335,6 +337,7 @@ def _balanced(
 def _checked(
     given: Mapping[str, Iterable[str]], nodes: Sequence[Node], sizes: Mapping[str, int]
 ) -> Mapping[str, tuple[str, ...]]:
+    """Return a user's split in the order of the plan; ValueError if it is incomplete or invalid."""
     if not isinstance(given, Mapping):
         raise ValueError(f"split gave {type(given).__name__}, not the names of each node")
     known = {node.name for node in nodes}

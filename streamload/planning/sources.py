@@ -1,4 +1,4 @@
-"""How a checkpoint's tensors become parameters: by a family's rules, or one by one."""
+"""Map a checkpoint's tensors to parameters: by a family's rules, or by the user's mapping."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ Rename = Mapping[str, str] | Callable[[str], str | None]
 #: Names that ``mapping=`` takes.
 MAPPINGS = tuple(FAMILIES)
 
-
-# In place of a `RowTranspose` whose lengths are those of the last two axes.
+# In place of a `RowTranspose` of the last two axes, whose lengths are not known yet.
 _LAST_AXES = RowTranspose(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Source:
-    """What fills one parameter: a value of ``mapping={parameter: Source(...)}``.
+    """The tensors that fill one parameter: a value of ``mapping={parameter: Source(...)}``.
 
     Examples:
         ``Source("h.0.attn.c_attn.weight", transpose=True)``: a Conv1D of GPT-2 into a Linear.
@@ -50,7 +49,7 @@ class Source:
     Attributes:
         rows: row ranges (along the first dimension), one after the other.
         transpose: a permutation of all those rows.
-        shape: the parameter's shape, where it is not that of the rows put together: experts that
+        shape: the parameter's shape, if it is not that of the concatenated rows: experts that
             are stacked, for one. As many elements, in the same order.
     """
 
@@ -68,9 +67,9 @@ class Source:
 
         Args:
             rows: tensors of the checkpoint, or row ranges of them, one after the other.
-            transpose: True exchanges the last two axes of what the rows make up. A `RowTranspose`
+            transpose: True exchanges the last two axes of the concatenated rows. A `RowTranspose`
                 is a permutation of the rows.
-            shape: the parameter's; None where it is that of the rows, or of their transpose.
+            shape: the parameter's shape; None if it is that of the rows, or of their transpose.
         """
         parts = (rows,) if isinstance(rows, (str, RowRange)) else tuple(rows)
         found = tuple(RowRange(part) if isinstance(part, str) else part for part in parts)
@@ -87,12 +86,12 @@ MappingArgument: TypeAlias = str | Layouts | tuple[str, Layouts]
 
 
 class Found(NamedTuple):
-    """The rows that fill each parameter.
+    """The result of mapping a checkpoint: the rows that fill each parameter.
 
     Attributes:
         fill: the sources by parameter name.
         skipped: names of the checkpoint that ``rename`` skipped.
-        tied: parameter names that are not stored, to the one to which config.json ties them.
+        tied: by parameter name that is not stored, the parameter to which config.json ties it.
     """
 
     fill: Mapping[str, Source]
@@ -101,7 +100,7 @@ class Found(NamedTuple):
 
 
 class Unchanged(Mapping[str, Source]):
-    """Every tensor of a checkpoint, all of it, under its own name.
+    """A mapping of every tensor of a checkpoint, unchanged and under its own name.
 
     Sources are made on demand, all at once: 0.5 microseconds each, one by one 1.4. A load without
     a model needs none.
@@ -131,7 +130,7 @@ class Unchanged(Mapping[str, Source]):
 def parameters_of(
     mapping: MappingArgument | None, rename: Rename | None, tensors: Iterable[str]
 ) -> dict[str, list[str]]:
-    """By tensor, the parameters that it fills, wholly or in part: names alone, as in `sources`."""
+    """Return by tensor the parameters that it fills, from names alone; else like `sources`."""
     chosen, layouts = _read(mapping)
     family = FAMILIES.get(chosen, Family(()))
     out: dict[str, list[str]] = {}
@@ -150,7 +149,7 @@ def parameters_of(
 
 
 def _parts(given: object) -> Sequence[object]:
-    """The tensors and row ranges that a user listed for a parameter."""
+    """Return the tensors and row ranges that a user listed for a parameter."""
     rows = given.rows if isinstance(given, Source) else given
     return rows if isinstance(rows, (list, tuple)) else [rows]
 
@@ -162,7 +161,7 @@ def sources(
     *,
     all_match: bool = False,
 ) -> Found:
-    """Map each parameter, by the model's names, to the rows that fill it.
+    """Return the rows that fill each parameter, by the model's names.
 
     ``mapping`` is applied first and ``rename`` to its names. With ``all_match`` a family that
     matches no tensor, and a key of ``rename`` without a tensor, are errors.
@@ -205,7 +204,7 @@ def sources(
 
 
 def _turned(checkpoint: Checkpoint) -> Mapping[str, Source]:
-    """Weights whose rows the file has in another order than models."""
+    """Return the sources, in models' order, of weights that the file has in another order."""
     packed = (info for info in checkpoint.tensors.values() if isinstance(info, Packed))
     turned = {
         info.name: _with_lengths(checkpoint, info.name, Source(whole(info), transpose=True))
@@ -220,9 +219,9 @@ def _turned(checkpoint: Checkpoint) -> Mapping[str, Source]:
 
 
 def _is_blocks(checkpoint: Checkpoint, info: TensorInfo) -> bool:
-    """Whether a tensor is bytes of blocks, of which only rows can change places.
+    """Return whether a tensor is stored as bytes of blocks, which permute only by whole rows.
 
-    A module that holds such bytes of a transposed matrix has it as it is in the file.
+    A module that holds such bytes of a transposed matrix has them in the file's order.
     """
     return info.name in checkpoint.stored and not isinstance(info, Packed)
 
@@ -234,7 +233,7 @@ _EMBEDDINGS = re.compile(
 
 
 def _tied_names(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """(head, embedding) of a language model that stores its embedding alone.
+    """Return [(head, embedding)] for a language model that stores its embedding alone; else [].
 
     ``tie_word_embeddings`` is true unless config.json has another value: the default of
     transformers' configurations.
@@ -252,7 +251,7 @@ def _tied_names(checkpoint: Checkpoint) -> list[tuple[str, str]]:
 
 
 def renamed(name: str, rename: Rename | None) -> str | None:
-    """What becomes of a name; None where its tensor is skipped."""
+    """Return a name after ``rename``; None if its tensor is skipped."""
     if rename is None:
         return name
     new: object
@@ -268,7 +267,7 @@ def renamed(name: str, rename: Rename | None) -> str | None:
 
 
 def _read(mapping: MappingArgument | None) -> tuple[str, Layouts]:
-    """The family that a mapping names, "" for none, and the parameters that it names."""
+    """Return the family in a ``mapping=``, "" if there is none, and the user's own sources."""
     given: tuple[object, ...] = (mapping,)
     if isinstance(mapping, (tuple, list)) and len(mapping) == 2:
         given = tuple(mapping)
@@ -290,45 +289,45 @@ def _read(mapping: MappingArgument | None) -> tuple[str, Layouts]:
 def _mapped(
     checkpoint: Checkpoint, family: Family, layouts: Layouts, turned: Mapping[str, Source]
 ) -> list[tuple[str, Source]]:
-    """What fills each parameter: those that are named, and what the family makes of the rest."""
+    """Return (parameter, source): the user's ``layouts``, then the family's for other tensors."""
     explicit = [(name, _source(checkpoint, name, given)) for name, given in layouts.items()]
     used = {r.tensor for _, source in explicit for r in source.rows}
     rest = _of_family(checkpoint, family, [name for name in checkpoint.tensors if name not in used])
-    if family.rules:  # what is named stands in place of what the family has
+    if family.rules:  # the user's sources replace the family's
         rest = [(name, source) for name, source in rest if name not in layouts]
     if not turned:
         return explicit + rest
     # of blocks that models have transposed, users name the tensor as stored
-    said = {name: source for name, source in turned.items() if name in checkpoint.turns}
+    named = {name: source for name, source in turned.items() if name in checkpoint.turns}
     return [
-        (name, _from_file(checkpoint, source, lying))
-        for listed, lying in ((explicit, said), (rest, turned))
+        (name, _from_file(checkpoint, source, orders))
+        for listed, orders in ((explicit, named), (rest, turned))
         for name, source in listed
     ]
 
 
 def _from_file(checkpoint: Checkpoint, source: Source, turned: Mapping[str, Source]) -> Source:
-    """A source of tensors as models have them, in the order of the file."""
-    lying = next((turned[r.tensor] for r in source.rows if r.tensor in turned), None)
-    if lying is None:
+    """Return a source in the order of the file; CheckpointError if it needs two permutations."""
+    stored = next((turned[r.tensor] for r in source.rows if r.tensor in turned), None)
+    if stored is None:
         return source
-    t, then = lying.transpose, source.transpose
-    if source.rows == lying.rows and then is None:
-        return replace(source, transpose=t, shape=source.shape or lying.shape)
+    t, then = stored.transpose, source.transpose
+    if source.rows == stored.rows and then is None:
+        return replace(source, transpose=t, shape=source.shape or stored.shape)
     undone = t is None or then == RowTranspose(t.groups, t.inner, t.outer)
-    if source.rows == lying.rows and undone:
+    if source.rows == stored.rows and undone:
         return replace(source, transpose=then if t is None else None)
     raise CheckpointError(
         checkpoint.path,
-        "its rows lie in another order than models have them, and would be reordered again",
+        "the file has its rows in another order than models: they would be reordered again",
         "all of it, in the order that models have",
         f"{len(source.rows)} row ranges" if then is None else str(then),
-        tensor=lying.rows[0].tensor,
+        tensor=stored.rows[0].tensor,
     )
 
 
 def _source(checkpoint: Checkpoint, parameter: str, given: object) -> Source:
-    """A source that a user gave, with the lengths that he left out."""
+    """Return a user's source with all lengths; raises ValueError if it names no stored tensor."""
     listed = _parts(given)
     for part in listed:
         if not isinstance(part, (str, RowRange)):
@@ -351,12 +350,12 @@ def _source(checkpoint: Checkpoint, parameter: str, given: object) -> Source:
     if len(rows) == 1 and source.shape is not None:
         info = checkpoint.tensors[rows[0].tensor]
         if rows[0] == whole(info) and _is_blocks(checkpoint, info):
-            source = replace(source, shape=None)  # that of its floats: a module takes the bytes
+            source = replace(source, shape=None)  # it is of floats, and a module takes the bytes
     return _with_lengths(checkpoint, parameter, replace(source, rows=rows))
 
 
 def _with_lengths(checkpoint: Checkpoint, parameter: str, source: Source) -> Source:
-    """The same, with the lengths of the axes where the last two change places."""
+    """Return a source with the axes' lengths, if its transpose is of the last two axes."""
     if source.transpose != _LAST_AXES:
         return source
     shape = source.shape
@@ -376,7 +375,7 @@ def _with_lengths(checkpoint: Checkpoint, parameter: str, source: Source) -> Sou
 
 
 def model_shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
-    """A tensor's shape as models have it."""
+    """Return the shape of a tensor in models, if the file has another one."""
     turn, info = checkpoint.turns.get(name), checkpoint.tensors[name]
     if turn is None or turn.shape is None or _is_blocks(checkpoint, info):
         return info.shape
@@ -384,7 +383,7 @@ def model_shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
 
 
 def _as_they_are(infos: Sequence[TensorInfo]) -> Iterator[tuple[str, Source]]:
-    """Tensors under their own names, all of them."""
+    """Yield (name, source) of whole tensors under their own names."""
     made = records(Source, list(zip(all_rows(infos))), repeat(None), repeat(None))
     return zip((info.name for info in infos), made, strict=True)
 
@@ -392,7 +391,7 @@ def _as_they_are(infos: Sequence[TensorInfo]) -> Iterator[tuple[str, Source]]:
 def _of_family(
     checkpoint: Checkpoint, family: Family, names: Sequence[str]
 ) -> list[tuple[str, Source]]:
-    """What a family makes of tensors."""
+    """Return (parameter, source) for the named tensors by a family's rules."""
     if not family.rules:
         return list(_as_they_are([checkpoint.tensors[name] for name in names]))
     rotated = re.compile(family.rotated)
@@ -423,7 +422,7 @@ def _of_family(
 
 
 def _stack(checkpoint: Checkpoint, parameter: str, parts: Mapping[int, str]) -> Source:
-    """Tensors by number, one after the other along a new first axis."""
+    """Return the source that stacks numbered tensors; CheckpointError if a number is missing."""
     missing = next((n for n in range(len(parts)) if n not in parts), None)
     if missing is not None:
         last = parts[max(parts)]
@@ -439,7 +438,7 @@ def _stack(checkpoint: Checkpoint, parameter: str, parts: Mapping[int, str]) -> 
 
 
 def _in_rows(checkpoint: Checkpoint, name: str, rows: int) -> bool:
-    """Whether a tensor of a rotated module has the module's rows; False for one value for all."""
+    """Return whether a tensor of a query or key layer has one row an output, and not one value."""
     module, _, leaf = name.rpartition(".")
     info = checkpoint.tensors[name]
     packed = info.dtype.kind == "uint" and not _is_blocks(checkpoint, info)
@@ -463,7 +462,7 @@ def _in_rows(checkpoint: Checkpoint, name: str, rows: int) -> bool:
 def _rotation(
     checkpoint: Checkpoint, name: str, kind: str, rows: int, interleave: bool
 ) -> RowTranspose:
-    """The permutation of query or key rows, head by head."""
+    """Return the permutation of query or key rows (``kind``) for rotary embeddings, by head."""
     config: Mapping[str, Any] = checkpoint.config
     heads = stated(config, "num_attention_heads")
     if kind == "k":  # null: as many as there are queries

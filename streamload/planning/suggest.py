@@ -1,6 +1,6 @@
-"""Arguments with which a model and a checkpoint match: names, families, and slips.
+"""Suggest arguments with which a model and a checkpoint match: renamings, families, typos.
 
-It reads a whole checkpoint, whichever part a rank loads, and only after a mismatch.
+The search covers the whole checkpoint, also if a rank loads a part, and only after a mismatch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.core.computed import is_computed
@@ -24,14 +24,14 @@ from streamload.planning.sources import MAPPINGS, MappingArgument, Rename, renam
 
 _MOST_RULES = 4  # prefixes that one line changes, and parts of names
 _MOST_NAMES = 8  # names that one line changes one by one
-_TRIED = 16  # changes, those of most names first
-_HEADS = 64  # places of a repeated ending that are looked at
-_MOST_SLIPS = 64  # parameters that are compared with all that is left, letter by letter
-_NEAR = 0.75  # how much of what differs is alike in a slip, of 1
-_MOST = 0.9  # of a model's parameters: with fewer filled, a line is not worth writing
-_CLEAR = 0.1  # how much less like everything else has to be
+_TRIED = 16  # changes that are tried, those of most names first
+_HEADS = 64  # most prefixes of one ending that are tried
+_MOST_SLIPS = 64  # parameters that are compared with all unused tensors, letter by letter
+_NEAR = 0.75  # least likeness (0 to 1) of a typo
+_MOST = 0.9  # least share of a model's parameters that a suggestion fills
+_CLEAR = 0.1  # by how much the best candidate is more alike than the others
 _TRANSFORMERS = "streamload.transformers.from_pretrained({path}, model_class={name}"
-#: Base classes of libraries that rename tensors as they load, and what does so here.
+#: Base classes of libraries that rename tensors as they load, and streamload's calls for them.
 _CALLS = {
     "transformers.modeling_utils.PreTrainedModel": f"{_TRANSFORMERS})",
     "diffusers.models.modeling_utils.ModelMixin": "streamload.diffusers.from_pretrained({path})",
@@ -40,13 +40,13 @@ _CALLS = {
 _OFFLOADING_CALLS = {
     "transformers.modeling_utils.PreTrainedModel": f"{_TRANSFORMERS}, offload=True)"
 }
-#: What tensors begin with and what parameters do, in order, and how many names speak for it.
+#: By (prefix of tensors, prefix of parameters), the names for which it holds, best first.
 _Prefixes: TypeAlias = Mapping[tuple[str, str], int]
-_ALSO = {"gamma": "weight", "beta": "bias"}  # what TensorFlow calls those of a norm
+_ALSO = {"gamma": "weight", "beta": "bias"}  # TensorFlow's names for parameters of a norm
 
 
 def call_of_library(model: object, path: Location, *, offload: bool = False) -> str:
-    """The call that renames a checkpoint's tensors as the library of a model does; "" for none."""
+    """Return the call that loads a model as its library renames tensors; "" if there is none."""
     bases = (f"{base.__module__}.{base.__qualname__}" for base in type(model).__mro__)
     calls = _OFFLOADING_CALLS if offload else _CALLS
     call = next((calls[base] for base in bases if base in calls), "")
@@ -55,15 +55,15 @@ def call_of_library(model: object, path: Location, *, offload: bool = False) -> 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A call whose model and checkpoint are matched.
+    """A call whose model and checkpoint mismatch, for which better arguments are searched.
 
     Attributes:
-        checkpoint: all of it.
-        parameters: the model's.
-        mapping: as given.
-        rename: as given.
+        checkpoint: the whole checkpoint.
+        parameters: the model's parameters.
+        mapping: the call's ``mapping=``.
+        rename: the call's ``rename=``.
         is_part: whether other ranks load tensors that are in no parameter here.
-        strict: as given.
+        strict: the call's ``strict=``.
     """
 
     checkpoint: Checkpoint
@@ -74,7 +74,7 @@ class Wanted:
     strict: bool = True
 
     def suggestions(self) -> tuple[Suggestion, ...]:
-        """The arguments that fill most parameters, if they fill more than those given.
+        """Return the arguments that fill most parameters, if they fill more than the call's.
 
         Several, if several parts of the checkpoint fit equally well.
         """
@@ -87,7 +87,7 @@ class Wanted:
                 continue
             if mapping == self.mapping:
                 best, unexpected = model.judge(stored, self._given)
-                if best == needed:  # what is left over is all that is wrong
+                if best == needed:  # unused tensors are the only mismatch
                     lines = ["strict=False"] * bool(unexpected and self._may_loosen)
                     break
             found = [
@@ -107,7 +107,7 @@ class Wanted:
 
     @property
     def _may_loosen(self) -> bool:
-        """Whether strict=False changes anything: it was not given, and all is loaded here."""
+        """Whether ``strict=False`` would help: the call is strict, and this rank loads all."""
         return self.strict and not self.is_part
 
     def _judged(
@@ -117,8 +117,8 @@ class Wanted:
         stored: _Stored,
         prefixes: _Prefixes,
     ) -> tuple[int, str]:
-        """How many parameters the best renaming fills, and the arguments as source text."""
-        # the call's own rename knows no other names than those of its own mapping
+        """Return how many parameters the best renaming fills, and the source text for it."""
+        # the call's rename is for the names of its own mapping
         given = self._given if mapping == self.mapping else lambda name: name
         found = _Search(model, stored, given).renaming(prefixes)
         filled, unexpected = model.judge(stored, found)
@@ -136,11 +136,11 @@ class Wanted:
         return filled, ", ".join(arguments)
 
     def _turned(self, model: _Model) -> tuple[int, str]:
-        """How many parameters are filled where matrices are transposed, and the arguments."""
+        """Return how many parameters are filled if matrices are transposed, and the arguments."""
         stored = self._stored(None)
         if stored is None:
             return -1, ""
-        # names are found whichever way matrices are
+        # names are searched with shapes that a matrix and its transpose share
         either_way = replace(model, shapes=_either_way(model.shapes))
         loose = _Stored(_either_way(stored.shapes), stored.heads)
         first = _orders(either_way, loose)[0]
@@ -158,9 +158,9 @@ class Wanted:
         return filled, ", ".join([mapping, line] if line else [mapping])
 
     def _mappings(self, model: _Model) -> list[MappingArgument | None]:
-        """Mappings to try, the given one first; one that names parameters has no alternative.
+        """Return the mappings to try, the call's first; only that one if it names parameters.
 
-        A family counts if most of its new names are the model's.
+        A family is tried if most of its new names are the model's.
         """
         if self.mapping is not None and not isinstance(self.mapping, str):
             return [self.mapping]
@@ -170,7 +170,7 @@ class Wanted:
         for mapping in MAPPINGS:
             family = FAMILIES[mapping]
             changed = [family.name(n) for n in self.checkpoint.tensors if family.matches(n)]
-            kept = [name for name in changed if name]  # not those that it leaves out
+            kept = [name for name in changed if name]  # without dropped tensors
             there = [n for n in kept if not endings.isdisjoint((n, n.partition(".")[2]))]
             if 2 * len(there) > len(kept):
                 families.append(mapping)
@@ -179,7 +179,7 @@ class Wanted:
         return list(dict.fromkeys([self.mapping, None, *families]))
 
     def _stored(self, mapping: MappingArgument | None) -> _Stored | None:
-        """Names and shapes under a mapping; None where it is not one for this checkpoint."""
+        """Return names and shapes under a mapping; None if it is invalid for this checkpoint."""
         try:
             fill, _, tied = sources(self.checkpoint, mapping, None)
         except (CheckpointError, ValueError):
@@ -189,26 +189,25 @@ class Wanted:
         return _Stored({**heads, **shapes}, frozenset(heads.keys() - shapes.keys()))
 
     def _given(self, name: str) -> str | None:
-        """What the call's own ``rename`` makes of a name."""
+        """Return a name after the call's own ``rename``; None if its tensor is skipped."""
         return renamed(name, self.rename)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """Shapes of a checkpoint's tensors, by name."""
+class _Stored(NamedTuple):
+    """The names and shapes of a checkpoint's tensors under some mapping."""
 
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, tuple[int, ...]]  # by name
     heads: frozenset[str]  # names that are not stored: config.json ties them to another
 
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """Shapes of a model's parameters, by each of their names.
+    """The names and shapes of a model's parameters.
 
     Attributes:
-        shapes: as checkpoints have them.
-        number: one for all names of a parameter.
-        needed: the numbers of those that it does not compute.
+        shapes: the shape in checkpoints, by each of a parameter's names.
+        number: the parameter's number, by each of its names.
+        needed: the numbers of parameters that the model does not compute itself.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -217,7 +216,7 @@ class _Model:
 
     @classmethod
     def of(cls, parameters: Sequence[Parameter]) -> _Model:
-        """Look at parameters; the shards of one are one."""
+        """Return the names and shapes of parameters; the shards of one count as one."""
         once = list({p.names: p for p in parameters}.values())
         names = [(n, p, name) for n, p in enumerate(once) for name in (*p.names, *p.wrapped)]
         return cls(
@@ -227,11 +226,11 @@ class _Model:
         )
 
     def takes(self, name: str | None, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of that name and shape fills a parameter."""
+        """Return whether a tensor of this name and shape fills a parameter."""
         return name is not None and name in self.shapes and fits(shape, self.shapes[name])
 
     def judge(self, stored: _Stored, rename: Callable[[str], str | None]) -> tuple[int, int]:
-        """How many parameters are filled, and how many tensors are in none; -1 for a clash."""
+        """Return the number of filled parameters and of unused tensors; (-1, 0) if names clash."""
         filled, seen, unexpected = set(), set(), 0
         for name, shape in stored.shapes.items():
             new = rename(name)
@@ -249,13 +248,13 @@ class _Model:
 
 @dataclass(frozen=True, slots=True)
 class _Renaming:
-    """A ``rename``, and its source text.
+    """A function for ``rename=``; `str` gives its source text.
 
     Attributes:
-        prefixes: old and new prefix of names; the first that fits, the longest.
-        parts: replacements in names after that.
-        names: new names of single tensors, before all else.
-        skips: names with none of the prefixes are skipped.
+        prefixes: old and new prefix of names, longest first; the first that matches is replaced.
+        parts: (old, new) text, replaced after that.
+        names: new names of single tensors, which take precedence.
+        skips: whether names with none of the prefixes are skipped.
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
@@ -310,7 +309,7 @@ def _text(name: str) -> str:
 
 
 class _Search:
-    """Search for a renaming: rules for most names first, single names last."""
+    """A search for a renaming of tensors to parameters: rules for most names first, typos last."""
 
     def __init__(self, model: _Model, stored: _Stored, given: Callable[[str], str | None]) -> None:
         self._model, self._given = model, given
@@ -319,7 +318,7 @@ class _Search:
         self._filled: dict[str, str] = {}  # tensors to parameters
 
     def renaming(self, prefixes: _Prefixes) -> _Renaming:
-        """The one that was found, of these changes of prefixes first; it may change nothing."""
+        """Return the best renaming that begins with these prefixes; it may change nothing."""
         found = _Renaming(self._prefixes(prefixes))
         found = replace(found, parts=self._parts(found))
         self._slips(found)
@@ -327,7 +326,7 @@ class _Search:
         return replace(found, names=dict(list(odd.items())[:_MOST_NAMES]))
 
     def _take(self, rename: Callable[[str], str | None], *, least: int) -> bool:
-        """Fill what a renaming of what is left fills, if that is enough."""
+        """Fill parameters by a renaming of unused tensors; return False if fewer than ``least``."""
         got = {}
         free = set(self._free)
         for name, shape in self._left.items():
@@ -346,7 +345,7 @@ class _Search:
         return True
 
     def _prefixes(self, pairs: _Prefixes) -> tuple[tuple[str, str], ...]:
-        """Prefixes of tensors and those of parameters for them, longest first."""
+        """Return (old, new) prefixes of names that fill most parameters, longest first."""
         chosen: dict[str, str] = {}
         for pair in pairs:
             before, after = pair
@@ -358,7 +357,7 @@ class _Search:
                 if (r[0] == before) != (r[1] == after) and 2 * names >= pairs[pair]
             )
             if chosen and any(_likeness(*pair) < _likeness(*r) + _CLEAR for r in rivals):
-                continue  # it may as well be another
+                continue  # the choice is not clear
             one, filled = _Renaming((pair,), skips=True), dict(self._filled)
             if not self._take(one, least=2 if chosen else 1):
                 continue
@@ -367,11 +366,11 @@ class _Search:
             if broken < len(self._filled) - len(filled):
                 chosen[before] = after  # if not, its names are changed one by one
         if chosen.get("") == "":
-            del chosen[""]  # which is what other names do
+            del chosen[""]  # names without a rule stay as they are anyway
         return _longest_first(chosen)
 
     def _parts(self, found: _Renaming) -> tuple[tuple[str, str], ...]:
-        """Parts between dots that many names have in place of others."""
+        """Return (old, new) components of names that many tensors and parameters differ in."""
         places: dict[tuple[str, str], list[str]] = defaultdict(list)
         for name in self._left:
             for before, part, after in _split(found(name) or name):
@@ -389,7 +388,7 @@ class _Search:
             old, new, is_inner = change
             rivals = (r for r, n in votes.items() if n >= count and (r[0] == old) != (r[1] == new))
             if any(_likeness(old, new) < _likeness(r[0], r[1]) + _CLEAR for r in rivals):
-                continue  # it may as well be another
+                continue  # the choice is not clear
             dot = "." if is_inner else ""
             one = (f".{old}{dot}", f".{new}{dot}")
             more = replace(found, parts=(*chosen, one))
@@ -401,7 +400,7 @@ class _Search:
         return tuple(chosen)
 
     def _slips(self, found: _Renaming) -> None:
-        """Single names that are nearly those of parameters."""
+        """Fill single parameters by unused tensors whose names are nearly the same."""
         free = [name for name, n in self._model.number.items() if n in self._free]
         spelled: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for tensor in self._left:
@@ -426,7 +425,7 @@ def _longest_first(rules: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 def _orders(model: _Model, stored: _Stored) -> list[_Prefixes]:
-    """Prefixes of tensors and of parameters, those of most names first.
+    """Return pairs of prefixes in the order in which to try them, those of most names first.
 
     Several orders if parts of the checkpoint, or of the model, are alike: each first once.
     """
@@ -446,7 +445,7 @@ def _orders(model: _Model, stored: _Stored) -> list[_Prefixes]:
 
 
 def _different_heads(model: _Model, stored: _Stored) -> Iterator[tuple[str, str]]:
-    """For each parameter, what stands before the longest ending that a tensor shares."""
+    """Yield (prefix of a tensor, prefix of a parameter) before their longest common ending."""
     heads: dict[str, list[str]] = defaultdict(list)
     for name in stored.shapes:
         for at in _starts(name):
@@ -462,16 +461,16 @@ def _different_heads(model: _Model, stored: _Stored) -> Iterator[tuple[str, str]
 
 
 def _either_way(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Shapes that a matrix and its transpose share."""
+    """Return shapes, with the axes of matrices sorted: a matrix and its transpose have one."""
     return {n: tuple(sorted(s)) if len(s) == 2 else s for n, s in shapes.items()}
 
 
 def _stored_transposed(
     stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...] | None]
 ) -> list[str]:
-    """Matrices that a checkpoint has transposed; none if a square one is ambiguous.
+    """Return the matrices that a checkpoint has transposed; [] if a square one is ambiguous.
 
-    A square matrix is like all others of its layer.
+    A square matrix is transposed if all others of its layer are.
     """
     layers: dict[str, list[str]] = defaultdict(list)
     for name, shape in stored.items():
@@ -488,7 +487,7 @@ def _stored_transposed(
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Source text that goes through names: those of layers by their numbers; "" for too many."""
+    """Return source text of a loop over names, those of layers by numbers; "" if too many."""
     if 0 < len(names) <= _MOST_RULES:
         return f"for name in [{', '.join(map(_text, names))}]"
     found = [(re.sub(r"\.\d+\.", ".{i}.", n, count=1), re.search(r"\.(\d+)\.", n)) for n in names]
@@ -502,18 +501,18 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _starts(name: str) -> list[int]:
-    """Where the parts of a name begin."""
+    """Return the indices at which the components of a dotted name begin."""
     return [0, *(match.end() for match in re.finditer(r"\.", name))]
 
 
 def _ends(name: str, other: str) -> bool:
-    """Whether one of two names is the other behind a prefix."""
+    """Return whether one of two names is the other with a prefix."""
     short, long = sorted((name, other), key=len)
     return long.endswith(f".{short}")
 
 
 def _split(name: str) -> Iterator[tuple[str, str, str]]:
-    """Each part of a name, with what stands before and after it."""
+    """Yield (components before, component, components after) for each one of a dotted name."""
     parts = name.split(".")
     for at, part in enumerate(parts):
         yield ".".join(parts[:at]), part, ".".join(parts[at + 1 :])
@@ -524,7 +523,7 @@ def _digits(name: str) -> str:
 
 
 def _likeness(name: str, other: str) -> float:
-    """How like two names are where they differ, from 0 to 1; 0 for those of different numbers."""
+    """Return the likeness of two names without their common ends, 0 to 1; 0 if digits differ."""
     if _ALSO.get(name) == other:
         return 1.0
     if _digits(name) != _digits(other):

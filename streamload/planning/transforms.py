@@ -1,7 +1,7 @@
-"""Values that change on the way: rows go through functions before they are cast.
+"""Functions that change the values of tensors during a load, before they are cast.
 
-Rows are whole: everything along the first axis of a tensor. A function is given some of them at a
-time, and must do the same with a row whichever others come with it.
+A function gets some whole rows of a tensor (along its first axis) at a time. Its result for a row
+must not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from streamload.core.patterns import check_patterns
 from streamload.core.tensors import TensorInfo
 
 Rows: TypeAlias = np.ndarray[Any, Any]
-#: What ``transform=`` takes: by pattern of tensor names, a function of some rows.
+#: The argument ``transform=``: by pattern of tensor names, a function of some rows.
 Transform: TypeAlias = Mapping[str, Callable[[Rows], Rows]]
-#: (rows, number of the first) to rows.
+#: A function of some rows and the index of the first; returns the changed rows.
 Change: TypeAlias = Callable[[Rows, int], Rows]
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What changes the values of tensors.
+    """All functions that change the values of tensors during a load.
 
     Attributes:
-        by_tensor: functions, one after the other.
-        nbytes: what they hold for all threads.
-        thread_nbytes: memory of a thread besides the rows.
+        by_tensor: functions by name of tensor, applied in order.
+        nbytes: bytes that the functions hold for all threads.
+        thread_nbytes: bytes that each thread needs for them besides the rows.
     """
 
     by_tensor: Mapping[str, Sequence[Change]] = field(default_factory=dict)
@@ -40,7 +40,10 @@ class Changes:
     thread_nbytes: int = 0
 
     def then(self, checkpoint: Checkpoint, transform: Transform | None) -> Changes:
-        """These, and after them the functions of ``transform=``."""
+        """Return these changes followed by the functions of ``transform=``.
+
+        Raises ValueError if ``transform`` is no dict of functions, or a pattern matches no tensor.
+        """
         if transform is None:
             return self
         if not isinstance(transform, Mapping) or not all(map(callable, transform.values())):
@@ -54,7 +57,10 @@ class Changes:
         return Changes(found, self.nbytes, self.thread_nbytes)
 
     def apply(self, info: TensorInfo, data: memoryview, first: int) -> tuple[Rows, DType]:
-        """The bytes of changed rows, and their dtype; ``data`` is whole rows from ``first`` on."""
+        """Return the changed rows as bytes, and their dtype; ``data`` has rows from ``first`` on.
+
+        Raises ValueError if a function returns another shape or an unknown dtype.
+        """
         rows = np.frombuffer(data, info.dtype.numpy).reshape(-1, *info.shape[1:])
         rows.flags.writeable = False
         for change in self.by_tensor.get(info.name, ()):
@@ -77,11 +83,13 @@ class Changes:
 
 
 def _of_rows_alone(function: Callable[[Rows], Rows]) -> Change:
+    """Return a `Change` that calls a function of rows, without their index."""
+
     def change(rows: Rows, first: int) -> Rows:
         return function(rows)
 
     return change
 
 
-#: Of a load that changes no values.
+#: The changes of a load that changes no values.
 NO_CHANGES = Changes()
