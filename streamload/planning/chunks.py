@@ -53,7 +53,7 @@ class StridedRead:
 
     @property
     def line_nbytes(self) -> int:
-        """File bytes of one line."""
+        """File bytes of one line, which are contiguous."""
         return self.stop - self.start - (self.lines - 1) * self.pitch
 
     @property
@@ -113,7 +113,7 @@ class SmallTensorBatch:
 
     @property
     def placements(self) -> range:
-        """Indices in ``Plan.placements``."""
+        """Indices of the batch's parameters in ``Plan.placements``."""
         return range(self.first, self.first + len(self))
 
     def moved(self, places: int) -> SmallTensorBatch:
@@ -266,7 +266,7 @@ class Cut:
         pack_nbytes: Callable[[Placement], int],
         most: int,
     ) -> Iterator[_Piece]:
-        """Yield batches of small neighbors; ``taken``: cumulative sum of their bytes in a slot."""
+        """Yield small tensors ``first`` to ``end`` in batches; ``taken``: cumulative slot bytes."""
         starts, stops, shards, placements = self._extents[:4]
         room = pack_nbytes(self._plan.placements.kinds[int(placements[first])])
         while first < end:
@@ -279,7 +279,7 @@ class Cut:
             first = stop
 
     def _pieces(self, at: int, largest: Callable[[Placement], int]) -> Iterator[Chunk]:
-        """Yield the chunks of the extent of index ``at``, in the order of the file."""
+        """Yield the chunks of one byte range of a file, in order; ``at``: index of the range."""
         start, stop, shard, index, offset = (int(column[at]) for column in self._extents[:5])
         p = self._plan.placements[index]
         if start == stop:
@@ -397,7 +397,7 @@ def _ranges(
 def _contiguous(
     index: int, p: Placement, shard: int, start: int, stop: int, offset: int, chunk_nbytes: int
 ) -> Iterator[Chunk]:
-    """Yield the chunks of file bytes that become contiguous bytes of the parameter."""
+    """Yield the chunks of file bytes that become parameter bytes from ``offset`` on, in order."""
     nbytes = stop - start
     if p.src is not p.dst:
         nbytes = min(p.placed_nbytes(p.src.numel(nbytes)), p.nbytes - offset)

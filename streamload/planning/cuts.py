@@ -24,15 +24,15 @@ class Measure(ABC):
 
     @abstractmethod
     def __call__(self, start: int, stop: int) -> int:
-        """Return the bytes of a run; 0 of an empty one."""
+        """Return the bytes of units ``start`` to ``stop`` (exclusive) together; 0 for none."""
 
     def stop(self, start: int, cap_nbytes: int) -> int:
-        """Return the largest stop with which the run takes at most ``cap_nbytes``."""
+        """Return the largest stop such that units from ``start`` on take at most ``cap_nbytes``."""
         stops = range(start, self.count + 1)
         return start + bisect_right(stops, cap_nbytes, key=lambda stop: self(start, stop)) - 1
 
     def start(self, stop: int, cap_nbytes: int) -> int:
-        """Return the smallest start with which the run takes at most ``cap_nbytes``."""
+        """Return the smallest start such that units up to ``stop`` take at most ``cap_nbytes``."""
         return bisect_left(range(stop + 1), -cap_nbytes, key=lambda start: -self(start, stop))
 
     def too_large(self, cap_nbytes: int) -> list[int]:
@@ -41,7 +41,7 @@ class Measure(ABC):
 
 
 class Costs(Measure):
-    """The bytes of a run's tensors, and of copies for names that are tied to tensors elsewhere.
+    """The bytes of a run (units on one node), with copies for names tied to tensors elsewhere.
 
     A stored tensor counts once, whether it is in the run or a name tied to it is. So a run
     inside another never takes more, and both ends can be found by bisection.
@@ -65,7 +65,7 @@ class Costs(Measure):
         self._single = sorted((self(u, u + 1), u) for u in range(len(sizes)))  # (bytes, unit)
 
     def __call__(self, start: int, stop: int) -> int:
-        """Return the bytes of a run."""
+        """Return the bytes of a node that holds units ``start`` to ``stop`` (exclusive)."""
         nbytes = self.prefix[stop] - self.prefix[start]
         first, last = bisect_left(self._users, start), bisect_left(self._users, stop)
         if first < last:
@@ -97,7 +97,7 @@ class Need(NamedTuple):
 
 
 class Leasts(Measure):
-    """Least memory of a run: weights that stay, a slot for its largest part, one for experts."""
+    """The least memory of a node whose units stream: weights that stay, a slot, one for experts."""
 
     def __init__(self, needs: Sequence[Need]) -> None:
         self.count = len(needs)
@@ -106,7 +106,7 @@ class Leasts(Measure):
         self._experts = _Largest([need.experts_nbytes for need in needs])
 
     def __call__(self, start: int, stop: int) -> int:
-        """Return the least bytes of a run."""
+        """Return the least bytes of a node that runs units ``start`` to ``stop`` (exclusive)."""
         slots = self._slots(start, stop) + self._experts(start, stop)
         return self._stays[stop] - self._stays[start] + slots
 
@@ -213,7 +213,7 @@ def _fullest(costs: Costs, stops: Sequence[int], budgets: Sequence[int]) -> Frac
 def stops_of(
     costs: Costs, budgets: Sequence[int], leasts: Leasts | None = None
 ) -> list[int] | None:
-    """Return the stop of each node's run, such that the fullest node takes the least share; exact.
+    """Return the unit at which each node's run stops, such that the fullest is as empty as can be.
 
     Bisection over the share of a budget: a feasible share is replaced by the share that its cut
     reaches, until nothing strictly below is feasible. With ``leasts`` a node in between may be

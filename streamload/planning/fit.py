@@ -184,7 +184,7 @@ class DeviceShare:
 
     @cached_property
     def gathers(self) -> bool:
-        """Whether lines of files are joined in a buffer before they are (de)quantized."""
+        """Whether pieces of rows are joined in a buffer before they are (de)quantized."""
         whole = any(p.turned or p.strided for p in self._whole)
         return whole or any(p.strided for p in self._packed)
 
@@ -345,7 +345,7 @@ def _widest(p: Placement) -> int:
 
 
 def _host_chunk(draft: Plan, shares: Sequence[DeviceShare], threads: int) -> int:
-    """Return the chunk's bytes with which the slots of all threads fill the host's budget."""
+    """Return the chunk size, in bytes, with which all staging slots fill the host's budget."""
     fixed, with_one = (
         _staging(replace(draft, threads=threads, slot_nbytes=nbytes), shares)[1]
         for nbytes in (0, MIN_CHUNK_NBYTES)

@@ -360,7 +360,7 @@ _TYPES: Mapping[object, str | None] = MappingProxyType(
 
 
 def _windows(text: _Text) -> list[str | None]:
-    """Return for each layer the key of its window in ``config.json``, or None."""
+    """Return for each layer the config.json key of its attention window; None for no window."""
     count = text.number("num_hidden_layers", most=_MOST_LAYERS)
     given = text.values.get("layer_types")
     if given is None:

@@ -103,7 +103,7 @@ def incoherent(checkpoint: Checkpoint, source: Source) -> str:
 
 
 def wants_of(checkpoint: Checkpoint, fill: Mapping[str, Source]) -> TensorRequests:
-    """Return requests for all of ``fill`` as stored; StateDictMismatchError for invalid sources."""
+    """Return a request for each source in ``fill``; StateDictMismatchError if one is invalid."""
     if isinstance(fill, Unchanged):
         return TensorRequests.every(checkpoint)
     problems = [

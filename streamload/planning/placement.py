@@ -215,7 +215,7 @@ class Placements(Table[Placement]):
 
     @property
     def counted(self) -> tuple[tuple[Placement, int], ...]:
-        """The different kinds, each with its number of placements."""
+        """A `Placement` for each kind (alike but for name, source and sizes), and its number."""
         if self._counted is None:
             keys = list(map(id, self.kinds))
             count, kind = Counter(keys), dict(zip(keys, self.kinds, strict=True))

@@ -320,7 +320,8 @@ class Plan:
 
     def to_json(self) -> str:
         """Write the plan as JSON; `Plan.from_json` reads it back equal."""
-        return json.dumps(self, default=_plain, separators=(",", ":"))
+        fields = _plain(self) | {"placements": list(self.placements)}
+        return json.dumps(fields, default=_plain, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -367,8 +368,6 @@ def _plain(value: Any) -> Any:
     """Return a part of a plan as JSON has it: a name, a list, or an object of its fields."""
     if isinstance(value, DType):
         return value.name
-    if isinstance(value, Placements):
-        return list(value)
     fields = {name: getattr(value, name) for name in value.__slots__}
     as_list = isinstance(value, (RowRange, Columns, RowTranspose))
     return [*fields.values()] if as_list else fields

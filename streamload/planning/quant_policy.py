@@ -276,7 +276,7 @@ def kinds_of(names: Sequence[str], others: Collection[str]) -> list[str]:
 
 
 def no_holder(names: Sequence[str], holders: str, classes: str) -> str:
-    """Return the message for weights in ``classes`` of modules, which are none of ``holders``."""
+    """Return the error for weights whose modules (``classes``) hold no codes as ``holders`` do."""
     listed = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
     return (
         f"quant: cannot quantise {listed}: the modules that can hold quantised weights are "
@@ -363,7 +363,7 @@ def turned(checkpoint: Checkpoint, want: TensorRequest, format: str | None) -> T
 def _codings(
     name: str, shape: tuple[int, ...], src: DType, *, of_rows: bool, in_order: bool
 ) -> tuple[tuple[Part, Coding], ...]:
-    """Return the parts of a weight and their codings; a device can quantize it if ``in_order``."""
+    """Return the tensors (codes, scales, ...) that a weight becomes in a format; shared, cached."""
     made = ALL_SCHEMES[name].of(shape, src)
     coding = Coding(
         *(name, shape, "", made.unit_numel),
@@ -376,7 +376,7 @@ def _codings(
 def parts_of(
     checkpoint: Checkpoint, want: TensorRequest, src: DType, name: str, *, of_rows: bool
 ) -> Iterator[TensorRequest]:
-    """Yield a request for each part of a weight in format ``name``.
+    """Yield a request for each tensor (codes, scales, ...) of a weight in format ``name``.
 
     ``of_rows``: whether functions change its rows.
 
@@ -420,7 +420,7 @@ def quantized_of(info: TensorInfo, shape: tuple[int, ...], src: DType, name: str
 def codings_of(
     info: TensorInfo, shape: tuple[int, ...], src: DType, name: str
 ) -> Sequence[tuple[Part, Coding]]:
-    """Return the parts of a weight and their codings on the host; raises as `quantized_of`."""
+    """Return the tensors (codes, scales, ...) of a weight; raises as `quantized_of`."""
     quantized_of(info, shape, src, name)
     return _codings(name, shape, src, of_rows=False, in_order=False)
 

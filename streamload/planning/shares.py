@@ -120,7 +120,7 @@ class ClusterPlan:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def with_passes(self, pass_nbytes: Mapping[str, int]) -> ClusterPlan:
-        """Return the plan with the bytes that a forward pass reads, by node id."""
+        """Return the plan with the bytes that each forward pass reads on a node, by node id."""
         read = [replace(s, pass_nbytes=pass_nbytes.get(s.node, 0)) for s in self.shares]
         return replace(self, shares=tuple(read))
 
