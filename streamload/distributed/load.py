@@ -328,7 +328,7 @@ def _gathered(
         return
     whole = agreed.index.checkpoint
     shared = shared_ranges(whole, agreed.plan.placements.values())
-    mine = shared_ranges(load.checkpoint, load.plan.placements)
+    mine = shared_ranges(load.call.checkpoint, load.plan.placements)
     reader = agreed.options.reader
     kinds = {header.path: resolve_reader(header.path, reader) for header in whole.shards}
     with CollectiveReader(

@@ -1,4 +1,4 @@
-"""`iterate`: the tensors of a checkpoint one after the other, for loops of the caller's own."""
+"""`iterate`: yield the tensors of a checkpoint one by one, for loops that callers write."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
-from streamload.checkpoint.open import Checkpoint, CheckpointLike
+from streamload.checkpoint.open import CheckpointLike
 from streamload.loading.load import read_call, run, uncollected
 from streamload.loading.options import IterateOptions, takes
-from streamload.loading.prepare import Call, Decision, Options, Place
+from streamload.loading.prepare import Call, Decision, Place
 from streamload.loading.report import Clock
 from streamload.planning.requests import DeviceSpec
-from streamload.planning.sources import Found, Source
+from streamload.planning.sources import Found
 
-# Tensors that are read at once: to plan and to start threads takes some milliseconds.
+# Most bytes of tensors that are read at once: planning and starting threads takes milliseconds.
 _TOGETHER_NBYTES = 2**26
 
 
@@ -22,8 +22,8 @@ _TOGETHER_NBYTES = 2**26
 def iterate(path: CheckpointLike, **options: Unpack[IterateOptions]) -> Iterator[tuple[str, Any]]:
     """Read a checkpoint tensor by tensor, under a budget in bytes, in the order of the files.
 
-    A tensor counts against the budget until the next step. What you keep of it beyond that is
-    yours, and so is a name that still refers to it while the next one is read: ``del`` it.
+    A tensor counts against the budget until the next step. Memory that you keep longer is not
+    counted, nor is a tensor that a variable still holds while the next is read: ``del`` it.
 
         for name, tensor in streamload.iterate("Llama-3-8B/", budget="1GB", device="cpu"):
             quantised[name] = quantise(tensor)
@@ -37,7 +37,7 @@ def iterate(path: CheckpointLike, **options: Unpack[IterateOptions]) -> Iterator
         **options: see `LoadOptions`.
 
     Returns:
-        An iterator of (name, tensor), with the framework's tensors.
+        An iterator of (name, tensor), with tensors of the device's framework.
 
     Raises:
         CheckpointError: the checkpoint is invalid; at a step, a file cannot be read or has changed.
@@ -47,7 +47,7 @@ def iterate(path: CheckpointLike, **options: Unpack[IterateOptions]) -> Iterator
         DeviceNotFoundError: the device is not there, or does not work.
         ValueError: an argument is invalid.
     """
-    checkpoint, read, (fill, _, _) = read_call(path, **options)
+    checkpoint, read, found = read_call(path, **options)
     device = options["device"]
     if device is not None and not isinstance(device, str):
         raise ValueError(f"tensors go to one device, one after the other, not to {device!r}")
@@ -55,7 +55,7 @@ def iterate(path: CheckpointLike, **options: Unpack[IterateOptions]) -> Iterator
         raise ValueError('quant="auto" is for loads of all at once: name a format')
     read = replace(read, one_device=True)
     place = Place.look(None, checkpoint, read, device)
-    wants = read.quantised(checkpoint, fill)
+    wants = read.quantised(checkpoint, found.fill)
     needs_native = wants.needs_native_bf16(read.policy)
     (spec,) = place.specs(read, needs_native)
     nbytes: dict[str, int] = {}
@@ -65,16 +65,14 @@ def iterate(path: CheckpointLike, **options: Unpack[IterateOptions]) -> Iterator
         if coding is None or not coding.part:
             codes = name
         nbytes[codes] = nbytes.get(codes, 0) + size + beside  # its other parts follow it
-    loop = _Loop(place, checkpoint, read, fill, needs_native, nbytes)
-    groups = [*loop.groups(lambda: _together_nbytes(spec))]
-    if groups:
-        largest = max(groups, key=lambda names: sum(nbytes[name] for name in names))
-        loop.decided(largest)
+    loop = _Loop(place, Call(checkpoint, read, found), needs_native, nbytes)
+    if groups := [*loop.groups(lambda: _together_nbytes(spec))]:
+        loop.decided(max(groups, key=lambda names: sum(nbytes[name] for name in names)))
     return loop.tensors()
 
 
 def _together_nbytes(spec: DeviceSpec) -> int:
-    """The most that tensors take which are read at once: of the budget, and of what is free."""
+    """Return the most bytes of tensors to read at once: half of the budget or of free memory."""
     room = min(n for n in (spec.budget_nbytes, spec.free_nbytes) if n is not None)
     return min(_TOGETHER_NBYTES, room // 2)
 
@@ -89,18 +87,17 @@ class _Loop:
     """
 
     place: Place
-    checkpoint: Checkpoint
-    read: Options
-    fill: Mapping[str, Source]
+    call: Call
     needs_native: bool
     nbytes: Mapping[str, int]
 
     def groups(self, most_nbytes: Callable[[], int]) -> Iterator[list[str]]:
-        """Parameters in the order of the files, as many at once as fit into what is asked for."""
-        number_of = {header.path: number for number, header in enumerate(self.checkpoint.shards)}
+        """Yield names of parameters to read at once, in file order, within `most_nbytes()`."""
+        checkpoint, _, (fill, _, _) = self.call
+        number_of = {header.path: number for number, header in enumerate(checkpoint.shards)}
 
         def place(name: str) -> tuple[int, int]:
-            info = self.checkpoint.tensors[self.fill[name].rows[0].tensor]
+            info = checkpoint.tensors[fill[name].rows[0].tensor]
             return number_of[info.shard], info.start
 
         group: list[str] = []
@@ -115,20 +112,18 @@ class _Loop:
             yield group
 
     def decided(self, names: Sequence[str]) -> Decision:
-        """Plan to load some parameters."""
-        chosen = {name: self.fill[name] for name in names}
-        tensors = self.checkpoint.tensors
-        shards = {tensors[r.tensor].shard for s in chosen.values() for r in s.rows}
-        headers = tuple(header for header in self.checkpoint.shards if header.path in shards)
-        part = replace(self.checkpoint, shards=headers)
-        call = Call(part, self.read, Found(chosen))
-        return Decision.make(self.place, call, None, offers=("quant",))
+        """Return the planned load of these parameters alone."""
+        checkpoint, read, (fill, _, _) = self.call
+        chosen = {name: fill[name] for name in names}
+        shards = {checkpoint.tensors[r.tensor].shard for s in chosen.values() for r in s.rows}
+        part = replace(checkpoint, shards=tuple(h for h in checkpoint.shards if h.path in shards))
+        return Decision.make(self.place, Call(part, read, Found(chosen)), None, offers=("quant",))
 
     def tensors(self) -> Iterator[tuple[str, Any]]:
-        """Read them; what the caller keeps is free no more, and fewer are read at once."""
+        """Yield all parameters by name; fewer are read at once if the caller keeps tensors."""
 
         def most_nbytes() -> int:
-            (spec,) = self.place.specs(self.read, self.needs_native)
+            (spec,) = self.place.specs(self.call.options, self.needs_native)
             return _together_nbytes(spec)
 
         for names in self.groups(most_nbytes):

@@ -1,4 +1,4 @@
-"""`load_state_dict`: match a model to a checkpoint, plan, stream, report."""
+"""The public functions `load_state_dict`, `plan` and `split`, and the steps that they share."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Infeasible:
     """A load into a model, or a plan without one, that does not fit.
 
     Attributes:
-        given: the arguments of the call, with the checkpoint as "path".
+        given: the arguments as written, with the checkpoint as "path".
         target: the model with its match; of a plan, the only device.
     """
 
@@ -77,7 +77,7 @@ class Infeasible:
     target: tuple[Place, Match] | DeviceSpec
 
     def suggesting(self) -> PlanInfeasibleError:
-        """The error with the calls that all registered functions suggest."""
+        """Return the error with calls that would fit added, from the registered functions."""
         return self.error.suggesting([fit for suggest in _SUGGESTERS for fit in suggest(self)])
 
 
@@ -87,7 +87,7 @@ _SUGGESTERS: list[Suggester] = []
 
 
 def register_suggester(suggest: Suggester) -> None:
-    """Add a function that is asked for other calls if a load or a plan does not fit."""
+    """Register a function that suggests calls if a load or a plan does not fit."""
     _SUGGESTERS.append(suggest)
 
 
@@ -95,9 +95,9 @@ def register_suggester(suggest: Suggester) -> None:
 def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOptions]) -> LoadReport:
     """Stream a safetensors checkpoint into a model, under a budget in bytes.
 
-    Nothing is read or allocated before it is known that everything fits. Weights that the model
-    holds already are overwritten in place where size, dtype and device stay the same; otherwise
-    they are released, one parameter at a time, before the new ones are allocated.
+    All data must fit before any is read or memory allocated. Weights that the model holds already
+    are overwritten in place if size, dtype and device stay the same; otherwise they are released,
+    one parameter at a time, before the new ones are allocated.
 
     Args:
         model: a torch module (on the meta device, the CPU or others), a tinygrad object as
@@ -110,7 +110,7 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
         **options: see `LoadOptions`.
 
     Returns:
-        What was done; ``print(report)`` shows it.
+        The `LoadReport`; ``print(report)`` shows it.
 
     Raises:
         CheckpointError: the checkpoint is invalid; names file and tensor.
@@ -119,7 +119,7 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
         StateDictMismatchError: model and checkpoint do not match; before any data is read.
         PlanInfeasibleError: it does not fit; before any data is read or memory allocated.
         BudgetExceededError: something still holds memory that had to be released first.
-        MemoryTakenError: others took memory meanwhile, and the load does not fit any more.
+        MemoryTakenError: others took memory during the load, and it does not fit any more.
         UnsupportedCastError: a dtype cannot be cast or held; before any data is read.
         OutOfRangeError: under ``out_of_range="error"``.
         DeviceError: the device is not there, does not work, or failed.
@@ -152,7 +152,7 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
 
 
 def _matched(place: Place, call: Call, given: LoadOptions) -> Match | None:
-    """Match the model, if there is one; errors suggest other arguments."""
+    """Return the match of the model, or None without one; errors suggest other arguments."""
     names = given["mapping"], given["rename"]
     wanted = Wanted(call.checkpoint, place.parameters, *names, strict=call.options.strict)
     try:
@@ -163,20 +163,19 @@ def _matched(place: Place, call: Call, given: LoadOptions) -> Match | None:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Keep Python from looking for garbage cycles, where it does: a load makes none.
+    """Disable Python's garbage collector during a load, which creates no cycles.
 
-    It makes a dozen objects for each tensor, which stay until it ends. Looking through them again
-    and again, and through all that frameworks have made before, took 25 of the 80 microseconds of
-    CPU time that 20,000 tensors of 8 kB took each, and more than half of the planning.
+    A load creates a dozen objects for each tensor, which stay until it ends. Scanning them again
+    and again, with all objects of the frameworks, took 25 of the 80 microseconds of CPU time that
+    each of 20,000 tensors of 8 kB took, and more than half of the planning.
     """
-    if not gc.isenabled():
-        yield
-        return
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 @takes(
@@ -188,19 +187,19 @@ def uncollected() -> Iterator[None]:
 def plan(path: CheckpointLike, **options: Unpack[PlanOptions]) -> Plan:
     """Plan a load of all of a checkpoint, without a model and without reading any data.
 
-    With a budget in bytes and a dtype, no device is looked at.
+    If the budget is in bytes and `dtype` is given, no device is opened.
 
     Args:
         path: as in `load_state_dict`, or an open checkpoint.
         budget: as in `load_state_dict`; for several devices one for each, or a dict.
-        device: as in `load_state_dict`; None is "device" where none is looked at.
+        device: as in `load_state_dict`; None is "device" if none is opened.
         **options: see `PlanOptions`.
 
     Raises:
         PlanInfeasibleError: it does not fit.
         CheckpointError: the checkpoint is invalid.
         UnsupportedCastError: a dtype cannot be cast or held.
-        DeviceNotFoundError: a device had to be looked at and does not work.
+        DeviceNotFoundError: a device had to be opened and does not work.
         ValueError: an argument is invalid.
     """
     call = read_call(path, **options)
@@ -219,7 +218,7 @@ def plan(path: CheckpointLike, **options: Unpack[PlanOptions]) -> Plan:
 def described(
     read: Options, device: str | Sequence[str] | None, bf16_undecided: bool
 ) -> Sequence[DeviceSpec]:
-    """Describe the devices of a plan without a model; looked at where that is needed."""
+    """Describe the devices of a plan without a model; open them only if their facts are needed."""
     names = [device or "device"] if isinstance(device, str) or device is None else list(device)
     read.check_names(names, device)
     _check_distinct(names)
@@ -239,8 +238,7 @@ def split(
 ) -> Plan:
     """Plan to split all of a checkpoint over nodes, by layers, without reading any data.
 
-    No device is looked at: without a dtype, bfloat16 is planned as float16, which takes as many
-    bytes.
+    No device is opened: without a dtype, bfloat16 is planned as float16, which takes as many bytes.
 
     Args:
         path: as in `load_state_dict`, or an open checkpoint.
@@ -260,14 +258,14 @@ def split(
 
 
 def check_nodes(nodes: Sequence[Node]) -> None:
-    """Raise ValueError where these are no nodes, or two have one name."""
+    """Raise ValueError if an element is no `Node`, or two have one name."""
     if not all(isinstance(node, Node) for node in nodes):
         raise ValueError("nodes is a list of Node, and each has a budget of its own")
     _check_distinct([node.name for node in nodes])
 
 
 def node_specs(read: Options, nodes: Sequence[Node]) -> list[DeviceSpec]:
-    """Describe nodes to the planner; nobody looks at them."""
+    """Describe nodes to the planner for a split, by their names and budgets alone."""
     rounds = UNSEEN_GRANULARITY_NBYTES
     infos = [DeviceInfo(n.name, "", granularity_nbytes=rounds, threads=2) for n in nodes]
     return [DeviceSpec(i, n.budget, own_host=True) for i, n in zip(infos, nodes, strict=True)]
@@ -279,7 +277,7 @@ def _check_distinct(names: Sequence[str]) -> None:
 
 
 def _planned(call: Call, specs: Callable[[bool], Sequence[DeviceSpec]]) -> Plan:
-    """Plan a load of everything onto devices, which may depend on whether they compute in bf16."""
+    """Plan a load of all of a checkpoint; `specs` gets whether a dtype depends on the device."""
     checkpoint, read, (fill, _, tied) = call
     engine: CastChoice = "llvm" if read.cast == "auto" else read.cast
 
@@ -296,9 +294,9 @@ def _planned(call: Call, specs: Callable[[bool], Sequence[DeviceSpec]]) -> Plan:
 
 
 def read_call(path: CheckpointLike, model: Any = None, **options: Unpack[LoadOptions]) -> Call:
-    """The checkpoint of a call, its options as they are read, and what fills each parameter.
+    """Open the checkpoint of a call, parse its options, and map tensors to parameters.
 
-    Dequantizes the weights for which a dtype is asked, or which the model does not hold as stored.
+    Dequantizes weights for which a dtype is asked, or which `model` cannot hold as stored.
     """
     given: LoadOptions = {**DEFAULTS, **options}
     read = Options.read(**given)
@@ -313,8 +311,7 @@ def read_call(path: CheckpointLike, model: Any = None, **options: Unpack[LoadOpt
         checkpoint, read = _as_held(model, checkpoint, read, given)
     found = sources(checkpoint, given["mapping"], given["rename"], all_match=True)
     if read.changes is NO_CHANGES:
-        changes = changes_of(checkpoint, given["transform"], given["adapters"])
-        read = replace(read, changes=changes)
+        read = replace(read, changes=changes_of(checkpoint, given["transform"], given["adapters"]))
     return Call(checkpoint, read, found)
 
 
@@ -358,8 +355,8 @@ def _as_held(
 def run(
     decided: Decision, progress: Progress, clock: Clock, opener: Opener = open_shard
 ) -> LoadReport:
-    """Stream what was decided."""
-    made, devices = decided.plan, decided.devices
+    """Stream a planned load, and return its report; `clock` runs since the call began."""
+    made, checkpoint, devices = decided.plan, decided.call.checkpoint, decided.place.devices.opened
     ledger = Ledger(
         # a model may hold more than the budget already; it only becomes less then
         {d.device: max(d.budget_nbytes, d.held_nbytes) for d in made.devices}
@@ -374,19 +371,22 @@ def run(
     try:
         with reporting(progress, decided.read_nbytes) as tell:
 
-            def told(done: int) -> None:
+            def progressed(done: int) -> None:
                 meter.sample()
                 tell(done)
 
             for device in devices.values():
                 device.synchronize()  # nothing may be computing on what is written in place
             target.begin_all()
-            target.map_all(decided.checkpoint)
+            target.map_all(checkpoint)
             transfer = Transfer(
-                *(made, decided.checkpoint, devices, decided.call.options.changes),
+                plan=made,
+                checkpoint=checkpoint,
+                devices=devices,
+                changes=decided.call.options.changes,
                 opener=opener,
                 headroom=headroom,
-                progress=told,
+                progress=progressed,
             )
             stats = stream(transfer, target, ledger)
     except BaseException as error:
@@ -415,19 +415,18 @@ def _report(
     meter: Meter,
     clock: Clock,
 ) -> LoadReport:
-    """What was decided, and what came of it."""
-    made, devices = decided.plan, decided.devices
+    """Return the report of a finished load: its plan, and the measurements."""
+    made, checkpoint, devices = decided.plan, decided.call.checkpoint, decided.place.devices.opened
     fallbacks = [
         f"{n} of {len(made.readers)} files: {why}" for why, n in stats.reader_fallbacks.items()
     ]
     names_of = made.placements.names
     counts = {names_of[i]: count for i, count in sorted(stats.counts.items()) if count.total}
     errors = {names_of[i]: count for i, count in sorted(stats.errors.items())}
-    warn_of_overflow(decided.checkpoint.path, counts, made.out_of_range)
-    names = [*(d.device for d in made.devices), STAGING]
+    warn_of_overflow(checkpoint.path, counts, made.out_of_range)
     tensors = target.state_dict
     return LoadReport(
-        path=str(decided.checkpoint.path),
+        path=str(checkpoint.path),
         plan=made,
         read_nbytes=stats.read_nbytes,
         resident_nbytes=made.resident_nbytes,
@@ -436,7 +435,9 @@ def _report(
         transfer_seconds=stats.transfer_seconds if stats.read_nbytes else 0.0,
         predicted_nbytes={d.device: d.peak_nbytes for d in made.devices}
         | {STAGING: made.host_nbytes, "process": made.process_nbytes},
-        held_nbytes={name: ledger.peak(name) for name in names},
+        held_nbytes={
+            name: ledger.peak(name) for name in (*(d.device for d in made.devices), STAGING)
+        },
         measured_nbytes=meter.peaks,
         counts=counts,
         errors=errors,
@@ -451,20 +452,13 @@ def _report(
         page_cache=stats.page_cache,
         dropped_nbytes=stats.dropped_nbytes,
         state_dict={name: tensors[name] for name in made.placements.names} if tensors else {},
-        files={
-            str(header.path): header.state
-            for header in decided.checkpoint.shards
-            if header.state is not None
-        },
+        files={str(h.path): h.state for h in checkpoint.shards if h.state is not None},
     )
 
 
 def _device_map(decided: Decision) -> dict[str, str | int]:
-    """Where everything is, by module."""
+    """Return the device of each module of a load, in the form of accelerate's ``device_map``."""
     placements = decided.plan.placements
-    where = {p.device for p, _ in placements.counted}
-    if decided.match is None and len(where) == 1:
-        return device_map({"": where.pop()})
     devices = (kind.device for kind in placements.kinds)
     by_name = dict(zip(placements.names, devices, strict=True))
     if decided.match is None:

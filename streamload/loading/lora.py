@@ -1,4 +1,4 @@
-"""LoRA adapters that are merged on the way: ``adapters=["path"]``.
+"""LoRA adapters that are merged into weights during a load: ``adapters=["path"]``.
 
 W + scale * (B @ A) is computed in float64 from the checkpoint's values, and rounded once to the
 dtype of the parameter: in float32, sums near zero were two float16 numbers away. Source of names,
@@ -30,13 +30,13 @@ _NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<part>[AB])"
     r"(?:\.weight)?"
 )
-# Multiplications of a block, and its columns. OpenBLAS does so few in the thread that asks: its own
-# threads, with those of the load, made it ten times slower. Blocks depend on the tensor's shape
+# Multiplications of a block, and its columns. OpenBLAS computes so few in the calling thread: its
+# own threads, with those of the load, were ten times slower. Blocks depend on the tensor's shape
 # alone, since the order of sums may depend on theirs.
 _BLOCK_PRODUCTS = 2**18
 _BLOCK_COLUMNS = 1024
 
-# What of peft's configuration does not change the sum, with anything in it.
+# Keys of peft's configuration whose values do not change the sum, or that are computed with here.
 _WITHOUT_EFFECT = {
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
     *("revision", "inference_mode", "target_modules", "exclude_modules", "lora_dropout"),
@@ -44,7 +44,7 @@ _WITHOUT_EFFECT = {
     *("qalora_group_size", "ensure_weight_tying"),
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out"),
 }
-# What stands for "none of it" in the others.
+# Values of the other keys that mean "not used".
 _NOTHING: tuple[Any, ...] = (None, False, "none", [], {}, "")
 _PLAIN_INITIALISATIONS = (True, False, None, "gaussian", "orthogonal", "eva")
 
@@ -52,7 +52,7 @@ _PLAIN_INITIALISATIONS = (True, False, None, "gaussian", "orthogonal", "eva")
 def changes_of(
     checkpoint: Checkpoint, transform: Transform | None, adapters: Sequence[Any] | None
 ) -> Changes:
-    """What changes the values of a load: adapters first, and functions after them."""
+    """Return the changes of values in a load: by ``adapters=``, and then by ``transform=``."""
     if isinstance(adapters, (str, os.PathLike)) or not isinstance(adapters, Sequence | None):
         raise ValueError(f'adapters is a list of paths, such as ["my-lora/"], not {adapters!r}')
     found: dict[str, list[Change]] = {}
@@ -67,7 +67,7 @@ def changes_of(
 
 @dataclass(frozen=True, slots=True)
 class _Merge:
-    """Adds ``left @ right`` times the scale to the rows of a tensor, in float64."""
+    """A `Change` that adds ``left @ right * scale`` to the rows of a tensor, in float64."""
 
     left: Rows
     right: Rows
@@ -92,12 +92,11 @@ class _Merge:
 
 
 def _read(checkpoint: Checkpoint, path: Any) -> Iterator[tuple[str, _Merge]]:
-    """The tensors that an adapter changes."""
+    """Yield the names of the tensors that an adapter changes, with the change of each."""
     if not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"expected the path of an adapter, not {path!r}")
     adapter = open_checkpoint(path)
-    folder = adapter.shards[0].path.parent
-    config = _config(folder / _CONFIG)
+    config = _config(adapter.shards[0].path.parent / _CONFIG)
     parts: dict[tuple[str, bool], dict[str, TensorInfo]] = {}
     for name, info in adapter.tensors.items():
         match = _NAME.fullmatch(name)
@@ -118,14 +117,15 @@ def _read(checkpoint: Checkpoint, path: Any) -> Iterator[tuple[str, _Merge]]:
                 tensor=some.name,
             )
         target = _target(checkpoint, module, some)
-        yield target.name, _merge(adapter, config, module, pair, embedding, target)
+        transposed = embedding or bool(config.get("fan_in_fan_out"))
+        scale = _scale(config, module, pair["A"].shape[0])
+        yield target.name, _merge(adapter, pair, target, scale, transposed)
 
 
 def _config(path: Location) -> Mapping[str, Any]:
-    """peft's configuration; raises CheckpointError for what is not plain LoRA, by name."""
+    """Read peft's configuration; raise CheckpointError, with the key, if it is not plain LoRA."""
     config = parse_json_object(read_json_file(path), path)
-    if config.get("peft_type") != "LORA":
-        found = config.get("peft_type")
+    if (found := config.get("peft_type")) != "LORA":
         raise CheckpointError(path, "only plain LoRA is merged", "peft_type LORA", found)
     for key, value in config.items():
         plain = value in _PLAIN_INITIALISATIONS if key == "init_lora_weights" else value in _NOTHING
@@ -141,7 +141,7 @@ def _config(path: Location) -> Mapping[str, Any]:
 
 
 def _target(checkpoint: Checkpoint, module: str, part: TensorInfo) -> TensorInfo:
-    """The weight of a module, whose name may have a prefix more or less in the checkpoint."""
+    """Return the weight that a module of an adapter changes; names may differ by a prefix."""
     name = f"{module}.weight"
     shorter = name.partition(".")[2]
     longer = [other for other in checkpoint.tensors if other.endswith(f".{name}")]
@@ -159,19 +159,14 @@ def _target(checkpoint: Checkpoint, module: str, part: TensorInfo) -> TensorInfo
 
 def _merge(
     adapter: Checkpoint,
-    config: Mapping[str, Any],
-    module: str,
     pair: Mapping[str, TensorInfo],
-    embedding: bool,
     target: TensorInfo,
+    scale: float,
+    transposed: bool,
 ) -> _Merge:
-    """What is added to a weight."""
+    """Return the change of the weight `target` by a pair of matrices, lora_A and lora_B."""
     a, b = (_values(adapter, pair[part]) for part in "AB")
-    scale = _scale(config, module, len(a))
-    if embedding or config.get("fan_in_fan_out"):  # the weight is transposed
-        left, right = a.T, b.T
-    else:
-        left, right = b, a
+    left, right = (a.T, b.T) if transposed else (b, a)
     if left.shape[1] != right.shape[0] or (len(left), right.shape[1]) != target.shape:
         raise CheckpointError(
             pair["A"].shard,
@@ -192,7 +187,7 @@ def _merge(
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """By which the product is multiplied: alpha / rank, or alpha / sqrt(rank)."""
+    """Return the factor of the product for a module: alpha / rank, or alpha / sqrt(rank)."""
     own = (config.get("alpha_pattern") or {}).items()  # matched as by peft's get_pattern_key
     found = (value for p, value in own if re.fullmatch(rf"(.*\.)?({p})", module))
     alpha = next(found, config.get("lora_alpha", 8))
@@ -200,7 +195,7 @@ def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
 
 
 def _values(adapter: Checkpoint, info: TensorInfo) -> Rows:
-    """A tensor."""
+    """Read a tensor of an adapter; raise CheckpointError for another dtype than LoRA's."""
     if info.dtype.kind != "float" or info.dtype.bits < 16:
         raise CheckpointError(
             info.shard, "its dtype is not one of LoRA", "floats", info.dtype.name, tensor=info.name

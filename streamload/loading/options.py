@@ -1,7 +1,7 @@
 """The options of a load: the type, the default and the description of each, in one place.
 
-An entrance takes them as ``**options: Unpack[LoadOptions]``, or those of a narrower dictionary, and
-`takes` shows each by name in `help`, `inspect.signature`, completion and typer.
+A public function takes them as ``**options: Unpack[LoadOptions]``, or those of a narrower
+dictionary, and `takes` shows each by name in `help`, `inspect.signature`, completion and typer.
 """
 
 import functools
@@ -22,7 +22,7 @@ from streamload.planning.quant_policy import QuantArgument
 from streamload.planning.sources import MappingArgument, Rename
 from streamload.planning.transforms import Transform
 
-#: What stands in place of an option that is gone.
+#: The hint for callers of the former option ``transfer=``.
 NO_TRANSFER = "nothing in its place: all bytes reach a GPU through staging"
 CastArgument = Literal["auto", "llvm", "numpy", "device"]
 
@@ -30,7 +30,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class WeightOptions(TypedDict, total=False):
-    """The dtype of the weights, and the memory kept free; see `LoadOptions`."""
+    """Options for the dtype of the weights and the memory kept free; see `LoadOptions`."""
 
     dtype: DTypeArgument
     quant: QuantArgument
@@ -41,21 +41,29 @@ class WeightOptions(TypedDict, total=False):
 
 
 class NameOptions(TypedDict, total=False):
-    """The names of the weights; see `LoadOptions`."""
+    """Options that map tensors to parameters; see `LoadOptions`."""
 
     rename: Rename | None
     mapping: MappingArgument | None
 
 
 class ChangeOptions(TypedDict, total=False):
-    """What changes the weights on the way; see `LoadOptions`."""
+    """Options that change the values of weights during a load; see `LoadOptions`."""
 
     transform: Transform | None
     adapters: Sequence[str | os.PathLike[str]] | None
 
 
+class PlaceOptions(TypedDict, total=False):
+    """Options for the devices, their budgets and the residence; see `LoadOptions`."""
+
+    budget: BudgetLike
+    device: str | Sequence[str] | None
+    residence: Residence
+
+
 class StreamOptions(TypedDict, total=False):
-    """How bytes are read, cast and moved; see `LoadOptions`."""
+    """Options for reading, casting and moving bytes; see `LoadOptions`."""
 
     out_of_range: OutOfRange
     cast: CastArgument
@@ -79,15 +87,19 @@ class SplitOptions(WeightOptions, NameOptions, StreamOptions, total=False):
     """The options of `streamload.split`; see `LoadOptions`."""
 
 
-class PlanOptions(SplitOptions, ChangeOptions, total=False):
+class PlanOptions(SplitOptions, ChangeOptions, PlaceOptions, total=False):
     """The options of `streamload.plan`; see `LoadOptions`."""
 
-    budget: BudgetLike
-    device: str | Sequence[str] | None
-    residence: Residence
+
+class ModelOptions(WeightOptions, ChangeOptions, StreamOptions, PlaceOptions, total=False):
+    """The options of `streamload.transformers.from_pretrained`; see `LoadOptions`."""
+
+    strict: bool
+    shapes: Shapes
+    progress: Progress
 
 
-class LoadOptions(PlanOptions, total=False):
+class LoadOptions(PlanOptions, ModelOptions, total=False):
     """The options of `streamload.load_state_dict`.
 
     Attributes:
@@ -100,28 +112,28 @@ class LoadOptions(PlanOptions, total=False):
             for the first that works. None: where the model's parameters are, else
             ``STREAMLOAD_DEVICE``, else the default of the model's framework; without a model
             tinygrad's, or torch's where tinygrad is not installed.
-        residence: where the CPU computes (torch's CPU, the host), "mapped" makes the weights
-            private views on the mapped files, which take no memory until they are written, and
-            refuses those that a cast, a device of its own or their alignment in the file keeps
-            from it; "auto" maps the others, of files on a local disk that nobody can truncate, and
-            loads these. "memory" loads all. Rewriting a mapped file changes the weights,
-            and truncating it ends the process: see `LoadReport.check_files`.
+        residence: "memory" loads all weights. If the CPU computes (torch's CPU, the host), "mapped"
+            makes them private views on the mapped files, which take no memory until they are
+            written; weights with a cast, on a device with memory of its own or not aligned in the
+            file are an error. "auto" maps what can be mapped of files on a local disk that nobody
+            can truncate, and loads the rest. Rewriting a mapped file changes the weights, and
+            truncating it ends the process: see `LoadReport.check_files`.
         dtype: a dtype or its name, "checkpoint", or patterns by name, the first that matches
             deciding: ``{"*norm*": "float32", "*": "float16"}``. Floats only; all else passes
-            unchanged, but for weights that are stored quantised (FP8 and int8 with scales, MXFP4,
-            bitsandbytes' nf4, fp4 and int8): these are dequantised on the way to bfloat16, float16
-            or float32, unless the model has modules for what is stored. None: arrays, and tensors
+            unchanged, but for weights that are stored quantized (FP8 and int8 with scales, MXFP4,
+            bitsandbytes' nf4, fp4 and int8): these are dequantized on the way to bfloat16, float16
+            or float32, unless the model has modules for the stored form. None: arrays, and tensors
             of torch and tinygrad that hold memory, keep their dtype; otherwise bfloat16 stays where
             the device computes in it natively and becomes float16 elsewhere, and everything else
             stays as it is in the checkpoint.
-        quant: quantise the weights of layers on the way: a format, or patterns by name as for
+        quant: quantize the weights of layers on the way: a format, or patterns by name as for
             ``dtype``, where None leaves a tensor as it is: ``{"*.mlp.*": "nf4", "*": "q8_0"}``.
             Formats: "nf4" and "fp4" (bitsandbytes' 4 bits), "int8" (by rows), "q8_0" and "q4_0"
             (GGUF's). Norms, routers, the embedding and the head stay as they are unless a pattern
             other than "*" names them, and so does what has one axis. Each weight becomes several
             tensors; see `streamload.codecs`. The report has the error of each. In a model of torch,
-            Linears (and transformers' Conv1D and fused experts) hold them, and dequantise a weight
-            when it is computed with; what no module can hold stays as it is, and a note names it.
+            Linears (and transformers' Conv1D and fused experts) hold them, and dequantize a weight
+            to compute; a weight that no module can hold stays as it is, and a note names it.
         out_of_range: finite values beyond the target dtype become infinite ("inf", with a
             warning), the largest finite value ("clamp"), or an error ("error").
         cast: "auto", "llvm", "numpy", or "device" for the device's own where that is exact.
@@ -129,9 +141,9 @@ class LoadOptions(PlanOptions, total=False):
             each file: "direct" for a file on a local disk, not in the page cache, and staged; else
             "mmap", or "pread" on network filesystems. A file that others may truncate is read by
             pread instead of mapped: another user's file, or one that is open for writing.
-        page_cache: what becomes of the page cache that the load fills: "keep" leaves it, for the
-            next load; "drop" gives it back behind what is read; "auto" does that where memory is
-            short. What was in it before stays.
+        page_cache: treatment of the page cache that the load fills: "keep" leaves it, for the next
+            load; "drop" frees it once it is read; "auto" does that if memory is short. Pages that
+            were cached before stay.
         rename: checkpoint names to parameter names: a dict, or a callable that returns a name, or
             None to skip the tensor.
         mapping: "hf-llama" (Hugging Face names and rows to Meta's), "meta-llama" (the other way),
@@ -145,19 +157,19 @@ class LoadOptions(PlanOptions, total=False):
             matches decides. Threads call it, with at most 1 MiB at a time (or one row); the plan
             counts three such arrays for each thread, in float32 or what is wider.
         adapters: folders of LoRA adapters as peft saves them, merged into the weights on the way,
-            in float64, and rounded once. What is not plain LoRA (DoRA, biases, whole modules) is
+            in float64, and rounded once. Others than plain LoRA (DoRA, biases, whole modules) are
             refused. ``transform`` comes after them, and gets float64.
-        strict: every parameter must be in the checkpoint and the other way round, but for what
-            models compute (positions, masks, rotary frequencies). With False, what matches is
-            loaded and the report names the rest; a warning follows if that is little.
+        strict: every parameter must be in the checkpoint and the other way round, but for tensors
+            that models compute (positions, masks, rotary frequencies). With False, matches are
+            loaded and the report names the rest; a warning follows if few match.
         shapes: "error" for a parameter whose shape is not that of its tensor, or "skip" to leave
             it as it is and name it in the report.
         progress: "auto", True, False, or a callable that gets (bytes done, bytes in all).
         reserve: bytes, or a size, that stay free on each device or node besides the weights: for
             activations, other parameters. Taken off its budget and of what is free.
-        context: leave room for the KV cache of so many tokens, so that what is loaded can run: on
-            each device for the layers that it holds, by ``config.json``. Nothing is allocated
-            for it, and until the load is done its bytes may be the load's own.
+        context: leave room for the KV cache of so many tokens, so that the model can run: on each
+            device for the layers that it holds, by ``config.json``. Nothing is allocated for it,
+            and during the load its bytes may be the load's own.
         batch: how many sequences of ``context`` tokens the cache is for.
         cache_dtype: the dtype of the cache; None is that of the weights as they are loaded.
         chunk_nbytes: most bytes read and cast at once; None: 8 MiB, or 16 MiB past the
@@ -165,10 +177,6 @@ class LoadOptions(PlanOptions, total=False):
         threads: most streaming threads; None: the CPUs that this process may use (affinity, and
             the limit of its cgroup), at most 8, and past the page cache to CUDA 2.
     """
-
-    strict: bool
-    shapes: Shapes
-    progress: Progress
 
 
 #: The default of each option, in the order in which they are shown.
@@ -199,14 +207,14 @@ DEFAULTS: LoadOptions = {
 
 
 def takes(**former: str) -> Callable[[_Function], _Function]:
-    """Let a function take the options that its ``**options: Unpack[...]`` names.
+    """Return a decorator for functions with ``**options: Unpack[...]``.
 
-    The function gets all of them: those that a caller leaves out have their defaults. Its signature
-    and type hints list each by name. So does the section Args of its docstring: an option that is
-    described there keeps that description, and others have that of `LoadOptions`.
+    A function gets all options of that dictionary: those that a caller leaves out have their
+    defaults. Its signature, its type hints and the section Args of its docstring list each by name;
+    options that the docstring does not describe get the description in `LoadOptions`.
 
     Args:
-        **former: arguments that the function had once, with what to write instead.
+        **former: arguments that the function had once, with the hint that the error gives.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -237,8 +245,8 @@ def takes(**former: str) -> Callable[[_Function], _Function]:
         entrance.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=shown, return_annotation=hints["return"]
         )
-        entrance.__annotations__ = {each.name: each.annotation for each in shown}
-        entrance.__annotations__["return"] = hints["return"]
+        returns = {"return": hints["return"]}
+        entrance.__annotations__ = {each.name: each.annotation for each in shown} | returns
         entrance.__doc__ = _described(function.__doc__, [each.name for each in shown])
         return cast(_Function, entrance)
 
@@ -246,12 +254,11 @@ def takes(**former: str) -> Callable[[_Function], _Function]:
 
 
 def _described(doc: str | None, names: Sequence[str]) -> str | None:
-    """A docstring whose section Args describes all of these arguments."""
+    """Return a docstring whose section Args also describes the options in `names`."""
     before, own, after = _sections(doc, "Args")
     if not own:
         return doc
-    known = _option_entries()
-    entries = [own.get(name) or known[name] for name in names]
+    entries = [own.get(name) or _option_entries()[name] for name in names]
     return "\n".join([*before, *(line for entry in entries for line in entry), *after])
 
 
@@ -263,7 +270,7 @@ def _option_entries() -> Mapping[str, list[str]]:
 def _sections(
     doc: str | None, heading: str
 ) -> tuple[list[str], Mapping[str, list[str]], list[str]]:
-    """The lines of a docstring up to a section's heading, its entries by name, and what follows."""
+    """Split a docstring: lines up to a section's heading, its entries by name, and the rest."""
     lines = inspect.cleandoc(doc or "").splitlines()  # python -OO leaves none
     start = lines.index(f"{heading}:") + 1 if f"{heading}:" in lines else len(lines)
     entries: dict[str, list[str]] = {}
@@ -278,10 +285,10 @@ def _sections(
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that stay as they are given, checked.
+    """Return the options that need no parsing: choices, flags and numbers.
 
     Raises:
-        ValueError: one is none of its choices, or not such a number.
+        ValueError: one is none of its choices, no bool, or no whole number of at least 1.
     """
     names = (*StreamOptions.__annotations__, "residence", "strict", "shapes")
     found = {name: options[name] for name in names}

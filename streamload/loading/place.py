@@ -1,4 +1,4 @@
-"""Finding the devices of a load, and describing them to the planner."""
+"""Find the devices of a load, open them, and describe them to the planner."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from streamload.checkpoint.shards import free_host_nbytes
 from streamload.codecs.cast_table import cast_engine, supported
 from streamload.codecs.decode import TARGETS, there_nbytes, values_of
 from streamload.codecs.decode_cuda import SYMBOL, dequant_ptx
@@ -46,23 +47,22 @@ from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequests
 if TYPE_CHECKING:
     from streamload.devices.cuda import BulkCopier
 
-# By framework: how a device of CUDA that nobody looks at has its memory.
+# The allocator of a CUDA device that is not opened, by framework.
 _CUDA_ALLOCATORS: Mapping[str, AllocatorKind] = {
     "torch": "cuda_caching",
     "tinygrad": "cuda_driver",
 }
 
-# What the allocators of devices that nobody looks at round up to, by name. Others, and nodes, count
-# like torch's CPU: what a plan needs of these is enough for most devices that load it.
+# Bytes that the allocators of devices that are not opened round up to, by name.
 _GRANULARITY_NBYTES = {"host": 16, "CPU": mmap.PAGESIZE, "CL": 512, "CUDA": 512}
-#: The same of devices of other names, in bytes.
+#: The same for other names and for nodes: torch's CPU, which is enough for most devices.
 UNSEEN_GRANULARITY_NBYTES = 64
 
-#: What the process takes for each parameter of a model to match and plan it, in bytes: of 20,000
-#: and 60,000 in all four frameworks it was 1,000 to 1,170.
+#: Host bytes to match and plan one parameter: measured 1,000 to 1,170 for models of 20,000 and
+#: 60,000 in all four frameworks.
 PLANNING_NBYTES = 1100
 
-#: Why a device by its spelling is not there, where its framework is not installed.
+#: The problem with a device of a framework that is not installed, by framework.
 _LACKING = {
     "torch": "the name is torch's, which is not installed (pip install streamload[torch]); "
     "tinygrad's devices are in upper case",
@@ -75,14 +75,14 @@ _log = logging.getLogger("streamload")
 
 @dataclass(slots=True)
 class Devices:
-    """The devices of a load: opened, probed, by canonical name."""
+    """The devices of a load, opened and probed, by canonical name, with notes for the report."""
 
     framework: Framework
     opened: dict[str, Device]
     notes: list[str] = field(default_factory=list)
 
     def _native_bf16(self, name: str) -> bool:
-        """Whether bf16 stays on a device: claimed, and seen on a real buffer."""
+        """Return whether a device computes in bfloat16 by its claim and by a probe."""
         if not self.opened[name].info.native_bf16:
             return False
         seen = probe(self.framework.name, name).dtypes.get("bfloat16")
@@ -102,7 +102,7 @@ class Devices:
         bf16_undecided: bool,
         of_model: bool = False,
     ) -> list[DeviceSpec]:
-        """Describe the devices to the planner."""
+        """Describe the devices to the planner; `held` is the bytes of old weights on each."""
         for device in self.opened.values():
             device.trim()  # what the allocator keeps of freed memory is free
         infos = {name: device.info for name, device in self.opened.items()}
@@ -123,9 +123,8 @@ class Devices:
                 pool = host if name in promised else rest
                 free = min((n for n in (pool, free) if n is not None), default=None)
             casts: frozenset[tuple[str, str]] = frozenset()
-            if (cast == "device" or policy.fp16_cast == "device") and not info.casts:
+            if "device" in (cast, policy.fp16_cast) and not info.casts:
                 casts = frozenset(probe(self.framework.name, name, full=True).device_casts)
-            own = held.get(name, 0)
             limit = "budget"
             if budget.for_device(name) is None:
                 left_alone = format_bytes(guessed_reserve_nbytes(free or 0))
@@ -133,7 +132,7 @@ class Devices:
             out.append(
                 DeviceSpec(
                     info,
-                    budget.resolve(name, free, own),
+                    budget.resolve(name, free, held.get(name, 0)),
                     limit,
                     free_nbytes=free,
                     host_free_nbytes=host if info.shared_memory else None,
@@ -154,22 +153,16 @@ class Devices:
         clamp: bool,
         required: bool,
     ) -> tuple[list[DeviceSpec], list[str]]:
-        """Compile the kernels of casts on devices, and load them there, before anything moves.
+        """Compile and load the kernels with which devices cast and dequantize parameters.
 
-        Only those that the load needs. A device without one casts nothing and gets a note, and the
-        host casts; if it is ``required``, that is an error.
+        A device whose kernels fail gets no casts and a note; if they are `required`, an error.
         """
         out, notes = [], []
         for spec in specs:
             bulk = self.opened[spec.name].bulk if spec.casts else None
-            pairs = wants.casts(policy, spec.native_bf16, spec.name) if bulk else []
             try:
-                for src, dst in pairs:
-                    by_host = policy.fp16_cast == "llvm" and (src, dst) == (BF16, F16)
-                    if bulk is not None and not by_host and supported(src, dst):
-                        bulk.kernel(src, dst, clamp)  # what is not supported, the planner refuses
-                if bulk is not None and wants.any_packed:
-                    _load_decoders(bulk, wants, wants.dsts(policy, spec.native_bf16), clamp)
+                if bulk is not None:
+                    _load_kernels(bulk, spec, wants, policy, clamp)
             except (UnsupportedCastError, DeviceError) as error:
                 if required:
                     raise
@@ -179,9 +172,9 @@ class Devices:
         return out, notes
 
     def widened(self) -> Iterator[Devices]:
-        """The same with one more of the machine's devices each time, while there are any.
+        """Yield these devices with one more of the machine's each time.
 
-        Only those on which computing is known to be harmless: a probe here would cost seconds.
+        Only devices on which the framework may compute without a probe, which would cost seconds.
         """
         opened = dict(self.opened)
         for name in self.framework.candidates():
@@ -191,7 +184,7 @@ class Devices:
                     yield Devices(self.framework, dict(opened))
 
     def check_buffers(self, plan: Plan) -> None:
-        """Raise DeviceError where a device cannot hold as many buffers as a plan allocates."""
+        """Raise DeviceError if a device cannot hold as many buffers as a plan allocates."""
         for name, device in self.opened.items():
             most = device.info.max_buffers
             count = sum(
@@ -205,10 +198,17 @@ class Devices:
                 )
 
 
-def _load_decoders(
-    bulk: BulkCopier, wants: TensorRequests, dsts: Sequence[DType], clamp: bool
+def _load_kernels(
+    bulk: BulkCopier, spec: DeviceSpec, wants: TensorRequests, policy: DTypePolicy, clamp: bool
 ) -> None:
-    """Load the kernels that dequantise, as those of casts."""
+    """Compile and load on a CUDA device the kernels that cast and dequantize parameters."""
+    for src, dst in wants.casts(policy, spec.native_bf16, spec.name):
+        by_host = policy.fp16_cast == "llvm" and (src, dst) == (BF16, F16)
+        if not by_host and supported(src, dst):  # the planner refuses unsupported casts
+            bulk.kernel(src, dst, clamp)
+    if not wants.any_packed:
+        return
+    dsts = wants.dsts(policy, spec.native_bf16)
     for info, dst, t in zip(wants.infos, dsts, wants.transposes, strict=True):
         if isinstance(info, Packed) and dst in TARGETS and there_nbytes(info.group):
             ptx = dequant_ptx(values_of(info), dst, clamp=clamp, turned=t is not None)
@@ -216,7 +216,7 @@ def _load_decoders(
 
 
 def unseen_spec(name: str, budget_nbytes: int) -> DeviceSpec:
-    """Describe a device by its name, without opening it."""
+    """Describe a device to the planner for a plan that opens none, by its name and budget."""
     owner, rest = split_name(name)
     owner = owner or spelled_as(rest)
     allocator = _CUDA_ALLOCATORS.get(owner)
@@ -238,7 +238,7 @@ def unseen_spec(name: str, budget_nbytes: int) -> DeviceSpec:
 
 
 def host_room_nbytes(parameters: int = 0) -> int | None:
-    """Free memory of the host for a load; None if unknown."""
+    """Return the free host bytes for a load, None if unknown; an error if too few to plan."""
     free = _host_free_nbytes(needed=False)
     needed = parameters * PLANNING_NBYTES
     if free is not None and free <= needed:
@@ -253,14 +253,9 @@ def host_room_nbytes(parameters: int = 0) -> int | None:
 
 
 def _host_free_nbytes(*, needed: bool) -> int | None:
-    """Free memory of the host for a load; None if unknown and not needed."""
-    try:
-        free = available_host_nbytes()
-    except DeviceError:  # no /proc: macOS, some sandboxes
-        if needed:
-            raise
-        return None
-    return free - overhead_nbytes(free)
+    """Return the free host bytes for a load; if unknown, None, or DeviceError if `needed`."""
+    free = available_host_nbytes() if needed else free_host_nbytes()
+    return None if free is None else free - overhead_nbytes(free)
 
 
 def open_devices(
@@ -268,7 +263,7 @@ def open_devices(
     owner: Framework | None,
     held: Iterable[str],
 ) -> Devices:
-    """Find, probe and open the devices of a load."""
+    """Find, probe and open the devices that `device` names, or those of the model (`held`)."""
     if type(device).__module__ == "torch":  # a torch.device, which is not imported for this
         device = str(device)
     if isinstance(device, str) or device is None:
@@ -313,18 +308,18 @@ def open_devices(
 
 
 def _working(owner: Framework, chosen: Framework | None) -> list[str]:
-    """Names of all devices that work here; asked for only when one does not."""
+    """Return the names of all devices that work on this machine, for errors."""
     names = [name for name in owner.candidates() if probe(owner.name, name).works]
     return names if chosen is not None or owner.name == "host" else [*names, "host"]
 
 
 def _first_that_works(owner: Framework | None) -> Devices:
+    """Open the first device that works, for ``device="auto"``; the notes name it."""
     notes: list[str] = []
     names = (default_framework(), "host")
     owners = [owner] if owner is not None else [*map(framework, dict.fromkeys(names))]
     for one in owners:
-        candidates = list(one.candidates())
-        for name in candidates:
+        for name in list(one.candidates()):
             result = probe(one.name, name)
             if result.works:
                 note = f'device="auto" took {name}'
@@ -344,23 +339,24 @@ def host_engine(
     *,
     clamp: bool,
 ) -> tuple[CastChoice, list[str]]:
-    """Choose LLVM, or numpy where no kernel can be compiled, and compile what will be needed.
+    """Choose LLVM for host casts, or numpy if kernels do not compile, and compile the kernels.
 
     Returns:
         The engine, and notes if it is not LLVM.
     """
     engine, notes = _engine(wants, policy, specs, asked)
     compile_encoders(wants)
+    if engine == "numpy":
+        return engine, notes
     for native_bf16 in {spec.native_bf16 for spec in specs}:
         dsts = wants.dsts(policy, native_bf16)
-        if engine != "numpy":
-            compile_decoders(wants, dsts, clamp=clamp)
-            compile_transpose(_transposed(wants, dsts))
+        compile_decoders(wants, dsts, clamp=clamp)
+        compile_transpose(_transposed(wants, dsts))
     return engine, notes
 
 
 def _transposed(wants: TensorRequests, dsts: Iterable[DType]) -> Iterator[int]:
-    """Bytes of the rows that change places within parameters, as they are read or cast."""
+    """Yield the bytes per row of transposed parameters, as read and as cast, to compile kernels."""
     columns = (wants.transposes, wants.shapes, wants.codings, wants.srcs, dsts)
     for order, shape, coding, src, dst in zip(*columns, strict=True):
         of = shape if coding is None else coding.shape

@@ -1,6 +1,6 @@
-"""Deciding a load: its options read, its model and devices looked at, its plan made.
+"""Decide a load: read its options, look at the model and the devices, and plan.
 
-Nothing is moved, and nothing of the model is touched.
+No data is read, and the model stays as it is.
 """
 
 from __future__ import annotations
@@ -21,19 +21,14 @@ from streamload.core.location import Location, Url
 from streamload.core.memory import STAGING, Budget, available_cpus, canonical_device
 from streamload.core.pagemap import reusable_nbytes
 from streamload.core.units import format_bytes, parse_bytes
-from streamload.devices.base import NO_SWAP, Device, Framework, Parameter, Swap
+from streamload.devices.base import NO_SWAP, Framework, Parameter, Swap
 from streamload.devices.names import (
     default_framework,
     environment_fp16_cast,
     framework,
     framework_of,
 )
-from streamload.errors import (
-    Fit,
-    PlanInfeasibleError,
-    ResidenceError,
-    Suggestion,
-)
+from streamload.errors import Fit, PlanInfeasibleError, ResidenceError, Suggestion
 from streamload.files.local import ReaderKind, choose_reader
 from streamload.files.page_cache import PageCacheKind
 from streamload.files.strided import thread_nbytes
@@ -71,7 +66,7 @@ _WIDER_NBYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The arguments of a load that are numbers and names, read and checked."""
+    """The options of a load, parsed and checked."""
 
     budget: Budget
     policy: DTypePolicy
@@ -88,16 +83,16 @@ class Options:
     cache: CacheRequest | None = None
     changes: Changes = NO_CHANGES
     quant: QuantPolicy = NO_QUANT
-    # by parameter, weights whose blocks stay as they are stored, in modules that hold such
+    # by parameter, weights whose quantized blocks stay as stored, in modules for these
     blocks: Mapping[str, CodedWeight] = field(default_factory=dict)
-    cpus: int | None = None  # of those that there are, for this load; None: all
-    is_part: bool = False  # whether the budget is a rank's part of what its call states
+    cpus: int | None = None  # most for this load; None: all
+    is_part: bool = False  # whether the budget is a rank's part of the one that the call states
     host_held_nbytes: int = 0  # free memory of the host that something else of the load takes
-    one_device: bool = False  # whether no other device can be asked for
+    one_device: bool = False  # whether errors may not suggest another device
 
     @classmethod
     def read(cls, **given: Unpack[LoadOptions]) -> Options:
-        """Read the options; raises ValueError for one that is invalid."""
+        """Parse a call's options, with defaults for the others; ValueError if one is invalid."""
         options: LoadOptions = {**DEFAULTS, **given}
         return cls(
             budget=Budget.parse(options["budget"]),
@@ -109,23 +104,22 @@ class Options:
         )
 
     def quantised(self, checkpoint: Checkpoint, fill: Mapping[str, Source]) -> TensorRequests:
-        """Everything in the checkpoint, with what is quantised in its parts."""
+        """Return requests for all of a checkpoint, with each weight to quantize as its parts."""
         wants = wants_of(checkpoint, fill)
         formats = self.quant.formats(checkpoint, wants)
-        changed = self.changes.by_tensor
-        return quantised(checkpoint, wants, formats, changed, policy=self.quant)
+        return quantised(checkpoint, wants, formats, self.changes.by_tensor, policy=self.quant)
 
     def check_names(self, names: Iterable[str], device: object) -> None:
-        """Refuse a budget for a device that the load does not have: it would hold nothing back."""
+        """Raise ValueError for a budget of a device that the load lacks: it would limit nothing."""
         known = {canonical_device(name) for name in names}
         unknown = [name for name in self.budget.devices if name not in known]
-        if unknown and device != "auto":  # which device that is could not be known
+        if unknown and device != "auto":
             raise ValueError(
                 f"the budget names {', '.join(unknown)}; the load's devices are {', '.join(names)}"
             )
 
     def casting(self, specs: Iterable[DeviceSpec]) -> list[DeviceSpec]:
-        """The devices with these options: `cast` and `reserve` are applied."""
+        """Return the devices with `cast` and `reserve` applied to their abilities and budgets."""
         specs = list(specs)
         casts, reserved = self.cast in ("auto", "device"), self.reserve_nbytes
         less = f" less {format_bytes(reserved)} kept free" if reserved else ""
@@ -152,7 +146,7 @@ class Options:
         cast: CastChoice,
         tied: Mapping[str, str] = MappingProxyType({}),
     ) -> PlanRequest:
-        """Ask for a plan under these options; see `plan`."""
+        """Return the request for a plan of a checkpoint under these options, for `plan`."""
         held = thread_nbytes(view for header in checkpoint.shards for view in header.views)
         cache = self.cache
         path = checkpoint.path
@@ -188,7 +182,7 @@ class Options:
     def plan(
         self, request: PlanRequest, free: int | None = None, reading: Reading = "ahead"
     ) -> Plan:
-        """Plan within ``free`` bytes of the host; None if that is unknown."""
+        """Plan within `free` host bytes (None: unknown), without read-ahead if they are few."""
         if free is not None and self.budget.host_nbytes > free:
             draft = replace(request.draft, host_budget_nbytes=free)
             request = replace(request, draft=draft, host_limit="free memory")
@@ -224,7 +218,7 @@ class Options:
         return replace(found, notes=(*found.notes, note))
 
     def _reading(self, request: PlanRequest, reading: Reading) -> PlanRequest:
-        """The request, with the reader of each file, the threads and the most bytes at once."""
+        """Return the request with the reader of each file, the threads and the chunk size."""
         shards = request.checkpoint.shards
         staged = not any(spec.info.host_visible for spec in request.devices)
         whole = staged if reading == "ahead" else reading == "direct"
@@ -238,8 +232,7 @@ class Options:
         most_nbytes = DEFAULT_CHUNK_NBYTES
         lengths = [header.file_nbytes for header in shards]
         direct = [n for n, each in zip(lengths, choices, strict=True) if each.kind == "direct"]
-        is_cold = 2 * sum(direct) > sum(lengths)
-        if all(spec.casts for spec in request.devices) and is_cold:
+        if 2 * sum(direct) > sum(lengths) and all(spec.casts for spec in request.devices):
             threads, most_nbytes = min(threads, _DIRECT_THREADS), _DIRECT_CHUNK_NBYTES
         draft = replace(
             request.draft,
@@ -252,7 +245,7 @@ class Options:
         return replace(request, draft=draft)
 
     def _is_mappable(self, path: Location) -> bool:
-        """Whether views on a file may stay when the load is done."""
+        """Return whether weights may stay views on a mapped file when the load is done."""
         if self.residence == "auto":  # as for a map that is gone after the load
             return choose_reader(path, "auto", whole_slots=False).kind == "mmap"
         return self.residence == "mapped" and not isinstance(path, Url)
@@ -263,12 +256,12 @@ def _less(nbytes: int | None, reserved: int) -> int | None:
 
 
 def host_nbytes(made: Plan) -> int:
-    """What a plan takes of the host, page tables included."""
+    """Return the bytes of host memory that a plan needs, page tables included."""
     return made.process_nbytes + sum(d.kernel_nbytes for d in made.devices)
 
 
 def _mapped_in_little(made: Plan, taken_nbytes: int, free_nbytes: int) -> Plan:
-    """The plan of a requested map with little memory left; PlanInfeasibleError if too little."""
+    """Return a plan that maps files with one thread; PlanInfeasibleError if even so too large."""
     if free_nbytes - taken_nbytes >= _LEAST_MAP_ROOM_NBYTES:
         note = "one thread: files are mapped, and the host has little memory"
         return replace(made, threads=min(made.threads, 1), notes=(*made.notes, note))
@@ -282,7 +275,7 @@ def _mapped_in_little(made: Plan, taken_nbytes: int, free_nbytes: int) -> Plan:
 
 
 class Call(NamedTuple):
-    """A checkpoint, the options of a load of it, and the rows that fill each parameter."""
+    """The parsed arguments of a load: checkpoint, options, and the rows for each parameter."""
 
     checkpoint: Checkpoint
     options: Options
@@ -291,15 +284,15 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place(ModelParameters):
-    """The model that a load fills, and its devices; looked at and not touched.
+    """The model that a load fills, and the opened devices.
 
     Attributes:
         model: the model, or None.
-        owner: its framework; None for a load without one.
-        unstored: tensors of the model that no checkpoint has, and where they are.
-        held: bytes that the model holds in memory that the load takes over, by device.
-        pages_are_known: whether the system reports that memory; if not, it counts as none.
-        devices: those of the load, open.
+        owner: the model's framework, or None.
+        unstored: tensors of the model that no checkpoint has, to their devices.
+        held: bytes of the model's old weights that the load takes over, by device.
+        pages_are_known: whether the system reports those bytes; if not, they count as 0.
+        devices: of the load.
     """
 
     model: Any
@@ -317,7 +310,7 @@ class Place(ModelParameters):
         options: Options,
         device: str | Sequence[str] | None,
     ) -> Place:
-        """Look at a model, and open the devices."""
+        """Open the devices of a load, and measure the memory that its model holds there."""
         owner = None
         parameters: Sequence[Parameter] = ()
         if model is not None:
@@ -350,7 +343,7 @@ class Place(ModelParameters):
     def match(
         self, call: Call, suggest: Callable[[], Sequence[Suggestion]] = tuple
     ) -> Match | None:
-        """Match the model to a checkpoint, by name and shape; None if there is no model."""
+        """Match the model to a call's checkpoint, by name and shape; None if there is no model."""
         if self.owner is None:
             return None
         checkpoint, options, found = call
@@ -363,21 +356,20 @@ class Place(ModelParameters):
     def specs(
         self, options: Options, bf16_undecided: bool, devices: Devices | None = None
     ) -> list[DeviceSpec]:
-        """Describe the devices to the planner."""
-        return options.casting(
-            (devices or self.devices).specs(
-                options.budget,
-                options.policy,
-                options.cast,
-                self.held,
-                bf16_undecided=bf16_undecided,
-                of_model=self.owner is not None,
-            )
+        """Describe `devices`, or those of the load, to the planner, with the options applied."""
+        specs = (devices or self.devices).specs(
+            options.budget,
+            options.policy,
+            options.cast,
+            self.held,
+            bf16_undecided=bf16_undecided,
+            of_model=self.owner is not None,
         )
+        return options.casting(specs)
 
 
 def _reusable(parameters: Sequence[Parameter], shared: Set[str]) -> dict[int, int] | None:
-    """Reusable bytes of parameters on the host, by their numbers; None if unknown."""
+    """Return reusable host bytes of old weights, by index of a parameter; None if unknown."""
     places = {i: p.memory() for i, p in enumerate(parameters) if p.device in shared}
     found = reusable_nbytes([place for each in places.values() for place in each])
     if found is None:
@@ -388,14 +380,14 @@ def _reusable(parameters: Sequence[Parameter], shared: Set[str]) -> dict[int, in
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One load: everything decided, nothing moved yet.
+    """A load that is planned and not begun.
 
     Attributes:
-        place: the model, and where it goes.
-        plan: what will be done.
+        place: the model and the devices.
+        plan: the placements, sizes and threads.
         match: the source of each parameter; None for a load without a model.
         skipped: tensors of the checkpoint that are not loaded.
-        process_nbytes: of the process, when memory was looked at for the plan.
+        process_nbytes: memory of the process when it was planned; None if unknown.
         swap: modules for quantized weights, to be put into the model.
     """
 
@@ -415,13 +407,14 @@ class Decision:
         match: Match | None,
         offers: Collection[str] = ("quant", "residence", "device"),
     ) -> Decision:
-        """Plan; ``offers`` are the options of the entrance that may make a load fit."""
-        checkpoint, options, (fill, _, tied) = call
+        """Plan the load of a call; a PlanInfeasibleError suggests the options named in `offers`."""
+        checkpoint, options, (fill, _, _) = call
 
         def demanded(quant: QuantPolicy) -> _Demand:
             if match is None:
-                wants = replace(options, quant=quant).quantised(checkpoint, fill)
-                return _Demand(place, checkpoint, options, wants, tied)
+                return _Demand(
+                    place, call, replace(options, quant=quant).quantised(checkpoint, fill)
+                )
             swap, notes = NO_SWAP, []
             if (quant or options.blocks) and place.owner is not None:
                 asked = match.formats(checkpoint, quant, place.coded)
@@ -433,7 +426,7 @@ class Decision:
                     notes.append(f"a module dequantises its own weight to compute: {said}")
             coded = {**place.coded, **swap.coded}
             wants = match.quantised(checkpoint, coded, options.changes.by_tensor, quant)
-            return _Demand(place, checkpoint, options, wants, {}, swap, notes)  # it has its ties
+            return _Demand(place, call, wants, swap, notes)
 
         demand = demanded(NO_QUANT)
         try:
@@ -473,18 +466,8 @@ class Decision:
             demand.swap,
         )
 
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """The headers."""
-        return self.call.checkpoint
-
-    @property
-    def devices(self) -> Mapping[str, Device]:
-        """Those of the load, open, by name."""
-        return self.place.devices.opened
-
     def swapped(self) -> tuple[Decision, Callable[[], None]]:
-        """Put modules for quantized weights into the model; the function takes them out."""
+        """Put modules for quantized weights into the model; the function takes them out again."""
         place, match = self.place, self.match
         if not self.swap.coded or match is None or place.owner is None:
             return self, nothing
@@ -494,19 +477,19 @@ class Decision:
             for p in place.owner.parameters(place.model)
             for name in (*p.names, *p.wrapped)
         }
-        names = dict.fromkeys((*match.parameters, *self.plan.placements.names))
-        parameters = {name: found[name] for name in names}
-        return replace(self, match=replace(match, parameters=parameters)), undo
+        names = (*match.parameters, *self.plan.placements.names)
+        match = replace(match, parameters={name: found[name] for name in names})
+        return replace(self, match=match), undo
 
     @property
     def read_nbytes(self) -> int:
-        """File bytes that it will read."""
+        """File bytes that the load will read."""
         counted = self.plan.placements.counted
         return sum(p.src_nbytes * count for p, count in counted if p.cast != "mapped")
 
 
 def _check_changes(made: Plan) -> None:
-    """Raise ValueError for a parameter whose rows functions cannot change on the way."""
+    """Raise ValueError for a parameter that ``transform=`` or ``adapters=`` cannot change."""
     placed = made.placements
     for name, kind, rows in zip(placed.names, placed.kinds, placed.sources, strict=True):
         if kind.changes and kind.src.is_packed:
@@ -524,21 +507,20 @@ def _check_changes(made: Plan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Demand:
-    """A load to be planned, on devices that may vary."""
+    """A load with one choice of quantization, to be planned on devices that may vary."""
 
     place: Place
-    checkpoint: Checkpoint
-    options: Options
+    call: Call
     wants: TensorRequests
-    tied: Mapping[str, str]
     swap: Swap = NO_SWAP
-    notes: Sequence[str] = ()
+    notes: Sequence[str] = ()  # on that choice, for the report
 
     def planned(self, devices: Devices) -> tuple[Plan, int | None]:
-        """Plan for these devices; with the bytes of the process when memory was looked at."""
-        options, policy = self.options, self.options.policy
-        cast, clamp = options.cast, options.out_of_range == "clamp"
-        specs = self.place.specs(options, self.wants.needs_native_bf16(policy), devices)
+        """Return the plan for `devices`, and the process's bytes before it; None if unknown."""
+        checkpoint, options, found = self.call
+        tied = {} if self.place.model is not None else found.tied
+        specs = self.place.specs(options, self.wants.needs_native_bf16(options.policy), devices)
+        policy, cast, clamp = options.policy, options.cast, options.out_of_range == "clamp"
         specs, refused = devices.compile_casts(
             specs, self.wants, policy, clamp=clamp, required=cast == "device"
         )
@@ -546,26 +528,25 @@ class _Demand:
         begun = process_nbytes()
         free = host_room_nbytes()
         free = None if free is None else max(free - options.host_held_nbytes, 0)
-        request = options.request(self.checkpoint, self.wants, specs, engine, self.tied)
-        made = options.plan(request, free)
+        made = options.plan(options.request(checkpoint, self.wants, specs, engine, tied), free)
         return replace(made, notes=(*made.notes, *refused, *notes)), begun
 
     def mapped(self) -> list[Fit]:
-        """What to ask for so that it fits, with weights that stay in their files."""
+        """Return the ``residence=`` with which the load fits, if weights can stay in files."""
         maps = any(device.info.maps for device in self.place.devices.opened.values())
-        if not maps or self.options.residence != "memory":
+        if not maps or self.call.options.residence != "memory":
             return []
         for residence in ("mapped", "auto"):
             with suppress(PlanInfeasibleError, ResidenceError):
-                options = replace(self.options, residence=residence)
-                replace(self, options=options).planned(self.place.devices)
+                options = replace(self.call.options, residence=residence)
+                replace(self, call=self.call._replace(options=options)).planned(self.place.devices)
                 return [Fit("residence", f'="{residence}"')]
         return []
 
     def wider(self) -> list[Fit]:
-        """What to ask for so that it fits, with more of this machine's devices.
+        """Return the ``device=`` with which the load fits, with more of this machine's devices.
 
-        Nothing where the host has too little memory to open them and to plan all parameters again.
+        Empty if the host has too little memory to open them and to plan all parameters again.
         """
         if not has_room_to_try(len(self.wants)):
             return []
@@ -578,7 +559,7 @@ class _Demand:
 
 
 def has_room_to_try(parameters: int) -> bool:
-    """Whether the host has the memory to plan all parameters again, and to compile for it."""
+    """Return whether the host has the memory to plan again for a suggestion, and to compile."""
     try:
         free = host_room_nbytes(parameters)
     except PlanInfeasibleError:
@@ -587,7 +568,7 @@ def has_room_to_try(parameters: int) -> bool:
 
 
 def on_unstored(unstored: Mapping[str, str], made: Plan) -> list[str]:
-    """Notes on tensors that the load leaves where they cannot be used."""
+    """Return notes on tensors that the load leaves on the meta device or on another device."""
     fates = dict.fromkeys((d.device for d in made.devices), "")
     fates["meta"] = "are on the meta device still, without values"
     notes = []

@@ -1,9 +1,9 @@
-"""How the files of a load are read, and the page cache that this fills at a time.
+"""Choose how the files of a load are read, and bound the page cache that this fills at once.
 
 Pages that a disk is filling are locked: they count in a memory cgroup, and cannot be reclaimed. The
 kernel reads ahead of every thread, 8 to 16 MiB on some disks, so a load that leaves less than that
-free is killed. Where a plan leaves little, nothing is read ahead: cold files are read past the page
-cache, and others in pieces of 256 KiB.
+free is killed. If a plan leaves little, the kernel reads nothing ahead: cold files are read past
+the page cache, and others in pieces of 256 KiB.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from streamload.planning.plan import Plan
 #: cache, which takes memory for what is unaligned, "exact" reads through it.
 Reading = Literal["ahead", "direct", "exact"]
 
-# What the kernel may have on its way for each thread, and at least for all (docs/measurements.md).
+# Page cache that the kernel may fill at once per thread, and at least (docs/measurements.md).
 _AHEAD_THREAD_NBYTES = 32 * 2**20
 _LEAST_AHEAD_NBYTES = 64 * 2**20
 
 
 def ahead_nbytes(plan: Plan) -> int:
-    """Page cache that may be on its way at once while a plan runs with read-ahead, in bytes."""
+    """Return the most bytes of page cache that read-ahead may fill at once while a plan runs."""
     if not {"mmap", "pread"}.intersection(plan.readers) or not plan.placements:
         return 0
     return max(plan.threads * _AHEAD_THREAD_NBYTES, _LEAST_AHEAD_NBYTES)
 
 
 def reading_of(plan: Plan) -> Reading:
-    """How a plan reads."""
+    """Return how a plan reads files: with read-ahead, past the page cache, or in exact pieces."""
     return "ahead" if plan.ahead else "direct" if "direct" in plan.readers else "exact"
 
 
@@ -46,7 +46,7 @@ def reader_choice(
     *,
     whole_slots: bool,
 ) -> ReaderChoice:
-    """How a file is read; ``whole_slots`` is for `choose_reader`."""
+    """Choose the reader of a file, with the reason; `whole_slots` is for `choose_reader`."""
     if header.views and not isinstance(header.path, Url):
         return ReaderChoice("pread", "some of its tensors are views with strides")
     choice = choose_reader(header.path, reader, page_cache=page_cache, whole_slots=whole_slots)

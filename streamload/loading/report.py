@@ -1,4 +1,4 @@
-"""What a load did, in numbers: predicted, held, and measured by counters that are not ours."""
+"""The report of a load: bytes predicted, held, and measured by counters of kernel and framework."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _SAMPLE_EVERY_S = 0.02  # reading /proc takes tens of microseconds
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """What one node of a load across nodes did.
+    """The part of one node in a load across nodes.
 
     Attributes:
-        node: its id.
-        rank: its rank.
-        tensors: how many parameters it loaded.
-        read_nbytes: file bytes that it read.
-        resident_nbytes: bytes of parameters on its device.
-        seconds: wall time of its load.
-        pass_nbytes: bytes that a pass reads there, where it offloads its part.
+        node: the node's id.
+        rank: the node's rank.
+        tensors: how many parameters the node loaded.
+        read_nbytes: file bytes that the node read.
+        resident_nbytes: bytes of parameters on the node's device.
+        seconds: wall time of the node's load.
+        pass_nbytes: bytes that each pass of the model reads there, if the node offloads its part.
     """
 
     node: str
@@ -50,38 +50,38 @@ class NodeReport:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a load did. Prints as a short table.
+    """The measurements of a load. Prints as a short table.
 
     Attributes:
         path: the checkpoint.
-        plan: what was planned.
+        plan: the plan that the load followed.
         read_nbytes: file bytes read.
         resident_nbytes: bytes of parameters on all devices, as the allocators round.
         seconds: wall time of the whole call.
         stream_seconds: wall time of reading, casting and placing alone.
         transfer_seconds: of that, from the first read on until the last byte was in place: without
             staging and first parameters, which are allocated before, and without their release.
-        predicted_nbytes: the plan's peak on each device, "staging" for host staging, "process" by
-            how much the process was to grow.
-        held_nbytes: the most that the ledger held there.
-        measured_nbytes: peaks by other counters, above what was there at the beginning:
+        predicted_nbytes: the plan's peak on each device; "staging" for host staging, "process" for
+            the growth of the process.
+        held_nbytes: the most that the ledger held on each device and in "staging".
+        measured_nbytes: peaks by other counters, above their values at the beginning:
             "process" is RssAnon + RssShmem (Linux), a device's name its framework's own count.
-        counts: of each tensor whose cast changed a value.
-        errors: of each tensor that was quantised, how far its codes are from it.
+        counts: overflowed, flushed and rounded values of each tensor whose cast changed one.
+        errors: the error of each tensor that was quantized.
         skipped: checkpoint names that were not loaded.
         missing: parameter names that were not loaded (``strict=False``).
         tied: parameter names that share another's tensor.
-        device_map: where the parts of the model are, in the form of accelerate: the name of the
-            largest modules that are in one place ("" for the whole model) to the device, a number
-            for CUDA's.
+        device_map: the devices of the model's modules, in the form of accelerate: the name of the
+            largest modules on one device ("" for the whole model) to the device, a number for
+            CUDA's.
         allocators: of each device whose framework has counters of its own, those after the load
-            ("max_memory_allocated", ...): they count all that the process did.
-        notes: choices that the load made, one sentence each.
-        page_cache: what became of the page cache, and why; "" where none was used.
-        dropped_nbytes: file bytes that were dropped from it.
-        nodes: of a load across nodes, what each did, by rank.
+            ("max_memory_allocated", ...), which count the whole process.
+        notes: choices of the load, one sentence each.
+        page_cache: the treatment of the page cache, and its reason; "" if none was used.
+        dropped_nbytes: file bytes that were dropped from the page cache.
+        nodes: of a load across nodes, each node's part, by rank.
         state_dict: with ``model=None``, the tensors by name.
-        files: the files of the checkpoint that are on this machine, and what each was.
+        files: size, time and identity of each of the checkpoint's files on this machine.
     """
 
     path: str
@@ -109,7 +109,7 @@ class LoadReport:
     files: Mapping[str, FileState] = field(default_factory=dict, repr=False)
 
     def check_files(self) -> None:
-        """See that the checkpoint's files are what they were when they were loaded.
+        """Check that the checkpoint's files have not changed since they were loaded.
 
         Weights that are views on mapped files change with these.
 
@@ -124,18 +124,18 @@ class LoadReport:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """File bytes over the time of the whole call, in GB/s."""
+        """File bytes over the time of the whole call, in GB/s (10^9)."""
         return self.read_nbytes / 1e9 / self.seconds if self.seconds else 0.0
 
     @property
     def process_ratio(self) -> float | None:
-        """What the process grew by over what was predicted; None without either."""
+        """Measured growth of the process over the predicted growth; None if either is unknown."""
         predicted = self.predicted_nbytes["process"]
         measured = self.measured_nbytes.get("process")
         return None if measured is None or not predicted else measured / predicted
 
     def to_json(self) -> str:
-        """Write everything but the tensors as JSON; "plan" is what `Plan.from_json` reads."""
+        """Return everything but the tensors as JSON; `Plan.from_json` reads the value of "plan"."""
         names = [name for name in self.__slots__ if name not in ("plan", "state_dict", "files")]
         data = {name: getattr(self, name) for name in names} | {
             "digest": self.plan.digest,
@@ -174,8 +174,7 @@ class LoadReport:
                 mapped = format_bytes(d.mapped_nbytes)
                 said = f"{mapped} stay in the files, which the kernel can drop"
                 rows.append((f"{d.device} maps", said))
-            counters = self.allocators.get(d.device)
-            if counters:
+            if counters := self.allocators.get(d.device):
                 said = ", ".join(f"{key} {format_bytes(n)}" for key, n in counters.items())
                 rows.append((f"{d.device} counts", said))
         if self.plan.host_nbytes:
@@ -207,17 +206,17 @@ class LoadReport:
     __repr__ = __str__  # a prompt shows the table, not each tensor
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the table, and the bars of the plan."""
+        """Return the HTML for notebooks: the table, and the bars of the plan."""
         return as_html(str(self), PARTS, self.plan.bars)
 
 
 def _plain(value: Any) -> dict[str, Any]:
-    """What JSON has in place of counts, or of a mapping that is no dict."""
+    """Return a dict for JSON, from a mapping of another class or from a dataclass."""
     return dict(value) if isinstance(value, Mapping) else asdict(value)
 
 
 def quantized_text(errors: Mapping[str, QuantCounts]) -> str:
-    """The error of all that was quantised, and of what lost most."""
+    """Return one line for users: the error of all quantized tensors, and of the worst one."""
     whole = sum(errors.values(), QuantCounts())
     worst = max(errors, key=lambda name: errors[name].relative)
     said = (
@@ -235,27 +234,25 @@ def _also(report: LoadReport) -> str:
 
 
 def device_map(devices: Mapping[str, str], others: Iterable[str] = ()) -> dict[str, str | int]:
-    """The largest modules that are in one place, in the form of accelerate's ``device_map``.
+    """Return accelerate's ``device_map``: the largest modules on one device, with their devices.
 
     Returns:
         Module names to devices, in the order of the tensors; a number for one of CUDA. A tensor
-        of a module that is in several places is named itself.
+        of a module on several devices is named itself.
     """
     places = {device: _accelerate_name(device) for device in devices.values()}
     if len(places) == 1:
         return {"": next(iter(places.values()))}
-    placed = {name: places[device] for name, device in devices.items()}
-    first: dict[str, str | int] = {}  # by module: where its first tensor is
-    for name, device in placed.items():
-        for module in _modules_around(name):
-            first.setdefault(module, device)
-    for name in others:
-        if name not in placed and first:
-            placed[name] = next(first[m] for m in _modules_around(name) if m in first)
-    inside: dict[str, set[str | int]] = {}
-    for name, where in placed.items():
-        for module in _modules_around(name):
-            inside.setdefault(module, set()).add(where)
+    placed: dict[str, str | int] = {}
+    inside: dict[str, dict[str | int, None]] = {}  # by module: the places of its tensors, in order
+    for name in dict.fromkeys((*devices, *others)) if devices else ():
+        around = _modules_around(name)
+        if name in devices:
+            placed[name] = places[devices[name]]
+        else:
+            placed[name] = next(next(iter(inside[m])) for m in around if m in inside)
+        for module in around:
+            inside.setdefault(module, {})[placed[name]] = None
     out: dict[str, str | int] = {}
     for name, where in placed.items():
         whole = [m for m in _modules_around(name) if len(inside[m]) == 1]
@@ -264,7 +261,7 @@ def device_map(devices: Mapping[str, str], others: Iterable[str] = ()) -> dict[s
 
 
 def _modules_around(name: str) -> list[str]:
-    """The modules that a tensor is in, from the smallest to the whole model ("")."""
+    """Return the names of the modules around a tensor, from the smallest to the model ("")."""
     parts = name.split(".")[:-1]
     return [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
 
@@ -277,7 +274,7 @@ def _accelerate_name(device: str) -> str | int:
 def warn_of_overflow(
     path: object, counts: Mapping[str, CastCounts], out_of_range: OutOfRange
 ) -> None:
-    """Warn of finite values that a cast could not keep, in the line that called streamload."""
+    """Warn of finite values that casts could not keep; the warning names the caller's line."""
     over = [name for name, count in counts.items() if count.overflowed]
     if over:
         became = "were clamped" if out_of_range == "clamp" else "became infinite"
@@ -291,23 +288,23 @@ def warn_of_overflow(
         )
 
 
+@dataclass(frozen=True, slots=True)
 class Clock:
-    """Seconds since it was made."""
+    """A stopwatch for the report, which runs from its creation."""
 
-    def __init__(self) -> None:
-        self._begun = time.perf_counter()
+    begun: float = field(default_factory=time.perf_counter)
 
     @property
     def seconds(self) -> float:
-        """Wall time since then."""
-        return time.perf_counter() - self._begun
+        """Seconds of wall time since the creation."""
+        return time.perf_counter() - self.begun
 
 
 class Meter:
-    """Peaks by counters that are not ours, above their values at the beginning."""
+    """Peaks of memory counters of kernel and frameworks, above their values before a load."""
 
     def __init__(self, devices: Mapping[str, Device], process_nbytes: int | None = None) -> None:
-        """Begin now."""
+        """Read the counters now; `process_nbytes` replaces the process's, if it was read before."""
         self._devices = devices
         self._begun = self._now()
         if process_nbytes is not None:
@@ -321,7 +318,7 @@ class Meter:
         return {name: nbytes for name, nbytes in now.items() if nbytes is not None}
 
     def sample(self, *, at_once: bool = False) -> None:
-        """Read the counters, unless they were read a moment ago."""
+        """Read the counters and update `peaks`, at most every 20 ms unless `at_once`."""
         now = time.monotonic()
         if now - self._last < _SAMPLE_EVERY_S and not at_once:
             return

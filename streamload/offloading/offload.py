@@ -166,7 +166,7 @@ class Prepared:
     def run(self, progress: Progress, clock: Clock) -> Offloaded:
         """Load what stays, and let the rest stream."""
         adapter, streaming = self.adapter, Streaming(self.plan)
-        ((_, device),) = self.load.devices.items()
+        ((_, device),) = self.load.place.devices.opened.items()
         try:
             adapter.empty(self.plan, self.problem.wants)
             report = run(self.load, progress, clock)

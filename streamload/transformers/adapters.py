@@ -1,11 +1,10 @@
-"""Adapters of peft: their base is streamed, and peft adds them."""
+"""Adapters of peft: the base model is streamed, and peft adds the adapter to it."""
 
 from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from streamload.checkpoint.open import open_checkpoint, read_json_file
 from streamload.core.location import Location
@@ -19,7 +18,7 @@ _LARGEST_ITEMSIZE = 4  # peft computes in float32
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The folder of an adapter, its base model, and the most bytes of its weights."""
+    """The folder of an adapter of peft, its base model, and the most bytes of its weights."""
 
     folder: Path
     base: str  # the path or repository of the model
@@ -27,10 +26,10 @@ class Adapter:
 
     @classmethod
     def at(cls, found: Location) -> Adapter | None:
-        """The adapter in a folder, if any; a model in the same folder is its base.
+        """Return the adapter in a folder, if any; a model in the same folder is its base.
 
         Raises:
-            CheckpointError: it is invalid, or peft is not installed.
+            CheckpointError: the adapter is invalid, or peft is not installed.
         """
         if not isinstance(found, Path) or not (found / _CONFIG).is_file():
             return None
@@ -54,7 +53,3 @@ class Adapter:
         weights = open_checkpoint(found / _WEIGHTS)
         nbytes = sum(info.numel * _LARGEST_ITEMSIZE for info in weights.tensors.values())
         return cls(found, base, nbytes)
-
-    def add(self, model: Any, name: str | None) -> None:
-        """Add it to its base under a name, as transformers does."""
-        model.load_adapter(str(self.folder), adapter_name=name)

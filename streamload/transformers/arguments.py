@@ -1,7 +1,7 @@
-"""Translate the arguments of transformers' own `from_pretrained` to ours.
+"""Translate the arguments of transformers' own `from_pretrained` to those of streamload's.
 
-Each is taken, or refused by a ValueError with the argument to write. Source: its docstring and its
-first lines, in transformers/modeling_utils.py.
+An argument without a counterpart raises a ValueError that names the argument to write. Source:
+`PreTrainedModel.from_pretrained` in transformers/modeling_utils.py.
 """
 
 from __future__ import annotations
@@ -47,26 +47,27 @@ _INSTEAD: Mapping[str, str] = {
     "tp_size": "streamload.distributed.load_state_dict shares a model over ranks",
     "use_kernels": "load, and then call model.set_use_kernels(True)",
 }
-#: Arguments for bitsandbytes' formats, and ours.
+#: Arguments for bitsandbytes' formats, and the argument to write in place of each.
 _QUANTIZING = {"load_in_8bit": 'quant="int8"', "load_in_4bit": 'quant="nf4"'}
-#: Files and indexes of torch.save's weights in a folder; and with a variant.
+#: Indexes and files that torch.save wrote, by name; then the same with a variant in the name.
 _TORCH_FILES = (
     ("pytorch_model.bin.index.json", "pytorch_model.bin.index.{}.json"),
     ("pytorch_model.bin", "pytorch_model.{}.bin"),
 )
 _DISK = "disk"  # accelerate's name in a device_map
 _FROM_FILES = "layers that do not fit stream from the checkpoint's own files"
+#: Parameters that take all arguments of unknown names, as one dict.
 _OTHERS = frozenset({"config_changes", "components"})
-#: Similarity to an option from which an unknown name is a slip, not a name of the configuration.
+#: Similarity (`difflib`, 0 to 1) from which an unknown name counts as a misspelled option.
 _NEAR = 0.8
 #: Values of ``device_map`` that leave the choice to accelerate.
 _EVERYWHERE = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def takes_those_of_transformers(function: _Function) -> _Function:
-    """Let a function take the arguments of transformers, too.
+    """Let a function take the arguments of transformers' own ``from_pretrained``, too.
 
-    Unknown ones reach it as one dict: ``config_changes``, or ``components`` of diffusers.
+    Unknown arguments reach it as one dict: ``config_changes``, or ``components`` of diffusers.
     """
     known = frozenset(inspect.signature(function).parameters)
 
@@ -85,7 +86,7 @@ def takes_those_of_transformers(function: _Function) -> _Function:
 def translated(
     given: Mapping[str, Any], known: frozenset[str], path: object = None
 ) -> dict[str, Any]:
-    """Our arguments, named in `known`, for those given; raises ValueError if there are none."""
+    """Return our arguments, named in `known`, for transformers'; ValueError if one has no equal."""
     rest = {name: value for name, value in given.items() if name not in _WITHOUT_EFFECT}
     out = {name: rest.pop(name) for name in list(rest) if name in known}
     for name, instead in _INSTEAD.items():
@@ -101,7 +102,7 @@ def translated(
         elif "quant" in known:
             raise _unknown(name, f"weights are quantised on the way: write {instead}")
     if _is_given(file := rest.pop("gguf_file", None)):
-        found = _found(path, out) / file if _is_path(path) else file
+        found = _found(path, out) / file if isinstance(path, (str, os.PathLike)) else file
         instead = f"a GGUF is opened by its path: write {_opening(found)}"
         raise _unknown(f"gguf_file={file!r}", instead)
     if rest.pop("use_safetensors", None) is False:
@@ -139,7 +140,7 @@ def _is_given(value: object) -> bool:
 
 
 def found_at(path: str | os.PathLike[str], revision: str | None, subfolder: str) -> Location:
-    """Find a checkpoint; a local folder has no revisions."""
+    """Return the folder, file or URL of a checkpoint; `revision` holds for ``org/name`` only."""
     name = os.fsdecode(path.href if isinstance(path, Url) else path)
     local = os.path.exists(os.path.expanduser(name)) or is_url(name)
     if revision is not None and not local and "@" not in name:
@@ -152,23 +153,19 @@ def _found(path: Any, out: Mapping[str, Any]) -> Location:
     return found_at(path, out.get("revision"), out.get("subfolder") or "")
 
 
-def _is_path(value: object) -> bool:
-    return isinstance(value, (str, os.PathLike))
-
-
 def _opening(path: object) -> str:
     return f"streamload.transformers.from_pretrained({json.dumps(str(path), ensure_ascii=False)})"
 
 
 def _check_torch_files(path: Any, out: Mapping[str, Any], known: frozenset[str]) -> None:
-    """Raise ValueError if use_safetensors=False chooses other files than a folder's path does.
+    """Raise ValueError if ``use_safetensors=False`` asks for other files than would be opened.
 
-    A folder without safetensors files is opened by those that torch.save wrote.
+    Without safetensors files in it, a folder is opened by the files that torch.save wrote.
     """
     if "components" in known:
         instead = "files that torch.save wrote are read where there are no others: leave it out"
         raise _unknown("use_safetensors=False", instead)
-    if not _is_path(path):
+    if not isinstance(path, (str, os.PathLike)):
         return
     folder = _found(path, out)
     if not isinstance(folder, Path) or not folder.is_dir() or not any(folder.glob("*.safetensors")):
@@ -190,7 +187,7 @@ def _check_torch_files(path: Any, out: Mapping[str, Any], known: frozenset[str])
 def _refuse_disk(
     name: str, devices: Sequence[str], known: frozenset[str], budget: object = None
 ) -> None:
-    """Raise ValueError if the disk is among the devices."""
+    """Raise ValueError, with the arguments to write, if the disk is among the devices."""
     if _DISK not in devices:
         return
     others = [device for device in devices if device != _DISK]
@@ -203,7 +200,7 @@ def _refuse_disk(
 
 
 def _place(out: dict[str, Any], device_map: Any, max_memory: Any, known: frozenset[str]) -> None:
-    """Read ``device_map`` and ``max_memory`` as a device and a budget."""
+    """Replace ``device_map`` and ``max_memory`` by entries "device" and "budget" in `out`."""
     if max_memory is not None:
         sizes = {_device(name): size for name, size in max_memory.items()}
         first = next((size for name, size in sizes.items() if name != _DISK), None)
@@ -225,7 +222,7 @@ def _place(out: dict[str, Any], device_map: Any, max_memory: Any, known: frozens
 
 
 def _devices(device_map: Any, known: frozenset[str]) -> Any:
-    """The device, or the devices, of a ``device_map``."""
+    """Return the device, or the list of devices, that a ``device_map`` names."""
     if isinstance(device_map, Mapping):
         found = list(dict.fromkeys(map(_device, device_map.values())))
         _refuse_disk("device_map", found, known)
@@ -247,7 +244,7 @@ def _devices(device_map: Any, known: frozenset[str]) -> Any:
 
 
 def _device(device: Any) -> Any:
-    """The name of torch's device for ``torch.device("cuda:0")``, ``"cuda:0"`` or ``0``."""
+    """Return the name of torch's device: "cuda:0" for ``torch.device("cuda:0")`` or ``0``."""
     if isinstance(device, torch.device):
         return str(device)
     if not isinstance(device, int) or isinstance(device, bool):

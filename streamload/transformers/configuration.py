@@ -25,7 +25,7 @@ from streamload.loading.options import DEFAULTS
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The arguments of `from_pretrained` that describe the model."""
+    """The arguments of `from_pretrained` that describe the model, not its load."""
 
     model_class: Any = None
     config: Any = None
@@ -38,7 +38,7 @@ class Wanted:
 
 
 def folder_of(checkpoint: Checkpoint) -> Path:
-    """The folder of a checkpoint and its configuration; raises CheckpointError for a URL."""
+    """Return the folder with a checkpoint and its config.json; CheckpointError for a URL."""
     path = checkpoint.path
     if isinstance(path, Url):
         raise CheckpointError(
@@ -50,7 +50,7 @@ def folder_of(checkpoint: Checkpoint) -> Path:
 
 
 def configuration_of(checkpoint: Checkpoint, wanted: Wanted) -> Any:
-    """A copy of the configuration, changed."""
+    """Return a copy of the model's configuration with the changes that the caller asked for."""
     given, changes = wanted.config, dict(wanted.changes)
     if isinstance(given, transformers.PreTrainedConfig):
         config = copy.deepcopy(given)
@@ -82,7 +82,7 @@ def configuration_of(checkpoint: Checkpoint, wanted: Wanted) -> Any:
 def _read(
     checkpoint: Checkpoint, given: Any, changes: dict[str, Any], trust_remote_code: bool
 ) -> tuple[Any, list[str]]:
-    """The configuration of a file, changed; and the names of unknown changes."""
+    """Read the configuration of a file with changes; return it and the names of unknown changes."""
     if given is None and checkpoint.says_config:
         config_class = transformers.AutoConfig.for_model(checkpoint.config["model_type"]).__class__
         said = dict(checkpoint.config)
@@ -110,8 +110,13 @@ def _read(
     return config, [name for name in unused if name in changes]
 
 
+def placeholder(shape: tuple[int, ...], dtype: DType) -> torch.Tensor:
+    """Return a tensor on the meta device, for a parameter that the load will fill."""
+    return torch.empty(shape, dtype=getattr(torch, dtype.name), device="meta")
+
+
 def on_meta(checkpoint: Checkpoint, config: Any, wanted: Wanted, dtype: DType) -> Any:
-    """The model, tied, on the meta device."""
+    """Build the model of a configuration on the meta device, with tied weights, in `dtype`."""
     model_class = wanted.model_class
     if model_class is None:
         model_class = _class_of(checkpoint, config, wanted.trust_remote_code)
@@ -135,7 +140,7 @@ def on_meta(checkpoint: Checkpoint, config: Any, wanted: Wanted, dtype: DType) -
 
 
 def _class_of(checkpoint: Checkpoint, config: Any, trust_remote_code: bool) -> Any:
-    """The class that the configuration names."""
+    """Return the class that a configuration names: the checkpoint's own code, or transformers'."""
     named = (config.architectures or [None])[0]
     written = getattr(config, "auto_map", None) or {}
     for reference in written.values() if trust_remote_code else ():
@@ -158,7 +163,7 @@ def _class_of(checkpoint: Checkpoint, config: Any, trust_remote_code: bool) -> A
 
 
 def _class_like(named: object) -> str:
-    """The class to write in place of its name, if there is one."""
+    """Return a hint for ``model_class=`` if `named` is close to a class of transformers, or ""."""
     if not isinstance(named, str):
         return ""
     name = named.rpartition(".")[2]
@@ -171,5 +176,5 @@ def _is_model_class(value: object) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
+    """Return the first line of an error's message, or its class if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,4 +1,4 @@
-"""Choose the dtypes of a model's weights."""
+"""Choose the dtype that a model of transformers is built in, and those of its weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMPUTED_IN = ("float16", "bfloat16", "float32", "float64")  # what torch takes 
 
 @dataclass(frozen=True, slots=True)
 class Dtypes:
-    """The dtype of a model, and the rules for its weights."""
+    """The dtype that a model is built in, and the caller's ``dtype=``, for its weights."""
 
     asked: DTypeArgument  # by the caller
     main: DType  # in which the model is built
@@ -40,7 +40,7 @@ class Dtypes:
         options: Options,
         devices: Devices,
     ) -> Dtypes:
-        """Choose the model's dtype; computes on the devices if it depends on them."""
+        """Choose the dtype to build the model in; may probe bfloat16 on the devices."""
         policy = DTypePolicy.parse(asked, environment_fp16_cast())
         rules = dict(policy.rules)
         rest = rules.get("*")
@@ -53,7 +53,7 @@ class Dtypes:
             return cls(asked, stored[0])
         main = _stated(checkpoint, config) or next(iter(stored), None)
         if main is None:  # no floats
-            main = parse_dtype(_name(torch.get_default_dtype()))
+            main = parse_dtype(str(torch.get_default_dtype()))
         if main is BF16 and "*" not in rules:
             specs = devices.specs(options.budget, policy, options.cast, {}, bf16_undecided=True)
             if policy.fp16_cast is not None or not all(spec.native_bf16 for spec in specs):
@@ -61,23 +61,23 @@ class Dtypes:
         return cls(asked, main)
 
     def updated(self, quantizer: Any) -> Dtypes:
-        """Take the dtype that a quantizer wants, if the caller asked for none."""
-        if self.asked is not None:
+        """Return a copy with the dtype that a quantizer wants, if the caller asked for none."""
+        if self.asked is not None or quantizer is None:
             return self
-        return replace(self, main=parse_dtype(_name(quantizer.update_dtype(_torch(self.main)))))
+        return replace(self, main=parse_dtype(str(quantizer.update_dtype(_torch(self.main)))))
 
-    def rules(self, model: Any, checkpoint: Checkpoint, names: Names) -> DTypeArgument:
-        """Dtypes by pattern: those asked for, and weights that transformers keeps in another."""
+    def rules(self, names: Names) -> dict[str, Any]:
+        """Return dtypes by pattern: the caller's, and those that transformers fixes."""
         given, rest = split_rules(self.asked, self.main)
         if rest == "checkpoint":
             return {**given, "*": rest}
         out = dict(given)
-        kept = _kept(model, _torch(self.main))
-        state, quantised = model.state_dict(), checkpoint.members
+        kept = _kept(names.model, _torch(self.main))
+        state, checkpoint = names.model.state_dict(), names.checkpoint
         for tensor, parameter in names.first.items():
-            if tensor in quantised:
+            if tensor in checkpoint.members:
                 continue  # it stays as it is stored
-            wanted = parse_dtype(_name(kept(parameter) or state[parameter].dtype))
+            wanted = parse_dtype(str(kept(parameter) or state[parameter].dtype))
             if not wanted.kind == checkpoint.tensors[tensor].dtype.kind == "float":
                 continue
             if wanted is not self.main and not any(fnmatchcase(tensor, one) for one in given):
@@ -86,7 +86,7 @@ class Dtypes:
 
 
 def split_rules(asked: DTypeArgument, otherwise: DType | None) -> tuple[dict[str, Any], Any]:
-    """Dtypes by pattern, and the one of all other tensors."""
+    """Split a ``dtype=`` into dtypes by pattern, and the one of other tensors (or `otherwise`)."""
     if isinstance(asked, Mapping):
         given = dict(asked)
         return given, given.pop("*", otherwise)
@@ -97,27 +97,23 @@ def _torch(dtype: DType) -> Any:
     return getattr(torch, dtype.name)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _stated(checkpoint: Checkpoint, config: Any) -> DType | None:
-    """The dtype in the configuration, if any."""
-    stated = getattr(config, "dtype", None)
-    if stated is None:
+    """Return the dtype in the configuration, if any; CheckpointError if no model computes in it."""
+    if getattr(config, "dtype", None) is None:
         return None
-    if _name(stated) not in COMPUTED_IN:
+    stated = str(config.dtype).removeprefix("torch.")
+    if stated not in COMPUTED_IN:
         raise CheckpointError(
             folder_of(checkpoint) / "config.json",
             "the dtype is none that a model computes in",
             expected=", ".join(COMPUTED_IN),
-            found=_name(stated),
+            found=stated,
         )
-    return parse_dtype(_name(stated))
+    return parse_dtype(stated)
 
 
 def _stored(checkpoint: Checkpoint) -> list[DType]:
-    """The dtypes of the checkpoint's floats, in transformers' order."""
+    """Return the dtypes of the checkpoint's floats; the first is transformers' ``dtype="auto"``."""
     infos = sorted(checkpoint.tensors.values(), key=lambda info: (info.shard, info.name))
     found = dict.fromkeys(info.dtype for info in infos if info.dtype.name in COMPUTED_IN)
     blocks = any(info.dtype.is_packed for info in infos)  # few others are float32
@@ -125,7 +121,7 @@ def _stored(checkpoint: Checkpoint) -> list[DType]:
 
 
 def _kept(model: Any, dtype: torch.dtype) -> Any:
-    """A function from a parameter's name to the dtype that transformers keeps it in, or None."""
+    """Return a function from a parameter's name to the dtype that transformers fixes, or None."""
     plan = plan_of_dtypes(model, dtype)
     if not plan:
         return lambda name: None

@@ -1,4 +1,4 @@
-"""The judge of conversions: which weights modules can hold quantized, and what opens.
+"""For conversions: which weights modules can hold quantized, and whether a result can be opened.
 
 Models are built on the meta device; only headers and ``config.json`` are read.
 """
@@ -27,10 +27,10 @@ from streamload.transformers.saving import METHOD, left_by_theirs, own_config, w
 
 
 def holding(checkpoint: Checkpoint, formats: Mapping[str, str]) -> dict[str, Any] | None:
-    """Match formats by tensor to modules; None if transformers does not open the checkpoint.
+    """Find the modules that can hold tensors in these formats; None if the model does not open.
 
-    Gives facts of `streamload.conversion.openable.Verdict`, and ``holders``, the classes of modules
-    that can hold such weights, in words.
+    Returns facts of `streamload.conversion.openable.Verdict`, and ``holders``, the classes of
+    modules that can hold such weights, in words.
     """
     try:
         config = configuration_of(checkpoint, Wanted())
@@ -38,7 +38,7 @@ def holding(checkpoint: Checkpoint, formats: Mapping[str, str]) -> dict[str, Any
         dtype = parse_dtype(stated) if stated in COMPUTED_IN else F32
         model = on_meta(checkpoint, config, Wanted(), dtype)
         names = Names.of(model, checkpoint)
-        names.check(model, checkpoint, Options.read())
+        names.check(Options.read())
     except Exception:  # any, from transformers or a model's own code
         return None
     alone = {
@@ -75,7 +75,7 @@ def holding(checkpoint: Checkpoint, formats: Mapping[str, str]) -> dict[str, Any
 
 
 def _kept_in_float32(model: Any, tensors: Mapping[str, str], formats: set[str]) -> list[str]:
-    """Tensors of modules that transformers' quantizer for bitsandbytes does not replace."""
+    """Return tensors of modules that transformers' quantizer for bitsandbytes does not replace."""
     said = SCHEMES[next(iter(formats))].config([], "float32") if len(formats) == 1 else None
     kept = list(model._keep_in_fp32_modules or ())
     if said is None or said["quant_method"] != "bitsandbytes" or not kept:
@@ -85,9 +85,9 @@ def _kept_in_float32(model: Any, tensors: Mapping[str, str], formats: set[str]) 
 
 
 def why_not_opened(folder: Path) -> str:
-    """Why `from_pretrained` does not open a checkpoint; "" if it does.
+    """Return why `from_pretrained` does not open a checkpoint; "" if it does.
 
-    "" also if that needs a package that is not installed, or another machine.
+    "" also if opening needs a package that is not installed, or another machine.
     """
     checkpoint = open_checkpoint(folder)
     try:

@@ -1,4 +1,4 @@
-"""`from_pretrained`."""
+"""`from_pretrained` for models of transformers, and `streamed`, which replaces theirs by it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,18 @@ from streamload.core.location import Url
 from streamload.core.patterns import Patterns
 from streamload.devices.names import framework
 from streamload.errors import DeviceError, OffloadError
-from streamload.loading.options import takes
+from streamload.loading.options import ModelOptions, takes
 from streamload.loading.place import open_devices
 from streamload.loading.prepare import Options
 from streamload.offloading.overrun import OnOverrun
 from streamload.transformers.adapters import Adapter
 from streamload.transformers.arguments import found_at, takes_those_of_transformers
 from streamload.transformers.configuration import Wanted
-from streamload.transformers.prepared import (
-    ModelOptions,
-    OffloadOptions,
-    Prepared,
-    load_untied,
-    without_stale_notes,
-)
+from streamload.transformers.prepared import Prepared, load_untied, without_stale_notes
 
 _NO_OFFLOAD = {"tokens": None, "stay": (), "layers": (), "host": 0, "on_overrun": "warn"}
-#: Arguments of transformers that equal an option of ours.
-_SAME = {"dtype": ("torch_dtype",), "device": ("device_map",), "budget": ("max_memory",)}
+#: Options of streamload, and transformers' names of the same.
+_SAME = {"dtype": "torch_dtype", "device": "device_map", "budget": "max_memory"}
 
 
 @takes_those_of_transformers
@@ -63,34 +57,34 @@ def from_pretrained(
 ) -> Any:
     """Load a model of transformers, streamed under a budget in bytes.
 
-    What comes back is what transformers' own ``from_pretrained`` gives: the same class, weights,
-    ties, buffers and generation config, in evaluation mode. Nothing is downloaded. Arguments of
-    transformers are taken too, such as ``torch_dtype=``, ``device_map=`` and ``num_labels=``; one
-    that has no counterpart is answered by what to write here.
+    The model equals that of transformers' own ``from_pretrained``: the same class, weights, ties,
+    buffers and generation config, in evaluation mode. Nothing is downloaded. Arguments of
+    transformers are taken too, such as ``torch_dtype=``, ``device_map=`` and ``num_labels=``; the
+    error for one without a counterpart names the argument to write here.
 
-    A quantised checkpoint stays quantised: of bitsandbytes, compressed-tensors, torchao, GPTQ, AWQ,
-    FP8 and MXFP4 the stored bytes go into the modules of transformers' own quantiser, and ``dtype``
-    is that of the rest. Where transformers would dequantise the model (FP8 and MXFP4 without their
-    kernels, compressed-tensors), a module dequantises its own weight when it is computed with.
+    A quantized checkpoint stays quantized: of bitsandbytes, compressed-tensors, torchao, GPTQ, AWQ,
+    FP8 and MXFP4 the stored bytes go into the modules of transformers' own quantizer, and ``dtype``
+    is that of the rest. Where transformers would dequantize the model (FP8 and MXFP4 without their
+    kernels, compressed-tensors), each module dequantizes its own weight when it computes.
 
     Args:
         path: a folder with ``config.json`` and safetensors files (or those that torch.save writes),
             one of those files, an index, or ``org/name`` in the local Hugging Face cache. Or
             the folder of an adapter: its base is streamed, and peft adds the adapter to it.
-        budget: most bytes on each device, as in `streamload.load_state_dict`. What the checkpoint
-            does not hold counts too: missing parameters, those of other shapes, and buffers that
-            transformers computes (as many bytes stay free on each of several devices).
+        budget: most bytes on each device, as in `streamload.load_state_dict`. Tensors that the
+            checkpoint does not hold count too: missing parameters, those of other shapes, and
+            buffers that transformers computes (as many bytes stay free on each of several devices).
         device: "cuda:0", "cpu" or another of torch's; a list of devices that the layers are split
             over, dispatched by accelerate. None: ``STREAMLOAD_DEVICE``, else torch's default, else
             the first accelerator, else the CPU. In a list of GPUs and "cpu", accelerate keeps the
             CPU's share in host memory, and brings it to the first GPU a layer at a time to compute
             there: when the model runs, that layer takes memory of the GPU beyond the budget.
         dtype: a dtype or its name, "checkpoint" (each weight as it is stored), or patterns by the
-            checkpoint's names, the first that matches deciding. None, and for what no pattern
-            matches: what ``config.json`` says, or where it does not, the dtype of the
-            checkpoint's first float, as transformers' ``dtype="auto"`` has it; bfloat16 becomes
-            float16 where a device does not compute in it. What transformers keeps in float32 in a
-            16-bit model stays so, except under "checkpoint" and patterns other than ``"*"``.
+            checkpoint's names, the first that matches deciding. None, and for weights that match no
+            pattern: the dtype in ``config.json``, or if it has none, that of the checkpoint's first
+            float, as with transformers' ``dtype="auto"``; bfloat16 becomes float16 where a device
+            does not compute in it. Weights that transformers keeps in float32 in a 16-bit model
+            stay so, except under "checkpoint" and patterns other than ``"*"``.
         model_class: a class of transformers, an Auto class or one of your own; None takes the one
             that ``config.json`` names.
             A model without a head may be taken out of the checkpoint of one that has it.
@@ -103,33 +97,32 @@ def from_pretrained(
         variant: as in `streamload.open_checkpoint`.
         trust_remote_code: run the code in the checkpoint's folder if ``config.json`` names a
             class in it.
-        key_mapping: patterns of names in the checkpoint to what they become, as transformers has
-            them.
+        key_mapping: patterns of names in the checkpoint to their replacements, as in transformers.
         generation_config: in place of the one in the checkpoint's folder.
-        quantization_config: a ``BitsAndBytesConfig``: weights are quantised on the way into the
+        quantization_config: a ``BitsAndBytesConfig``: weights are quantized on the way into the
             modules of bitsandbytes that transformers chooses, to bitsandbytes' own bytes; fused
             experts, which it leaves at 16 bits, into modules of streamload.
-        adapter_name: what peft calls an adapter; None for "default".
-        quant: quantise the weights of layers on the way, into modules of streamload, which need no
+        adapter_name: the adapter's name in peft; None for "default".
+        quant: quantize the weights of layers on the way, into modules of streamload, which need no
             package: a format, or patterns by name, as in `streamload.load_state_dict`.
         config_changes: attributes of the configuration. They are taken as arguments, too:
             ``num_labels=3``.
-        offload: where it does not fit, layers stream through the budget at every pass, as
-            `streamload.offload` does it; the model's ``streamload_offload`` says what streams, and
-            its ``close()`` ends that. Quantised weights stream as they are stored, except GPTQ's
-            and AWQ's, which are refused.
-        tokens: with ``offload``, leave room for what a pass of so many tokens computes.
+        offload: if the model does not fit, layers stream through the budget at every pass, as with
+            `streamload.offload`; the model's ``streamload_offload`` lists what streams, and its
+            ``close()`` ends that. Quantized weights stream as they are stored, except GPTQ's and
+            AWQ's, which are refused.
+        tokens: with ``offload``, leave room for the activations of a pass of so many tokens.
         stay: with ``offload``, patterns of names of parameters that stay on the device.
         layers: with ``offload``, patterns of names of the modules that are layers.
         host: with ``offload``, most bytes of layers that host memory keeps.
-        on_overrun: with ``offload``, what a pass of more tokens does than there is room for; see
+        on_overrun: with ``offload``, what happens if a pass has more tokens than room; see
             `streamload.offload`.
-        strict: missing and unexpected names are an error, except for names that the model's class
-            says may be ignored. With False, what matches is loaded, the rest is initialised as
-            transformers does it, at random, and the report names it; a warning says if little
-            matches. What is initialised counts against the budget.
+        strict: missing and unexpected names are an error, except those that the model's class
+            ignores. With False, matching weights are loaded, the rest is initialized at random as
+            by transformers, and the report names it; a warning follows if little matches.
+            Initialized weights count against the budget.
         shapes: "error" for a parameter whose shape is not that of its tensor, or "skip" to
-            initialise it like one that is missing: transformers' ``ignore_mismatched_sizes=True``.
+            initialize it like one that is missing: transformers' ``ignore_mismatched_sizes=True``.
         reserve: as in `streamload.load_state_dict`; the model's own buffers are added.
         context: as in `streamload.load_state_dict`; the cache is that of transformers, full.
         **options: see `ModelOptions`.
@@ -140,16 +133,16 @@ def from_pretrained(
 
     Raises:
         CheckpointError: there is no configuration or no class for it, the checkpoint needs code of
-            its own, is invalid, or is quantised in a way that is not opened here, does not run on
+            its own, is invalid, or is quantized in a way that is not opened here, does not run on
             the device, or needs a package that is not installed.
         StateDictMismatchError: names or shapes do not match, or transformers makes a parameter of
             the checkpoint's tensors in a way that is not a choice of rows; before any data is
             loaded.
-        PlanInfeasibleError: it does not fit; before any data is read or memory allocated. Where
-            the checkpoint stores apart what ``config.json`` ties, and that fits once and not
-            twice, both are read first, to see whether they differ.
+        PlanInfeasibleError: it does not fit; before any data is read or memory allocated. If the
+            checkpoint stores weights twice that ``config.json`` ties, and only one copy fits, both
+            are read first, to see whether they differ.
         BudgetExceededError: something holds memory that the plan counts on.
-        MemoryTakenError: others took memory meanwhile, and the load does not fit any more.
+        MemoryTakenError: others took memory during the load, and it does not fit any more.
         UnsupportedCastError: a dtype cannot be cast or held.
         OutOfRangeError: under ``out_of_range="error"``.
         OffloadError: with ``offload``, the model cannot be offloaded.
@@ -170,7 +163,7 @@ def from_pretrained(
     found = found_at(path, revision, subfolder)
     adapter = Adapter.at(found)
     checkpoint = open_checkpoint(found if adapter is None else adapter.base, variant=variant)
-    given = {
+    implementations = {
         "attn_implementation": attn_implementation,
         "experts_implementation": experts_implementation,
     }
@@ -178,7 +171,7 @@ def from_pretrained(
         model_class=model_class,
         config=config,
         changes=config_changes or {},
-        implementations={name: value for name, value in given.items() if value is not None},
+        implementations={name: one for name, one in implementations.items() if one is not None},
         trust_remote_code=bool(trust_remote_code),
         key_mapping=key_mapping,
         generation_config=generation_config,
@@ -186,9 +179,7 @@ def from_pretrained(
     )
     if quantization_config is not None and options["quant"] is not None:
         raise ValueError("quant and quantization_config say the same: leave one of them out")
-    asked = OffloadOptions(
-        tokens=tokens, stay=stay, layers=layers, host=host, on_overrun=on_overrun
-    )
+    asked = dict(tokens=tokens, stay=stay, layers=layers, host=host, on_overrun=on_overrun)
     changed = [name for name, value in asked.items() if value != _NO_OFFLOAD[name]]
     if changed and not offload:
         raise ValueError(f"{changed[0]} says how a model is offloaded: write offload=True")
@@ -218,25 +209,24 @@ def from_pretrained(
     report = without_stale_notes(report, prepared.model)
     prepared.finish(report)
     if adapter is not None:
-        adapter.add(prepared.model, adapter_name)
+        prepared.model.load_adapter(str(adapter.folder), adapter_name=adapter_name)
     return prepared.model
 
 
 @contextmanager
 def streamed(**options: Unpack[ModelOptions]) -> Iterator[None]:
-    """Let transformers' own ``from_pretrained`` be ours, for packages that call it inside.
+    """Replace transformers' own ``from_pretrained`` by ours inside a ``with`` block.
 
-    ``with streamed(budget="3GB"): model = SentenceTransformer(path)``; likewise for
-    ``transformers.pipeline`` and others. It holds for all threads, until the block ends.
+    For packages that call it: ``with streamed(budget="3GB"): model = SentenceTransformer(path)``;
+    likewise ``transformers.pipeline`` and others. It holds for all threads, until the block ends.
 
     Args:
-        **options: those of `from_pretrained`; they go before what the package passes.
+        **options: those of `from_pretrained`; they override the arguments that the package passes.
     """
-    own = {name: _SAME.get(name, ()) for name in options}
+    replaced = {*options, *(_SAME.get(name, name) for name in options)}
     theirs = PreTrainedModel.__dict__["from_pretrained"]
 
     def stream(cls: Any, *arguments: Any, **given: Any) -> Any:
-        replaced = {*own, *(each for names in own.values() for each in names)}
         rest = {name: value for name, value in given.items() if name not in replaced}
         return from_pretrained(*arguments, model_class=cls, **rest, **options)
 
@@ -248,8 +238,8 @@ def streamed(**options: Unpack[ModelOptions]) -> Iterator[None]:
 
 
 def _check_accelerate(device: object) -> None:
-    """Raise DeviceError for several devices where accelerate is not installed."""
-    if device is None or isinstance(device, str) or not isinstance(device, Sequence):
+    """Raise DeviceError if `device` lists several devices and accelerate is not installed."""
+    if isinstance(device, str) or not isinstance(device, Sequence):
         return
     if len(device) > 1 and importlib.util.find_spec("accelerate") is None:
         raise DeviceError(

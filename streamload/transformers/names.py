@@ -30,17 +30,17 @@ from streamload.transformers.rows import Narrow, NotRowsError, Numbered, renumbe
 
 @dataclass(frozen=True, slots=True)
 class Renames:
-    """The names that tensors of a checkpoint get in a model."""
+    """The rules by which transformers maps tensors of a checkpoint to names of a model."""
 
     transforms: list[Any]  # transformers' own: `renamings` and `converters`
-    renamings: list[Any]
-    converters: list[Any]  # of values
+    renamings: list[Any]  # change names alone
+    converters: list[Any]  # fuse, split or reorder values
     prefix: str  # of the names of the model without its head
     state: Mapping[str, Any]  # the model's tensors by name
 
     @classmethod
     def of(cls, model: Any, key_mapping: Mapping[str, str] | None, quantizer: Any) -> Renames:
-        """Ask transformers; drop its quantizers' operations: modules hold the stored values."""
+        """Get transformers' rules for a model; its quantizers' do not apply to stored values."""
         transforms = get_model_conversion_mapping(model, key_mapping, quantizer)
         transforms = [
             one
@@ -52,7 +52,7 @@ class Renames:
         return cls(transforms, renamings, converters, model.base_model_prefix, model.state_dict())
 
     def __call__(self, tensor: str) -> tuple[str, str | None]:
-        """The name of a tensor, and the pattern of its converter, if any."""
+        """Return a tensor's name in the model, and the pattern of its converter or None."""
         lists, rest = (self.renamings, self.converters), (self.prefix, self.state)
         found: tuple[str, str | None] = rename_source_key(tensor, *lists, *rest)
         if found[0] not in self.state and tensor in self.state:  # it has its new name already
@@ -61,14 +61,16 @@ class Renames:
 
 
 def _of_quantizer(operation: Any) -> bool:
-    """Whether an operation belongs to a quantizer of transformers."""
+    """Return whether an operation on weights belongs to a quantizer of transformers."""
     return hasattr(operation, "hf_quantizer")
 
 
 @dataclass(slots=True)
 class Names:
-    """The source of each parameter, and what does not match."""
+    """The rows of a checkpoint that fill each parameter of a model, and the mismatches."""
 
+    model: Any  # on the meta device
+    checkpoint: Checkpoint
     fill: dict[str, Source] = field(default_factory=dict)  # by parameter
     first: dict[str, str] = field(default_factory=dict)  # by tensor, its first parameter
     unexpected: dict[str, str] = field(default_factory=dict)  # by tensor, the name that is missing
@@ -83,11 +85,10 @@ class Names:
         key_mapping: Mapping[str, str] | None = None,
         quantizer: Any = None,
     ) -> Names:
-        """Ask transformers for all names; reads nothing."""
-        out, renames = cls(), Renames.of(model, key_mapping, quantizer)
+        """Match all tensors of a checkpoint to a model by transformers' rules; reads nothing."""
+        out, renames = cls(model, checkpoint), Renames.of(model, key_mapping, quantizer)
         by_pattern = {p: one for one in renames.converters for p in one.source_patterns}
         fused: dict[str, list[tuple[str, str]]] = {}
-        plain: dict[str, str] = {}
         for tensor in sorted(checkpoint.tensors, key=dot_natural_key):
             name, pattern = renames(tensor)
             if name not in renames.state:
@@ -96,33 +97,22 @@ class Names:
             out.first[tensor] = name
             if pattern is not None:
                 fused.setdefault(name, []).append((pattern, tensor))
-            elif name in plain:
-                out.refused[name] = f"{plain[name]} and {tensor} would both become it"
             else:
-                plain[name] = tensor
                 out._add(name, whole(checkpoint, tensor))
         for name, members in fused.items():
-            out._convert(model, checkpoint, by_pattern[members[0][0]], name, members)
+            out._convert(by_pattern[members[0][0]], name, members)
         out.transforms = [
             one for one in renames.transforms if getattr(one, "was_used", lambda: True)()
         ]
         return out
 
     def _add(self, name: str, source: Source) -> None:
-        if name in self.fill:
-            first, second = (s.rows[0].tensor for s in (self.fill[name], source))
-            self.refused[name] = f"{first} and {second} would both become it"
-        self.fill[name] = source
+        if (first := self.fill.setdefault(name, source)) is not source:
+            both = " and ".join(each.rows[0].tensor for each in (first, source))
+            self.refused[name] = f"{both} would both become it"
 
-    def _convert(
-        self,
-        model: Any,
-        checkpoint: Checkpoint,
-        converter: Any,
-        name: str,
-        members: Sequence[tuple[str, str]],
-    ) -> None:
-        """Run transformers' operations on row numbers to learn which rows they join."""
+    def _convert(self, converter: Any, name: str, members: Sequence[tuple[str, str]]) -> None:
+        """Find the rows of `members` (pattern, tensor) that a converter joins, by row numbers."""
         if any(map(_of_quantizer, converter.operations)):
             self.refused[name] = (
                 "transformers dequantises its parts to put them together: such experts are opened "
@@ -134,11 +124,11 @@ class Names:
             one = copy.deepcopy(converter)
             for index, (pattern, tensor) in enumerate(members):
                 one.add_tensor(name, tensor, pattern, number(numbered.ids(index)))
-            made = one.convert(name, model=Narrow(model), config=model.config)
+            made = one.convert(name, model=Narrow(self.model), config=self.model.config)
             return {new: ids[0] if isinstance(ids, list) else ids for new, ids in made.items()}
 
         try:
-            numbered = Numbered.of(checkpoint, [tensor for _, tensor in members])
+            numbered = Numbered.of(self.checkpoint, [tensor for _, tensor in members])
             made, again = convert(lambda ids: ids), convert(renumbered)
             if not all(torch.equal(renumbered(ids), again[new]) for new, ids in made.items()):
                 raise NotRowsError("the values change")
@@ -157,22 +147,21 @@ class Names:
         for new, source in sources.items():
             self._add(new, source)
 
-    def check(self, model: Any, checkpoint: Checkpoint, options: Options) -> None:
-        """Raise one StateDictMismatchError for all that does not match."""
-        strict = options.strict
-        state = model.state_dict(keep_vars=True)
-        known = [*self.fill, *self.refused]
-        filled = {id(state[name]) for name in known if name in state}
+    def check(self, options: Options) -> None:
+        """Raise one StateDictMismatchError for all mismatches that the options do not allow."""
+        path, strict = self.checkpoint.path, options.strict
+        state = self.model.state_dict(keep_vars=True)
+        filled = {id(state[name]) for name in (*self.fill, *self.refused) if name in state}
         info = SimpleNamespace(
             missing_keys={name for name, t in state.items() if id(t) not in filled},
             unexpected_keys={*self.unexpected.values(), *(n for n in self.fill if n not in state)},
         )
-        leave_out_what_is_ignored(model, info)
+        leave_out_what_is_ignored(self.model, info)
         missing = {id(t): name for name, t in reversed(state.items()) if name in info.missing_keys}
         unexpected = [t for t, name in self.unexpected.items() if name in info.unexpected_keys]
         unexpected += [n for n in self.fill if n not in state and n in info.unexpected_keys]
         if not missing:
-            unexpected = _of_the_body(model, checkpoint, unexpected)
+            unexpected = self._of_the_body(unexpected)
         shapes = [
             ShapeMismatch(name, tuple(state[name].shape), found)
             for name, source in self.fill.items()
@@ -183,33 +172,31 @@ class Names:
         tensors = loaded + len(unexpected) + len(shapes)
         if options.shapes == "skip":
             shapes = []
-        if problems or shapes or (strict and (missing or unexpected)):
+        refused = problems or (strict and (missing or unexpected))
+        if refused or shapes:
             raise StateDictMismatchError(
-                checkpoint.path,
+                path,
                 missing=sorted(missing.values()) if strict else (),
                 unexpected=unexpected if strict else (),
                 wrong_shape=shapes,
                 problems=problems,
-                suggestions=()
-                if problems or (strict and (missing or unexpected))
-                else skipping_shapes(loaded, left_out),
+                suggestions=() if refused else skipping_shapes(loaded, left_out),
             )
         if loaded:  # the load itself warns of nothing
-            warn_of_little(checkpoint.path, loaded, loaded + left_out, tensors)
+            warn_of_little(path, loaded, loaded + left_out, tensors)
 
+    def _of_the_body(self, unexpected: list[str]) -> list[str]:
+        """Return unexpected tensors, without a head's if the model is the body of the one stored.
 
-def _of_the_body(model: Any, checkpoint: Checkpoint, unexpected: list[str]) -> list[str]:
-    """Drop unexpected tensors of a head, if a model without one opens the checkpoint of a larger.
-
-    There the names of the body have a prefix that those of the head lack.
-    """
-    prefix = f"{model.base_model_prefix}."
-    is_body = bool(model.base_model_prefix) and model.base_model is model
-    if not is_body or not any(name.startswith(prefix) for name in checkpoint.tensors):
-        return unexpected
-    return [name for name in unexpected if name.startswith(prefix)]
+        In such a checkpoint the names of the body have a prefix that those of the head lack.
+        """
+        prefix = f"{self.model.base_model_prefix}."
+        is_body = bool(self.model.base_model_prefix) and self.model.base_model is self.model
+        if not is_body or not any(name.startswith(prefix) for name in self.checkpoint.tensors):
+            return unexpected
+        return [name for name in unexpected if name.startswith(prefix)]
 
 
 def whole(checkpoint: Checkpoint, tensor: str) -> Source:
-    """All of a tensor, unchanged."""
+    """Return a `Source` of all rows of a tensor, unchanged."""
     return Source((all_of(checkpoint.tensors[tensor]),), shape=model_shape(checkpoint, tensor))

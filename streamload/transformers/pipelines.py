@@ -1,4 +1,4 @@
-"""Pipelines and models of diffusers: `from_pretrained`, streamed under one budget.
+"""`from_pretrained` for pipelines and models of diffusers, streamed under one budget.
 
 diffusers and transformers build the models of a pipeline and load its other components (schedulers,
 tokenizers); streamload loads all models at once. Tried with diffusers 0.35.2, 0.36 and 0.42.
@@ -88,12 +88,12 @@ def from_pretrained(
 ) -> Any:
     """Load a pipeline of diffusers, all of its models streamed under one budget in bytes.
 
-    What comes back is what diffusers' own ``from_pretrained`` gives, on the device: equal images
-    for equal seeds. It fits as a whole, or nothing is read. Nothing is downloaded.
+    The pipeline equals that of diffusers' own ``from_pretrained``, on the device: equal images for
+    equal seeds. All models must fit before any data is read. Nothing is downloaded.
 
     Args:
         path: the root of a pipeline, with its ``model_index.json``; the folder of one of its
-            models, which comes back alone; or ``org/name`` in the local Hugging Face cache.
+            models, which is loaded alone; or ``org/name`` in the local Hugging Face cache.
         budget: most bytes on the device, of all models together, as in
             `streamload.load_state_dict`.
         device: "cuda:0", "cpu" or another of torch's; one for all. None: ``STREAMLOAD_DEVICE``,
@@ -101,16 +101,16 @@ def from_pretrained(
         dtype: a dtype or its name, "checkpoint", or patterns by component and name:
             ``{"vae.*": "float32", "*": "float16"}``; diffusers' ``{"vae": ..., "default": ...}`` is
             taken too. None: as each is stored (diffusers makes float32 of all), and bfloat16
-            becomes float16 where a device does not compute in it. What diffusers and transformers
-            keep in float32 in a 16-bit model stays so, except under "checkpoint".
+            becomes float16 where a device does not compute in it. Weights that diffusers and
+            transformers keep in float32 in a 16-bit model stay so, except under "checkpoint".
         pipeline_class: a class of diffusers; None takes the one that ``model_index.json`` names.
-        variant: "fp16" for the files with that in their names; a model without such files comes
+        variant: "fp16" for files with that in their names; a model without such files is loaded
             from its plain ones.
         revision: of ``org/name``: a branch, a tag or a commit.
         subfolder: the folder in ``path`` to take.
-        components: what to use in place of components, or None for none. They are taken as
-            arguments too: ``safety_checker=None``, ``vae=...``; so is what the class of the
-            pipeline takes.
+        components: objects to use in place of components, or None to leave one out. They are taken
+            as arguments too: ``safety_checker=None``, ``vae=...``; so are the arguments of the
+            pipeline's class.
         reserve: bytes, or a size, that stay free on the device: for activations.
         **options: see `PipelineOptions`.
 
@@ -119,7 +119,7 @@ def from_pretrained(
 
     Raises:
         CheckpointError: there is no pipeline, or a model of it is neither of diffusers nor of
-            transformers, is quantised, or invalid.
+            transformers, is quantized, or invalid.
         StateDictMismatchError: names or shapes do not match; before any data is loaded.
         PlanInfeasibleError: it does not fit; before any data is read or memory allocated.
         ValueError: an argument is invalid.
@@ -169,7 +169,7 @@ def from_pretrained(
 def _check_names(folder: Path, given: Mapping[str, Any], place: Mapping[str, Any]) -> None:
     """Raise ValueError for an option of other loads among the components in `given`.
 
-    It names the call to write, with the options in `place`.
+    The message has the call to write, with the options in `place`.
     """
     written = [f"{name}={value!r}" for name, value in place.items() if type(value) in (str, int)]
     for name, value in given.items():
@@ -185,7 +185,7 @@ def _check_names(folder: Path, given: Mapping[str, Any], place: Mapping[str, Any
 
 
 def _alone(folder: Path, given: Mapping[str, Any], fits: bool, arguments: str) -> str:
-    """The calls that load (if it fits) or offload the largest model alone, and pass it."""
+    """Return source text that loads (or offloads) a pipeline's largest model and passes it."""
     models = {
         name: (sum(file.stat().st_size for file in where.iterdir()), where, found)
         for name, (found, where) in _classes(folder, given).items()
@@ -208,7 +208,7 @@ def _alone(folder: Path, given: Mapping[str, Any], fits: bool, arguments: str) -
 
 
 def _classes(folder: Path, given: Mapping[str, Any]) -> dict[str, tuple[Any, Path]]:
-    """The class and the folder of each model in a pipeline, or of the one model in a folder."""
+    """Return the class and the folder of each model in a pipeline, or of the one in a folder."""
     path = folder / _PIPELINE
     if not path.is_file():
         config = folder / "config.json"
@@ -243,7 +243,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _class(library: str, name: str) -> Any:
-    """A class of a library, or of a pipeline of diffusers."""
+    """Return a class of a package, or of a module of diffusers.pipelines; None if there is none."""
     for module in (library, f"diffusers.pipelines.{library}"):
         with suppress(ImportError, AttributeError):
             return getattr(importlib.import_module(module), name)
@@ -257,12 +257,12 @@ def _has(variant: str, folder: Path) -> bool:
 def _dtypes(
     dtype: Any, checkpoints: Mapping[str, Checkpoint], given: Mapping[str, Any], *, alone: bool
 ) -> Mapping[str, Any]:
-    """The dtypes of each model, by pattern of its own names; components in `given` have none.
+    """Split a pipeline's ``dtype=`` into one for each model, by pattern of its tensors' names.
 
     Args:
         dtype: as in `from_pretrained`.
         checkpoints: by model.
-        given: components that are not loaded.
+        given: components that are not loaded; patterns for them are ignored.
         alone: patterns do not begin with the model's name.
 
     Raises:
@@ -288,7 +288,7 @@ def _dtypes(
 
 
 def _inside(pattern: str, prefix: str) -> str:
-    """The rest of a pattern after a prefix of names; "" if it matches none of them."""
+    """Return a dtype pattern without a model's prefix; "" if it matches no name of that model."""
     literal = re.split(r"[*?[]", pattern, maxsplit=1)[0]
     if literal.startswith(prefix):
         return pattern.removeprefix(prefix)
@@ -298,16 +298,16 @@ def _inside(pattern: str, prefix: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Diffused:
-    """A model of diffusers with parameters on the meta device, and their sources."""
+    """A model of diffusers on the meta device, matched to a checkpoint; see `Prepared`."""
 
     model: Any
     checkpoint: Checkpoint
     fill: Mapping[str, Source]
-    asked: Any
+    asked: Any  # the caller's ``dtype=`` for this model
 
     @classmethod
     def of(cls, model_class: Any, checkpoint: Checkpoint, folder: Path, asked: Any) -> _Diffused:
-        """Build and match it as diffusers does; reads headers only."""
+        """Build and match a model as diffusers does; reads headers only."""
         config = model_class.load_config(str(folder), local_files_only=True)
         if config.get("quantization_config") is not None:
             raise CheckpointError(folder, "the checkpoint is quantised: diffusers alone loads it")
@@ -337,8 +337,8 @@ class _Diffused:
         model.register_to_config(_name_or_path=str(folder))
         return cls(model, checkpoint, fill, asked)
 
-    def rules(self) -> DTypeArgument:
-        """Dtypes by pattern."""
+    def rules(self) -> dict[str, Any]:
+        """Return the dtypes of the load, by pattern of the checkpoint's names."""
         given, rest = split_rules(self.asked, None)
         if rest == "checkpoint":
             return {**given, "*": rest}
@@ -352,18 +352,18 @@ class _Diffused:
         return out if rest is None else {**out, "*": rest}
 
     def beside_nbytes(self, devices: Devices) -> int:
-        """Bytes of buffers that the checkpoint lacks."""
+        """Return the bytes of the buffers that the model computes and the checkpoint lacks."""
         return sum(buffer.nbytes for name, buffer in self._computed())
 
     def _computed(self) -> Iterator[tuple[str, Any]]:
         return (pair for pair in self.model.named_buffers() if pair[0] not in self.fill)
 
     def untied(self) -> bool:
-        """Models of diffusers have no tied weights."""
+        """Return False: models of diffusers have no tied weights."""
         return False
 
     def finish(self, report: LoadReport) -> None:
-        """Move computed buffers to the device, and make the model ready for use."""
+        """Move buffers that the model computes to the device; set evaluation mode and report."""
         device = torch.device(report.plan.devices[0].device)
         for name, buffer in list(self._computed()):
             module, _, leaf = name.rpartition(".")
@@ -380,7 +380,7 @@ def _part(
     devices: Devices,
     options: PipelineOptions,
 ) -> _Diffused | Prepared:
-    """Build and match one model on the meta device."""
+    """Build one model of a pipeline on the meta device, and match it to its checkpoint."""
     if issubclass(model_class, diffusers.ModelMixin):
         return _Diffused.of(model_class, checkpoint, folder, asked)
     stored: Counter[str] = Counter()
@@ -405,7 +405,7 @@ def _load(
     devices: Devices,
     options: PipelineOptions,
 ) -> LoadReport:
-    """Load all models as one, from one checkpoint with their names as prefixes."""
+    """Load all models as one, with component names as prefixes, under one budget."""
     checkpoint = _joined(folder, parts)
     model = torch.nn.ModuleDict({name: part.model for name, part in parts.items()})
 
@@ -413,9 +413,7 @@ def _load(
         rules: dict[str, Any] = {}
         fill: dict[str, Source] = {}
         for name, part in parts.items():
-            own = part.rules()
-            named = own if isinstance(own, Mapping) else {"*": own} if own is not None else {}
-            rules |= {f"{name}.{pattern}": dtype for pattern, dtype in named.items()}
+            rules |= {f"{name}.{pattern}": dtype for pattern, dtype in part.rules().items()}
             fill |= {f"{name}.{key}": _below(name, source) for key, source in part.fill.items()}
         beside_nbytes = sum(part.beside_nbytes(devices) for part in parts.values())
         try:

@@ -31,23 +31,18 @@ _FEWEST_MARKED = 16  # bools and the like whose mark is a pattern: fewer may hav
 _SEED = 0x5EED
 
 
-def untie(
-    model: Any,
-    checkpoint: Checkpoint,
-    names: Names,
-    alike: Callable[[Checkpoint, Source, Source], bool],
-) -> bool:
-    """Untie weights that the checkpoint stores twice and that differ; whether there were any.
+def untie(names: Names, alike: Callable[[Checkpoint, Source, Source], bool]) -> bool:
+    """Untie weights that the checkpoint stores twice and that differ; return whether any did.
 
-    So does transformers. Equal weights are loaded once.
+    So does transformers. Weights for which `alike` returns True stay tied, and load once.
     """
-    found = False
-    for target, source in list(model.all_tied_weights_keys.items()):
-        if target not in names.fill or source not in names.fill:
-            continue
-        if alike(checkpoint, names.fill[target], names.fill[source]):
-            continue
-        found = True
+    model, checkpoint, fill = names.model, names.checkpoint, names.fill
+    different = [
+        (target, source)
+        for target, source in model.all_tied_weights_keys.items()
+        if target in fill and source in fill and not alike(checkpoint, fill[target], fill[source])
+    ]
+    for target, source in different:
         _log.warning(
             "%s: %s and %s are stored with different values: they are not tied, though "
             "config.json says so",
@@ -60,20 +55,21 @@ def untie(
         old = getattr(module, leaf)
         setattr(module, leaf, nn.Parameter(torch.empty_like(old), requires_grad=old.requires_grad))
         del model.all_tied_weights_keys[target]
-    return found
+    return bool(different)
 
 
 def stored_alike(checkpoint: Checkpoint, a: Source, b: Source) -> bool:
-    """Whether two sources have the same dtype and shape; reads no data."""
+    """Return whether two tied weights may be equal: dtype and shape are; reads no data."""
     one, other = (checkpoint.tensors[source.rows[0].tensor].dtype for source in (a, b))
     return a.shape == b.shape and one is other
 
 
-def beside_nbytes(model: Any, names: Names, devices: Devices) -> int:
-    """Bytes of a model's tensors that the checkpoint does not fill: missing, or of another shape.
+def beside_nbytes(names: Names, devices: Devices) -> int:
+    """Return the bytes of a model's tensors that the checkpoint lacks or has in another shape.
 
     Each device counts all of them, since their places are not known yet.
     """
+    model = names.model
     state = model.state_dict(keep_vars=True)
     filled = {
         id(state[name])
@@ -88,10 +84,10 @@ def beside_nbytes(model: Any, names: Names, devices: Devices) -> int:
 
 
 def initialise_the_rest(model: Any, checkpoint: Checkpoint, report: LoadReport) -> None:
-    """Let transformers compute what the checkpoint lacks, on the devices of its modules.
+    """Let transformers compute tensors that the checkpoint lacks, on the devices of their modules.
 
     Raises:
-        StateDictMismatchError: something has no values after that.
+        StateDictMismatchError: a tensor has no values after that.
     """
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the old one: its id stays taken
     for prefix, module in model.named_modules():
@@ -123,7 +119,7 @@ def initialise_the_rest(model: Any, checkpoint: Checkpoint, report: LoadReport) 
 
 
 def _on(device: torch.device, old: torch.Tensor) -> torch.Tensor:
-    """A tensor on a device; one from the meta device gets the marks of `_marked`."""
+    """Return a tensor on a device; one from the meta device is filled with the mark for unset."""
     if old.device.type == "meta":
         new = torch.empty_like(old, device=device, memory_format=torch.contiguous_format)
         for block, mark in _marked(new):
@@ -134,19 +130,19 @@ def _on(device: torch.device, old: torch.Tensor) -> torch.Tensor:
 
 
 def _is_unset(tensor: torch.Tensor) -> bool:
-    """Whether each byte of a tensor is still that of its mark."""
+    """Return whether transformers left a tensor as it is, with its mark in every byte."""
     if not tensor.numel() or (not _has_mark(tensor.dtype) and tensor.numel() < _FEWEST_MARKED):
         return False
     return all(torch.equal(block, mark) for block, mark in _marked(tensor))
 
 
 def _has_mark(dtype: torch.dtype) -> bool:
-    """Whether a dtype has a value that no model computes: bytes of 128."""
+    """Return whether bytes of 128 can mark tensors of a dtype: no model computes that value."""
     return dtype.itemsize > 1 or dtype is torch.int8
 
 
 def _marked(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The bytes of a contiguous tensor in blocks, each with the bytes that mark it as unset.
+    """Yield the bytes of a contiguous tensor in blocks, each with the bytes that mark it as unset.
 
     These are one unlikely value, or a random pattern; for a few elements of other dtypes, zeros.
     """
@@ -168,7 +164,7 @@ def _marked(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
 def device_of(name: str, report: LoadReport) -> str | int:
-    """The device of the innermost loaded module around a tensor, else the first device."""
+    """Return the device for a tensor that the load did not fill: that of the module around it."""
     parts = name.split(".")
     around = (".".join(parts[:count]) for count in range(len(parts), -1, -1))
     places = report.device_map
@@ -176,13 +172,11 @@ def device_of(name: str, report: LoadReport) -> str | int:
     return next(known, report.plan.devices[0].device)
 
 
-def finish(
-    model: Any, checkpoint: Checkpoint, names: Names, report: LoadReport, wanted: Wanted
-) -> None:
+def finish(names: Names, report: LoadReport, wanted: Wanted) -> None:
     """Make a loaded model ready for use, as transformers' own ``from_pretrained`` does."""
+    model, folder = names.model, folder_of(names.checkpoint)
     model._weight_conversions = names.transforms  # `save_pretrained` goes back by them
     model.eval()
-    folder = folder_of(checkpoint)
     # before transformers 5 wrote a file of their own, generation settings were in config.json
     known = any((folder / name).is_file() for name in ("generation_config.json", "config.json"))
     if known and model.can_generate() and hasattr(model, "adjust_generation_fn"):

@@ -1,4 +1,7 @@
-"""Find the rows that an operation of transformers joins, by running it on row numbers."""
+"""Find the rows of tensors that an operation of transformers joins, by running it on row numbers.
+
+Fused weights then stream row by row from the file, without running the operation on values.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ COLUMNS = 4
 
 
 class NotRowsError(ValueError):
-    """The result does not consist of whole rows."""
+    """The result of an operation does not consist of whole rows of its inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """Tensors to join, with a number for each row: each stretch along the last axis.
+    """Tensors to join, with a number for each row (line along the last axis) in place of values.
 
     ``columns`` numbers represent a row, to notice operations that split, reorder or change it.
     """
@@ -40,17 +43,18 @@ class Numbered:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, tensors: Sequence[str]) -> Numbered:
-        """Number the rows; raises NotRowsError if they have several lengths."""
+        """Number the rows of tensors; raises NotRowsError if rows have several lengths."""
         shapes = tuple(checkpoint.tensors[tensor].shape for tensor in tensors)
         lengths = {shape[-1] if len(shape) > 1 else 1 for shape in shapes}
         length = lengths.pop()
         if lengths or not all(map(math.prod, shapes)):
             raise NotRowsError("rows are empty, or of different lengths")
-        bases = tuple(accumulate(map(_row_count, shapes), initial=0))
+        counts = (math.prod(shape[:-1] if len(shape) > 1 else shape) for shape in shapes)
+        bases = tuple(accumulate(counts, initial=0))
         return cls(tuple(tensors), shapes, bases, min(COLUMNS, length), length)
 
     def ids(self, index: int) -> torch.Tensor:
-        """The numbers of a tensor, in its shape but for the last of several axes."""
+        """Return a tensor's numbers, in its shape but for the last of several axes."""
         shape = self.shapes[index]
         start, stop = (base * self.columns for base in self.bases[index : index + 2])
         small = self.bases[-1] * self.columns < 2**29  # the other numbers fit too
@@ -59,7 +63,7 @@ class Numbered:
         return numbers.view(*shape[:-1], self.columns) if len(shape) > 1 else numbers.view(shape)
 
     def source(self, ids: torch.Tensor) -> Source:
-        """The rows of a result; raises NotRowsError if it is not whole rows of the first axis."""
+        """Return the rows in a result; NotRowsError if it is not whole rows of the first axis."""
         if ids.dtype not in (torch.int32, torch.int64):
             raise NotRowsError("the dtype changes")
         shape = tuple(ids.shape)
@@ -74,7 +78,7 @@ class Numbered:
         return Source(tuple(self._ranges(first // self.columns)), shape=shape)
 
     def _ranges(self, numbers: np.ndarray[Any, Any]) -> Iterator[RowRange]:
-        """Runs of consecutive numbers as ranges along the first axes of the tensors."""
+        """Yield runs of consecutive row numbers as ranges along the tensors' first axes."""
         breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
         for run in np.split(numbers, breaks):
             start, stop = int(run[0]), int(run[-1]) + 1
@@ -90,22 +94,18 @@ class Numbered:
 
 
 def renumbered(ids: torch.Tensor) -> torch.Tensor:
-    """Other numbers for the same rows, to notice operations that compute with values."""
+    """Return other numbers for the same rows, to notice operations that compute with values."""
     return ids * -3 - 7
 
 
-def _row_count(shape: tuple[int, ...]) -> int:
-    return math.prod(shape[:-1] if len(shape) > 1 else shape)
-
-
 class Narrow:
-    """A model whose parameters have the width of numbered rows."""
+    """A model with parameters as narrow as numbered rows, for operations that ask for shapes."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        """A narrow parameter on the meta device."""
+        """Return an empty stand-in for a parameter, with at most `COLUMNS` columns."""
         shape = tuple(self._model.get_parameter(name).shape)
         narrow = (*shape[:-1], min(COLUMNS, shape[-1])) if len(shape) > 1 else shape
         return torch.empty(narrow, device="meta")

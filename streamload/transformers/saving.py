@@ -1,7 +1,7 @@
-"""Save models whose modules hold quantized weights, and count their parameters.
+"""Save models with quantized weights in modules of streamload, and count their parameters.
 
-The weights are buffers of streamload's modules. As these do, a model gets a subclass of its class:
-it counts the buffers, and writes the ``quantization_config`` that opens them again.
+Such weights ("codes") are buffers. A model that holds some gets a subclass of its class, which
+counts the buffers and writes the ``quantization_config`` that opens them again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from streamload.transformers.internals import (
     should_convert_module,
 )
 
-#: The method of layouts for which transformers has no modules.
+#: The "quant_method" of layouts for which transformers has no modules.
 METHOD = "streamload"
 _FORMATS = "formats"
 _BITSANDBYTES, _COMPRESSED = "bitsandbytes", "compressed-tensors"
@@ -41,21 +41,21 @@ _WEIGHT = ".weight"
 
 
 class CodedConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """The ``quantization_config`` of a model."""
+    """A model's ``quantization_config`` with any entries, as attributes."""
 
-    def __init__(self, **said: Any) -> None:
-        """Take all entries."""
-        self.__dict__.update(said)
+    def __init__(self, **entries: Any) -> None:
+        """Set the entries as attributes."""
+        self.__dict__.update(entries)
 
 
 class CodedQuantizer(HfQuantizer):  # type: ignore[misc]
-    """The quantizer of models whose weights are codes in modules of streamload."""
+    """transformers' `HfQuantizer` for models with quantized weights in modules of streamload."""
 
     is_trainable = True  # by adapters
     is_qat_trainable = True  # without adapters: what is not quantized
 
     def is_serializable(self) -> bool:
-        """True: `CodedModel.save_pretrained` raises for models that it cannot save."""
+        """Return True; `CodedModel.save_pretrained` raises for models that it cannot save."""
         return True
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
@@ -66,11 +66,9 @@ class CodedQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def as_coded(model: Any, quantizer: Any = None) -> None:
-    """Let a loaded model, and those in it, count and save the codes that their modules hold.
+    """Let a loaded model, and those in it, count and save quantized weights of streamload.
 
-    Args:
-        model: any loaded model.
-        quantizer: of the library whose modules hold its other weights, if any.
+    `quantizer` is that of the library whose modules hold the other weights, if any.
     """
     if not _holds_codes(model):
         return
@@ -92,25 +90,25 @@ def _holds_codes(model: nn.Module) -> bool:
 
 
 class CodedModel:
-    """The base of models whose modules hold codes."""
+    """The base of models with quantized weights in modules of streamload; see `as_coded`."""
 
     saves_codes = True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle and copy by the model's own class; a load makes this one."""
+        """Pickle and copy by the model's own class; unpickling derives the subclass anew."""
         return _empty, (type(self).__bases__[1],), self.__dict__
 
     def num_parameters(
         self: Any, only_trainable: bool = False, exclude_embeddings: bool = False
     ) -> int:
-        """Count parameters, quantized ones too; see transformers."""
+        """Return the number of parameters, quantized ones included; see transformers."""
         found = int(super().num_parameters(only_trainable, exclude_embeddings))  # type: ignore[misc]
         weights = () if only_trainable else _named(self)
         numels = {id(m._buffers[leaf]): math.prod(said.shape) for _, m, leaf, said in weights}
         return found + sum(numels.values())
 
     def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
-        """Count bytes, those of codes as parameters; see transformers."""
+        """Return the model's bytes, with quantized weights as parameters; see transformers."""
         found = int(super().get_memory_footprint(return_buffers))  # type: ignore[misc]
         if return_buffers:
             return found
@@ -122,7 +120,7 @@ class CodedModel:
         return found + int(sum(nbytes.values()))
 
     def get_expanded_tied_weights_keys(self: Any, all_submodels: bool = False) -> dict[str, str]:
-        """Tied weights by name; see transformers. The parts of codes are shared with them."""
+        """Return tied weights by name, without their scales and the like; see transformers."""
         found: dict[str, str] = super().get_expanded_tied_weights_keys(all_submodels)  # type: ignore[misc]
         beside = {
             name.removesuffix(leaf) + part
@@ -132,20 +130,19 @@ class CodedModel:
         return {name: source for name, source in found.items() if name not in beside}
 
     def half(self: Any, *_: Any) -> Any:
-        """Cast floats, and the dtype to which codes are decoded."""
+        """Cast floats, and the dtype to which quantized weights are decoded, to float16."""
         return nn.Module.half(self)
 
     def float(self: Any, *_: Any) -> Any:
-        """Cast floats, and the dtype to which codes are decoded."""
+        """Cast floats, and the dtype to which quantized weights are decoded, to float32."""
         return nn.Module.float(self)
 
     def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:
-        """Decode all weights; see transformers."""
-        if not isinstance(self.hf_quantizer, CodedQuantizer):
-            return super().dequantize(dtype)  # type: ignore[misc]
+        """Decode all weights, and return the model with its own class; see transformers."""
+        ours = isinstance(self.hf_quantizer, CodedQuantizer)
         found = super().dequantize(dtype)  # type: ignore[misc]
         for each in self.modules():
-            if isinstance(each, CodedModel):
+            if ours and isinstance(each, CodedModel):
                 if "hf_quantizer" in each.__dict__:
                     del each.hf_quantizer
                 each.__dict__["is_quantized"] = False
@@ -153,7 +150,7 @@ class CodedModel:
         return found
 
     def save_pretrained(self: Any, *args: Any, **named: Any) -> None:
-        """Save it with the ``quantization_config`` that opens it; see transformers.
+        """Save the model with the ``quantization_config`` that opens it; see transformers.
 
         Raises:
             ValueError: nothing opens such weights, or ``state_dict`` lacks a part of one.
@@ -173,28 +170,29 @@ class CodedModel:
         said, state = layout(self, state)
         before = getattr(self.config, "quantization_config", None)
         quantizer, self.hf_quantizer = self.hf_quantizer, None  # which would drop the state
-        self.config.quantization_config = said
-        if said is None:
-            del self.config.quantization_config
-        elif said.quant_method == METHOD:
+        _set_config(self.config, said)
+        if said is not None and said.quant_method == METHOD:
             given.arguments["save_original_format"] = False
         given.arguments["state_dict"] = state
         try:
             own(*given.args, **given.kwargs)
         finally:
             self.hf_quantizer = quantizer
-            if before is not None:
-                self.config.quantization_config = before
-            elif said is not None:
-                del self.config.quantization_config
+            _set_config(self.config, before)
+
+
+def _set_config(config: Any, said: Any) -> None:
+    """Set a model configuration's ``quantization_config``; None removes it."""
+    config.quantization_config = said
+    if said is None:
+        del config.quantization_config
 
 
 @cache
 def _class_of(own: Any) -> type[Any]:
-    """The subclass for models of a class."""
+    """Return the subclass of `CodedModel` for models of a class, with its name and signatures."""
     if issubclass(own, CodedModel):
-        known: type[Any] = own
-        return known
+        return cast(type[Any], own)
     names = ("__module__", "__qualname__", "__doc__")
     entries: dict[str, Any] = {name: getattr(own, name) for name in names}
     for name in ("save_pretrained", "num_parameters", "get_memory_footprint", "dequantize"):
@@ -203,7 +201,7 @@ def _class_of(own: Any) -> type[Any]:
 
 
 def _like(own: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """A method with the signature and docstring of another."""
+    """Return a method that calls `ours`, with the signature and docstring of `own`."""
 
     @functools.wraps(own)
     def method(self: Any, *args: Any, **named: Any) -> Any:
@@ -213,18 +211,16 @@ def _like(own: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., An
 
 
 def _empty(own: Any) -> Any:
-    """A model without state, for pickle."""
+    """Return a model of the subclass for `own`, without state; pickle fills it."""
     return object.__new__(_class_of(own))
 
 
 def _named(
     model: nn.Module, *, shared: bool = False
 ) -> Iterator[tuple[str, Any, str, CodedWeight]]:
-    """Each weight in codes: its name, its module, and its name there.
+    """Yield each quantized weight: its name, its module, its name there, and its layout.
 
-    Args:
-        model: any model.
-        shared: list a module under each of its names.
+    If `shared`, a module is listed under each of its names.
     """
     for prefix, module in model.named_modules(remove_duplicate=not shared):
         for leaf, said in getattr(module, CODED, {}).items():
@@ -232,9 +228,9 @@ def _named(
 
 
 def layout(model: Any, state: Mapping[str, Any]) -> tuple[CodedConfig | None, dict[str, Any]]:
-    """The ``quantization_config`` of a state, and the state with shared weights once.
+    """Return the ``quantization_config`` of a state dict, and it with shared weights listed once.
 
-    None if the state has no codes; raises ValueError if it lacks a part of a weight.
+    None if no weight is quantized; raises ValueError if `state` lacks a part of one.
     """
     state = dict(state)
     coded: dict[str, CodedWeight] = {}
@@ -263,10 +259,10 @@ def layout(model: Any, state: Mapping[str, Any]) -> tuple[CodedConfig | None, di
 
 
 def config_of(model: Any, coded: Mapping[str, CodedWeight]) -> CodedConfig:
-    """The configuration that opens these weights of a model.
+    """Return the ``quantization_config`` that opens these quantized weights of a model.
 
-    A quantizer of transformers opens it if it has modules for exactly these weights and finds them
-    by their names; else streamload alone does.
+    It is that of a quantizer of transformers, if this has modules for exactly these weights and
+    finds them by their names; else that of streamload.
     """
     left = left_by_theirs(model, coded)
     if left is not None and _come_back(model, coded):
@@ -276,7 +272,7 @@ def config_of(model: Any, coded: Mapping[str, CodedWeight]) -> CodedConfig:
 
 
 def own_config(coded: Mapping[str, CodedWeight]) -> dict[str, Any]:
-    """The configuration that streamload alone opens; `coded` has a checkpoint's names."""
+    """Return the configuration that streamload alone opens; `coded` has a checkpoint's names."""
     by_format: dict[str, list[str]] = {}
     for name, each in coded.items():
         by_format.setdefault(each.format, []).append(name)
@@ -284,15 +280,15 @@ def own_config(coded: Mapping[str, CodedWeight]) -> dict[str, Any]:
 
 
 def would_be_floats(coded: Iterable[CodedWeight]) -> bool:
-    """Whether transformers would take all codes for floats.
+    """Return whether transformers would load all quantized values as floats.
 
-    It skips unknown quantization_configs, and refuses tensors of another shape.
+    It ignores a quantization_config that it does not know, and refuses tensors of another shape.
     """
     return all(each.made.parts[0].shape == each.stored_shape for each in coded)
 
 
 def left_by_theirs(model: Any, coded: Mapping[str, CodedWeight]) -> list[str] | None:
-    """The modules that a quantizer of transformers must skip to open exactly these weights.
+    """Return the modules that transformers' quantizer must skip to open exactly these weights.
 
     None if it cannot. The names are the model's, which may be on the meta device.
     """
@@ -320,12 +316,12 @@ def left_by_theirs(model: Any, coded: Mapping[str, CodedWeight]) -> list[str] | 
 
 
 def _held(module: nn.Module) -> Any:
-    """The weight of a module, or its codes."""
+    """Return the tensor "weight" of a module: a parameter, or quantized values in a buffer."""
     return module._parameters.get("weight", module._buffers.get("weight"))
 
 
 def _puts_together(model: Any) -> bool:
-    """Whether transformers fuses several tensors of a checkpoint."""
+    """Return whether transformers fuses tensors of the model's checkpoints into one parameter."""
     state = model.state_dict()
     return any(
         re.search(pattern, name)
@@ -337,13 +333,13 @@ def _puts_together(model: Any) -> bool:
 
 
 def _is_product(module: nn.Module) -> bool:
-    """Whether transformers' quantizers replace a module: torch's Linear, or a Conv1D."""
+    """Return whether transformers' quantizers replace a module: torch's Linear, or a Conv1D."""
     own = type(module).__bases__[1] if isinstance(module, Coded) else type(module)
     return own is nn.Linear or own is Conv1D
 
 
 def _come_back(model: Any, coded: Mapping[str, CodedWeight]) -> bool:
-    """Whether the parts of weights stay together when transformers restores names of files."""
+    """Return whether a weight's parts still match by name in files that transformers writes."""
     parts = {
         name: [name.removesuffix("weight") + part for part in said.names("weight")]
         for name, said in coded.items()
@@ -362,7 +358,7 @@ def _come_back(model: Any, coded: Mapping[str, CodedWeight]) -> bool:
 
 
 def formats_of(said: Mapping[str, Any]) -> dict[str, str]:
-    """The formats by weight in streamload's own configuration; ValueError if it is invalid."""
+    """Return the formats by weight in streamload's own configuration; ValueError if invalid."""
     listed = said.get(_FORMATS)
     if not isinstance(listed, Mapping) or not listed:
         raise ValueError(f"quantization_config has no {_FORMATS}")

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,31 +21,31 @@ from streamload.devices.torch.tensors import STREAMED
 from streamload.offloading.torch_lent import is_lent, weight_of
 from streamload.offloading.torch_modules import StreamedParameter
 
-_MADE = "_streamload_made"  # on a module that makes its weight for each call: a `_Made`
+_MADE = "_streamload_made"  # on a module that builds its weight for each call: a `_Parts`
 
 
 class Maker(ABC):
-    """Builds the weight of a module from its parts."""
+    """Builds the weight of a quantized module from its parts: values, scales and tables."""
 
     @abstractmethod
     def make(self, module: Any, parts: dict[str, torch.Tensor]) -> nn.Parameter:
-        """Build a parameter over the parts, which have their names in the module."""
+        """Return a parameter over the parts, which have their names in the module; no copies."""
 
     def forget(self, module: Any) -> None:  # noqa: B027
-        """Drop references to the parts that the module keeps outside of its parameter."""
+        """Drop a module's references to parts outside of its parameter."""
 
     def watch(self, module: Any) -> None:  # noqa: B027
-        """Protect the parts of a module that keeps its weight from changes by calls."""
+        """Keep calls of a module from changing the stored parts of a weight that is built once."""
 
 
 class FourBit(Maker):
-    """A weight of bitsandbytes' `Linear4bit`."""
+    """Builds the weight of bitsandbytes' `Linear4bit`."""
 
     def __init__(self) -> None:
         self._state: Any = None  # without the parts; to read it from these waits for the device
 
     def make(self, module: Any, parts: dict[str, torch.Tensor]) -> nn.Parameter:
-        """See `Maker`."""
+        """Return bitsandbytes' `Params4bit` over the stored values, scales and tables."""
         from bitsandbytes.nn import Params4bit
 
         weight = parts.pop("weight")
@@ -76,18 +75,18 @@ class FourBit(Maker):
         return made
 
     def forget(self, module: Any) -> None:
-        """See `Maker`."""
+        """Drop the module's reference to the scales and tables."""
         module.quant_state = None
 
     def watch(self, module: Any) -> None:
-        """See `Maker`."""
+        """Let readers other than the module see the stored values after they are repacked."""
         from streamload.transformers.quantizers import repacked
 
         repacked.watch(module)
 
 
 def _with_parts(state: Any, parts: Mapping[str, Any]) -> Any:
-    """A copy of a quantization state with other tensors."""
+    """Return a copy of bitsandbytes' ``QuantState`` with the tensors in `parts`."""
     state = copy.copy(state)
     state.absmax, state.code = parts["absmax"], parts["quant_map"]
     if state.nested:
@@ -98,10 +97,10 @@ def _with_parts(state: Any, parts: Mapping[str, Any]) -> Any:
 
 
 class EightBit(Maker):
-    """A weight of bitsandbytes' `Linear8bitLt`."""
+    """Builds the weight of bitsandbytes' `Linear8bitLt`."""
 
     def make(self, module: Any, parts: dict[str, torch.Tensor]) -> nn.Parameter:
-        """See `Maker`."""
+        """Return bitsandbytes' `Int8Params` over the stored values and scales."""
         from bitsandbytes.nn import Int8Params
 
         made: nn.Parameter = Int8Params(
@@ -114,15 +113,15 @@ class EightBit(Maker):
         return made
 
     def forget(self, module: Any) -> None:
-        """See `Maker`."""
+        """Drop the module's references to the values and scales."""
         module.state.CB = module.state.SCB = None
 
 
 class TorchAo(Maker):
-    """A tensor of a class of torchao, built by transformers' own function."""
+    """Builds a weight of one of torchao's tensor classes, by transformers' own function."""
 
     def __init__(self, quantizer: Any, name: str) -> None:
-        """Take the quantizer, and the name of the weight in the model."""
+        """Take transformers' quantizer, and the name of the weight in the model."""
         said = {name: quantizer.metadata.get(name), "tensor_names": f'["{name}"]'}
         self._name = name
         self._quantizer = SimpleNamespace(  # with one weight: each call iterates over all
@@ -130,7 +129,7 @@ class TorchAo(Maker):
         )
 
     def make(self, module: Any, parts: dict[str, torch.Tensor]) -> nn.Parameter:
-        """See `Maker`."""
+        """Return a parameter that holds torchao's tensor over the stored tensors."""
         from transformers.integrations.torchao import TorchAoDeserialize
 
         made = TorchAoDeserialize(self._quantizer).convert(
@@ -142,37 +141,33 @@ class TorchAo(Maker):
         return nn.Parameter(made[self._name], requires_grad=False)
 
 
-class _Made:
-    """A weight that each call builds."""
+class _Parts(NamedTuple):
+    """How a module builds its weight: the weight's name, its buffers' names, the builder."""
 
-    def __init__(self, leaf: str, keys: Sequence[str], maker: Maker) -> None:
-        self._leaf, self._keys, self._maker = leaf, keys, maker
-
-    @contextmanager
-    def there(self, module: nn.Module) -> Iterator[None]:
-        """Give a module its weight."""
-        before = dict(module._parameters)
-        parts = {key: module._buffers.pop(key) for key in self._keys}
-        try:
-            for key, value in before.items():
-                if value is not None and is_lent(value):  # a bias, to which a library gives a dtype
-                    module._parameters[key] = weight_of(value.detach())
-            module._parameters[self._leaf] = self._maker.make(module, parts.copy())
-            yield
-        finally:
-            module._parameters.clear()
-            module._parameters.update(before)
-            module._buffers.update(parts)
-            self._maker.forget(module)
+    leaf: str
+    keys: Sequence[str]
+    maker: Maker
 
 
 class _OfParts:
-    """The base of modules that build their weight for each call."""
+    """The base of modules whose weight streams in parts: each call builds and drops the weight."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute as the library does."""
-        with getattr(self, _MADE).there(self):
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Build the weight, call the library's ``forward``, and put the parts back."""
+        leaf, keys, maker = getattr(self, _MADE)
+        before = dict(self._parameters)
+        parts = {key: self._buffers.pop(key) for key in keys}
+        try:
+            for key, value in before.items():
+                if value is not None and is_lent(value):  # a bias, to which a library gives a dtype
+                    self._parameters[key] = weight_of(value.detach())
+            self._parameters[leaf] = maker.make(self, parts.copy())
             return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._parameters.clear()
+            self._parameters.update(before)
+            self._buffers.update(parts)
+            maker.forget(self)
 
 
 @cache
@@ -188,15 +183,15 @@ def put_together(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> None:
-    """Build a module's weight from its buffers `keys`, for each call if these stream; no copy.
+    """Build a module's quantized weight from its parts, once, or for each call if they stream.
 
     Args:
-        module: it holds the parts as buffers.
+        module: holds the parts as buffers; these move into the weight without copies.
         name: of the weight in the model.
-        keys: of the parts in the module.
-        maker: builds it.
+        keys: names of the buffers.
+        maker: builds the weight.
         shape: of the weight before it was quantized.
-        dtype: likewise.
+        dtype: of the weight before it was quantized.
     """
     leaf = name.rpartition(".")[2]
     module._is_hf_initialized = True
@@ -206,9 +201,8 @@ def put_together(
         module._parameters[leaf] = maker.make(module, parts)
         maker.watch(module)
         return
-    setattr(module, _MADE, _Made(leaf, keys, maker))
+    setattr(module, _MADE, _Parts(leaf, keys, maker))
     own: Any = type(module)
     module.__class__ = _class_of(own)
     if leaf not in keys:  # others may ask for its dtype
-        stands = StreamedParameter(name, shape, dtype, streamed[0].device)
-        module._parameters[leaf] = stands
+        module._parameters[leaf] = StreamedParameter(name, shape, dtype, streamed[0].device)

@@ -1,7 +1,7 @@
-"""Open checkpoints of streamload's own layout.
+"""Open checkpoints in the quantized layout that streamload alone reads.
 
 `save_pretrained` writes it for weights for which transformers has no modules: fused experts, blocks
-of GGUF, several formats.
+of GGUF, several formats in one model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from streamload.codecs.scheme import CodedWeight
 from streamload.devices.names import framework
 from streamload.errors import CheckpointError
 from streamload.loading.place import Devices
-from streamload.transformers.configuration import folder_of
+from streamload.transformers.configuration import folder_of, placeholder
 from streamload.transformers.names import Renames
 from streamload.transformers.quantizers.stored import QuantizedCheckpoint, method_of, stated_in
 from streamload.transformers.saving import METHOD, CodedConfig, CodedQuantizer, formats_of
@@ -25,13 +25,13 @@ from streamload.transformers.saving import METHOD, CodedConfig, CodedQuantizer, 
 
 @dataclass(slots=True)
 class CodedCheckpoint(QuantizedCheckpoint):
-    """Loads such a checkpoint."""
+    """The steps for a checkpoint in streamload's own quantized layout."""
 
     formats: dict[str, str] = field(default_factory=dict)  # by tensor
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: Any, _: Any = None) -> CodedCheckpoint | None:
-        """Read a configuration; None for other checkpoints, CheckpointError if it is invalid."""
+        """Read a configuration; return None for other layouts, CheckpointError if it is invalid."""
         said, stated = stated_in(config)
         if said is None or method_of(stated) != METHOD:
             return None
@@ -44,11 +44,10 @@ class CodedCheckpoint(QuantizedCheckpoint):
             raise CheckpointError(
                 checkpoint.path, "quantization_config names a tensor that is not there", lacking
             )
-        quantizer = CodedQuantizer(CodedConfig(**stated))
-        return cls(METHOD, quantizer, checkpoint, formats=formats)
+        return cls(checkpoint, CodedQuantizer(CodedConfig(**stated)), formats=formats)
 
     def prepare(self, model: Any, devices: Devices, renames: Callable[[], Renames]) -> None:
-        """Put the parts of weights into modules; raises CheckpointError for one that cannot."""
+        """Put empty parts of weights into modules; CheckpointError if no module can hold one."""
         named = renames()
         formats = {named(tensor)[0]: format for tensor, format in self.formats.items()}
         swap = framework("torch").swap(model, formats)
@@ -76,7 +75,7 @@ class CodedCheckpoint(QuantizedCheckpoint):
             buffers.update(zip(said.names(leaf), parts, strict=True))
 
     def _empty(self, said: CodedWeight, tensor: str) -> list[torch.Tensor]:
-        """The parts of a weight on the meta device."""
+        """Return empty parts of a weight on the meta device, in the shapes that are stored."""
         out = []
         for part in said.made.parts:
             info = self.checkpoint.tensors.get(part.name(tensor))
@@ -85,9 +84,8 @@ class CodedCheckpoint(QuantizedCheckpoint):
             if info is not None and (state or (*shape, 1) == info.shape):
                 # a state in JSON names the dtype that the weight had; and see `layout`
                 shape = info.shape
-            dtype = getattr(torch, part.dtype.name)
-            out.append(torch.empty(shape, dtype=dtype, device="meta"))
+            out.append(placeholder(shape, part.dtype))
         return out
 
     def finish(self, model: Any) -> None:
-        """Do nothing: `as_coded` marks the model as quantized."""
+        """Override with nothing: `as_coded` marks the model as quantized."""

@@ -41,7 +41,7 @@ def keep_packed(model: nn.Module, compressor: Any) -> list[str]:
 
 
 def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-    """Compute as the decompressed module does."""
+    """Decompress the weight and compute; replaces the ``forward`` of a compressed module."""
     scheme = self.quantization_scheme
     compressor = BaseCompressor.get_value_from_registry(scheme.format.value)
     weight = compressor.decompress(get_direct_state_dict(self), scheme)["weight"]

@@ -20,11 +20,11 @@ _ROWS_NBYTES = 2**24  # of float32, in which values are multiplied by their scal
 def dequantized(
     values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Multiply a matrix of 8 bits by its scales, rounded once.
+    """Return a matrix of 8-bit values times its scales, rounded once to `dtype`.
 
     Args:
         values: of 8-bit floats or integers.
-        scale: one, or one for each block; a byte is the exponent of a power of two.
+        scale: one, or one for each block; a byte is the exponent of a power of two, plus 127.
         block: rows and columns of a block, less in the last ones; None for one scale.
         dtype: of the result.
     """
@@ -48,16 +48,16 @@ def dequantized(
 
 
 class PackedLinear(FP8Linear):  # type: ignore[misc]
-    """A Linear of FP8 weights."""
+    """A Linear of FP8 weights, which each call dequantizes."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Multiply by the dequantized weight."""
+        """Multiply `input` by the dequantized weight."""
         weight = dequantized(self.weight, self.weight_scale_inv, self.block_size, input.dtype)
         return functional.linear(input, weight, self.bias)
 
 
 class PackedExperts(FP8Experts):  # type: ignore[misc]
-    """Experts of FP8 weights, computed one after the other."""
+    """Experts of FP8 weights; each expert is dequantized when it computes."""
 
     forward = inspect.unwrap(FP8Experts.forward)
 
@@ -68,7 +68,7 @@ class PackedExperts(FP8Experts):  # type: ignore[misc]
         weight_scale_inv: torch.Tensor,
         activation_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Multiply by the dequantized weight of one expert."""
+        """Multiply `input` by the dequantized weight of one expert."""
         dense = dequantized(weight, weight_scale_inv, self.block_size, input.dtype)
         return functional.linear(input, dense)
 
@@ -82,7 +82,7 @@ def as_stored(model: nn.Module, quantised: Set[str], dtype: torch.dtype) -> None
 
 
 def dense_numel(model: nn.Module) -> int:
-    """Elements of the largest weight that these modules dequantize at once."""
+    """Return the elements of the largest FP8 weight of a model, which a call dequantizes."""
     linears = (m.weight for m in model.modules() if isinstance(m, PackedLinear))
     experts = (m for m in model.modules() if isinstance(m, PackedExperts))
     fused = (p[0] for m in experts for p in m.parameters(recurse=False) if p.dim() == 3)
@@ -90,7 +90,7 @@ def dense_numel(model: nn.Module) -> int:
 
 
 def keep_packed(model: nn.Module) -> str:
-    """Let FP8 modules compute without kernels; the class of one that cannot, or ""."""
+    """Let FP8 modules compute without kernels; return the class of one that cannot, or ""."""
     left = ""
     for module in model.modules():
         if isinstance(module, FP8GroupedLinear):

@@ -17,7 +17,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 
 class Blocks:
-    """The weights of all experts, dequantized one at a time."""
+    """The weights of all experts of a module; indexing dequantizes one expert."""
 
     _is_hf_initialized = True  # transformers leaves it as it is
 
@@ -27,14 +27,14 @@ class Blocks:
         self._dtype = bias.dtype
 
     def __getitem__(self, expert: int) -> torch.Tensor:
-        """An expert's matrix, inputs first."""
+        """Return the dequantized matrix of an expert, with the inputs on its first axis."""
         blocks, scales = self._blocks[expert][None], self._scales[expert][None]
         dense: torch.Tensor = convert_moe_packed_tensors(blocks, scales, dtype=self._dtype)
         return dense[0]
 
 
 class PackedExperts(GptOssExperts):  # type: ignore[misc]
-    """Experts of gpt-oss, computed one after the other."""
+    """Experts of gpt-oss that hold MXFP4 blocks and compute one after the other."""
 
     forward = inspect.unwrap(GptOssExperts.forward)
     gate_up_proj = property(partial(Blocks, "gate_up_proj"))
@@ -42,7 +42,7 @@ class PackedExperts(GptOssExperts):  # type: ignore[misc]
 
 
 def keep_packed(module: nn.Module) -> bool:
-    """Let experts of gpt-oss keep their blocks; False for any other module."""
+    """Let experts of gpt-oss keep their MXFP4 blocks; return False for any other module."""
     if not isinstance(module, GptOssExperts):
         return False
     module.__class__ = PackedExperts

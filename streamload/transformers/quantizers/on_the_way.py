@@ -21,7 +21,7 @@ from streamload.core.units import format_bytes
 from streamload.devices.names import framework
 from streamload.devices.torch.tensors import CODED
 from streamload.loading.place import Devices
-from streamload.transformers.configuration import first_line
+from streamload.transformers.configuration import first_line, placeholder
 from streamload.transformers.internals import AutoHfQuantizer, should_convert_module
 from streamload.transformers.names import Names, Renames
 from streamload.transformers.quantizers.bitsandbytes import EightBit, FourBit, put_together
@@ -29,20 +29,22 @@ from streamload.transformers.quantizers.stored import QuantizedCheckpoint, missi
 
 _METHOD = "bitsandbytes"
 _BLOCK = 64  # elements, the default of bitsandbytes' modules
+# Arguments of `BitsAndBytesConfig` that may have one value.
+_ONLY = {"llm_int8_has_fp16_weight": False, "bnb_4bit_quant_storage": "uint8"}
 _8BIT = "bitsandbytes-int8"
 _8BIT_EXPERTS = "int8"  # in bitsandbytes-int8, two weights of a module would share the name SCB
 
 
 @dataclass(slots=True)
 class QuantizedOnLoad(QuantizedCheckpoint):
-    """Loads a checkpoint of floats into modules of bitsandbytes."""
+    """The steps for a checkpoint of floats that is quantized into modules of bitsandbytes."""
 
-    format: str = ""
-    _modules: list[str] = field(default_factory=list)
+    format: str = ""  # as in ``quant=``
+    _modules: list[str] = field(default_factory=list)  # bitsandbytes' own, until `assemble`
 
     @classmethod
     def asked(cls, checkpoint: Checkpoint, config: Any, asked: Any) -> QuantizedOnLoad:
-        """Read a ``BitsAndBytesConfig``, or its arguments, into a configuration of transformers.
+        """Read a ``BitsAndBytesConfig``, or a dict of its arguments, into a model's configuration.
 
         Raises:
             ValueError: another method, an option that is not supported, or no such package.
@@ -57,16 +59,12 @@ class QuantizedOnLoad(QuantizedCheckpoint):
                 f"quantization_config is a BitsAndBytesConfig here, not {given}; "
                 'quant="q8_0" and the like need no package'
             )
-        needed = missing(_METHOD)
-        if needed:
+        if needed := missing(_METHOD):
             raise ValueError(
                 f"quantization_config needs packages that are not installed: pip install "
                 f'{" ".join(needed)}; quant="nf4" and the like need none'
             )
-        for name, only in (
-            ("llm_int8_has_fp16_weight", False),
-            ("bnb_4bit_quant_storage", "uint8"),
-        ):
+        for name, only in _ONLY.items():
             found = getattr(asked, name)
             if str(found).removeprefix("torch.") != str(only):
                 raise ValueError(f"quantization_config: {name} is {only} here, not {found}")
@@ -82,10 +80,10 @@ class QuantizedOnLoad(QuantizedCheckpoint):
             f'quantise the checkpoint once, with "streamload convert IN OUT --quant {format}", and '
             "offload that"
         )
-        return cls(_METHOD, quantizer, checkpoint, stays=stays, format=format)
+        return cls(checkpoint, quantizer, stays=stays, format=format)
 
     def prepare(self, model: Any, devices: Devices, renames: Callable[[], Renames]) -> None:
-        """Put in modules of bitsandbytes; raises ValueError if that fails."""
+        """Put modules of bitsandbytes into a model on the meta device; ValueError if that fails."""
         names, device_map = placed(devices)
         before = dict(model.named_modules())
         try:
@@ -107,7 +105,7 @@ class QuantizedOnLoad(QuantizedCheckpoint):
             self._look_at_repacking(model, names, weights)
 
     def check(self, model: Any, names: Names) -> None:
-        """Transpose the sources of modules that replace a Conv1D, as bitsandbytes does."""
+        """Transpose the stored weights of modules that replace a Conv1D, as bitsandbytes does."""
         for prefix in self._modules:
             module, name = model.get_submodule(prefix), f"{prefix}.weight"
             source = names.fill.get(name)
@@ -119,10 +117,10 @@ class QuantizedOnLoad(QuantizedCheckpoint):
             )
 
     def stage(self, model: Any, names: Names) -> None:
-        """Put the parts of weights into modules; fused experts into those of streamload.
+        """Put empty parts of weights into bitsandbytes' modules; fused experts into streamload's.
 
         Raises:
-            ValueError: the checkpoint does not fill one of them.
+            ValueError: the checkpoint does not fill one of bitsandbytes' modules.
         """
         state = model.state_dict(keep_vars=True)
         for name in (f"{prefix}.weight" for prefix in self._modules):
@@ -138,9 +136,7 @@ class QuantizedOnLoad(QuantizedCheckpoint):
             old = module._parameters.pop("weight")
             coded = CodedWeight(self.format, tuple(old.shape))
             for part in coded.made.parts:
-                dtype = getattr(torch, part.dtype.name)
-                empty = torch.empty(part.shape, dtype=dtype, device="meta")
-                module._buffers[part.name("weight")] = empty
+                module._buffers[part.name("weight")] = placeholder(part.shape, part.dtype)
             setattr(module, CODED, {"weight": coded})
         self._stage_experts(model, names)
 
@@ -177,7 +173,7 @@ class QuantizedOnLoad(QuantizedCheckpoint):
         ) from cause
 
     def assemble(self, model: Any) -> None:
-        """Build bitsandbytes' weights over the parts, without copies."""
+        """Build bitsandbytes' weights over the loaded parts, without copies."""
         for prefix in self._modules:
             module = model.get_submodule(prefix)
             said = getattr(module, CODED)["weight"]

@@ -8,7 +8,7 @@ stored parts.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import bitsandbytes
 import torch
@@ -24,11 +24,11 @@ _ASKED = frozenset(("device", "dtype", "requires_grad", "grad", "grad_fn", "is_l
 
 
 class Params4bit(bitsandbytes.nn.Params4bit):
-    """bitsandbytes' own, repacked only for its module; peft tests the name of the class."""
+    """bitsandbytes' own, repacked only while its module computes; peft tests the class's name."""
 
     @property
     def data(self) -> torch.Tensor:
-        """The codes."""
+        """The stored 4-bit values."""
         _undo(self)
         return _raw(self)
 
@@ -38,7 +38,7 @@ class Params4bit(bitsandbytes.nn.Params4bit):
 
     @property
     def quant_state(self) -> Any:
-        """The scales and tables of the codes."""
+        """The stored scales and tables: bitsandbytes' ``QuantState``."""
         _undo(self)
         return self.__dict__.get("quant_state")
 
@@ -47,7 +47,7 @@ class Params4bit(bitsandbytes.nn.Params4bit):
         self.__dict__["quant_state"] = new
 
     def __getstate__(self) -> Any:
-        """Copy and pickle the stored parts."""
+        """Return the state for pickle and copies, with the stored parts."""
         _undo(self)
         state = super().__getstate__()
         state.pop(_ORIGINAL, None)
@@ -56,7 +56,7 @@ class Params4bit(bitsandbytes.nn.Params4bit):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute with the stored parts."""
+        """Restore the stored parts, except for attributes like ``dtype``, and call `func`."""
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         if attribute not in _ASKED:
             for each in args:
@@ -66,7 +66,7 @@ class Params4bit(bitsandbytes.nn.Params4bit):
 
 
 def watch(module: nn.Module) -> None:
-    """Undo bitsandbytes' repacking of a `Linear4bit` for all but its own product."""
+    """Let a `Linear4bit` on a CPU with AVX512-BF16 keep its stored parts for other readers."""
     if module.support_avx512bf16_for_cpu and module.weight.device.type == "cpu":
         module.register_forward_pre_hook(_before)
         module.register_forward_hook(_after, always_call=True)
@@ -74,7 +74,7 @@ def watch(module: nn.Module) -> None:
 
 @interpreted
 def _before(module: Any, args: Any) -> None:
-    """Keep the state that the call will change."""
+    """Keep a copy of the state that the module's call will change; a forward pre-hook."""
     weight = module._parameters["weight"]
     if type(weight) is bitsandbytes.nn.Params4bit:  # also one that a merge has made
         weight.__class__ = Params4bit
@@ -94,12 +94,11 @@ def _after(module: Any, args: Any, output: Any) -> None:
 
 def _raw(weight: torch.Tensor) -> torch.Tensor:
     with torch._C.DisableTorchFunctionSubclass():
-        found: torch.Tensor = torch.Tensor.data.__get__(weight)
-        return found
+        return cast(torch.Tensor, torch.Tensor.data.__get__(weight))
 
 
 def _undo(weight: Params4bit) -> None:
-    """Restore the stored parts, unless the weight's own module is computing."""
+    """Restore a repacked weight's stored parts, unless its module is computing."""
     said = weight.__dict__
     state: Any = said.get("quant_state")
     if said.get(_COMPUTING) or not getattr(state, "packing_format_for_cpu", False):

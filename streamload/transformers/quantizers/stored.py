@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from streamload.devices.torch.tensors import PARTS
 from streamload.errors import CheckpointError, ShapeMismatch, StateDictMismatchError
 from streamload.loading.place import Devices
 from streamload.planning.quant_policy import said_of_dense
-from streamload.transformers.configuration import first_line, folder_of
+from streamload.transformers.configuration import first_line, folder_of, placeholder
 from streamload.transformers.internals import AutoHfQuantizer
 from streamload.transformers.names import Names, Renames
 from streamload.transformers.quantizers.bitsandbytes import (
@@ -50,23 +50,44 @@ _REPACKED_ROWS = 32
 
 
 @dataclass(slots=True)
-class QuantizedCheckpoint:
-    """Loads a quantized checkpoint."""
+class Quantization:
+    """The steps of a load that quantized weights need; here none, for models of floats."""
 
-    method: str  # its name in the configuration
-    quantizer: Any  # of transformers
     checkpoint: Checkpoint
+    quantizer: Any = None  # of transformers
     notes: list[str] = field(default_factory=list)  # sentences for users
     beside_nbytes: int = 0  # besides the weights, in the model's first run
-    stays: str = ""  # why it cannot be offloaded
-    # (module, its parameter, the parts of the parameter)
+    stays: str = ""  # why the model cannot be offloaded
+
+    def prepare(self, model: Any, devices: Devices, renames: Callable[[], Renames]) -> None:
+        """Put modules for quantized weights into a model on the meta device, before matching."""
+
+    def check(self, model: Any, names: Names) -> None:
+        """Raise an error if tensors that match modules for quantized weights do not fit."""
+
+    def stage(self, model: Any, names: Names) -> None:
+        """Put empty parts of quantized weights into modules after matching, for the load."""
+
+    def assemble(self, model: Any) -> None:
+        """Build the modules' quantized weights over the loaded parts, without copies."""
+
+    def finish(self, model: Any) -> None:
+        """Mark a loaded model as quantized."""
+
+
+@dataclass(slots=True)
+class QuantizedCheckpoint(Quantization):
+    """The steps for a checkpoint that a quantizer of transformers opens, loaded as stored."""
+
+    method: str = ""  # its name in the configuration
+    # until `assemble`: (module, its parameter, the parts of the parameter)
     _staged: list[tuple[str, str, QuantizedWeight]] = field(default_factory=list)
 
     @classmethod
     def of(
         cls, checkpoint: Checkpoint, config: Any, asked: Any = None
     ) -> QuantizedCheckpoint | None:
-        """Read a configuration, merged with the caller's; None for checkpoints of floats.
+        """Read a configuration, merged with the caller's; return None for checkpoints of floats.
 
         Raises:
             CheckpointError: only transformers opens the method, it needs a package that is not
@@ -99,10 +120,10 @@ class QuantizedCheckpoint:
         except Exception as error:  # any, from a quantizer of transformers
             problem = f"transformers does not open the quantised checkpoint: {first_line(error)}"
             raise CheckpointError(path, problem, found=method) from error
-        return cls(method, quantizer, checkpoint)
+        return cls(checkpoint, quantizer, method=method)
 
     def prepare(self, model: Any, devices: Devices, renames: Callable[[], Renames]) -> None:
-        """Put modules for quantized weights into a model on the meta device.
+        """Put modules of transformers' quantizer into a model on the meta device.
 
         Raises:
             CheckpointError: they cannot be built, or do not run on the devices.
@@ -183,19 +204,18 @@ class QuantizedCheckpoint:
         )
 
     def _largest_nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes in a dtype of the largest stored weight, or expert of a fused one."""
-        shapes = (
-            group.shape or ()
-            for group in read_states(self.checkpoint.layouts, self.checkpoint.groups).values()
-        )
-        itemsize: int = dtype.itemsize
-        return max((math.prod(shape[-2:]) for shape in shapes), default=0) * itemsize
+        """Return the bytes in `dtype` of the largest quantized weight, or expert of a fused one."""
+        sizes = (math.prod((group.shape or ())[-2:]) for group in self._with_shapes())
+        return max(sizes, default=0) * int(dtype.itemsize)
+
+    def _with_shapes(self) -> Iterable[QuantizedWeight]:
+        """Return the quantized weights; reads shapes that only values in files state."""
+        return read_states(self.checkpoint.layouts, self.checkpoint.groups).values()
 
     def _stage(self, model: Any, renames: Renames) -> None:
         """Put the stored tensors of each weight into its module as buffers, for `assemble`."""
-        with_shapes = read_states(self.checkpoint.layouts, self.checkpoint.groups)
         wrong = []
-        for group in with_shapes.values():
+        for group in self._with_shapes():
             name, _ = renames(group.name)
             prefix, _, leaf = name.rpartition(".")
             try:
@@ -213,8 +233,7 @@ class QuantizedCheckpoint:
                 continue
             del module._parameters[leaf]
             for key, info in _entries(group).items():
-                dtype = getattr(torch, info.dtype.name)
-                module._buffers[key] = torch.empty(info.shape, dtype=dtype, device="meta")
+                module._buffers[key] = placeholder(info.shape, info.dtype)
                 module.__dict__.setdefault(PARTS, set()).add(key)
             self._staged.append((prefix, leaf, group))
         if wrong:
@@ -223,12 +242,10 @@ class QuantizedCheckpoint:
     def _look_at_repacking(
         self, model: Any, devices: list[str], weights: Mapping[str, tuple[tuple[int, ...], int]]
     ) -> None:
-        """Count the bytes that bitsandbytes takes to repack weights; refuse those that it cannot.
+        """Count the bytes to repack weights on a CPU with AVX512-BF16, as bitsandbytes does.
 
-        Args:
-            model: prepared.
-            devices: their names.
-            weights: of 4 bits, by name: the shape, and the elements of a block.
+        `weights` are those of 4 bits, by name: the shape, and the elements of a block. Raises for
+        a weight that bitsandbytes cannot repack.
         """
         largest_nbytes = kept_nbytes = 0
         for name, (shape, size) in weights.items() if "cpu" in devices else ():
@@ -258,7 +275,7 @@ class QuantizedCheckpoint:
             )
 
     def _take_packed_zeros(self, model: Any, renames: Renames) -> None:
-        """Give modules packed zero points: compressed-tensors builds unpacked ones."""
+        """Replace modules' zero points by packed ones; compressed-tensors builds them unpacked."""
         for group in self.checkpoint.groups.values():
             info = group.members.get("zero_point")
             if info is None:
@@ -269,12 +286,11 @@ class QuantizedCheckpoint:
             except AttributeError:
                 continue
             if leaf in parameters:
-                dtype = getattr(torch, info.dtype.name)
-                packed = torch.empty(info.shape, dtype=dtype, device="meta")
+                packed = placeholder(info.shape, info.dtype)
                 parameters[leaf] = nn.Parameter(packed, requires_grad=False)
 
     def _keep_compressed(self, model: Any) -> None:
-        """Let modules decompress in each call, or count the bytes of all, decompressed."""
+        """Let modules decompress in each call; if some cannot, count the bytes of all weights."""
         from streamload.transformers.quantizers import compressed_tensors as packed_compressed
 
         others = packed_compressed.keep_packed(model, self.quantizer.compressor)
@@ -286,7 +302,7 @@ class QuantizedCheckpoint:
             'is no Linear or Embedding of torch: dequantise the checkpoint once, with "streamload '
             'convert IN OUT --dtype bfloat16", and offload that'
         )
-        for group in read_states(self.checkpoint.layouts, self.checkpoint.groups).values():
+        for group in self._with_shapes():
             itemsize = group.members["scale"].dtype.itemsize
             self.beside_nbytes += math.prod(group.shape or ()) * itemsize
         self.notes.append(
@@ -297,18 +313,15 @@ class QuantizedCheckpoint:
     def _keep_mxfp4(self, model: Any) -> None:
         from streamload.transformers.quantizers import mxfp4 as packed_mxfp4
 
-        modules = dict.fromkeys(prefix for prefix, _, _ in self._staged)
-        for prefix in modules:
-            if not packed_mxfp4.keep_packed(model.get_submodule(prefix)):
-                kind = type(model.get_submodule(prefix)).__name__
-                self._refuse(f"experts of MXFP4 are those of gpt-oss, not {kind}", ["any device"])
+        for prefix in dict.fromkeys(prefix for prefix, _, _ in self._staged):
+            module = model.get_submodule(prefix)
+            if not packed_mxfp4.keep_packed(module):
+                problem = f"experts of MXFP4 are those of gpt-oss, not {type(module).__name__}"
+                self._refuse(problem, ["any device"])
         self._staged.clear()  # they stay as they are
 
-    def stage(self, model: Any, names: Names) -> None:
-        """Hook after matching; a no-op by default."""
-
     def check(self, model: Any, names: Names) -> None:
-        """Raise CheckpointError if a module expects quantized values and its tensor has none."""
+        """Raise CheckpointError if a module expects quantized values and its tensor has floats."""
         state, quantised = model.state_dict(), self.checkpoint.members
         for tensor, parameter in names.first.items():
             if tensor in quantised:
@@ -325,7 +338,7 @@ class QuantizedCheckpoint:
                 )
 
     def assemble(self, model: Any) -> None:
-        """Build the weights over the loaded parts, without copies."""
+        """Build transformers' quantized weights over the loaded parts, without copies."""
         for prefix, leaf, group in self._staged:
             name = f"{prefix}.{leaf}"
             maker: Maker = FourBit() if group.bits == 4 else EightBit()
@@ -336,19 +349,19 @@ class QuantizedCheckpoint:
         self._staged.clear()
 
     def finish(self, model: Any) -> None:
-        """Mark a loaded model as quantized, as transformers does."""
+        """Mark a loaded model as quantized, with transformers' quantizer."""
         model.hf_quantizer = self.quantizer
         self.quantizer.postprocess_model(model)
 
 
 def placed(devices: Devices) -> tuple[list[str], dict[Any, str]]:
-    """The names of devices, and a device_map for transformers' quantizers."""
+    """Return the names of a load's devices, and a device_map for transformers' quantizers."""
     names = list(devices.opened)
     return names, {"": names[0]} if len(names) == 1 else dict(enumerate(names))
 
 
 def stated_in(config: Any) -> tuple[Any, Mapping[str, Any]]:
-    """A configuration's ``quantization_config``, as it is and as a dict; else (None, {})."""
+    """Return a model's ``quantization_config``, as it is and as a dict; without one (None, {})."""
     said = getattr(config, "quantization_config", None)
     for key in config.sub_configs if said is None else ():
         said = said or getattr(getattr(config, key, None), "quantization_config", None)
@@ -358,32 +371,32 @@ def stated_in(config: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def method_of(stated: Mapping[str, Any]) -> str:
-    """The method that a ``quantization_config`` names."""
+    """Return the "quant_method" of a ``quantization_config`` as text: "fp8", "gptq", ..."""
     return str(getattr(stated.get("quant_method"), "value", stated.get("quant_method")))
 
 
 def _entries(group: QuantizedWeight) -> dict[str, TensorInfo]:
-    """The tensors of a weight, by their names in its module."""
+    """Return the tensors of a quantized weight, by their names in its module."""
     module = group.name[: group.name.rfind(".") + 1]
     return {info.name.removeprefix(module): info for info in group.members.values()}
 
 
 def _unpacked(module: nn.Module, weight: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a module's weight before it is quantized."""
+    """Return the shape of a module's weight before quantization packs it."""
     if isinstance(module, nn.Linear):
         return (module.out_features, module.in_features)
     return tuple(weight.shape)
 
 
 def _takes(module: nn.Module, weight: torch.Tensor, group: QuantizedWeight) -> bool:
-    """Whether a module is for such a weight; if not, the names will not match."""
+    """Return whether a module can hold a quantized weight; if not, `Names.check` reports it."""
     if group.kind.startswith("bnb-"):
         return type(module).__name__ == ("Linear8bitLt" if group.bits == 8 else "Linear4bit")
     return group.kind != "mxfp4" or weight.dim() == 3
 
 
 def missing(method: str) -> list[str]:
-    """The packages of a method that are not installed, by pip's names."""
+    """Return the packages that a quantization method needs and that are missing, by pip's names."""
     return [pip for name, pip in _NEEDED[method].items() if not _installed(name)]
 
 
@@ -392,7 +405,7 @@ def _installed(name: str) -> bool:
 
 
 def _has_fp8_kernels(devices: list[str]) -> bool:
-    """Whether transformers' own FP8 kernels run on all of the devices."""
+    """Return whether transformers' own FP8 kernels run on all of the devices."""
     cuda = all(torch.device(name).type == "cuda" for name in devices)
     if not cuda or not _installed("kernels"):
         return False
