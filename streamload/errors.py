@@ -1,8 +1,7 @@
-"""Every error that streamload raises, in one tree.
+"""All errors that streamload raises.
 
-Facts are attributes, and the message is built from them; every class survives pickling with its
-facts, its notes and its ``state``. Errors of other libraries are translated where they enter, with
-``from``.
+Facts are attributes, and the message is built from them. Pickling keeps an error's facts, notes and
+``state``. An error of another library is the ``__cause__`` of one of these.
 
 ```
 StreamloadError
@@ -26,14 +25,14 @@ from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 
 def printable(text: str) -> str:
-    """Text without what a terminal would obey; all of one line."""
+    """Return text for one line of a terminal: characters that may control it are escaped."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def printed(lines: Iterable[str]) -> str:
-    """Lines as `printable`; a line break inside of one does not make two."""
+    """Join lines by line breaks, each escaped by `printable`."""
     return "\n".join(map(printable, lines))
 
 
@@ -42,12 +41,13 @@ _LISTED = 8  # names shown in a message; the attribute holds all of them
 
 @dataclass(frozen=True, slots=True)
 class LoadState:
-    """What a load that did not finish left behind, by parameter name.
+    """The state of a model's parameters after a load failed, by their names.
 
     Attributes:
-        loaded: hold the checkpoint's values.
-        untouched: hold what they held before the call.
-        invalid: hold nothing readable; using one raises. Calling the load again completes it.
+        loaded: parameters that hold the checkpoint's values.
+        untouched: parameters that hold the values from before the call.
+        invalid: parameters whose memory is gone or half written; using one raises an error.
+            Calling the load again fills them.
     """
 
     loaded: tuple[str, ...]
@@ -61,9 +61,9 @@ class LoadState:
 
 @dataclass(frozen=True, slots=True)
 class ShapeMismatch:
-    """A parameter whose shape in the model is not the one in the checkpoint."""
+    """A parameter whose shapes in the model and the checkpoint differ."""
 
-    name: str
+    name: str  # of the parameter
     expected: tuple[int, ...]  # the model's
     found: tuple[int, ...]  # the checkpoint's
 
@@ -74,12 +74,12 @@ class ShapeMismatch:
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """What to write in a call, so that a model and a checkpoint match.
+    """Arguments of a load with which more names of a model and a checkpoint match.
 
     Attributes:
-        arguments: the arguments as source text: ``rename=lambda name: ...``, ``mapping="..."``.
-        filled: how many of the model's parameters they fill.
-        parameters: how many the model has.
+        arguments: Python source: ``rename=lambda name: ...``, ``mapping="..."``.
+        filled: number of the model's parameters that the checkpoint fills then.
+        parameters: number of the model's parameters.
     """
 
     arguments: str
@@ -91,6 +91,7 @@ class Suggestion:
 
 
 def _listed(names: Sequence[object]) -> str:
+    """Return " (a, b, ..., and 3 more)" for a message; "" if there are no names."""
     if not names:
         return ""
     rest = len(names) - _LISTED
@@ -99,12 +100,12 @@ def _listed(names: Sequence[object]) -> str:
 
 
 class Fit(str):
-    """A change to a call with which its load fits, as source text or in words.
+    """A change to a call with which its load fits into memory, as source text or in words.
 
     Attributes:
-        option: the option, or the function to call instead.
-        rest: its value or its arguments, from "=" or "(" on.
-        needs: the bytes that it needs then, in words, or "".
+        option: name of the option to change, or of the function to call instead.
+        rest: the option's value or the function's arguments, from "=" or "(" on.
+        needs: memory that the load needs then, in words ("needs 3.00 GB"), or "".
     """
 
     option: str
@@ -112,10 +113,10 @@ class Fit(str):
     needs: str
 
     def __new__(cls, option: str, rest: str = "", needs: str = "") -> Self:
-        """Join the parts to one text."""
-        made = super().__new__(cls, f"{option}{rest}" + (f" ({needs})" if needs else ""))
-        made.option, made.rest, made.needs = option, rest, needs
-        return made
+        """Return the text "option=value (needs)", with its three parts as attributes."""
+        fit = super().__new__(cls, f"{option}{rest}" + (f" ({needs})" if needs else ""))
+        fit.option, fit.rest, fit.needs = option, rest, needs
+        return fit
 
     def __getnewargs__(self) -> Any:
         return self.option, self.rest, self.needs
@@ -127,7 +128,10 @@ _T = TypeVar("_T")
 
 
 class _Converted(Generic[_Given, _Kept]):
-    """A fact of an error that is converted as it is set; without a default it is required."""
+    """Descriptor of an error's field: ``convert`` is applied to every value that is set.
+
+    A field without ``default`` is a required argument of the dataclass.
+    """
 
     def __init__(self, convert: Callable[[_Given], _Kept], *default: _Kept) -> None:
         self._convert, self._default = convert, default
@@ -146,10 +150,6 @@ class _Converted(Generic[_Given, _Kept]):
         error.__dict__[self._name] = self._convert(value)
 
 
-def _text(path: str | PathLike[str]) -> str:
-    return fspath(path)
-
-
 def _optional_text(path: str | PathLike[str] | None) -> str | None:
     return None if path is None else fspath(path)
 
@@ -160,39 +160,35 @@ _Tuple: TypeAlias = _Converted[Sequence[_T], tuple[_T, ...]]
 
 
 def _rebuild(cls: type[StreamloadError], facts: dict[str, Any], rest: dict[str, Any]) -> Any:
+    """Return a pickled error from its dataclass fields and the rest of its ``__dict__``."""
     error = cls(**facts)
     error.__dict__.update(rest)
     return error
 
 
 def _where(path: str | None, tensor: str | None) -> str:
-    """The beginning of a message about a tensor of a file."""
+    """Return the start of an error's message: "PATH: tensor 'NAME': ", as far as known."""
     at = f"{path}: " if path is not None else ""
     return at + (f"tensor {tensor!r}: " if tensor is not None else "")
 
 
 class StreamloadError(Exception):
-    """Base of all of streamload's errors.
+    """Base class of all errors of streamload.
 
     Attributes:
-        state: the parameters loaded, untouched and invalid, where a load had begun; else None.
+        state: which parameters are loaded, if the error stopped a load; else None.
     """
 
     state: LoadState | None = None
-    _has_lines = False  # whether its message may have several: of a compiler, and of no file
-
-    def __init__(self, message: str) -> None:
-        self._show(message)
+    _has_lines = False  # whether the message may have several lines, as a compiler's has
 
     def __post_init__(self) -> None:
-        self._show(self._message())
+        message = self._message()
+        text = printed(message.split("\n")) if self._has_lines else printable(message)
+        super().__init__(text)
 
     def _message(self) -> str:
         raise NotImplementedError  # each class with facts builds its message from them
-
-    def _show(self, message: str) -> None:
-        text = printed(message.split("\n")) if self._has_lines else printable(message)
-        super().__init__(text)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # facts may have been completed after construction (a tensor's name, the state)
@@ -204,17 +200,17 @@ class StreamloadError(Exception):
 
 @dataclass(eq=False, repr=False)
 class CheckpointError(StreamloadError, ValueError):
-    """A checkpoint that is not what it should be.
+    """An invalid or unreadable checkpoint.
 
     Attributes:
         path (str): the file or folder.
-        problem: what is wrong, in a few words.
-        tensor: the tensor concerned, or None.
-        expected: what the format or the header calls for, or None.
-        found: what is there, or None.
+        problem: the defect, in a few words.
+        tensor: name of the tensor concerned, or None.
+        expected: the value required by the format or the header, or None.
+        found: the value in the file, or None.
     """
 
-    path: _Path = _Converted(_text)
+    path: _Path = _Converted(str)
     problem: str = ""
     expected: object = None
     found: object = None
@@ -228,7 +224,7 @@ class CheckpointError(StreamloadError, ValueError):
         return _where(self.path, self.tensor) + said
 
     def of_tensor(self, tensor: str | None) -> Self:
-        """The same error, with the tensor's name."""
+        """Return a copy of this error that names a tensor."""
         return replace(self, tensor=tensor)
 
 
@@ -245,11 +241,11 @@ class TruncatedFileError(CheckpointError):
 
 @dataclass(eq=False, repr=False)
 class FileChangedError(CheckpointError):
-    """A file that is not what it was when its header was read, or is about to be changed.
+    """A file that was changed since its header was read, or that another process wants to change.
 
     Attributes:
-        held_back: the system held the writer back until now, so that what was read is right; else
-            all bytes read from the file may be wrong.
+        held_back: True: the kernel blocked the writer until now, and all bytes read are right.
+            False: any byte read from the file may be wrong.
     """
 
     _: KW_ONLY
@@ -257,25 +253,25 @@ class FileChangedError(CheckpointError):
 
 
 class ShardNotFoundError(CheckpointError):
-    """A checkpoint, or a file that its index names, that is not there."""
+    """A missing checkpoint, or a missing file that a checkpoint's index names."""
 
 
 @dataclass(eq=False, repr=False)
 class StateDictMismatchError(StreamloadError, ValueError):
-    """Names or shapes of the model and the checkpoint that do not agree; raised before any I/O.
+    """Names or shapes of model and checkpoint that differ; raised before tensors are read.
 
     Attributes:
         path (str): the checkpoint.
         missing (tuple[str, ...]): names that the model has and the checkpoint lacks.
         unexpected (tuple[str, ...]): names that the checkpoint has and the model lacks.
-        wrong_shape (tuple[ShapeMismatch, ...]): names in both, with both shapes.
-        problems (tuple[str, ...]): any other reason why a parameter cannot be loaded, one sentence
+        wrong_shape (tuple[ShapeMismatch, ...]): parameters whose shapes differ.
+        problems (tuple[str, ...]): other reasons why a parameter cannot be loaded, one sentence
             each.
-        suggestions (tuple[Suggestion, ...]): what to write in the call instead.
-        instead: the call of the model's own library that renames its tensors, or "".
+        suggestions (tuple[Suggestion, ...]): arguments with which more names match.
+        instead: a call of the model's own library, which renames tensors as it loads, or "".
     """
 
-    path: _Path = _Converted(_text)
+    path: _Path = _Converted(str)
     _: KW_ONLY
     missing: _Tuple[str] = _Converted(tuple, ())
     unexpected: _Tuple[str] = _Converted(tuple, ())
@@ -298,10 +294,9 @@ class StateDictMismatchError(StreamloadError, ValueError):
         return f"{self.path}: the model and the checkpoint do not match: " + "; ".join(parts)
 
     def or_by(self, call: str) -> StateDictMismatchError:
-        """The same error with the call of a library, where names differ and no argument fills all.
+        """Return this error with ``instead=call`` if only a rename by that library could help.
 
-        Args:
-            call: the call, or "".
+        That is: names differ and no suggestion fills all parameters. Else, or for "", return self.
         """
         filled = any(s.filled == s.parameters for s in self.suggestions)
         if not call or filled or not (self.missing or self.unexpected):
@@ -311,16 +306,16 @@ class StateDictMismatchError(StreamloadError, ValueError):
 
 @dataclass(eq=False, repr=False)
 class ResidenceError(StreamloadError, ValueError):
-    """A parameter that ``residence="mapped"`` cannot leave in its file.
+    """A parameter that cannot be a view on the mapped file, under ``residence="mapped"``.
 
     Attributes:
-        parameter: its name.
-        path (str): the file.
-        reason: what keeps it from being a view.
+        parameter: name of the parameter.
+        path (str): the file with its tensor.
+        reason: why a view is impossible.
     """
 
     parameter: str
-    path: _Path = _Converted(_text)
+    path: _Path = _Converted(str)
     reason: str = ""
 
     def _message(self) -> str:
@@ -331,20 +326,21 @@ class ResidenceError(StreamloadError, ValueError):
 
 
 class BudgetError(StreamloadError, MemoryError):
-    """More bytes than there is room for."""
+    """Base class of errors about too little memory."""
 
 
 @dataclass(eq=False, repr=False)
 class PlanInfeasibleError(BudgetError):
-    """A load that cannot fit; raised before any data is read or any memory is allocated.
+    """A load that needs more memory than allowed; raised before data is read or memory allocated.
 
     Attributes:
         device: the device or node that is too small.
-        needed_nbytes: the predicted peak there, in bytes.
-        budget_nbytes: the bytes that it may take.
-        limit: what sets ``budget_nbytes``: "budget", "free memory", "largest allocation", ....
+        needed_nbytes: predicted peak memory there, in bytes.
+        budget_nbytes: most bytes allowed there.
+        limit: origin of ``budget_nbytes``: "budget", "free memory", "largest allocation", ....
         largest (tuple[tuple[str, int], ...]): the largest contributors first, as (name, bytes).
-        would_fit (tuple[str, ...]): what would fit, one sentence each; empty where nothing would.
+        would_fit (tuple[str, ...]): changes with which the load fits, one sentence each; empty if
+            none is known.
         reason: why more is needed than one might expect, or "".
     """
 
@@ -372,32 +368,32 @@ class PlanInfeasibleError(BudgetError):
         return "; ".join(parts)
 
     def without(self, *options: str) -> PlanInfeasibleError:
-        """The same error without changes of these options or calls."""
+        """Return a copy without the `Fit` suggestions that change these options or calls."""
         fits = [fit for fit in self.would_fit if getattr(fit, "option", "") not in options]
         return replace(self, would_fit=fits)
 
     def calling(self, call: str, instead: str) -> PlanInfeasibleError:
-        """The same error with ``instead`` for a call that would fit; without it for ""."""
+        """Return a copy whose suggestions of ``call`` suggest ``instead``; "" removes them."""
         fits = [fit for fit in self.would_fit if isinstance(fit, Fit) and fit.option == call]
         others = [Fit(instead, "", fit.needs) for fit in fits if instead]
         return self.without(call).suggesting(others)
 
     def suggesting(self, also: Sequence[str], reason: str = "") -> PlanInfeasibleError:
-        """The same error with more that would fit, and with another reason if one is given."""
+        """Return a copy with more suggestions in ``would_fit``, and with ``reason`` if given."""
         fits = (*self.would_fit, *also)
         return replace(self, would_fit=fits, reason=reason or self.reason)
 
 
 @dataclass(eq=False, repr=False)
 class BudgetExceededError(BudgetError):
-    """A reservation that the ledger refused; nothing was allocated for it.
+    """A reservation of memory above the budget while a load runs; nothing was allocated for it.
 
     Attributes:
         device: the device, or "host" for staging.
-        requested_nbytes: the size of the reservation.
-        held_nbytes: what was reserved there already.
-        budget_nbytes: the budget there.
-        reason: why the plan did not foresee this, or "".
+        requested_nbytes: size of the refused reservation.
+        held_nbytes: bytes reserved there already.
+        budget_nbytes: most bytes allowed there.
+        reason: why the plan did not predict this, or "".
     """
 
     device: str
@@ -417,13 +413,13 @@ class BudgetExceededError(BudgetError):
 
 @dataclass(eq=False, repr=False)
 class MemoryTakenError(BudgetError):
-    """Memory that a load was promised and others took while it ran; raised while it can stop.
+    """Other processes took memory that a running load still needs; the load stopped in time.
 
     Attributes:
         device: the devices that share the host's memory, or "host" for staging.
-        needed_nbytes: what the load would still take.
-        free_nbytes: what is free, page cache that the kernel can reclaim included.
-        taken_nbytes: how much less that is than when the load began, without what it took itself.
+        needed_nbytes: bytes that the load would still take.
+        free_nbytes: free bytes, including page cache that the kernel can reclaim.
+        taken_nbytes: decrease of free bytes since the load began, without those of the load itself.
     """
 
     device: str
@@ -439,19 +435,19 @@ class MemoryTakenError(BudgetError):
 
 
 class CastError(StreamloadError, ValueError):
-    """A dtype conversion that cannot or must not be done."""
+    """Base class of errors about dtype conversions that are impossible or refused."""
 
 
 @dataclass(eq=False, repr=False)
 class UnsupportedCastError(CastError):
-    """No cast leads from one dtype to the other, or the device cannot hold the result.
+    """There is no cast between two dtypes, or the device cannot hold the result.
 
     Attributes:
         src: name of the source dtype.
         dst: name of the target dtype.
         reason: why not, or "".
-        tensor: the tensor concerned, or None.
-        path (str | None): its file, or None.
+        tensor: name of the tensor concerned, or None.
+        path (str | None): the tensor's file, or None.
     """
 
     src: str
@@ -463,8 +459,8 @@ class UnsupportedCastError(CastError):
 
     def _message(self) -> str:
         same = self.src == self.dst
-        what = f"cannot hold {self.src}" if same else f"cannot cast {self.src} to {self.dst}"
-        return _where(self.path, self.tensor) + what + (f": {self.reason}" if self.reason else "")
+        problem = f"cannot hold {self.src}" if same else f"cannot cast {self.src} to {self.dst}"
+        return _where(self.path, self.tensor) + problem + f": {self.reason}" * bool(self.reason)
 
 
 @dataclass(eq=False, repr=False)
@@ -472,15 +468,15 @@ class OutOfRangeError(CastError):
     """Finite values that the target dtype cannot represent, under ``out_of_range="error"``.
 
     Attributes:
-        tensor: the tensor.
-        path (str): its file.
+        tensor: name of the tensor.
+        path (str): the tensor's file.
         src: name of the source dtype.
         dst: name of the target dtype.
-        overflowed: how many values overflowed where the load stopped (at least 1).
+        overflowed: values out of range until the load stopped, at least 1.
     """
 
     tensor: str
-    path: _Path = _Converted(_text)
+    path: _Path = _Converted(str)
     src: str = ""
     dst: str = ""
     overflowed: int = 1
@@ -493,10 +489,10 @@ class OutOfRangeError(CastError):
 
 @dataclass(eq=False, repr=False)
 class OffloadError(StreamloadError, RuntimeError):
-    """A model whose layers stream through slots was used in a way that it cannot be.
+    """An offloaded model, whose layers stream to the device at each pass, cannot be used so.
 
     Attributes:
-        problem: why, and what to do instead.
+        problem: the reason, and what to do instead.
     """
 
     problem: str
@@ -507,11 +503,11 @@ class OffloadError(StreamloadError, RuntimeError):
 
 @dataclass(eq=False, repr=False)
 class DeviceError(StreamloadError, RuntimeError):
-    """A device that failed, or cannot do what was asked.
+    """A device that failed, or that lacks a required ability.
 
     Attributes:
-        device: its name.
-        problem: what went wrong.
+        device: the device's name.
+        problem: the failure, in words.
     """
 
     device: str
@@ -524,10 +520,10 @@ class DeviceError(StreamloadError, RuntimeError):
 
 @dataclass(eq=False, repr=False)
 class DeviceNotFoundError(DeviceError):
-    """A device that is not there or does not work.
+    """A device that is missing or does not work.
 
     Attributes:
-        working (tuple[str, ...]): names of the devices that do.
+        working (tuple[str, ...]): names of this machine's devices that work.
     """
 
     _: KW_ONLY
@@ -540,10 +536,10 @@ class DeviceNotFoundError(DeviceError):
 
 @dataclass(eq=False, repr=False)
 class AllocationError(DeviceError):
-    """Memory that the device's allocator refused.
+    """An allocation of memory that a device refused.
 
     Attributes:
-        nbytes: the size asked for.
+        nbytes: the requested size.
     """
 
     _: KW_ONLY
@@ -555,11 +551,11 @@ class AllocationError(DeviceError):
 
 @dataclass(eq=False, repr=False)
 class NodeError(StreamloadError, RuntimeError):
-    """A load across nodes that failed.
+    """A failed load across nodes.
 
     Attributes:
-        node: the node concerned.
-        problem: what went wrong.
+        node: name of the node that caused the failure.
+        problem: the failure, in words.
     """
 
     node: str
@@ -570,15 +566,15 @@ class NodeError(StreamloadError, RuntimeError):
 
 
 class PeerFailedError(NodeError):
-    """Another node died, hung or left."""
+    """Another node died, hangs or left the group while this one waited for it."""
 
 
 class PlanMismatchError(NodeError):
-    """Nodes that computed different plans."""
+    """Nodes computed different plans of one load: their arguments or devices differ."""
 
 
 def _bytes(nbytes: int, exact: bool = True) -> str:
-    # errors.py is a leaf: the readable form lives in units.py for everybody else
+    # as `core.units.format_bytes`, which this file must not import
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if abs(nbytes) >= size:
             return f"{nbytes / size:.2f} {unit}" + (f" ({nbytes} bytes)" if exact else "")

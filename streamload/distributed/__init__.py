@@ -1,4 +1,4 @@
-"""Loading across nodes: each rank computes the same plan and loads its own part.
+"""Loads across nodes: each rank (process) computes the same plan and loads its own part.
 
 The same line runs on every rank, under torchrun, mpirun, srun or bare environment variables:
 
@@ -6,7 +6,7 @@ The same line runs on every rank, under torchrun, mpirun, srun or bare environme
 
 1. HELLO: the ranks meet, and exchange node ids and hosts.
 2. INDEX: rank 0 reads the headers and broadcasts them; each rank compares its files.
-3. OFFER: each offers its budget, and whether its device computes in bfloat16.
+3. OFFER: each sends its budget, and whether its device computes in bfloat16.
 4. PLAN: each computes the plan of all ranks; digests are compared. Then each plans its own load.
 5. LOAD: each streams its part, without collectives. Replicated bytes are read once by all together.
 6. VERIFY: after the load, names, bytes and checksums of replicas are compared: each tensor is on
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # imported at first use: every command imports `launch` alone
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used."""
+    """Return a public name of this module, imported when first used; else raise AttributeError."""
     if name in ("load_state_dict", "offload", "plan"):
         from streamload.distributed import load
 

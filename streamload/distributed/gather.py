@@ -1,7 +1,8 @@
-"""Collective reads of bytes that every rank needs: each reads a part of a block, all exchange them.
+"""Collective reads of a checkpoint that every rank needs: each reads a part, all exchange parts.
 
-Storage behind one link sends the model once instead of once a rank. All ranks go through the
-blocks in the order of the files, reading ahead while blocks are exchanged. A rank holds a few
+Files are cut into blocks. Each rank reads its part of a block, and an all-gather gives everyone the
+whole block. So storage behind one link sends the model once instead of once per rank. Ranks process
+the blocks in the order of the files, reading ahead while blocks are exchanged. A rank holds a few
 blocks, and frees one once it has copied the bytes that it needs.
 """
 
@@ -28,38 +29,38 @@ from streamload.files.local import ResolvedKind
 from streamload.files.reader import Reader
 from streamload.planning.placement import Placement
 
-BLOCK_NBYTES = 4 * 2**20
+BLOCK_NBYTES = 4 * 2**20  # size of a block
 LEAST_BLOCK_NBYTES = 2**20  # if the host's budget is small
-#: Blocks in memory: two each that are read and copied from, and four exchanged.
+#: Blocks in memory: two being read, two copied from, and four exchanged.
 BLOCKS = 8
-#: Exchanges at once.
+#: All-gathers that run at the same time.
 UNDER_WAY = 4
 
-_JOIN_S = 0.5  # for threads; waits for a lost rank end by the group's timeout
-# one alone waits for each answer; more slow the exchanges (docs/measurements.md)
+_JOIN_S = 0.5  # seconds to join threads; waits for a lost rank end by the group's timeout
+# reading threads: one would wait for each answer; more slow the exchanges (docs/measurements.md)
 _READERS = 2
 
-Ranges = Sequence[tuple[int, int]]  # first byte and end, ascending, disjoint
+Ranges = Sequence[tuple[int, int]]  # (start, stop) in file bytes, ascending, disjoint
 
 
 def held_nbytes(checkpoint: Checkpoint, ranks: int, block_nbytes: int = BLOCK_NBYTES) -> int:
-    """Additional host memory of a collective load."""
+    """Return the host memory in bytes that blocks take on each rank of a collective load."""
     longest = max((h.reach_nbytes - h.data_start for h in checkpoint.shards), default=0)
     return BLOCKS * min(_most(ranks, block_nbytes), -(-longest // ranks) * ranks)
 
 
 def _most(ranks: int, block_nbytes: int) -> int:
-    """Bytes of a block of equal parts."""
+    """Return the size of a block, in bytes: a multiple of the number of ranks."""
     return max(block_nbytes // ranks, 1) * ranks
 
 
 def shared_ranges(
     checkpoint: Checkpoint, placements: Collection[Placement]
 ) -> dict[Location, list[tuple[int, int]]]:
-    """File ranges that a load of these placements reads in order, and once.
+    """Return the byte ranges of each file that a load of these placements reads in order, and once.
 
-    They are of whole tensors. Permuted or joined rows, and tensors that share bytes, are read
-    directly from the file.
+    These are whole tensors and can be exchanged in blocks. Permuted or concatenated rows, and
+    tensors that share bytes, are left out: each rank reads them directly from the file.
     """
     uses = Counter(r.tensor for p in placements for r in p.source)
     found: dict[Location, list[tuple[int, int]]] = {header.path: [] for header in checkpoint.shards}
@@ -72,7 +73,7 @@ def shared_ranges(
 
 
 def _apart(ranges: Ranges) -> list[tuple[int, int]]:
-    """Drop ranges that overlap."""
+    """Return the ranges without those that overlap another; ``ranges`` is sorted."""
     ends = list(accumulate((stop for _, stop in ranges), max, initial=0))
     nexts = [*(start for start, _ in ranges[1:]), sys.maxsize]
     rows = zip(ranges, ends, nexts, strict=False)
@@ -80,6 +81,7 @@ def _apart(ranges: Ranges) -> list[tuple[int, int]]:
 
 
 def _joined(ranges: Ranges) -> list[tuple[int, int]]:
+    """Return the ranges with adjacent ones made one."""
     out: list[tuple[int, int]] = []
     for start, stop in ranges:
         if out and out[-1][1] == start:
@@ -91,17 +93,17 @@ def _joined(ranges: Ranges) -> list[tuple[int, int]]:
 
 @dataclass(slots=True)
 class _Block:
-    """A part of a file, exchanged at once."""
+    """A part of a file that ranks exchange by one all-gather."""
 
-    shard: Location
-    start: int
-    stop: int
-    left_nbytes: int  # that this rank has yet to copy
-    held: memoryview | None = field(default=None, repr=False)  # from the exchange to the last copy
+    shard: Location  # the file
+    start: int  # file byte
+    stop: int  # file byte, exclusive
+    left_nbytes: int  # bytes that this rank has yet to copy from the block
+    held: memoryview | None = field(default=None, repr=False)  # content, until the last copy
 
 
 class CollectiveReader:
-    """Reads, exchanges and holds the blocks of one load, in order."""
+    """Read and exchange the blocks of one load by threads, and hold them until they are copied."""
 
     def __init__(
         self,
@@ -112,14 +114,14 @@ class CollectiveReader:
         kinds: Mapping[Location, ResolvedKind],
         block_nbytes: int = BLOCK_NBYTES,
     ) -> None:
-        """Start reading.
+        """Start the threads.
 
         Args:
-            group: nothing else may use its collectives until this is closed.
-            checkpoint: the headers.
+            group: the ranks; nothing else may use its collectives until this is closed.
+            checkpoint: the headers of the files.
             shared: the ranges to exchange, equal on all ranks; see `shared_ranges`.
-            mine: those that this rank needs.
-            kinds: the reader of each file.
+            mine: the ranges that this rank needs.
+            kinds: the kind of reader for each file.
             block_nbytes: most bytes of a block.
         """
         self._group = group
@@ -139,8 +141,8 @@ class CollectiveReader:
         self._free = [memoryview(bytearray(room)) for _ in range(BLOCKS)]
         order = list(chain.from_iterable(self._blocks.values()))
         self._to_read = iter(enumerate(order))
-        self._left = Counter(block.shard for block in order)  # blocks to read of each file
-        self._read: dict[int, tuple[_Block, memoryview]] = {}  # read here, to be exchanged
+        self._left = Counter(block.shard for block in order)  # unread blocks of each file
+        self._read: dict[int, tuple[_Block, memoryview]] = {}  # parts to exchange, by number
         self._changed = threading.Condition()
         self.read_nbytes = 0  #: file bytes that this rank has read
         self._error: BaseException | None = None
@@ -157,7 +159,7 @@ class CollectiveReader:
             thread.start()
 
     def open(self, header: Header, kind: ResolvedKind) -> Reader:
-        """A reader of a file's blocks, and of the file for other bytes."""
+        """Return a reader of a file: bytes of blocks come from these, others from the file."""
         return _CollectiveShard(self, header, kind)
 
     def __enter__(self) -> Self:
@@ -167,20 +169,20 @@ class CollectiveReader:
         self.close()
 
     def stop(self) -> None:
-        """Wake all waiters, and cancel all requests."""
+        """Cancel reads of files, and let all threads that wait here raise or end."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
         self._shards.stop()
 
     def close(self) -> None:
-        """End; an exchange with a lost rank ends by the group's timeout."""
+        """End the threads and free all memory; exchanges with a lost rank end by their timeout."""
         self.stop()
         until = time.monotonic() + _JOIN_S
         for thread in self._threads:
             thread.join(max(until - time.monotonic(), 0))
-        self._shards.close_all()  # not read to their end
-        with self._changed:  # a traceback, or a thread that waits for a lost rank, may keep this
+        self._shards.close_all()  # files that were not read to their end
+        with self._changed:  # a traceback or a waiting thread may refer to this object
             self._free.clear()
             self._read.clear()
             self._error = None
@@ -189,7 +191,7 @@ class CollectiveReader:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory in blocks."""
+        """The memory of all blocks, in bytes; 0 once closed."""
         with self._changed:
             held = (block.held for block in chain.from_iterable(self._blocks.values()))
             read = (room for _, room in self._read.values())
@@ -197,9 +199,10 @@ class CollectiveReader:
             return sum(room.nbytes for room in rooms)
 
     def wait(self, most_s: float) -> bool:
-        """Wait up to ``most_s`` seconds until all blocks are exchanged; whether they are.
+        """Wait up to ``most_s`` seconds; return whether all blocks are exchanged.
 
-        Other ranks may still need this rank's parts. Raises PeerFailedError for a lost rank.
+        A rank calls it after its own load, since others may still need its parts. Raises
+        PeerFailedError if a rank was lost.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._done or self._error is not None, most_s)
@@ -207,7 +210,13 @@ class CollectiveReader:
             return self._done
 
     def take(self, shard: Location, start: int, out: memoryview, file: Reader) -> None:
-        """Fill ``out`` with bytes of a file: from its blocks, else by ``file``.
+        """Fill ``out`` with bytes of a file: from its blocks, or by the reader ``file``.
+
+        Args:
+            shard: the file.
+            start: first file byte.
+            out: memory of as many bytes as to read.
+            file: reads bytes that are in no block.
 
         Raises:
             PeerFailedError: a rank was lost.
@@ -233,6 +242,7 @@ class CollectiveReader:
             at = until
 
     def _wait_for(self, block: _Block) -> memoryview:
+        """Wait until a block was exchanged; return its bytes."""
         with self._changed:
             while block.held is None:
                 self._check()
@@ -242,6 +252,7 @@ class CollectiveReader:
             return block.held
 
     def _taken(self, block: _Block, nbytes: int) -> None:
+        """Count bytes copied from a block; after the last, its memory is free for another."""
         with self._changed:
             block.left_nbytes -= nbytes
             if block.left_nbytes <= 0 and block.held is not None:
@@ -250,12 +261,14 @@ class CollectiveReader:
                 self._changed.notify_all()
 
     def _check(self) -> None:
+        """Raise the error of a thread, or InterruptedError after `stop`."""
         if self._error is not None:
             raise self._error
         if self._stopped:
             raise InterruptedError("the load has ended")
 
     def _run(self, work: Callable[[], None]) -> None:
+        """Run a thread's work, and keep its error for `_check`."""
         try:
             work()
         except BaseException as error:
@@ -266,8 +279,7 @@ class CollectiveReader:
     def _read_all(self) -> None:
         """Read this rank's parts of the blocks, as far ahead as memory allows."""
         size, rank = self._group.size, self._group.rank
-        while (found := self._next()) is not None:
-            index, block, room, reader = found
+        for index, block, room, reader in iter(self._next, None):
             part = -(-(block.stop - block.start) // size)
             first = min(block.start + rank * part, block.stop)
             last = min(first + part, block.stop)
@@ -283,7 +295,10 @@ class CollectiveReader:
                 self._changed.notify_all()
 
     def _next(self) -> tuple[int, _Block, memoryview, Reader] | None:
-        """The next block to read, memory for it, and its reader; None at the end."""
+        """Wait for memory; return the next block's number, the block, memory and a file reader.
+
+        Return None after the last block, or if the load has ended.
+        """
         with self._changed:
             while not self._free:
                 if self._stopped or self._error is not None:
@@ -320,6 +335,7 @@ class CollectiveReader:
             self._changed.notify_all()
 
     def _exchanged(self, block: _Block, room: memoryview, wait: Callable[[], None]) -> None:
+        """Wait for a block's all-gather into ``room``, then offer its bytes to readers."""
         wait()
         with self._changed:
             if block.left_nbytes:
@@ -330,13 +346,14 @@ class CollectiveReader:
 
 
 def _overlap(ranges: Ranges, start: int, stop: int) -> int:
+    """Return how many bytes from ``start`` to ``stop`` (exclusive) are in the ranges."""
     first = max(bisect_right(ranges, start, key=itemgetter(0)) - 1, 0)
     last = bisect_left(ranges, stop, key=itemgetter(0))
     return sum(max(min(high, stop) - max(low, start), 0) for low, high in ranges[first:last])
 
 
 class _CollectiveShard(Reader):
-    """A shard whose bytes come from the blocks of a `CollectiveReader`."""
+    """A reader of one file for the loop of a load, over the blocks of a `CollectiveReader`."""
 
     _how = "by several ranks together"
 

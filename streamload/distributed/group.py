@@ -1,8 +1,8 @@
-"""Groups of processes: the interface of engines, their common base, and the group of one.
+"""Groups of processes: the interface, a base class of engines, and the group of one process.
 
 A group is a fixed set of processes, its ranks. Every rank calls the same collectives in the same
-order, from one thread at a time; the key-value store serves any thread at any time. Engines:
-``torch.py`` and ``mpi.py``.
+order, from one thread at a time; any thread may use the key-value store at any time. An engine is a
+group over a communication library: ``torch.py``, ``mpi.py``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from streamload.errors import NodeError, PeerFailedError
 
-_SHORT_NBYTES = 1016
-_PART_NBYTES = 2**30  # of a broadcast at once: a count of MPI is an int
+_SHORT_NBYTES = 1016  # longest message of an `Engine.allgather` that is one collective
+_PART_NBYTES = 2**30  # of a broadcast, sent at once: MPI counts by a C int
 
 
 class Store(Protocol):
-    """A key-value store for all ranks and threads.
+    """A key-value store shared by all ranks of a group, for any thread.
 
     Every method raises PeerFailedError if the rank that keeps the store does not answer.
     """
@@ -31,25 +31,25 @@ class Store(Protocol):
         """Write a value, replacing an earlier one."""
 
     def get(self, key: str) -> bytes | None:
-        """A value, or None if there is none yet; does not wait."""
+        """Return the value of a key at once, or None if there is none yet."""
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Values of several keys, by position, as they were at one moment."""
+        """Return the values of several keys in their order, None for missing ones, atomically."""
 
 
 @runtime_checkable
 class ProcessGroup(Protocol):
-    """The ranks that load together.
+    """A group of processes (ranks) that load together, with the collectives that a load uses.
 
     A collective that fails, or takes longer than the group's timeout, raises PeerFailedError from
     the engine's own error; then the group failed and only ``close`` may be called.
 
     Attributes:
-        rank: this process, from 0.
-        size: how many ranks there are, at least 1.
-        engine: "none", "torch" or "mpi", for messages.
-        store: the key-value store.
+        rank: number of this process, from 0.
+        size: number of ranks, at least 1.
+        engine: the communication library, for messages: "none", "torch" or "mpi".
+        store: the key-value store of all ranks.
     """
 
     rank: int
@@ -58,13 +58,13 @@ class ProcessGroup(Protocol):
     store: Store
 
     def allgather(self, data: bytes) -> list[bytes]:
-        """Everyone's bytes, by rank; lengths may differ. For small messages."""
+        """Return the small messages of all ranks, by rank; their lengths may differ."""
 
     def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
-        """The root's bytes, of any length; ``data`` of the other ranks is ignored."""
+        """Return the data of rank ``root``, of any length; that of other ranks is ignored."""
 
     def all_gather_into(self, mine: memoryview, out: memoryview) -> None:
-        """Everyone's block, by rank, into one buffer.
+        """Write the blocks of all ranks into one buffer, ordered by rank.
 
         Args:
             mine: contiguous bytes, of the same length on every rank; may be a part of ``out``.
@@ -73,60 +73,60 @@ class ProcessGroup(Protocol):
         self.all_gather_begin(mine, out)()
 
     def all_gather_begin(self, mine: memoryview, out: memoryview) -> Callable[[], None]:
-        """Start `all_gather_into`; the returned function waits for its end.
+        """Start `all_gather_into`; return a function that waits for its end.
 
-        Several may run, and are waited for in their order, before any other collective.
+        Several may run at once. Wait for them in their order, and before any other collective.
         """
 
     def close(self, failed: bool = False) -> None:
         """Release the engine within seconds; closing twice does nothing.
 
         Args:
-            failed: a rank is known to be lost: nothing waits for it, at exit either.
+            failed: a rank is known to be lost: do not wait for it, neither now nor at exit.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The variables of a launcher, read."""
+    """The environment of a process that a launcher (torchrun, mpirun, srun) started, parsed."""
 
-    launcher: str  # for messages
-    engine_hint: str  # "torch" or "mpi"
-    rank: int  # this process, from 0
-    size: int | None  # None if only the engine knows
-    local_rank: int | None  # on this host, if known
-    local_size: int | None  # ranks on this host, if known
-    host: str  # the name of this host
-    meeting: str = ""  # the URL at which torch's ranks meet, if known
-    attempt: str = "0"  # counts restarts by the launcher
+    launcher: str  # name of the launcher, for messages
+    engine_hint: str  # the engine that fits: "torch" or "mpi"
+    rank: int  # number of this process, from 0
+    size: int | None  # number of processes; None if only the engine knows
+    local_rank: int | None  # number of this process on its host; None if unknown
+    local_size: int | None  # number of processes on this host; None if unknown
+    host: str  # name of this host
+    meeting: str = ""  # URL of the store at which torch's ranks meet; "" if unknown
+    attempt: str = "0"  # number of restarts by the launcher
 
 
 class MemoryStore(Store):
-    """A store of one process."""
+    """A key-value store in this process's memory."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
     def set(self, key: str, value: bytes) -> None:
-        """Write a value."""
+        """See `Store.set`."""
         with self._lock:
             self._values[key] = bytes(value)
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Values of several keys, as they were at one moment."""
+        """See `Store.get_many`."""
         with self._lock:
             return [self._values.get(key) for key in keys]
 
 
 class Engine(ProcessGroup):
-    """The collectives of a `ProcessGroup` over the two of a library; the first failure is final.
+    """Base class of groups over a library that has a broadcast and an all-gather.
 
-    A subclass sets `engine`, `store`, and these.
+    After a failure, all collectives raise PeerFailedError. A subclass sets `engine` and `store`.
     """
 
-    _errors: tuple[type[Exception], ...]  # of the library
-    _message: Callable[[Exception], str]
+    _errors: tuple[type[Exception], ...]  # exceptions of the library
+    _message: Callable[[Exception], str]  # the message of one of these
     _start: Callable[..., Callable[[], None]]  # as `_begin`, raising the library's errors
 
     def __init__(self, library: Any, rank: int, size: int) -> None:
@@ -135,7 +135,7 @@ class Engine(ProcessGroup):
         self._failed = False
 
     def allgather(self, data: bytes) -> list[bytes]:
-        """Everyone's bytes, by one collective if all are short, else by two."""
+        """See `ProcessGroup.allgather`: one collective if all messages are short, else two."""
         head = len(data).to_bytes(8, "little") + data[:_SHORT_NBYTES]
         found = self._blocks(head, 8 + _SHORT_NBYTES)
         lengths = [int.from_bytes(block[:8], "little") for block in found]
@@ -146,13 +146,13 @@ class Engine(ProcessGroup):
         return [block[8 : 8 + length] for block, length in zip(found, lengths, strict=True)]
 
     def _blocks(self, data: bytes, nbytes: int) -> list[bytes]:
-        """Everyone's bytes, each padded to ``nbytes``."""
+        """Return the bytes of all ranks, by rank, each padded to ``nbytes``."""
         out = bytearray(self.size * nbytes)
         self.all_gather_into(memoryview(data.ljust(nbytes, b"\0")), memoryview(out))
         return [bytes(out[rank * nbytes : (rank + 1) * nbytes]) for rank in range(self.size)]
 
     def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
-        """The root's bytes, after their length."""
+        """See `ProcessGroup.broadcast`: the length goes first, then the bytes."""
         data = sent(data, root, self)
         length = memoryview(bytearray(len(data).to_bytes(8, "little")))
         self._broadcast(length, root)
@@ -163,14 +163,14 @@ class Engine(ProcessGroup):
         return bytes(found)
 
     def _broadcast(self, part: memoryview, root: int) -> None:
-        """Send bytes, or receive them in place."""
+        """Send ``part`` to all ranks if this one is the root, else fill it with the root's."""
 
     def _begin(self, name: str, *arguments: object) -> Callable[[], None]:
-        """Start a call of the library; the returned function waits for its end."""
+        """Start the library's function ``name``; return a function that waits for its end."""
         if self._library is None:
             raise NodeError(f"rank {self.rank}", "the group is closed")
         if self._failed:
-            raise lost("the group is of no use after a failure")
+            raise lost("the group failed and cannot be used again")
         with self._losses():
             end = self._start(name, *arguments)
 
@@ -182,6 +182,7 @@ class Engine(ProcessGroup):
 
     @contextmanager
     def _losses(self) -> Iterator[None]:
+        """Raise PeerFailedError from an error of the library, and mark the group as failed."""
         try:
             yield
         except self._errors as error:
@@ -190,7 +191,7 @@ class Engine(ProcessGroup):
 
 
 class Alone(Engine):
-    """The group of one rank."""
+    """The group of a single process, for a program without a launcher."""
 
     engine = "none"
 
@@ -199,17 +200,17 @@ class Alone(Engine):
         self.store = MemoryStore()
 
     def all_gather_begin(self, mine: memoryview, out: memoryview) -> Callable[[], None]:
-        """Copy the block."""
+        """Copy ``mine`` to ``out``; return a function that does nothing."""
         check_blocks(mine, out, self.size)
         out.cast("B")[:] = mine.cast("B")
         return lambda: None
 
     def close(self, failed: bool = False) -> None:
-        """Nothing to release."""
+        """Do nothing: there is no engine."""
 
 
 def sent(data: bytes | None, root: int, group: ProcessGroup) -> bytes:
-    """Check the arguments of a broadcast; the bytes that this rank sends."""
+    """Check the arguments of a broadcast; return the bytes to send: none unless rank is root."""
     if not 0 <= root < group.size:
         raise ValueError(f"root {root} of a group of {group.size}")
     if group.rank != root:
@@ -220,7 +221,7 @@ def sent(data: bytes | None, root: int, group: ProcessGroup) -> bytes:
 
 
 def check_blocks(mine: memoryview, out: memoryview, size: int) -> None:
-    """Refuse blocks that are not contiguous, not writable or of wrong lengths, before waiting."""
+    """Raise ValueError if ``size`` ranks cannot all-gather ``mine`` into ``out``."""
     if not (mine.c_contiguous and out.c_contiguous) or out.readonly:
         raise ValueError("blocks are contiguous bytes, and the output is writable")
     if out.nbytes != size * mine.nbytes:
@@ -230,7 +231,14 @@ def check_blocks(mine: memoryview, out: memoryview, size: int) -> None:
 def poll(
     is_done: Callable[[], bool], share: float, naps_s: tuple[float, float], most_s: float = math.inf
 ) -> None:
-    """Test and sleep in a loop, for a share of the time waited, within the limits ``naps_s``."""
+    """Call ``is_done`` until it returns True, sleeping between calls.
+
+    Args:
+        is_done: makes progress and tests for the end.
+        share: length of a sleep, as a share of the time waited so far.
+        naps_s: shortest and longest sleep, in seconds.
+        most_s: seconds after which to raise TimeoutError.
+    """
     began = time.monotonic()
     while not is_done():
         waited = time.monotonic() - began
@@ -240,5 +248,5 @@ def poll(
 
 
 def lost(problem: str, rank: int | None = None) -> PeerFailedError:
-    """The error of a lost peer; an engine may not know its rank."""
+    """Return the error of a lost rank, or of an unknown one, as engines often know only that."""
     return PeerFailedError("unknown" if rank is None else f"rank {rank}", problem)

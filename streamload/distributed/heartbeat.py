@@ -1,9 +1,9 @@
-"""Heartbeats: each rank knows within the timeout that another one is lost.
+"""Heartbeats: each rank notices within the timeout if another one is lost (dead or hanging).
 
-A thread of every rank writes a beat into the group's store twice a second. Rank 0 reads all beats
-and writes the first loss; the others read that, and rank 0's beat. A second thread watches the
-first: if the store's host is lost, a request may never return. Only the first thread uses the
-store, so that a rank's messages stay in order.
+A thread of every rank writes a beat (a counter and the rank's state) into the group's store twice a
+second. Rank 0 reads all beats and writes the first loss; the others read that, and rank 0's beat. A
+second thread watches the first: if the store's host is lost, a request may never return. Only the
+first thread uses the store, so that a rank's messages stay in order.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ T = TypeVar("T")
 #: Seconds between beats; fewer if the timeout is a few seconds.
 EVERY_S = 0.5
 
-_BEATS = 20  # at least, within the timeout
-_QUICK_S = 2.5e-4  # between polls while a rank waits for others, for each rank
-_WRITTEN = ("beat", "node", "stage", "all_at", "left", "done_nbytes", "total_nbytes")  # of a `Peer`
+_BEATS = 20  # least number of beats within the timeout
+_QUICK_S = 2.5e-4  # seconds between polls while a rank waits for others, times the ranks
+#: The fields of a `Peer` in a beat.
+_WRITTEN = ("beat", "node", "stage", "all_at", "left", "done_nbytes", "total_nbytes")
 
 
 @dataclass(slots=True)
 class Peer:
-    """The state of a rank."""
+    """The state of a rank, as known to this process."""
 
-    node: str  # its node, or "rank 3" until known
-    beat: int = -1  # the number of its last beat
-    silent_s: float = 0.0  # seconds since then in which this process polled
-    done_nbytes: int = 0  # file bytes loaded
-    total_nbytes: int = 0  # file bytes to load
-    stage: int = 0  # its last stage; see `Heartbeat.arrive`
-    all_at: int = 0  # of rank 0: the last stage of all ranks
-    left: bool = False  # it has ended
+    node: str  # name of the rank's node, or "rank 3" until known
+    beat: int = -1  # number of the rank's last beat
+    silent_s: float = 0.0  # seconds since that beat in which this process polled
+    done_nbytes: int = 0  # file bytes that the rank has loaded
+    total_nbytes: int = 0  # file bytes that the rank has to load
+    stage: int = 0  # how often the rank called `Heartbeat.arrive`
+    all_at: int = 0  # of rank 0: the last stage at which all ranks have arrived
+    left: bool = False  # whether the rank has ended
 
 
 class Heartbeat:
-    """The beats of a group, seen from one rank."""
+    """Send the beats of this rank, and watch those of others, to detect lost ranks."""
 
     def __init__(
         self, group: ProcessGroup, node: str, timeout_s: float, *, prefix: str = ""
@@ -54,22 +55,22 @@ class Heartbeat:
 
         Args:
             group: the ranks.
-            node: this rank's node.
-            timeout_s: every rank knows a loss within this time.
-            prefix: of the keys; unique for each use of a group.
+            node: name of this rank's node.
+            timeout_s: seconds within which every rank knows a loss.
+            prefix: prefix of all keys in the store; unique for each use of a group.
         """
         self.peers = [Peer(f"rank {rank}") for rank in range(group.size)]
         self.peers[group.rank].node = node
-        #: called on rank 0 with the bytes that all ranks have loaded, by the thread that loads
+        #: On rank 0, the loading thread calls this with the bytes that all ranks have loaded.
         self.on_progress: Callable[[int], None] = _ignore
         self._group = group
         self._prefix = prefix
-        self._lost_key = f"{prefix}/lost"  # of the first loss
+        self._lost_key = f"{prefix}/lost"  # key of the first loss
         self._mine = self.peers[group.rank]
         # half of the time to notice missing beats; the rest to spread the loss and to stop
         self._stale_s = timeout_s / 2
         self._every_s = min(EVERY_S, timeout_s / _BEATS)
-        self._most_s = self._stale_s / 4  # counted at once: longer gaps mean a suspended process
+        self._most_s = self._stale_s / 4  # most time counted at once: this process was suspended
         self._quick_s = min(_QUICK_S * group.size, self._every_s / 2)
         self._named = False  # whether all ranks know each other's nodes
         self._loss: PeerFailedError | None = None
@@ -91,19 +92,19 @@ class Heartbeat:
                 thread.start()
 
     def rename(self, nodes: Sequence[str]) -> None:
-        """Set the agreed names of nodes, by rank."""
+        """Set the nodes' names by rank, once all ranks have agreed on unique ones."""
         with self._news:
             self._named = True
             for peer, node in zip(self.peers, nodes, strict=True):
                 peer.node = node
 
     def progress(self, done_nbytes: int, total_nbytes: int) -> None:
-        """Set this rank's progress, and report that of all on rank 0."""
+        """Set the file bytes that this rank has loaded and has to load; call `report`."""
         self._mine.done_nbytes, self._mine.total_nbytes = done_nbytes, total_nbytes
         self.report()
 
     def report(self) -> None:
-        """On rank 0, call `on_progress` with the bytes of all ranks."""
+        """On rank 0, call `on_progress` with the sum of bytes that all ranks have loaded."""
         if self._group.rank == 0:
             self.on_progress(sum(peer.done_nbytes for peer in self.peers))
 
@@ -114,7 +115,7 @@ class Heartbeat:
 
     @contextmanager
     def listening(self, listener: Callable[[PeerFailedError], None]) -> Iterator[None]:
-        """Call ``listener`` with an earlier or a later loss, from any thread."""
+        """Call ``listener`` at once if a rank was lost, or when one is lost, from any thread."""
         with self._news:
             self._listener = listener
             loss = self._loss
@@ -127,10 +128,10 @@ class Heartbeat:
                 self._listener = _ignore
 
     def arrive(self) -> None:
-        """Wait without a timeout until all ranks have arrived as often as this one.
+        """Wait until all ranks have called this as often as this one, however long that takes.
 
         Raises:
-            PeerFailedError: one of them was lost.
+            PeerFailedError: a rank was lost.
         """
         self._mine.stage += 1
         if self._group.size == 1:
@@ -147,11 +148,11 @@ class Heartbeat:
 
     def fail(self, error: BaseException) -> None:
         """Report to all ranks that this one gives up, unless another was lost before."""
-        said = ": ".join(filter(None, (type(error).__name__, str(error))))
-        self._lose(self._node(self._group.rank), f"gave up: {said}")
+        reason = ": ".join(filter(None, (type(error).__name__, str(error))))
+        self._lose(self._group.rank, f"gave up: {reason}")
 
     def identify(self, error: PeerFailedError) -> PeerFailedError:
-        """The loss behind an engine's error, if it becomes known; else the error.
+        """Wait for the lost rank's name; return the error that has it, or ``error`` if none comes.
 
         An engine notices a broken connection before the lost rank is known.
         """
@@ -160,10 +161,10 @@ class Heartbeat:
         return self._loss or error
 
     def close(self) -> None:
-        """Stop the threads, and report that this rank has ended.
+        """Report that this rank has ended, and stop the threads.
 
-        Rank 0 may keep the store in its own process: it waits until the others have ended, after a
-        loss only until they can have read it.
+        Rank 0 may keep the store in its own process. So it waits until the others have ended, or,
+        after a loss, until they can have read it.
         """
         with self._news:
             if self._closing_s is None:
@@ -183,6 +184,7 @@ class Heartbeat:
                 self._loss = PeerFailedError(self._loss.node, self._loss.problem)
 
     def _beat(self) -> None:
+        """Write and read beats until this rank ends; the first thread's work."""
         pause_s = 0.0
         try:
             while not self._ended.is_set():
@@ -204,15 +206,15 @@ class Heartbeat:
         self._ended.set()
 
     def _watch(self) -> None:
-        """Check that the store answers the other thread."""
+        """Report rank 0 as lost if its store stops answering `_beat`; the second thread's work."""
         answers, silent_s, before = -1, 0.0, time.monotonic()
         while not self._ended.wait(self._every_s / 2):
             now = time.monotonic()
             silent_s = silent_s + min(now - before, self._most_s) if answers == self._answers else 0
             answers, before = self._answers, now
             if silent_s > self._stale_s:
-                said = f"has not answered for {silent_s:.0f} s"
-                self._lost(PeerFailedError(self._node(0), said))
+                problem = f"has not answered for {silent_s:.0f} s"
+                self._lost(PeerFailedError(self._node(0), problem))
                 return
 
     def _speak(self) -> None:
@@ -221,9 +223,8 @@ class Heartbeat:
         with self._news:
             loss, self._to_write = self._to_write, None
         # the first loss is the reason of the others
-        if loss is not None and self._ask(lambda: store.get(self._lost_key)) is None:
-            data = json.dumps(loss).encode()
-            self._ask(lambda: store.set(self._lost_key, data))
+        if loss is not None and self._ask(store.get, self._lost_key) is None:
+            self._ask(store.set, self._lost_key, json.dumps(loss).encode())
         now = time.monotonic()
         with self._news:
             said = [getattr(self._mine, field) for field in _WRITTEN[1:5]]
@@ -232,15 +233,14 @@ class Heartbeat:
             self._said, self._spoke_s = said, now
             self._mine.beat += 1
             record = [getattr(self._mine, field) for field in _WRITTEN]
-        value = json.dumps(record).encode()
-        self._ask(lambda: store.set(self._key(self._group.rank), value))
+        self._ask(store.set, self._key(self._group.rank), json.dumps(record).encode())
 
     def _look(self) -> None:
-        """Read the beats that this rank watches, and find ranks that stopped."""
+        """Read the beats that this rank watches, and report ranks that stopped."""
         rank_0 = self._group.rank == 0
         watched = range(self._group.size if rank_0 else 1)
         keys = [*map(self._key, watched), self._lost_key]
-        found = self._ask(lambda: self._group.store.get_many(keys))
+        found = self._ask(self._group.store.get_many, keys)
         now = time.monotonic()
         passed_s, self._looked_s = min(now - self._looked_s, self._most_s), now
         silent = gone = None
@@ -264,13 +264,12 @@ class Heartbeat:
         if found[-1] is not None:
             self._lost(PeerFailedError(*parse_json(found[-1])))
         elif silent is not None:
-            said = f"has not been heard of for {self.peers[silent].silent_s:.0f} s"
-            self._lose(self._node(silent), said)
+            self._lose(silent, f"has not been heard of for {self.peers[silent].silent_s:.0f} s")
         elif gone is not None:
-            self._lose(self._node(gone), "ended before the others: every rank makes the same calls")
+            self._lose(gone, "ended before the others: every rank makes the same calls")
 
     def _is_over(self) -> bool:
-        """Whether this rank has nothing more to write."""
+        """Return whether this rank has ended and has nothing more to write for others."""
         if self._closing_s is None or not self._said[3] or self._to_write is not None:
             return False
         if self._group.rank != 0:
@@ -281,37 +280,36 @@ class Heartbeat:
         )
 
     def _node(self, rank: int) -> str:
-        """The name of a rank in an error; names are unique once agreed."""
+        """Return a rank's name for an error, with its number until names are unique."""
         node = self.peers[rank].node
         return node if self._named or node == f"rank {rank}" else f"{node} (rank {rank})"
 
     def _key(self, rank: int) -> str:
+        """Return the key of a rank's beat in the store."""
         return f"{self._prefix}/beat/{rank}"
 
-    def _ask(self, call: Callable[[], T]) -> T:
-        """Call the store, which rank 0 or its host keeps."""
+    def _ask(self, call: Callable[..., T], *arguments: object) -> T:
+        """Return the answer of the store, which rank 0 keeps, and count it for `_watch`."""
         try:
-            answer = call()
+            answer = call(*arguments)
         except PeerFailedError as error:
-            said = f"does not answer any more: {error.problem}"
-            raise PeerFailedError(self._node(0), said) from error
+            problem = f"does not answer any more: {error.problem}"
+            raise PeerFailedError(self._node(0), problem) from error
         self._answers += 1
         return answer
 
-    def _lose(self, node: str, problem: str) -> None:
-        """Note a loss, and write it for the others."""
-        with self._news:
-            if self._loss is not None:
-                return
-            self._to_write = node, problem
-        self._lost(PeerFailedError(node, problem))
+    def _lose(self, rank: int, problem: str) -> None:
+        """Keep the loss of a rank, unless there is an earlier one, and let `_speak` write it."""
+        error = PeerFailedError(self._node(rank), problem)
+        self._lost(error, (error.node, problem))
         self._wake.set()
 
-    def _lost(self, error: PeerFailedError) -> None:
+    def _lost(self, error: PeerFailedError, to_write: tuple[str, str] | None = None) -> None:
+        """Keep the first loss and call the listener; ``to_write``: (node, problem) for others."""
         with self._news:
             if self._loss is not None:
                 return
-            self._loss = error
+            self._loss, self._to_write = error, to_write
             listener = self._listener
             self._news.notify_all()
         listener(error)

@@ -1,4 +1,4 @@
-"""The headers of a checkpoint as a message of rank 0 to all others.
+"""The message (index) by which rank 0 sends a checkpoint's headers to all other ranks.
 
 The tensors of a safetensors file have no gaps between them: order, dtypes and shapes determine
 their offsets, and 60,000 tensors take 0.4 MB. Other formats add offsets.
@@ -12,7 +12,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -37,9 +37,9 @@ from streamload.files.header import (
 
 _SAMPLES = 16
 _SAMPLE_NBYTES = 4096
-_DIGITS = 16  # of each digest, compared
+_DIGITS = 16  # leading digits of each tensor's digest that are compared
 
-#: The note on files that were compared in parts.
+#: A note of the report, on files that were compared in parts.
 SAMPLED = (
     f"files were compared with rank 0's by their lengths and {_SAMPLES} blocks of 4 KiB of each: "
     f"where both have a {SIDECAR} (which `streamload convert` writes) the digests of all tensors "
@@ -48,7 +48,12 @@ SAMPLED = (
 
 
 def write_index(checkpoint: Checkpoint, host: str = "") -> bytes:
-    """The headers and config.json, compressed; ``host`` is the id of this host."""
+    """Return the message: headers and config.json of a checkpoint, as compressed JSON.
+
+    Args:
+        checkpoint: the checkpoint, opened on rank 0.
+        host: unique id of this host, by which others recognize that they see the same disk.
+    """
     shards = []
     for header in checkpoint.shards:
         codes: dict[str, int] = {}
@@ -74,7 +79,7 @@ def write_index(checkpoint: Checkpoint, host: str = "") -> bytes:
 
 
 def _other_than_safetensors(header: Header) -> dict[str, Any]:
-    """The additional facts of another format's header; its config is the checkpoint's."""
+    """Return the fields of a header that only formats besides safetensors need, for the message."""
     if header.format == SAFETENSORS:
         return {}
     return {
@@ -88,74 +93,64 @@ def _other_than_safetensors(header: Header) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The checkpoint of rank 0."""
+    """The checkpoint that rank 0 described in its message, with this rank's paths."""
 
-    checkpoint: Checkpoint  # its headers, with paths of this rank
-    samples: Mapping[str, str]  # digests of blocks of each file, by its name; see `sample`
-    digests: str = ""  # the first digits of the digests of all tensors, if rank 0 has them
-    places: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # of rank 0's files
+    checkpoint: Checkpoint  # the headers of rank 0, with paths of this rank
+    shards: Mapping[str, Mapping[str, Any]]  # the facts of `write_index` on each file, by its name
+    digests: str = ""  # rank 0's digests of all tensors; see `_digests`
 
     @classmethod
     def read(cls, data: bytes, path: Location, folder: Location) -> Index:
-        """Read the message of `write_index`, without opening files.
+        """Return the index of a message of `write_index`, without opening files.
 
         Args:
             data: the message.
-            path: the checkpoint on this rank, for messages.
-            folder: the folder of its files on this rank.
+            path: the checkpoint on this rank, for error messages.
+            folder: the folder of the checkpoint's files on this rank.
         """
         document = parse_json(zlib.decompress(data))
         shards = document["shards"]
-        is_file = path != folder and not path.name.endswith(".json")  # it may have another name
+        is_file = path != folder and not path.name.endswith(".json")  # its name may differ here
         headers = [
             _header(shard, path if is_file and len(shards) == 1 else folder / shard["name"])
             for shard in shards
         ]
-        named = [(h.path.name, shard) for h, shard in zip(headers, shards, strict=True)]
-        samples = {name: shard["sample"] for name, shard in named}
-        places = {name: shard["place"] for name, shard in named}
-        made = from_headers(path, headers, document["config"])
-        return cls(made, samples, document["digests"], places)
+        named = {h.path.name: shard for h, shard in zip(headers, shards, strict=True)}
+        return cls(from_headers(path, headers, document["config"]), named, document["digests"])
 
     def check(self) -> list[str]:
-        """Compare the files of this rank with those of rank 0; the names of missing ones.
+        """Compare the files of this rank with those of rank 0; return the names of missing ones.
 
-        Lengths are compared, and blocks of 4 KiB all over each file: training changes values
-        everywhere. If both have a sidecar, so are the digests of all tensors. URLs are not opened.
+        Lengths are compared, and blocks of 4 KiB spread over each file, since training changes all
+        values. If both have a sidecar, so are the digests of all tensors. URLs are not opened.
 
         Raises:
             CheckpointError: a file differs.
         """
         missing = []
+        problem = "is not the file that rank 0 has"
         for header in self.checkpoint.shards:
-            if isinstance(header.path, Url):
+            path = header.path
+            if isinstance(path, Url):
                 continue
             try:
-                found_nbytes = os.stat(header.path).st_size
+                nbytes = os.stat(path).st_size
             except (FileNotFoundError, NotADirectoryError):
-                missing.append(header.path.name)
+                missing.append(path.name)
                 continue
             except OSError as error:
-                raise unreadable(header.path, error) from error
-            if found_nbytes != header.file_nbytes:
-                raise CheckpointError(
-                    header.path,
-                    "is not the file that rank 0 has",
-                    expected=f"{header.file_nbytes} bytes",
-                    found=found_nbytes,
-                )
-            expected = self.samples[header.path.name]
-            if expected and (found := sample(header)) != expected:
-                raise CheckpointError(
-                    header.path,
-                    "is not the file that rank 0 has, though it is as long",
-                    expected=f"blocks of 4 KiB with the digest {expected}",
-                    found=found,
-                )
+                raise unreadable(path, error) from error
+            if nbytes != header.file_nbytes:
+                raise CheckpointError(path, problem, f"{header.file_nbytes} bytes", nbytes)
+            digest = self.shards[path.name]["sample"]
+            if digest and (found := sample(header)) != digest:
+                expected = f"blocks of 4 KiB with the digest {digest}"
+                raise CheckpointError(path, f"{problem}, though it is as long", expected, found)
         self._check_digests()
         return missing
 
     def _check_digests(self) -> None:
+        """Raise CheckpointError if rank 0 and this one have sidecars with different digests."""
         found = _digests(self.checkpoint) if self.digests else ""
         if not found or found == self.digests:
             return
@@ -168,13 +163,18 @@ class Index:
         )
 
     def is_sampled(self, host: str) -> bool:
-        """Whether the files are not those on rank 0's disk, and only blocks were compared."""
+        """Return whether `check` compared only parts of files that are not on rank 0's disk.
+
+        Args:
+            host: unique id of this host.
+        """
         local = [h for h in self.checkpoint.shards if not isinstance(h.path, Url) and h.state]
-        alike = all(_place(h, host) == list(self.places.get(h.path.name, ())) for h in local)
+        alike = all(_place(h, host) == self.shards[h.path.name]["place"] for h in local)
         return not alike and not (self.digests and _digests(self.checkpoint))
 
 
 def _header(shard: Mapping[str, Any], path: Location) -> Header:
+    """Return the header of a file at ``path`` from rank 0's facts on it."""
     state = None
     if isinstance(path, Url):  # every answer must have this version
         path = path.of_version(shard["version"])
@@ -186,8 +186,8 @@ def _header(shard: Mapping[str, Any], path: Location) -> Header:
     columns = shard["names"], shard["dtypes"], shard["shapes"]
     starts = shard.get("starts", [None] * len(shard["names"]))
     tensors = []
-    for name, which, shape, said in zip(*columns, starts, strict=True):
-        start = at if said is None else said
+    for name, which, shape, known in zip(*columns, starts, strict=True):
+        start = at if known is None else known
         at = start + dtypes[which].nbytes(math.prod(shape))
         tensors.append(TensorInfo(name, dtypes[which], tuple(shape), path, start, at))
     return Header(
@@ -205,7 +205,7 @@ def _header(shard: Mapping[str, Any], path: Location) -> Header:
 
 
 def _place(header: Header, host: str) -> list[Any]:
-    """Host, filesystem and inode, which identify a file."""
+    """Return host, filesystem and inode number, which identify a file; [] for a URL."""
     return [host, header.state.device, header.state.inode] if header.state is not None else []
 
 
@@ -214,9 +214,9 @@ def _folder(checkpoint: Checkpoint) -> Location:
 
 
 def _digests(checkpoint: Checkpoint) -> str:
-    """The first digits of a sidecar's digests of all tensors; "" if it lacks any.
+    """Return the digests of all tensors, joined, each cut to `_DIGITS`; "" if any is unknown.
 
-    The sidecar names tensors of other formats differently, and has their own digests.
+    The sidecar, which `streamload convert` writes, has them for safetensors files.
     """
     folder = _folder(checkpoint) if checkpoint.shards else None
     if not isinstance(folder, Path) or not (folder / SIDECAR).is_file():
@@ -234,12 +234,12 @@ def _digests(checkpoint: Checkpoint) -> str:
 
 
 def _tuples(values: Sequence[Any]) -> Iterator[Any]:
-    """Values of a record, with lists of JSON as tuples."""
+    """Yield values from JSON, with lists as tuples, as fields of a record are."""
     return (tuple(value) if isinstance(value, list) else value for value in values)
 
 
 def check_present(checkpoint: Checkpoint, missing: Sequence[str]) -> None:
-    """Raise ShardNotFoundError if tensors are in files that `Index.check` missed."""
+    """Raise ShardNotFoundError if tensors are in files that `Index.check` found missing."""
     wanted = {info.shard.name for info in checkpoint.tensors.values()}
     gone = [name for name in missing if name in wanted]
     if gone:
@@ -249,7 +249,7 @@ def check_present(checkpoint: Checkpoint, missing: Sequence[str]) -> None:
 
 
 def sample(header: Header) -> str:
-    """A digest of blocks from all over a file; "" of a URL."""
+    """Return a hexadecimal digest of blocks spread over a file, to compare copies; "" for a URL."""
     if not isinstance(header.path, Path):
         return ""
     digest = hasher()

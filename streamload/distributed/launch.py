@@ -1,4 +1,4 @@
-"""The launcher of this process, and its group."""
+"""Detect the launcher of this process (torchrun, mpirun, srun), and open its group of processes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _PORTS = range(20_000, 32_000)  # free of services, and below what systems hand 
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """The environment variables of a launcher; the first of several that is set counts."""
+    """The environment variables that a launcher sets for each process, by their names."""
 
-    name: str
-    engine: str
+    name: str  # of the launcher, for messages
+    engine: str  # the engine that fits
     rank: str
-    size: tuple[str, ...]
-    local_rank: tuple[str, ...] = ()
-    local_size: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
+    size: str
+    local_rank: tuple[str, ...]  # the first that is set counts
+    local_size: str = ""
+    needs: tuple[str, ...] = ()  # variables without which it is not this launcher
 
 
 _STEP = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS")  # set by srun, and not in a batch script
@@ -40,43 +40,46 @@ _LAUNCHERS = (
         "RANK and WORLD_SIZE",
         "torch",
         "RANK",
-        ("WORLD_SIZE",),
+        "WORLD_SIZE",
         ("LOCAL_RANK",),
-        ("LOCAL_WORLD_SIZE",),
+        "LOCAL_WORLD_SIZE",
         needs=("WORLD_SIZE",),
     ),
     _Launcher(
         "Open MPI",
         "mpi",
         "OMPI_COMM_WORLD_RANK",
-        ("OMPI_COMM_WORLD_SIZE",),
+        "OMPI_COMM_WORLD_SIZE",
         ("OMPI_COMM_WORLD_LOCAL_RANK",),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    _Launcher("PMIx", "mpi", "PMIX_RANK", ("SLURM_STEP_NUM_TASKS",), ("SLURM_LOCALID",)),
+    _Launcher("PMIx", "mpi", "PMIX_RANK", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",)),
     _Launcher(
         "PMI",
         "mpi",
         "PMI_RANK",
-        ("PMI_SIZE",),
+        "PMI_SIZE",
         ("MPI_LOCALRANKID", "SLURM_LOCALID"),
-        ("MPI_LOCALNRANKS",),
+        "MPI_LOCALNRANKS",
         needs=("PMI_SIZE",),
     ),
     _Launcher(
-        "Slurm", "torch", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS",), ("SLURM_LOCALID",), needs=_STEP
+        "Slurm", "torch", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",), needs=_STEP
     ),
 )
 
-#: Engines by a launcher's hint, in the order of trial.
+#: The engines to try for each `Launch.engine_hint`, in this order.
 _ENGINES = {"torch": ("torch",), "mpi": ("mpi", "torch")}
 
-#: The packages of each engine.
+#: The packages that each engine needs, for error messages.
 _PACKAGES = {"torch": "torch", "mpi": "mpi4py and an MPI library (streamload[mpi])"}
 
 
 def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
-    """The launcher's variables in ``environ`` (default: of the process); None if there is none.
+    """Return the launcher's variables, parsed; None if no launcher started this process.
+
+    Args:
+        environ: environment variables; None: those of this process.
 
     Raises:
         NodeError: variables that are no numbers, or a rank outside of the group.
@@ -87,7 +90,7 @@ def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
             break
     else:
         return None
-    rank = _number(env, (launcher.rank,)) or 0
+    rank = _number(env, launcher.rank) or 0
     size = _number(env, launcher.size)
     host = socket.gethostname()
     if size is not None and not 0 <= rank < size:
@@ -97,7 +100,7 @@ def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
         launcher.engine,
         rank,
         size,
-        _number(env, launcher.local_rank),
+        _number(env, *launcher.local_rank),
         _number(env, launcher.local_size),
         host,
         _meeting(env),
@@ -106,12 +109,12 @@ def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
 
 
 def node_name() -> str:
-    """The name of this host in plans: ``STREAMLOAD_NODE_ID``, else the host's name."""
+    """Return this process's node name for plans: ``STREAMLOAD_NODE_ID``, else the host's name."""
     return os.environ.get("STREAMLOAD_NODE_ID") or socket.gethostname()
 
 
 def host_id() -> str:
-    """A unique id of this host: boards with one image have the same name."""
+    """Return a unique id of this host: boards with one disk image have the same name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux
@@ -120,16 +123,16 @@ def host_id() -> str:
 
 
 def open_group(group: object = None, timeout: float = 60.0) -> ProcessGroup:
-    """The group of this process.
+    """Open the group of processes for a load.
 
     Args:
         group: a ``distributed.Group``, returned as it is; a ``torch.distributed.ProcessGroup``; an
             mpi4py communicator; or None: torch's default group (``init_process_group``) if it
             exists, else the launcher's.
-        timeout: seconds for the meeting and each collective.
+        timeout: seconds for the ranks to meet, and for each collective.
 
     Returns:
-        A group; the caller closes it, unless it was given.
+        The group; the caller closes it, unless it was given.
 
     Raises:
         NodeError: no engine for the launcher is installed or works.
@@ -155,25 +158,25 @@ def open_group(group: object = None, timeout: float = 60.0) -> ProcessGroup:
 
 
 def _launched(launch: Launch, timeout: float) -> ProcessGroup:
+    """Return the launcher's group, by the first engine that works; else raise NodeError."""
     problems = []
     for engine in _ENGINES[launch.engine_hint]:
         try:
             opened: ProcessGroup = _engine(engine).launched(launch, timeout)
+            return opened
         except PeerFailedError:
             raise
         except NodeError as error:
             problems.append(f"{engine}: {error.problem}")
         except (ImportError, OSError, RuntimeError) as error:  # it or its library is missing
             problems.append(f"{engine}: {error}: install {_PACKAGES[engine]}")
-        else:
-            return opened
     raise NodeError(
         launch.host, f"launched by {launch.launcher}, but no engine works: " + "; ".join(problems)
     )
 
 
-def _number(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    """The number in the first variable that is set."""
+def _number(env: Mapping[str, str], *names: str) -> int | None:
+    """Return the number in the first of these variables that is set; None if none is."""
     for name in names:
         if name in env:
             if not env[name].isdecimal():
@@ -183,7 +186,7 @@ def _number(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
 
 
 def _meeting(env: Mapping[str, str]) -> str:
-    """The URL at which torch's ranks meet; "" if unknown."""
+    """Return the URL at which torch's ranks meet; "" if unknown."""
     if env.get("MASTER_ADDR") and env.get("MASTER_PORT"):
         return "env://"
     if not all(name in env for name in (*_STEP, "SLURM_JOB_ID", "SLURM_STEP_NODELIST")):
@@ -191,12 +194,12 @@ def _meeting(env: Mapping[str, str]) -> str:
     # rank 0 runs on the first of the step's nodes; "rack[2-4,7]-a,x" begins with "rack2-a"
     nodes = re.match(r"(?:[^,\[]|\[[^\]]*\])*", env["SLURM_STEP_NODELIST"])
     first = re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes[0] if nodes else "")
-    job, step = (_number(env, (name,)) or 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    job, step = (_number(env, name) or 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return f"tcp://{first}:{_PORTS[(16 * job + step) % len(_PORTS)]}"
 
 
 def _engine(name: str) -> Any:
-    # torch reads it once, at import; c10d's warnings are raised as errors of one line
+    """Import the engine's module, without warnings of torch: they are errors of one line here."""
     quiet = _TORCH_LOG not in os.environ and "torch" not in sys.modules
     if quiet:
         os.environ[_TORCH_LOG] = "ERROR"

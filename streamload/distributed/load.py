@@ -1,4 +1,4 @@
-"""`load_state_dict`, `offload` and `plan` of a group of ranks."""
+"""`load_state_dict`, `offload` and `plan` for models that are spread over several nodes."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from streamload.loading.report import Clock, LoadReport, NodeReport
 from streamload.offloading.offload import OffloadAsked, Offloaded
 from streamload.offloading.overrun import OnOverrun
 from streamload.planning.match import Shapes
-from streamload.planning.shares import ClusterPlan, LayerNumbers, Member, Split
+from streamload.planning.shares import ClusterPlan, LayerNumbers, Split
 from streamload.verification.verify import checksums
 
 Verify = Literal["crc32", "none"]
 
 _LOOK_S = 0.1  # between checks for Ctrl-C and losses, while others need this rank's blocks
 _LISTED = 8  # names in a message
-_REPORTED = ("tensors", "read", "resident", "seconds", "pass")  # of each rank, after the load
-_PARTS = 256  # compared at once in the search for a tensor that differs
+_REPORTED = ("tensors", "read", "resident", "seconds", "pass")  # as fields of `NodeReport`
+_PARTS = 256  # lists of names compared in each step of the search for a tensor that differs
 
 
 class ClusterPlanOptions(WeightOptions, NameOptions, total=False):
@@ -76,7 +76,7 @@ def plan(
     stay: Patterns = (),
     **options: Unpack[ClusterPlanOptions],
 ) -> ClusterPlan:
-    """Plan a load across nodes; all ranks call it, and get the same plan.
+    """Return the plan of a load across nodes; all ranks call it, and get the same plan.
 
     ``plan(...).mine`` is the share of a rank, so that it can build that part of a model alone:
     ``mine.layers``, ``mine.has_embedding``, ``mine.has_head``.
@@ -91,7 +91,7 @@ def plan(
             than its budget.
         tokens: see ``offload``.
         stay: see ``offload``.
-        budget: as in `load_state_dict`; with bytes, no device is looked at.
+        budget: as in `load_state_dict`; if it is in bytes, no device is opened.
         **options: see `ClusterPlanOptions`.
 
     Raises:
@@ -101,19 +101,18 @@ def plan(
         ValueError: an argument is invalid.
     """
 
-    def read(me: Member) -> Asked:
-        own, streams = own_device(device, me), None
+    def read() -> Asked:
+        streams = None
         if offload:
             streams = OffloadAsked.read(tokens, stay, (), 0, {**DEFAULTS, **options})
         elif tokens is not None or stay:
             raise ValueError("tokens= and stay= need offload=True: a load leaves them out")
         if offload and split != "layers":
-            raise ValueError('offload=True needs split="layers": what streams are layers')
-        return Asked(path, Options.read(**options), split, options, own, offload=streams)
+            raise ValueError('offload=True needs split="layers": only layers stream')
+        return Asked(path, Options.read(**options), split, options, device, offload=streams)
 
-    with _meeting(group, timeout) as session:
-        asked = session.step("its arguments", lambda: read(session.me))
-        return Agreement(session, asked, None).plan
+    with _agreed(group, timeout, read, None) as agreed:
+        return agreed.plan
 
 
 @takes()
@@ -137,32 +136,33 @@ def load_state_dict(
         model: as in `streamload.load_state_dict`: the whole model, where this rank leaves the
             parts of others as they are (on the meta device, never allocated), or the part that
             `plan` gave; None for a ``state_dict`` of the part.
-        path: the checkpoint on this rank; it may be elsewhere on each, and needs
-            only the files that a rank reads. Rank 0 reads the headers.
+        path: the checkpoint on this rank; each rank may have it elsewhere, and needs only the files
+            that it reads. Rank 0 reads the headers.
         device: one device; see `streamload.load_state_dict`. With several ranks on a host, "cuda"
-            is for each the GPU of its number there, if there are as many. Ranks that share a GPU
-            each need a budget in bytes.
+            is the GPU with the rank's number on its host, if there are enough. Ranks that share a
+            GPU each need a budget in bytes.
         group: all ranks. None: those of the launcher (torchrun, mpirun, srun, or the
             environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT). Or a
             torch.distributed ProcessGroup, an mpi4py communicator, or a `Group`.
-        split: "layers": contiguous whole layers, the fullest share as small as can be, embedding
-            and head where they are used. "replicate": everything on every rank. "balanced": whole
-            tensors, in no order. Or a function of the nodes and of the bytes by parameter name,
-            that gives the names of each node.
-        layers: the numbers that this rank's model has for its layers, where they are not those of
-            the whole: a function of the rank's `Share`, for ``split="layers"``. With
+        split: "layers": contiguous whole layers, the fullest share as small as possible, embedding
+            and head on the ranks that use them. "replicate": everything on every rank. "balanced":
+            whole tensors, in no order. Or a function of the nodes and of the bytes by parameter
+            name, that returns the parameter names of each node.
+        layers: the numbers that this rank's model has for its layers, if they differ from those of
+            the whole model: a function of the rank's `Share`, for ``split="layers"``. With
             ``layers=lambda part: range(len(part.layers))`` each rank's model numbers its own layers
             from 0. Names of layers and reports are then the rank's own.
-        verify: "crc32" reads what several ranks hold back from their devices and compares
-            checksums (of ranks with the same dtype); "none" compares names and bytes alone.
-        timeout: seconds within which the loss of a rank is known to all. What all do together must
-            not take longer either: under "replicate", to read a block of 4 MiB.
-        budget: most bytes on this rank's device; each rank may have another. Host staging is
-            divided by the ranks that share a host (8 MiB at least), and so is free memory that no
-            one stated. What "replicate" exchanges takes 8 to 32 MiB more of the host for each
-            rank, or is part of the staging where ``Budget(..., host=...)`` stated it.
-        dtype: as in `streamload.load_state_dict`; it must decide what devices that differ would do
-            differently.
+        verify: "crc32" reads parameters that several ranks have back from their devices and
+            compares checksums (of ranks with the same dtype); "none" compares names and bytes
+            alone.
+        timeout: seconds within which all ranks know the loss of one. A collective must not take
+            longer either: under "replicate", to read a block of 4 MiB.
+        budget: most bytes on this rank's device; each rank may have another. Ranks on one host
+            divide its staging memory (8 MiB at least), and its free memory unless a budget is
+            given. The blocks of "replicate" take 8 to 32 MiB more of the host for each rank, or are
+            part of the staging if ``Budget(..., host=...)`` is given.
+        dtype: as in `streamload.load_state_dict`; required if the ranks' devices would choose
+            different dtypes.
         strict: every parameter of the part must be in the model, and every parameter of the model
             in the checkpoint.
         progress: as in `streamload.load_state_dict`, on rank 0, for all ranks together; the others
@@ -177,34 +177,30 @@ def load_state_dict(
 
     Raises:
         PeerFailedError: a rank died, hung or gave up; names its node.
-        PlanMismatchError: ranks computed different plans, or their devices differ in what the
-            dtype leaves open.
-        NodeError: a rank could not take its part; names it.
-        StreamloadError: as `streamload.load_state_dict` does, for what this rank itself met.
+        PlanMismatchError: ranks computed different plans, or their devices would choose different
+            dtypes.
+        NodeError: a rank could not load its part; names it.
+        StreamloadError: as `streamload.load_state_dict`, for errors of this rank itself.
 
     After an error, parameters are as `streamload.load_state_dict` describes; its notes list them.
     """
     clock = Clock()
 
-    def read(me: Member) -> Asked:
+    def read() -> Asked:
         if verify not in ("crc32", "none"):
             raise ValueError(f"verify is crc32 or none, not {verify!r}")
-        own = own_device(device, me)
-        read = Options.read(**options)
-        return Asked(path, read, split, options, own, verify, layers)
+        return Asked(path, Options.read(**options), split, options, device, verify, layers)
 
-    with _meeting(group, timeout) as session:
-        asked = session.step("its arguments", lambda: read(session.me))
-        agreed = Agreement(session, asked, model)
+    with _agreed(group, timeout, read, model) as agreed:
         load = agreed.prepare()
         total = sum(share.source_nbytes for share in agreed.plan.shares)
-        with _gathered(session, agreed, load) as gatherer:
+        with _gathered(agreed, load) as gatherer:
             opener = gatherer.open if gatherer is not None else open_shard
 
             def begin(progress: Progress) -> LoadReport:
                 return run(load, progress, clock, opener)
 
-            report = _loaded(session, load, begin, total, gatherer, options["progress"])
+            report = _loaded(agreed, load, begin, total, gatherer)
             read_nbytes = gatherer.read_nbytes if gatherer is not None else report.read_nbytes
         dtypes = {p.name: p.dst.name for p in load.plan.placements}
         with _stated(load):
@@ -230,15 +226,15 @@ def offload(
 ) -> Offloaded:
     """Let a model run that is spread over several nodes and larger than all of them.
 
-    Layers are split in proportion to the budgets. A rank whose share fits loads it; one whose share
-    does not fit offloads it, as `streamload.offload` does: what fits stays on its device, the rest
-    streams through it at every pass. All ranks call it, and each runs its own part:
+    Layers are split in proportion to the budgets. A rank loads its share if it fits, and else
+    offloads it, as `streamload.offload` does: weights that fit stay on its device, the rest stream
+    through it at every pass. All ranks call it, and each runs its own part:
 
         with streamload.distributed.offload(part, path, budget="3GB") as offloaded:
             hidden = part(hidden)
 
     Args:
-        model: as in `load_state_dict`, and never None: its layers are brought when they compute.
+        model: as in `load_state_dict`, and never None: layers stream when the model computes.
         path: as in `load_state_dict`. Each rank reads it at every pass.
         device: as in `load_state_dict`.
         group: as in `load_state_dict`; passes do not use it.
@@ -252,11 +248,11 @@ def offload(
         **options: see `ClusterLoadOptions`.
 
     Returns:
-        The stream of this rank's part. Its ``load.nodes`` has the bytes of each rank.
+        The handle of this rank's part. Its ``load.nodes`` has the bytes of each rank.
 
     Raises:
-        PlanInfeasibleError: a node has too little for the least of its share, a slot for its
-            largest layer and what must stay; before any data is read.
+        PlanInfeasibleError: a node has too little memory for the least that its share needs: a slot
+            for its largest layer, and weights that must stay; before any data is read.
         OffloadError: the model cannot be offloaded.
         PeerFailedError: as `load_state_dict` does; so do PlanMismatchError, NodeError and others.
 
@@ -265,25 +261,22 @@ def offload(
     """
     clock = Clock()
 
-    def read(me: Member) -> Asked:
-        own = own_device(device, me)
+    def read() -> Asked:
         every = {**DEFAULTS, **options}
         asked = OffloadAsked.read(tokens, stay, (), host, every, on_overrun)
         known = Options.read(**options)
-        return Asked(path, known, "layers", options, own, "none", layers, asked)
+        return Asked(path, known, "layers", options, device, "none", layers, asked)
 
     begun: list[Offloaded] = []
     try:
-        with _meeting(group, timeout) as session:
-            asked = session.step("its arguments", lambda: read(session.me))
-            agreed = Agreement(session, asked, model)
+        with _agreed(group, timeout, read, model) as agreed:
             prepared, total = agreed.prepare_offload()
 
             def begin(progress: Progress) -> LoadReport:
                 begun.append(prepared.run(progress, clock))
                 return begun[0].load
 
-            report = _loaded(session, prepared.load, begin, total, None, options["progress"])
+            report = _loaded(agreed, prepared.load, begin, total, None)
             problem = prepared.problem
             dtypes = dict(zip(problem.wants.names, (d.name for d in problem.dsts), strict=True))
             each_nbytes = report.read_nbytes, prepared.plan.read_nbytes
@@ -299,16 +292,26 @@ def offload(
 
 
 @contextmanager
-def _meeting(group: object, timeout: float) -> Iterator[Session]:
-    """Meet the others; an error of this rank ends the session for all."""
+def _agreed(
+    group: object, timeout: float, read: Callable[[], Asked], model: Any
+) -> Iterator[Agreement]:
+    """Meet all ranks and yield their common plan; an error of one rank ends the call on all.
+
+    ``read`` returns the checked arguments of the call.
+    """
     if not (isinstance(timeout, (int, float)) and timeout > 0 and math.isfinite(timeout)):
         raise ValueError(f"timeout is a number of seconds above zero, not {timeout!r}")
     opened = open_group(group, timeout)
     torn = True  # whether ranks may still wait in a collective
     try:
         with Session(opened, node_name(), host_id(), timeout_s=timeout) as session:
+
+            def arguments() -> Asked:
+                asked = read()
+                return replace(asked, device=own_device(asked.device, session.me))
+
             try:
-                yield session
+                yield Agreement(session, session.step("its arguments", arguments), model)
             except Exception as error:  # all raise the error of a stage
                 torn = session.loading or isinstance(error, PeerFailedError)
                 raise
@@ -319,11 +322,10 @@ def _meeting(group: object, timeout: float) -> Iterator[Session]:
 
 
 @contextmanager
-def _gathered(
-    session: Session, agreed: Agreement, load: Decision
-) -> Iterator[CollectiveReader | None]:
-    """Read files together, if all ranks load the same tensors."""
-    if agreed.plan.split != "replicate" or session.group.size == 1:
+def _gathered(agreed: Agreement, load: Decision) -> Iterator[CollectiveReader | None]:
+    """Yield a reader by which all ranks read files together; None if their tensors differ."""
+    group = agreed.session.group
+    if agreed.plan.split != "replicate" or group.size == 1:
         yield None
         return
     whole = agreed.index.checkpoint
@@ -331,22 +333,24 @@ def _gathered(
     mine = shared_ranges(load.call.checkpoint, load.plan.placements)
     reader = agreed.options.reader
     kinds = {header.path: resolve_reader(header.path, reader) for header in whole.shards}
-    with CollectiveReader(
-        session.group, whole, shared, mine, kinds, agreed.block_nbytes
-    ) as gatherer:
+    with CollectiveReader(group, whole, shared, mine, kinds, agreed.block_nbytes) as gatherer:
         yield gatherer
 
 
 def _loaded(
-    session: Session,
+    agreed: Agreement,
     load: Decision,
     begin: Callable[[Progress], LoadReport],
     total: int,
     gatherer: CollectiveReader | None,
-    progress: Progress,
 ) -> LoadReport:
-    """Stream this rank's part, and wait until all have; ``total`` counts the bytes of all ranks."""
-    heartbeat = session.heartbeat
+    """Load this rank's part, wait until all ranks have theirs, and return this rank's report.
+
+    ``begin`` runs the load and reports progress to its argument; ``total`` is the file bytes that
+    all ranks load.
+    """
+    session = agreed.session
+    heartbeat, progress = session.heartbeat, agreed.asked.given["progress"]
     session.loading = True
     with reporting(progress if session.me.rank == 0 else False, total) as tell:
         heartbeat.on_progress = tell
@@ -381,7 +385,7 @@ def _loaded(
 
 @contextmanager
 def _stated(load: Decision) -> Iterator[None]:
-    """Note on an error that this rank's own part is loaded."""
+    """Note on errors of this block that this rank's own part is loaded, though the call fails."""
     try:
         yield
     except BaseException as error:
@@ -399,16 +403,16 @@ def _verified(
     read_nbytes: tuple[int, int],
     model: Any,
 ) -> tuple[NodeReport, ...]:
-    """Check that each parameter is on its planned rank, and that replicas agree.
+    """Check that each parameter is on its planned rank and that replicas agree; return all reports.
 
     Ranks exchange digests of names and checksums, and search for tensors only if digests differ.
 
     Args:
-        agreed: the plan.
-        dtypes: of each parameter of this rank's model that is loaded, or streams.
-        report: of this rank.
+        agreed: the plan of all ranks.
+        dtypes: the dtype of each parameter of this rank's model that is loaded, or streams.
+        report: the report of this rank.
         read_nbytes: file bytes that this rank read, and that a pass reads.
-        model: the model.
+        model: the model of this rank.
     """
     session, asked = agreed.session, agreed.asked
     complete = asked.options.strict and asked.options.shapes == "error"
@@ -422,8 +426,8 @@ def _verified(
         wrong = sorted(dtypes.keys() - set(mine))
         wrong += [name for name in mine if complete and name not in dtypes]
         if wrong:
-            said = f"did not load what was planned: {', '.join(wrong[:_LISTED])}"
-            raise NodeError(session.me.node, said)
+            problem = f"did not load what was planned: {', '.join(wrong[:_LISTED])}"
+            raise NodeError(session.me.node, problem)
         sums.update(dict.fromkeys(dtypes))
         if asked.verify == "crc32":
             here = {n for owners, names in replicas if session.me.rank in owners for n in names}
@@ -459,13 +463,17 @@ def _verified(
 
 
 def _digest(values: Sequence[object]) -> str:
+    """Return the SHA-256 of values as JSON."""
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def _raise_odd(
     session: Session, ranks: Sequence[int], names: Sequence[str], sums: Mapping[str, int | None]
 ) -> NoReturn:
-    """Raise NodeError for the replica that differs from most; all ranks call this."""
+    """Find the tensor, of ``names``, whose replicas on ``ranks`` differ, and raise NodeError.
+
+    All ranks call this together; ``sums`` are the checksums of this rank's tensors.
+    """
     while len(names) > 1:
         step = -(-len(names) // _PARTS)
         parts = [names[at : at + step] for at in range(0, len(names), step)]

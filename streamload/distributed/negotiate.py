@@ -1,4 +1,4 @@
-"""The stages INDEX, OFFER and PLAN of `streamload.distributed`: one plan for all ranks."""
+"""Agree on one plan for all ranks: the stages INDEX, OFFER and PLAN of `streamload.distributed`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from streamload.checkpoint.open import Checkpoint, locate, open_checkpoint
 from streamload.core.memory import MIN_HOST_NBYTES, STAGING, Budget, available_cpus
+from streamload.core.patterns import Patterns
 from streamload.core.units import format_bytes
 from streamload.devices.base import Parameter
 from streamload.devices.names import framework, spelled_as, split_name
@@ -28,7 +29,7 @@ from streamload.errors import (
     Suggestion,
 )
 from streamload.loading.load import split
-from streamload.loading.options import DEFAULTS, NameOptions, WeightOptions
+from streamload.loading.options import NameOptions, WeightOptions
 from streamload.loading.prepare import Call, Decision, Options, Place
 from streamload.offloading.offload import OffloadAsked, Prepared
 from streamload.planning.dequantize import asked as weights_asked
@@ -51,28 +52,28 @@ from streamload.planning.suggest import Wanted
 #: The options that determine a plan, besides budgets.
 _PLANNED = (WeightOptions.__annotations__ | NameOptions.__annotations__).keys() - {"reserve"}
 _Suggest = Callable[[], Sequence[Suggestion]]
-_REPLANS = 3  # tries, if a plan does not fit with a node's staging
+_REPLANS = 3  # most further plans, if one does not fit with a node's auxiliary memory
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The arguments of a call; path, budget and device may differ by rank."""
+    """The arguments of a call on this rank; path, budget and device may differ by rank."""
 
     path: str | os.PathLike[str]
     options: Options
     split: Split
-    given: Mapping[str, Any]  # the options as they were given
+    given: Mapping[str, Any]  # the options before they were parsed
     device: str | None
     verify: str = "crc32"
     layers: LayerNumbers | None = None
-    offload: OffloadAsked | None = None  # None: each rank loads its share
+    offload: OffloadAsked | None = None  # None: each rank loads its whole share
 
     def __post_init__(self) -> None:
-        """Validate the arguments."""
+        """Raise ValueError if arguments exclude each other or have a wrong type."""
         if self.layers is not None and not callable(self.layers):
             raise ValueError(f"layers is a function of the part, such as {LOCAL_LAYERS}")
         if self.layers is not None and self.split != "layers":
-            raise ValueError('layers= needs split="layers": only then a part is of whole layers')
+            raise ValueError('layers= needs split="layers": only then a part has whole layers')
         if self.options.cache is not None and self.split not in ("layers", "replicate"):
             raise ValueError('context= needs split="layers" or "replicate": caches are of layers')
         if not isinstance(self.path, (str, os.PathLike)):
@@ -87,12 +88,12 @@ class Asked:
 
     @property
     def terms(self) -> dict[str, str]:
-        """The arguments that must agree on all ranks and are not in the plan's digest, as text."""
+        """The arguments that all ranks must agree on and that are not in the plan's digest."""
         rules = {p: dtype.name if dtype else "checkpoint" for p, dtype in self.options.policy.rules}
         dtype: object = rules or None
         if rules.keys() == {"*"}:
             dtype = rules["*"]
-        said = {
+        terms = {
             "dtype": dtype,
             "out_of_range": self.options.out_of_range,
             "context": self.options.cache,
@@ -104,29 +105,31 @@ class Asked:
             "tokens": self.offload and self.offload.tokens,
             "stay": self.offload and self.offload.stay,
         }
-        return {name: repr(value) for name, value in said.items()}
+        return {name: repr(value) for name, value in terms.items()}
 
 
 class Agreement:
-    """The plan of all ranks, and this rank's part of it.
+    """The plan that all ranks have agreed on, and this rank's part of it.
 
     Attributes:
-        session: the ranks.
+        session: the ranks, in this load.
         asked: the arguments of the call.
-        index: the checkpoint.
+        index: the checkpoint, as rank 0 described it.
         place: the model and the device of this rank; None if no device was opened.
-        options: with this rank's share of the host.
-        block_nbytes: most bytes exchanged at once, under "replicate".
+        options: the options of the call, with this rank's share of its host's memory and CPUs.
+        block_nbytes: most bytes of a file exchanged at once, under "replicate".
         plan: the share of each rank.
-        notes: for the report, one sentence each.
+        notes: sentences for the report.
         names: names of parameters in the plan, by their names in this rank's model.
     """
 
     def __init__(self, session: Session, asked: Asked, model: Any) -> None:
+        """Exchange headers, budgets and plans with the other ranks; all construct it together."""
         self.session, self.asked = session, asked
         self.place: Place | None = None
 
         def write() -> bytes:
+            """Return a line of JSON, the weights to dequantize, and rank 0's index."""
             found = open_checkpoint(asked.path)
             # rank 0 decides for all; plans are compared later
             blocks = model is not None  # a model has floats, unless a dtype is given
@@ -136,6 +139,7 @@ class Agreement:
         weights, _, data = session.share("the checkpoint", write).partition(b"\n")
 
         def check() -> tuple[tuple[Index, list[str]], bool]:
+            """Return the index with this rank's missing files, and whether files were sampled."""
             index = Index.read(data, *locate(asked.path))
             missing = index.check()
             made = dequantized(index.checkpoint, json.loads(weights))
@@ -145,8 +149,7 @@ class Agreement:
         nodes = [member.node for member in session.members if sampled[member.rank]]
         self.notes = (f"{', '.join(nodes)}: {SAMPLED}",) if nodes else ()
         offers = session.exchange("its device", lambda: self._offer(model) | {"terms": asked.terms})
-        self._check_terms(offers)
-        self._check_alike(offers)
+        self._check_offers(offers)
         # of each rank, in bytes
         self._budgets: tuple[int, ...] = tuple(offered["budget"] for offered in offers)
         self._offered = self._budgets
@@ -157,7 +160,10 @@ class Agreement:
         self.options = session.step("its options", self._mine)
 
     def _offer(self, model: Any) -> dict[str, Any]:
-        """Offer this rank's budget, its memory for blocks, and whether it computes in bfloat16."""
+        """Return this rank's budget and memory for exchanged blocks ("room"), both in bytes.
+
+        And, as "bf16", whether its device computes in bfloat16; None if no dtype depends on that.
+        """
         options, name = self.asked.options, self.asked.device or "device"
         checkpoint, sharing = self.index.checkpoint, self.session.me.local_size
         # blocks are part of a stated host budget; else they add about 32 MiB a host to the staging
@@ -177,7 +183,7 @@ class Agreement:
         return {"room": room, "budget": nbytes, "bf16": spec.native_bf16 if undecided else None}
 
     def _look(self, model: Any, options: Options) -> Place:
-        """Open the model and the one device of this rank."""
+        """Open this rank's device, which must be one, and list the model's parameters."""
         place = Place.look(model, self.index.checkpoint, options, self.asked.device)
         if len(place.devices.opened) != 1:
             raise ValueError(
@@ -186,10 +192,11 @@ class Agreement:
             )
         return place
 
-    def _check_terms(self, offers: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse arguments that differ."""
-        here, wanted = self.session.members[0].node, offers[0]["terms"]
-        for member in self.session.members:
+    def _check_offers(self, offers: Sequence[Mapping[str, Any]]) -> None:
+        """Raise PlanMismatchError if arguments differ, or devices that would choose the dtype."""
+        members, first = self.session.members, offers[0]
+        here, wanted = members[0].node, first["terms"]
+        for member in members:
             terms = offers[member.rank]["terms"]
             for name in (name for name in terms if terms[name] != wanted[name]):
                 raise PlanMismatchError(
@@ -197,22 +204,18 @@ class Agreement:
                     f"was asked for {name}={terms[name]}, and {here} for {name}={wanted[name]}: "
                     "ask for the same on every rank",
                 )
-
-    def _check_alike(self, offers: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse devices that would choose other dtypes, if no dtype was given."""
-        members = self.session.members
         runs = {True: "computes in bfloat16", False: "has no bfloat16", None: "was not asked"}
         for member in members:
-            here, first = offers[member.rank]["bf16"], offers[0]["bf16"]
-            if here != first:
+            native = offers[member.rank]["bf16"]
+            if native != first["bf16"]:
                 raise PlanMismatchError(
                     member.node,
-                    f"{runs[here]}, and {members[0].node} {runs[first]}: "
-                    "pass the dtype that all should have",
+                    f"{runs[native]}, and {here} {runs[first['bf16']]}: pass the dtype that all "
+                    "should have",
                 )
 
     def _mine(self) -> Options:
-        """The options with this rank's share of its host."""
+        """Return the options with this rank's share of its host's memory and CPUs."""
         options, session = self.asked.options, self.session
         sharing = session.me.local_size
         opened = self.place.devices.opened if self.place is not None else {}
@@ -231,7 +234,7 @@ class Agreement:
                 raise ValueError(
                     'split="replicate" leaves the page cache: page_cache="drop" is not'
                 )
-            reader = "pread"  # what is exchanged is read into memory
+            reader = "pread"  # bytes to exchange are read into memory
             held = held_nbytes(self.index.checkpoint, session.group.size, self.block_nbytes)
             if any(info.shared_memory for info in infos):
                 reserve_nbytes += held
@@ -256,37 +259,37 @@ class Agreement:
         )
 
     def _planned(self, budgets: Sequence[int]) -> ClusterPlan:
-        """Plan, and compare the digests of all ranks."""
+        """Return the plan for budgets (bytes, by rank); PlanMismatchError if ranks' plans differ."""
         session, asked, checkpoint = self.session, self.asked, self.index.checkpoint
+        members = session.members
         passes: dict[str, int] = {}
 
         def planned(nodes: Sequence[Node]) -> Plan:
             if asked.offload is None:
                 return split(checkpoint, nodes=nodes, **self._given)
-            found = self._split_offload(nodes, asked.offload)
+            found = self._split_offload(nodes, asked.offload.tokens, asked.offload.stay)
             passes.update(found.pass_nbytes)
             return found.plan
 
         def plan() -> tuple[ClusterPlan | StreamloadError, str]:
             try:
                 weight_of = {name: group.name for name, group in checkpoint.members.items()}
-                asked_for = (budgets, asked.split, planned, weight_of)
-                fits = asked.offload is None
-                found = make_shares(session.me.rank, session.members, *asked_for, fits=fits)
-                found = found.with_passes(passes)
+                rank, fits = session.me.rank, asked.offload is None
+                found = make_shares(
+                    rank, members, budgets, asked.split, planned, weight_of, fits=fits
+                ).with_passes(passes)
             except (PlanInfeasibleError, NodeError) as error:  # of all ranks, if arguments agree
                 return error, str(error)
             return found, found.digest
 
         made, plans = session.stage("its plan", plan)
-        here, first = session.members[0].node, plans[0]
-        for member in session.members:
-            if plans[member.rank] != first:
+        for member in members:
+            if plans[member.rank] != plans[0]:
                 raise PlanMismatchError(
                     member.node,
-                    f"planned another split than {here}: rename, mapping, and the function of a "
-                    "split must give the same on every rank; where each rank's model numbers its "
-                    f"own layers, write {LOCAL_LAYERS}",
+                    f"planned another split than {members[0].node}: rename, mapping, and the "
+                    "function of a split must give the same on every rank; if each rank's model "
+                    f"numbers its own layers, write {LOCAL_LAYERS}",
                 )
         if isinstance(made, StreamloadError):
             raise self._or_offload(made)
@@ -294,25 +297,27 @@ class Agreement:
 
     @property
     def _given(self) -> dict[str, Any]:
-        """The options of a plan for all nodes."""
+        """The options of the call that determine a plan, for `streamload.split`."""
         asked = self.asked
         given = {name: value for name, value in asked.given.items() if name in _PLANNED}
         return given | {"out_of_range": asked.options.out_of_range}
 
-    def _split_offload(self, nodes: Sequence[Node], asked: OffloadAsked) -> OffloadSplit:
-        tokens, stay = asked.tokens, asked.stay
+    def _split_offload(
+        self, nodes: Sequence[Node], tokens: int | None = None, stay: Patterns = ()
+    ) -> OffloadSplit:
+        """Return the plan of an offload over nodes, with the options of the call."""
         checkpoint = self.index.checkpoint
         return split_offload(checkpoint, nodes=nodes, tokens=tokens, stay=stay, **self._given)
 
     def _or_offload(self, error: StreamloadError) -> StreamloadError:
-        """Add to an error of size that `offload` would run the model, if so."""
+        """Return an error of a load; if `offload` would fit, the error then suggests it."""
         asked, members = self.asked, self.session.members
         layers = asked.split == "layers" and asked.offload is None and not asked.options.quant
         if not isinstance(error, PlanInfeasibleError) or not layers:
             return error
         try:
             nodes = ordered(Node(m.node, self._offered[m.rank]) for m in members)
-            found = self._split_offload(nodes, OffloadAsked.read(None, (), (), 0, DEFAULTS))
+            found = self._split_offload(nodes)
         except (StreamloadError, ValueError):  # it would not, either
             return error
         read = format_bytes(max(found.pass_nbytes.values()))
@@ -320,13 +325,14 @@ class Agreement:
         return error.suggesting([Fit("streamload.distributed.offload", "", needs)])
 
     def prepare(self) -> Decision:
-        """Plan this rank's own load; all ranks do.
+        """Return the plan of this rank's own load; all ranks call it together.
 
         Only the rank knows the auxiliary memory of a load (scratch, the allocator's rounding). If
         that does not fit, all plan again with that node's budget reduced by the difference.
         """
 
         def prepare(last: bool) -> tuple[Decision | None, int]:
+            """Return this rank's load and 0; if it does not fit, None and the lacking bytes."""
             place = self.place or self._look(None, self.options)
             try:
                 own, part, options, fill, suggest = self._own(place)
@@ -355,18 +361,15 @@ class Agreement:
                 rank = next((m.rank for m in members if m.node == error.device), None)
                 if rank is None:
                     raise
-                raise PlanInfeasibleError(  # of the stated budget, with the auxiliary memory
-                    error.device,
-                    error.needed_nbytes + self._offered[rank] - self._budgets[rank],
-                    self._offered[rank],
-                    largest=error.largest,
-                    would_fit=error.would_fit,
-                ) from None
+                offered = self._offered[rank]
+                needed = error.needed_nbytes + offered - self._budgets[rank]  # with the auxiliary
+                whole = replace(error, needed_nbytes=needed, budget_nbytes=offered)
+                raise replace(whole, limit="budget", reason="") from None
         assert load is not None
         return load
 
     def prepare_offload(self) -> tuple[Prepared, int]:
-        """Decide which part of this rank's share stays; with the bytes that all ranks read."""
+        """Return this rank's planned offload, and the file bytes that all ranks load first."""
 
         def prepare() -> tuple[Prepared, int]:
             place = self.place or self._look(None, self.options)
@@ -385,7 +388,10 @@ class Agreement:
     def _own(
         self, place: Place
     ) -> tuple[Place, Checkpoint, Options, Mapping[str, Source], _Suggest]:
-        """Model, checkpoint, options and sources of this rank's share, and suggestions for it."""
+        """Return model, checkpoint, options and sources, cut to this rank's share.
+
+        And a function that lists suggestions if names of the model do not match.
+        """
         plan, whole, options = self.plan, self.index.checkpoint, self.options
         mine, of_model = plan.mine, self.asked.layers
         self.names = {name: name for name in mine.parameters}
@@ -425,7 +431,7 @@ class Agreement:
         return own, part, options, fill, suggest
 
     def _local_layers(self, parameters: Sequence[Parameter]) -> Iterator[Suggestion]:
-        """Suggest LOCAL_LAYERS if that fills more of a model that numbers its layers from 0."""
+        """Suggest ``layers=`` if more parameters match with layers numbered from 0 on each rank."""
         plan, mine = self.plan, self.plan.mine
         if self.asked.layers is not None or not mine.layers:
             return
@@ -440,7 +446,10 @@ class Agreement:
 
 
 def own_device(device: str | None, me: Member) -> str | None:
-    """Number torch's device by local rank, if given without a number and there are enough."""
+    """Return a device of torch with the number of this rank on its host ("cuda" as "cuda:1").
+
+    Return any other device unchanged, and one with a number or for which there are too few.
+    """
     if not isinstance(device, str) or me.local_size == 1:
         return device
     named, name = split_name(device)

@@ -1,4 +1,4 @@
-"""`split_offload`: a model over nodes that offload their shares if these do not fit."""
+"""`split_offload`: plan a model over nodes that offload their shares if these do not fit."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _Assigned = tuple[dict[str, Part], TensorRequests, list[str]]
 
 @dataclass(frozen=True, slots=True)
 class OffloadSplit:
-    """Which node has what of a model, and what streams there. Prints as a table.
+    """The plan of a model over nodes that may stream a part of their share; prints as a table.
 
     Attributes:
-        plan: what each node has; its devices are the nodes, with budgets that hold nothing back.
-        offloads: what stays on each node and what streams, in the order of the layers.
+        plan: the share of each node. Its devices are the nodes; their budgets are unlimited.
+        offloads: for each node, the weights that stay and those that stream, in layer order.
     """
 
     plan: Plan
@@ -45,23 +45,26 @@ class OffloadSplit:
 
     @property
     def pass_nbytes(self) -> dict[str, int]:
-        """What a pass reads on each node, in bytes, with the experts of one token."""
+        """File bytes that a pass reads on each node, by its name, with the experts of one token."""
         return {made.device: made.read_nbytes for made in self.offloads}
 
     def to_json(self, rate: float | None = None) -> str:
-        """Write it as JSON, keyed by node; with a rate, the seconds of a pass on each."""
+        """Return the plan as JSON, keyed by node.
+
+        ``rate``, in bytes a second, adds the seconds of a pass on each.
+        """
         nodes = {}
         for mine, made in zip(self.plan.devices, self.offloads, strict=True):
             has = {"layers": mine.layers, "embedding": mine.embedding, "head": mine.head}
-            said = json.loads(made.to_json())
-            for what in ("device", "host", "places", "views"):  # of an opened machine
-                del said[what]
+            facts = json.loads(made.to_json())
+            for key in ("device", "host", "places", "views"):  # known on an opened machine only
+                del facts[key]
             seconds = {} if rate is None else {"seconds": made.seconds(rate)}
-            nodes[made.device] = has | said | seconds
+            nodes[made.device] = has | facts | seconds
         return json.dumps({"path": self.plan.path, "nodes": nodes}, separators=(",", ":"))
 
     def table(self, rate: float | None = None) -> str:
-        """A line for each node; with a rate in bytes a second, how long its transfers take."""
+        """Return a line for each node; ``rate``, in bytes a second, adds the seconds of a pass."""
         rows = []
         for mine, made in zip(self.plan.devices, self.offloads, strict=True):
             found, read = made.residency, self.pass_nbytes[made.device]
@@ -78,13 +81,13 @@ class OffloadSplit:
         titles += ["budget"] if rate is None else ["budget", "a pass takes"]
         reads = [nbytes for nbytes in self.pass_nbytes.values() if nbytes]
         fits = not any(made.residency.absent for made in self.offloads)
-        said = "all shares fit: nothing streams" if fits else "a pass reads rows alone"
+        summary = "all shares fit: nothing streams" if fits else "a pass reads rows alone"
         if reads:
-            said = (
+            summary = (
                 f"{len(reads)} of {len(self.offloads)} nodes stream; a pass reads "
                 f"{format_bytes(sum(reads))}, at most {format_bytes(max(reads))} on a node"
             )
-        return "\n".join([*format_table(titles, rows, right=len(titles) - 3), said])
+        return "\n".join([*format_table(titles, rows, right=len(titles) - 3), summary])
 
     def __str__(self) -> str:
         return self.table()
@@ -93,12 +96,12 @@ class OffloadSplit:
 
 
 def _streams(made: OffloadPlan) -> str:
-    """The part of a node's share that streams, in words."""
+    """Return the part of a node's share that streams, in words, for `OffloadSplit.table`."""
     found = made.residency
-    said = [f"{len(found.streams)} of {len(made.bounded) + len(found.streams)} layers"]
-    said = said if found.streams else []
-    said += [f"experts of {len(found.experts)} layers"] if found.experts else []
-    return ", ".join([*said, *["rows"] * bool(found.gathers)]) or "-"
+    layers = f"{len(found.streams)} of {len(made.bounded) + len(found.streams)} layers"
+    experts = f"experts of {len(found.experts)} layers"
+    parts = ((layers, found.streams), (experts, found.experts), ("rows", found.gathers))
+    return ", ".join(text for text, streams in parts if streams) or "-"
 
 
 @takes()
@@ -113,9 +116,9 @@ def split_offload(
 ) -> OffloadSplit:
     """Plan to split a model over nodes that are too small for it, without reading any data.
 
-    Layers are split in proportion to the budgets, so that each node has what it needs at least: a
-    slot for its largest layer, and room for what cannot stream. A node whose share does not fit
-    offloads it; see `streamload.offload`. Where all shares fit, the plan is that of
+    Layers are split in proportion to the budgets, so that each node has the least that it needs: a
+    slot for its largest layer, and memory for weights that cannot stream. A node whose share does
+    not fit offloads it; see `streamload.offload`. If all shares fit, the plan is that of
     `streamload.split`. The same input gives the same plan on any machine.
 
     Args:
@@ -126,7 +129,7 @@ def split_offload(
         **options: see `SplitOptions`.
 
     Raises:
-        PlanInfeasibleError: a node has too little for the least of its share; names it.
+        PlanInfeasibleError: a node has too little memory for the least that its share needs.
         CheckpointError: the checkpoint is invalid, or lacks the facts to size ``tokens``.
         UnsupportedCastError: a dtype cannot be cast or held.
         ValueError: an argument is invalid.
@@ -167,7 +170,10 @@ def split_offload(
 def _assigned(
     problem: Problem, specs: Sequence[DeviceSpec], tied: Mapping[str, str], stay: Sequence[str]
 ) -> _Assigned:
-    """Assign parameters to nodes: as a load does if all shares fit, else by least needs."""
+    """Assign parameters to nodes: as a load does if all shares fit, else by their least needs.
+
+    Returns the part of each node, the placed parameters, and the node's name for each of them.
+    """
     checkpoint, wants, policy = problem.checkpoint, problem.wants, problem.options.policy
     less = replace(problem, has_head=False).activation_nbytes
     logits_nbytes = problem.activation_nbytes - less
@@ -194,7 +200,7 @@ def _needs(
     sizes: Sequence[LayerSize],
     logits_nbytes: int,
 ) -> Callable[[Unit], Need]:
-    """The least memory that each unit of a split needs on a node."""
+    """Return a function from a unit of a split (a layer, embedding or head) to its least memory."""
     group_of = {wants.names[at]: n for n, group in enumerate(groups) for at in group.wants}
 
     def needs(unit: Unit) -> Need:
@@ -222,7 +228,7 @@ def _whole(
     specs: Sequence[DeviceSpec],
     parts: Mapping[str, Part],
 ) -> Plan:
-    """All parameters on their nodes, under unlimited budgets."""
+    """Return the plan of all parameters on their nodes, under unlimited budgets."""
     here = [replace(want, device=name) for want, name in zip(wants, where, strict=True)]
     endless = [
         replace(spec, budget_nbytes=ENDLESS_NBYTES, free_nbytes=None, reserve_nbytes=0)
@@ -232,14 +238,9 @@ def _whole(
     made = free.plan(free.request(checkpoint, here, endless, engine_of(read)))
 
     def with_part(mine: DevicePlan) -> DevicePlan:
-        part = parts.get(mine.device)
-        if part is None:
+        if (part := parts.get(mine.device)) is None:
             return mine
-        return replace(
-            mine,
-            layers=(part.layers.start, part.layers.stop),
-            embedding=part.has_embedding,
-            head=part.has_head,
-        )
+        layers = part.layers.start, part.layers.stop
+        return replace(mine, layers=layers, embedding=part.has_embedding, head=part.has_head)
 
     return replace(made, devices=tuple(map(with_part, made.devices)))

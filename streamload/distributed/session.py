@@ -1,4 +1,4 @@
-"""One load of a group: all wait for each stage, and an error of one rank ends it for all."""
+"""The session of a load: ranks go through its stages together, and one's error ends it for all."""
 
 from __future__ import annotations
 
@@ -15,27 +15,32 @@ from streamload.distributed.heartbeat import Heartbeat
 from streamload.errors import NodeError, PeerFailedError, StreamloadError
 from streamload.planning.shares import Member
 
-#: What ranks must share to understand each other; counted up when a message changes.
+#: The version of the messages, which all ranks must share.
 PROTOCOL = 6
 
 T = TypeVar("T")
-_LISTED = 3
+_LISTED = 3  # failed ranks named in an error
 
 
 class Session:
-    """A group in one load, stage by stage."""
+    """The ranks of one load: they exchange values in stages, and watch for lost ranks.
+
+    Attributes:
+        members: all ranks, with unique names of their nodes.
+        me: this rank.
+    """
 
     def __init__(self, group: ProcessGroup, node: str, host: str, *, timeout_s: float) -> None:
         """Meet the others.
 
         Args:
             group: the ranks; the session does not close it.
-            node: this rank's node id; ranks with the same id get "/0", "/1" appended.
-            host: this rank's host.
-            timeout_s: every rank knows the loss of another within this time.
+            node: name of this rank's node; ranks with the same name get "/0", "/1" appended.
+            host: unique id of this rank's host.
+            timeout_s: seconds within which every rank knows the loss of another.
         """
         self.group = group
-        self.loading = False  #: whether ranks stream, and an error of one is not raised by all
+        self.loading = False  #: whether ranks load now: an error of one is not raised by all
         # a key of its own: the store may hold messages of an earlier session
         token = group.broadcast(secrets.token_bytes(8) if group.rank == 0 else None)
         self.heartbeat = Heartbeat(group, node, timeout_s, prefix=token.hex())
@@ -48,6 +53,7 @@ class Session:
         self.heartbeat.rename([member.node for member in self.members])
 
     def _meet(self, node: str, host: str) -> tuple[Member, ...]:
+        """Exchange names; return all ranks, or raise NodeError if versions or names conflict."""
         said = self.exchange("the greeting", lambda: [PROTOCOL, node, host])
         for other, (protocol, name, *_) in enumerate(said):  # another version may send more
             if protocol != said[0][0]:
@@ -87,20 +93,28 @@ class Session:
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
+        """End the heartbeat; report an error to the other ranks first."""
         if error is not None:
             self.heartbeat.fail(error)
         self.heartbeat.close()
 
     def exchange(self, what: str, make: Callable[[], Any]) -> list[Any]:
-        """Exchange JSON values, by rank; an error of one rank is raised by all."""
+        """Return the JSON values that ``make`` returns on all ranks, by rank; errors as `stage`."""
         return self.stage(what, lambda: (None, make()))[1]
 
     def step(self, what: str, make: Callable[[], T]) -> T:
-        """Wait until all ranks have run ``make``; an error of one rank is raised by all."""
+        """Return the value of ``make`` once all ranks have run theirs; errors as in `stage`."""
         return self.stage(what, lambda: (make(), None))[0]
 
     def stage(self, what: str, make: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
-        """Keep the first value of ``make``, and exchange the second, a JSON value, by rank.
+        """Run ``make`` on all ranks; an error of one is raised by all.
+
+        Args:
+            what: the stage's subject, for errors: "its plan".
+            make: returns a value to keep and a JSON value to exchange.
+
+        Returns:
+            The value kept, and the JSON values of all ranks, by rank.
 
         Raises:
             NodeError: ``make`` of another rank raised.
@@ -134,12 +148,12 @@ class Session:
         return kept, [answer["value"] for answer in found]
 
     def share(self, what: str, make: Callable[[], bytes]) -> bytes:
-        """Broadcast the bytes that rank 0 makes; its error is raised by all."""
+        """Return the bytes that ``make`` returns on rank 0; its error is raised by all ranks."""
         mine = self.step(what, lambda: make() if self.group.rank == 0 else None)
         return self.together(lambda: self.group.broadcast(mine))
 
     def together(self, call: Callable[[], T]) -> T:
-        """Run a collective; raise the loss behind its failure."""
+        """Return a collective's result; if it fails, raise PeerFailedError of the lost rank."""
         try:
             return call()
         except PeerFailedError as error:
