@@ -1,9 +1,9 @@
 """Stream model weights onto devices that are too small for the usual loaders.
 
-`load_state_dict` moves a safetensors checkpoint to where it runs: in chunks, through one dtype
+`load_state_dict` loads a safetensors checkpoint to a device: in chunks, with an optional dtype
 cast, under a budget in bytes that it never exceeds. `streamload.transformers` does so for models of
 transformers, `streamload.diffusers` for pipelines, `streamload.distributed` across nodes; they are
-imported when they are asked for.
+imported when they are first used.
 """
 
 from streamload.core.interrupt import end_by_interrupts, is_command
@@ -51,7 +51,7 @@ __version__ = "0.1.0"
 
 
 def _suggest_offload(call: Infeasible) -> list[errors.Fit]:
-    """Suggest offloading if a load does not fit; its modules are imported only then."""
+    """Return changes with which a load that does not fit runs offloaded; imports that code late."""
     from streamload.offloading.suggest import suggest_offload
 
     return suggest_offload(call)
@@ -77,7 +77,7 @@ _FROM_LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a module that not everyone needs."""
+    """Return a public name whose module is imported when it is first used."""
     if name in _LATER:
         return importlib.import_module(f"streamload.{name}")
     if name in _FROM_LATER:
@@ -86,6 +86,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _judge() -> Judge:
+    """Return the function by which `convert` tests whether transformers can open its files."""
     from streamload.transformers import holding
 
     return holding

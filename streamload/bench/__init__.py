@@ -1,1 +1,1 @@
-"""``streamload bench``: loaders of checkpoints side by side, each in processes of its own."""
+"""``streamload bench``: compare loaders of checkpoints, each in its own processes."""

@@ -24,47 +24,47 @@ from streamload.devices.probing import probe
 from streamload.errors import CheckpointError, DeviceError, DeviceNotFoundError
 from streamload.files.page_cache import resident_fraction
 
-_RESIDENT = 0.99  # of a file: counts as all of it
-_READ_NBYTES = 2**23
-_SLOW = 4.0  # times as long as streamload
+_RESIDENT = 0.99  # a file with this share in the page cache counts as cached
+_READ_NBYTES = 2**23  # of each read that warms the page cache
+_SLOW = 4.0  # a loader that takes this many times as long as streamload runs fewer rounds
 
-#: tried in this order if no device is named
+#: Devices to try, in this order, if none is named.
 _DEFAULT_DEVICES = ("cuda:0", "CL", "cpu", "CPU", "host")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """A checkpoint, a device, and the loaders to compare."""
+    """The checkpoint, the device, the loaders and the rounds of a comparison."""
 
     path: str  # the checkpoint
     device: str | None = None  # None: ``STREAMLOAD_DEVICE``, or the first that works
     runs: int = 5  # processes of each loader, alternating
     peers: tuple[str, ...] | None = None  # names in `LOADERS`; None for all of the device
-    states: tuple[str, ...] = ("warm",)  # of the page cache: "warm", "cold"
-    dtype: str = "checkpoint"  # of all floats
-    budget: str | int | None = None  # of streamload
+    states: tuple[str, ...] = ("warm",)  # states of the page cache: "warm", "cold"
+    dtype: str = "checkpoint"  # the dtype to cast all floats to
+    budget: str | int | None = None  # streamload's budget on the device
     timeout_s: float = 600.0  # for each load
     cores: int = 0  # CPUs of each process; 0 for all
-    # folders that come first on a loader's import path
+    # folders that come first on a loader's import path, by its name
     sites: Mapping[str, str] = field(default_factory=dict)
-    # streamload with other "dtype", "budget" or "options", by a name
+    # more loaders: streamload with other "dtype", "budget" or "options", by a name
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     again: int | None = None  # rounds in which warm processes load a second time; None for all
     # rounds for a loader that takes more than four times as long as streamload; None for all
     least_runs: int | None = None
     together: bool = False  # start the processes of a round in parallel: faster on many cores
     limits: bool = True  # measure the machine's limits
-    seconds: float | None = None  # start no round after this time, but the first
+    seconds: float | None = None  # start no round, besides the first, after this time
     # more arguments of streamload's `load_state_dict`
     options: Mapping[str, Any] = field(default_factory=dict)
-    say: Callable[[str], None] = lambda text: None  # called with each step
+    say: Callable[[str], None] = lambda text: None  # called with each step, in words
 
 
 # --- the page cache -------------------------------------------------------------------------------
 
 
 def warm(files: Sequence[Path]) -> str:
-    """Bring files into the page cache, and dirty pages to the disk; the problem, or ""."""
+    """Read files into the page cache and write dirty pages; return the problem, or ""."""
     block = memoryview(bytearray(_READ_NBYTES))
     for file in files:
         with open(file, "rb", buffering=0) as data:
@@ -74,13 +74,13 @@ def warm(files: Sequence[Path]) -> str:
                     pass
     known = [part for file in files if (part := resident_fraction(file)) is not None]
     if len(known) < len(files):
-        return "the system does not say what is in the page cache"
+        return "the system does not report the content of the page cache"
     least = min(known, default=1)
     return "" if least >= _RESIDENT else f"only {least:.0%} of a file stays in the page cache"
 
 
 def forget(files: Sequence[Path]) -> str:
-    """Drop files from the page cache; the problem, or ""."""
+    """Drop files from the page cache; return the problem, or ""."""
     if not hasattr(os, "posix_fadvise"):
         return "this system drops no file from its page cache"
     for file in files:
@@ -94,22 +94,21 @@ def forget(files: Sequence[Path]) -> str:
 
 
 class _NotColdError(Exception):
-    """Files cannot be dropped from the page cache, with the reason."""
+    """Files cannot be dropped from the page cache; the message is the reason."""
 
 
-#: By state of the page cache: the function that prepares files.
-_STATES: dict[str, Callable[[Sequence[Path]], str]] = {"warm": warm, "cold": forget}
-STATES = tuple(_STATES)
+#: The function that brings files into each state of the page cache.
+STATES: Mapping[str, Callable[[Sequence[Path]], str]] = {"warm": warm, "cold": forget}
 
 
 # --- comparing ------------------------------------------------------------------------------------
 
 
 def resolve(device: str | None) -> tuple[str, str]:
-    """The framework of a device, and its name there; for None see `Options.device`.
+    """Return the framework of a device, and the device's name there; None: as `Options.device`.
 
     Raises:
-        DeviceNotFoundError: none works.
+        DeviceNotFoundError: no device works.
     """
     device = device or environment_device()
     for name in (device,) if device else _DEFAULT_DEVICES:
@@ -121,13 +120,13 @@ def resolve(device: str | None) -> tuple[str, str]:
 
 
 def cuda_index(device: str) -> int | None:
-    """The index of a CUDA device, in any framework's spelling; None for other devices."""
+    """Return the index of a CUDA device, in any framework's spelling; None for other devices."""
     kind, _, index = device.partition(":")
     return int(index or 0) if kind.lower() == "cuda" else None
 
 
 def choose(options: Options, framework: str, device: str) -> dict[str, Loader]:
-    """The loaders to compare, streamload first; ValueError for an unknown or unusable name."""
+    """Return the loaders to compare by name, streamload first; ValueError for an invalid name."""
     ours = dict.fromkeys((OURS, *options.variants), LOADERS[OURS])
     if options.peers is None:
         return ours | {n: one for n, one in LOADERS.items() if one.takes(framework, device)}
@@ -140,7 +139,7 @@ def choose(options: Options, framework: str, device: str) -> dict[str, Loader]:
 
 
 def compare(options: Options) -> Comparison:
-    """Measure all loaders.
+    """Measure all loaders, and return their figures.
 
     Raises:
         CheckpointError: the checkpoint is invalid, or not in files.
@@ -148,7 +147,7 @@ def compare(options: Options) -> Comparison:
         ValueError: an argument is invalid.
     """
     for state in options.states:
-        if state not in _STATES:
+        if state not in STATES:
             raise ValueError(f"no state {state!r} of the page cache; there are {', '.join(STATES)}")
     if options.runs < 1:
         raise ValueError(f"runs is at least 1, not {options.runs}")
@@ -161,24 +160,22 @@ def compare(options: Options) -> Comparison:
     return _Comparing(options, checkpoint, framework, device, chosen).run()
 
 
+@dataclass
 class _Comparing:
-    """A running comparison."""
+    """The state of a running comparison: its figures so far, and the ways to measure more."""
 
-    def __init__(
-        self,
-        options: Options,
-        checkpoint: Checkpoint,
-        framework: str,
-        device: str,
-        chosen: Mapping[str, Loader],
-    ) -> None:
-        self._options = options
-        self._framework, self._device = framework, device
-        self._chosen = chosen
+    options: Options
+    checkpoint: Checkpoint
+    framework: str
+    device: str  # as the framework names it
+    chosen: Mapping[str, Loader]  # the loaders to compare, by name
+
+    def __post_init__(self) -> None:
+        options, checkpoint = self.options, self.checkpoint
         self._files = [h.path for h in checkpoint.shards if isinstance(h.path, Path)]
         if len(self._files) < len(checkpoint.shards):
-            raise CheckpointError(checkpoint.path, "what is measured is read from files, not URLs")
-        self._index = cuda_index(device)
+            raise CheckpointError(checkpoint.path, "loaders are measured on files, not URLs")
+        self._index = cuda_index(self.device)
         self._meter: DriverMeter | None = None
         self._ways: dict[str, dict[str, int]] = {}  # the fastest threads and blocks of a limit
         self.found = Comparison(
@@ -186,7 +183,7 @@ class _Comparing:
             nbytes=checkpoint.nbytes,
             files=len(checkpoint.shards),
             tensors=len(checkpoint.tensors),
-            device=device,
+            device=self.device,
             dtype=options.dtype,
             cores=options.cores,
             machine=machine.facts(),
@@ -198,10 +195,10 @@ class _Comparing:
                 self.found.notes.append(f"memory of the device was not measured: {error}")
 
     def run(self) -> Comparison:
-        """Measure all states."""
-        for name, loader in self._chosen.items():
+        """Measure all states of the page cache, and return the figures."""
+        for name, loader in self.chosen.items():
             self.found.loaders[name] = Of(name, loader.what)
-        for state in self._options.states:
+        for state in self.options.states:
             try:
                 self._state(state)
             except _NotColdError as error:
@@ -216,20 +213,21 @@ class _Comparing:
         return self.found
 
     def _unlike(self) -> list[str]:
-        """Notes on loaders that only map files, which streamload reads."""
-        mapped = self._options.options.get("residence", "memory") != "memory"
-        if mapped or self._device != "cpu" or self._options.dtype != "checkpoint":
+        """Return notes on loaders that only map files, while streamload reads them."""
+        mapped = self.options.options.get("residence", "memory") != "memory"
+        if mapped or self.device != "cpu" or self.options.dtype != "checkpoint":
             return []
         return [
             f"{name} only maps the files here: its tensors are views of the page cache, which "
-            "streamload reads into memory of its own. The two are not alike: "
+            "streamload reads into its own memory. The two differ: "
             'load_state_dict(..., residence="mapped") maps, too'
             for name in self.found.loaders
-            if self._chosen[name].maps
+            if self.chosen[name].maps
         ]
 
     def _state(self, state: str) -> None:
-        options = self._options
+        """Measure all rounds with files in one state of the page cache."""
+        options = self.options
         begun = time.monotonic()
         for number in range(options.runs):
             if number and options.seconds and time.monotonic() - begun > options.seconds:
@@ -239,15 +237,15 @@ class _Comparing:
             self._round(state, f"{state}, round {number + 1} of {options.runs}", number, again)
 
     def _round(self, state: str, where: str, number: int, again: bool) -> None:
-        """Measure every limit and every loader once."""
+        """Measure each limit and each loader once; ``again``: let each load a second time."""
         measures: dict[str, tuple[Callable[[], Child], Callable[[Child], None]]] = {}
-        if self._options.limits:
+        if self.options.limits:
             for name in self._limits_of(state, where):
                 measures[f"limit: {name}"] = (
                     partial(self._limit_child, name, **self._ways.get(name, {})),
                     partial(self._take_limit, name, state),
                 )
-        for name in self._chosen:
+        for name in self.chosen:
             if self._is_due(name, state, number):
                 measures[name] = (
                     partial(self._load_child, name),
@@ -255,14 +253,14 @@ class _Comparing:
                 )
         with ExitStack() as stack:
             children: dict[str, Child] = {}
-            if self._options.together:
+            if self.options.together:
                 for name, (start, _) in measures.items():
                     children[name] = stack.enter_context(start())
                 for child in children.values():
                     with suppress(MeasurementError):  # raised again by its lap
                         child.ready()
             for name, (start, take) in measures.items():
-                self._options.say(f"{where}: {name}")
+                self.options.say(f"{where}: {name}")
                 try:
                     with children.get(name) or start() as child:
                         take(child)
@@ -270,12 +268,12 @@ class _Comparing:
                     self.found.skipped[name] = str(error)
 
     def _is_due(self, name: str, state: str, number: int) -> bool:
-        """Whether a loader runs in a round."""
-        options = self._options
+        """Return whether a loader runs in a round, which counts from 0."""
+        options = self.options
         if name in self.found.skipped:
             return False
         named = options.peers is not None and name in options.peers
-        if not named and state not in self._chosen[name].states:
+        if not named and state not in self.chosen[name].states:
             return False
         if options.least_runs is None or number < options.least_runs:
             return True
@@ -283,12 +281,13 @@ class _Comparing:
         return times is None or times < _SLOW
 
     def _load_child(self, name: str) -> Child:
-        options = self._options
+        """Start the process of a loader."""
+        options = self.options
         task = {
             "path": self.found.path,
             "files": [str(file) for file in self._files],
-            "framework": self._framework,
-            "device": self._device,
+            "framework": self.framework,
+            "device": self.device,
             "dtype": options.dtype,
             "budget": options.budget,
             "options": dict(options.options),
@@ -300,21 +299,23 @@ class _Comparing:
         return self._child(job, (site,) if site else ())
 
     def _take_load(self, name: str, state: str, again: bool, child: Child) -> None:
+        """Measure a load in a loader's process, and add its figures."""
         ready = child.ready()
         self._prepare(state)
-        said, memory = child.lap()
+        answer, memory = child.lap()
         again_s = child.again()["seconds"] if again else None
         of = self.found.loaders[name]
         if of.checked is None:
             of.checked = child.check()["checked"]
         of.versions = ready["versions"]
         times = {key: ready[key] for key in ("import_s", "open_s")}
-        measured = {key: said[key] for key in ("seconds", "cpu_s", "says")}
+        measured = {key: answer[key] for key in ("seconds", "cpu_s", "says")}
         run = Run(**measured, again_s=again_s, memory=memory, **times)
         of.runs.setdefault(state, []).append(run)
 
     def _prepare(self, state: str) -> None:
-        problem = _STATES[state](self._files)
+        """Bring the files into a state of the page cache; raise _NotColdError if impossible."""
+        problem = STATES[state](self._files)
         if problem and state == "cold":
             raise _NotColdError(problem)
         note = f"{state}: {problem}"
@@ -322,38 +323,41 @@ class _Comparing:
             self.found.notes.append(note)
 
     def _limits_of(self, state: str, where: str) -> list[str]:
-        """The limits of a state; first finds the fastest threads and blocks to read with."""
+        """Return the limits to measure in a state; first find the fastest threads and blocks."""
         name = {"warm": "cached", "cold": "direct"}[state]
         if name not in self._ways and f"limit: {name}" not in self.found.skipped:
-            self._options.say(f"{where}: looking for the fastest way of {_LIMITS[name]}")
+            self.options.say(f"{where}: looking for the fastest way of {_LIMITS[name]}")
             self._prepare(state)
             try:
                 with self._limit_child(name) as child:
-                    said = child.lap()[0]
-                self._ways[name] = {key: said[key] for key in ("threads", "block_nbytes")}
+                    rate = child.lap()[0]
+                self._ways[name] = {key: rate[key] for key in ("threads", "block_nbytes")}
             except MeasurementError as error:
                 self.found.skipped[f"limit: {name}"] = str(error)
         names = [name] if self._index is None else [name, "copy"]
         return [name for name in names if f"limit: {name}" not in self.found.skipped]
 
     def _limit_child(self, name: str, **more: Any) -> Child:
+        """Start the process that measures a limit; ``more``: the threads and blocks to use."""
         how: dict[str, Any] = {"index": self._index}
         if name != "copy":
             how = {"paths": list(map(str, self._files)), "direct": name == "direct", **more}
         return self._child(call("streamload.bench.limits:limit", **how))
 
     def _take_limit(self, name: str, state: str, child: Child) -> None:
+        """Measure a limit in its process, and add the rate."""
         child.ready()
         self._prepare(state)
-        said = child.lap()[0]
+        rate = child.lap()[0]
         limit = self.found.limits.setdefault(f"{state}, {_LIMITS[name]}", Limit(""))
-        limit.how = said["how"]
-        limit.rates.append(said["nbytes"] / 1e9 / said["seconds"])
+        limit.how = rate["how"]
+        limit.rates.append(rate["nbytes"] / 1e9 / rate["seconds"])
 
     def _child(self, job: Mapping[str, Any], sites: Sequence[str] = ()) -> Child:
+        """Start a process with the options of this comparison."""
         return Child(
-            {**job, "cores": self._options.cores},
-            timeout_s=self._options.timeout_s,
+            {**job, "cores": self.options.cores},
+            timeout_s=self.options.timeout_s,
             sites=sites,
             device_nbytes=self._meter.used_nbytes if self._meter else None,
         )

@@ -1,6 +1,6 @@
-"""The machine's limits: reading the page cache and the disk, and copying to CUDA.
+"""Measure the machine's limits: reading the page cache and the disk, and copying to CUDA.
 
-No code of a loader runs here: plain reads into small buffers, and plain copies from pinned memory.
+No loader runs here: only reads into small buffers, and copies from pinned memory.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import Any
 
+from streamload.bench.processes import open_context
 from streamload.core.system import read_at
 from streamload.devices.cuda import Context, PinnedStaging
-from streamload.errors import DeviceError
 
 _MIB = 2**20
 # between reads threads wait for the GIL, which large blocks hide; small ones stay in a core's cache
 _CACHED_BLOCKS = (_MIB, 2 * _MIB, 4 * _MIB)
 _DIRECT_BLOCKS = (4 * _MIB, 16 * _MIB)
 _DIRECT_THREADS = (4, 8, 16)
-_RING_NBYTES = 64 * _MIB
-_SLOTS = (4 * _MIB, 16 * _MIB)
-_TARGET_NBYTES = 512 * _MIB
-_MOST_ROUNDS = 8  # over small files
+_RING_NBYTES = 64 * _MIB  # pinned memory that is copied from
+_SLOTS = (4 * _MIB, 16 * _MIB)  # sizes of a copy to try
+_TARGET_NBYTES = 512 * _MIB  # device memory that is copied to
+_MOST_ROUNDS = 8  # most times that small files are read
 _SPEED = attrgetter("gigabytes_per_second")
-_WINDOW_S = 0.4  # of memory; disks take longer
+_WINDOW_S = 0.4  # time of a measurement of memory; disks take longer
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Bytes moved in a time."""
+    """The result of a measurement: bytes read or copied in a time."""
 
-    nbytes: int
-    seconds: float
-    how: str  # in words
-    threads: int = 1  # of reads
-    block_nbytes: int = 0  # each read or copy
+    nbytes: int  # bytes moved
+    seconds: float  # time taken
+    how: str  # threads and sizes of blocks, in words
+    threads: int = 1  # threads that read
+    block_nbytes: int = 0  # bytes of each read or copy
 
     @property
     def gigabytes_per_second(self) -> float:
-        """In GB/s."""
+        """The rate in GB/s (10^9 bytes)."""
         return self.nbytes / 1e9 / self.seconds
 
 
@@ -61,10 +61,18 @@ def read(
     seconds: float | None = None,
     first_block: int = 0,
 ) -> Rate:
-    """Read files in blocks, as if they were one, each thread into a buffer of its own.
+    """Measure reading files in blocks by several threads, each into its own buffer.
 
-    Blocks are multiples of 4096 bytes; ``direct`` uses O_DIRECT. With ``seconds`` it repeats for
-    that time, at most 8 times; else it reads every block once. Raises OSError.
+    Args:
+        paths: files.
+        threads: number of threads.
+        block_nbytes: size of a read, a multiple of 4096.
+        direct: use O_DIRECT.
+        seconds: read for this time, all blocks at most 8 times; None: every block once.
+        first_block: number of the block to begin with, counted over all files.
+
+    Raises:
+        OSError: the files cannot be read, or are empty.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
     with ExitStack() as stack:
@@ -102,9 +110,9 @@ def read(
 
 
 def fastest(paths: Sequence[str], *, direct: bool) -> Rate:
-    """The fastest numbers of threads and sizes of blocks, each tried on other blocks.
+    """Return the rate with the fastest number of threads and size of blocks to read files.
 
-    Blocks that were just read may be in a cache of the disk.
+    Each try reads other blocks, since those just read may be in a cache of the disk.
     """
     affinity = getattr(os, "sched_getaffinity", None)
     cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -118,30 +126,28 @@ def fastest(paths: Sequence[str], *, direct: bool) -> Rate:
 
 
 def copy(index: int) -> Rate:
-    """The fastest copies from 64 MiB of pinned memory to a CUDA device; raises DeviceError."""
-    try:
-        context = Context.primary(f"cuda:{index}", index)
-        driver: Any = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise DeviceError(f"cuda:{index}", str(error)) from error
-    driver.cuMemAlloc_v2.argtypes = (ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t)
-    driver.cuMemFree_v2.argtypes = (ctypes.c_uint64,)
+    """Return the fastest rate of copies from 64 MiB of pinned memory to a CUDA device.
+
+    Raises:
+        DeviceError: there is no such device or not enough memory.
+    """
+    context = open_context(index)
     address = ctypes.c_uint64()
     with context.current():
-        context.check(driver.cuMemAlloc_v2(ctypes.byref(address), _TARGET_NBYTES), "cuMemAlloc")
+        context.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(_TARGET_NBYTES))
     try:
         return max((_copy(context, address.value, slot) for slot in _SLOTS), key=_SPEED)
     finally:
         with context.current():
-            driver.cuMemFree_v2(address)
+            context.call("cuMemFree_v2", address)
 
 
 def _copy(context: Context, address: int, slot_nbytes: int) -> Rate:
-    """Copy from slots that each have a stream."""
-    slots: list[PinnedStaging] = []
-    try:
+    """Measure copies to device memory, from pinned slots that are copied in parallel."""
+    with ExitStack() as stack:
+        slots: list[PinnedStaging] = []
         for _ in range(_RING_NBYTES // slot_nbytes):
-            slots.append(PinnedStaging(context, slot_nbytes))
+            slots.append(stack.enter_context(closing(PinnedStaging(context, slot_nbytes))))
         targets = itertools.cycle(range(address, address + _TARGET_NBYTES, slot_nbytes))
         moved = 0
 
@@ -160,15 +166,16 @@ def _copy(context: Context, address: int, slot_nbytes: int) -> Rate:
         for slot in slots:
             slot.wait()
         took = time.perf_counter() - begun
-    finally:
-        for slot in slots:
-            slot.close()
     how = f"{len(slots)} pinned slots of {slot_nbytes // _MIB} MiB"
     return Rate(moved, took, how, 1, slot_nbytes)
 
 
 def limit(index: int | None = None, **how: Any) -> Callable[[], dict[str, Any]]:
-    """A job of `streamload.bench.processes.call`: `copy` to a CUDA device, `fastest`, or `read`."""
+    """Return a function that measures a limit; a job of `streamload.bench.processes.call`.
+
+    It runs `copy` if the index of a CUDA device is given; else `read` by ``how`` if that has
+    "threads", or `fastest`.
+    """
     if index is not None:
         return lambda: asdict(copy(index))
     if "threads" not in how:

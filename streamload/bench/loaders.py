@@ -1,6 +1,6 @@
-"""The loaders to compare, each used as its documentation recommends.
+"""The loaders to compare, each called as its documentation recommends.
 
-They run in the process of a measurement, which compares a sample of their tensors with the files.
+They run in the child process of a measurement, which compares some of their tensors with the files.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Any, Protocol
 from streamload.core.dtypes import parse_dtype
 
 _PAGE = 4096
-CHECKED_TENSORS = 32
-CHECKED_NBYTES = 2**25  # of one tensor
+CHECKED_TENSORS = 32  # most tensors to compare with the files
+CHECKED_NBYTES = 2**25  # most bytes of a tensor to compare
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A checkpoint and its device."""
+    """A load to measure: a checkpoint and a device."""
 
-    path: str  # as it was named
-    files: tuple[str, ...]  # its shards
+    path: str  # the checkpoint, as the user named it
+    files: tuple[str, ...]  # paths of its shards
     framework: str
-    device: str  # in the spelling of the framework
-    dtype: str = "checkpoint"  # of all floats
-    budget: str | int | None = None  # of streamload
+    device: str  # as the framework names it
+    dtype: str = "checkpoint"  # the dtype to cast all floats to
+    budget: str | int | None = None  # streamload's budget on the device
     options: Mapping[str, Any] = field(default_factory=dict)  # more arguments of streamload
 
     @property
     def full_device(self) -> str:
-        """The device with its framework: "torch:cpu"."""
+        """The device's name for streamload, with its framework: "torch:cpu"."""
         return self.device if self.framework == "host" else f"{self.framework}:{self.device}"
 
 
@@ -42,23 +42,23 @@ class Loaded:
     """The result of a loader."""
 
     tensors: dict[str, Any]  # by name
-    says: dict[str, Any] = field(default_factory=dict)  # its figures: "pinned_nbytes", "stream_s"
+    says: dict[str, Any] = field(default_factory=dict)  # the loader's own figures, by name
 
 
 class Runtime(Protocol):
-    """A framework around a measurement."""
+    """A framework, as a measurement uses it before and after a load."""
 
     def open(self, device: str) -> None:
-        """Import the framework and open the device, as a program has before a load."""
+        """Import the framework and open the device, as programs do before a load."""
 
     def finish(self, tensors: Mapping[str, Any], device: str) -> None:
-        """Wait until all tensors can be used without a page fault."""
+        """Wait until all tensors are on the device, and read into memory if they are mapped."""
 
     def bytes_of(self, tensor: Any) -> bytes:
-        """The raw bytes of a tensor."""
+        """Return the raw bytes of a tensor, to compare them with the file."""
 
     def says(self, device: str) -> dict[str, Any]:
-        """The framework's own counters."""
+        """Return the framework's own counters of memory, by name; none by default."""
         return {}
 
 
@@ -147,7 +147,7 @@ RUNTIMES: dict[str, Runtime] = {"torch": _Torch(), "tinygrad": _Tinygrad(), "hos
 
 
 def _to(dtype: str) -> Callable[[Any], Any]:
-    """A function that casts floating tensors of torch."""
+    """Return a function that casts floating tensors of torch to a dtype, and returns others."""
     if dtype == "checkpoint":
         return lambda tensor: tensor
     import torch
@@ -190,7 +190,7 @@ _Pairs = Iterator[tuple[str, Any]]
 
 
 def _casting(pairs: Callable[[Task], _Pairs]) -> Callable[[Task], Loaded]:
-    """A loader that casts each of torch's tensors as it comes."""
+    """Return a loader that casts the tensors of torch that ``pairs`` yields with their names."""
 
     def load(task: Task) -> Loaded:
         to = _to(task.dtype)
@@ -257,6 +257,8 @@ def _runai(task: Task) -> _Pairs:
 
 
 def _instanttensor(buffered: bool) -> Callable[[Task], Loaded]:
+    """Return a loader by instanttensor, through the page cache or by its default backend."""
+
     def load(task: Task) -> Loaded:
         module = importlib.import_module("instanttensor")
         backend = module.BackendPolicy.BUFFERED if buffered else None
@@ -297,7 +299,7 @@ def _tinygrad(task: Task) -> Loaded:
 
 
 def _numpy(task: Task) -> Loaded:
-    """Each tensor's bytes into an array of its own, without a loader."""
+    """Load by ``numpy.fromfile``, each tensor into its own array: a baseline without a loader."""
     import numpy as np
 
     from streamload.checkpoint.open import open_checkpoint
@@ -312,6 +314,7 @@ def _numpy(task: Task) -> Loaded:
 
 
 def _cast_arrays(tensors: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Cast floating arrays of numpy in place of the dict's, and return the dict."""
     if dtype == "checkpoint":
         return tensors
     wanted = parse_dtype(dtype).numpy
@@ -323,25 +326,25 @@ def _cast_arrays(tensors: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Loader:
-    """One loader."""
+    """A loader of checkpoints to compare."""
 
     load: Callable[[Task], Loaded]  # the timed call
-    package: str  # the distribution with its version
-    what: str = ""  # its usage, in words
-    frameworks: tuple[str, ...] = ("torch",)  # of its tensors
-    modules: tuple[str, ...] = ()  # `imports`, if not the package
-    cuda_only: bool = False  # else also to the CPU, and to devices with its memory
+    package: str  # the distribution whose version is reported
+    what: str = ""  # the functions that are called, in words
+    frameworks: tuple[str, ...] = ("torch",)  # frameworks whose tensors it returns
+    modules: tuple[str, ...] = ()  # modules to import before, if not the package
+    cuda_only: bool = False  # whether it cannot load to the CPU
     maps: bool = False  # on the CPU without a cast, its tensors are views on mapped files
-    states: tuple[str, ...] = ("warm", "cold")  # compared in these, unless named
+    states: tuple[str, ...] = ("warm", "cold")  # states of the page cache to compare it in
 
     def takes(self, framework: str, device: str) -> bool:
-        """Whether it loads to a device of a framework."""
+        """Return whether this loader can load to a device of a framework."""
         on_cuda = device.partition(":")[0].lower() == "cuda"
         return framework in self.frameworks and (on_cuda or not self.cuda_only)
 
     @property
     def imports(self) -> tuple[str, ...]:
-        """The modules to import before the measurement."""
+        """Names of the modules to import before the measurement."""
         return self.modules or (self.package.replace("-", "_"),)
 
 
@@ -394,6 +397,6 @@ LOADERS: dict[str, Loader] = {
 
 
 def sample(names: Sequence[str]) -> Iterator[str]:
-    """Names of tensors to check, evenly spread."""
+    """Yield at most `CHECKED_TENSORS` of the names, evenly spread, to compare with the files."""
     count = min(len(names), CHECKED_TENSORS)
     return (names[i * (len(names) - 1) // max(count - 1, 1)] for i in range(count))

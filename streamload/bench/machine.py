@@ -1,4 +1,4 @@
-"""Facts of this machine, which figures depend on."""
+"""Facts about this machine, on which measurements depend."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = (
 
 
 def facts() -> dict[str, str]:
-    """CPU, kernel, memory and versions, by name."""
+    """Return CPU, kernel, memory and versions of packages as text, by name."""
     affinity = getattr(os, "sched_getaffinity", None)
     return {
         "CPU": _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
@@ -38,7 +38,7 @@ def facts() -> dict[str, str]:
 
 
 def installed_version(package: str) -> str:
-    """The version of a distribution, or "" if it is not installed."""
+    """Return the version of a Python distribution; "" if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -46,6 +46,7 @@ def installed_version(package: str) -> str:
 
 
 def _text(path: str) -> str:
+    """Return the content of a file; "" if it cannot be read."""
     try:
         return Path(path).read_text().strip()
     except OSError:
@@ -53,8 +54,6 @@ def _text(path: str) -> str:
 
 
 def _field(path: str, name: str) -> str:
-    for line in _text(path).splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == name:
-            return value.strip()
-    return ""
+    """Return the value of the first line "name: value" in a file; "" if there is none."""
+    pairs = (line.partition(":") for line in _text(path).splitlines())
+    return next((value.strip() for key, _, value in pairs if key.strip() == name), "")

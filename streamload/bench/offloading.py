@@ -1,6 +1,6 @@
-"""Seconds a pass by budget, of an offloaded model of transformers and of other libraries.
+"""Measure seconds a pass by budget, of an offloaded model of transformers, and of other libraries.
 
-Each budget and each peer has a process of its own.
+Each budget and each other library (peer) has its own process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from streamload.offloading.offload import plan_offload
 from streamload.offloading.plan import OffloadPlan
 from streamload.offloading.problem import ENDLESS_NBYTES
 
-_POINTS = 8  # budgets, if none are given
+_POINTS = 8  # number of budgets, if none are given
 OURS = "streamload"
 _MODULE = "streamload.bench.passes"
 #: Other libraries that run a model larger than the device: the function of a pass, and arguments.
@@ -35,14 +35,14 @@ PEERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 class PassOptions:
     """A model of transformers, and the passes to measure."""
 
-    path: str  # with ``config.json``
-    device: str  # one of torch's
+    path: str  # the checkpoint, with ``config.json``
+    device: str  # a device of torch
     budgets: Sequence[str] = ()  # sizes; none: eight from the least that works to all
-    tokens: int = 128  # of a pass
+    tokens: int = 128  # tokens of a pass
     runs: int = 5  # passes of each process, after one that is not counted
     peers: Sequence[str] = ()  # names in `PEERS`
     peer_budget: str | None = None  # device memory of peers; None: the second least budget
-    dtype: str = "checkpoint"  # of all floats
+    dtype: str = "checkpoint"  # the dtype to cast all floats to
     stay: Sequence[str] = ()  # as in `streamload.offload`
     layers: Sequence[str] = ()  # as in `streamload.offload`
     host: float | str = 0  # as in `streamload.offload`
@@ -52,40 +52,40 @@ class PassOptions:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Passes under one budget."""
+    """The figures of passes under one budget, in a process."""
 
     name: str  # `OURS`, or a peer
-    budget_nbytes: int | None  # of the device; None for peers without one
+    budget_nbytes: int | None  # device memory allowed; None for peers without a budget
     seconds: tuple[float, ...] = ()  # of each pass but the first
     pass_nbytes: int | None = None  # bytes read by a pass; None for peers
     device_nbytes: int | None = None  # peak of the framework's allocator, if known
     host_nbytes: int | None = None  # peak of the process's RssAnon + RssShmem
-    problem: str = ""  # the reason if there is no figure
+    problem: str = ""  # the reason if nothing was measured
 
     @property
     def text(self) -> str:
-        """One line."""
+        """A line with name, budget and seconds a pass, or the problem."""
         took = f"{median(self.seconds):.3f} s a pass" if self.seconds else self.problem
         return f"{self.name}, {_size(self.budget_nbytes)}: {took}"
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadBench:
-    """The result of `measure`."""
+    """The result of `measure`: seconds a pass by budget."""
 
     path: str  # the checkpoint
     device: str
-    tokens: int  # of a pass
-    points: tuple[Point, ...]  # ours by budget, then those of peers
-    notes: tuple[str, ...] = ()
+    tokens: int  # tokens of a pass
+    points: tuple[Point, ...]  # those of streamload by budget, then those of peers
+    notes: tuple[str, ...] = ()  # ways to make passes faster
 
     @property
     def has_figures(self) -> bool:
-        """Whether anything was measured."""
+        """Whether any pass was measured."""
         return any(point.seconds for point in self.points)
 
     def lines(self) -> list[str]:
-        """A line for each point."""
+        """Return a table of the points, then problems and notes, a line each."""
         rows = [
             (
                 point.name,
@@ -106,7 +106,7 @@ class OffloadBench:
         ]
 
     def svg(self) -> str:
-        """Bars of the seconds a pass."""
+        """Return a bar chart of the seconds a pass, as SVG text."""
         rows = [
             Bars(
                 f"{point.name if point.name != OURS else ''} {_size(point.budget_nbytes)}".strip(),
@@ -120,16 +120,17 @@ class OffloadBench:
         return draw("Seconds a pass by budget", subtitle, "s", ("seconds a pass",), rows)
 
     def to_json(self) -> dict[str, Any]:
-        """All figures."""
+        """Return all figures, as data for JSON."""
         return asdict(self)
 
 
 def _size(nbytes: int | None) -> str:
+    """Return a size in words; "-" if unknown."""
     return "-" if nbytes is None else format_bytes(nbytes)
 
 
 def measure(options: PassOptions) -> OffloadBench:
-    """Measure passes under several budgets.
+    """Measure passes under several budgets, and of peers; return the figures.
 
     Raises:
         PlanInfeasibleError: not even the least fits.
@@ -159,7 +160,7 @@ def measure(options: PassOptions) -> OffloadBench:
 
 
 def _budgets(path: str, given: Mapping[str, Any]) -> list[int]:
-    """Budgets from the least that works to one for all weights."""
+    """Return budgets in bytes, evenly spread from the least that works to one for all weights."""
     whole: OffloadPlan = plan_offload(path, budget=ENDLESS_NBYTES, **given)
     most, least = whole.needed_nbytes, 1
     low, high = 0, most
@@ -178,18 +179,13 @@ def _budgets(path: str, given: Mapping[str, Any]) -> list[int]:
 def _measured(
     name: str, budget_nbytes: int | None, job: dict[str, Any], runs: int, timeout_s: float
 ) -> Point:
+    """Return the figures of passes in a child process: ``runs`` after one that is not counted."""
     try:
         with Child(job, timeout_s=timeout_s) as child:
-            said = [child.lap()[0] for _ in range(runs + 1)][1:]
+            laps = [child.lap()[0] for _ in range(runs + 1)][1:]
             host = child.peak.anon_nbytes
     except MeasurementError as error:
         return Point(name, budget_nbytes, problem=str(error))
-    last = said[-1]
-    return Point(
-        name,
-        budget_nbytes,
-        tuple(lap["seconds"] for lap in said),
-        last.get("pass_nbytes"),
-        last.get("device_nbytes"),
-        host,
-    )
+    seconds = tuple(lap["seconds"] for lap in laps)
+    reads, used = (laps[-1].get(key) for key in ("pass_nbytes", "device_nbytes"))
+    return Point(name, budget_nbytes, seconds, reads, used, host)

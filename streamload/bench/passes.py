@@ -1,4 +1,7 @@
-"""Passes of a model larger than its device: the jobs of `streamload.bench.offloading`."""
+"""Passes (forward calls) of a model larger than its device: jobs of `streamload.bench.offloading`.
+
+Each function loads a model and returns a function that runs a pass and returns figures of it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ Lap = Callable[[], dict[str, Any]]
 
 
 def passes(path: str, device: str, budget: int, tokens: int, dtype: str, **how: Any) -> Lap:
-    """Passes of `streamload.offload`; ``how`` are more of its options."""
+    """Return passes of a model that streamload offloads; ``how``: more options of offload."""
     from streamload.transformers import from_pretrained
 
     model = from_pretrained(
@@ -31,7 +34,7 @@ def passes(path: str, device: str, budget: int, tokens: int, dtype: str, **how: 
 
 
 def accelerate_passes(path: str, device: str, budget: int, tokens: int) -> Lap:
-    """Passes of transformers and accelerate, with the weights beyond a budget on the disk."""
+    """Return passes of transformers and accelerate, with weights beyond a budget on the disk."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -47,7 +50,7 @@ def accelerate_passes(path: str, device: str, budget: int, tokens: int) -> Lap:
 
 
 def group_passes(path: str, device: str, budget: int, tokens: int, low_memory: bool = False) -> Lap:
-    """Passes with group offloading of diffusers; ``low_memory`` is its ``low_cpu_mem_usage``."""
+    """Return passes with group offloading of diffusers; ``low_memory``: ``low_cpu_mem_usage``."""
     import torch
     from diffusers.hooks import apply_group_offloading
     from transformers import AutoModelForCausalLM
@@ -70,7 +73,7 @@ def group_passes(path: str, device: str, budget: int, tokens: int, low_memory: b
 
 
 def layered_passes(path: str, device: str, budget: int, tokens: int) -> Lap:
-    """Passes of AirLLM, layer by layer from files that it writes first."""
+    """Return passes of AirLLM, which reads each layer from files that it has written before."""
     from airllm import AutoModel
     from airllm.airllm_base import AirLLMBaseModel
 
@@ -81,7 +84,7 @@ def layered_passes(path: str, device: str, budget: int, tokens: int) -> Lap:
 
 
 def _lap(model: Any, device: str, tokens: int, facts: dict[str, Any]) -> Lap:
-    """A lap of one pass, with the framework's counters."""
+    """Return a function that runs a pass and returns ``facts`` with the peak of device memory."""
     import torch
 
     on_cuda = device.startswith("cuda")

@@ -1,7 +1,7 @@
-"""Measurements in processes of their own, observed from outside.
+"""Run measurements in child processes, and observe these from outside.
 
-A child answers once it has imported its framework and opened the device, and then runs laps on
-command. Only the parent samples counters of the kernel and of the driver.
+A child answers once it has imported its framework and opened the device, and then runs laps (timed
+calls) on command. Only the parent samples counters of the kernel and of the driver.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from streamload.errors import DeviceError
 
 # reading a process's status takes 20 microseconds; a loader's buffers live longer than this
 _SAMPLE_S = 0.004
-_SLOW_SAMPLES = 5  # counters of the machine and the driver take locks: read once in so many
-_GOODBYE_S = 20.0
+_SLOW_SAMPLES = 5  # counters of the machine and the driver take locks: read each fifth time
+_GOODBYE_S = 20.0  # most time for a child to exit
 
 # the child has the import path of this process
 _CHILD = (
@@ -40,7 +40,7 @@ class MeasurementError(Exception):
     """A measurement failed; the message is one line.
 
     Attributes:
-        status: the exit status of its process, negative for a signal; None if it still runs.
+        status: exit status of the child, negative for a signal; None if it still runs.
     """
 
     def __init__(self, why: str, status: int | None = None) -> None:
@@ -50,32 +50,33 @@ class MeasurementError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory at one time, or the peak of each figure."""
+    """Memory of a process and its machine: at one time, a growth, or the peak of each figure."""
 
     anon_nbytes: int = 0  # the process's RssAnon + RssShmem (proc_pid_status(5))
     file_nbytes: int = 0  # its RssFile: mapped pages of the page cache
     locked_nbytes: int = 0  # its VmLck + VmPin, without pages that drivers lock by other means
-    # of the machine, neither free nor page cache: only this counts a driver's memory
+    # the machine's memory that is neither free nor page cache: only this counts a driver's memory
     system_nbytes: int = 0
     device_nbytes: int | None = None  # not free on the device, by its driver, if there is one
 
     def above(self, base: Memory) -> Memory:
-        """The growth from ``base``."""
+        """Return the growth of each figure from ``base``."""
         return self._each(base, lambda a, b: None if None in (a, b) else a - b)
 
     def most(self, other: Memory) -> Memory:
-        """The larger of each."""
+        """Return the larger of each figure."""
         return self._each(
             other, lambda a, b: max((n for n in (a, b) if n is not None), default=None)
         )
 
     def _each(self, other: Memory, of: Callable[[Any, Any], Any]) -> Memory:
+        """Return ``of`` of each figure of both."""
         found: list[Any] = [of(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
         return Memory(*found)
 
 
 def process_memory(pid: int | str) -> Memory:
-    """The memory of a process; zeros once it has ended, and without /proc."""
+    """Return the memory of a process now; zeros once it has ended, and without /proc."""
     found = proc_nbytes(f"/proc/{pid}/status")
     return Memory(
         found.get("RssAnon", 0) + found.get("RssShmem", 0),
@@ -85,6 +86,7 @@ def process_memory(pid: int | str) -> Memory:
 
 
 def _system_nbytes() -> int:
+    """Return the machine's memory that is neither free nor page cache, in bytes."""
     found = proc_nbytes("/proc/meminfo")
     cached = found.get("Cached", 0) - found.get("Shmem", 0)  # shared memory counts as cache there
     free = found.get("MemFree", 0) + found.get("Buffers", 0) + found.get("SReclaimable", 0)
@@ -92,7 +94,7 @@ def _system_nbytes() -> int:
 
 
 def proc_nbytes(path: str) -> dict[str, int]:
-    """The sizes in a file of /proc, in bytes; none if it is missing."""
+    """Return the sizes in a file of /proc, in bytes by name; {} if it is missing."""
     try:
         lines = Path(path).read_bytes().decode(errors="replace").splitlines()
     except OSError:
@@ -105,24 +107,26 @@ class DriverMeter:
     """Bytes in use on a CUDA device, by its driver; DeviceError if it cannot be opened."""
 
     def __init__(self, index: int) -> None:
-        try:
-            self._context = Context.primary(f"cuda:{index}", index)
-            self._ask: Any = ctypes.CDLL("libcuda.so.1").cuMemGetInfo_v2
-        except OSError as error:
-            raise DeviceError(f"cuda:{index}", str(error)) from error
-        self._ask.argtypes = (ctypes.POINTER(ctypes.c_size_t),) * 2
+        self._context = open_context(index)
 
     def used_nbytes(self) -> int:
-        """Of all processes."""
+        """Return the bytes that all processes use on the device now."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         with self._context.current():
-            status = self._ask(ctypes.byref(free), ctypes.byref(total))
-        self._context.check(status, "cuMemGetInfo")
+            self._context.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return total.value - free.value
 
 
+def open_context(index: int) -> Context:
+    """Return the primary context of a CUDA device; DeviceError if it cannot be opened."""
+    try:
+        return Context.primary(f"cuda:{index}", index)
+    except OSError as error:  # there is no driver
+        raise DeviceError(f"cuda:{index}", str(error)) from error
+
+
 def call(function: str, **arguments: Any) -> dict[str, Any]:
-    """A job: ``module:function`` prepares, and returns the function that each lap calls.
+    """Return a job for `Child`: call ``module:function``, which returns a function for each lap.
 
     A dict that a lap returns is added to its "seconds" and "cpu_s".
     """
@@ -132,11 +136,11 @@ def call(function: str, **arguments: Any) -> dict[str, Any]:
 def command(
     job: Mapping[str, Any], sites: Sequence[str] = (), *, at_once: bool = False
 ) -> list[str]:
-    """The command of a job's process, with the import path of this process after ``sites``.
+    """Return the command line of a job's process, which has the import path of this process.
 
     Args:
         job: see `call`.
-        sites: folders.
+        sites: folders that come first on the import path.
         at_once: run one lap and end; else read commands from the standard input.
     """
     path = [*sites, *(entry or os.getcwd() for entry in sys.path)]
@@ -145,18 +149,18 @@ def command(
 
 
 class Child:
-    """The process of a measurement, which prepares at once.
+    """The child process of a measurement, which begins to prepare (import, open devices) at once.
 
     Args:
         job: see `call`.
-        timeout_s: for each answer.
+        timeout_s: most seconds for each answer.
         sites: folders that come first on its import path.
-        device_nbytes: measures the memory of the device.
-        prefix: a command that runs the process's own.
-        sample_s: the period of memory samples.
+        device_nbytes: returns the bytes in use on the device.
+        prefix: a command that runs the child's command, which follows.
+        sample_s: seconds between samples of its memory.
 
     Attributes:
-        peak: of its memory, while it prepared and ran laps.
+        peak: the peak of its memory, while it prepared and ran laps.
         cpu_s: user and system seconds of the whole process, once it has ended.
     """
 
@@ -192,33 +196,34 @@ class Child:
         self.close(at_once=error is not None)
 
     def ready(self) -> dict[str, Any]:
-        """Wait until it has prepared; its answer."""
+        """Wait until the child has prepared; return its answer."""
         if self._ready is None:
             self._ready = self._receive(self._sample)
         return self._ready
 
     def lap(self, look: Callable[[], None] | None = None) -> tuple[dict[str, Any], Memory]:
-        """Run a lap; its answer, and the growth of memory to the peak in it.
+        """Run a lap; return its answer, and the growth of memory from its start to its peak.
 
         ``look`` is called repeatedly, in place of reading counters. Raises MeasurementError.
         """
         self.ready()
         before, base = self.peak, self._memory()
         self.peak = base
-        said = self._ask("lap", look or self._sample)
+        answer = self._ask("lap", look or self._sample)
         lap_peak = self.peak.most(self._memory())
         self.peak = lap_peak.most(before)
-        return said, lap_peak.above(base)
+        return answer, lap_peak.above(base)
 
     def again(self) -> dict[str, Any]:
-        """Run laps again, short ones many times; the median of their seconds."""
+        """Run further laps, short ones many times; return the median of their seconds."""
         return self._ask("again")
 
     def check(self) -> dict[str, Any]:
-        """Compare loaded tensors with the files; raises MeasurementError if they differ."""
+        """Compare loaded tensors with the files; MeasurementError if they differ."""
         return self._ask("check")
 
     def _ask(self, word: str, look: Callable[[], None] | None = None) -> dict[str, Any]:
+        """Send a command to the child, and return its answer."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended: `_receive` finds out why
             self._process.stdin.write(word.encode() + b"\n")
@@ -226,10 +231,12 @@ class Child:
         return self._receive(look)
 
     def _sample(self) -> None:
+        """Read counters, and raise the peak to them."""
         self._turn += 1
         self.peak = self.peak.most(self._memory(all_of_it=self._turn % _SLOW_SAMPLES == 0))
 
     def _memory(self, *, all_of_it: bool = True) -> Memory:
+        """Return the memory now; without ``all_of_it`` that of the child alone."""
         held = process_memory(self._process.pid)
         if not all_of_it:
             return held
@@ -237,6 +244,7 @@ class Child:
         return replace(held, system_nbytes=_system_nbytes(), device_nbytes=device)
 
     def _receive(self, look: Callable[[], None] | None) -> dict[str, Any]:
+        """Wait for an answer, calling ``look`` meanwhile; MeasurementError if none comes."""
         assert self._process.stdout is not None
         fd = self._process.stdout.fileno()
         until = time.monotonic() + self._timeout_s
@@ -251,15 +259,16 @@ class Child:
                     raise self._end()
                 self._received += more
         line, _, self._received = self._received.partition(b"\n")
-        said: dict[str, Any] = json.loads(line)
-        if "failed" in said:
-            raise MeasurementError(said["failed"], 1)
-        return said
+        answer: dict[str, Any] = json.loads(line)
+        if "failed" in answer:
+            raise MeasurementError(answer["failed"], 1)
+        return answer
 
     def _end(self) -> MeasurementError:
+        """Return the error of a child that closed its output, with its exit status."""
         ended = self._ended(_GOODBYE_S)
         if ended is None:
-            return MeasurementError("it said nothing more")
+            return MeasurementError("it closed its output and still runs")
         status, how = ended.si_status, f"exit status {ended.si_status}"
         if ended.si_code != os.CLD_EXITED:
             status, how = -status, f"killed by {signal.Signals(status).name}"
@@ -268,7 +277,7 @@ class Child:
         return MeasurementError(": ".join([how, *last]), status)
 
     def _ended(self, timeout_s: float) -> os.waitid_result | None:
-        """Wait for the end of the process, without reaping it: its id stays reserved."""
+        """Wait for the child's end, without reaping it: its id stays reserved; None if it runs."""
         until = time.monotonic() + timeout_s
         flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
         while (ended := os.waitid(os.P_PID, self._process.pid, flags)) is None:
@@ -278,7 +287,7 @@ class Child:
         return ended
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the process and its children; may be called again."""
+        """End the child and its children, if ``at_once`` without waiting; may be called again."""
         if self._process.returncode is not None:
             return
         for pipe in (self._process.stdin, self._process.stdout):
@@ -298,24 +307,24 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A process from its start to its end."""
+    """The figures of a child process from its start to its end."""
 
-    laps: tuple[dict[str, Any], ...]  # answers: "seconds", "cpu_s", and more
-    wall_s: float  # from its start to its end
+    laps: tuple[dict[str, Any], ...]  # the answers of laps: "seconds", "cpu_s", and more
+    wall_s: float  # seconds from the start to the end
     cpu_s: float  # user and system seconds, with children that it waited for
-    peak_nbytes: int  # of RssAnon + RssShmem
+    peak_nbytes: int  # peak of RssAnon + RssShmem
 
     @property
     def first(self) -> dict[str, Any]:
-        """The first lap."""
+        """The answer of the first lap."""
         return self.laps[0]
 
 
 def measure(
     job: Mapping[str, Any], *, laps: int = 1, sample_s: float = _SAMPLE_S, timeout_s: float = 1800.0
 ) -> Measured:
-    """Run a job from its start to its end; raises MeasurementError."""
+    """Run a job in a child process to its end, and return its figures; raises MeasurementError."""
     begun = time.perf_counter()
     with Child(job, timeout_s=timeout_s, sample_s=sample_s) as child:
-        said = tuple(child.lap()[0] for _ in range(laps))
-    return Measured(said, time.perf_counter() - begun, child.cpu_s, child.peak.anon_nbytes)
+        answers = tuple(child.lap()[0] for _ in range(laps))
+    return Measured(answers, time.perf_counter() - begun, child.cpu_s, child.peak.anon_nbytes)

@@ -1,4 +1,4 @@
-"""The result of a comparison of loaders: figures, a table, JSON and a chart."""
+"""The result of a comparison of loaders: figures, as a table, JSON and a chart."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from streamload.core.units import format_bytes, format_table
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One process of a loader."""
+    """The figures of one process of a loader."""
 
     seconds: float  # of the first load, until the device was synchronized
-    cpu_s: float  # of the first load, all threads
-    again_s: float | None  # of later loads, by the median
-    memory: Memory  # growth during the first load, the peak of each
-    says: dict[str, Any]  # figures of the loader and its framework
-    import_s: float  # importing the loader's modules
-    open_s: float  # importing the framework, opening the device, and loading a few values
+    cpu_s: float  # CPU seconds of the first load, all threads
+    again_s: float | None  # median seconds of later loads
+    memory: Memory  # growth to the peak of each figure during the first load
+    says: dict[str, Any]  # figures of the loader and its framework, by name
+    import_s: float  # to import the loader's modules
+    open_s: float  # to import the framework, open the device, and load a few values
 
     @property
     def pinned_nbytes(self) -> int | None:
-        """Page-locked memory, the largest figure of kernel, loader and framework."""
+        """Page-locked memory: the largest figure of kernel, loader and framework; None if none."""
         keys = ("pinned_nbytes", "staging_nbytes", "torch_pinned_nbytes")
         known = [int(self.says[key]) for key in keys if key in self.says]
         if self.memory.locked_nbytes > 0:
@@ -38,48 +38,48 @@ class Run:
 
 @dataclass(slots=True)
 class Of:
-    """The runs of one loader."""
+    """The figures of one loader, from all its processes."""
 
     name: str  # in `LOADERS`
-    what: str  # its usage
-    versions: dict[str, str] = field(default_factory=dict)  # of its packages
+    what: str  # the functions that are called, in words
+    versions: dict[str, str] = field(default_factory=dict)  # versions of its packages, by name
     runs: dict[str, list[Run]] = field(default_factory=dict)  # by state of the page cache
-    checked: int | None = None  # tensors compared with the files; None if that failed
+    checked: int | None = None  # tensors equal to the files' in a comparison; None if it failed
 
     def median_s(self, state: str, *, again: bool = False) -> float | None:
-        """Seconds of the whole call."""
+        """Return the median seconds of the whole first call, or of later ones; None if unknown."""
         found = [run.again_s if again else run.seconds for run in self.runs.get(state, ())]
         return _middle(found)
 
 
 @dataclass(slots=True)
 class Limit:
-    """A rate of the machine, each round."""
+    """A limit of the machine: the fastest that it reads or copies, measured in each round."""
 
-    how: str  # in words
+    how: str  # threads and blocks, in words
     rates: list[float] = field(default_factory=list)  # GB/s
 
     @property
     def median(self) -> float:
-        """GB/s."""
+        """The median rate of all rounds, in GB/s."""
         return median(self.rates)
 
 
 @dataclass(slots=True)
 class Comparison:
-    """All figures of a comparison."""
+    """All figures of a comparison of loaders."""
 
     path: str  # the checkpoint
-    nbytes: int  # of its tensors
-    files: int
-    tensors: int
+    nbytes: int  # bytes of all tensors
+    files: int  # number of files
+    tensors: int  # number of tensors
     device: str
-    dtype: str  # of all floats
+    dtype: str  # the dtype that all floats were cast to
     cores: int  # CPUs of each process; 0 for all
-    machine: dict[str, str]
+    machine: dict[str, str]  # facts about the machine, by name
     loaders: dict[str, Of] = field(default_factory=dict)  # by name; streamload first
     limits: dict[str, Limit] = field(default_factory=dict)  # by "state, name" ("warm, cached")
-    skipped: dict[str, str] = field(default_factory=dict)  # reasons, by name
+    skipped: dict[str, str] = field(default_factory=dict)  # why a loader or limit is missing
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -88,35 +88,35 @@ class Comparison:
         return OURS in self.loaders
 
     def rate(self, name: str, state: str, *, again: bool = False) -> float | None:
-        """GB/s of a loader's whole call, by the median."""
+        """Return GB/s of a loader's whole call, by the median; None if not measured."""
         of = self.loaders.get(name)
         seconds = of.median_s(state, again=again) if of else None
         return self.nbytes / 1e9 / seconds if seconds else None
 
     def times(self, name: str, state: str, *, again: bool = False) -> float | None:
-        """The rate of streamload over that of a loader, by the medians of the whole calls."""
+        """Return how many times as fast streamload is as a loader, by medians of whole calls."""
         ours, other = (self.rate(n, state, again=again) for n in (OURS, name))
         return ours / other if ours and other else None
 
     def transfer(self, state: str, name: str = OURS) -> float | None:
-        """GB/s of reading, casting and copying alone, by the median."""
+        """Return median GB/s of reading, casting and copying alone; None if not reported."""
         of = self.loaders.get(name)
         runs = of.runs.get(state, ()) if of else ()
         said = [run.says for run in runs if "stream_s" in run.says]
         return _middle([says["read_nbytes"] / 1e9 / says["stream_s"] for says in said])
 
     def wire(self, state: str) -> float | None:
-        """GB/s of the slowest limit, by the median; None if not measured."""
+        """Return GB/s of the slowest limit in a state, by the median; None if not measured."""
         found = [limit.median for key, limit in self.limits.items() if key.startswith(state)]
         return min(found, default=None)
 
     def share(self, state: str) -> float | None:
-        """The rate of streamload's transfer over the slowest limit."""
+        """Return streamload's transfer rate as a share of the slowest limit; None if unknown."""
         transfer, wire = self.transfer(state), self.wire(state)
         return transfer / wire if transfer and wire else None
 
     def to_json(self) -> dict[str, Any]:
-        """All figures, of each run."""
+        """Return all figures, of each run and summarized, as data for JSON."""
         data = asdict(self)
         for name, of in self.loaders.items():
             rows: dict[str, Any] = {}
@@ -145,11 +145,11 @@ class Comparison:
         return data
 
     def states(self) -> list[str]:
-        """The states of the page cache with figures."""
+        """Return the states of the page cache that were measured."""
         return list(dict.fromkeys(state for of in self.loaders.values() for state in of.runs))
 
     def lines(self) -> list[str]:
-        """A table for people."""
+        """Return the lines of a report: a table for each state, limits, skipped loaders, notes."""
         cores = f", {self.cores} CPUs" if self.cores else ""
         out = [
             f"{self.path}: {format_bytes(self.nbytes)}, {self.tensors} tensors in {self.files} "
@@ -171,7 +171,7 @@ class Comparison:
         return out + [f"note: {note}" for note in self.notes]
 
     def rows(self, state: str) -> Iterator[dict[str, Any]]:
-        """The figures of each loader in a state, by column; None if not measured."""
+        """Yield the figures of each loader in a state, by column; None for missing ones."""
         for name, of in self.loaders.items():
             runs = of.runs.get(state)
             if not runs:
@@ -200,6 +200,7 @@ class Comparison:
             }
 
     def _table(self, state: str) -> Iterator[str]:
+        """Return the lines of the table of a state."""
         rows = []
         for row in self.rows(state):
             numbers = ("GB/s", "again", "streamload is", "again: streamload is")
@@ -220,7 +221,7 @@ class Comparison:
         return format_table(titles, rows, right=len(titles) - 1)
 
     def svg(self) -> str:
-        """The rates as bars."""
+        """Return a bar chart of all loaders' rates, as SVG text."""
         states = self.states()
         series = [
             (state, again)
@@ -248,16 +249,19 @@ class Comparison:
 
 
 def _size(sizes: Sequence[int | None]) -> str | None:
+    """Return the largest known size in words; None if none is known."""
     known = [n for n in sizes if n is not None]
     return format_bytes(max(known)) if known else None
 
 
 def _middle(values: Sequence[float | None]) -> float | None:
+    """Return the median of known values; None if none is known."""
     known = [n for n in values if n is not None]
     return median(known) if known else None
 
 
 def _spread(seconds: Sequence[float | None], nbytes: int) -> dict[str, float] | None:
+    """Return median, extremes and rate of loads of ``nbytes``; None if no time is known."""
     known = [s for s in seconds if s is not None]
     if not known:
         return None

@@ -1,4 +1,4 @@
-"""The process of a measurement: prepares, and then runs laps on command.
+"""The child process of a measurement: it prepares, and then runs laps (timed calls) on command.
 
 Answers are lines of JSON on stdout; output of libraries goes to stderr. An error is one line,
 ``{"failed": ...}``, and ends the process.
@@ -26,8 +26,8 @@ from streamload.bench.machine import installed_version
 from streamload.checkpoint.open import open_checkpoint
 from streamload.errors import StreamloadError
 
-_MOST_SAID = 300  # characters of an error
-_FEW = 64  # elements of a tensor
+_MOST_SAID = 300  # most characters of an error
+_FEW = 64  # elements of each tensor that is loaded before the measurement
 # one lap of a small file is mostly noise: repeat laps for this time, up to this number
 _LAPS_S = 0.5
 _MOST_LAPS = 50
@@ -37,7 +37,7 @@ Said = dict[str, Any]
 
 
 class _Load:
-    """Loads of a loader; each frees the tensors of the last."""
+    """A job that measures loads of a loader; each load frees the tensors of the last."""
 
     def __init__(self, job: Job) -> None:
         self._loader = LOADERS[job["loader"]]
@@ -113,15 +113,15 @@ class _Load:
 
 
 class _Call:
-    """A function of any module; see `processes.call`."""
+    """A job that measures calls of any function; see `processes.call`."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._made: Any = None
 
     def prepare(self) -> Said:
         module, _, name = self._job["function"].partition(":")
-        self._made = getattr(importlib.import_module(module), name)(**self._job["arguments"])
+        function = getattr(importlib.import_module(module), name)
+        self._made: Any = function(**self._job["arguments"])
         return {}
 
     def lap(self) -> Said:
@@ -136,7 +136,7 @@ class _Call:
 
 
 def again(lap: Callable[[], Said]) -> Said:
-    """Repeat a lap, a short one many times; the median of the seconds."""
+    """Repeat a lap, a short one many times; return the median seconds and the number of laps."""
     seconds: list[float] = []
     while not seconds or (sum(seconds) < _LAPS_S and len(seconds) < _MOST_LAPS):
         seconds.append(lap()["seconds"])
@@ -144,7 +144,7 @@ def again(lap: Callable[[], Said]) -> Said:
 
 
 def main(job: Job) -> None:
-    """Run a job."""
+    """Run a job by the commands "lap", "again" and "check" from stdin; end the process."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output of libraries is no answer
     try:
@@ -167,7 +167,7 @@ def main(job: Job) -> None:
 
 
 def _in_words(error: BaseException) -> str:
-    """One line."""
+    """Return an error as one line for the parent process."""
     if isinstance(error, ModuleNotFoundError):
         return f"not installed: {error}"
     text = " ".join(str(error).split())[:_MOST_SAID]

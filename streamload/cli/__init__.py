@@ -33,6 +33,7 @@ app = typer.Typer(
 
 
 def _show_version(wanted: bool) -> None:
+    """Print the version and exit; the callback of ``--version``."""
     if wanted:
         print_lines(f"streamload {streamload.__version__}")
         raise typer.Exit
@@ -58,7 +59,7 @@ _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 
 
 def _without_secrets(message: str) -> str:
-    """A message on arguments, without secrets in URLs."""
+    """Return an error message about arguments of the command, without secrets of their URLs."""
     for argument in sys.argv[1:]:
         for text in (argument, argument.partition("=")[2]):  # of --option=text
             if (shown := without_secrets(text)) != text:
@@ -70,7 +71,7 @@ def _without_secrets(message: str) -> str:
 
 
 def main() -> None:
-    """Run a command; the entry point of ``streamload``."""
+    """Run a command of ``sys.argv`` and exit with its code; the entry point of ``streamload``."""
     _open_closed_streams()
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("streamload").setLevel(logging.INFO)
@@ -104,7 +105,7 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open stdin, stdout and stderr if closed: else C libraries write into files of a command."""
+    """Open closed standard streams: else a command's files get their numbers, and C output."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)

@@ -1,4 +1,4 @@
-"""The command bench."""
+"""The command ``bench``."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def bench(
     with the reason.
     """
     say = (lambda text: None) if no_progress or quiet else complain
+    named = None if peers is None else _names(peers, ";" if offload else ",")
     found: Comparison | OffloadBench
     if offload:
         from streamload.bench.offloading import PEERS, PassOptions, measure
 
-        names = [] if peers in (None, "none") else [n.strip() for n in str(peers).split(";")]
-        if unknown := [name for name in names if name not in PEERS]:
+        if unknown := [name for name in named or () if name not in PEERS]:
             expected = "; ".join(PEERS)
             raise typer.BadParameter(f"--peers: expected {expected}, found {unknown[0]}")
         passes = PassOptions(
@@ -99,7 +99,7 @@ def bench(
             budgets=budget.split(",") if budget else (),
             tokens=tokens,
             runs=runs,
-            peers=names,
+            peers=named or (),
             dtype=dtype,
             stay=stay or (),
             layers=layers or (),
@@ -115,9 +115,6 @@ def bench(
         pairs = [entry.partition("=") for entry in site or ()]
         if not all(name and folder for name, _, folder in pairs):
             raise typer.BadParameter(f"--site: expected NAME=FOLDER, found {', '.join(site or ())}")
-        named = None
-        if peers is not None:
-            named = () if peers == "none" else tuple(name.strip() for name in peers.split(","))
         loads = Options(
             path=path,
             device=device,
@@ -141,3 +138,8 @@ def bench(
     print_lines(*found.lines())
     if not found.has_figures:
         raise typer.Exit(1)
+
+
+def _names(text: str, separator: str) -> tuple[str, ...]:
+    """Return the names of ``--peers``; () for "none"."""
+    return () if text == "none" else tuple(name.strip() for name in text.split(separator))

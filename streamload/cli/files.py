@@ -1,4 +1,4 @@
-"""Commands about files: convert, verify, diff."""
+"""The commands ``convert``, ``verify`` and ``diff``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ BecameOption = Annotated[
     list[str] | None,
     flags.option(
         "DTYPE",
-        "What the floats of the first are cast to before they are compared: float16, or "
-        "PATTERN=DTYPE by tensor name; repeatable. Default: nothing is cast.",
+        "Cast the floats of the first before they are compared: float16, or PATTERN=DTYPE by "
+        "tensor name; repeatable. Default: nothing is cast.",
         "--dtype",
     ),
 ]
@@ -26,7 +26,7 @@ QuantOption = Annotated[
     list[str] | None,
     flags.option(
         "FORMAT",
-        "Quantise the weights of layers: nf4, fp4, int8, bitsandbytes-int8, q8_0, q4_0, or "
+        "Quantize the weights of layers: nf4, fp4, int8, bitsandbytes-int8, q8_0, q4_0, or "
         "PATTERN=FORMAT (or =none) by tensor name; repeatable.",
     ),
 ]
@@ -34,8 +34,8 @@ QuantizedOption = Annotated[
     list[str] | None,
     flags.option(
         "FORMAT",
-        "What weights of the first are quantised to before they are compared, as --quant of "
-        "convert; repeatable.",
+        "Quantize weights of the first before they are compared, as --quant of convert does; "
+        "repeatable.",
         "--quant",
     ),
 ]
@@ -43,7 +43,8 @@ RenamedOption = Annotated[
     list[str] | None,
     flags.option(
         "FROM=TO",
-        "What names of the first are in the second, with * for any text; repeatable.",
+        "Rename tensors of the first as they are named in the second, with * for any text; "
+        "repeatable.",
         "--rename",
     ),
 ]
@@ -55,7 +56,7 @@ def verify(
         str | None,
         typer.Argument(
             metavar="CONVERTED",
-            help="What PATH was converted to. Without it, PATH is checked against its "
+            help="The result of a conversion of PATH. Without it, PATH is checked against its "
             "streamload.json.",
             show_default=False,
         ),
@@ -75,7 +76,7 @@ def verify(
 ) -> None:
     """Check a checkpoint's digests, or a conversion.
 
-    Reads every byte. A conversion is compared with what numpy makes of the first checkpoint.
+    Reads every byte. A conversion is compared with the first checkpoint as numpy converts it.
     """
     checkpoint = flags.read_path(path, variant, key, like)
     progress: Progress = False if no_progress or quiet else "auto"
@@ -123,8 +124,8 @@ def diff(
 ) -> None:
     """List what differs between two checkpoints.
 
-    Names, dtypes, shapes and values, whatever files the tensors are in. The exit code is 0 where
-    nothing differs and 1 where something does.
+    Names, dtypes, shapes and values are compared, in any files. The exit code is 0 if nothing
+    differs, else 1.
     """
     found = compare.diff(
         first,
@@ -148,7 +149,7 @@ def diff(
 def convert(
     path: flags.PathArgument,
     destination: Annotated[
-        str, typer.Argument(metavar="DESTINATION", help="A folder; made where there is none.")
+        str, typer.Argument(metavar="DESTINATION", help="A folder; made if there is none.")
     ],
     variant: flags.VariantOption = None,
     key: flags.KeyOption = None,
@@ -160,7 +161,8 @@ def convert(
         str | None,
         flags.option(
             "NAME",
-            "What reads the safetensors: candle or mlx. What it needs besides is done and said.",
+            "The runtime that reads the safetensors: candle or mlx. Its further needs are met and "
+            "reported.",
             "--for",
         ),
     ] = None,
@@ -168,8 +170,8 @@ def convert(
         list[str] | None,
         flags.option(
             "DTYPE",
-            "What floats become: float16, checkpoint (as it is there), or PATTERN=DTYPE by "
-            "tensor name, such as '*norm*=float32'; repeatable, the first that matches decides. "
+            "Cast floats to: float16, checkpoint (as it is there), or PATTERN=DTYPE by tensor "
+            "name, such as '*norm*=float32'; repeatable, the first that matches decides. "
             "Default: nothing is cast.",
         ),
     ] = None,
@@ -179,8 +181,8 @@ def convert(
         str | None,
         flags.option(
             "SIZE",
-            "Most bytes of a file, unless one tensor is larger. Default: what is usual for the "
-            "format, 5GB of safetensors.",
+            "Most bytes of a file, unless one tensor is larger. Default: usual for the format, 5GB "
+            "of safetensors.",
         ),
     ] = None,
     nodes: Annotated[
@@ -205,12 +207,12 @@ def convert(
         list[str] | None,
         flags.option(
             "FROM=TO",
-            "What a name becomes, with * for any text: 'model.*=*'; repeatable, the first "
-            "that matches decides.",
+            "Rename tensors, with * for any text: 'model.*=*'; repeatable, the first that matches "
+            "decides.",
         ),
     ] = None,
     resume: Annotated[
-        bool, flags.switch("--resume", "Continue what was left unfinished there.")
+        bool, flags.switch("--resume", "Continue a conversion that was left unfinished there.")
     ] = False,
     overwrite: Annotated[
         bool,
@@ -222,7 +224,7 @@ def convert(
         ),
     ] = False,
     verify: Annotated[
-        bool, flags.switch("--verify", "Read back what was written, before it is published.")
+        bool, flags.switch("--verify", "Read all files back before they are published.")
     ] = False,
     dry_run: Annotated[
         bool, flags.switch("--dry-run", "Show what would be written; write nothing.")

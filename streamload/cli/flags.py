@@ -1,4 +1,4 @@
-"""Arguments of several commands, and their parsers."""
+"""Arguments that several commands take, and functions that parse them."""
 
 # annotations are evaluated here, once: two commands read them
 
@@ -23,12 +23,18 @@ from streamload.planning.sources import MAPPINGS, Rename
 
 
 def option(metavar: str | None, text: str, *names: str) -> Any:
-    """An option: the name of its value, its help, and its names if not the parameter's."""
+    """Return an option of a command, with a value.
+
+    Args:
+        metavar: name of the value in the help; None: that of its type.
+        text: the help.
+        *names: names of the option; without, the parameter's name.
+    """
     return typer.Option(*names, metavar=metavar, help=text)
 
 
 def switch(name: str, text: str) -> Any:
-    """An option without a value."""
+    """Return an option of a command without a value; ``text`` is its help."""
     return typer.Option(name, help=text)
 
 
@@ -61,15 +67,15 @@ LikeOption = Annotated[
     str | None,
     option(
         "PATH",
-        "Of a .irpa file that says no dtypes and shapes, a checkpoint with tensors of the same "
-        "names that does.",
+        "Of a .irpa file that has no dtypes and shapes, a checkpoint with tensors of the same "
+        "names that has them.",
     ),
 ]
 OutOfRangeOption = Annotated[
     OutOfRange,
     option(
         "WHAT",
-        "What becomes of finite values that the dtype cannot represent: inf, clamp or error.",
+        "How to cast finite values that the dtype cannot represent: inf, clamp or error.",
     ),
 ]
 SelectOption = Annotated[
@@ -81,7 +87,7 @@ ExcludeOption = Annotated[
 ]
 TokensOption = Annotated[
     int | None,
-    option("N", "With --offload: leave room for what a pass of so many computes."),
+    option("N", "With --offload: leave memory for the activations of a pass of so many tokens."),
 ]
 StayOption = Annotated[
     list[str] | None,
@@ -91,23 +97,23 @@ LayersOption = Annotated[
     list[str] | None,
     option(
         "PATTERN",
-        "With --offload: modules that are layers, where names do not tell; repeatable.",
+        "With --offload: modules that are layers, if names do not show it; repeatable.",
     ),
 ]
 HostOption = Annotated[
     str | None,
-    option("SIZE", "With --offload: most bytes of layers that host memory keeps, such as 8GB."),
+    option("SIZE", "With --offload: most bytes of layers to keep in host memory, such as 8GB."),
 ]
 NoProgressOption = Annotated[bool, switch("--no-progress", "Show no progress.")]
 JsonOption = Annotated[bool, switch("--json", "Print JSON on stdout.")]
-#: Of commands that print a result.
+#: ``--quiet`` of commands that print a result.
 QuietOption = Annotated[
     bool,
     typer.Option(
         "--quiet", "-q", callback=be_quiet, help="Print the result and errors alone, no notes."
     ),
 ]
-#: Of commands that change something, and report.
+#: ``--quiet`` of commands that change something, and report.
 SilentOption = Annotated[
     bool,
     typer.Option(
@@ -117,7 +123,7 @@ SilentOption = Annotated[
 
 
 class LoadFlags(TypedDict, total=False):
-    """The options of a load and its plan; the defaults are those of a load."""
+    """The options of the commands ``load`` and ``plan`` that are options of a load."""
 
     budget: Annotated[
         str | None,
@@ -150,19 +156,19 @@ class LoadFlags(TypedDict, total=False):
             "DTYPE",
             "float16, checkpoint (as it is there), or PATTERN=DTYPE by tensor name, such as "
             "'*norm*=float32'; repeatable, the first that matches decides. Default: bfloat16 "
-            "becomes float16 where the device does not compute in it natively.",
+            "becomes float16 if the device does not compute in it natively.",
         ),
     ]
     quant: Annotated[
         list[str] | None,
         option(
             "FORMAT",
-            "Quantise the weights of layers: q8_0, int8, nf4, fp4, q4_0, auto (what fits and "
+            "Quantize the weights of layers: q8_0, int8, nf4, fp4, q4_0, auto (what fits and "
             "loses least), or PATTERN=FORMAT (or =none) by tensor name; repeatable.",
         ),
     ]
     out_of_range: OutOfRangeOption
-    cast: Annotated[CastArgument, option("ENGINE", "What casts: auto, llvm, numpy or device.")]
+    cast: Annotated[CastArgument, option("ENGINE", "Cast by: auto, llvm, numpy or device.")]
     reader: Annotated[
         ReaderKind,
         option("READER", "How files are read: auto, mmap, pread, or direct (past the page cache)."),
@@ -171,7 +177,7 @@ class LoadFlags(TypedDict, total=False):
         PageCacheKind,
         option(
             "WHAT",
-            "What becomes of the page cache that the load fills: auto (dropped where memory is "
+            "What to do with the page cache that the load fills: auto (drop it if memory is "
             "short), keep or drop.",
         ),
     ]
@@ -183,15 +189,15 @@ class LoadFlags(TypedDict, total=False):
         str,
         option(
             "SIZE",
-            "What stays free on each device or node, of its budget: for activations and others.",
+            "Bytes of the budget to leave free on each device or node: for activations and others.",
         ),
     ]
     context: Annotated[
         int | None,
         option(
             "TOKENS",
-            "Leave room for the KV cache of so many tokens, for the layers that a device or node "
-            "holds, as config.json tells.",
+            "Leave memory for the KV cache of so many tokens, for the layers that a device or node "
+            "has, by config.json.",
         ),
     ]
     batch: Annotated[int, option("N", "With --context: how many sequences at once.")]
@@ -202,7 +208,7 @@ class LoadFlags(TypedDict, total=False):
 
 
 def as_flags(error: BudgetError) -> BudgetError:
-    """The error with its suggestions as flags."""
+    """Return an error whose suggestions are written as flags of a command, not as Python."""
     if not isinstance(error, PlanInfeasibleError):
         return error
     fits = [_as_flag(fit) if isinstance(fit, Fit) else fit for fit in error.would_fit]
@@ -210,7 +216,7 @@ def as_flags(error: BudgetError) -> BudgetError:
 
 
 def _as_flag(fit: Fit) -> str:
-    """A change as flags; "" for one without."""
+    """Return a suggestion as flags of a command; "" if no flag can do it."""
     if fit.option == "budget":
         return ""
     values = [each.strip(' "') for each in fit.rest[1:].strip("[]").split(",")]
@@ -222,30 +228,29 @@ def _as_flag(fit: Fit) -> str:
 
 
 def refuse_without_offload(given: Mapping[str, object]) -> None:
-    """Raise BadParameter for flags that need ``--offload``."""
+    """Raise BadParameter if one of these flags, which need ``--offload``, has a value."""
     names = [f"--{name}" for name, value in given.items() if value is not None]
     if names:
         raise typer.BadParameter(f"{' and '.join(names)}: only with --offload")
 
 
 def read_path(path: str, variant: str | None, key: str | None, like: str | None) -> CheckpointLike:
-    """The checkpoint of ``PATH``, opened if a variant, key or shapes are given."""
+    """Return ``PATH`` as it is, or its opened checkpoint if an option to open it was given."""
     if variant is None and key is None and like is None:
         return path
     return open_checkpoint(path, variant=variant, key=key, like=like)
 
 
 def read_flags(flags: LoadFlags) -> dict[str, Any]:
-    """The options of a load without those of `read_place`."""
-    options: dict[str, Any] = {**flags, "dtype": read_rules(flags["dtype"])}
-    options["quant"] = read_quant(flags["quant"])
-    for name in ("budget", "device", "residence"):
-        del options[name]
-    return options
+    """Return the options of a load without those of `read_place`, parsed."""
+    place = ("budget", "device", "residence")
+    options: dict[str, Any] = {n: value for n, value in flags.items() if n not in place}
+    parsed = {"dtype": read_rules(flags["dtype"]), "quant": read_quant(flags["quant"])}
+    return options | parsed
 
 
 def read_place(flags: LoadFlags) -> dict[str, Any]:
-    """The options device, budget and residence of a load."""
+    """Return the options device, budget and residence of a load, parsed."""
     names = read_names(flags["device"])
     device = names if len(names) > 1 else flags["device"]
     budget = _read_budget(flags["budget"], names)
@@ -253,7 +258,7 @@ def read_place(flags: LoadFlags) -> dict[str, Any]:
 
 
 def read_names(device: str | None) -> list[str]:
-    """The devices of ``--device``."""
+    """Return the names in ``--device``, which commas separate; BadParameter for an empty one."""
     names = [name.strip() for name in device.split(",")] if device is not None else []
     if not all(names):
         raise typer.BadParameter(f"--device: expected names separated by commas, found {device!r}")
@@ -261,6 +266,7 @@ def read_names(device: str | None) -> list[str]:
 
 
 def _read_budget(text: str | None, devices: Sequence[str]) -> str | dict[str, str | None] | None:
+    """Return the value of ``--budget``, by device if there are several sizes."""
     if text is None or ("=" not in text and "," not in text):
         return text
     parts = text.split(",")
@@ -280,7 +286,10 @@ def _read_budget(text: str | None, devices: Sequence[str]) -> str | dict[str, st
 
 
 def read_nodes(text: str | None, budget: str | None, device: str | None) -> list[Node] | None:
-    """The nodes of ``--nodes``, or one for each size of ``--budget``; None for none."""
+    """Return the nodes of ``--nodes`` with their budgets, or one for each size of ``--budget``.
+
+    None without ``--nodes`` and with at most one size.
+    """
     if text is None:
         several = budget is not None and "," in budget and "=" not in budget and device is None
         return read_nodes(str(len((budget or "").split(","))), budget, None) if several else None
@@ -305,7 +314,7 @@ def read_nodes(text: str | None, budget: str | None, device: str | None) -> list
 
 
 def read_quant(values: list[str] | None) -> QuantArgument:
-    """The value of ``--quant``: a format, or formats by pattern."""
+    """Return the value of ``--quant``: a format, or formats by pattern of names ("none": None)."""
     rules = read_rules(values)
     if not isinstance(rules, dict):
         return rules
@@ -313,7 +322,7 @@ def read_quant(values: list[str] | None) -> QuantArgument:
 
 
 def read_rules(values: list[str] | None) -> str | dict[str, str] | None:
-    """The value of an option, or its values by pattern."""
+    """Return the one value of a repeatable option, its values by pattern of names, or None."""
     if not values:
         return None
     if len(values) == 1 and "=" not in values[0]:
@@ -326,5 +335,5 @@ def read_rules(values: list[str] | None) -> str | dict[str, str] | None:
 
 
 def read_renames(values: list[str] | None) -> Rename | None:
-    """The names of ``--rename``."""
+    """Return a function from old to new names by the patterns of ``--rename``; None without any."""
     return RenamePatterns.parse(values) if values else None

@@ -1,4 +1,4 @@
-"""Commands about loads: inspect, plan, load, devices."""
+"""The commands ``inspect``, ``plan``, ``load`` and ``devices``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from streamload.loading.load import plan as plan_load
 from streamload.loading.options import takes
 from streamload.planning.plan import PARTS, Plan
 
-#: The suggestion of a plan that does not fit: no command runs a model.
+#: A suggestion of the command ``plan``, if a load does not fit: no command runs a model.
 _PLAN_OFFLOAD = "streamload.offload in Python, which plan shows with --offload"
 
 
@@ -43,9 +43,9 @@ def inspect(
     as_json: flags.JsonOption = False,
     quiet: flags.QuietOption = False,
 ) -> None:
-    """Show what a checkpoint holds. Reads headers only.
+    """List the tensors of a checkpoint. Reads headers only.
 
-    And of quantised weights the few bytes that hold their shapes; the tensors of each are one line.
+    And of quantized weights the few bytes that hold their shapes; the tensors of each are one line.
     """
     checkpoint = open_checkpoint(path, variant=variant, key=key, like=like)
     remote = isinstance(checkpoint.path, Url)  # there each shape would be a request
@@ -95,29 +95,29 @@ def inspect(
 
 
 def _print_inspection(checkpoint: Checkpoint, quantised: Mapping[str, QuantizedWeight]) -> None:
+    """Print a table of tensors, with a line for each quantized weight, and their sums."""
     kinds: Counter[str] = Counter()
     rows = []
-    told = set()
+    shown = set()
     belongs = checkpoint.members
     for info in checkpoint.tensors.values():
         kinds[info.dtype.name] += info.nbytes
         name, dtype, dims, nbytes = info.name, info.dtype.name, info.shape, info.nbytes
         if (group := belongs.get(name)) is not None:
-            if group.name in told:
+            if group.name in shown:
                 continue
-            told.add(group.name)
+            shown.add(group.name)
             group = quantised[group.name]
             name, dtype, nbytes = group.name, group.kind, group.nbytes
             dims = group.values.shape if group.shape is None else group.shape
         shape = " x ".join(map(str, dims)) or "scalar"
         rows.append((name, dtype, shape, format_bytes(nbytes)))
     by_dtype = ", ".join(f"{name} {format_bytes(n)}" for name, n in kinds.most_common())
-    of_weights = f", of {len(told)} quantised weights and {len(rows) - len(told)} others" * bool(
-        told
-    )
+    count = len(shown)
+    weights = f", of {count} quantised weights and {len(rows) - count} others" if count else ""
     print_lines(
         *format_table(("tensor", "dtype", "shape", "bytes"), rows, right=1),
-        f"{len(checkpoint.tensors)} tensors{of_weights} in {len(checkpoint.shards)} "
+        f"{len(checkpoint.tensors)} tensors{weights} in {len(checkpoint.shards)} "
         f"file{'s' * (len(checkpoint.shards) != 1)}, {format_bytes(checkpoint.nbytes)}"
         + (f": {by_dtype}" if by_dtype else ""),
         *(f"metadata {key}: {value}" for key, value in checkpoint.metadata.items()),
@@ -151,8 +151,8 @@ def plan(
         bool,
         flags.switch(
             "--offload",
-            "Show what would stay on the device (with --nodes on each), and what would stream at "
-            "every pass.",
+            "Show the weights that would stay on the device (with --nodes on each), and those that "
+            "would stream at every pass.",
         ),
     ] = False,
     tokens: flags.TokensOption = None,
@@ -163,7 +163,7 @@ def plan(
         str | None,
         flags.option(
             "SIZE",
-            "With --offload: bytes a second that reach the device, such as 40GB, to say how long "
+            "With --offload: bytes a second that reach the device, such as 40GB, to show how long "
             "a pass takes.",
         ),
     ] = None,
@@ -171,35 +171,29 @@ def plan(
     quiet: flags.QuietOption = False,
     **given: Unpack[flags.LoadFlags],
 ) -> None:
-    """Show what a load would do, and whether it fits. Reads headers only."""
+    """Show the plan of a load, and whether it fits. Reads headers only."""
     asked = flags.read_flags(given)
-    if offload and (several := flags.read_nodes(nodes, given["budget"], given["device"])):
+    if not offload:
+        for_offload = {"tokens": tokens, "rate": rate, "stay": stay, "layers": layers, "host": host}
+        flags.refuse_without_offload(for_offload)
+    over = flags.read_nodes(nodes, given["budget"], given["device"])
+    if offload and over is not None and (layers or host):
+        raise typer.BadParameter("--layers and --host are for one device, without --nodes")
+    place = flags.read_place(given) if over is None else {}
+    checkpoint = flags.read_path(path, variant, key, like)
+    kept = stay or ()
+    if offload and over is not None:
         from streamload.distributed.offload_split import split_offload  # few need it
 
-        if layers or host:
-            raise typer.BadParameter("--layers and --host are for one device, without --nodes")
-        over_nodes = split_offload(
-            flags.read_path(path, variant, key, like),
-            nodes=several,
-            tokens=tokens,
-            stay=stay or (),
-            **asked,
-        )
+        over_nodes = split_offload(checkpoint, nodes=over, tokens=tokens, stay=kept, **asked)
         show = over_nodes.to_json if as_json else over_nodes.table
         print_lines(*show(None if rate is None else parse_bytes(rate)).splitlines())
         return
     if offload:
         from streamload.offloading.offload import plan_offload  # few need it
 
-        found = plan_offload(
-            flags.read_path(path, variant, key, like),
-            tokens=tokens,
-            stay=stay or (),
-            layers=layers or (),
-            host=host or 0,
-            **flags.read_place(given),
-            **asked,
-        )
+        asked |= {"layers": layers or (), "host": host or 0}
+        found = plan_offload(checkpoint, tokens=tokens, stay=kept, **place, **asked)
         if as_json:
             print_lines(found.to_json())
             return
@@ -208,15 +202,11 @@ def plan(
             seconds = found.seconds(parse_bytes(rate))
             print_lines(f"{seconds:.3g} s a pass for transfers, at {rate} a second")
         return
-    for_offload = {"tokens": tokens, "rate": rate, "stay": stay, "layers": layers, "host": host}
-    flags.refuse_without_offload(for_offload)
-    over = flags.read_nodes(nodes, given["budget"], given["device"])
-    checkpoint = flags.read_path(path, variant, key, like)
     if over is not None:
         made = split(checkpoint, nodes=over, **asked)
     else:
         try:
-            made = plan_load(checkpoint, **flags.read_place(given), **asked)
+            made = plan_load(checkpoint, **place, **asked)
         except PlanInfeasibleError as error:
             raise error.calling("streamload.plan_offload", _PLAN_OFFLOAD) from None
     if plot is not None:
@@ -234,12 +224,12 @@ def plan(
 
 
 def _stacks(made: Plan) -> list[Stack]:
-    """The bars of a plan, with printable names."""
+    """Return the bars of a plan for a chart, with printable names."""
     return [replace(stack, name=printable(stack.name)) for stack in made.bars]
 
 
 def _marks() -> str:
-    """The characters of bars that stdout can encode."""
+    """Return the characters to draw bars with, ASCII if stdout can encode no others."""
     try:
         BLOCKS.encode(sys.stdout.encoding)
     except UnicodeEncodeError:
@@ -265,14 +255,14 @@ def load(
         flags.option(None, "Over nodes: layers to each, everything to all, or by bytes alone."),
     ] = "layers",
     timeout: Annotated[
-        float, flags.option("SECONDS", "Over nodes: how soon the loss of one is known.")
+        float, flags.option("SECONDS", "Over nodes: most time until the loss of one is known.")
     ] = 60.0,
     no_progress: flags.NoProgressOption = False,
     as_json: flags.JsonOption = False,
     quiet: flags.SilentOption = False,
     **given: Unpack[flags.LoadFlags],
 ) -> None:
-    """Load a checkpoint onto a device, and report what that took.
+    """Load a checkpoint onto a device, and report time and memory.
 
     Under torchrun, mpirun or srun, or with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the
     environment, each rank loads its part, and rank 0 reports for all.
@@ -289,7 +279,7 @@ def load(
         for given_path, problem in (
             (variant, "PATH is a variant's file or index: leave --variant away"),
             (key, "PATH has one dict of tensors: convert it with --key first"),
-            (like, "PATH says its shapes: convert it with --like first"),
+            (like, "PATH has no shapes: convert it with --like first"),
         ):
             if given_path is not None:
                 raise ValueError(f"over nodes, {problem}")
@@ -312,9 +302,9 @@ def load(
         from streamload.verification.verify import verify as compare
 
         problems = [str(m) for m in compare(report, opened(checkpoint))]
-    said = {"verified": not problems, "mismatches": problems} if verify else {}
+    verdict = {"verified": not problems, "mismatches": problems} if verify else {}
     if as_json and not silent:
-        print_json(json.loads(report.to_json()) | said)
+        print_json(json.loads(report.to_json()) | verdict)
     elif not silent and not quiet:
         print_lines(*str(report).splitlines())
         if verify and not problems:
@@ -327,7 +317,7 @@ def load(
 def devices(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME...", help="Devices to look at.  [default: all]"),
+        typer.Argument(metavar="NAME...", help="Devices to test.  [default: all]"),
     ] = None,
     as_json: flags.JsonOption = False,
     quiet: flags.QuietOption = False,
@@ -360,7 +350,7 @@ def devices(
 
 
 def _wanted(names: Sequence[str] | None) -> list[tuple[str, str | None]]:
-    """Pairs of framework and device; None for all devices."""
+    """Return pairs of a framework and its device; None in place of a device for all."""
     if not names:
         return [(name, None) for name in ("tinygrad", "torch", "host") if installed(name)]
     split = [split_name(name) for name in names]
@@ -368,6 +358,7 @@ def _wanted(names: Sequence[str] | None) -> list[tuple[str, str | None]]:
 
 
 def _listed(found: Sequence[dict[str, Any]]) -> Iterable[str]:
+    """Yield the lines that ``devices`` prints for its rows of results."""
     for row in found:
         if not row["works"]:
             yield f"{row['device']}: does not work: {row['problem']}"

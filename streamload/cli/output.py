@@ -1,4 +1,4 @@
-"""The output of commands: results on stdout, complaints on stderr."""
+"""The output of commands: results on stdout, errors and warnings on stderr."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CLOSED_PIPE = 141  # a shell's exit status for SIGPIPE
 
 
 def print_lines(*lines: str) -> None:
-    """Write lines to stdout; ends the program quietly if the pipe is closed."""
+    """Write lines to stdout; exit without a message if the reader of the pipe has ended."""
     if sys.stdout is None:  # closed by the shell
         return
     try:
@@ -32,12 +32,12 @@ def print_lines(*lines: str) -> None:
 
 
 def print_json(data: Any) -> None:
-    """Write one line of JSON to stdout."""
+    """Write data to stdout as one line of JSON."""
     print_lines(json.dumps(data))
 
 
 def complain(message: str) -> None:
-    """Write one line to stderr."""
+    """Write an error, warning or note to stderr, as one line."""
     if sys.stderr is None:  # closed by the shell
         return
     with suppress(OSError):  # a full disk must not change the exit code
@@ -45,12 +45,12 @@ def complain(message: str) -> None:
 
 
 def warn(message: Warning | str, *rest: object, **more: object) -> None:
-    """Write a warning as a complaint; replaces ``warnings.showwarning``."""
+    """Write a warning to stderr as one line; `main` sets it as ``warnings.showwarning``."""
     complain(f"warning: {message}")
 
 
 def be_quiet(wanted: bool) -> bool:
-    """Silence warnings and notes, if wanted; the callback of --quiet."""
+    """Silence warnings and notes if ``wanted``, and return it; the callback of ``--quiet``."""
     if wanted:
         logging.getLogger("streamload").setLevel(logging.ERROR)
         warnings.showwarning = lambda *rest, **more: None

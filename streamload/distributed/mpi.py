@@ -1,4 +1,4 @@
-"""A group over MPI, by mpi4py, on a communicator of its own.
+"""A group over MPI, by mpi4py, on a new communicator.
 
 MPI's own waits spin without end; here every wait is a loop of tests and sleeps with a deadline.
 The first group initializes MPI, unless the program did.
@@ -19,8 +19,8 @@ from streamload.distributed.group import Engine, Launch, ProcessGroup, check_blo
 from streamload.distributed.store import SharedStore, open_store
 from streamload.errors import NodeError
 
-_NAPS_S = (2e-5, 1e-2)  # between tests: MPI moves data in them only
-_NAP_SHARE = 1e-3  # of the time waited so far
+_NAPS_S = (2e-5, 1e-2)  # shortest and longest sleep between tests, in which alone MPI moves data
+_NAP_SHARE = 1e-3  # length of a sleep, as a share of the time waited so far
 
 #: Requests that a lost peer left unfinished, with their memory, which MPI may still write to.
 #: If there are any, MPI is not finalized: that would wait for the peer.
@@ -28,7 +28,7 @@ _unfinished: list[object] = []
 
 
 class MpiGroup(Engine):
-    """Collectives of MPI on host memory."""
+    """A group by MPI's collectives on host memory."""
 
     engine = "mpi"
 
@@ -74,10 +74,14 @@ class MpiGroup(Engine):
 
 
 def launched(launch: Launch, timeout: float) -> ProcessGroup:
-    """The group of all ranks of ``mpirun``, ``mpiexec`` or ``srun``.
+    """Return the group of all ranks of ``mpirun``, ``mpiexec`` or ``srun``.
+
+    Args:
+        launch: the launcher's variables.
+        timeout: seconds for the ranks to meet, and for each collective.
 
     Raises:
-        PeerFailedError: not all of them came.
+        PeerFailedError: not all ranks came.
         NodeError: the MPI library does not work with this launcher.
         ImportError, RuntimeError: mpi4py or the MPI library are not installed.
     """
@@ -94,7 +98,7 @@ def launched(launch: Launch, timeout: float) -> ProcessGroup:
 
 
 def wrap(comm: Any, timeout: float) -> ProcessGroup:
-    """A group over a duplicate of an ``mpi4py.MPI.Intracomm``."""
+    """Return a group over a duplicate of an ``mpi4py.MPI.Intracomm``; ``timeout`` in seconds."""
     mpi = _start()
     own, request = comm.Idup()
     try:
@@ -107,14 +111,14 @@ def wrap(comm: Any, timeout: float) -> ProcessGroup:
 
 
 def is_group(thing: object) -> bool:
-    """Whether this is a communicator of mpi4py."""
+    """Return whether ``thing`` is a communicator of mpi4py."""
     from mpi4py import MPI
 
     return isinstance(thing, MPI.Intracomm)
 
 
 def _start() -> Any:
-    """Initialize MPI; it is finalized at exit."""
+    """Initialize MPI, to be finalized at exit, and return the module ``mpi4py.MPI``."""
     import mpi4py
 
     # by default the import initializes MPI, and exit waits for lost processes
@@ -134,6 +138,7 @@ def _start() -> Any:
 
 
 def _finish() -> None:
+    """Finalize MPI at exit, unless that would wait for other ranks."""
     from mpi4py import MPI
 
     # nor after an uncaught exception: the others may wait for this rank

@@ -259,7 +259,7 @@ class Agreement:
         )
 
     def _planned(self, budgets: Sequence[int]) -> ClusterPlan:
-        """Return the plan for budgets (bytes, by rank); PlanMismatchError if ranks' plans differ."""
+        """Return all ranks' plan for budgets in bytes by rank; PlanMismatchError if theirs differ."""
         session, asked, checkpoint = self.session, self.asked, self.index.checkpoint
         members = session.members
         passes: dict[str, int] = {}

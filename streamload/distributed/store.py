@@ -1,10 +1,9 @@
 """The key-value store of a group: kept by rank 0; the others have one connection each.
 
-Engines have collectives only: MPI has no store, and that of torch waits without end for a silent
-host. Here every wait of a client has a timeout. The messages are those of
-``multiprocessing.connection``, with its mutual proof of a shared key. They are JSON, no pickles:
-the answer to ``{"set": key, "value": text}`` is ``null``, to ``{"get": [key, ...]}`` a list of
-texts and nulls. A text holds bytes as Latin-1.
+MPI has no store, and that of torch waits without end for a silent host. Here every wait of a client
+has a timeout. Messages are framed as in ``multiprocessing.connection``, and both ends prove that
+they know a key. They are JSON, no pickles: the answer to ``{"set": key, "value": text}`` is
+``null``, to ``{"get": [key, ...]}`` a list of texts and nulls. A text holds bytes as Latin-1.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from streamload.core.bounded_json import parse_json
 from streamload.distributed.group import MemoryStore, ProcessGroup, Store, lost
 from streamload.errors import NodeError
 
-_LARGEST_NBYTES = 1 << 30  # of one message
-_PART_NBYTES = 1 << 20  # of a message, read at once: a length alone takes no memory
+_LARGEST_NBYTES = 1 << 30  # most bytes of a message
+_PART_NBYTES = 1 << 20  # bytes received at once: memory grows with data, not with a stated length
 _PROOF_S = 10.0  # for a connection to prove that it knows the key
-_STRANGERS = 64  # unproven connections besides those of the ranks
+_STRANGERS = 64  # most unproven connections besides those of the ranks
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE_S = 0.05  # for the kernel to release resources
 _CONNECT_S = 3.0  # for one of several addresses to answer
@@ -47,7 +46,7 @@ _BROKEN = (OSError, EOFError, ValueError, AuthenticationError, AssertionError)
 
 
 class _Channel:
-    """Messages over a socket, each behind its length, within a deadline."""
+    """A socket that sends and receives messages, each after its length, within a deadline."""
 
     def __init__(self, connected: socket.socket, seconds: float) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -56,22 +55,23 @@ class _Channel:
         self.allow(seconds)
 
     def allow(self, seconds: float | None) -> None:
-        """Set the deadline of all following calls; None for none."""
+        """Let all following calls together take so many seconds; None: any time."""
         self._end = None if seconds is None else time.monotonic() + seconds
 
     def send_bytes(self, data: bytes) -> None:
-        """Send one message."""
+        """Send a message; TimeoutError after the deadline."""
         self._limit()
         self._socket.sendall(struct.pack("!i", len(data)) + data)
 
     def recv_bytes(self, most_nbytes: int) -> bytes:
-        """Receive one message."""
+        """Return the next message; ValueError if it is longer than ``most_nbytes``."""
         (nbytes,) = struct.unpack("!i", self._exactly(4))
         if not 0 <= nbytes <= most_nbytes:
             raise ValueError(f"a message of {nbytes} bytes, expected at most {most_nbytes}")
         return self._exactly(nbytes)
 
     def _exactly(self, nbytes: int) -> bytes:
+        """Receive so many bytes; EOFError if the connection ends before."""
         data = bytearray()
         while len(data) < nbytes:
             self._limit()
@@ -82,6 +82,7 @@ class _Channel:
         return bytes(data)
 
     def _limit(self) -> None:
+        """Limit the next call of the socket to the deadline; raise TimeoutError if that is past."""
         left = None if self._end is None else self._end - time.monotonic()
         if left is not None and left <= 0:
             raise TimeoutError("no answer")
@@ -89,7 +90,7 @@ class _Channel:
 
 
 class _Keeper(MemoryStore):
-    """The store of rank 0, and its server threads."""
+    """The store in rank 0's memory, with threads that serve the other ranks."""
 
     def __init__(self, key: bytes, size: int, timeout: float, address: str, port: int = 0) -> None:
         super().__init__()
@@ -112,6 +113,7 @@ class _Keeper(MemoryStore):
         threading.Thread(target=self._accept, name="streamload-store", daemon=True).start()
 
     def _accept(self) -> None:
+        """Accept connections, and start a thread for each."""
         while not self._closed:
             try:
                 client, _ = self._listener.accept()
@@ -131,12 +133,13 @@ class _Keeper(MemoryStore):
                 self._forget(client)
 
     def _drop_strangers(self, most: int) -> None:
-        """Hang up on all but the newest unproven clients: a rank proves itself in milliseconds."""
+        """Disconnect all but ``most`` of the newest clients without a proof: a rank's is quick."""
         with self._changed:
             for client in list(self._unproven)[: max(len(self._unproven) - most, 0)]:
                 _hang_up(client)
 
     def _forget(self, client: socket.socket) -> None:
+        """Close a connection whose thread ends."""
         with self._changed:
             self._unproven.pop(client, None)
             self._clients.discard(client)
@@ -144,6 +147,7 @@ class _Keeper(MemoryStore):
             self._changed.notify_all()
 
     def _serve(self, client: socket.socket) -> None:
+        """Let a client prove that it knows the key, and answer its requests."""
         try:
             # broken: the client left, or is not of the group
             with contextlib.suppress(*_BROKEN):
@@ -162,6 +166,7 @@ class _Keeper(MemoryStore):
             self._forget(client)
 
     def _answer(self, request: dict[str, object]) -> list[str | None] | None:
+        """Return the answer to a client's request; ValueError for an unknown one."""
         match request:
             case {"set": str(key), "value": str(text)}:
                 self.set(key, text.encode("latin-1"))
@@ -172,7 +177,7 @@ class _Keeper(MemoryStore):
         raise ValueError(f"not a request: {request}")
 
     def close(self) -> None:
-        """Stop answering once the others have left, or after a few seconds."""
+        """Wait some seconds until all clients have left, then stop serving."""
         with self._changed:
             if not self._closed:
                 # also after a failure: the others may still have to read which rank was lost
@@ -185,7 +190,7 @@ class _Keeper(MemoryStore):
 
 
 class _Client(Store):
-    """The store of the other ranks."""
+    """The store of ranks besides 0: requests over one connection to rank 0."""
 
     def __init__(self, addresses: Sequence[str], port: int, key: bytes, timeout: float) -> None:
         self._lock = threading.Lock()
@@ -203,6 +208,7 @@ class _Client(Store):
         raise lost(f"its store on port {port} cannot be reached ({tried})", rank=0)
 
     def _ask(self, request: dict[str, object]) -> list[str | None] | None:
+        """Send a request and return the answer; PeerFailedError if none comes in time."""
         try:
             with self._lock:
                 self._channel.allow(self._timeout)
@@ -217,16 +223,16 @@ class _Client(Store):
         return answer
 
     def set(self, key: str, value: bytes) -> None:
-        """Write a value, and wait for it."""
+        """See `Store.set`; returns once rank 0 has the value."""
         self._ask({"set": key, "value": value.decode("latin-1")})
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Values of several keys, as they were at one moment, in one message."""
+        """See `Store.get_many`."""
         texts = self._ask({"get": list(keys)}) or []
         return [None if text is None else text.encode("latin-1") for text in texts]
 
     def close(self) -> None:
-        """Leave; a thread that waits for an answer fails at once."""
+        """Disconnect; a thread that waits for an answer raises PeerFailedError at once."""
         _hang_up(self._socket)
         with self._lock:
             self._socket.close()
@@ -236,13 +242,13 @@ SharedStore = _Keeper | _Client
 
 
 def open_store(group: ProcessGroup, timeout: float, address: str = "") -> SharedStore:
-    """Make the store of a group by a broadcast; every rank calls this.
+    """Return the store of a group; all ranks call this, and rank 0 broadcasts its address.
 
     Args:
-        group: its collectives work already.
+        group: a group whose collectives work already.
         timeout: seconds for an answer of rank 0.
-        address: rank 0 listens on this alone; "" for the interface of ``GLOO_SOCKET_IFNAME``, or
-            all interfaces.
+        address: the only address on which rank 0 listens; "" for the interface of
+            ``GLOO_SOCKET_IFNAME``, or all interfaces.
 
     Raises:
         PeerFailedError: rank 0 is lost, or cannot be reached from here.
@@ -274,7 +280,7 @@ def open_store(group: ProcessGroup, timeout: float, address: str = "") -> Shared
 
 
 def _chosen_port() -> int:
-    """The port of ``STREAMLOAD_STORE_PORT``; 0 lets the system choose."""
+    """Return the port of ``STREAMLOAD_STORE_PORT``; 0 if unset: the system then chooses one."""
     text = os.environ.get("STREAMLOAD_STORE_PORT", "") or "0"
     if not text.isascii() or not text.isdecimal() or int(text) > _LAST_PORT:
         raise ValueError(f"{text!r} is no port: expected a number up to {_LAST_PORT}")
@@ -282,6 +288,7 @@ def _chosen_port() -> int:
 
 
 def _connect(address: str, port: int, key: bytes, seconds: float) -> tuple[socket.socket, _Channel]:
+    """Connect to rank 0's store, and exchange proofs of the key."""
     client = socket.create_connection((address, port), seconds)
     try:
         channel = _Channel(client, seconds)
@@ -293,24 +300,27 @@ def _connect(address: str, port: int, key: bytes, seconds: float) -> tuple[socke
 
 
 def _prove(channel: Any, key: bytes, *, first: bool) -> None:
-    """Prove to each other that both know the key; the keeper asks first."""
+    """Prove to the other end that this one knows the key, and vice versa, or raise an error.
+
+    ``first``: ask the other end for its proof first, as the keeper does.
+    """
     for step in (deliver_challenge, answer_challenge)[:: 1 if first else -1]:
         step(channel, key)  # uses send_bytes and recv_bytes alone
 
 
 def _hang_up(connected: socket.socket) -> None:
-    # close alone does not wake a thread that waits in accept or read
+    """Shut a socket down; unlike close, that wakes threads that wait in accept or read."""
     with contextlib.suppress(OSError):
         connected.shutdown(socket.SHUT_RDWR)
 
 
 def gloo_interfaces() -> list[str]:
-    """The network interfaces of ``GLOO_SOCKET_IFNAME``, separated by commas."""
+    """Return the names of network interfaces in ``GLOO_SOCKET_IFNAME``."""
     return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
 
 def interface_address(name: str) -> str:
-    """The IPv4 address of a network interface, or ""."""
+    """Return the IPv4 address of a network interface; "" if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
             request = struct.pack("256s", name.encode()[:15])
@@ -321,7 +331,7 @@ def interface_address(name: str) -> str:
 
 
 def _addresses() -> list[str]:
-    """The addresses of this host, loopback last."""
+    """Return the addresses of this host, loopback last, for other ranks to connect to."""
     found = [address for _, name in socket.if_nameindex() if (address := interface_address(name))]
     with contextlib.suppress(OSError):  # a host whose name does not resolve
         own = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)

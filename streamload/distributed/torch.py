@@ -1,6 +1,6 @@
-"""A group over torch.distributed: a gloo group of its own, with a timeout of its own.
+"""A group over torch.distributed: a new gloo group, with a timeout of its own.
 
-It needs a store only: that of the program's process group, if there is one, else that of the
+Ranks meet in a store: that of the program's process group, if there is one, else that of the
 launcher (``env://``). No group of the program is used, counted or changed.
 """
 
@@ -30,21 +30,21 @@ from streamload.distributed.group import Engine, Launch, ProcessGroup, check_blo
 from streamload.distributed.store import SharedStore, gloo_interfaces, interface_address, open_store
 from streamload.errors import NodeError, PeerFailedError
 
-_NAPS_S = (2e-4, 5e-3)  # between polls of a collective, the shortest and the longest
-_NAP_SHARE = 0.1  # of the time waited so far
+_NAPS_S = (2e-4, 5e-3)  # shortest and longest sleep between polls of a collective
+_NAP_SHARE = 0.1  # length of a sleep, as a share of the time waited so far
 _LOOK_S = 0.05  # between polls for other ranks
 _FAREWELL_S = 3.0  # at most, for the others to see which ranks did not come
-_AWAY = "away"  # the value of a rank that did not come
-_TWICE = "twice"  # the key of the error of two processes with one rank
+_AWAY = "away"  # value of a rank that did not come
+_TWICE = "twice"  # key of the error "two processes have one rank"
 _ME = secrets.token_hex(8)  # distinguishes processes with equal ids, in containers
 
-#: The launcher's store, by (meeting, rank, size), never closed: rank 0 may be its server, on a
-#: port that the program's own init_process_group shares, before or after.
+#: The launcher's stores, by (meeting, rank, size), never closed: rank 0 may serve one on a port
+#: that the program's own init_process_group shares, before or after.
 _launched: dict[tuple[str, int, int], Any] = {}
 
 
 class TorchGroup(Engine):
-    """Gloo collectives on host memory."""
+    """A group by gloo's collectives on host memory."""
 
     engine = "torch"
     _errors = (RuntimeError,)  # gloo's only kind: a timeout, a broken connection
@@ -57,7 +57,7 @@ class TorchGroup(Engine):
         self._begin("broadcast", _bytes_of(part), root)()
 
     def all_gather_begin(self, mine: memoryview, out: memoryview) -> Callable[[], None]:
-        """See `ProcessGroup.all_gather_begin`; runs in a thread of gloo."""
+        """See `ProcessGroup.all_gather_begin`; a thread of gloo runs it."""
         check_blocks(mine, out, self.size)
         if not mine.nbytes:
             return lambda: None
@@ -88,11 +88,15 @@ class TorchGroup(Engine):
 
 
 def launched(launch: Launch, timeout: float) -> ProcessGroup:
-    """The group of all ranks of a launcher; ``timeout`` is for the meeting and each collective.
+    """Return the group of all ranks that a launcher started.
+
+    Args:
+        launch: the launcher's variables.
+        timeout: seconds for the ranks to meet, and for each collective.
 
     Raises:
-        PeerFailedError: not all of them came.
-        NodeError: the address of the meeting is unknown or invalid.
+        PeerFailedError: not all ranks came.
+        NodeError: the address at which ranks meet is unknown or invalid.
     """
     if not launch.meeting or launch.size is None:
         raise NodeError(launch.host, "set MASTER_ADDR and MASTER_PORT, so that ranks can meet")
@@ -120,11 +124,19 @@ def launched(launch: Launch, timeout: float) -> ProcessGroup:
 
 
 def _prefix(launch: Launch) -> str:
+    """Return the prefix of this module's keys in the launcher's store."""
     return f"streamload/{launch.attempt}"
 
 
 def _store(launch: Launch, met: Any, timeout: float, *, serves: bool) -> Any:
-    """The store of a meeting; PeerFailedError if it cannot be served here."""
+    """Return the store of a rendezvous; PeerFailedError if its port is taken by another process.
+
+    Args:
+        launch: the launcher's variables.
+        met: the iterator that ``rendezvous`` returned.
+        timeout: in seconds.
+        serves: whether this process serves the store.
+    """
     try:
         store, *_ = next(met)
     except RuntimeError as error:
@@ -142,7 +154,7 @@ def _store(launch: Launch, met: Any, timeout: float, *, serves: bool) -> Any:
 
 
 def _connected(host: str, port: int, seconds: float) -> Any:
-    """The store served at an address; None if none answers in time."""
+    """Return the c10d store served at an address; None if none answers in ``seconds``."""
     found: list[Any] = []
 
     def connect() -> None:  # c10d waits without end for a server of another kind
@@ -156,7 +168,12 @@ def _connected(host: str, port: int, seconds: float) -> Any:
 
 
 def _claim(store: Any, launch: Launch, *, outlived: bool = False) -> None:
-    """Claim this process's rank; ``outlived``: release it at exit, since the store stays.
+    """Claim this process's rank in the store, so that no other process takes the same.
+
+    Args:
+        store: the launcher's store.
+        launch: the launcher's variables.
+        outlived: release the rank at exit, since the store stays.
 
     Raises:
         PeerFailedError: another process has the rank; waiting ranks raise it, too.
@@ -182,12 +199,13 @@ def _claim(store: Any, launch: Launch, *, outlived: bool = False) -> None:
 
 
 def _give_back(store: Any, place: str, key: str) -> None:
+    """Release this process's rank, claimed by `_claim`, at exit."""
     with suppress(RuntimeError):
         store.compare_set(place, key, "")
 
 
 def _where(meeting: str) -> tuple[str, int]:
-    """Host and port of a meeting; ValueError if unknown."""
+    """Return host and port of the URL at which ranks meet; ValueError if unknown."""
     where = urlsplit(meeting)
     if where.scheme == "env":
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -195,7 +213,10 @@ def _where(meeting: str) -> tuple[str, int]:
 
 
 def _await_server(meeting: str, keeper: int | None, end: float) -> None:
-    """Wait until the store's server can be reached; c10d would warn on the terminal."""
+    """Wait until ``end`` for the store's server to accept connections; else PeerFailedError.
+
+    c10d would print warnings while it waits. ``keeper`` is the rank of the server, if known.
+    """
     host, port = _where(meeting)
     while True:
         try:
@@ -210,10 +231,10 @@ def _await_server(meeting: str, keeper: int | None, end: float) -> None:
 
 
 def wrap(group: Any, timeout: float) -> ProcessGroup:
-    """A gloo group of the ranks of a ``torch.distributed.ProcessGroup`` of any backend.
+    """Return a gloo group of the ranks of a ``torch.distributed.ProcessGroup`` of any backend.
 
-    The ranks meet in its store. The group itself is not used: its timeout (30 minutes unless set)
-    and its order of collectives belong to the program.
+    The ranks meet in that group's store. The group itself is not used: its timeout (30 minutes
+    unless set) and its order of collectives belong to the program. ``timeout`` is in seconds.
     """
     rank, size = group.rank(), group.size()
     try:
@@ -228,7 +249,7 @@ def wrap(group: Any, timeout: float) -> ProcessGroup:
 
 
 def is_group(thing: object) -> bool:
-    """Whether this is a process group of torch."""
+    """Return whether ``thing`` is a process group of torch."""
     return isinstance(thing, dist.ProcessGroup)
 
 
@@ -241,7 +262,17 @@ def _group(
     end: float,
     keeper: int | None = None,
 ) -> ProcessGroup:
-    """Meet in a store of all ranks, waiting for the others until ``end`` (`time.monotonic`)."""
+    """Meet the other ranks in a store, and return a gloo group of all.
+
+    Args:
+        store: a store that all ranks share.
+        prefix: of the keys.
+        rank: number of this process.
+        size: number of ranks.
+        timeout: seconds for each collective.
+        end: deadline for all ranks to come, by `time.monotonic`.
+        keeper: rank of the store's server, for errors; None if unknown.
+    """
     interfaces = gloo_interfaces()
     try:
         # first: a rank that cannot take part does not announce itself
@@ -285,16 +316,16 @@ def _group(
 
 
 def _roll_call(store: Any, missed: str, rank: int, size: int, said: str, end: float) -> list[str]:
-    """Wait until all ranks have come; exchange texts, by rank.
+    """Wait until all ranks have come; return their texts, by rank.
 
     Polls, since c10d prints each failed wait. The first rank to time out marks all missing ones in
-    the store, so that all ranks name the same.
+    the store, so that all ranks name the same in their PeerFailedError.
 
     Args:
-        store: of the meeting.
-        missed: the error of a missing rank; the key of this call.
-        rank: of this process.
-        size: of the group.
+        store: the store in which ranks meet.
+        missed: the error of a missing rank; also the key of this call.
+        rank: number of this process.
+        size: number of ranks.
         said: the text of this rank.
         end: the deadline, by `time.monotonic`.
     """
@@ -326,14 +357,14 @@ def _roll_call(store: Any, missed: str, rank: int, size: int, said: str, end: fl
 
 
 def _server(store: Any) -> tuple[str, int] | None:
-    """Host and port of the store's server, if it has one."""
+    """Return host and port of a store's server; None if the store has none."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
 
 
 def _own_address() -> str:
-    """The address that the host's name resolves to, if it is this host's, else loopback."""
+    """Return the address to which the host's name resolves, if it is this host's, else loopback."""
     with suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(
             socket.gethostname(), 0, type=socket.SOCK_STREAM
@@ -345,7 +376,7 @@ def _own_address() -> str:
 
 
 def _way_to(host: str, port: int) -> str:
-    """The address of this host on the route to another; no packet is sent."""
+    """Return the address of this host on the route to another; no packet is sent."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as unsent:
         unsent.connect(address)
@@ -353,7 +384,7 @@ def _way_to(host: str, port: int) -> str:
 
 
 def _bytes_of(memory: memoryview) -> torch.Tensor:
-    """A tensor of uint8 over memory."""
+    """Return a uint8 tensor over memory, without a copy."""
     with warnings.catch_warnings():
         # torch warns that it has no read-only tensors; sent memory is only read
         warnings.filterwarnings("ignore", "The given buffer is not writable")
@@ -361,6 +392,6 @@ def _bytes_of(memory: memoryview) -> torch.Tensor:
 
 
 def _summary(error: BaseException) -> str:
-    """The message of an error of torch, without its place in C++, advice and trace."""
+    """Return the first line of an error of torch, without its C++ location and general advice."""
     line = next(iter(str(error).splitlines()), type(error).__name__)
     return re.sub(r"^\[[^\]]*\] ", "", line).partition(" This is typically")[0].rstrip(".")
