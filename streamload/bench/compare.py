@@ -187,6 +187,7 @@ class _Comparing:
             dtype=options.dtype,
             cores=options.cores,
             machine=machine.facts(),
+            loaders={name: Of(name, loader.what) for name, loader in self.chosen.items()},
         )
         if self._index is not None:
             try:
@@ -196,8 +197,6 @@ class _Comparing:
 
     def run(self) -> Comparison:
         """Measure all states of the page cache, and return the figures."""
-        for name, loader in self.chosen.items():
-            self.found.loaders[name] = Of(name, loader.what)
         for state in self.options.states:
             try:
                 self._state(state)

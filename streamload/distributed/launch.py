@@ -85,10 +85,8 @@ def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
         NodeError: variables that are no numbers, or a rank outside of the group.
     """
     env = os.environ if environ is None else environ
-    for launcher in _LAUNCHERS:
-        if launcher.rank in env and all(name in env for name in launcher.needs):
-            break
-    else:
+    set_up = (each for each in _LAUNCHERS if all(name in env for name in (each.rank, *each.needs)))
+    if (launcher := next(set_up, None)) is None:
         return None
     rank = _number(env, launcher.rank) or 0
     size = _number(env, launcher.size)

@@ -8,7 +8,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NoReturn, Unpack
@@ -321,20 +321,17 @@ def _agreed(
             opened.close(torn)
 
 
-@contextmanager
-def _gathered(agreed: Agreement, load: Decision) -> Iterator[CollectiveReader | None]:
-    """Yield a reader by which all ranks read files together; None if their tensors differ."""
+def _gathered(agreed: Agreement, load: Decision) -> AbstractContextManager[CollectiveReader | None]:
+    """Return a reader by which all ranks read files together; of None if their tensors differ."""
     group = agreed.session.group
     if agreed.plan.split != "replicate" or group.size == 1:
-        yield None
-        return
+        return nullcontext()
     whole = agreed.index.checkpoint
     shared = shared_ranges(whole, agreed.plan.placements.values())
     mine = shared_ranges(load.call.checkpoint, load.plan.placements)
     reader = agreed.options.reader
     kinds = {header.path: resolve_reader(header.path, reader) for header in whole.shards}
-    with CollectiveReader(group, whole, shared, mine, kinds, agreed.block_nbytes) as gatherer:
-        yield gatherer
+    return CollectiveReader(group, whole, shared, mine, kinds, agreed.block_nbytes)
 
 
 def _loaded(
@@ -355,7 +352,7 @@ def _loaded(
     with reporting(progress if session.me.rank == 0 else False, total) as tell:
         heartbeat.on_progress = tell
         try:
-            with ExitStack() as after:
+            with session.identified(), ExitStack() as after:
                 with (
                     uncollected(),
                     deferred_interrupt() as interrupt,
@@ -369,14 +366,6 @@ def _loaded(
                 heartbeat.progress(load.read_nbytes, load.read_nbytes)
                 heartbeat.arrive()
                 tell(total)
-        except PeerFailedError as error:
-            found = heartbeat.identify(error)
-            if found is error:
-                raise
-            found.state = error.state
-            for note in error.__notes__:
-                found.add_note(note)
-            raise found from error
         finally:
             heartbeat.on_progress = lambda _: None
     session.loading = False

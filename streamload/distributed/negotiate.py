@@ -150,12 +150,10 @@ class Agreement:
         self.notes = (f"{', '.join(nodes)}: {SAMPLED}",) if nodes else ()
         offers = session.exchange("its device", lambda: self._offer(model) | {"terms": asked.terms})
         self._check_offers(offers)
-        # of each rank, in bytes
-        self._budgets: tuple[int, ...] = tuple(offered["budget"] for offered in offers)
-        self._offered = self._budgets
+        self._offered = tuple(offered["budget"] for offered in offers)  # in bytes, by rank
         room = min(offered["room"] for offered in offers)
         self.block_nbytes = min(max(room // BLOCKS, LEAST_BLOCK_NBYTES), BLOCK_NBYTES)
-        self.plan = self._planned(self._budgets)
+        self.plan = self._planned(self._offered)
         self.names: Mapping[str, str] = {}
         self.options = session.step("its options", self._mine)
 
@@ -222,7 +220,7 @@ class Agreement:
         infos = [device.info for device in opened.values()]
         stated = options.budget.host_stated
         staging, held = options.budget.host_nbytes // sharing, 0
-        nbytes = max(self._budgets[session.me.rank] + options.reserve_nbytes, 1)
+        nbytes = max(self._offered[session.me.rank] + options.reserve_nbytes, 1)
         reader, reserve_nbytes = options.reader, options.reserve_nbytes
         if self.asked.split == "replicate" and session.group.size > 1:
             if reader in ("mmap", "direct"):
@@ -259,7 +257,7 @@ class Agreement:
         )
 
     def _planned(self, budgets: Sequence[int]) -> ClusterPlan:
-        """Return all ranks' plan for budgets in bytes by rank; PlanMismatchError if theirs differ."""
+        """Return the plan for budgets in bytes by rank; PlanMismatchError if ranks disagree."""
         session, asked, checkpoint = self.session, self.asked, self.index.checkpoint
         members = session.members
         passes: dict[str, int] = {}
@@ -345,24 +343,25 @@ class Agreement:
             return load, 0
 
         again = _REPLANS if self.asked.split in ("layers", "balanced") else 0
+        budgets = self._offered
         for left in range(again, -1, -1):
             load, short = self.session.stage("its part", partial(prepare, not left))
             if load is not None and not any(short):
                 break
             share = {s.rank: s.nbytes for s in self.plan.shares}
-            self._budgets = tuple(
+            budgets = tuple(
                 max(min(budget, share[rank]) - by, 1) if by else budget
-                for rank, (budget, by) in enumerate(zip(self._budgets, short, strict=True))
+                for rank, (budget, by) in enumerate(zip(budgets, short, strict=True))
             )
             try:
-                self.plan = self._planned(self._budgets)
+                self.plan = self._planned(budgets)
             except PlanInfeasibleError as error:
                 members = self.session.members
                 rank = next((m.rank for m in members if m.node == error.device), None)
                 if rank is None:
                     raise
                 offered = self._offered[rank]
-                needed = error.needed_nbytes + offered - self._budgets[rank]  # with the auxiliary
+                needed = error.needed_nbytes + offered - budgets[rank]  # with auxiliary memory
                 whole = replace(error, needed_nbytes=needed, budget_nbytes=offered)
                 raise replace(whole, limit="budget", reason="") from None
         assert load is not None

@@ -6,7 +6,8 @@ import json
 import secrets
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
 from streamload.core.bounded_json import parse_json
@@ -132,10 +133,9 @@ class Session:
             said = json.dumps({"error": told})
         message = zlib.compress(said.encode(), 1)
         self.heartbeat.arrive()
-        found = [
-            parse_json(zlib.decompress(data))
-            for data in self.together(lambda: self.group.allgather(message))
-        ]
+        with self.identified():
+            messages = self.group.allgather(message)
+        found = [parse_json(zlib.decompress(data)) for data in messages]
         if own is not None:
             raise own
         failed = [(r, answer["error"]) for r, answer in enumerate(found) if "error" in answer]
@@ -150,14 +150,19 @@ class Session:
     def share(self, what: str, make: Callable[[], bytes]) -> bytes:
         """Return the bytes that ``make`` returns on rank 0; its error is raised by all ranks."""
         mine = self.step(what, lambda: make() if self.group.rank == 0 else None)
-        return self.together(lambda: self.group.broadcast(mine))
+        with self.identified():
+            return self.group.broadcast(mine)
 
-    def together(self, call: Callable[[], T]) -> T:
-        """Return a collective's result; if it fails, raise PeerFailedError of the lost rank."""
+    @contextmanager
+    def identified(self) -> Iterator[None]:
+        """Replace a PeerFailedError in this block by one that names the lost rank, if known."""
         try:
-            return call()
+            yield
         except PeerFailedError as error:
             found = self.heartbeat.identify(error)
             if found is error:
                 raise
+            found.state = error.state
+            for note in getattr(error, "__notes__", ()):
+                found.add_note(note)
             raise found from error

@@ -51,7 +51,7 @@ class _Channel:
     def __init__(self, connected: socket.socket, seconds: float) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._socket = connected
+        self.connected = connected
         self.allow(seconds)
 
     def allow(self, seconds: float | None) -> None:
@@ -61,7 +61,7 @@ class _Channel:
     def send_bytes(self, data: bytes) -> None:
         """Send a message; TimeoutError after the deadline."""
         self._limit()
-        self._socket.sendall(struct.pack("!i", len(data)) + data)
+        self.connected.sendall(struct.pack("!i", len(data)) + data)
 
     def recv_bytes(self, most_nbytes: int) -> bytes:
         """Return the next message; ValueError if it is longer than ``most_nbytes``."""
@@ -75,7 +75,7 @@ class _Channel:
         data = bytearray()
         while len(data) < nbytes:
             self._limit()
-            part = self._socket.recv(min(nbytes - len(data), _PART_NBYTES))
+            part = self.connected.recv(min(nbytes - len(data), _PART_NBYTES))
             if not part:
                 raise EOFError("the connection was closed")
             data += part
@@ -86,7 +86,7 @@ class _Channel:
         left = None if self._end is None else self._end - time.monotonic()
         if left is not None and left <= 0:
             raise TimeoutError("no answer")
-        self._socket.settimeout(left)
+        self.connected.settimeout(left)
 
 
 class _Keeper(MemoryStore):
@@ -198,7 +198,7 @@ class _Client(Store):
         problems = []
         for address in addresses:
             try:
-                self._socket, self._channel = _connect(address, port, key, min(timeout, _CONNECT_S))
+                self._channel = _connect(address, port, key, min(timeout, _CONNECT_S))
             except _BROKEN as error:
                 problems.append(f"{address}: {error}")
             else:
@@ -213,14 +213,13 @@ class _Client(Store):
             with self._lock:
                 self._channel.allow(self._timeout)
                 self._channel.send_bytes(json.dumps(request).encode())
-                answer: list[str | None] | None = parse_json(
-                    self._channel.recv_bytes(_LARGEST_NBYTES)
-                )
+                answer: list[str | None] | None
+                answer = parse_json(self._channel.recv_bytes(_LARGEST_NBYTES))
+                return answer
         except _BROKEN as error:
             # a late answer must not answer the next request
-            _hang_up(self._socket)
+            _hang_up(self._channel.connected)
             raise lost("its store does not answer", rank=0) from error
-        return answer
 
     def set(self, key: str, value: bytes) -> None:
         """See `Store.set`; returns once rank 0 has the value."""
@@ -233,9 +232,9 @@ class _Client(Store):
 
     def close(self) -> None:
         """Disconnect; a thread that waits for an answer raises PeerFailedError at once."""
-        _hang_up(self._socket)
+        _hang_up(self._channel.connected)
         with self._lock:
-            self._socket.close()
+            self._channel.connected.close()
 
 
 SharedStore = _Keeper | _Client
@@ -287,16 +286,16 @@ def _chosen_port() -> int:
     return int(text)
 
 
-def _connect(address: str, port: int, key: bytes, seconds: float) -> tuple[socket.socket, _Channel]:
+def _connect(address: str, port: int, key: bytes, seconds: float) -> _Channel:
     """Connect to rank 0's store, and exchange proofs of the key."""
     client = socket.create_connection((address, port), seconds)
     try:
         channel = _Channel(client, seconds)
         _prove(channel, key, first=False)
+        return channel
     except BaseException:
         client.close()
         raise
-    return client, channel
 
 
 def _prove(channel: Any, key: bytes, *, first: bool) -> None:

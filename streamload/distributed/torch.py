@@ -119,8 +119,8 @@ def launched(launch: Launch, timeout: float) -> ProcessGroup:
         raise
     except RuntimeError as error:
         raise lost(f"the ranks did not meet: {_summary(error)}") from error
-    prefix = _prefix(launch)
-    return _group(_launched[found], prefix, launch.rank, launch.size, timeout, end, keeper)
+    store, prefix = _launched[found], _prefix(launch)
+    return _group(store, prefix, launch.rank, launch.size, timeout, end, keeper)
 
 
 def _prefix(launch: Launch) -> str:
@@ -138,7 +138,7 @@ def _store(launch: Launch, met: Any, timeout: float, *, serves: bool) -> Any:
         serves: whether this process serves the store.
     """
     try:
-        store, *_ = next(met)
+        return next(met)[0]
     except RuntimeError as error:
         if not serves or "EADDRINUSE" not in str(error):
             raise
@@ -150,7 +150,6 @@ def _store(launch: Launch, met: Any, timeout: float, *, serves: bool) -> Any:
             "process listens there: choose another port, on all ranks"
         )
         raise lost(problem, launch.rank) from error
-    return store
 
 
 def _connected(host: str, port: int, seconds: float) -> Any:
@@ -221,13 +220,12 @@ def _await_server(meeting: str, keeper: int | None, end: float) -> None:
     while True:
         try:
             socket.create_connection((host, port), max(end - time.monotonic(), _NAPS_S[1])).close()
+            return
         except OSError as error:  # also if a name does not resolve yet
             if time.monotonic() > end:
                 problem = f"its store at {host}, port {port}, cannot be reached: {error}"
                 raise lost(problem, keeper) from error
             time.sleep(_LOOK_S)
-        else:
-            return
 
 
 def wrap(group: Any, timeout: float) -> ProcessGroup:
