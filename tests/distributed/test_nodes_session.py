@@ -271,12 +271,8 @@ def test_a_collective_that_breaks_and_nobody_is_lost() -> None:
         if session.me.rank == 0:
             world.broken = True
         error = PeerFailedError("unknown", "it broke")
-
-        def fail() -> None:
+        with pytest.raises(PeerFailedError) as raised, session.identified():
             raise error from OSError("why")
-
-        with pytest.raises(PeerFailedError) as raised:
-            session.together(fail)
         assert raised.value is error
         return repr(raised.value.__cause__)
 
