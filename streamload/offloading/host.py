@@ -1,10 +1,8 @@
-"""Layers in host memory: their bytes in a safetensors file of the kernel's (memfd_create(2))."""
+"""Layers in host memory, in a file that is not on a disk (memfd_create(2))."""
 
 from __future__ import annotations
 
-import json
 import os
-import struct
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import accumulate
@@ -13,30 +11,32 @@ from pathlib import Path
 from streamload.checkpoint.open import Checkpoint, from_headers
 from streamload.checkpoint.shards import BLOCK_NBYTES, Room, Shards, file_kind, page_cache
 from streamload.core.location import Location
-from streamload.core.tensors import TensorInfo
 from streamload.errors import OffloadError
+from streamload.files.guard import FileState
+from streamload.files.header import Header
 from streamload.files.local import ResolvedKind, choose_reader
-from streamload.formats.reader import default_reader, read_header
-
-# The data begins at a page, so that a view or a direct copy has it as aligned as can be.
-_ALIGNMENT_NBYTES = 4096
 
 
 class HostFile:
-    """Tensors of a checkpoint in host memory, until `close`."""
+    """Tensors of a checkpoint kept in host memory, until `close`; for ``host=`` of `offload`.
+
+    Attributes:
+        checkpoint: the whole checkpoint, which has these tensors in this file.
+    """
 
     def __init__(
         self, checkpoint: Checkpoint, names: Collection[str], *, keeps: bool, ahead: bool = True
     ) -> None:
-        """Read tensors; if ``keeps``, leave them in the page cache, too.
+        """Read the tensors of these names, with the kernel's read-ahead if ``ahead``.
+
+        If ``keeps``, they are left in the page cache, too.
 
         Raises:
             CheckpointError: they cannot be read.
-            OffloadError: the system has no such files, or no memory for this one.
+            OffloadError: the system has no files in memory, or no memory for this one.
         """
         infos = [info for name, info in checkpoint.tensors.items() if name in names]
-        header = _header(infos)
-        nbytes = sum(info.nbytes for info in infos)
+        *starts, nbytes = accumulate((info.nbytes for info in infos), initial=0)
         cache = page_cache("keep" if keeps else "drop", to_read_nbytes=nbytes)
         room = Room(BLOCK_NBYTES)
 
@@ -45,37 +45,40 @@ class HostFile:
                 return file_kind(path, "auto")
             return choose_reader(path, "auto").kind
 
-        self._fd = _memory_file(len(header) + nbytes)
+        self._fd = _memory_file(nbytes)
         path = Path(f"/proc/self/fd/{self._fd}")
         try:
             with (
-                path.open("r+b") as file,  # closed then: no lease is given on what can be written
+                path.open("r+b") as file,  # closed then: a file open for writing gets no lease
                 Shards(checkpoint.shards, kind, cache=cache, ahead=ahead) as shards,
             ):
-                file.write(header)
                 for info in infos:
                     for block in shards.blocks(info, room):
                         file.write(block)
-            own = read_header(path, reader=default_reader())
+            state = FileState.of(self._fd)
         except BaseException:
             self.close()
             raise
-        rest = (
+        own = (
+            replace(info, shard=path, start=start, stop=start + info.nbytes)
+            for info, start in zip(infos, starts, strict=True)
+        )
+        headers = [
             replace(each, tensors=tuple(t for t in each.tensors if t.name not in names))
             for each in checkpoint.shards
-        )
-        #: The checkpoint with these tensors in this file.
-        self.checkpoint = from_headers(checkpoint.path, [*rest, own], checkpoint.config)
+        ]
+        headers.append(Header(path, nbytes, 0, tuple(own), {}, state))
+        self.checkpoint = from_headers(checkpoint.path, headers, checkpoint.config)
 
     def close(self) -> None:
-        """Give the memory back, when nothing reads it any more; may be called twice."""
+        """Free the memory, which nothing may read any more; may be called twice."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def _memory_file(nbytes: int) -> int:
-    """A descriptor, for reading alone, of a new file in memory with room for so many bytes."""
+    """Make a file of ``nbytes`` in memory, and return a read-only descriptor of it."""
     if not hasattr(os, "memfd_create"):
         raise OffloadError("host= needs Linux, whose memory can hold files (memfd_create)")
     fd = os.memfd_create("streamload", os.MFD_CLOEXEC)
@@ -86,19 +89,3 @@ def _memory_file(nbytes: int) -> int:
         raise OffloadError(f"host=: no {nbytes} bytes of host memory: {error.strerror}") from error
     finally:
         os.close(fd)
-
-
-def _header(infos: Collection[TensorInfo]) -> bytes:
-    """The header of a safetensors file of tensors, one after the other, with its length."""
-    stops = accumulate(info.nbytes for info in infos)
-    entries = {
-        each.name: {
-            "dtype": each.dtype.code,
-            "shape": each.shape,
-            "data_offsets": [stop - each.nbytes, stop],
-        }
-        for each, stop in zip(infos, stops, strict=True)
-    }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT_NBYTES)
-    return struct.pack("<Q", len(text)) + text
