@@ -1,10 +1,10 @@
-"""Stream the chosen experts of transformers' fused experts.
+"""Stream the experts that a router chose, of transformers' fused experts.
 
 The classes that transformers registers (`use_experts_implementation`) have all experts of a layer
 in one tensor for each projection, and an "eager" loop over the chosen experts. This is that loop,
 with the same arithmetic in the same order. It asks for all chosen experts at once, the one wait for
 the device, and computes with a few while others come. If the configuration names "grouped_mm", each
-is a group of that. Small weights show whether a class computes so.
+expert is a group of that. A trial with small weights shows whether a class computes in this form.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -23,30 +23,38 @@ from streamload.offloading.prefetch import Rounds
 from streamload.offloading.torch_modules import Wrapped, refuse_training
 from streamload.planning.room import experts_chosen
 
-#: In which dtype outputs of experts are added, one expert after the other: of the states, float32,
-#: or of the router's weights. "grouped": those of a token at once, as "grouped_mm" adds them.
+#: The dtype in which outputs of experts are added, one expert after the other: that of the states,
+#: float32, or that of the router's weights. "grouped": all of a token at once, as by "grouped_mm".
 Sums = Literal["states", "float32", "weights", "grouped"]
 
 _TRIED = 4  # small experts, of which tokens choose three: sums of two round alike in all dtypes
 
 
+class Routed(NamedTuple):
+    """The input of a module of experts."""
+
+    states: torch.Tensor  # (tokens, width)
+    choices: torch.Tensor  # (tokens, chosen): experts of each token; unknown numbers are left out
+    weights: torch.Tensor  # (tokens, chosen): of each choice
+
+
 def number_of_experts(module: nn.Module) -> int:
-    """How many fused experts a module has; 0 of any other module."""
+    """Return how many experts a module has, if its weights are those of all experts; else 0."""
     count = getattr(module, "num_experts", None)
-    own = [each for each in module._parameters.values() if each is not None]
+    own = [*module.parameters(recurse=False)]
     fused = type(count) is int and bool(own) and all(each.shape[:1] == (count,) for each in own)
     return int(count or 0) if fused and any(each.dim() == 3 for each in own) else 0
 
 
 def number_chosen(module: nn.Module) -> int:
-    """How many experts of a module a token chooses."""
+    """Return how many experts of a module each token chooses, by the module's config."""
     config = getattr(module, "config", None)
     chosen = experts_chosen(config.to_dict() if config is not None else {})
     return min(chosen, number_of_experts(module))
 
 
 def sums_of(module: nn.Module) -> Sums | None:
-    """How fused experts add their outputs; None if they compute in no known form."""
+    """Return how fused experts add their outputs; None if a trial finds no known form."""
     eager = getattr(type(module).forward, "__wrapped__", None)
     if eager is None or not hasattr(module, "_apply_gate"):
         return None
@@ -58,16 +66,16 @@ def sums_of(module: nn.Module) -> Sums | None:
             eager, forms = _grouped_mm(), ("grouped", *forms)
         wanted = [eager(small, *trial) for trial in trials]
         for sums in forms:
-            found = [computed(small, sums, *trial, _all_of(small)) for trial in trials]
+            found = [computed(small, sums, trial, _all_of(small)) for trial in trials]
             if all(map(torch.equal, wanted, found)):
                 return sums
-    except Exception:  # it needs what the others do not have
+    except Exception:  # it needs an attribute that others lack
         return None
     return None
 
 
 def _grouped_mm() -> Callable[..., torch.Tensor]:
-    """transformers' own implementation "grouped_mm": its models have imported the module."""
+    """Return transformers' implementation "grouped_mm", from a module that its models import."""
     found: Callable[..., torch.Tensor] = sys.modules[
         "transformers.integrations.moe"
     ].grouped_mm_experts_forward
@@ -75,28 +83,27 @@ def _grouped_mm() -> Callable[..., torch.Tensor]:
 
 
 def _sizes(module: nn.Module) -> Callable[[int], int]:
-    """Map sizes of a module's weights to small ones, in proportion."""
-    shapes = [each.shape[1:] for each in module._parameters.values() if each is not None]
-    divisor = math.gcd(*(n for shape in shapes for n in shape))
+    """Return a function that maps sizes of axes of a module's weights to small ones, in scale."""
+    divisor = math.gcd(*(n for each in module.parameters(recurse=False) for n in each.shape[1:]))
     scale = min(divisor, 8)  # grouped_mm wants rows of whole 16 bytes
     return lambda n: n // divisor * scale
 
 
 def _small(module: nn.Module) -> nn.Module:
-    """A module like another, with four small experts on the CPU."""
+    """Return a copy of a module of experts with four small experts of random weights on the CPU."""
     random, small = torch.Generator("cpu").manual_seed(0), _sizes(module)
     made = copy.copy(module)
-    made.__dict__.update(training=False, num_experts=_TRIED, _parameters={})
-    for name, weight in module._parameters.items():
-        shape = (_TRIED, *map(small, weight.shape[1:])) if weight is not None else ()
+    own: dict[str, Any] = dict.fromkeys(module._parameters)
+    made.__dict__.update(training=False, num_experts=_TRIED, _parameters=own)
+    for name, weight in module.named_parameters(recurse=False):
+        shape = _TRIED, *map(small, weight.shape[1:])
         values = torch.randn(shape, generator=random, device="cpu").to(torch.bfloat16)
-        value = nn.Parameter(values, requires_grad=False) if weight is not None else None
-        made._parameters[name] = value
+        own[name] = nn.Parameter(values, requires_grad=False)
     return made
 
 
-def _trials(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """States, choices and weights that the small experts are tried on."""
+def _trials(module: nn.Module) -> Iterator[Routed]:
+    """Yield inputs for `_small` experts, whose outputs show the dtype of sums."""
     random, weight = torch.Generator("cpu").manual_seed(1), module._parameters["down_proj"]
     assert weight is not None
     width = _sizes(module)(weight.shape[2 if getattr(module, "is_transposed", False) else 1])
@@ -104,17 +111,17 @@ def _trials(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor, tor
     for dtype in (torch.bfloat16, torch.float32):
         states = torch.randn((5, width), generator=random, device="cpu").to(torch.bfloat16)
         weights = torch.rand((5, 3), generator=random, device="cpu").to(dtype)
-        yield states, choices, weights
+        yield Routed(states, choices, weights)
 
 
-_Weights = dict[str, torch.Tensor]  # of one expert, by the names of the module's parameters
-_Given = Generator[tuple[int, _Weights], None, None]
-_Give = Callable[[Sequence[int]], _Given]
+_Weights = Mapping[str, torch.Tensor]  # of one expert, by the names of the module's parameters
+_Given = Generator[tuple[int, _Weights], None, None]  # experts with their weights
+_Give = Callable[[Sequence[int]], _Given]  # from numbers of experts
 
 
 def _all_of(module: nn.Module) -> _Give:
-    """Gives the weights of experts of a module that has all of them."""
-    own = {name: each for name, each in module._parameters.items() if each is not None}
+    """Return a function that yields weights of experts, of a module that has them in memory."""
+    own = dict(module.named_parameters(recurse=False))
 
     def give(chosen: Sequence[int]) -> _Given:
         for expert in chosen:
@@ -123,53 +130,42 @@ def _all_of(module: nn.Module) -> _Give:
     return give
 
 
-def computed(
-    module: Any,
-    sums: Sums,
-    states: torch.Tensor,
-    choices: torch.Tensor,
-    weights: torch.Tensor,
-    give: _Give,
-) -> torch.Tensor:
-    """Compute as transformers' eager implementation does, or its "grouped_mm".
+def computed(module: Any, sums: Sums, routed: Routed, give: _Give) -> torch.Tensor:
+    """Return the module's output, (tokens, width), as by transformers' eager implementation.
 
-    ``states`` are (tokens, width), ``choices`` the experts of each token, (tokens, chosen), of
-    which unknown ones are left out, ``weights`` theirs; ``give`` yields experts in order.
+    If ``sums`` is "grouped", as by its "grouped_mm". ``give`` yields experts in the order asked.
     """
     if sums == "grouped":
-        return _computed_grouped(module, states, choices, weights, give)
+        return _computed_grouped(module, routed, give)
+    states, choices, weights = routed
     tokens = len(states)
-    flat = choices.T.reshape(-1)  # as the eager loop finds them: by choice, then by token
+    flat = choices.T.reshape(-1)  # in the order of the eager loop: by choice, then by token
     order = torch.argsort(flat, stable=True)
     places, numbers = order // tokens, order % tokens
     mine = _parts(flat, module.num_experts)
     dtypes = {"states": states.dtype, "float32": torch.float32, "weights": weights.dtype}
     out = torch.zeros_like(states, dtype=dtypes[sums])
-    with closing(give([*mine])) as experts:  # an error lets go of them too
+    with closing(give([*mine])) as experts:  # closed after an error, too
         for expert, own in experts:
-            some = mine[expert]
-            _add(module, out, states, weights, own, numbers[some], places[some])
+            token, place = numbers[mine[expert]], places[mine[expert]]
+            found = _output(module, states[token], own) * weights[token, place, None]
+            out.index_add_(0, token, found.to(out.dtype))
     return out.to(states.dtype)
 
 
 def _parts(flat: torch.Tensor, count: int) -> dict[int, slice]:
-    """The places of each known expert among choices, when these are sorted."""
+    """Return, by expert below ``count``, its slice of the choices when these are sorted."""
     asked, counts = torch.unique(flat.cpu(), return_counts=True)  # the one wait for the device
     ends = counts.cumsum(0)
     rows = zip(asked.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True)
     return {expert: slice(first, end) for expert, first, end in rows if expert < count}
 
 
-def _computed_grouped(
-    module: Any,
-    states: torch.Tensor,
-    choices: torch.Tensor,
-    weights: torch.Tensor,
-    give: _Give,
-) -> torch.Tensor:
-    """Compute by "grouped_mm": a group for each expert, and sums over a token's."""
+def _computed_grouped(module: Any, routed: Routed, give: _Give) -> torch.Tensor:
+    """Return the output by "grouped_mm": one group per expert, then a sum over those of a token."""
+    states, choices, weights = routed
     grouped, flat = _grouped_mm(), choices.reshape(-1)
-    _, order = torch.sort(flat)  # as it sorts them
+    _, order = torch.sort(flat)  # the same sort as there
     numbers, mine = order // choices.shape[-1], _parts(flat, module.num_experts)
     out = states.new_zeros(len(flat), states.shape[-1])
     one = copy.copy(module)
@@ -185,24 +181,15 @@ def _computed_grouped(
     return weighted.view(*choices.shape, -1).sum(dim=1).to(states.dtype)
 
 
-def _add(
-    module: Any,
-    out: torch.Tensor,
-    states: torch.Tensor,
-    weights: torch.Tensor,
-    own: _Weights,
-    token: torch.Tensor,
-    place: torch.Tensor,
-) -> None:
-    """Add one expert's output for some tokens; ``place``: of its weight among theirs."""
+def _output(module: Any, states: torch.Tensor, own: _Weights) -> torch.Tensor:
+    """Return one expert's output for the states of some tokens, before the router's weight."""
     up = "gate_up_proj" if module.has_gate else "up_proj"
-    found = _project(module, states[token], own, up)
+    found = _project(module, states, own, up)
     found = module._apply_gate(found) if module.has_gate else module.act_fn(found)
     found = _project(module, found, own, "down_proj")
     if getattr(module, "has_post_expert_norm", False):  # newer transformers
         found = module.post_expert_norm(found)
-    found = found * weights[token, place, None]
-    out.index_add_(0, token, found.to(out.dtype))
+    return found
 
 
 def _project(module: Any, states: torch.Tensor, own: _Weights, name: str) -> torch.Tensor:
@@ -212,7 +199,7 @@ def _project(module: Any, states: torch.Tensor, own: _Weights, name: str) -> tor
 
 
 class StreamedExperts(Wrapped):
-    """Brings the experts that the router chose while their module computes."""
+    """A substitute for the ``forward`` of fused experts that brings the experts a router chose."""
 
     def __init__(
         self,
@@ -222,28 +209,27 @@ class StreamedExperts(Wrapped):
         places: Sequence[dict[str, int]],
         rounds: Rounds,
     ) -> None:
-        """Change nothing yet; ``places``: for each expert, buffers by the module's names."""
+        """Change nothing yet; ``places``: by expert, the index of each weight's buffer by name."""
         super().__init__(module)
         self._layer, self._sums, self._places, self._rounds = layer, sums, places, rounds
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Compute with the experts that tokens choose."""
+        """Compute with the chosen experts, ``top_k_index``, and their ``top_k_weights``."""
         refuse_training(self._module)
         with torch.no_grad():
-            return computed(
-                *(self._module, self._sums, hidden_states, top_k_index, top_k_weights, self._give)
-            )
+            routed = Routed(hidden_states, top_k_index, top_k_weights)
+            return computed(self._module, self._sums, routed, self._give)
 
     def _give(self, chosen: Sequence[int]) -> _Given:
-        """Experts one after the other, a few of them in use while others come."""
+        """Yield experts with their weights in slots, a few of them acquired while others come."""
         together = self._rounds.experts.together
         self._rounds.ask(self._layer, chosen)
         try:
             for first in range(0, len(chosen), together):
                 some = chosen[first : first + together]
-                try:  # from here on: some of them may be there where it raises
+                try:  # before acquiring: after an error some may be acquired
                     buffers = self._rounds.acquire_experts(self._layer, some)
                     for expert, own in zip(some, buffers, strict=True):
                         yield expert, {name: own[at] for name, at in self._places[expert].items()}
