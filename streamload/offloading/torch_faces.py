@@ -1,4 +1,4 @@
-"""An object that stands in the place of a method of a user's object, and looks like it."""
+"""Objects that replace methods of users' objects, and look like them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 from streamload.errors import OffloadError
 
-# Attributes that a face has itself; its method answers for all others.
+# Attributes of the face itself; all others are those of its method.
 _OWN = frozenset(("__call__", "__reduce_ex__", "__reduce__", "__deepcopy__"))
 
 
 class Face:
-    """Looks like a method, and calls something else.
+    """Looks like a method, and calls another function.
 
-    Its method answers for its class, signature, name, docstring, annotations, code and object.
-    Packages read arguments of a model's ``forward`` off its signature.
+    Class, signature, name, docstring, annotations, code and object are those of the method:
+    packages read arguments of a model's ``forward`` from its signature.
     """
 
     __slots__ = ("__weakref__", "_call", "_function", "_method", "_refusal")
 
     def __new__(cls, method: Callable[..., Any], call: Any, refusal: str = "") -> Any:
-        """Make a face, or bind its function to an object as `weakref.WeakMethod` does."""
+        """Make a face; if ``method`` is one, bind it to the object ``call``, as WeakMethod does."""
         if type(method) is Face:
             return MethodType(method, call)
         return object.__new__(cls)
@@ -30,52 +30,55 @@ class Face:
     def __init__(
         self, method: Callable[[], Any], call: Callable[..., Any], refusal: str = ""
     ) -> None:
-        """Call ``call`` for the method that ``method`` returns, which must not keep the object."""
-        own = {"_method": method, "_call": call, "_refusal": refusal, "_function": None}
-        for name, value in own.items():
-            object.__setattr__(self, name, value)
+        """Call ``call`` in place of the method that ``method`` returns.
+
+        ``method`` must not keep the object alive. ``refusal``: the error of a copy or pickle.
+        """
+        self._method, self._call, self._refusal = method, call, refusal
+        self._function: Face | None = None
 
     def __getattribute__(self, name: str) -> Any:
         if name in _OWN:
             return object.__getattribute__(self, name)
-        if name == "_torchdynamo_disable":  # dynamo would go round it, into the method's code
+        if name == "_torchdynamo_disable":  # dynamo would bypass the face, and run the method
             return True
-        method = object.__getattribute__(self, "_method")()
+        method = _method_of(self)
         if name != "__func__":
             return getattr(method, name)
         function = object.__getattribute__(self, "_function")
-        if function is None:  # one object each time: packages keep weak references to it
+        if function is None:  # kept: packages have weak references to it
             call, refusal = (object.__getattribute__(self, each) for each in ("_call", "_refusal"))
-            function = _function_of(method, call, refusal)
-            object.__setattr__(self, "_function", function)
+            function = self._function = _function_of(method, call, refusal)
         return function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what is called instead."""
+        """Call the function that replaces the method."""
         return object.__getattribute__(self, "_call")(*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
-        other = object.__getattribute__(other, "_method")() if type(other) is Face else other
-        return bool(object.__getattribute__(self, "_method")() == other)
+        return bool(_method_of(self) == (_method_of(other) if type(other) is Face else other))
 
     def __hash__(self) -> int:
-        return hash(object.__getattribute__(self, "_method")())
+        return hash(_method_of(self))
 
     def __repr__(self) -> str:
-        return repr(object.__getattribute__(self, "_method")())
+        return repr(_method_of(self))
 
     def __dir__(self) -> list[str]:
-        return dir(object.__getattribute__(self, "_method")())
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise OffloadError(object.__getattribute__(self, "_refusal"))
+        return dir(_method_of(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise OffloadError(object.__getattribute__(self, "_refusal"))
 
+    __deepcopy__ = __reduce_ex__
+
+
+def _method_of(face: Face) -> Any:
+    return object.__getattribute__(face, "_method")()
+
 
 def _function_of(method: Any, call: Callable[..., Any], refusal: str) -> Face:
-    """A face of a method's function; for another object of the class it is that function."""
+    """Return a face of a method's function, which calls ``call`` only for the method's object."""
     function, owner = method.__func__, id(method.__self__)
 
     def called(*args: Any, **kwargs: Any) -> Any:
