@@ -1,4 +1,4 @@
-"""Choose the layers that stay on a device; the others stream through slots at every pass.
+"""Choose which layers stay on a device; the others stream through slots at every pass.
 
 Passes repeat one order, in which the layer used last is needed latest. So a fixed set stays, spread
 evenly between the layers that stream, whose transfers hide behind compute.
@@ -13,8 +13,8 @@ from functools import partial
 from itertools import product
 from typing import Literal
 
-#: If it does not stay, a "layer" streams through a slot, "rows" are read from the file as a pass
-#: asks for them, and of "experts" a cache holds those that the router chose. "fixed": it stays.
+#: How a layer comes that does not stay: a "layer" through a slot, "rows" of an embedding from the
+#: file as they are asked for, "experts" through a cache as the router chooses them. "fixed" stays.
 LayerKind = Literal["layer", "rows", "experts", "fixed"]
 
 # Tensors in a slot begin at multiples of this: what torch's allocator for CUDA rounds to. A matrix
@@ -23,45 +23,45 @@ SLOT_ALIGNMENT_NBYTES = 512
 # One slot is computed with while another is filled.
 _SLOTS = 2
 _MOST_SLOTS = 8
-# What a byte costs that nothing hides: the device waits for it, and then it for the device.
+# The cost of a byte whose transfer no computation hides; one of other bytes.
 _EXPOSED = 1.5
 _MOST_TRIALS = 4096
-# Smaller than this share of the largest, a layer costs more in waits than it takes.
+# A layer streams if it has more than 1/64 of the bytes of the largest: else waits cost more.
 _WORTH_STREAMING = 64
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSize:
-    """Bytes of a layer."""
+    """Sizes of a layer in bytes."""
 
     name: str
     kind: LayerKind
     nbytes: int  # in a slot
     resident_nbytes: int  # if it stays, as the allocator rounds
-    read_nbytes: int  # of the files
+    read_nbytes: int  # in the files
     experts: int = 0
-    chosen: int = 0  # experts of a token
+    chosen: int = 0  # number of experts that a token chooses
     expert_nbytes: int = 0  # of one expert in a slot
 
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """What stays, and what streams.
+    """Which layers stay on a device and which stream, with the sizes of the slots.
 
     Attributes:
         stays: names of the layers that stay, in the order in which they run.
-        streams: names of those that stream through the slots.
-        gathers: names of those of which a pass reads the rows that it asks for.
-        slots: how many slots there are; 0 where nothing streams.
-        slot_nbytes: bytes of a slot. A larger layer takes several, side by side.
-        resident_nbytes: what stays takes.
-        pass_nbytes: what a pass reads, without gathered rows and experts.
+        streams: names of the layers that stream through slots.
+        gathers: names of the embeddings of which a pass reads single rows from the file.
+        slots: number of slots for layers; 0 if none stream.
+        slot_nbytes: bytes of a slot. A larger layer takes several adjacent ones.
+        resident_nbytes: device bytes of the layers that stay.
+        pass_nbytes: file bytes that a pass reads, without single rows and experts.
         experts: names of the layers whose experts are in the cache's slots when they are needed.
-        cache_slots: how many experts the cache holds.
-        cache_slot_nbytes: bytes of one of them.
-        experts_total: how many experts these layers have together.
-        experts_nbytes: what the files have of all of them.
-        pad_nbytes: what an allocator with segments takes beyond all slots.
+        cache_slots: number of experts that the cache holds.
+        cache_slot_nbytes: bytes of the slot of an expert.
+        experts_total: number of experts of all these layers.
+        experts_nbytes: file bytes of all these experts.
+        pad_nbytes: bytes that an allocator with segments takes beyond all slots.
     """
 
     stays: tuple[str, ...]
@@ -85,44 +85,55 @@ class Residency:
 
     @property
     def file_nbytes(self) -> int:
-        """Bytes in the files of all that streams, without gathered rows."""
+        """File bytes of all that streams, without single rows of embeddings."""
         return self.pass_nbytes + self.experts_nbytes
 
     @property
     def cache_nbytes(self) -> int:
-        """Bytes of the slots of experts."""
+        """Device bytes of the slots of experts."""
         return self.cache_slots * self.cache_slot_nbytes
 
     @property
     def arena_nbytes(self) -> int:
-        """Bytes of all slots, of layers and of experts."""
+        """Device bytes of all slots, of layers and of experts."""
         return self.slots * self.slot_nbytes + self.cache_nbytes + self.pad_nbytes
 
     @property
     def slot_starts(self) -> list[int]:
-        """The first byte of each slot in the arena: layers' slots, then experts'."""
+        """Offset in bytes of each slot in the memory of all: slots of layers, then of experts."""
         first = self.slots * self.slot_nbytes
         layers = [at * self.slot_nbytes for at in range(self.slots)]
         return layers + [first + at * self.cache_slot_nbytes for at in range(self.cache_slots)]
 
     @property
     def taken_nbytes(self) -> int:
-        """Bytes of what stays, and of the slots."""
+        """Device bytes of the layers that stay, and of all slots."""
         return self.resident_nbytes + self.arena_nbytes
 
 
 def choose(layers: Sequence[LayerSize], room_nbytes: int) -> Residency | None:
-    """Decide what stays so that passes take the least time; None if not even `least` fits."""
-    if sum(layer.resident_nbytes for layer in layers) <= room_nbytes:
-        return _decided(layers, {layer.name for layer in layers}, [], 0, 0)
+    """Return which layers stay, for the shortest passes; None if the room is below `least`."""
     experts = [layer for layer in layers if layer.kind == "experts"]
-    if experts:
-        return _with_experts(layers, experts, room_nbytes)
+    if experts and _resident_nbytes(layers) > room_nbytes:
+        slot_nbytes = max(layer.expert_nbytes for layer in experts)
+        fewest_nbytes = max(layer.chosen for layer in experts) * slot_nbytes
+        rest = [layer for layer in layers if layer.kind != "experts"]
+        found = choose(rest, room_nbytes - fewest_nbytes)  # first, as every pass needs the rest
+        if found is None:
+            return None
+        total = sum(layer.experts for layer in experts)
+        return replace(
+            found,
+            experts=tuple(layer.name for layer in experts),
+            cache_slots=min((room_nbytes - found.taken_nbytes) // slot_nbytes, total),
+            cache_slot_nbytes=slot_nbytes,
+            experts_total=total,
+            experts_nbytes=sum(layer.read_nbytes for layer in experts),
+        )
     needed = [layer for layer in layers if layer.kind != "rows"]
-    left = room_nbytes - sum(layer.resident_nbytes for layer in needed)
-    if left >= 0:  # nothing streams: rows of embeddings are read
-        stay = {layer.name for layer in (*needed, *_rows_within(layers, left))}
-        return _decided(layers, stay, [], 0, 0)
+    left = room_nbytes - _resident_nbytes(needed)
+    if left >= 0:  # no slots: at most rows of embeddings are read from the file
+        return _decided(layers, [*needed, *_rows_within(layers, left)])
     trials = (
         _filled(layers, room_nbytes, slots, slot_nbytes, most * slot_nbytes)
         for slots, slot_nbytes in _arenas(layers)
@@ -131,57 +142,35 @@ def choose(layers: Sequence[LayerSize], room_nbytes: int) -> Residency | None:
     return min(filter(None, trials), key=partial(_cost, layers), default=None)
 
 
-def _with_experts(
-    layers: Sequence[LayerSize], experts: Sequence[LayerSize], room_nbytes: int
-) -> Residency | None:
-    """All else first, for every pass needs it: experts get the room that it leaves."""
-    slot_nbytes = max(layer.expert_nbytes for layer in experts)
-    fewest = max(layer.chosen for layer in experts)
-    rest = [layer for layer in layers if layer.kind != "experts"]
-    found = choose(rest, room_nbytes - fewest * slot_nbytes)
-    if found is None:
-        return None
-    total = sum(layer.experts for layer in experts)
-    left = room_nbytes - found.taken_nbytes
-    return replace(
-        found,
-        experts=tuple(layer.name for layer in experts),
-        cache_slots=min(left // slot_nbytes, total),
-        cache_slot_nbytes=slot_nbytes,
-        experts_total=total,
-        experts_nbytes=sum(layer.read_nbytes for layer in experts),
-    )
-
-
 def held(layers: Sequence[LayerSize], names: Collection[str], room_nbytes: int) -> tuple[str, ...]:
-    """Streamed layers that host memory keeps, as bytes of the files, spread evenly."""
+    """Return which of the layers ``names`` fit into host memory, as stored, spread evenly."""
     among = {*names}
     streams = [
         replace(layer, resident_nbytes=layer.read_nbytes)
         for layer in layers
         if layer.name in among and layer.read_nbytes
     ]
-    found = _kept(streams, room_nbytes, lambda layer: layer.read_nbytes) if streams else []
+    found = _kept(streams, room_nbytes, lambda layer: layer.read_nbytes)
     kept = {layer.name for layer in found}
     return tuple(layer.name for layer in layers if layer.name in kept)
 
 
 def least(layers: Sequence[LayerSize]) -> int:
-    """Bytes of the least room in which `choose` finds a way."""
+    """Return the fewest device bytes for which `choose` returns a decision."""
     experts = [layer for layer in layers if layer.kind == "experts"]
     if experts:
         cache_nbytes = max(each.chosen for each in experts) * max(e.expert_nbytes for e in experts)
         rest = least([layer for layer in layers if layer.kind != "experts"]) + cache_nbytes
-        return min(rest, sum(layer.resident_nbytes for layer in layers))
-    sizes = [sum(layer.resident_nbytes for layer in layers if layer.kind != "rows")]
+        return min(rest, _resident_nbytes(layers))
+    sizes = [_resident_nbytes([layer for layer in layers if layer.kind != "rows"])]
     for slots, slot_nbytes in _arenas(layers):
         must, _ = _sorted_out(layers, slots * slot_nbytes)
-        sizes.append(sum(layer.resident_nbytes for layer in must) + slots * slot_nbytes)
+        sizes.append(_resident_nbytes(must) + slots * slot_nbytes)
     return min(sizes)
 
 
 def worth_streaming(layers: Sequence[LayerSize]) -> set[str]:
-    """Names of the layers that stream if there is no room for them."""
+    """Return names of the layers that stream if there is no room for them."""
     largest = max((layer.nbytes for layer in layers if layer.kind == "layer"), default=0)
     return {
         layer.name
@@ -192,7 +181,7 @@ def worth_streaming(layers: Sequence[LayerSize]) -> set[str]:
 
 
 def _arenas(layers: Sequence[LayerSize]) -> Iterator[tuple[int, int]]:
-    """Slots that might do: how many, of how many bytes."""
+    """Yield sets of slots to try, as the number of slots, and the bytes of one."""
     sizes = sorted({layer.nbytes for layer in layers if layer.kind == "layer" and layer.nbytes})
     for slot_nbytes in sizes:
         for slots in range(1, _MOST_SLOTS + 1):
@@ -204,7 +193,7 @@ def _arenas(layers: Sequence[LayerSize]) -> Iterator[tuple[int, int]]:
 def _sorted_out(
     layers: Sequence[LayerSize], most_nbytes: int
 ) -> tuple[list[LayerSize], list[LayerSize]]:
-    """Layers that must stay, and those, without rows, that may stream within so many bytes."""
+    """Return layers that must stay, and those of up to ``most_nbytes`` that may stream."""
     worth = worth_streaming(layers)
     needed = [layer for layer in layers if layer.kind != "rows"]
     may = [layer for layer in needed if layer.name in worth and layer.nbytes <= most_nbytes]
@@ -215,54 +204,55 @@ def _sorted_out(
 def _filled(
     layers: Sequence[LayerSize], room_nbytes: int, slots: int, slot_nbytes: int, most_nbytes: int
 ) -> Residency | None:
-    """The decision with these slots: as many bytes stay as there is room for."""
+    """Decide with these slots; None if they do not fit, or no layer would stream."""
     must, may = _sorted_out(layers, most_nbytes)
-    room = room_nbytes - slots * slot_nbytes - sum(layer.resident_nbytes for layer in must)
-    if room < 0 or not may:
+    room = room_nbytes - slots * slot_nbytes - _resident_nbytes(must)
+    if room < 0:
         return None
     chosen = _kept(may, room, lambda layer: _price(layer, slots, slot_nbytes))
     if len(chosen) == len(may):
-        return None  # slots for nothing: the caller has seen that all together does not fit
-    stay = {layer.name for layer in (*must, *chosen)}
-    room -= sum(layer.resident_nbytes for layer in chosen)
-    stay.update(layer.name for layer in _rows_within(layers, room))
-    streams = [layer for layer in may if layer.name not in stay]
-    return _decided(layers, stay, streams, slots, slot_nbytes)
+        return None  # without slots, all of them do not fit, as the caller has seen
+    rows = _rows_within(layers, room - _resident_nbytes(chosen))
+    return _decided(layers, [*must, *chosen, *rows], slots, slot_nbytes)
+
+
+def _resident_nbytes(layers: Sequence[LayerSize]) -> int:
+    return sum(layer.resident_nbytes for layer in layers)
 
 
 def _rows_within(layers: Sequence[LayerSize], room_nbytes: int) -> list[LayerSize]:
-    """The embeddings that stay in so much room."""
+    """Return the embeddings that fit into ``room_nbytes``, to stay."""
     rows = [layer for layer in layers if layer.kind == "rows"]
     return _greedy(sorted(rows, key=lambda each: -each.resident_nbytes), room_nbytes)
 
 
 def _decided(
-    layers: Sequence[LayerSize],
-    stay: Collection[str],
-    streams: Sequence[LayerSize],
-    slots: int,
-    slot_nbytes: int,
+    layers: Sequence[LayerSize], stay: Sequence[LayerSize], slots: int = 0, slot_nbytes: int = 0
 ) -> Residency:
+    """Return the residency in which ``stay`` stay, and the others stream or are read by rows."""
+    names = {layer.name for layer in stay}
+    absent = [layer for layer in layers if layer.name not in names]
+    streams = [layer for layer in absent if layer.kind != "rows"]
     return Residency(
-        tuple(layer.name for layer in layers if layer.name in stay),
-        tuple(layer.name for layer in streams),
-        tuple(each.name for each in layers if each.kind == "rows" and each.name not in stay),
-        slots,
-        slot_nbytes,
-        sum(layer.resident_nbytes for layer in layers if layer.name in stay),
-        sum(layer.read_nbytes for layer in streams),
+        stays=tuple(layer.name for layer in layers if layer.name in names),
+        streams=tuple(layer.name for layer in streams),
+        gathers=tuple(layer.name for layer in absent if layer.kind == "rows"),
+        slots=slots,
+        slot_nbytes=slot_nbytes,
+        resident_nbytes=_resident_nbytes(stay),
+        pass_nbytes=sum(layer.read_nbytes for layer in streams),
     )
 
 
 def _cost(layers: Sequence[LayerSize], found: Residency) -> tuple[float, int]:
-    """The cost of a pass, in bytes that compute hides; then the bytes that are taken."""
+    """Return the cost of a pass, in bytes hidden by computation; then the device bytes taken."""
     streams = [layer for layer in layers if layer.name in {*found.streams}]
     cost = sum(_price(layer, found.slots, found.slot_nbytes) for layer in streams)
     return cost, found.taken_nbytes
 
 
 def _price(layer: LayerSize, slots: int, slot_nbytes: int) -> float:
-    """The cost of streaming a layer: more if it takes all slots, for nothing hides it."""
+    """Return the cost of streaming a layer in bytes: more if it takes all slots."""
     alone = -(-layer.nbytes // slot_nbytes) >= slots
     return layer.read_nbytes * (_EXPOSED if alone else 1.0)
 
@@ -270,7 +260,9 @@ def _price(layer: LayerSize, slots: int, slot_nbytes: int) -> float:
 def _kept(
     layers: Sequence[LayerSize], room_nbytes: int, price: Callable[[LayerSize], float]
 ) -> list[LayerSize]:
-    """Layers that stay although they may stream: those that save most, spread evenly."""
+    """Return the layers that stay within the room: those of the highest price, spread evenly."""
+    if not layers:
+        return []
     alike: dict[tuple[int, float], list[LayerSize]] = {}
     for layer in layers:
         alike.setdefault((layer.resident_nbytes, price(layer)), []).append(layer)
@@ -284,9 +276,8 @@ def _kept(
         return _greedy(layers, room_nbytes)
     best, most_saved = [0] * len(groups), -1.0
     for trial in product(*counts):
-        left = room_nbytes - sum(
-            n * group[0].resident_nbytes for n, group in zip(trial, few, strict=True)
-        )
+        taken = sum(n * group[0].resident_nbytes for n, group in zip(trial, few, strict=True))
+        left = room_nbytes - taken
         if left < 0:
             continue
         n = min(left // max(many[0].resident_nbytes, 1), len(many))
@@ -306,5 +297,5 @@ def _greedy(layers: Sequence[LayerSize], room_nbytes: int) -> list[LayerSize]:
 
 
 def _spread(layers: Sequence[LayerSize], count: int) -> list[LayerSize]:
-    """So many of some layers, evenly over their order."""
+    """Return ``count`` of the layers, at even distances."""
     return [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]
