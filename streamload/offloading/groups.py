@@ -1,4 +1,4 @@
-"""Parameters of a model that stay on a device, or stream, together."""
+"""Group the parameters of a model or checkpoint into layers, which stay or stream as a whole."""
 
 from __future__ import annotations
 
@@ -18,53 +18,50 @@ from streamload.planning.partition import Item, units_of
 from streamload.planning.requests import TensorRequest, TensorRequests
 from streamload.planning.room import experts_chosen
 
-# A tensor of experts: the module, the expert's number if it is of one, and the parameter.
+# A tensor of experts: the module, the expert's number if it holds one expert, the parameter.
 _EXPERTS = re.compile(r"(.*\bexperts)\.(?:(\d+)\.)?([^.].*)")
 
-# Least share of the largest module in layers for a module to be proposed as a layer.
+# A module is proposed as a layer if it has this share of the bytes of the largest in layers.
 _WORTH_NAMING = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Parameters of a module that stay, or stream, together."""
+    """The parameters of a module, which stay on the device or stream as a whole."""
 
     name: str
-    wants: tuple[int, ...]  # numbers of the parameters
+    wants: tuple[int, ...]  # indices of the parameters in `TensorRequests`
     kind: LayerKind
-    rows: str = ""  # the group of an embedding with the same weight
+    rows: str = ""  # name of the embedding with the same weight
     experts: int = 0  # along the first axis of each parameter
-    chosen: int = 0  # experts of a token
-    apart: bool = False  # a parameter is of one expert; those of the first expert come first
+    chosen: int = 0  # number of experts that a token chooses
+    apart: bool = False  # each parameter holds one expert; those of the first expert come first
 
     @property
     def parts(self) -> int:
-        """How many tensors each of its experts has."""
+        """Number of tensors of each expert."""
         return len(self.wants) // self.experts if self.apart else len(self.wants)
 
 
 class Module(NamedTuple):
-    """The tensors of a module."""
+    """The tensors of a module, by index."""
 
     name: str
     numbers: list[int]
-    in_layer: bool  # of a stack
+    in_layer: bool  # whether it is a layer of a stack
 
 
 def groups_by_name(
     names: Sequence[str], nbytes: Sequence[int], layers: Sequence[str] = ()
 ) -> list[Module]:
-    """Modules with tensors, in the order in which they run.
+    """Return the modules that have tensors, in the order in which they run.
 
-    With ``layers``, patterns of names of layers, the order is that of the names. Raises ValueError
-    for a pattern that no module matches.
+    If ``layers``, patterns of names of layers, are given, the order is that of ``names``. Raises
+    ValueError for a pattern that no module matches.
     """
     number_of = {name: number for number, name in enumerate(names)}
-    found: dict[tuple[str, bool], list[int]] = {}
-    stated = _stated(names, layers)
-    for name, layer in stated.items():
-        found.setdefault((layer, True), []).append(number_of[name])
-    items = [item for item in map(Item, names, nbytes) if item.name not in stated]
+    stated, items = _stated(names, nbytes, layers)
+    found = {(layer, True): numbers for layer, numbers in stated.items()}
     for unit in units_of(items):
         in_layer = unit.kind == "layer"
         inside = _layers_in(unit.name, [item.name for item in unit.items]) if in_layer else {}
@@ -76,9 +73,9 @@ def groups_by_name(
 
 
 def _layers_in(layer: str, names: Sequence[str]) -> dict[str, str]:
-    """The layer of each tensor: those inside of a layer that is a list of modules.
+    """Return the layer of each tensor: ``layer``, or layers inside if that is a list of modules.
 
-    It is one if each of its tensors is in a numbered module, and some of these have modules.
+    A list has each of its tensors in a numbered module, and some of these contain modules.
     """
     rest = {name: name[len(layer) + 1 :].split(".") for name in names}
     numbered = all(parts[0].isdigit() and len(parts) > 1 for parts in rest.values())
@@ -94,20 +91,16 @@ def _layers_in(layer: str, names: Sequence[str]) -> dict[str, str]:
 
 
 def outer_modules(groups: Sequence[Module]) -> set[str]:
-    """Names of modules that another group is inside: they compute with more than own weights."""
-    found: set[str] = set()
-    for name, _, _ in groups:
-        while name:
-            name = name.rpartition(".")[0]
-            found.add(name)
-    return found
+    """Return names of all modules that contain one of these, and so use its weights."""
+    paths = [group.name.split(".") for group in groups if group.name]
+    return {".".join(path[:stop]) for path in paths for stop in range(len(path))}
 
 
 def finer_layers(
     groups: Sequence[LayerGroup], wants: TensorRequests, nbytes: Sequence[int]
 ) -> Iterator[str]:
-    """Patterns of names of smaller layers: the modules inside of these."""
-    found: dict[str, int] = {}  # bytes of the largest of each pattern
+    """Yield patterns that name smaller layers, the modules inside of layers, for ``layers=``."""
+    found: dict[str, int] = {}  # by pattern, bytes of the largest module
     for group in groups:
         if group.kind != "layer" or not any(part.isdigit() for part in group.name.split(".")):
             continue
@@ -123,18 +116,23 @@ def finer_layers(
     yield from (pattern for pattern, size in found.items() if size >= least)
 
 
-def _stated(names: Sequence[str], layers: Sequence[str]) -> dict[str, str]:
-    """Tensors in layers that were stated, and the outermost such layer of each."""
-    found, left = {}, {*layers}
-    for name in names:
-        for module in accumulate(name.split(".")[:-1], "{}.{}".format):
-            if matches(module, layers):
-                found[name] = module
-                left -= {pattern for pattern in left if matches(module, [pattern])}
-                break
+def _stated(
+    names: Sequence[str], nbytes: Sequence[int], layers: Sequence[str]
+) -> tuple[dict[str, list[int]], list[Item]]:
+    """Return the outermost modules that match ``layers``, with their tensors, and other tensors."""
+    found: dict[str, list[int]] = {}
+    rest, left = [], {*layers}
+    for at, name in enumerate(names):
+        parents = accumulate(name.split(".")[:-1], "{}.{}".format)
+        module = next((each for each in parents if matches(each, layers)), None)
+        if module is None:
+            rest.append(Item(name, nbytes[at]))
+        else:
+            found.setdefault(module, []).append(at)
+            left -= {pattern for pattern in left if matches(module, [pattern])}
     if left:
         raise ValueError(f"layers: no module's name matches {min(left)!r}")
-    return found
+    return found, rest
 
 
 def grouped(
@@ -144,22 +142,22 @@ def grouped(
     *,
     marked: bool = False,
 ) -> Iterator[LayerGroup]:
-    """Groups of modules' tensors: those that stay, and the others, by ``group_of``.
+    """Split each module into a group of tensors that stay, and the rest, made by ``group_of``.
 
     If ``marked``, "(stays)" is in the name even if all tensors of a module stay.
     """
     for name, numbers, in_layer in found:
-        fixed = {at for at in numbers if stays(at)}
+        fixed = dict.fromkeys(filter(stays, numbers))
         rest = tuple(at for at in numbers if at not in fixed)
         if fixed:
-            own = tuple(at for at in numbers if at in fixed)
-            yield LayerGroup(f"{name} (stays)" if rest or marked else name, own, "fixed")
+            label = f"{name} (stays)" if rest or marked else name
+            yield LayerGroup(label, tuple(fixed), "fixed")
         if rest:
             yield group_of(name, rest, in_layer)
 
 
 def without(found: Sequence[Module], taken: Collection[int]) -> list[Module]:
-    """Modules with the tensors that are not taken."""
+    """Return the modules without the tensors whose indices are taken."""
     return [each._replace(numbers=[n for n in each.numbers if n not in taken]) for each in found]
 
 
@@ -171,11 +169,11 @@ def groups_of_checkpoint(
     config: Mapping[str, Any] | None = None,
     layers: Sequence[str] = (),
 ) -> list[LayerGroup]:
-    """The groups of a checkpoint without a model, by the names of its tensors.
+    """Return the layers of a checkpoint without a model, found by the names of its tensors.
 
-    A weight with "emb" in the name of its module, and two axes, is an embedding. A tensor that is
-    numbered behind "experts", or has three axes there, is of experts. ``tied``: names that are not
-    stored, and the tensor of each.
+    A weight with "emb" in the name of its module, and two axes, is an embedding. A tensor below
+    "experts" that is numbered, or has three axes, belongs to experts. ``tied``: names that are not
+    stored, and the stored tensor of each.
     """
     experts = _experts_by_name(wants, experts_chosen(config or {}), stay)
     by_name = groups_by_name(wants.names, nbytes, layers)
@@ -198,10 +196,10 @@ def groups_of_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of a user's own loop; outside of layers, it is named as by `streamload.split`."""
+    """A step of `stream_layers`: a layer, or tensors outside, named as by `streamload.split`."""
 
     name: str
-    wants: Mapping[str, int]  # numbers of its tensors, by name
+    wants: Mapping[str, int]  # by name, the index of each tensor
 
 
 def steps_of_checkpoint(
@@ -211,18 +209,16 @@ def steps_of_checkpoint(
     stay: Sequence[str] = (),
     layers: Sequence[str] = (),
 ) -> tuple[list[Step], list[LayerGroup]]:
-    """The steps of a loop of a user's own, in the order in which they run, and their groups.
+    """Return the steps of a loop over `stream_layers`, in running order, and their groups.
 
     Outside of layers, the embedding, the head with the modules before it, and the inner ends of
     stacks are steps. A weight that two steps use stays. Arguments as of `groups_of_checkpoint`.
     """
     number_of = {name: number for number, name in enumerate(wants.names)}
-    found: dict[str, dict[str, int]] = {}
-    stated = _stated(wants.names, layers)
-    for name, layer in stated.items():
-        found.setdefault(layer, {})[name] = number_of[name]
-    items = [item for item in map(Item, wants.names, nbytes) if item.name not in stated]
-    shared = {name: other for name, other in tied.items() if other not in stated}
+    stated, items = _stated(wants.names, nbytes, layers)
+    found = {layer: {wants.names[at]: at for at in numbers} for layer, numbers in stated.items()}
+    inside = {name for tensors in found.values() for name in tensors}
+    shared = {name: other for name, other in tied.items() if other not in inside}
     for unit in units_of(items, tied=shared):
         mine = found.setdefault(unit.name, {})
         mine.update((item.name, number_of[item.name]) for item in unit.items)
@@ -231,7 +227,7 @@ def steps_of_checkpoint(
     if layers:
         steps.sort(key=lambda step: min(step.wants.values()))
     users = Counter(at for step in steps for at in step.wants.values())
-    # the step that places a tensor
+    # by tensor, the first step that uses it, in whose group it is
     first = {at: step.name for step in reversed(steps) for at in step.wants.values()}
     own = [
         Module(s.name, sorted({at for at in s.wants.values() if first[at] == s.name}), True)
@@ -246,7 +242,7 @@ def steps_of_checkpoint(
 
 
 def _experts_by_name(wants: TensorRequests, chosen: int, stay: Sequence[str]) -> list[LayerGroup]:
-    """The experts of a checkpoint: one by one, or all of a layer in a tensor."""
+    """Return the layers of experts: with tensors of one expert each, or of all in a layer."""
     apart: dict[str, dict[int, list[tuple[str, int]]]] = {}
     fused: dict[str, list[int]] = {}
     for at, name in enumerate(wants.names):
@@ -255,8 +251,7 @@ def _experts_by_name(wants: TensorRequests, chosen: int, stay: Sequence[str]) ->
         if match is None or not whole or matches(name, stay):
             continue
         if match[2]:
-            parts = apart.setdefault(match[1], {}).setdefault(int(match[2]), [])
-            parts.append((match[3], at))
+            apart.setdefault(match[1], {}).setdefault(int(match[2]), []).append((match[3], at))
         else:
             fused.setdefault(match[1], []).append(at)
     groups = []
@@ -264,8 +259,7 @@ def _experts_by_name(wants: TensorRequests, chosen: int, stay: Sequence[str]) ->
         every = [sorted(by_number[number]) for number in sorted(by_number)]
         kinds = {tuple((part, wants.shapes[at]) for part, at in parts) for parts in every}
         if len(kinds) == 1 and len(every) > 1:
-            numbers = tuple(at for parts in every for _, at in parts)
-            count = len(every)
+            numbers, count = tuple(at for parts in every for _, at in parts), len(every)
             groups.append(LayerGroup(name, numbers, "experts", "", count, min(chosen, count), True))
     for name, found in fused.items():
         counts = {wants.shapes[at][:1] for at in found}
@@ -276,10 +270,9 @@ def _experts_by_name(wants: TensorRequests, chosen: int, stay: Sequence[str]) ->
 
 
 def rows_of_experts(want: TensorRequest, experts: int) -> list[tuple[RowRange, ...]] | None:
-    """The rows of each expert of a parameter in the file; None if it is of no experts."""
-    plain = want.transpose is None and want.coding is None
-    if not plain or want.shape[:1] != (experts,) or not math.prod(want.shape):
+    """Return the file's rows of each expert of a parameter; None if experts are not whole rows."""
+    plain, numel = want.transpose is None and want.coding is None, math.prod(want.shape)
+    if not plain or want.shape[:1] != (experts,) or not numel:
         return None
-    numel = math.prod(want.shape)
     rows = sum(r.stop - r.start for r in want.source)
     return split(want.source, numel // rows, numel // experts)
