@@ -1,15 +1,15 @@
-"""Layers that stay in their files: views on maps, whose pages come before and go behind.
+"""Layers that are used in their mapped files, whose pages are read before use and dropped after.
 
-Where the CPU computes on what is mapped, a layer that streams is not copied into a slot. Its
-weights are views on the files. The workers that would fill the slot map the layer's pages
-(MADV_POPULATE_READ), and when the slot goes to another layer, they are unmapped (MADV_DONTNEED). So
-mapped pages take no more than the slots would, and nothing faults in random order.
+If the CPU computes on mapped files, a layer that streams is not copied into a slot. Its weights are
+views on the files. The workers that would fill the slot map the layer's pages (MADV_POPULATE_READ),
+and when the slot goes to another layer, they are unmapped (MADV_DONTNEED). So mapped pages take no
+more than the slots would, and nothing faults in random order.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
@@ -33,23 +33,22 @@ from streamload.offloading.plan import OffloadPlan
 from streamload.planning.plan import Plan
 
 #: Views begin at multiples of this in their files, as tensors of torch's allocator do in memory:
-#: what a matrix product gives depends on where its weights begin.
+#: the result of a matrix product depends on the address of its weights.
 ALIGNMENT_NBYTES = 64
 
 
 class Viewable(NamedTuple):
-    """Whether the CPU can compute on layers in their files."""
+    """Whether the CPU can compute on layers in their files, and the obstacle if not."""
 
     views: bool = False  # it can, with pages that come and go with the slots
     unaligned: str = ""  # a tensor whose start is the only obstacle; `convert` aligns to 64
-    mappable: bool = False  # a load can leave all of it in its files, whose pages the kernel drops
+    mappable: bool = False  # a load can leave all in the files, whose pages the kernel drops
 
 
 def can_be_views(plan: Plan, checkpoint: Checkpoint) -> Viewable:
-    """Whether the CPU can compute on all of a plan, made for ``residence="auto"``, in its files."""
+    """Return whether the CPU can use all tensors of a ``residence="auto"`` plan in their files."""
     placements = plan.placements
-    unaligned = ""
-    movable = True
+    unaligned, movable = "", True
     for kind, source in zip(placements.kinds, placements.sources, strict=True):
         if kind.cast != "mapped":
             return Viewable()
@@ -64,7 +63,7 @@ def can_be_views(plan: Plan, checkpoint: Checkpoint) -> Viewable:
 
 
 class FileViews(Slots):
-    """Weights of layers as views on private maps of their files, whichever slots they count in."""
+    """Weights of layers as views on private maps of their files, in place of memory of slots."""
 
     def __init__(
         self,
@@ -73,22 +72,22 @@ class FileViews(Slots):
         device: Device,
         weight_of: Callable[[Any], Any],
     ) -> None:
-        """Map the files, of which nothing is read; ``weight_of``: see `Slots`.
+        """Map the files, and read nothing; ``weight_of``: see `Slots.weight_of`.
 
         Raises:
-            FileChangedError: a file is not what it was when its header was read.
+            FileChangedError: a file changed since its header was read.
             CheckpointError: a file cannot be opened or mapped.
         """
         plan = made.stream
         assert plan is not None
         self.count = len(made.residency.slot_starts)
         self._device, self._ahead = device, plan.ahead
-        # If the page cache has no room for what was read, the kernel would make room by taking
-        # pages that are computed with next.
+        # If the page cache is short of room, pages behind are dropped: else the kernel would drop
+        # pages that are needed next.
         self._keeps = made.cached
         self._checkpoint = checkpoint
-        self._open: dict[Location, Reader] = {}  # with a lease each, while passes go on
-        self._entered: dict[int, list[ExitStack]] = {}  # by layer: one may be inside itself
+        self._open: dict[Location, Reader] = {}  # each with a lease, while passes run
+        self._entered: dict[int, list[ExitStack]] = {}  # by layer, which may be inside itself
         self._maps: dict[Location, mmap.mmap] = {}
         self._addresses: dict[Location, int] = {}
         self._views: list[tuple[list[Buffer], list[Buffer]]] = []
@@ -100,17 +99,16 @@ class FileViews(Slots):
             for at in placements:
                 (row,) = sources[at]
                 info = checkpoint.tensors[row.tensor]
-                memory = self._map(info.shard, checkpoint)
-                start = first_byte(info, row)
+                memory, start = self._map(info.shard), first_byte(info, row)
                 plain.append(device.view(memory, start, kinds[at].dst, kinds[at].shape))
                 found.append((info.shard, start, start + kinds[at].nbytes))
             self._views.append(([*map(weight_of, plain)], plain))
-            self._ranges.append([*_joined(found)])
+            self._ranges.append(_merged(found))
 
-    def _map(self, shard: Location, checkpoint: Checkpoint) -> mmap.mmap:
+    def _map(self, shard: Location) -> mmap.mmap:
         if shard not in self._maps:
-            memory = self._maps[shard] = map_shard(checkpoint.headers[shard])
-            if not self._ahead:  # a touch would bring its neighbours
+            memory = self._maps[shard] = map_shard(self._checkpoint.headers[shard])
+            if not self._ahead:  # a fault would read neighbours, too
                 memory.madvise(mmap.MADV_RANDOM)
             self._addresses[shard] = np.frombuffer(memory, np.uint8).ctypes.data
         return self._maps[shard]
@@ -119,10 +117,10 @@ class FileViews(Slots):
         return self._views[layer]
 
     def bring(self, shard: Location, start: int, stop: int) -> None:
-        """Map the pages of some bytes; reads those that are not in the page cache.
+        """Map the pages of bytes ``start`` to ``stop`` (exclusive), and read the uncached ones.
 
         Raises:
-            CheckpointError: the storage does not give them.
+            CheckpointError: the storage cannot read them.
         """
         first = self._addresses[shard]
         code = populate_shared(first + start, first + stop, ahead=self._ahead)
@@ -130,47 +128,47 @@ class FileViews(Slots):
             raise unreadable(shard, OSError(code, "its pages cannot be mapped"))
 
     def let_go(self, layer: int) -> None:
-        """Unmap the pages of a layer, and drop them from the page cache where it is short."""
+        """Unmap the pages of a layer; drop them from the page cache, too, if that is short."""
         for shard, start, stop in self._ranges[layer]:
             unmap_pages(self._addresses[shard] + start, self._addresses[shard] + stop)
             if not self._keeps and isinstance(shard, Path):
                 drop_pages(shard, start, stop)
 
     def enter(self, layer: int) -> None:
-        """Hold back those who would change the files of a layer, until `leave`.
+        """Guard the files of a layer against changes while it computes, until `leave`.
 
         Raises:
-            CheckpointError: one has changed, or a writer waits for it.
+            CheckpointError: a file has changed, or a writer waits for it.
         """
         with ExitStack() as entered:
             for shard in {shard for shard, _, _ in self._ranges[layer]}:
                 if shard not in self._open:
-                    self._open[shard] = self._held_back(shard)
+                    self._open[shard] = self._guarded(shard)
                 entered.enter_context(self._open[shard].unchanged())
             self._entered.setdefault(layer, []).append(entered.pop_all())
 
-    def _held_back(self, shard: Location) -> Reader:
-        # the file itself is mapped
+    def _guarded(self, shard: Location) -> Reader:
+        # without views of the header: the file itself is mapped
         reader = open_shard(replace(self._checkpoint.headers[shard], views=()), "mmap")
-        if not reader.mapped:  # a file that is cut short under a map ends the process
+        if not reader.mapped:  # if a mapped file is truncated, the process dies
             reader.close()
             raise CheckpointError(shard, f"cannot be computed on: {reader.fallback}")
         return reader
 
     def leave(self, layers: Sequence[int]) -> None:
-        """Nothing computes with some layers any more; raises as `enter` does."""
-        with ExitStack() as left:  # all of them, even if one raises
+        """End `enter` for each of some layers; raises CheckpointError if a file has changed."""
+        with ExitStack() as left:  # leaves all, even if one raises
             for layer in layers:
                 left.callback(self._entered[layer].pop().close)
 
     def close_files(self) -> None:
-        """Let go of all files, until a layer is entered again."""
+        """Close all files, until the next `enter`."""
         for reader in self._open.values():
             reader.close()
         self._open.clear()
 
     def close(self) -> None:
-        """Let go of the views, even where something still refers to one."""
+        """Release the views, even if something still refers to one, and the maps."""
         self.close_files()
         for layer in range(len(self._views)):
             self.let_go(layer)
@@ -180,12 +178,11 @@ class FileViews(Slots):
         self._maps.clear()
 
 
-def _joined(ranges: Sequence[tuple[Location, int, int]]) -> Iterator[tuple[Location, int, int]]:
-    """Ranges in the order of the files, those that touch each other as one."""
-    shard, start, stop = ranges[0]
-    for each in ranges[1:]:
-        if each[0] != shard or each[1] != stop:
-            yield shard, start, stop
-            shard, start, _ = each
-        stop = each[2]
-    yield shard, start, stop
+def _merged(ranges: Sequence[tuple[Location, int, int]]) -> list[tuple[Location, int, int]]:
+    """Return ranges of files, in order, with adjacent ones merged."""
+    found: list[tuple[Location, int, int]] = []
+    for shard, start, stop in ranges:
+        if found and (found[-1][0], found[-1][2]) == (shard, start):
+            start = found.pop()[1]
+        found.append((shard, start, stop))
+    return found
