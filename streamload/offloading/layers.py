@@ -1,72 +1,73 @@
-"""Layers that stream: their order, the memory of their slots, and counts of passes."""
+"""State of the layers that stream: their order, the memory of their slots, counts of passes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
 from streamload.core.dtypes import DType
 from streamload.core.units import round_up
-from streamload.devices.base import Buffer, Ticket
+from streamload.devices.base import Ticket
 from streamload.offloading.plan import OffloadPlan
 from streamload.offloading.residency import SLOT_ALIGNMENT_NBYTES
-from streamload.streaming.state import Sink, WorkItem
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Tensors that stream together."""
+    """A layer that streams: tensors that are read into slots as a whole."""
 
     name: str
-    placements: range  # numbers in the plan
-    slots: int  # adjacent ones
-    read_nbytes: int  # of the files
+    placements: range  # indices of its tensors in the plan of streaming
+    slots: int  # number of adjacent slots that it takes
+    read_nbytes: int  # bytes in the files
 
 
 class LayerState(Enum):
-    """The state of a layer that has slots; see the table of `prefetch`."""
+    """The state of a layer that has slots; the table of `prefetch` explains each."""
 
     FILLING = auto()
     SENT = auto()
-    THERE = auto()
     SPOILED = auto()
 
 
 @dataclass(slots=True)
 class HeldLayer:
-    """A layer that has slots."""
+    """The progress of a layer that has slots."""
 
-    first: int  # slot
-    left_nbytes: int  # whose copies have not been started
-    unsure_nbytes: int  # whose copies may not have ended
+    first: int  # index of its first slot
+    left_nbytes: int  # bytes whose copies have not been started
+    unsure_nbytes: int  # bytes whose copies may not have ended
     state: LayerState = LayerState.FILLING
     tickets: list[Ticket] = field(default_factory=list)  # of copies that may not have ended
-    computing: int = 0  # uses that the device has not ended
+    computing: int = 0  # number of uses that the device has not ended
 
 
 class Slots:
-    """Slots of a device in one piece of memory, over which layers have tensors: of numpy, here.
+    """Slots: device memory that layers which stream share, and the tensors over it.
+
+    This class makes arrays of numpy; each framework has a subclass.
 
     Attributes:
-        count: slots of layers and of experts.
+        count: number of slots, of layers and of experts.
     """
 
     def __init__(self, memory: Any, plan: OffloadPlan) -> None:
-        """Take the bytes of all slots."""
+        """Cut ``memory``, the bytes of all slots, by the sizes in ``plan``."""
         assert plan.stream is not None
         self._memory, self._starts = memory, plan.residency.slot_starts
         self.count, kinds = len(self._starts), plan.stream.placements.kinds
         self._layers = [[kinds[at] for at in each] for each in plan.layer_placements]
+        # By slot and kinds of tensors: tensors to compute with, and the same for workers.
         self._made: dict[Hashable, tuple[list[Any], list[Any]]] = {}
 
     def buffers(self, layer: int, slot: int) -> list[Any]:
-        """A buffer for each placement of a layer that begins at a slot; the same for all alike."""
+        """Return a tensor for each placement of a layer at a slot; layers alike share them."""
         return self._of(layer, slot)[0]
 
     def to_fill(self, layer: int, slot: int) -> list[Any]:
-        """The same memory for workers, whose references to it come and go."""
+        """Return tensors over the same memory for workers, whose references are not counted."""
         return self._of(layer, slot)[1]
 
     def _of(self, layer: int, slot: int) -> tuple[list[Any], list[Any]]:
@@ -80,48 +81,48 @@ class Slots:
         return self._made[key]
 
     def _view(self, start: int, stop: int, dtype: DType, shape: tuple[int, ...]) -> tuple[Any, Any]:
-        """A tensor over some bytes, and the same for workers."""
+        """Return a tensor over bytes of the memory, and one over the same bytes for workers."""
         view = self._memory[start:stop].view(dtype.numpy).reshape(shape)
         return view, view
 
     @staticmethod
     def weight_of(view: Any, /) -> Any:
-        """The tensor that modules or loops get for a view on a file."""
+        """Return the tensor to compute with for a view on a file; used by `FileViews`."""
         return view
 
     def close(self) -> None:
-        """Give the memory back, when nothing uses it any more; it goes with the last tensor."""
+        """Let go of the memory, which nothing may use now; it is freed with its last tensor."""
         self._made.clear()
         self._memory = None
 
     def lend(self, buffers: Sequence[Any]) -> Sequence[Any]:
-        """Return the tensors of a loop over layers, until `take_back`."""
+        """Return the tensors that a loop over layers gets for these buffers, until `take_back`."""
         return buffers
 
     def take_back(self) -> None:
-        """End the use of lent buffers: the loop has gone on."""
+        """End the use of lent tensors: the loop has gone on to the next layer."""
 
 
 @dataclass(slots=True)
 class RoundStats:
-    """Counts of passes so far."""
+    """Counts of all passes so far; see `OffloadReport`."""
 
     read_nbytes: int = 0
-    stalls: list[float] = field(default_factory=list)  # seconds of waiting, by layer
-    misses: int = 0  # layers that were not expected next
-    busy_s: float = 0.0  # while layers were on their way
+    stalls: list[float] = field(default_factory=list)  # by layer, seconds of waiting
+    misses: int = 0  # how often another layer was asked for than expected
+    busy_s: float = 0.0  # seconds in which copies of a layer were being started
 
 
 class Order:
-    """The order in which passes ask for layers, learned from them."""
+    """The order in which passes ask for layers, learned from the last request after each layer."""
 
     def __init__(self, count: int) -> None:
-        """Expect so many layers one after the other, and then the first again."""
+        """Expect layers 0 to ``count`` - 1 in this order, and then the first again."""
         self._next = [(number + 1) % count for number in range(count)]
         self._last: int | None = None
 
     def follow(self, number: int) -> bool:
-        """Learn that this layer came after the last. Returns whether it was expected."""
+        """Learn that this layer was asked for after the last; return whether that was expected."""
         expected = self._last is None or self._next[self._last] == number
         if self._last is not None:
             self._next[self._last] = number
@@ -129,7 +130,7 @@ class Order:
         return expected
 
     def ahead(self, first: int | None) -> list[int]:
-        """The layers as they are needed from now on; ``first``: one that is waited for."""
+        """Return all layers, the one needed next first: ``first`` if a thread waits for that."""
         if self._last is None:
             return [*range(len(self._next))]
         at = self._next[self._last] if first is None else first
@@ -138,32 +139,3 @@ class Order:
             order[at] = None
             at = self._next[at]
         return list(order)
-
-
-class SlotTarget(Sink):
-    """The slots as a stream fills them."""
-
-    def __init__(
-        self,
-        layers: Sequence[Layer],
-        arrived: Callable[[Sequence[int]], None],
-        sent: Callable[[WorkItem, Sequence[Ticket]], None],
-    ) -> None:
-        self._buffers: dict[int, Buffer] = {}
-        self._layers, self._arrived, self._sent = layers, arrived, sent
-
-    def place(self, number: int, buffers: Sequence[Buffer]) -> None:
-        """A layer is going to be filled, into these buffers."""
-        self._buffers.update(zip(self._layers[number].placements, buffers, strict=True))
-
-    def begin(self, indices: Sequence[int]) -> list[Buffer]:
-        """The buffers of placements."""
-        return [self._buffers[index] for index in indices]
-
-    def finish(self, indices: Sequence[int]) -> None:
-        """All bytes of these are there."""
-        self._arrived(indices)
-
-    def sent(self, unit: WorkItem, tickets: Sequence[Ticket]) -> None:
-        """The copies of a unit have been started."""
-        self._sent(unit, tickets)

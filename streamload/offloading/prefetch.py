@@ -1,28 +1,28 @@
-"""Bring layers into slots of a device, pass after pass, before they are computed with.
+"""Bring layers into slots of a device, pass after pass, before the device computes with them.
 
-`Rounds` is a load that repeats. The thread that runs the model asks for layers in an order that is
-learned from it. A thread of `Rounds` picks the layer that is needed next and a slot, and the
-workers of `streaming.loop.Crew` fill it. A slot is filled again once the device has computed with
-its layer. Experts have slots of their own: `ExpertCache` decides which of them make room.
+A pass is one call of the model. `Rounds` is a load that repeats in each. The thread that runs the
+model asks for layers in an order that is learned from it. A thread of `Rounds` picks the layer that
+is needed next and a slot, and the workers of `streaming.loop.Crew` fill it. A slot is filled again
+once the device has computed with its layer. Experts have slots of their own, from which
+`ExpertCache` evicts.
 
 One lock, `Rounds._changed`, guards all state below. R is the thread that runs the model, S the
 thread "streamload-rounds", W a worker of the crew, C the thread that waits for tickets (`Reaper`).
 
 | state of a layer | meaning | begins with |
 |---|---|---|
-| (no `HeldLayer`) | no slot is its own | `_drop`, by S, R or C |
+| (no `HeldLayer`) | it has no slot | `_drop`, by S, R or C |
 | FILLING | copies into its slot are being started | `_take`, by S |
-| SENT | all were started, and some may run or fail | `_filled`, by W, or S if it is empty |
-| THERE | all have ended | `_arrived`, by W, or the end of the crew, by S |
+| SENT | all were started; `unsure_nbytes` may run or fail | `_filled`, by W, or S if it is empty |
 | SPOILED | it may have wrong bytes; dropped when nothing uses it | `_forget`, by S |
 
 | field | meaning | changed by |
 |---|---|---|
-| `_users`, `_runner`, `_wanted` | layers in use, the thread, the layers that it waits for | R |
-| `_held`, `_holds`, `_busy` | layers with slots; of each slot; that are under way | S, W, C, R |
-| `_error`, `_raised` | what ended S, for R; the same, once R has raised it | S, R |
-| `_thread`, `_crew` | S and its crew, while there are any | R starts, S ends |
-| `_closed` | why no layer is given out any more | any thread, without the lock |
+| `_users`, `_runner`, `_wanted` | layers in use, their thread, layers that it waits for | R |
+| `_held`, `_holds`, `_busy` | layers with slots; by slot; filled or computed with | S, W, C, R |
+| `_error`, `_raised` | the error that ended S, for R to raise; the one that R raised | S, R |
+| `_thread`, `_crew` | S and its crew, while they run | R starts, S ends |
+| `_closed` | why no layer can be acquired any more; "" while open | any, without the lock |
 """
 
 from __future__ import annotations
@@ -42,33 +42,24 @@ from streamload.devices.base import Buffer, Device, Ticket
 from streamload.errors import OffloadError
 from streamload.offloading.completion import Reaper, started
 from streamload.offloading.experts import ExpertCache
-from streamload.offloading.layers import (
-    HeldLayer,
-    Layer,
-    LayerState,
-    Order,
-    RoundStats,
-    Slots,
-    SlotTarget,
-)
+from streamload.offloading.layers import HeldLayer, Layer, LayerState, Order, RoundStats, Slots
 from streamload.offloading.views import FileViews
 from streamload.planning.placement import UNREAD
 from streamload.planning.plan import Plan
 from streamload.planning.transforms import NO_CHANGES, Changes
 from streamload.streaming.loop import Crew, batches, crew_of
-from streamload.streaming.state import Job, Transfer, WorkItem, written_nbytes
+from streamload.streaming.state import Job, Sink, Transfer, WorkItem, written_nbytes
 
-# After so long without a pass, threads end, and staging and files are given back until the next.
+# After this time without a pass, threads end, and staging and files are released until the next.
 _IDLE_S = 2.0
-_LOOK_S = 0.1  # whether that is so, or the program ends
+_LOOK_S = 0.1  # interval of checks for that, and for the end of the program
 
 
-class Rounds:
-    """The layers that stream, and their slots.
+class Rounds(Sink):
+    """Brings layers that stream into their slots, ahead of the thread that runs the model.
 
-    One thread at a time runs the model: it calls `acquire` before it computes with a layer, and
-    `release` when it has queued that. Other threads start when a layer is asked for, and end if
-    none is for `_IDLE_S`.
+    That thread, one at a time, calls `acquire` before it computes with a layer, and `release` once
+    it has queued the work. Other threads start at a call, and end after `_IDLE_S` without one.
     """
 
     def __init__(
@@ -81,22 +72,23 @@ class Rounds:
         changes: Changes = NO_CHANGES,
         experts: ExpertCache | None = None,
     ) -> None:
-        """Start nothing yet; ``layers``: in the expected order of passes, then the experts."""
+        """Start no thread yet; ``layers``: in the expected order of passes, then the experts."""
         self._views = memory if isinstance(memory, FileViews) else None
         self.experts = experts if experts is not None else ExpertCache((), 0)
         self._first_expert = ring = len(layers) - self.experts.count
         self.stats = RoundStats(stalls=[0.0] * ring)
         self._plan, self._checkpoint, self._device = plan, checkpoint, device
         self._layers, self.memory = layers, memory
+        self._buffers: dict[int, Buffer] = {}  # by placement, while workers fill it
         self._changes = changes
         self._layer_of = {p: n for n, layer in enumerate(layers) for p in layer.placements}
         self._order = Order(ring)
         self._holds: list[int | None] = [None] * (memory.count - self.experts.slots)
         self._held: dict[int, HeldLayer] = {}
-        self._busy: set[int] = set()  # layers that are filled, copied to or computed with
+        self._busy: set[int] = set()  # layers that are filled or computed with
         self._busy_since = 0.0
-        self._users: list[int] = []  # layers that are computed with, each inside the one before
-        self._unproved: set[int] = set()  # layers handed out whose copies may fail still
+        self._users: list[int] = []  # layers in use, each called inside the one before
+        self._unproved: set[int] = set()  # layers in use or used, whose copies may still fail
         self._runner: int | None = None
         self._wanted: Sequence[int] = ()
         self._work: dict[int, list[Sequence[WorkItem]]] = {}  # by layer
@@ -112,24 +104,25 @@ class Rounds:
     # --- the thread that runs the model -------------------------------------------------------
 
     def acquire(self, number: int) -> Sequence[Buffer]:
-        """Wait until a layer is in its slots until `release`; returns a buffer a placement.
+        """Wait until a layer is in its slots, and keep it until `release`.
+
+        Returns one buffer for each placement, on which the device may queue work.
 
         Raises:
-            OffloadError: it is closed, or another thread computes with a layer now.
+            OffloadError: this was closed, or another thread computes with a layer now.
             StreamloadError: the layer could not be brought; the next call tries again.
         """
         self._check_process()
-        (buffers,) = self._acquire([number], self.stats.stalls, number)
-        return buffers
+        return self._acquire([number], self.stats.stalls, number)[0]
 
     def _acquire(self, numbers: Sequence[int], stalls: list[float], at: int) -> list[list[Buffer]]:
-        """Wait until layers are there, and let this thread use them; adds the wait to a stall."""
-        begun, me = time.perf_counter(), threading.get_ident()
+        """Wait until layers are in slots; return their buffers, add the time to ``stalls[at]``."""
+        begun = time.perf_counter()
         with self._changed:
-            self._check_usable(me)
-            self._runner = me
+            self._check_usable()
+            self._runner = threading.get_ident()
             try:
-                self._wait_for(numbers, me)
+                self._wait_for(numbers)
                 for number in numbers:
                     for ticket in self._held[number].tickets:
                         self._device.follow(ticket)
@@ -138,17 +131,18 @@ class Rounds:
                     self._users.append(number)
             finally:
                 self._wanted = ()
-                self._leave(me)
+                self._leave_if_done()
             self._unproved.update(n for n in numbers if self._held[n].unsure_nbytes)
             self._wake()  # the next may go where the one before was
             stalls[at] += time.perf_counter() - begun
             return [self.memory.buffers(number, self._held[number].first) for number in numbers]
 
-    def _leave(self, me: int | None) -> None:
-        """A thread still computes if it uses layers, or will use experts."""
-        self._runner = me if self._users or self.experts.asked else None
+    def _leave_if_done(self) -> None:
+        """Let other threads run the model if this one uses no layer, and waits for no experts."""
+        if not (self._users or self.experts.asked):
+            self._runner = None
 
-    def _check_process(self) -> None:  # before locks, which are as another thread had them
+    def _check_process(self) -> None:  # before locks, which another thread may have held
         if os.getpid() != self._process:
             raise OffloadError(
                 "the model was offloaded before this process was forked, and what brings its "
@@ -156,47 +150,47 @@ class Rounds:
             )
 
     def ask(self, layer: int, chosen: Sequence[int]) -> None:
-        """Bring the experts that a layer's router chose, in the order in which it computes.
+        """Start to bring the experts that a layer's router chose, in the order of their use.
 
         Args:
-            layer: its number among the layers that have experts.
+            layer: the number of the layer among those that have experts.
             chosen: numbers of experts within the layer.
 
         Raises:
-            OffloadError: it is closed, or another thread computes with a layer now.
+            OffloadError: this was closed, or another thread computes with a layer now.
         """
-        me = threading.get_ident()
         self._check_process()
         with self._changed:
-            self._check_usable(me)
+            self._check_usable()
             there = [self._is_there(number) for number in self._numbers(layer, chosen)]
             self.experts.ask(layer, chosen, sum(there))
-            self._leave(me)
+            self._runner = threading.get_ident()
+            self._leave_if_done()
             if not all(there):
                 self._start()
                 self._wake()
 
     def acquire_experts(self, layer: int, chosen: Sequence[int]) -> list[list[Buffer]]:
-        """Wait until some of the experts that were asked for are in slots; as `acquire`."""
+        """Wait until some of the experts of an `ask` are in slots; return the buffers of each."""
         return self._acquire(self._numbers(layer, chosen), self.experts.stalls, layer)
 
     def release_experts(self, layer: int, chosen: Sequence[int]) -> None:
-        """All is queued that computes with some experts; see `release`."""
+        """End `acquire_experts`, as all work on the experts is queued; see `release`."""
         self._mark_release(self._numbers(layer, chosen))
 
     def end_asking(self) -> None:
-        """The layer that asked for experts needs no more of them."""
+        """End an `ask`: its layer needs no more experts."""
         if os.getpid() != self._process:
             return
         with self._changed:
             self.experts.asked = []
-            self._leave(self._runner)
+            self._leave_if_done()
 
     def _numbers(self, layer: int, chosen: Sequence[int]) -> list[int]:
         return [self._first_expert + expert for expert in self.experts.numbers(layer, chosen)]
 
     def release(self, number: int) -> None:
-        """All is queued that computes with a layer; does nothing if `acquire` failed."""
+        """End `acquire`, as all work on the layer is queued; does nothing if that failed."""
         self._mark_release([number])
 
     def _mark_release(self, numbers: Sequence[int]) -> None:
@@ -218,7 +212,7 @@ class Rounds:
         for number in numbers:
             self._users.remove(number)  # the innermost
         self._users.reverse()
-        self._leave(self._runner)
+        self._leave_if_done()
         if not self._users:
             self._changed.notify_all()
         if ticket is not None:
@@ -233,13 +227,13 @@ class Rounds:
             self._views.leave(numbers)
 
     def close(self, why: str) -> None:
-        """End all threads and give the slots back; later calls of `acquire` say why.
+        """End all threads and free the slots; later calls of `acquire` raise OffloadError(why).
 
         Raises:
             OffloadError: a thread computes with a layer now.
         """
         if os.getpid() != self._process:
-            self.memory.close()  # this process's copy; the threads are the parent's
+            self.memory.close()  # this process's copy; the parent has the threads
             return
         with self._changed:
             if self._users:
@@ -250,23 +244,23 @@ class Rounds:
             self._changed.notify_all()
             self._wake()
             thread = self._thread
-            if thread is None:  # which ends it otherwise
+            if thread is None:  # otherwise that ends the reaper
                 self._reaper.end()
         if thread is not None:
             thread.join()
         self._reaper.join()
-        self._device.synchronize()  # what computes with the slots
+        self._device.synchronize()  # it may compute with the slots
         self.memory.close()
 
     def abandon(self) -> None:
-        """Let all threads end: the model is gone. Any thread may call this, holding any lock."""
+        """Let all threads end, as the model is gone; any thread may call this, holding any lock."""
         self._closed = self._closed or "the model is gone"
         self._wake()
 
-    def _check_usable(self, me: int) -> None:
+    def _check_usable(self) -> None:
         if self._closed:
             raise OffloadError(self._closed)
-        if self._runner is not None and self._runner != me:
+        if self._runner not in (None, threading.get_ident()):
             at = [*self._wanted[:1], *self._users][-1:]
             where = f", one in {self._layers[at[0]].name}" if at else ""
             raise OffloadError(
@@ -274,14 +268,14 @@ class Rounds:
                 "memory, so let one thread run it, or offload a copy for each"
             )
 
-    def _wait_for(self, numbers: Sequence[int], me: int) -> None:
-        """Wait until layers are there; raises the error that keeps them from coming."""
+    def _wait_for(self, numbers: Sequence[int]) -> None:
+        """Wait until layers are in their slots; raises the error that prevents it."""
         for number in numbers:
             if number < self._first_expert and not self._order.follow(number):
                 self.stats.misses += 1
         self._wanted = numbers
         while True:
-            self._check_usable(me)
+            self._check_usable()
             if self._error is not None:
                 error, self._error = self._error, None
                 self._raised = error if self._thread is not None else None
@@ -295,23 +289,20 @@ class Rounds:
             self._changed.wait()
 
     def _is_there(self, number: int) -> bool:
-        state = self._held[number].state if number in self._held else LayerState.FILLING
-        return (
-            number in self._users
-            if state is LayerState.SPOILED
-            else state is not LayerState.FILLING
-        )
+        held = self._held.get(number)
+        if held is None or held.state is LayerState.FILLING:
+            return False
+        return held.state is not LayerState.SPOILED or number in self._users
 
     def _check_room(self, number: int) -> None:
-        """Raise OffloadError if nothing under way will make room for a layer."""
+        """Raise OffloadError if a layer gets no slot, now or when work under way has ended."""
         if not self._users or number in self._held or self._busy:
             return
-        if number >= self._first_expert:  # no more are asked for at once than there are slots
-            return
-        if self._room_for(number, 0, {}) is not None:
+        # of experts, no more are asked for at once than there are slots
+        if number >= self._first_expert or self._room_for(number, 0, {}) is not None:
             return
         outer, inner = self._layers[self._users[-1]].name, self._layers[number].name
-        users, self._users = self._users, []  # this leaves all that computes
+        users, self._users = self._users, []  # this ends all uses
         if self._views is not None:
             self._views.leave(users)
         raise OffloadError(
@@ -322,8 +313,8 @@ class Rounds:
     # --- what is brought next -----------------------------------------------------------------
 
     def _pick(self) -> tuple[int, int] | None:
-        """The layer to bring next, and its first slot; None for nothing now."""
-        if self.experts.asked:  # a layer waits for them, or will at once
+        """Return the layer to bring next and its first slot; None if there is none now."""
+        if self.experts.asked:  # a layer waits for them, or is about to
             base = self._first_expert
             expert = self.experts.next({number - base for number in {*self._busy, *self._users}})
             if expert is not None:
@@ -338,7 +329,10 @@ class Rounds:
         return None
 
     def _room_for(self, number: int, at: int, distance: Mapping[int, int]) -> int | None:
-        """The first of adjacent slots whose layers are needed last, and after this one."""
+        """Return the first of adjacent slots for a layer, whose holders are needed last, or None.
+
+        ``at`` is the place of the layer in the order of use, ``distance`` that of each other.
+        """
         best, best_distance = None, at
         slots = self._layers[number].slots
         for first in range(len(self._holds) - slots + 1):
@@ -354,7 +348,7 @@ class Rounds:
         return best
 
     def _take(self, number: int, first: int) -> None:
-        """Give a layer its slots, or an expert its own."""
+        """Give a layer slots from ``first`` on, or an expert that slot; drop the former holders."""
         if number >= self._first_expert:
             slot = first - len(self._holds)
             held = self.experts.holder(slot)
@@ -386,7 +380,7 @@ class Rounds:
             self._views.let_go(number)
 
     def _settle(self, number: int) -> None:
-        """A layer may not be busy any more: drop it if it has wrong bytes, and nothing uses it."""
+        """Mark a layer as idle if copies and uses have ended, and drop it if spoiled and unused."""
         held = self._held.get(number)
         if held is None or held.state is LayerState.FILLING or held.unsure_nbytes or held.computing:
             return
@@ -414,18 +408,18 @@ class Rounds:
             self._crew = self._thread = None
             for number, held in [*self._held.items()]:  # all workers have ended
                 held.unsure_nbytes = 0
-                held.state = LayerState.THERE if held.state is LayerState.SENT else held.state
                 self._settle(number)
             self._forget(everything=error is not None)
             self._reaper.end()
-            # if nothing waits and nothing wrong was handed out, the layer is just asked for again
+            # if no thread waits or used wrong bytes, the next `acquire` just tries again
             waits = bool(self._wanted or self._unproved) and error is not self._raised
             self._error, self._raised = error if waits else None, None
             self._unproved.clear()
+            self._buffers.clear()
             self._changed.notify_all()
 
     def _forget(self, *, everything: bool) -> None:
-        """Forget the layers that are being filled, or all: they may be wrong too."""
+        """Mark the layers that are being filled as spoiled; all layers if ``everything``."""
         for number, held in [*self._held.items()]:
             held.tickets.clear()
             if held.state is LayerState.FILLING:
@@ -436,12 +430,14 @@ class Rounds:
             self._settle(number)
 
     def _leave_files(self, _: Any, error: BaseException | None, __: Any) -> None:
-        """Wait until nothing computes on the files: once they are closed, they may change."""
+        """Close mapped files once no layer is in use, as an exit of `ExitStack`, with its error."""
         with self._changed:
             while self._users:
-                if self._wanted and error is None:  # inside a layer: the next thread leaves them
+                if self._wanted and error is None:  # inside a layer: the next thread closes them
                     return
-                if self._wanted and error is not self._raised:  # both layers have to end
+                if (
+                    self._wanted and error is not self._raised
+                ):  # the waiting layer and the one around it have to end
                     self._error = error
                     self._changed.notify_all()
                 self._changed.wait(_LOOK_S)
@@ -450,36 +446,34 @@ class Rounds:
             self._views.close_files()
 
     def _bring(self) -> None:
-        """Bring layers until none was asked for in `_IDLE_S`."""
-        plan, device = self._plan, self._device
-        target = SlotTarget(self._layers, self._arrived, self._sent)
+        """Read layers into slots with a crew of workers, until none was needed for `_IDLE_S`."""
+        plan = self._plan
         ledger = Ledger(
             {d.device: d.scratch_nbytes for d in plan.devices} | {STAGING: plan.host_nbytes}
         )
-        devices = {d.device: device for d in plan.devices}
+        devices = {d.device: self._device for d in plan.devices}
         transfer = Transfer(
             *(plan, self._checkpoint, devices, self._changes, open_shard), refills=True
         )
         if self._views is not None:
-            target.bring = self._views.bring
-        with crew_of(transfer, target, ledger, Interrupt(None)) as crew, ExitStack() as stack:
+            self.bring = self._views.bring
+        with crew_of(transfer, self, ledger, Interrupt(None)) as crew, ExitStack() as stack:
             if self._views is not None:
                 stack.push(self._leave_files)
             stack.callback(crew.join)
-            job = crew.job
             try:
-                self._go_round(job, crew, target)
+                self._go_round(crew.job, crew)
             except BaseException as error:
                 with self._changed:
                     self._forget(everything=True)  # before staging goes, and with it its tickets
-                job.fail(error)
+                crew.job.fail(error)
                 raise
             with self._changed:
                 for held in self._held.values():
                     held.tickets.clear()
             crew.end()
 
-    def _go_round(self, job: Job, crew: Crew, target: SlotTarget) -> None:
+    def _go_round(self, job: Job, crew: Crew) -> None:
         idle_since = time.monotonic()
         with self._changed:
             self._crew = crew
@@ -498,8 +492,9 @@ class Rounds:
                     idle_since = time.monotonic()
                 continue
             number, first = picked
-            target.place(number, self.memory.to_fill(number, first))
-            if number not in self._work:  # there may be very many, and few that are chosen
+            buffers = self.memory.to_fill(number, first)
+            self._buffers.update(zip(self._layers[number].placements, buffers, strict=True))
+            if number not in self._work:  # made late: of very many experts few are chosen
                 units = job.units(self._layers[number].placements)
                 self._work[number] = list(batches(units, job, self._plan.threads))
             if not self._work[number]:
@@ -514,14 +509,16 @@ class Rounds:
         crew.drain()
 
     def _is_idle(self, since: float) -> bool:
-        if _program_ends():
-            return True
-        busy = self._runner is not None or self._fills()
-        busy = busy or any(self._held[number].computing for number in self._busy)
-        return not busy and time.monotonic() - since >= _IDLE_S
+        computing = any(self._held[number].computing for number in self._busy)
+        busy = self._runner is not None or self._fills() or computing
+        return _program_ends() or (not busy and time.monotonic() - since >= _IDLE_S)
 
-    def _sent(self, unit: WorkItem, tickets: Sequence[Ticket]) -> None:
-        """The copies of a unit have been started."""
+    def begin(self, indices: Sequence[int]) -> list[Buffer]:
+        """Return the buffers in slots for placements; see `Sink`."""
+        return [self._buffers[index] for index in indices]
+
+    def sent(self, unit: WorkItem, tickets: Sequence[Ticket]) -> None:
+        """Note that the copies of a unit have been started; see `Sink`."""
         number = self._layer_of[unit[0].placement]
         with self._changed:
             held = self._held.get(number)
@@ -533,35 +530,34 @@ class Rounds:
                 self._filled(number)
 
     def _filled(self, number: int) -> None:
-        """All of a layer is in its slots, or on its way there."""
+        """Note that all copies of a layer have been started."""
         with self._changed:
             held = self._held[number]
             if held.state is LayerState.FILLING:
-                held.state = LayerState.SENT if held.unsure_nbytes else LayerState.THERE
+                held.state = LayerState.SENT
                 if not self._fills():
                     self.stats.busy_s += time.perf_counter() - self._busy_since
             self._settle(number)
             self._changed.notify_all()
 
-    def _arrived(self, placements: Sequence[int]) -> None:
-        """The copies of placements have ended."""
+    def finish(self, indices: Sequence[int]) -> None:
+        """Note that the copies of placements have ended; see `Sink`."""
         with self._changed:
-            for placement in placements:
+            for placement in indices:
                 number = self._layer_of[placement]
                 held = self._held.get(number)
                 if held is None:  # forgotten
                     continue
                 held.unsure_nbytes -= self._plan.placements.kinds[placement].nbytes
-                if not held.unsure_nbytes:  # until then each use comes after them, on its stream
-                    held.state = LayerState.THERE if held.state is LayerState.SENT else held.state
+                if not held.unsure_nbytes:  # until then the device waits before each use
                     held.tickets.clear()
                     self._unproved.discard(number)
                     self._settle(number)
             if self._users and self._wanted:
-                self._changed.notify_all()  # whether there will be room inside another layer
+                self._changed.notify_all()  # to check the room for a layer inside another
 
     def _has_computed(self, numbers: Sequence[int]) -> None:
-        """The device has computed with layers: their slots can be filled."""
+        """Note that the device has computed with layers, so that their slots can be filled."""
         with self._changed:
             for number in numbers:
                 self._held[number].computing -= 1
