@@ -1,7 +1,7 @@
 """A cache of experts: one pool of slots for all layers, evicted by decayed frequency.
 
-An expert's score counts the choices of its layer, older ones less; the lowest score makes room. A
-pass that asks for every expert, as a prompt does, keeps the order of the scores, where
+An expert's score counts how often the router chose it, older choices less; the lowest score is
+evicted. A pass that asks for every expert, as a prompt does, keeps the order of the scores, where
 least-recently-used would lose the whole cache. docs/measurements.md compares policies.
 """
 
@@ -13,34 +13,34 @@ from itertools import accumulate
 
 import numpy as np
 
-# What a choice still counts when its layer has chosen once more. 0.95 to 0.99 do alike on traces.
+# The decay of a score at each choice of its layer. 0.95 to 0.99 do alike on traces.
 _KEPT = 0.97
-# Experts that are computed with while as many come. More would evict better ones.
+# Experts in use while as many are read. More would evict experts with higher scores.
 _TOGETHER = 8
-_LARGEST = 1e200  # scores are scaled down when one choice counts as much
+_LARGEST = 1e200  # scores are scaled down once a choice counts more
 
 
 class ExpertCache:
-    """The slots of experts, and what the layer that computes now asks for.
+    """Which expert each slot holds, and which ones the computing layer asks for.
 
-    Experts have numbers: those of the first layer, then those of the second, and so on.
+    Experts are numbered over all layers: those of the first layer, then of the second, and so on.
 
     Attributes:
-        count: how many experts there are.
-        slots: how many of them the cache holds.
-        asked: the experts that the layer under way still needs, in the order in which it computes.
-        together: how many experts a layer computes with while as many come.
-        hits: by layer, how many chosen experts were in a slot when they were asked for.
-        misses: by layer, how many were not.
-        stalls: seconds that each layer waited for experts.
-        read_nbytes: file bytes read for experts of each.
+        count: number of experts of all layers.
+        slots: number of slots, each for one expert.
+        asked: experts that the computing layer still needs, in the order in which it uses them.
+        together: number of experts that a layer uses at once while as many are read.
+        hits: by layer, number of chosen experts that were in a slot when asked for.
+        misses: by layer, number of chosen experts that were not.
+        stalls: by layer, seconds of waiting for experts.
+        read_nbytes: by layer, file bytes read for experts.
     """
 
     def __init__(self, experts: Sequence[int], slots: int) -> None:
-        """Hold nothing yet; ``experts``: how many each layer has."""
+        """Make an empty cache; ``experts``: the number of experts of each layer."""
         *self._first, self.count = accumulate(experts, initial=0)
         self._scores = np.zeros(self.count)
-        self._counts = [1.0] * len(experts)  # what a choice counts now, by layer
+        self._counts = [1.0] * len(experts)  # by layer, the score that a choice adds
         self.slots, self._held = slots, np.full(slots, -1)  # the expert in each slot
         self._slot: dict[int, int] = {}  # by expert
         self.asked: list[int] = []
@@ -50,11 +50,11 @@ class ExpertCache:
         self.read_nbytes = [0] * len(experts)
 
     def numbers(self, layer: int, chosen: Sequence[int]) -> list[int]:
-        """The numbers of experts of a layer."""
+        """Return the numbers over all layers of ``chosen`` experts, numbered within ``layer``."""
         return [self._first[layer] + expert for expert in chosen]
 
     def ask(self, layer: int, chosen: Sequence[int], there: int) -> None:
-        """A layer asks for experts in its order, of which ``there`` are in their slots."""
+        """Score the experts that a layer needs next, of which ``there`` are in slots, as hits."""
         self.asked = self.numbers(layer, chosen)
         self.hits[layer] += there
         self.misses[layer] += len(self.asked) - there
@@ -65,19 +65,19 @@ class ExpertCache:
             self._counts = [count / _LARGEST for count in self._counts]
 
     def has_computed(self, experts: Collection[int]) -> None:
-        """The layer under way does not need these any more."""
+        """Strike experts, by number, from `asked`: the computing layer has used them."""
         self.asked = [expert for expert in self.asked if expert not in experts]
 
     def next(self, busy: Collection[int] = ()) -> tuple[int, int] | None:
-        """The expert to bring next, and its slot; ``busy``: experts whose slots are in use."""
+        """Return the expert to read next and its slot, or None; ``busy``: experts in use."""
         for place, expert in enumerate(self.asked[: 2 * self.together]):
             if expert not in self._slot:
-                slot = self._room(place, busy)
+                slot = self._slot_for(place, busy)
                 return None if slot is None else (expert, slot)
         return None
 
-    def _room(self, place: int, busy: Collection[int]) -> int | None:
-        """The slot least worth keeping, for the expert that is asked for at a place."""
+    def _slot_for(self, place: int, busy: Collection[int]) -> int | None:
+        """Return the slot to evict for ``asked[place]``: the lowest score; None if all are used."""
         scores = np.where(self._held < 0, -1.0, self._scores[self._held])
         for expert in (*busy, *self.asked):
             if expert in self._slot:
@@ -85,29 +85,25 @@ class ExpertCache:
         slot = int(scores.argmin())
         if scores[slot] < np.inf:
             return slot
-        for expert in reversed(self.asked[place + 1 :]):  # all are needed now: the last one of them
+        for expert in reversed(self.asked[place + 1 :]):  # all slots are needed: evict the last
             if expert in self._slot and expert not in busy:
                 return self._slot[expert]
         return None
 
-    def has(self, layer: int, chosen: Sequence[int]) -> int:
-        """How many experts of a layer have slots."""
-        return sum(expert in self._slot for expert in self.numbers(layer, chosen))
-
     def holder(self, slot: int) -> int | None:
-        """The expert that has a slot."""
+        """Return the number of the expert in a slot; None if it is free."""
         held = int(self._held[slot])
         return held if held >= 0 else None
 
     def take(self, expert: int, slot: int) -> None:
-        """Let an expert have a slot that is free."""
+        """Give a free slot to an expert."""
         self._held[slot] = expert
         self._slot[expert] = slot
 
     def count_read(self, expert: int, nbytes: int) -> None:
-        """So many file bytes are read for an expert."""
+        """Add file bytes, read for an expert, to the count of its layer."""
         self.read_nbytes[bisect_right(self._first, expert) - 1] += nbytes
 
     def drop(self, expert: int) -> None:
-        """Forget an expert that has a slot."""
+        """Free the slot of an expert that has one."""
         self._held[self._slot.pop(expert)] = -1
