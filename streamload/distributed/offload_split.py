@@ -14,7 +14,7 @@ from streamload.loading.load import check_nodes, node_specs, read_call, uncollec
 from streamload.loading.options import DEFAULTS, SplitOptions, takes
 from streamload.loading.prepare import Options
 from streamload.offloading.groups import LayerGroup, groups_of_checkpoint
-from streamload.offloading.offload import check_asked
+from streamload.offloading.offload import OffloadAsked
 from streamload.offloading.plan import OffloadPlan
 from streamload.offloading.problem import ENDLESS_NBYTES, LEAST_CHUNK_NBYTES, Problem, engine_of
 from streamload.offloading.residency import LayerSize
@@ -134,7 +134,7 @@ def split_offload(
         UnsupportedCastError: a dtype cannot be cast or held.
         ValueError: an argument is invalid.
     """
-    kept = check_asked(tokens, stay, {**DEFAULTS, **options})
+    kept = OffloadAsked.read(tokens, stay, (), 0, {**DEFAULTS, **options}).stay
     check_nodes(nodes)
     checkpoint, read, (fill, _, tied) = read_call(path, **options)
     # nodes do not read as this machine does: assume the least memory for reading

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self, Unpack
+from typing import Any, NamedTuple, Self, Unpack, get_args
 
 from streamload.checkpoint.open import Checkpoint, CheckpointLike
 from streamload.core.dtypes import BY_NAME
@@ -23,7 +23,7 @@ from streamload.offloading.host import HostFile
 from streamload.offloading.layers import Layer, Slots
 from streamload.offloading.model import ModelAdapter
 from streamload.offloading.models import adapter_of, check_place, device_of
-from streamload.offloading.overrun import OnOverrun, check_on_overrun
+from streamload.offloading.overrun import OnOverrun
 from streamload.offloading.plan import OffloadPlan
 from streamload.offloading.prefetch import Rounds
 from streamload.offloading.problem import Problem, decide_by_layers
@@ -36,16 +36,26 @@ from streamload.planning.suggest import Wanted, call_of_library
 
 
 class Streaming(NamedTuple):
-    """The plan of an offload, with the parts that bring its layers; None if nothing streams."""
+    """The plan of an offload, and the threads, slots and host memory that bring its layers.
+
+    ``rounds`` is None if nothing streams, ``host`` if host memory keeps no layers.
+    """
 
     plan: OffloadPlan
     rounds: Rounds | None = None
     host: HostFile | None = None
 
     def close(self, why: str) -> None:
-        """End the threads, and give slots and host memory back; later uses raise ``why``."""
+        """End the threads, and free slots and host memory; later uses raise OffloadError(why)."""
         if self.rounds is not None:
             self.rounds.close(why)
+        if self.host is not None:
+            self.host.close()
+
+    def abandon(self) -> None:
+        """Let the threads end, without waiting, once nothing refers to the layers any more."""
+        if self.rounds is not None:
+            self.rounds.abandon()
         if self.host is not None:
             self.host.close()
 
@@ -54,8 +64,8 @@ class Offloaded:
     """A model that is offloaded, until `close` or the end of a ``with`` block.
 
     Attributes:
-        plan: what stays on the device, and what streams.
-        load: what loading that which stays did.
+        plan: which layers stay on the device, and which stream.
+        load: the report of loading the layers that stay.
     """
 
     def __init__(self, streaming: Streaming, load: LoadReport, model: ModelAdapter[Any]) -> None:
@@ -64,15 +74,15 @@ class Offloaded:
 
     @property
     def report(self) -> OffloadReport:
-        """What it did so far."""
+        """Counts and times of the passes so far."""
         model = self._model
         return OffloadReport.of(self.plan, self.load, model.timed, self._rounds, model.room.overrun)
 
     def close(self) -> None:
-        """End the streaming and give the slots back.
+        """End the streaming and free the slots. Does nothing if it was closed.
 
         Resident weights stay on the device. Streamed ones hold nothing, and raise when they are
-        used until the model is loaded or offloaded again. Does nothing if it was closed.
+        used until the model is loaded or offloaded again.
 
         Raises:
             OffloadError: a pass is under way.
@@ -91,7 +101,7 @@ class Offloaded:
 
 @dataclass(frozen=True, slots=True)
 class OffloadAsked:
-    """The arguments of `offload` that are not options of a load, checked."""
+    """The arguments of `offload` that `LoadOptions` lacks, checked."""
 
     tokens: int | None
     stay: tuple[str, ...]
@@ -109,18 +119,33 @@ class OffloadAsked:
         options: Mapping[str, Any],
         on_overrun: OnOverrun = "warn",
     ) -> Self:
-        """Read them; raises ValueError for one that is invalid, or for an option of the load."""
-        kept = check_asked(tokens, stay, options)
-        patterns, over = Selection.parse(layers).select, check_on_overrun(on_overrun)
-        return cls(tokens, kept, patterns, parse_bytes(host), over)
+        """Parse them; raises ValueError if one of them, or of the ``options``, is invalid."""
+        if tokens is not None and (type(tokens) is not int or tokens < 1):
+            raise ValueError(f"tokens is a whole number above 0, or None, not {tokens!r}")
+        if options["quant"] is not None:
+            raise ValueError(
+                "quant: layers stream as they are stored: quantize the checkpoint once, with "
+                "streamload convert IN OUT --quant FORMAT, and offload that"
+            )
+        if options["residence"] != "memory":
+            raise ValueError(
+                'residence: layers stream through memory: leave it out (it is "memory")'
+            )
+        device = options["device"]
+        if device is not None and not isinstance(device, str) and isinstance(device, Sequence):
+            raise ValueError(f"a model is offloaded to one device, not to {device!r}")
+        kept, patterns = Selection.parse(stay).select, Selection.parse(layers).select
+        if on_overrun not in (known := get_args(OnOverrun)):
+            raise ValueError(f"on_overrun is one of {', '.join(known)}, not {on_overrun!r}")
+        return cls(tokens, kept, patterns, parse_bytes(host), on_overrun)
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A model that is going to be offloaded: everything decided, nothing moved yet."""
+    """An offload that is decided: plan, load and adapter, with no data read or freed yet."""
 
     plan: OffloadPlan
-    load: Decision  # of what stays
+    load: Decision  # to load the layers that stay
     problem: Problem
     adapter: ModelAdapter[Any]
 
@@ -136,15 +161,15 @@ class Prepared:
         suggest: Callable[[], Sequence[Suggestion]] = tuple,
         part: Share | None = None,
     ) -> Self:
-        """Match and plan; ``part``: a rank's share of the model, None for all of it."""
+        """Match and plan; ``part``: the share of a rank, None for the whole model."""
         check_place(place)
         match = place.match(Call(checkpoint, read, found), suggest)
-        assert match is not None  # `check_place` refuses what is no model
+        assert match is not None  # `check_place` has refused all but models
         wants = match.quantised(checkpoint, place.coded, read.changes.by_tensor)
         spec = device_of(place, read, wants)
         adapter = adapter_of(place, match, asked.layers)
         adapter.room.on_overrun = asked.on_overrun
-        if part is None:  # what stays may be with another rank
+        if part is None:  # another rank may have the weights that stay
             names_there = [n for p in match.parameters.values() for n in p.names]
             check_patterns("stay", asked.stay, names_there)
         problem = Problem(
@@ -164,7 +189,7 @@ class Prepared:
         return cls(made, load_of_stays(made, problem, place, found), problem, adapter)
 
     def run(self, progress: Progress, clock: Clock) -> Offloaded:
-        """Load what stays, and let the rest stream."""
+        """Load the layers that stay, and let the others stream; after an error, undo all."""
         adapter, streaming = self.adapter, Streaming(self.plan)
         ((_, device),) = self.load.place.devices.opened.items()
         try:
@@ -320,25 +345,8 @@ def plan_offload(
     return decide_by_layers(asked.layers, grouped)
 
 
-def check_asked(tokens: int | None, stay: Patterns, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """The patterns of what stays; raises ValueError for an option that is invalid."""
-    if tokens is not None and (type(tokens) is not int or tokens < 1):
-        raise ValueError(f"tokens is a whole number above 0, or None, not {tokens!r}")
-    if options["quant"] is not None:
-        raise ValueError(
-            "quant: layers stream as they are stored: quantise the checkpoint once, with "
-            "streamload convert IN OUT --quant FORMAT, and offload that"
-        )
-    if options["residence"] != "memory":
-        raise ValueError('residence: layers stream through memory: leave it out (it is "memory")')
-    device = options["device"]
-    if device is not None and not isinstance(device, str) and isinstance(device, Sequence):
-        raise ValueError(f"a model is offloaded to one device, not to {device!r}")
-    return Selection.parse(stay).select
-
-
 def load_of_stays(made: OffloadPlan, problem: Problem, place: Place, found: Found) -> Decision:
-    """Decide the load of what stays."""
+    """Return the load of the layers that stay, planned within the budget."""
     fill, _, tied = found
     stays = {*made.residency.stays}
     chosen = {problem.wants.names[at] for g in made.groups if g.name in stays for at in g.wants}
@@ -354,7 +362,7 @@ def load_of_stays(made: OffloadPlan, problem: Problem, place: Place, found: Foun
 
 
 def begin(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slots]) -> Streaming:
-    """Read what host memory keeps, and allocate the slots."""
+    """Read layers into host memory, allocate the slots, and return both; no thread starts."""
     if made.stream is None:
         return Streaming(made)
     if not made.host:
@@ -371,7 +379,7 @@ def begin(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slots]
 
 
 def _rounds(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slots]) -> Rounds:
-    """Allocate the slots, or map the files."""
+    """Return the object that brings layers, with slots allocated, or files mapped as slots."""
     assert made.stream is not None
     residency, kinds = made.residency, made.stream.placements.kinds
     sizes = {layer.name: layer.nbytes for layer in made.sizes}

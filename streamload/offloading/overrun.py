@@ -1,4 +1,4 @@
-"""Passes of more tokens than a plan has room for."""
+"""Detect passes of more tokens than the plan of an offload has room for."""
 
 from __future__ import annotations
 
@@ -7,35 +7,28 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from streamload.errors import OffloadError
 
-#: What a pass does that takes more tokens than there is room for: warn once, or raise.
+#: The effect of a pass of more tokens than there is room for: warn once, or raise.
 OnOverrun = Literal["warn", "error"]
 
-# Arguments of models that are numbers of tokens, or states of these with one axis more.
+# Arguments of models with a shape (sequences, tokens), or with one axis more.
 _IDS, _STATES = ("input_ids", "decoder_input_ids"), ("inputs_embeds", "decoder_inputs_embeds")
 
 # The output of an encoder, for the decoder.
 _ENCODED = "encoder_outputs"
 
 
-def check_on_overrun(value: object) -> OnOverrun:
-    """Read the option; raises ValueError for one that is invalid."""
-    if value not in get_args(OnOverrun):
-        raise ValueError(f"on_overrun is one of {', '.join(get_args(OnOverrun))}, not {value!r}")
-    return value  # type: ignore[return-value]
-
-
 @dataclass(slots=True)
 class TokenRoom:
-    """The tokens that a plan leaves room for, and those that passes had.
+    """The tokens that a plan leaves room for, and the most that passes had.
 
     Attributes:
-        tokens: of a pass, of all sequences together; None: unknown.
-        cached: tokens of the KV cache, of all sequences together; 0: nothing is left for one.
-        on_overrun: what a pass of more does.
+        tokens: of one pass, all sequences together; None: no room is planned.
+        cached: of the KV cache, all sequences together; 0: no room is planned.
+        on_overrun: the effect of a pass of more tokens.
         most_tokens: the most tokens that a pass had.
         most_cached: the most tokens that the cache had at the end of a pass.
     """
@@ -47,19 +40,19 @@ class TokenRoom:
     most_cached: int = 0
 
     def __bool__(self) -> bool:
-        """Whether the room is known."""
+        """Whether any room is planned, so that passes are counted."""
         return self.tokens is not None or self.cached > 0
 
     @property
     def overrun(self) -> str:
-        """The tokens beyond the plan's room, in words; "" for none."""
+        """In words, the most tokens that exceeded the plan's room; "" for none."""
         return self._over(self.most_tokens, self.most_cached)
 
     def see(self, tokens: int, cached: int) -> None:
-        """A pass begins, of so many tokens, and at its end so many in the KV cache.
+        """Check a pass that begins, of ``tokens``, with ``cached`` in the KV cache at its end.
 
         Raises:
-            OffloadError: there is no room for them, under ``on_overrun="error"``.
+            OffloadError: there is no room for them, and ``on_overrun`` is "error".
         """
         over = self._over(tokens, cached)
         first = over and not self.overrun
@@ -88,23 +81,21 @@ class TokenRoom:
 
 
 def tokens_of(arguments: Mapping[str, Any], is_ids: Callable[[Any], bool]) -> tuple[int, int]:
-    """How many tokens a pass computes, and how many the KV cache has then, of all sequences.
+    """Return how many tokens a pass computes, and how many the KV cache has then, in all sequences.
 
-    Counts ids of tokens (integers, by ``is_ids``) and states of shape (sequences, tokens, width).
+    Counts ids of tokens (integers, by ``is_ids``) and states of shape (sequences, tokens, width)
+    among the model's ``arguments``; both counts are 0 if there are none.
     """
     shapes = []
     for name, value in arguments.items():
-        if name in _IDS and hasattr(value, "shape"):
-            shapes.append((name, tuple(value.shape)))
-        elif name in _STATES and hasattr(value, "shape"):
-            shapes.append((name, tuple(value.shape[:-1])))
-        elif name == _ENCODED and (states := _first(value)) is not None:
-            shapes.append((name, tuple(states.shape[:-1])))
+        given = _first(value) if name == _ENCODED else value
+        if name in (*_IDS, *_STATES, _ENCODED) and hasattr(given, "shape"):
+            shapes.append((name, tuple(given.shape if name in _IDS else given.shape[:-1])))
     if not shapes:
         first = next((each for each in arguments.values() if hasattr(each, "shape")), None)
         if first is None or not (is_ids(first) or len(first.shape) == 3):
             return 0, 0
-        shapes.append(("", tuple(first.shape) if is_ids(first) else tuple(first.shape[:-1])))
+        shapes.append(("", tuple(first.shape if is_ids(first) else first.shape[:-1])))
     counts = [math.prod(map(int, shape)) for _, shape in shapes]
     decoded = [shape for name, shape in shapes if name.startswith("decoder")]
     shape = (decoded or [shape for _, shape in shapes])[-1]
@@ -117,20 +108,20 @@ def tokens_of(arguments: Mapping[str, Any], is_ids: Callable[[Any], bool]) -> tu
 
 
 def _first(outputs: Any) -> Any:
-    """The first tensor of a model's output, if it has one."""
+    """Return the first item of a model's output, or None."""
     with suppress(TypeError, IndexError, KeyError):
-        return outputs[0] if hasattr(outputs[0], "shape") else None
+        return outputs[0]
     return None
 
 
 def _allocated(past: Any) -> int:
-    """How many tokens of each sequence a KV cache of a fixed size has memory for; 0: it grows."""
+    """Return the tokens of each sequence that a KV cache of fixed size holds; 0 if it grows."""
     layers = getattr(past, "layers", ())
     return max((int(getattr(each, "max_cache_len", 0) or 0) for each in layers), default=0)
 
 
 def _length(past: Any) -> int:
-    """How many tokens of each sequence a KV cache of transformers has."""
+    """Return how many tokens of each sequence are in a KV cache of transformers."""
     if hasattr(past, "get_seq_length"):
         return int(past.get_seq_length())
     with suppress(TypeError, IndexError, AttributeError, KeyError):

@@ -1,4 +1,4 @@
-"""`stream_layers`: the tensors of one layer after the other, for loops of a user's own."""
+"""`stream_layers`: the tensors of one layer after the other, for loops that users write."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from streamload.offloading.report import OffloadReport
 from streamload.planning.match import wants_of
 from streamload.planning.requests import TensorRequests
 
-#: By framework, its `Slots` that lend tensors.
+# By framework, module and name of the `Slots` that lend tensors to loops.
 _SLOTS: Mapping[str, tuple[str, str]] = {
     "host": ("streamload.offloading.layers", "Slots"),
     "tinygrad": ("streamload.offloading.tinygrad_modules", "LentSlots"),
@@ -36,21 +36,21 @@ _SLOTS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A step of the loop."""
+    """A step of the loop, with the places of its tensors."""
 
     name: str
-    stays: Mapping[str, Any]  # tensors, by name
-    number: int | None  # of the layer, if it streams
-    streams: Mapping[str, int]  # its buffers, by name
+    stays: Mapping[str, Any]  # by name, tensors that stay
+    number: int | None  # of the layer among those that stream; None if it stays
+    streams: Mapping[str, int]  # by name, index of the layer's buffer
 
 
 class LayerStream:
     """The layers of a checkpoint, for loops over them; see `stream_layers`.
 
     Attributes:
-        plan: what stays on the device, and what streams.
-        load: what loading that which stays did.
-        resident: the tensors that stay, by name: they are there all the time.
+        plan: which layers stay on the device, and which stream.
+        load: the report of loading the layers that stay.
+        resident: by name, the tensors that stay on the device all the time.
     """
 
     def __init__(self, streaming: Streaming, load: LoadReport, turns: list[_Turn]) -> None:
@@ -59,21 +59,20 @@ class LayerStream:
         self._streaming, self._rounds = streaming, streaming.rounds
         self._turns = turns
         self._timed, self._entered, self._closed = Timed(), False, False
-        self._number: int | None = None  # of the layer that the loop has
-        self._thread = 0  # which has it
-        if streaming.rounds is not None:
-            weakref.finalize(self, _abandon, streaming)
+        self._number: int | None = None  # of the layer that the loop computes with
+        self._thread = 0  # which runs the loop
+        weakref.finalize(self, streaming.abandon)
 
     @property
     def report(self) -> OffloadReport:
-        """What it did so far."""
+        """Counts and times of the passes so far."""
         return OffloadReport.of(self.plan, self.load, self._timed, self._rounds)
 
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """One pass: the name and the tensors of each layer, which are valid until the next step.
+        """Yield name and tensors of each layer, for one pass; valid until the next step.
 
         Raises:
-            OffloadError: it is closed, another pass is under way, or another thread made it.
+            OffloadError: this is closed, another pass is under way, or another thread runs it.
             CheckpointError: a file cannot be read, or has changed.
         """
         if self._timed.running:
@@ -107,7 +106,7 @@ class LayerStream:
         return {**turn.stays, **{name: lent[at] for name, at in turn.streams.items()}}
 
     def _take_back(self) -> None:
-        """End the use of the loop's layer, if it has one."""
+        """End the use of the layer that the loop computes with, if there is one."""
         number = self._number
         if number is None:
             return
@@ -125,10 +124,10 @@ class LayerStream:
             raise OffloadError(f"another thread has {name}: let one thread run a loop over layers")
 
     def close(self) -> None:
-        """End the streaming, and give all memory back; does nothing if it was closed.
+        """End the streaming, and free all memory; does nothing if it was closed.
 
         Raises:
-            OffloadError: another thread has a layer.
+            OffloadError: another thread computes with a layer.
         """
         self._check_thread()
         try:
@@ -230,7 +229,7 @@ def stream_layers(
 def _turns(
     steps: Sequence[Step], plan: OffloadPlan, wants: TensorRequests, resident: Mapping[str, Any]
 ) -> list[_Turn]:
-    """Locate the tensors of each step: resident, or at a place in a slot."""
+    """Return the steps with the place of each tensor: resident, or a buffer in a slot."""
     order = plan.stream.placements.names if plan.stream is not None else ()
     numbers = {name: number for number, name in enumerate(plan.residency.streams)}
     ranges = plan.layer_placements
@@ -244,11 +243,3 @@ def _turns(
         lent = {name: place[other] for name, other in stored.items() if other in place}
         turns.append(_Turn(step.name, stays, number, lent))
     return turns
-
-
-def _abandon(streaming: Streaming) -> None:
-    """Nothing refers to the layers any more."""
-    if streaming.rounds is not None:
-        streaming.rounds.abandon()
-    if streaming.host is not None:
-        streaming.host.close()
