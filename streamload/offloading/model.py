@@ -1,4 +1,4 @@
-"""Find a model's layers and let them stream: the part that all frameworks share."""
+"""Find the layers of a model and let them stream: the code that all frameworks share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from streamload.core.dtypes import DType
 from streamload.core.location import Url
 from streamload.core.patterns import matches
 from streamload.devices.base import Device, Parameter
@@ -32,11 +31,13 @@ from streamload.offloading.rows import RowReader
 from streamload.planning.requests import TensorRequests
 
 P = TypeVar("P", bound=Parameter)
+LayerWeights = Sequence[tuple[int, str]]  # of each weight, the index of its buffer, and its name
+ExpertWeights = Sequence[Mapping[str, int]]  # of each expert, by weight, the index of its buffer
 
 
 @dataclass(slots=True)
 class Timed:
-    """Counts of a model's passes; ``running`` of those that go on."""
+    """Number and seconds of the passes that a model has ended; ``running``: passes under way."""
 
     passes: int = 0
     seconds: float = 0.0
@@ -44,7 +45,7 @@ class Timed:
 
     @contextmanager
     def a_pass(self) -> Iterator[None]:
-        """Take the time of one."""
+        """Count and time the pass in a ``with`` block."""
         begun = time.perf_counter()
         self.running += 1
         try:
@@ -56,20 +57,20 @@ class Timed:
 
 
 class Wrapped(Protocol):
-    """Stands in the place of something of a module while a model is offloaded."""
+    """A substitute for a method of a module, in place while the model is offloaded."""
 
     def put(self) -> None:
-        """Stand in its place."""
+        """Replace the method."""
 
     def take_out(self) -> None:
-        """Let the module have its own again."""
+        """Restore the method."""
 
 
 class ModelAdapter(ABC, Generic[P]):
-    """Finds a model's layers and puts them into slots; a framework's file has a subclass.
+    """Finds the layers of a model, and makes its modules bring their weights.
 
-    ``parameters`` have the names of plans, ``modules`` theirs without wrappers, and ``layers`` are
-    patterns of names of layers.
+    Each framework has a subclass. ``parameters`` are by their names in plans, ``modules`` by their
+    names without wrappers, and ``layers`` are patterns of names of layers.
     """
 
     slots: type[Slots]
@@ -86,21 +87,21 @@ class ModelAdapter(ABC, Generic[P]):
         self._model, self._parameters, self._modules = model, parameters, modules
         self._layers = layers
         self._wrapped: list[Wrapped] = []
-        self._emptied: list[str] = []  # parameters that stream
+        self._emptied: list[str] = []  # names of parameters without memory, as they stream
         for name, parameter in parameters.items():
             if parameter.block is not None:
                 raise OffloadError(f"{name} is sharded: offload the model of each process whole")
             if parameter.fixed:
                 raise OffloadError(f"{name} cannot be offloaded: {parameter.fixed}")
 
-    # --- a framework's own --------------------------------------------------------------------
+    # --- of each framework --------------------------------------------------------------------
 
     @abstractmethod
     def can_stream(self, module: Any) -> bool:
-        """Whether a module's weights are used by calling it, and by nothing else."""
+        """Whether a module's weights are used only when it is called."""
 
     def only_holds(self, module: Any) -> bool:
-        """Whether a module is there to hold others, and is not called itself."""
+        """Whether a module only contains others, and is not called itself."""
         return False
 
     @abstractmethod
@@ -109,47 +110,37 @@ class ModelAdapter(ABC, Generic[P]):
 
     @abstractmethod
     def must_stay(self, name: str) -> bool:
-        """Whether a parameter cannot stream, in any module."""
+        """Whether the parameter of this name cannot stream, in any module."""
 
     @abstractmethod
-    def begin_streaming(
-        self, plan: OffloadPlan, dtypes: Mapping[str, DType], device: Device
-    ) -> None:
-        """Let the weights that stream hold nothing; ``dtypes`` are those of all parameters."""
+    def begin_streaming(self, plan: OffloadPlan, problem: Problem, device: Device) -> None:
+        """Put placeholders without memory in place of all weights that stream."""
 
     @abstractmethod
-    def stream_layer(
-        self, name: str, number: int, weights: Sequence[tuple[int, str]], rounds: Rounds
-    ) -> None:
-        """Let a module bring its weights; of each, ``weights`` has the buffer's number and name."""
+    def stream_layer(self, name: str, number: int, weights: LayerWeights, rounds: Rounds) -> None:
+        """Make a module bring its weights when called; ``number``: of the layer in ``rounds``."""
 
     def experts(self, problem: Problem, stay: Sequence[str]) -> list[LayerGroup]:
-        """Experts that a cache can hold one by one; see `groups`."""
+        """Return the layers of experts that a cache can hold one by one; ``stay``: see `groups`."""
         return []
 
-    def stream_experts(
-        self, name: str, number: int, weights: Sequence[Mapping[str, int]], rounds: Rounds
-    ) -> None:
-        """Let a module bring the experts that its router chose.
-
-        ``number`` counts layers with experts; ``weights``: for each expert, the numbers of its
-        buffers by the names of the parameters.
-        """
+    def stream_experts(self, name: str, layer: int, weights: ExpertWeights, rounds: Rounds) -> None:
+        """Make a module bring the experts that its router chose; ``layer``: among such modules."""
         raise AssertionError(f"{type(self).__name__} has no experts")
 
     @abstractmethod
     def gather_rows(self, name: str, reader: RowReader, device: Device) -> None:
-        """Let an embedding ask for rows of its weight."""
+        """Make an embedding read the rows that it looks up from the file, onto the device."""
 
     @abstractmethod
     def end_putting(self, plan: OffloadPlan, rounds: Rounds | None) -> None:
-        """All modules that stream are in place: count passes, and refuse what cannot be.
+        """Make the model count passes, and refuse to be saved or moved; called after the layers.
 
-        If nothing streams, count the tokens of passes alone.
+        If nothing streams, only the tokens of passes are counted.
         """
 
     def take_out(self) -> None:
-        """Restore modules as after a failed load: weights that streamed hold nothing."""
+        """Restore the modules; weights that streamed hold nothing, as after a failed load."""
         for wrapped in reversed(self._wrapped):
             wrapped.take_out()
         self._wrapped.clear()
@@ -158,14 +149,14 @@ class ModelAdapter(ABC, Generic[P]):
         self._emptied.clear()
 
     def _wrap(self, wrapped: Wrapped) -> None:
-        """Put something in place, until `take_out`."""
+        """Put a substitute in place, until `take_out`."""
         wrapped.put()
         self._wrapped.append(wrapped)
 
-    # --- deciding -----------------------------------------------------------------------------
+    # --- planning -----------------------------------------------------------------------------
 
     def groups(self, problem: Problem, stay: Sequence[str]) -> list[LayerGroup]:
-        """The layers, in the order in which they run; ``stay``: patterns of what stays."""
+        """Return the layers in running order; ``stay``: patterns of parameters that stay."""
         wants = problem.wants
         found = self._called(groups_by_name(wants.names, problem.nbytes, self._layers), wants.names)
         layers = [name for name, _, in_layer in found if in_layer]
@@ -174,18 +165,16 @@ class ModelAdapter(ABC, Generic[P]):
         taken = {at for group in experts for at in group.wants}
         fixed: set[int] = set()
         heads: list[LayerGroup] = []
-        for _, numbers, _ in without(found, taken):
-            for at in numbers:
-                modules = self._modules_of(wants.names[at], layers)
-                if self.stays(wants.names[at], stay):
+        for at in [at for module in without(found, taken) for at in module.numbers]:
+            modules = self._modules_of(wants.names[at], layers)
+            if self.stays(wants.names[at], stay):
+                fixed.add(at)
+            elif len(modules) > 1:
+                if head := self._head_with(at, modules, problem, layers):
+                    heads.append(head)
+                    taken.add(at)
+                else:
                     fixed.add(at)
-                elif len(modules) > 1:
-                    head = self._head_with(at, modules, problem, layers)
-                    if head is None:
-                        fixed.add(at)
-                    else:
-                        heads.append(head)
-                        taken.add(at)
 
         def group_of(name: str, numbers: tuple[int, ...], _: bool) -> LayerGroup:
             module = self._modules.get(name)
@@ -200,7 +189,7 @@ class ModelAdapter(ABC, Generic[P]):
         return _joined([*groups], heads) + experts
 
     def _called(self, groups: Sequence[Module], names: Sequence[str]) -> list[Module]:
-        """Replace a layer that only holds modules by these: they are called."""
+        """Return modules that are called: a layer that only contains others is replaced by them."""
         found = []
         for name, numbers, in_layer in groups:
             parts: dict[str, list[int]] = {}
@@ -215,12 +204,12 @@ class ModelAdapter(ABC, Generic[P]):
         return found
 
     def stays(self, name: str, stay: Sequence[str]) -> bool:
-        """Whether a parameter cannot stream, or is asked to stay."""
+        """Whether a parameter cannot stream, or matches one of the patterns of ``stay``."""
         names = self._parameters[name].names
         return self.must_stay(name) or any(matches(each, stay) for each in names)
 
     def _modules_of(self, name: str, layers: Sequence[str]) -> list[str]:
-        """The modules that have a parameter: layers, or the parents of its names."""
+        """Return names of the modules that have a parameter: layers, or parents of its names."""
         found: dict[str, None] = {}
         for each in self._parameters[name].names:
             layer = next((layer for layer in layers if each.startswith(f"{layer}.")), None)
@@ -230,7 +219,7 @@ class ModelAdapter(ABC, Generic[P]):
     def _head_with(
         self, at: int, names: Sequence[str], problem: Problem, layers: Sequence[str]
     ) -> LayerGroup | None:
-        """The head that shares an embedding's weight: it streams, and the embedding is gathered."""
+        """Return the head that shares a weight with an embedding, if it can stream; else None."""
         rows = [n for n in names if self._is_gathered(self._modules.get(n), [at], problem)]
         heads = [name for name in names if name not in rows]
         if len(rows) != 1 or len(heads) != 1 or heads[0] in layers:
@@ -241,23 +230,22 @@ class ModelAdapter(ABC, Generic[P]):
         return LayerGroup(heads[0], (at,), "layer", rows[0])
 
     def _is_gathered(self, module: Any, numbers: Sequence[int], problem: Problem) -> bool:
-        """Whether rows of a module's weight can be read from the file as a pass asks for them."""
+        """Whether a module is an embedding whose rows can be read from the file in a pass."""
         if len(numbers) != 1 or not self.is_embedding(module):
             return False
-        want, src = problem.wants[numbers[0]], problem.wants.srcs[numbers[0]]
+        want = problem.wants[numbers[0]]
         if len(want.source) != 1 or want.transpose is not None or want.coding is not None:
             return False
         (row,) = want.source
         info = problem.checkpoint.tensors[row.tensor]
         whole = row.start == 0 and row.stop == info.shape[0] and row.columns is None
-        plain = whole and info.shape == want.shape and src.bits >= 8 and not src.is_packed
-        changed = row.tensor in problem.options.changes.by_tensor
-        return plain and not changed and not isinstance(info.shard, Url)
+        plain = whole and info.shape == want.shape and problem.is_plain(numbers[0])
+        return plain and not isinstance(info.shard, Url)
 
-    # --- putting in place ---------------------------------------------------------------------
+    # --- running ------------------------------------------------------------------------------
 
     def empty(self, plan: OffloadPlan, wants: TensorRequests) -> None:
-        """Free the memory of all that streams; raises OffloadError if something else holds it."""
+        """Free the weights that stream; raises OffloadError if something else holds their bytes."""
         absent = plan.residency.absent
         numbers = (at for group in plan.groups if group.name in absent for at in group.wants)
         for name in (wants.names[at] for at in numbers):
@@ -268,9 +256,9 @@ class ModelAdapter(ABC, Generic[P]):
     def put(
         self, plan: OffloadPlan, problem: Problem, device: Device, rounds: Rounds | None
     ) -> None:
-        """Let the modules bring their weights."""
+        """Make all modules that stream bring their weights; without ``rounds``, embeddings only."""
         wants, dsts = problem.wants, problem.dsts
-        self.begin_streaming(plan, dict(zip(wants.names, dsts, strict=True)), device)
+        self.begin_streaming(plan, problem, device)
         by_name = {group.name: group for group in plan.groups}
 
         def gather(name: str, group: LayerGroup) -> None:
@@ -304,7 +292,7 @@ class ModelAdapter(ABC, Generic[P]):
 
 
 def _joined(groups: Sequence[LayerGroup], heads: Sequence[LayerGroup]) -> list[LayerGroup]:
-    """Groups and heads with an embedding's weight; a head with a bias is one layer with it."""
+    """Return groups with heads added; a head that has own weights becomes one layer with them."""
     found = {group.name: group for group in groups}
     for head in heads:
         own = found.pop(head.name, None)

@@ -1,4 +1,4 @@
-"""Decide which layers of a model stay on a device and which stream. Nothing is moved."""
+"""Plan an offload: which layers of a model stay on a device and which stream. Moves no data."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ from streamload.planning.planner import CastChoice
 from streamload.planning.requests import DeviceSpec, TensorRequest, TensorRequests
 from streamload.planning.room import CUDA_WORKSPACE_NBYTES, HOST_WORKSPACE_NBYTES, activation_nbytes
 
-#: The shortest chunk of layers that is tried.
+#: The shortest chunk of layers to try.
 LEAST_CHUNK_NBYTES = 2**17
-# The chunks of layers are tried from the longest on.
+# Lengths of chunks of layers, in the order of trials.
 _CHUNKS = (None, 2 * 2**20, 2**19, LEAST_CHUNK_NBYTES)
-# The longest if nothing is read ahead: reads are no longer than a part of it.
+# The longest without read-ahead: no read is longer.
 _EXACT_CHUNK_NBYTES = 2**21
-_SEGMENT_NBYTES = 2**21  # an allocator with segments rounds a large piece to a multiple
-#: A budget that holds nothing back.
+_SEGMENT_NBYTES = 2**21  # allocators with segments round large blocks up to a multiple
+#: A budget without a limit.
 ENDLESS_NBYTES = 2**62
-_FINER_TRIES = 2  # modules in layers, and modules in those
+_FINER_TRIES = 2  # smaller layers to suggest: modules in layers, and modules in those
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A model to offload to a device.
+    """A model to offload to a device, or a share of it, and the constraints of the plan.
 
     Attributes:
-        wants: all parameters.
-        spec: the device; its budget is without the bytes that are asked to stay free.
+        wants: requests of all parameters.
+        spec: the device; its budget is without the reserve.
         groups: the layers, in the order in which they run.
-        tokens: leave room for a pass of so many.
-        has_layers: some layers of the model are among the parameters, and so is their KV cache.
-        has_head: a pass computes logits.
-        held_nbytes: device bytes that the model gives back first.
+        tokens: of a pass to leave room for; None: leave no room.
+        has_layers: whether some layers, with their KV cache, are among the parameters.
+        has_head: whether a pass computes logits.
+        held_nbytes: device bytes that the model frees before the load.
         host_nbytes: most bytes of layers that host memory keeps.
         notes: for the user, one sentence each.
     """
@@ -75,16 +75,17 @@ class Problem:
     host_nbytes: int = 0
     notes: Sequence[str] = ()
 
+    def is_plain(self, at: int) -> bool:
+        """Whether a parameter is stored as whole bytes, whose values nothing changes on the way."""
+        want, src = self.wants[at], self.wants.srcs[at]
+        changed = any(row.tensor in self.options.changes.by_tensor for row in want.source)
+        return src.bits >= 8 and not src.is_packed and not changed
+
     # --- sizes --------------------------------------------------------------------------------
 
     @property
-    def cast(self) -> CastChoice:
-        """The cast engine."""
-        return engine_of(self.options)
-
-    @property
     def dsts(self) -> Sequence[DType]:
-        """The dtype of each parameter on the device."""
+        """Dtype of each parameter on the device."""
         return self.wants.dsts(self.options.policy, self.spec.native_bf16)
 
     @cached_property
@@ -94,7 +95,7 @@ class Problem:
 
     @cached_property
     def sizes(self) -> list[LayerSize]:
-        """Device bytes of each group."""
+        """Sizes of each group."""
         shapes, nbytes = self.wants.shapes, self.nbytes
         read = [src.nbytes(math.prod(s)) for src, s in zip(self.wants.srcs, shapes, strict=True)]
 
@@ -119,10 +120,10 @@ class Problem:
 
     @cached_property
     def cache(self) -> KvCache | None:
-        """The KV cache to leave room for: as asked for, or that of a pass of ``tokens``.
+        """The KV cache to leave room for: as in the options, or of a pass of ``tokens``; or None.
 
         Raises:
-            CheckpointError: one was asked for, and its size is not known.
+            CheckpointError: the options name one, and its size is unknown.
         """
         asked, config, path = self.options.cache, self.checkpoint.config, self.checkpoint.path
         if asked is not None:
@@ -136,7 +137,7 @@ class Problem:
 
     @cached_property
     def cache_nbytes(self) -> int:
-        """Bytes of the KV cache of all layers."""
+        """Device bytes of the KV cache of all layers."""
         cache = self.cache if self.has_layers else None
         policy, wants = self.options.policy, self.wants
         if cache is None:
@@ -162,28 +163,28 @@ class Problem:
 
     @cached_property
     def _load_nbytes(self) -> int:
-        """Host bytes of a load without data."""
+        """Host bytes of a load besides the data, for objects and the kernel."""
         each = zip(self.dsts, self.wants.shapes, self.nbytes, strict=True)
         objects = self.spec.objects.of((dst.name, shape, nbytes, 1) for dst, shape, nbytes in each)
         return LOAD_NBYTES + objects + len(self.wants) * self.spec.info.costs.kernel_nbytes
 
     @property
     def least_scratch_nbytes(self) -> int:
-        """Device bytes of streaming, without slots, in the least room."""
+        """Device bytes of streaming without slots, if as few layers stay as possible."""
         found = choose(self.sizes, least(self.sizes))
         if found is None or not (found.streams or found.experts):
             return 0
         chunk_nbytes = self.options.chunk_nbytes or LEAST_CHUNK_NBYTES
         return self._streamed(found, chunk_nbytes).devices[0].scratch_nbytes
 
-    # --- deciding -----------------------------------------------------------------------------
+    # --- planning -----------------------------------------------------------------------------
 
     def decide(self) -> OffloadPlan:
-        """Choose what stays.
+        """Return the plan: as many layers stay as fit, by the cost of passes.
 
         Raises:
-            PlanInfeasibleError: not even the least fits, or the host has no room for its part.
-            CheckpointError: the size of a cache, or of passes, is not known.
+            PlanInfeasibleError: not even the least fits, or the host lacks memory for ``host=``.
+            CheckpointError: the size of the KV cache, or of activations, is unknown.
         """
         spec, options = self.spec, self.options
         rest = self.cache_nbytes + self.activation_nbytes
@@ -194,7 +195,7 @@ class Problem:
             room, limited_by = min((room, limited_by), (free, "free memory"))
         room -= rest
         chunks = [options.chunk_nbytes] if options.chunk_nbytes else _CHUNKS
-        # direct reads take memory if they are unaligned
+        # unaligned direct reads take memory
         ways: list[tuple[int | None, Reading]] = [(n, "direct") for n in chunks]
         for chunk_nbytes, reading in [*ways, (chunks[-1], "exact")]:
             plan = self._fitted(room, chunk_nbytes, reading)
@@ -224,7 +225,10 @@ class Problem:
     def _fitted(
         self, room_nbytes: int, chunk_nbytes: int | None, reading: Reading
     ) -> OffloadPlan | int:
-        """A plan with read-ahead, or as given if the host has not the memory for that."""
+        """Return a plan with read-ahead if the host has memory for that, else by ``reading``.
+
+        Returns the bytes that are missing if nothing fits into ``room_nbytes`` of the device.
+        """
         plan = self._within(room_nbytes, chunk_nbytes, "ahead")
         if isinstance(plan, int) or self._has_ahead(plan):
             return plan
@@ -233,10 +237,10 @@ class Problem:
     def _within(
         self, room_nbytes: int, chunk_nbytes: int | None, reading: Reading
     ) -> OffloadPlan | int:
-        """A plan with such chunks for so much room, or the bytes that are missing."""
+        """Return a plan within ``room_nbytes`` of the device, or the bytes that are missing."""
         sizes, spec = self.sizes, self.spec
         scratch, limit, stream = 0, room_nbytes, None
-        while True:  # what stays decides the size of the rest, and that what stays
+        while True:  # the layers that stay set the size of scratch, and that sets which stay
             lowest = least(sizes) + scratch
             found = choose(sizes, max(limit - scratch, 0))
             if found is None:
@@ -256,8 +260,8 @@ class Problem:
                 break
             if limit <= lowest:
                 return over
-            limit = max(limit - over, lowest)  # an allocator may round a little more to a lot
-        # host memory keeps layers, for each pass reads them, and in the rest of it experts
+            limit = max(limit - over, lowest)  # an allocator may round a few bytes up to many
+        # host memory keeps layers first, which each pass reads, then experts
         host = held(sizes, found.streams, self.host_nbytes)
         taken = sum(size.read_nbytes for size in sizes if size.name in host)
         host += held(sizes, found.experts, self.host_nbytes - taken)
@@ -283,7 +287,7 @@ class Problem:
         )
 
     def streamed_from(self, made: OffloadPlan, checkpoint: Checkpoint) -> OffloadPlan:
-        """The same plan, streaming from a checkpoint that has the layers elsewhere."""
+        """Return the same plan for a checkpoint that has the tensors in other files."""
         assert made.stream is not None
         there = replace(self, checkpoint=checkpoint, groups=made.groups)
         found, chunk_nbytes = made.residency, made.stream.chunk_nbytes
@@ -291,7 +295,7 @@ class Problem:
         return replace(made, stream=stream, **there._viewable(found, stream)._asdict())
 
     def _has_ahead(self, made: OffloadPlan) -> bool:
-        """Whether the host has the memory for the kernel's read-ahead in passes."""
+        """Whether the host has memory for the kernel's read-ahead in passes."""
         if made.stream is None:
             return True
         free = self.spec.free_nbytes
@@ -303,7 +307,7 @@ class Problem:
         return free is None or free - taken >= ahead_nbytes(made.stream)
 
     def _rounded(self, found: Residency) -> Residency:
-        """Round slots up to the segments of the allocator."""
+        """Return the residency with slots rounded up to segments of the device's allocator."""
         if self.spec.info.allocator not in SEGMENTS or not found.arena_nbytes:
             return found
         arena = round_up(found.arena_nbytes, _SEGMENT_NBYTES)
@@ -312,19 +316,19 @@ class Problem:
         slot_nbytes = arena // found.slots // SLOT_ALIGNMENT_NBYTES * SLOT_ALIGNMENT_NBYTES
         return replace(found, slot_nbytes=slot_nbytes)
 
-    # --- the plans of what streams, and of what stays ---------------------------------------------
+    # --- plans of layers that stream, and of layers that stay -----------------------------------
 
     def _streamed(
         self, found: Residency, chunk_nbytes: int | None, reading: Reading = "ahead"
     ) -> Plan:
-        """Plan the casts and the staging of what streams. Slots hold it, so no budget does."""
+        """Return the plan of casts and staging of layers that stream; slots need no budget."""
         by_name = {group.name: group for group in self.groups}
         layers = [self._requests(by_name[name].wants) for name in found.streams]
         for name in found.experts:
             layers += self._experts(by_name[name])
         options = self.options
         if options.page_cache == "auto":
-            # passes come again: files that fit are read through the page cache, others not kept
+            # passes repeat: the page cache keeps files if they fit
             options = replace(options, page_cache="keep" if self._is_cached(found) else "drop")
         if chunk_nbytes is not None:
             options = replace(options, chunk_nbytes=chunk_nbytes)
@@ -337,7 +341,7 @@ class Problem:
         return replace(made, placements=made.placements.chosen(order))
 
     def _load(self, found: Residency, room_nbytes: int) -> DevicePlan:
-        """Plan the load of what stays, in so much room; with the least if that is more."""
+        """Return the plan to load the layers that stay, in the room, or in more if needed."""
         stays = {*found.stays}
         wants = self._requests([at for g in self.groups if g.name in stays for at in g.wants])
         while True:
@@ -345,28 +349,30 @@ class Problem:
             try:
                 return self._planned(self.options, wants, roomy, "ahead").devices[0]
             except PlanInfeasibleError as error:
-                if error.needed_nbytes <= room_nbytes:  # it is not the room that is too small
+                if error.needed_nbytes <= room_nbytes:  # another limit than the room
                     raise
                 room_nbytes = error.needed_nbytes
 
     def _planned(
         self, options: Options, wants: Sequence[TensorRequest], spec: DeviceSpec, reading: Reading
     ) -> Plan:
-        """Plan a load within the budget alone: free memory, cache and reserve are counted here."""
+        """Return the plan of a load within a budget, without free memory, cache and reserve."""
         alone = replace(options, cache=None, reserve_nbytes=0)
         free = replace(spec, free_nbytes=None, reserve_nbytes=0)
         mine = TensorRequests.of(self.checkpoint, wants)
-        return alone.plan(alone.request(self.checkpoint, mine, [free], self.cast), reading=reading)
+        return alone.plan(
+            alone.request(self.checkpoint, mine, [free], engine_of(self.options)), reading=reading
+        )
 
     def _requests(self, numbers: Sequence[int]) -> list[TensorRequest]:
-        """Parameters, for memory of ours on the device."""
+        """Return requests of parameters, by index, for new memory on the device."""
         return [
             replace(self.wants[at], held=None, reusable_nbytes=None, device=self.spec.name)
             for at in numbers
         ]
 
     def _experts(self, group: LayerGroup) -> list[list[TensorRequest]]:
-        """The parts of each expert of a layer, of each parameter."""
+        """Return the requests of each expert of a layer, one for each parameter."""
         wants = self._requests(group.wants)
         if group.apart:
             return [wants[at : at + group.parts] for at in range(0, len(wants), group.parts)]
@@ -380,7 +386,7 @@ class Problem:
         ]
 
     def _is_cached(self, found: Residency) -> bool:
-        """Whether this host's page cache has room for all that streams."""
+        """Whether this host's page cache has room for the files of all that streams."""
         if self.options.page_cache != "auto":
             return self.options.page_cache == "keep"
         free = free_host_nbytes()
@@ -388,10 +394,9 @@ class Problem:
         return free is None or found.file_nbytes + taken + MARGIN_NBYTES <= free
 
     def _viewable(self, found: Residency, stream: Plan | None) -> Viewable:
-        """Whether the device computes on the files of all that streams; see `can_be_views`.
+        """Return whether the device can compute on the files of all that streams.
 
-        Not if the host has little memory, and the files are not in the page cache: they are read
-        past it.
+        It cannot if the host has so little memory that files are read past the page cache.
         """
         if stream is None or not self.spec.info.maps:
             return Viewable()
@@ -403,14 +408,14 @@ class Problem:
 
 
 def engine_of(options: Options) -> CastChoice:
-    """The cast engine of what streams."""
+    """Return the cast engine of weights that stream."""
     return "llvm" if options.cast == "auto" else options.cast
 
 
 def decide_by_layers(
     layers: Sequence[str], grouped: Callable[[Sequence[str]], Problem]
 ) -> OffloadPlan:
-    """Plan with ``grouped(layers)``; if it does not fit, the error names smaller layers that do."""
+    """Plan ``grouped(layers)``; if it does not fit, the error suggests smaller layers that do."""
     problem = grouped(layers)
     try:
         return problem.decide()
@@ -429,7 +434,7 @@ def decide_by_layers(
 
 
 def _check_host(made: OffloadPlan, spec: DeviceSpec) -> None:
-    """Raise PlanInfeasibleError if the host has not the memory for its part of the layers."""
+    """Raise PlanInfeasibleError if the host lacks memory for the layers that it keeps."""
     free = free_host_nbytes()
     if not made.host or free is None:
         return

@@ -1,7 +1,7 @@
-"""tinygrad's layers whose weights are in slots: brought before a layer is called, and gone after.
+"""tinygrad's layers whose weights are in slots: brought before a call, and released after it.
 
-tinygrad computes late: what a call gives is a graph, whose kernels run when something asks for
-values. So all that waits for a layer's weights is computed at the end of its call (`settle`).
+tinygrad computes late: a call returns a graph, whose kernels run when something asks for values. So
+all tensors that depend on a layer's weights are computed at the end of its call (`settle`).
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ JIT = type(TinyJit(lambda: None))
 
 
 class TinygradSlots(Slots):
-    """Buffers of tinygrad over slots."""
+    """Slots with buffers of tinygrad over them."""
 
     def __init__(self, memory: Buffer, plan: OffloadPlan) -> None:
-        """Take the bytes of all slots."""
+        """Cut ``memory`` into slots; raises OffloadError if the device has no views."""
         super().__init__(memory, plan)
         self._made: dict[Any, tuple[list[Buffer], list[UOp]]] = {}
-        view_of(memory, 0, memory.nbytes, memory.dtype)  # raises now if the device has no views
+        view_of(memory, 0, memory.nbytes, memory.dtype)
 
     def to_fill(self, layer: int, slot: int) -> list[Buffer]:
-        """The same buffers."""
+        """Return `buffers`, as workers need no others."""
         return self.buffers(layer, slot)
 
     def graphs(self, buffers: Sequence[Buffer]) -> Sequence[UOp]:
-        """Graphs of weights over these buffers of a slot; the same objects each time."""
+        """Return the graphs of weights over ``buffers`` of a slot; the same objects each time."""
         return next(graphs for made, graphs in self._made.values() if made is buffers)
 
     def _view(
@@ -64,12 +64,12 @@ class TinygradSlots(Slots):
 
 
 class LentSlots(TinygradSlots):
-    """Tensors over slots, for loops of a user's own."""
+    """Slots with tensors over them, for loops of `stream_layers`."""
 
     _lent: tuple[Sequence[Tensor], Sequence[UOp]] = (), ()
 
     def lend(self, buffers: Sequence[Buffer]) -> list[Tensor]:
-        """Tensors over these buffers of a slot, until `take_back`."""
+        """Return tensors over ``buffers`` of a slot, valid until `take_back`."""
         refuse_capture("a layer")
         graphs = self.graphs(buffers)
         tensors = [Tensor(graph) for graph in graphs]
@@ -77,7 +77,7 @@ class LentSlots(TinygradSlots):
         return tensors
 
     def take_back(self) -> None:
-        """Compute all that waits for lent tensors, which raise when used from now on."""
+        """Compute all tensors that depend on lent ones, which raise when used from now on."""
         (tensors, graphs), self._lent = self._lent, ((), ())
         for tensor in tensors:
             shape = tuple(map(int, tensor.shape))
@@ -86,11 +86,11 @@ class LentSlots(TinygradSlots):
 
 
 def view_of(buffer: Buffer, start: int, numel: int, dtype: Any) -> Buffer:
-    """Elements of a buffer from byte ``start`` on, as a buffer.
+    """Return a buffer over ``numel`` elements of another, from byte ``start`` on.
 
     Raises:
         OffloadError: the device has no such views.
-        AllocationError: the driver refuses.
+        AllocationError: the driver cannot make one.
     """
     if numel == 0:
         return Buffer(buffer.device, 0, dtype)
@@ -103,7 +103,7 @@ def view_of(buffer: Buffer, start: int, numel: int, dtype: Any) -> Buffer:
 
 
 def _sub_buffer(buffer: Buffer, start: int, numel: int, dtype: Any) -> Buffer:
-    """OpenCL's own view, of which tinygrad knows nothing."""
+    """Return a sub-buffer of OpenCL, which tinygrad has no call for."""
     from tinygrad.runtime.autogen import opencl as cl
 
     region = cl.cl_buffer_region(origin=start, size=numel * dtype.itemsize)
@@ -114,23 +114,23 @@ def _sub_buffer(buffer: Buffer, start: int, numel: int, dtype: Any) -> Buffer:
     if status.value != 0:
         problem = f"clCreateSubBuffer: {status.value}"
         raise AllocationError(buffer.device, problem, nbytes=numel * dtype.itemsize)
-    # as memory of others: tinygrad neither counts it nor keeps it when it is let go of
+    # external memory: tinygrad neither counts it nor keeps it in its cache
     view = Buffer(buffer.device, numel, dtype, opaque=memory, options=BufferSpec(external_ptr=1))
-    view.of = buffer  # which lives as long
+    view.of = buffer  # keeps it alive
     return view
 
 
-# --- what is called -------------------------------------------------------------------------------
+# --- callable objects -----------------------------------------------------------------------------
 
 
 class Wrapped:
-    """An object whose ``__call__`` is ours: it has a class of its own, made from its class."""
+    """A substitute for the ``__call__`` of an object, which gets a class derived from its own."""
 
     def __init__(self, module: Any) -> None:
         self._module, self._class = module, type(module)
 
     def put(self) -> None:
-        """Stand in the place of the object's own call."""
+        """Give the object the derived class, whose ``__call__`` is this."""
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
@@ -147,32 +147,32 @@ class Wrapped:
         self._module.__class__ = make(self._class.__name__, (self._class,), {**kept, **own})
 
     def take_out(self) -> None:
-        """Let the object be of its own class again."""
+        """Restore the object's own class."""
         self._module.__class__ = self._class
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the object's own class."""
+        """Call the object as its own class does."""
         return self._class.__call__(self._module, *args, **kwargs)
 
 
 def can_be_wrapped(module: Any) -> bool:
-    """Whether an object is called, and can have another class."""
+    """Return whether an object is callable, and can get a derived class."""
     return isinstance(getattr(module, "__dict__", None), dict) and callable(module)
 
 
 class Layer(Wrapped):
-    """Computes all that waits for a layer's weights before its call ends.
+    """Computes all tensors that depend on a layer's weights at the end of its call.
 
-    A layer that stays does so too: kernels then have the same boundaries under every budget.
+    For layers that stay: kernels then have the same boundaries under every budget.
     """
 
     def __init__(self, module: Any, weights: Sequence[Tensor]) -> None:
-        """Change nothing yet; ``weights`` are the layer's."""
+        """Change nothing yet; ``weights``: of the layer."""
         super().__init__(module)
         self._weights = weights
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute."""
+        """Call the layer, and compute what depends on its weights."""
         try:
             return super().__call__(*args, **kwargs)
         finally:
@@ -181,7 +181,7 @@ class Layer(Wrapped):
 
 
 class StreamedLayer(Wrapped):
-    """Brings a layer's weights while it is called."""
+    """Brings the weights of a layer that streams while it is called."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class StreamedLayer(Wrapped):
         places: Sequence[tuple[int, Sequence[Tensor]]],
         rounds: Rounds,
     ) -> None:
-        """Change nothing yet; ``places``: the tensors of each weight, by its buffer's number."""
+        """Change nothing yet; ``places``: of each weight, index of its buffer, and its tensors."""
         super().__init__(module)
         self._name, self._number = name, number
         self._rounds = rounds
@@ -199,7 +199,7 @@ class StreamedLayer(Wrapped):
         self._captured: dict[tuple[int, int], tuple[Any, int, Any]] = {}  # by TinyJit and slot
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute with the layer's weights."""
+        """Call the layer with its weights, which are in slots until the end of the call."""
         refuse_capture(self._name)
         if is_training():
             raise OffloadError(
@@ -234,7 +234,7 @@ class StreamedLayer(Wrapped):
 
     @contextmanager
     def _jits(self, slot: int) -> Iterator[None]:
-        """Let the layer's own TinyJits be those of a slot: what they capture has its memory."""
+        """Give the layer's TinyJits what they captured with this slot: captures hold memory."""
         for jit in jits_in(self._module):
             _, jit.cnt, jit.captured = self._captured.get((id(jit), slot), (jit, 0, None))
         try:
@@ -245,21 +245,21 @@ class StreamedLayer(Wrapped):
                 jit.reset()
 
     def take_out(self) -> None:
-        """Let the layer be called as before."""
+        """Restore the layer's own class, and drop captures of TinyJits."""
         super().take_out()
         self._captured.clear()
 
 
 class GatheredEmbedding(Wrapped):
-    """Reads the rows that an embedding is asked for from the file."""
+    """Reads the rows that an embedding looks up from the file."""
 
     def __init__(self, name: str, module: nn.Embedding, reader: RowReader, device: Device) -> None:
-        """Change nothing yet; ``device``: where the rows go."""
+        """Change nothing yet; ``device``: gets the rows."""
         super().__init__(module)
         self._name, self._reader, self._device = name, reader, device
 
     def __call__(self, idx: Tensor) -> Tensor:
-        """Embed; bound variables in the shape of ``idx`` become values in the result's."""
+        """Look up rows ``idx``, of any shape; bound variables in it become values in the result."""
         refuse_capture(self._name)
         graph, values = idx.uop.unbind_all()
         if values:
@@ -283,13 +283,13 @@ class GatheredEmbedding(Wrapped):
 
 
 def is_training() -> bool:
-    """Whether tinygrad trains: a context of its own, and in 0.13 an attribute of tensors."""
+    """Return whether tinygrad trains: by its context TRAINING, in 0.13 by `Tensor.training`."""
     context = getattr(tinygrad.helpers, "TRAINING", None)
     return bool(getattr(Tensor, "training", False) if context is None else context)
 
 
 def refuse_capture(name: str) -> None:
-    """Raise OffloadError if a TinyJit captures more than a layer."""
+    """Raise OffloadError if a TinyJit around the layer ``name`` captures it."""
     if capturing:
         raise OffloadError(
             f"a TinyJit captures {name}, whose weights would not be brought when it is run again: "
@@ -297,21 +297,21 @@ def refuse_capture(name: str) -> None:
         )
 
 
-# --- what waits for weights -----------------------------------------------------------------------
+# --- tensors that wait for weights ----------------------------------------------------------------
 
 
 def settle(weights: set[UOp], *, copy: bool = False) -> None:
-    """Compute all tensors that wait for some memory.
+    """Compute all tensors that depend on ``weights``, so that these can change.
 
-    With ``copy``, tensors over it get memory of their own, and those that cannot be computed raise
-    when they are used: they would have values of another layer.
+    With ``copy``, tensors over the weights get memory of their own, and those that cannot be
+    computed raise when they are used: they would have values of another layer.
     """
     found = _reaching(weights)
     if not copy:
         found = [tensor for tensor in found if tensor.uop.base not in weights]
     try:
         for tensor in found:
-            # views; and what functions give, which stays a graph when it is realised
+            # views; and results of functions, which stay graphs when realized
             if tensor.uop.base in weights or tensor.uop.base.op is Ops.GETTUPLE:
                 tensor.uop = tensor.clone().uop
         if found:
@@ -331,7 +331,7 @@ def settle(weights: set[UOp], *, copy: bool = False) -> None:
 
 
 def _reaching(memory: Collection[UOp]) -> list[Tensor]:
-    """All tensors whose values or graphs use some memory."""
+    """Return all tensors of the program whose values or graphs use some of ``memory``."""
     reached: dict[UOp, bool] = {}
 
     def is_new(node: UOp) -> bool:
@@ -351,7 +351,7 @@ def _shaped(graph: UOp, tensor: Tensor) -> UOp:
 
 
 def absent(name: str, shape: tuple[int, ...], dtype: Any, device: str) -> UOp:
-    """A graph over memory that raises when it is used."""
+    """Return a graph over memory that raises when it is used; ``name`` is for that error."""
     return UOp.from_buffer(AbsentBuffer(name, device, math.prod(shape), dtype)).reshape(shape)
 
 
@@ -359,15 +359,15 @@ def absent(name: str, shape: tuple[int, ...], dtype: Any, device: str) -> UOp:
 
 
 def jits_in(obj: Any) -> list[Any]:
-    """The TinyJits that an object holds, each once, but for those without a function."""
+    """Return the TinyJits with a function that an object holds, each once."""
     found = {id(jit): jit for _, jit in walk(obj, JIT) if type(jit) is JIT and jit.fxn is not None}
     return list(found.values())
 
 
 def set_aside(model: Any, layers: Collection[Any]) -> Callable[[], None]:
-    """Put functions in the places of the TinyJits outside of layers; returns what undoes that.
+    """Replace TinyJits outside of layers by their functions, and return a function that undoes it.
 
-    All TinyJits of the model let go of what they captured.
+    All TinyJits of the model drop what they captured.
     """
     inside = {id(jit) for layer in layers for jit in jits_in(layer)}
     found = jits_in(model)

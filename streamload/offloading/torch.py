@@ -1,21 +1,22 @@
-"""A module of torch whose layers stream."""
+"""Offload modules of torch: find their layers, and make these bring their weights."""
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from streamload.core.dtypes import DType
 from streamload.devices.base import Device
 from streamload.devices.torch.tensors import TO_TORCH, TorchParameter, parts_of, unwrapped_names
 from streamload.errors import OffloadError
+from streamload.offloading import torch_modules
 from streamload.offloading.groups import LayerGroup, rows_of_experts
-from streamload.offloading.model import ModelAdapter, Timed
+from streamload.offloading.model import ExpertWeights, LayerWeights, ModelAdapter, Timed
 from streamload.offloading.overrun import TokenRoom, tokens_of
 from streamload.offloading.plan import OffloadPlan
 from streamload.offloading.prefetch import Rounds
@@ -29,68 +30,53 @@ from streamload.offloading.torch_experts import (
     number_of_experts,
     sums_of,
 )
-from streamload.offloading.torch_modules import (
-    GatheredEmbedding,
-    Refusals,
-    StreamedModule,
-    StreamedParameter,
-    TorchSlots,
-    Wrapped,
-    computes,
-    let_go,
-    looked_at,
-    modules_by_name,
-    no_backward,
-    refuse_training,
-    used_elsewhere,
-)
 
 
 class TorchModel(ModelAdapter[TorchParameter]):
-    """A module, whose layers are modules in it."""
+    """The adapter of a torch module, whose layers are modules in it."""
 
-    slots = TorchSlots
+    slots = torch_modules.TorchSlots
 
     def __init__(
         self, model: Any, parameters: Mapping[str, Any], layers: Sequence[str] = ()
     ) -> None:
-        """Look at a module; see `ModelAdapter`.
+        """Inspect a module; see `ModelAdapter`.
 
         Raises:
-            OffloadError: it is no module, is offloaded already, or is sharded.
+            OffloadError: the model is no module, is offloaded already, or is sharded.
         """
         if not isinstance(model, nn.Module):
             raise OffloadError(
                 f"a model of torch that is offloaded is a module, not a {type(model).__name__}: "
                 "its layers are brought when their modules compute"
             )
-        modules = modules_by_name(model, unwrapped_names(model))
+        modules = _modules_by_name(model, unwrapped_names(model))
         super().__init__(model, parameters, modules, layers)
-        self._elsewhere, self._looked_at = used_elsewhere(model), looked_at(model)
+        self._elsewhere, self._looked_at = _used_elsewhere(model), _looked_at(model)
         self._parts = {(id(m._buffers), key) for m in model.modules() for key in parts_of(m)}
-        self._before: dict[str, list[Any]] = {}  # tensors of parameters that stream
+        self._before: dict[str, list[Any]] = {}  # by parameter that streams, its own tensors
         self._trains = any(parameter.requires_grad for parameter in model.parameters())
         self._stays = Stays()
-        self._sums: dict[str, Sums] = {}  # by module of experts that stay in the file
+        self._sums: dict[str, Sums] = {}  # by module whose experts stream
 
-    # --- deciding -----------------------------------------------------------------------------
+    # --- planning -----------------------------------------------------------------------------
 
     def can_stream(self, module: Any) -> bool:
-        """Whether it has a ``forward`` that nothing goes round."""
-        return computes(module) and id(module) not in self._elsewhere
+        """Whether a module has a ``forward``, which no other module bypasses."""
+        return _computes(module) and id(module) not in self._elsewhere
 
     def only_holds(self, module: Any) -> bool:
-        """Whether it has no ``forward``, as lists of modules have none."""
-        return module is not None and not computes(module)
+        """Whether a module has no ``forward``, as lists of modules have none."""
+        return module is not None and not _computes(module)
 
     def is_embedding(self, module: Any) -> bool:
-        """Whether it is torch's, changes no rows, and is called with numbers of rows."""
+        """Whether a module is torch's embedding, called with indices, and changes no rows."""
         if not isinstance(module, nn.Embedding) or module.max_norm is not None:
             return False
         return type(module).forward is nn.Embedding.forward and "forward" not in module.__dict__
 
     def must_stay(self, name: str) -> bool:
-        """Whether it is no weight, or others read it while its module does not compute."""
+        """Whether a parameter is a buffer, or is read outside of calls of its module."""
         slots = self._parameters[name].slots
         return not all(
             (isinstance(container[key], nn.Parameter) or (id(container), key) in self._parts)
@@ -99,10 +85,10 @@ class TorchModel(ModelAdapter[TorchParameter]):
         )
 
     def experts(self, problem: Problem, stay: Sequence[str]) -> list[LayerGroup]:
-        """Those that transformers keeps fused, if each computes in a known form."""
+        """Return transformers' fused experts, if they compute in a known form."""
         wants = problem.wants
         place = {name: at for at, name in enumerate(wants.names)}
-        known: dict[Any, Sums | None] = {}  # those of a model are alike
+        known: dict[Any, Sums | None] = {}  # by class and shapes: modules of a model are alike
         groups, others = [], []
         for name, module in self._modules.items():
             count = number_of_experts(module)
@@ -129,37 +115,32 @@ class TorchModel(ModelAdapter[TorchParameter]):
         return groups
 
     def _is_expert(self, problem: Problem, at: int, count: int, stay: Sequence[str]) -> bool:
-        """Whether a parameter's experts can be read one by one."""
-        want, src = problem.wants[at], problem.wants.srcs[at]
-        parameter = self._parameters[want.name]
-        plain = src.bits >= 8 and not src.is_packed and len(parameter.names) == 1
-        own = plain and not self.stays(want.name, stay)
-        changed = problem.options.changes.by_tensor
-        unchanged = not any(row.tensor in changed for row in want.source)
-        return own and unchanged and rows_of_experts(want, count) is not None
+        """Whether the ``count`` experts of a parameter can be read from the file one by one."""
+        want = problem.wants[at]
+        own = len(self._parameters[want.name].names) == 1 and not self.stays(want.name, stay)
+        return own and problem.is_plain(at) and rows_of_experts(want, count) is not None
 
     # --- running ------------------------------------------------------------------------------
 
-    def begin_streaming(
-        self, plan: OffloadPlan, dtypes: Mapping[str, DType], device: Device
-    ) -> None:
-        """Put parameters without memory in place of those that stream."""
-        where = torch.device(device.info.name)
+    def begin_streaming(self, plan: OffloadPlan, problem: Problem, device: Device) -> None:
+        """Put parameters without memory in place of all that stream."""
+        where, stays = torch.device(device.info.name), self._stays
+        dtypes = dict(zip(problem.wants.names, problem.dsts, strict=True))
         for name in self._emptied:
             parameter, dtype = self._parameters[name], TO_TORCH[dtypes[name].name]
             before = self._before[name] = [held[key] for held, key in parameter.slots]
             first, *_ = parameter.names
             trains = before[0].requires_grad and dtype.is_floating_point
             kind = parameter.shape, dtype, where
-            absent = StreamedParameter(first, *kind, requires_grad=trains, stays=self._stays)
-            self._stays.streams.update(dict.fromkeys(parameter.names, first))
+            absent = torch_modules.StreamedParameter(
+                first, *kind, requires_grad=trains, stays=stays
+            )
+            stays.streams.update(dict.fromkeys(parameter.names, first))
             for container, key in parameter.slots:
-                container[key] = absent  # what is tied stays one object
+                container[key] = absent  # tied weights stay one object
 
-    def stream_layer(
-        self, name: str, number: int, weights: Sequence[tuple[int, str]], rounds: Rounds
-    ) -> None:
-        """Let a module bring its weights."""
+    def stream_layer(self, name: str, number: int, weights: LayerWeights, rounds: Rounds) -> None:
+        """Make a module bring its weights when called."""
         module = self._modules[name]
         inside = {id(held) for m in module.modules() for held in (m._parameters, m._buffers)}
         places = [
@@ -168,28 +149,21 @@ class TorchModel(ModelAdapter[TorchParameter]):
             for slot in self._parameters[weight].slots
             if id(slot[0]) in inside
         ]
-        self._wrap(StreamedModule(module, number, places, rounds, self._stays))
+        self._wrap(torch_modules.StreamedModule(module, number, places, rounds, self._stays))
 
-    def stream_experts(
-        self, name: str, number: int, weights: Sequence[Mapping[str, int]], rounds: Rounds
-    ) -> None:
-        """Let a module of experts bring those that the router chose."""
+    def stream_experts(self, name: str, layer: int, weights: ExpertWeights, rounds: Rounds) -> None:
+        """Make a module of experts bring those that its router chose."""
         places = [{key.rpartition(".")[2]: at for key, at in each.items()} for each in weights]
-        experts = StreamedExperts(self._modules[name], number, self._sums[name], places, rounds)
-        self._wrap(experts)
+        module, sums = self._modules[name], self._sums[name]
+        self._wrap(StreamedExperts(module, layer, sums, places, rounds))
 
     def gather_rows(self, name: str, reader: RowReader, device: Device) -> None:
-        """Let an embedding read its rows."""
-        where, dtype = torch.device(device.info.name), TO_TORCH[reader.dst.name]
-
-        def rows(numbers: Sequence[int]) -> torch.Tensor:
-            found = torch.from_numpy(reader.read(numbers)).view(dtype)
-            return found.view(len(numbers), *reader.row_shape).to(where)
-
-        self._wrap(GatheredEmbedding(self._modules[name], rows))
+        """Make an embedding read the rows that it looks up from the file."""
+        where = torch.device(device.info.name)
+        self._wrap(torch_modules.GatheredEmbedding(self._modules[name], reader, where))
 
     def end_putting(self, plan: OffloadPlan, rounds: Rounds | None) -> None:
-        """Count passes, and refuse what cannot be.
+        """Make the model count passes, and refuse to be saved or moved.
 
         transformers' `generate` calls an encoder before the model: its tokens count, too.
         """
@@ -207,27 +181,27 @@ class TorchModel(ModelAdapter[TorchParameter]):
             for name, module in self._modules.items()
             if any(not name or each == name or each.startswith(f"{name}.") for each in absent)
         ]
-        self._wrap(Refusals([self._model, *holders]))
+        self._wrap(torch_modules.Refusals([self._model, *holders]))
         if rounds is not None:
             weakref.finalize(self._model, rounds.abandon)
-        self._modules = {}  # the model may go, and this not
+        self._modules = {}  # the model may be freed before this
         self._model = nn.Module()
 
     def take_out(self) -> None:
-        """Restore modules as after a failed load: weights that streamed hold nothing."""
+        """Restore the modules; weights that streamed hold nothing."""
         for name in self._emptied:
             slots = self._parameters[name].slots
             before = self._before.get(name) or [held[key] for held, key in slots]
             for (container, key), value in zip(slots, before, strict=True):
                 container[key] = value
                 if value.device.type != "meta":
-                    let_go(value)
+                    _let_go(value)
         self._before.clear()
         super().take_out()
 
 
-class Pass(Wrapped):
-    """The ``forward`` of a model: counts tokens, and passes if layers stream."""
+class Pass(torch_modules.Wrapped):
+    """A substitute for the ``forward`` of a model: counts tokens, and passes if layers stream."""
 
     def __init__(
         self,
@@ -241,8 +215,8 @@ class Pass(Wrapped):
     ) -> None:
         """Change nothing yet; ``stays`` is None if nothing streams.
 
-        ``trains``: it had parameters that can be trained. ``has_cache``: the KV cache has its
-        tokens, too.
+        ``trains``: whether the model had trainable parameters. ``has_cache``: whether its tokens
+        go into the KV cache.
         """
         super().__init__(model)
         self._timed, self._room, self._stays = timed, room, stays
@@ -250,22 +224,23 @@ class Pass(Wrapped):
         self._signature = inspect.signature(self._own())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute, and take the time. No graph is kept: it would hold what layers computed."""
+        """Run a pass and time it, without a graph of autograd, which would keep activations."""
         if self._stays is None:
             self._see(args, kwargs)
             return self._own()(*args, **kwargs)
-        refuse_training(self._module)
+        torch_modules.refuse_training(self._module)
         self._see(args, kwargs)
         with self._timed.a_pass(), self._stays.a_pass(), torch.no_grad():
             found = self._own()(*args, **kwargs)
-        return no_backward(found) if self._trains and torch.is_grad_enabled() else found
+        refuses = self._trains and torch.is_grad_enabled()
+        return torch_modules.no_backward(found) if refuses else found
 
     def _see(self, args: Any, kwargs: Any) -> None:
         if not self._room:
             return
         try:
             given = self._signature.bind_partial(*args, **kwargs).arguments
-        except TypeError:  # the model raises for them
+        except TypeError:  # the model itself raises it
             return
         named: dict[str, Any] = {}
         for name, value in given.items():
@@ -276,7 +251,9 @@ class Pass(Wrapped):
                 named |= {f"{name}[{at}]": each for at, each in enumerate(value)}
             else:
                 named[name] = value
-        if "input_ids" not in self._signature.parameters:  # of images and sounds, not of tokens
+        if (
+            "input_ids" not in self._signature.parameters
+        ):  # states of images or sounds, not of tokens
             named.pop("encoder_outputs", None)
         tokens, cached = tokens_of(named, _has_integers)
         self._room.see(tokens, cached if self._has_cache else 0)
@@ -284,3 +261,39 @@ class Pass(Wrapped):
 
 def _has_integers(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
+
+
+def _modules_by_name(model: nn.Module, unwrapped: Callable[[str], str]) -> dict[str, nn.Module]:
+    """Return modules by their names without wrappers; of a wrapped module, its wrapper."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(unwrapped(f"{name}.").removesuffix("."), module)
+    return found
+
+
+def _computes(module: nn.Module) -> bool:
+    """Return whether a module has a ``forward`` of its own, so that it can be called."""
+    own = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+    return own and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def _used_elsewhere(model: nn.Module) -> set[int]:
+    """Return ids of modules whose weights other modules use without calling them."""
+    attentions = (m for m in model.modules() if isinstance(m, nn.MultiheadAttention))
+    return {id(child) for module in attentions for child in module.children()}
+
+
+def _looked_at(model: nn.Module) -> set[int]:
+    """Return ids of dicts of parameters that other modules read before they call the owner.
+
+    `nn.TransformerEncoder` packs padded sequences if those of its first layer are plain tensors.
+    """
+    encoders = (m for m in model.modules() if isinstance(m, nn.TransformerEncoder))
+    nested = (m for m in encoders if m.enable_nested_tensor and len(m.layers))
+    return {id(module._parameters) for m in nested for module in m.layers[0].modules()}
+
+
+def _let_go(tensor: torch.Tensor) -> None:
+    """Free a tensor's memory, even if something else refers to the tensor."""
+    with suppress(RuntimeError):
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

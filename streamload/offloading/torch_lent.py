@@ -1,42 +1,42 @@
-"""Weights that modules have for a call, and checks that they leave them as they are."""
+"""Lend weights in slots to modules for a call, and check that they are not changed or kept."""
 
 from __future__ import annotations
 
 import gc
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-_LENT = "_streamload_lent"  # on a weight that a module has for a call: what it was
+_LENT = "_streamload_lent"  # attribute of a weight in a slot: its state when it was first lent
 
-# torch.compile's attributes of a tensor, for any values.
+# torch.compile's attributes of a tensor, which do not depend on values.
 _OF_COMPILE = ("_dynamo_static_input_type", "_dynamo_dynamic_indices")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Lent:
-    """A weight as a module got it."""
+    """The state of a weight when a module got it, to detect changes."""
 
     address: int
-    version: int  # counts torch's writes
+    version: int  # torch's count of writes
     uses: int  # references of tensors and Python to its storage
-    home: torch.Tensor  # over its memory
+    home: torch.Tensor  # another tensor over its memory
     left: int = 0  # references that a traceback may have; counted again until there are none
 
     @classmethod
     def of(cls, weight: torch.Tensor, home: torch.Tensor) -> _Lent:
-        """Look at a weight."""
-        storage = home.untyped_storage()  # the same object for all who ask
+        """Return the state of a weight now; ``home``: a tensor over the same memory."""
+        storage = home.untyped_storage()  # one object per storage
         uses = torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
         return cls(weight.data_ptr(), weight._version, uses, home)
 
 
 def weight_of(tensor: torch.Tensor) -> nn.Parameter:
-    """The parameter that a module gets for a call; nothing else may refer to its storage."""
+    """Return a parameter to lend to modules over a tensor in a slot, whose storage only it uses."""
     with torch.inference_mode(False), torch.no_grad():
         made = nn.Parameter(tensor, requires_grad=False)
     del tensor
@@ -45,14 +45,14 @@ def weight_of(tensor: torch.Tensor) -> nn.Parameter:
 
 
 def is_lent(value: object) -> bool:
-    """Whether a module has it for a call."""
+    """Return whether an object is a weight in a slot, made by `weight_of`."""
     return hasattr(value, _LENT)
 
 
 def lend(weight: torch.Tensor, stands: torch.Tensor) -> None:
-    """Remember a weight when it is first lent; layers that are alike get the same one.
+    """Note the state of a weight before a module gets it, in place of the placeholder ``stands``.
 
-    ``stands`` stands in its place otherwise: kernels are chosen by ``requires_grad``, too.
+    It gets the placeholder's ``requires_grad``, by which kernels are chosen, too.
     """
     if weight.requires_grad != stands.requires_grad:
         weight.requires_grad_(stands.requires_grad)
@@ -60,20 +60,19 @@ def lend(weight: torch.Tensor, stands: torch.Tensor) -> None:
     if was is None:
         setattr(weight, _LENT, _Lent.of(weight, weight.detach()))
     elif was.left:
-        left = _Lent.of(weight, was.home).uses - was.uses
-        setattr(weight, _LENT, replace(was, left=max(left, 0)))
+        was.left = max(_Lent.of(weight, was.home).uses - was.uses, 0)
 
 
 def after_error(weights: Sequence[torch.Tensor]) -> None:
-    """Allow for a traceback that refers to weights: notebooks and debuggers keep the last one."""
+    """Allow one more reference to weights, by a traceback, as notebooks and debuggers keep it."""
     for weight in weights:
         was: _Lent | None = getattr(weight, _LENT)
         if was is not None:
-            setattr(weight, _LENT, replace(was, left=max(was.left, 1)))
+            was.left = max(was.left, 1)
 
 
 def kept_in(module: nn.Module, weights: Sequence[torch.Tensor]) -> set[int]:
-    """Which of some weights attributes of a module and its children refer to, or views of them."""
+    """Return indices of the weights that attributes of a module or its children refer to."""
     storages = {weight.untyped_storage()._cdata: at for at, weight in enumerate(weights)}
     found, seen = set[int](), set[int]()
     todo: list[Any] = [vars(each) for each in module.modules()]
@@ -95,7 +94,7 @@ def kept_in(module: nn.Module, weights: Sequence[torch.Tensor]) -> set[int]:
 
 
 def take_back(weight: torch.Tensor) -> None:
-    """Restore a lent weight: the next layer has the same object."""
+    """Restore a lent weight, its memory and attributes: the next layer gets the same object."""
     was: _Lent | None = getattr(weight, _LENT, None)
     if was is not None and weight.data_ptr() != was.address:
         weight.data = was.home
@@ -104,19 +103,19 @@ def take_back(weight: torch.Tensor) -> None:
 
 
 def forget(weight: torch.Tensor) -> None:
-    """Nothing lends it any more."""
+    """Drop the state of a weight that is lent no more."""
     weight.__dict__.pop(_LENT, None)
 
 
 def is_kept(weights: Sequence[torch.Tensor], at: int, before: int) -> bool:
-    """Whether Python has more references than before to one of some weights."""
+    """Return whether Python has more references to ``weights[at]`` than ``before``."""
     if sys.getrefcount(weights[at]) > before:
-        gc.collect()  # a cycle may hold what nobody needs any more
+        gc.collect()  # an unused cycle may hold it
     return sys.getrefcount(weights[at]) > before
 
 
 def why_kept(weight: Any, given: torch.Tensor) -> str:
-    """What a module that has ``weight`` did with the one that it was given, or ""."""
+    """Return how a module that was given a weight, and now has ``weight``, misused it; or ""."""
     if weight is not given:
         return "puts another tensor in its place"
     was: _Lent = getattr(given, _LENT)
@@ -124,7 +123,7 @@ def why_kept(weight: Any, given: torch.Tensor) -> str:
     if found.address != was.address:
         return "puts other data in its place"
     if found.version != was.version:
-        setattr(given, _LENT, replace(was, version=found.version))  # of this layer alone
+        was.version = found.version  # so that only this layer is reported
         return "writes into it"
     if found.uses > was.uses + was.left:
         gc.collect()

@@ -1,4 +1,4 @@
-"""torch's modules whose weights are in slots: brought before a module computes, and gone after."""
+"""torch's modules whose weights are in slots: brought before a module computes, then released."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from itertools import chain
 from types import MethodType
 from typing import Any, cast
@@ -22,23 +22,14 @@ from streamload.core.dtypes import DType
 from streamload.devices.parameters import Slot
 from streamload.devices.torch.tensors import TO_TORCH, changes_nothing
 from streamload.errors import OffloadError
+from streamload.offloading import torch_lent
 from streamload.offloading.layers import Slots
 from streamload.offloading.prefetch import Rounds
+from streamload.offloading.rows import RowReader
 from streamload.offloading.stays import Stays
 from streamload.offloading.torch_faces import Face
-from streamload.offloading.torch_lent import (
-    after_error,
-    forget,
-    is_kept,
-    is_lent,
-    kept_in,
-    lend,
-    take_back,
-    weight_of,
-    why_kept,
-)
 
-# Functions that need no values of a weight.
+# Names of functions of tensors that need no values of a weight.
 _ASKED = frozenset(
     (
         "__get__", "__set__", "__repr__", "dim", "element_size", "is_complex", "is_floating_point",
@@ -52,15 +43,18 @@ _ASKED = frozenset(
 # Attributes of recurrent modules with their weights.
 _LISTS = ("_flat_weights", "_flat_weight_refs")
 
-# Functions that write into their first argument.
+# Names of functions that write into their first argument.
 _IN_PLACE = re.compile(r"[^_].*_|__i(?!nvert)\w+__")
 
-# Attributes that are values, or views of them.
+# Attributes that are the values of a tensor, or views of them.
 _VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 
 
 class StreamedParameter(torch.Tensor):
-    """Stands for a weight that comes when its module computes; has a shape, and no memory."""
+    """Placeholder of a weight that streams: it has a shape and dtype, but no memory.
+
+    Any function that needs values raises, or reports to ``stays`` and computes with zeros.
+    """
 
     _streamload_streamed: str
     _streamload_stays: Stays | None
@@ -77,7 +71,7 @@ class StreamedParameter(torch.Tensor):
         requires_grad: bool = False,
         stays: Stays | None = None,
     ) -> StreamedParameter:
-        """Make one, with a name for errors; ``stays`` collects its uses, which raise without it."""
+        """Make a placeholder; ``name`` is for errors. Without ``stays``, a use raises at once."""
         made: StreamedParameter = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
         )
@@ -85,48 +79,47 @@ class StreamedParameter(torch.Tensor):
         return made
 
     def __repr__(self) -> str:
-        """Without values."""
-        return (
-            f"{type(self).__name__}({self._streamload_streamed}, {list(self.shape)}, {self.dtype})"
-        )
+        """Return class, name, shape and dtype."""
+        kind = type(self).__name__
+        return f"{kind}({self._streamload_streamed}, {list(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer what the tensor is; raise for all else."""
+        """Call functions that need no values; others get zeros, and are reported."""
         name = func.__name__
-        if name in ("__get__", "__set__"):  # of an attribute
+        if name in ("__get__", "__set__"):  # access to an attribute
             attribute = getattr(getattr(func, "__self__", None), "__name__", "")
             name = f".{attribute}" if attribute in _VALUES else name
         kwargs = kwargs or {}
         if name not in _ASKED:
             own = args
             args, kwargs = tree_map_only(StreamedParameter, partial(_zeros, name), (args, kwargs))
-            if _IN_PLACE.fullmatch(name):  # nothing is written into zeros without memory
+            if _IN_PLACE.fullmatch(name):  # zeros without memory cannot be written
                 return own[0]
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Nothing computes with it."""
+        """Call operators of autograd and C++ code with zeros, and report the use."""
         given = tree_map_only(StreamedParameter, partial(_zeros, str(func)), (args, kwargs or {}))
         return func(*given[0], **given[1])
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Refuse: a copy would share the slots."""
+        """Raise OffloadError: a copy would share the slots."""
         raise OffloadError(
             f"{self._streamload_streamed}: a model that is offloaded cannot be copied"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled."""
+        """Raise OffloadError: there are no values to pickle."""
         raise OffloadError(
             f"{self._streamload_streamed}: a model that is offloaded cannot be saved"
         )
 
 
 def _zeros(what: str, weight: StreamedParameter) -> torch.Tensor:
-    """Zeros without memory for a weight used outside of its layer: the pass will raise."""
+    """Report that a function, ``what``, used a weight outside of its layer; return zeros for it."""
     stays = weight._streamload_stays
     reason = (
         f"streams from its file when its layer computes, and is not here now ({what}): a model "
@@ -138,19 +131,19 @@ def _zeros(what: str, weight: StreamedParameter) -> torch.Tensor:
 
 
 def zeros_like(weight: torch.Tensor) -> torch.Tensor:
-    """Zeros of a weight's shape that take no memory."""
+    """Return zeros of a weight's shape that take no memory."""
     with torch.inference_mode(False), torch.no_grad():
         return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
 
 
 @contextmanager
 def stood_in(model: nn.Module) -> Iterator[None]:
-    """Put zeros without memory, marked as initialised, in place of weights that stream.
+    """Put zeros without memory, marked as initialized, in place of weights that stream.
 
-    A package that initialises the others of a model passes over them.
+    A package that initializes the other weights of a model then skips these.
     """
-    zeros: dict[int, nn.Parameter] = {}
-    own: dict[int, StreamedParameter] = {}
+    zeros: dict[int, nn.Parameter] = {}  # by id of the weight
+    own: dict[int, StreamedParameter] = {}  # by id of the zeros
     try:
         for container, key, value in _entries(model):
             if isinstance(value, StreamedParameter):
@@ -167,7 +160,7 @@ def stood_in(model: nn.Module) -> Iterator[None]:
 
 
 def _entries(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """The containers, keys and values of a model's parameters and buffers."""
+    """Return the (dict, key, value) of each parameter and buffer of a model."""
     return [
         (container, key, value)
         for module in model.modules()
@@ -177,7 +170,7 @@ def _entries(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
 
 
 class TensorSlots(Slots):
-    """Plain tensors of torch over slots, for loops of a user's own."""
+    """Slots with plain tensors of torch over them, for loops of `stream_layers`."""
 
     def _view(self, start: int, stop: int, dtype: DType, shape: tuple[int, ...]) -> tuple[Any, Any]:
         with torch.inference_mode(False), torch.no_grad():
@@ -188,35 +181,35 @@ class TensorSlots(Slots):
         return tensor
 
     def close(self) -> None:
-        """Let go of the memory, even where something still refers to a view."""
+        """Free the memory, even if something still refers to a tensor over it."""
         both = chain.from_iterable(self._made.values())
         for view in (self._memory, *chain.from_iterable(both)):
             view.data = torch.empty(0, dtype=view.dtype, device=view.device)
-            forget(view)
+            torch_lent.forget(view)
         self._made.clear()
 
     def lend(self, buffers: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return the buffers, until `take_back`."""
+        """Return the tensors themselves; raises OffloadError while computation is recorded."""
         refuse_capture()
         return buffers
 
     def take_back(self) -> None:
-        """Make a ``backward`` that needs lent tensors raise: it would read the next layer."""
+        """Make a later ``backward`` that needs lent tensors raise: it would read another layer."""
         torch.autograd.graph.increment_version(self._memory)
 
 
 class TorchSlots(TensorSlots):
-    """Parameters over slots, whose storages count references; workers have others."""
+    """Slots with parameters over them, for modules; each has a storage that counts references."""
 
-    weight_of = staticmethod(weight_of)
+    weight_of = staticmethod(torch_lent.weight_of)
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
         own = from_dlpack(to_dlpack(tensor.reshape(-1).view(torch.uint8)))
-        return weight_of(own.view(tensor.dtype).view(tensor.shape))
+        return torch_lent.weight_of(own.view(tensor.dtype).view(tensor.shape))
 
 
 def refuse_capture() -> None:
-    """Raise OffloadError while computation is recorded: a replay would not bring weights."""
+    """Raise OffloadError while torch records computation: a replay would not bring weights."""
     proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     if torch.jit.is_tracing() or proxies or captured:
@@ -231,14 +224,16 @@ def _run(wrapped: Any, args: Any, kwargs: Any) -> Any:
     return wrapped(*args, **kwargs)
 
 
-# The same, and nothing of it is compiled: made when somebody compiles.
-_UNCOMPILED: list[Callable[..., Any]] = []
+@cache
+def _uncompiled() -> Callable[..., Any]:
+    """Return `_run` as torch.compile leaves it: with nothing compiled."""
+    return cast("Callable[..., Any]", torch.compiler.disable(_run))
 
 
 class Wrapped:
-    """The ``forward`` of a module that streams.
+    """A substitute for the ``forward`` of a module, called in its place; subclasses compute.
 
-    It does not keep the module: the memory of a model that nobody refers to is freed at once.
+    It keeps no reference to the module, so that a model without users is freed at once.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -253,31 +248,27 @@ class Wrapped:
         return module
 
     def put(self) -> None:
-        """Stand in the place of the module's own, and look like it."""
-        face: Any = Face(
-            self._own, self._call, "a model that is offloaded cannot be copied or saved"
-        )
+        """Replace the module's ``forward`` by an object that looks like it."""
+        refusal = "a model that is offloaded cannot be copied or saved"
+        face: Any = Face(self._own, self._call, refusal)
         self._module.forward = face
 
     def _own(self) -> Callable[..., Any]:
-        """The module's own ``forward``."""
+        """Return the module's own ``forward``, bound to it."""
         module = self._module
         own = MethodType(type(module).forward, module) if self._had is None else self._had
         return cast("Callable[..., Any]", own)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute, and let nothing of it be compiled.
+        """Compute, and let torch.compile compile nothing of it.
 
-        torch.compile imports dynamo, which takes more than a second: before that, nothing is.
+        Until dynamo is imported, which takes more than a second, nothing is compiled anyway.
         """
-        if "torch._dynamo" not in sys.modules:
-            return _run(self, args, kwargs)
-        if not _UNCOMPILED:
-            _UNCOMPILED.append(torch.compiler.disable(_run))
-        return _UNCOMPILED[0](self, args, kwargs)
+        run = _uncompiled() if "torch._dynamo" in sys.modules else _run
+        return run(self, args, kwargs)
 
     def take_out(self) -> None:
-        """Let the module have its own again."""
+        """Restore the module's own ``forward``, if there is still a module."""
         module = self._refer()
         if module is not None:
             module.__dict__.pop("forward", None)
@@ -286,7 +277,7 @@ class Wrapped:
 
 
 def refuse_training(module: nn.Module) -> None:
-    """Raise OffloadError if gradients are wanted of a module in training."""
+    """Raise OffloadError if a module is in training mode, and gradients are enabled."""
     if module.training and torch.is_grad_enabled():
         raise OffloadError(
             "a model that is offloaded cannot be trained: call model.eval(), or run it under "
@@ -295,16 +286,16 @@ def refuse_training(module: nn.Module) -> None:
 
 
 class _NoBackward(torch.autograd.Function):
-    """An output that refuses gradients."""
+    """Identity for outputs of a model, whose ``backward`` raises OffloadError."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        """The same."""
+        """Return a view of the output."""
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Refuse."""
+        """Raise OffloadError."""
         raise OffloadError(
             "a model that is offloaded cannot be trained: no gradients go through layers that "
             "stream; load the model, or call it under torch.no_grad()"
@@ -312,7 +303,7 @@ class _NoBackward(torch.autograd.Function):
 
 
 def no_backward(found: Any) -> Any:
-    """A model's output, with tensors that refuse ``backward``, which would do half."""
+    """Return a model's output with tensors that refuse ``backward``, which would be partial."""
     if isinstance(found, torch.Tensor):
         if not found.is_floating_point() or found.requires_grad:
             return found
@@ -327,7 +318,7 @@ def no_backward(found: Any) -> Any:
 
 
 class StreamedModule(Wrapped):
-    """Brings a layer's weights while its module computes."""
+    """A substitute for the ``forward`` of a layer that brings its weights while it computes."""
 
     def __init__(
         self,
@@ -337,7 +328,7 @@ class StreamedModule(Wrapped):
         rounds: Rounds,
         stays: Stays,
     ) -> None:
-        """Change nothing yet; ``places``: the buffer's number and the place of each weight."""
+        """Change nothing yet; ``places``: of each weight, index of its buffer, and (dict, key)."""
         super().__init__(module)
         self._number, self._rounds = number, rounds
         self._places = [(at, held, key, held[key]) for at, (held, key) in places]
@@ -345,7 +336,7 @@ class StreamedModule(Wrapped):
         self._listed = WeakSet(m for m in module.modules() if isinstance(m, nn.RNNBase))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute with the layer's weights."""
+        """Compute with the layer's weights, which are in slots until the end of the call."""
         refuse_training(self._module)
         with self._there(), torch.no_grad():
             return self._own()(*args, **kwargs)
@@ -354,13 +345,13 @@ class StreamedModule(Wrapped):
     def _there(self) -> Iterator[None]:
         self._stays.check()
         before, buffers, ended = list[Any](), list[torch.Tensor](), False
-        try:  # from here on: Ctrl-C may come as soon as the layer is there
-            buffers = [*self._rounds.acquire(self._number)]  # raises where another thread has it
+        try:  # before acquiring: Ctrl-C may come at its end
+            buffers = [*self._rounds.acquire(self._number)]  # raises if another thread has it
             before = [container[key] for _, container, key, _ in self._places]
             for had, (*_, absent) in zip(before, self._places, strict=True):
                 self._check(had, absent)
             for at, container, key, absent in self._places:
-                lend(buffers[at], absent)
+                torch_lent.lend(buffers[at], absent)
                 container[key] = buffers[at]
             counts = [sys.getrefcount(buffers[at]) for at in range(len(buffers))]
             with self._restored():
@@ -372,17 +363,18 @@ class StreamedModule(Wrapped):
                 for (_, container, key, _), had in zip(self._places, before, strict=bool(before)):
                     container[key] = had
                 for buffer in buffers:
-                    take_back(buffer)
-                if not ended and not any(map(is_lent, before)):  # else it runs inside of itself
+                    torch_lent.take_back(buffer)
+                inside_itself = any(map(torch_lent.is_lent, before))
+                if not ended and not inside_itself:
                     self._check_attributes(buffers)
             finally:
                 self._rounds.release(self._number)
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
-        """Keep autocast from caching casts, and recurrent modules from keeping lists of weights.
+        """Disable autocast's cache, and restore the lists of weights that recurrent modules keep.
 
-        Autocast identifies weights by their objects, which layers share.
+        The cache identifies weights by their objects, which layers share.
         """
         with ExitStack() as after:
             for each in self._listed:
@@ -393,10 +385,10 @@ class StreamedModule(Wrapped):
             yield
 
     def _check_given_back(self, buffers: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
-        """Report weights that changed: the next pass would not notice."""
+        """Report weights that the module changed or kept: the next pass would not detect it."""
         for at, container, key, absent in self._places:
-            problem = why_kept(container.get(key), buffers[at])
-            if not problem and is_kept(buffers, at, counts[at]):
+            problem = torch_lent.why_kept(container.get(key), buffers[at])
+            if not problem and torch_lent.is_kept(buffers, at, counts[at]):
                 problem = "keeps or gives it"
             if problem:
                 self._cannot(absent, problem)
@@ -404,24 +396,24 @@ class StreamedModule(Wrapped):
                 self._stays.fine.add(absent._streamload_streamed)
 
     def _check_attributes(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Report weights that attributes keep after an error, whose traceback refers to others."""
+        """After an error, report weights that attributes keep; its traceback may keep others."""
         if not buffers:
             return
-        kept = kept_in(self._module, buffers)
-        after_error(buffers)
+        kept = torch_lent.kept_in(self._module, buffers)
+        torch_lent.after_error(buffers)
         for at, _, _, absent in self._places:
             if at in kept:
                 self._cannot(absent, "keeps it or a view of it")
 
     def _cannot(self, absent: Any, problem: str) -> None:
-        """Report a weight that is not as it was."""
+        """Report a weight with a problem: what the module does with it."""
         said = f"streams, and {type(self._module).__name__} {problem} when it computes"
         name = absent._streamload_streamed
         self._stays.cannot(name, f"{said}; the memory is another layer's next")
 
     def _check(self, had: Any, absent: Any) -> None:
-        """Report another tensor in place of a weight."""
-        if not isinstance(had, StreamedParameter) and not is_lent(had):
+        """Report if another tensor, ``had``, was put in place of a weight."""
+        if not isinstance(had, StreamedParameter) and not torch_lent.is_lent(had):
             reason = (
                 "streams, and something has put another tensor in its place, which would not be "
                 "used: close() the offload first, or"
@@ -430,38 +422,39 @@ class StreamedModule(Wrapped):
 
 
 class GatheredEmbedding(Wrapped):
-    """Reads the rows that an embedding is asked for from the file."""
+    """A substitute for the ``forward`` of an embedding that reads the needed rows from the file."""
 
-    def __init__(self, module: nn.Embedding, rows: Callable[[Sequence[int]], torch.Tensor]) -> None:
-        """Change nothing yet; ``rows`` reads rows of the weight, on the device."""
+    def __init__(self, module: nn.Embedding, reader: RowReader, device: torch.device) -> None:
+        """Change nothing yet; ``device``: gets the rows."""
         super().__init__(module)
-        self._rows = rows
+        self._reader, self._device = reader, device
 
     def __call__(self, input: torch.Tensor) -> Any:
-        """Embed: with a weight of the rows that are asked for, and their numbers in it."""
+        """Look up rows by index, of any shape."""
         refuse_training(self._module)
         asked, inverse = torch.unique(input, return_inverse=True)
-        rows = self._rows(asked.tolist())
+        read = torch.from_numpy(self._reader.read(asked.tolist()))
+        rows = read.view(TO_TORCH[self._reader.dst.name]).view(len(asked), *self._reader.row_shape)
         with torch.no_grad():  # the module is not changed: other threads may call it
-            return nn.functional.embedding(inverse, rows)
+            return nn.functional.embedding(inverse, rows.to(self._device))
 
 
 class Refusals:
-    """Methods of an offloaded model that raise OffloadError, before they do half."""
+    """Substitutes for methods of an offloaded model, which raise OffloadError at once."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        """Change nothing yet; ``models``: the model, and its modules that hold layers."""
+        """Change nothing yet; ``models``: the model, and its modules that contain layers."""
         self._models = WeakSet(models)
 
     def put(self) -> None:
-        """Refuse."""
+        """Replace methods that save, move, copy or load."""
         for model in self._models:
             for name in _WORDS:
                 if name == "__deepcopy__" or hasattr(type(model), name):
                     model.__dict__[name] = _refusing(name, weakref.ref(model))
 
     def take_out(self) -> None:
-        """Let the methods be as they were."""
+        """Restore the methods."""
         for model in self._models:
             for name in _WORDS:
                 model.__dict__.pop(name, None)
@@ -490,39 +483,3 @@ def _refusing(name: str, refer: Callable[[], Any]) -> Any:
     if name == "__deepcopy__":  # modules have none
         return refuse
     return Face(lambda: getattr(type(refer()), name).__get__(refer()), refuse, refusal)
-
-
-def modules_by_name(model: nn.Module, unwrapped: Callable[[str], str]) -> dict[str, nn.Module]:
-    """Modules by the names that they have without wrappers; the outermost of each."""
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        found.setdefault(unwrapped(f"{name}.").removesuffix("."), module)
-    return found
-
-
-def computes(module: nn.Module) -> bool:
-    """Whether a module has a ``forward`` of its own, through which its weights are used."""
-    own = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
-    return own and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-
-
-def used_elsewhere(model: nn.Module) -> set[int]:
-    """Ids of modules whose weights other modules use without calling them."""
-    attentions = (m for m in model.modules() if isinstance(m, nn.MultiheadAttention))
-    return {id(child) for module in attentions for child in module.children()}
-
-
-def looked_at(model: nn.Module) -> set[int]:
-    """Ids of the dicts of parameters that other modules read before they call their module.
-
-    `nn.TransformerEncoder` packs padded sequences if its first layer's are plain tensors.
-    """
-    encoders = (m for m in model.modules() if isinstance(m, nn.TransformerEncoder))
-    nested = (m for m in encoders if m.enable_nested_tensor and len(m.layers))
-    return {id(module._parameters) for m in nested for module in m.layers[0].modules()}
-
-
-def let_go(tensor: torch.Tensor) -> None:
-    """Free a tensor's memory, even if others refer to it."""
-    with suppress(RuntimeError):
-        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
