@@ -1,4 +1,4 @@
-"""Threads of an open offload, and the one that waits for what a device computes with slots."""
+"""Threads of an open offload, among them the one that waits until a device has computed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from streamload.devices.base import Ticket
 
 _EXIT_S = 2.0  # the longest wait for a thread when the program ends
 
-# How to stop each thread that runs. Python ends daemon threads where they take its lock again: in
-# C++ code of torch, that aborts the process.
+# By running thread, the function that stops it. At exit Python ends a daemon thread when it takes
+# the interpreter's lock again; inside C++ code of torch, that aborts the process.
 _RUNNING: dict[threading.Thread, Callable[[], None]] = {}
 
 
 def started(run: Callable[[], None], name: str, stop: Callable[[], None]) -> threading.Thread:
-    """Start a thread that does not keep the process alive; ``stop`` is called at exit."""
+    """Start a daemon thread and return it; at exit of the process ``stop`` is called to end it."""
 
     def body() -> None:
         try:
@@ -45,14 +45,15 @@ def _end_threads() -> None:
         thread.join(_EXIT_S)
 
 
-#: Called with the layers of a ticket that has ended.
+#: Called with the numbers of layers once the device has computed with them.
 HasEnded = Callable[[Sequence[int]], None]
 
 
 class Reaper:
-    """Waits for tickets in order and reports each; the lock of `Rounds` guards all but `join`.
+    """A thread that waits for tickets of a device in order, and reports each.
 
-    It refers to nothing of its owner's while it waits for nothing, so no cycle keeps that.
+    The lock of `Rounds` guards all calls but `join`. An idle reaper has no reference to its owner,
+    so no cycle keeps the owner alive.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class Reaper:
         self._threads: list[threading.Thread] = []
 
     def follow(self, numbers: Sequence[int], ticket: Ticket, has_ended: HasEnded) -> None:
-        """Wait for a ticket of layers, and report its end."""
+        """Call ``has_ended(numbers)`` in the thread once the ticket of these layers has ended."""
         if not self._runs:
             self._runs = True
             alive = [thread for thread in self._threads if thread.is_alive()]
@@ -69,19 +70,19 @@ class Reaper:
         self._tickets.put((numbers, ticket, has_ended))
 
     def end(self) -> None:
-        """Let the thread end when it has waited for all that it follows."""
+        """Let the thread end after the tickets that it follows; returns at once."""
         if self._runs:
             self._tickets.put(None)
             self._runs = False
 
     def join(self) -> None:
-        """Wait until it has ended, after `end`."""
+        """Wait until the threads have ended; call `end` first."""
         for thread in self._threads:
             thread.join()
 
     def _run(self) -> None:
         while (item := self._tickets.get()) is not None:
             numbers, ticket, has_ended = item
-            with suppress(BaseException):  # the thread that computes meets it too
+            with suppress(BaseException):  # the thread that computes gets the same error
                 ticket.wait()
             has_ended(numbers)

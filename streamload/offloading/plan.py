@@ -1,4 +1,4 @@
-"""What of a model stays on a device, and what streams."""
+"""The plan of an offload: which layers stay on a device, which stream, and the bytes of both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streamload.offloading.residency import LayerSize, Residency, worth_streamin
 from streamload.planning.plan import Plan
 from streamload.planning.requests import TensorRequests
 
-# A note for layers that the CPU computes on as stored, and that the page cache has room for.
+# A note for layers that the CPU can use as stored, and that fit into the page cache.
 _MAPPED_IS_FASTER = (
     'residence="mapped" is faster while the page cache holds the files: a load with it leaves all '
     "weights there, of which the budget counts nothing (a pass took 0.55 of the time, a token 0.78)"
@@ -23,29 +23,30 @@ _MAPPED_IS_FASTER = (
 
 @dataclass(frozen=True, slots=True)
 class OffloadPlan:
-    """What stays on a device, what streams through its slots, and what that takes.
+    """Which layers stay on a device, which stream through its slots, and the memory of both.
 
     Attributes:
-        device: its name.
-        budget_nbytes: of the device, as it was given.
-        residency: what stays and what streams.
+        device: name of the device.
+        budget_nbytes: budget of the device, as given.
+        residency: which layers stay and which stream.
         groups: the layers, in the order in which they run.
-        sizes: of each.
+        sizes: of each layer.
         stream: the plan of streaming, in the order of the layers, and then of the experts; None if
-            all stays.
-        load_nbytes: the peak of loading the resident part, before there are slots.
+            all layers stay.
+        load_nbytes: peak device bytes of loading the resident layers, before there are slots.
         cache_nbytes: room for the KV cache.
         activation_nbytes: room for activations.
-        reserve_nbytes: bytes that were asked to stay free.
+        reserve_nbytes: bytes of the budget that stay free, as asked.
         host: names of the layers, or of the layers of experts, that come from host memory.
-        host_nbytes: of host memory: their bytes in the files.
-        views: the device computes on the files: slots are mapped pages, and no memory.
+        host_nbytes: bytes of host memory for them, as in the files.
+        views: whether the device computes on the files: slots are mapped pages, and no memory.
         unaligned: a tensor whose start in its file prevents ``views``; "" for none.
-        mappable: a load could leave the layers in their files, and the device compute on these.
-        cached: the page cache has room for all that streams: only the first pass reads the disk.
+        mappable: whether a load could leave the layers in their files, to compute on these.
+        cached: whether the page cache has room for all that streams, so that only the first pass
+            reads the disk.
         notes: for the user, one sentence each.
-        tokens: of a pass that there is room for; None: no room is left for activations.
-        cached_tokens: tokens of the KV cache that there is room for, of all sequences together.
+        tokens: most tokens of a pass that there is room for; None: no room for activations.
+        cached_tokens: most tokens of the KV cache, of all sequences together.
     """
 
     device: str
@@ -70,7 +71,7 @@ class OffloadPlan:
 
     @property
     def layer_placements(self) -> list[range]:
-        """The numbers of the placements of each layer that streams, and then of each expert."""
+        """Indices in ``stream`` of the tensors of each layer that streams, then of each expert."""
         by_name = {group.name: group for group in self.groups}
         counts = [len(by_name[name].wants) for name in self.residency.streams]
         for name in self.residency.experts:
@@ -79,65 +80,62 @@ class OffloadPlan:
 
     @property
     def experts(self) -> list[int]:
-        """How many experts each layer with cached experts has."""
+        """Number of experts of each layer with cached experts."""
         count = {group.name: group.experts for group in self.groups}
         return [count[name] for name in self.residency.experts]
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes of one token's experts, of all layers with cached experts."""
+        """File bytes of the experts of one token, of all layers with cached experts."""
         cached = {*self.residency.experts}
         sizes = [size for size in self.sizes if size.name in cached]
         return sum(size.read_nbytes * size.chosen // size.experts for size in sizes)
 
     @property
     def read_nbytes(self) -> int:
-        """Bytes that a pass of one token reads, with its experts."""
+        """File bytes that a pass of one token reads, with all its experts."""
         return self.residency.pass_nbytes + self.token_nbytes
 
     def tensors_of(self, layers: Collection[str], wants: TensorRequests) -> set[str]:
-        """Names of the checkpoint's tensors that some layers are read from."""
+        """Return names of the checkpoint's tensors that the named layers are read from."""
         found = (at for group in self.groups if group.name in layers for at in group.wants)
         return {row.tensor for at in found for row in wants.sources[at]}
 
     @property
     def places(self) -> dict[str, int]:
-        """Bytes of weights by place, without embeddings read by rows."""
+        """Bytes of weights by where passes find them, without embeddings read by rows."""
         rest = self.residency.file_nbytes - self.host_nbytes
         found = {"resident": self.residency.resident_nbytes, "host memory": self.host_nbytes}
         return found | {"page cache": rest * self.cached, "disk": rest * (not self.cached)}
 
     @property
     def bounded(self) -> list[str]:
-        """The layers that stay and would stream under some smaller budget."""
+        """Names of the layers that stay, and would stream under a smaller budget."""
         worth = worth_streaming(self.sizes)
         stays = {*self.residency.stays}
         return [size.name for size in self.sizes if size.name in stays and size.name in worth]
 
     @property
     def scratch_nbytes(self) -> int:
-        """Device bytes of streaming, without slots."""
+        """Device bytes of streaming besides the slots."""
         return self.stream.devices[0].scratch_nbytes if self.stream else 0
 
     @property
     def peak_nbytes(self) -> int:
-        """Device bytes of weights and slots, or of loading the resident part if that is more."""
+        """Device bytes of weights and slots, or of loading resident layers if that takes more."""
         return max(self.residency.taken_nbytes + self.scratch_nbytes, self.load_nbytes)
 
     @property
     def needed_nbytes(self) -> int:
-        """Bytes of the budget that are in use while the model runs."""
+        """Bytes of the budget that are taken while the model runs."""
         return self.peak_nbytes + self.cache_nbytes + self.activation_nbytes + self.reserve_nbytes
 
     def seconds(self, rate: float) -> float:
-        """How long the transfers of a pass take at a rate of bytes a second.
-
-        Of experts, with all of one token's.
-        """
+        """Return seconds that the transfers of a pass of one token take, at ``rate`` bytes/s."""
         return self.read_nbytes / rate
 
     def to_json(self) -> str:
-        """Write the numbers as JSON."""
+        """Return sizes and residency as a JSON object."""
         names = (
             *("device", "budget_nbytes", "peak_nbytes", "scratch_nbytes", "cache_nbytes"),
             *("activation_nbytes", "reserve_nbytes", "needed_nbytes", "token_nbytes", "views"),
@@ -147,9 +145,9 @@ class OffloadPlan:
         return json.dumps(found | asdict(self.residency), separators=(",", ":"))
 
     def __str__(self) -> str:
-        """A table of what stays and what streams."""
+        """A table of the layers that stay and stream, with their memory."""
         found = self.residency
-        if not found.streams and not found.gathers and not found.experts:
+        if not found.absent:
             return (
                 f"{self.device}: all of it stays: {format_bytes(found.resident_nbytes)} of "
                 f"{format_bytes(self.budget_nbytes)}; a pass reads nothing"
@@ -201,7 +199,7 @@ class OffloadPlan:
 
     @property
     def faster(self) -> list[str]:
-        """A note if not to stream is faster: the device computes on the files."""
+        """A note if a load that leaves the weights in the files would be faster; else empty."""
         return [_MAPPED_IS_FASTER] if self.mappable and self.cached else []
 
     __repr__ = __str__

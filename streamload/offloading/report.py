@@ -1,4 +1,4 @@
-"""What an offloaded model did: what stays, what streamed, and what was waited for."""
+"""The report of an offload: passes, bytes read, waits for layers and experts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from streamload.core.units import format_bytes
 from streamload.errors import printable
 from streamload.loading.report import LoadReport
+from streamload.offloading.experts import ExpertCache
+from streamload.offloading.layers import RoundStats
 from streamload.offloading.model import Timed
 from streamload.offloading.plan import OffloadPlan
 from streamload.offloading.prefetch import Rounds
@@ -15,13 +17,13 @@ from streamload.offloading.prefetch import Rounds
 
 @dataclass(frozen=True, slots=True)
 class ExpertReport:
-    """What the experts of a layer did so far.
+    """Counts of the experts of a layer so far.
 
     Attributes:
-        hits: how many chosen experts were in the cache when the router had chosen.
-        misses: how many were read.
+        hits: number of chosen experts that were in the cache when the router had chosen.
+        misses: number of chosen experts that were read.
         stall: seconds that the layer waited for experts.
-        read_nbytes: file bytes read for them.
+        read_nbytes: file bytes read for experts.
     """
 
     hits: int
@@ -31,25 +33,25 @@ class ExpertReport:
 
     @property
     def hit_rate(self) -> float:
-        """The share of the chosen experts that were in the cache."""
+        """The share of the chosen experts that were in the cache, 0 to 1."""
         return self.hits / max(self.hits + self.misses, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadReport:
-    """What an offloaded model did so far. Prints as a short table.
+    """Counts and times of an offload so far. Prints as a short table.
 
     Attributes:
-        plan: what stays and what streams.
-        load: what loading that which stays did.
-        passes: how many passes there were.
-        read_nbytes: file bytes that passes read, without those of gathered rows.
-        seconds: wall time of the passes; 0 where the model's own call is not one.
-        stalls: seconds that each layer was waited for.
-        misses: how often another layer was asked for than was expected.
-        wire_nbytes_per_s: the rate at which layers came while some were on their way.
-        experts: by layer, what its experts did, where a cache holds them.
-        overrun: what passes had more tokens than the plan has room for, in words; "" if none had.
+        plan: which layers stay and which stream.
+        load: the report of loading the layers that stay.
+        passes: number of passes.
+        read_nbytes: file bytes that passes read, without single rows of embeddings.
+        seconds: wall time of the passes; 0 if the model's own call is not one.
+        stalls: by layer, seconds that passes waited for it.
+        misses: how often another layer was asked for than expected.
+        wire_nbytes_per_s: the rate at which layers came while some were being read.
+        experts: by layer whose experts are in a cache, their counts.
+        overrun: in words, the passes with more tokens than the plan has room for; "" if none.
     """
 
     plan: OffloadPlan
@@ -72,10 +74,9 @@ class OffloadReport:
         rounds: Rounds | None,
         overrun: str = "",
     ) -> OffloadReport:
-        """Read the counts; ``rounds`` is None if nothing streams."""
-        if rounds is None:
-            return cls(plan, load, timed.passes, 0, timed.seconds, {}, 0, 0.0, {}, overrun)
-        stats, cache = rounds.stats, rounds.experts
+        """Report the counts of ``timed`` and ``rounds``, which is None if nothing streams."""
+        stats = rounds.stats if rounds is not None else RoundStats()
+        cache = rounds.experts if rounds is not None else ExpertCache((), 0)
         rows = zip(cache.hits, cache.misses, cache.stalls, cache.read_nbytes, strict=True)
         experts = (ExpertReport(*row) for row in rows)
         return cls(
@@ -93,29 +94,29 @@ class OffloadReport:
 
     @property
     def resident_nbytes(self) -> int:
-        """Bytes of the weights that stay."""
+        """Device bytes of the weights that stay."""
         return self.plan.residency.resident_nbytes
 
     @property
     def pass_nbytes(self) -> int:
-        """Bytes that a pass reads, without experts."""
+        """File bytes that a pass reads, without experts and single rows of embeddings."""
         return self.plan.residency.pass_nbytes
 
     @property
     def hit_rate(self) -> float:
-        """The share of the experts chosen by all layers that were in the cache."""
+        """The share of the experts chosen by all layers that were in the cache, 0 to 1."""
         layers = self.experts.values()
         return sum(e.hits for e in layers) / max(sum(e.hits + e.misses for e in layers), 1)
 
     @property
     def wire_share(self) -> float:
-        """The share of the rate of transfers that passes had; 0 if unknown."""
+        """Bytes read per second of passes, as a share of ``wire_nbytes_per_s``; 0 if unknown."""
         if not self.seconds or not self.wire_nbytes_per_s:
             return 0.0
         return self.read_nbytes / self.seconds / self.wire_nbytes_per_s
 
     def __str__(self) -> str:
-        """What stays, what streamed, and how long passes took."""
+        """A table of the plan, with times of passes and bytes read."""
         lines = [str(self.plan)]
         if self.passes:
             each = self.seconds / self.passes

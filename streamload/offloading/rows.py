@@ -1,4 +1,4 @@
-"""Rows of one tensor, read from its file when they are asked for."""
+"""Read rows of one tensor from its file, for embeddings that do not stay on the device."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from streamload.errors import CheckpointError
 
 
 class RowReader:
-    """Reads rows of a tensor, and casts them. It holds no memory and no file between two calls."""
+    """Reads rows of a tensor and casts them. Between two calls it holds no memory and no file."""
 
     def __init__(
         self, checkpoint: Checkpoint, info: TensorInfo, dst: DType, out_of_range: OutOfRange
     ) -> None:
-        """Take a tensor of whole bytes, with at least one axis, to be cast to ``dst``."""
+        """Read nothing yet; ``info``: a tensor of whole bytes with at least one axis."""
         self.row_shape, self.dst = info.shape[1:], dst
         self._info = info
         self._header = checkpoint.headers[info.shard]
-        self._nbytes = info.dtype.nbytes(math.prod(self.row_shape))
         self._numel = math.prod(self.row_shape)
+        self._nbytes = info.dtype.nbytes(self._numel)  # of a row
         self._cast = make_cast(info.dtype, dst, out_of_range=out_of_range)
 
     def read(self, rows: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-        """Read the bytes of rows, in ascending order, as ``dst``.
+        """Return the bytes of rows, cast to ``dst``; ``rows`` are in ascending order.
 
         Raises:
             CheckpointError: they cannot be read, or the file has changed.
@@ -45,7 +45,7 @@ class RowReader:
         view = memoryview(data.data)
         reader = open_shard(self._header, file_kind(self._info.shard, "pread"))
         try:
-            reader.stop_ahead()  # rows are read here and there
+            reader.stop_ahead()  # rows are scattered in the file
             breaks = [at for at in range(1, len(rows)) if rows[at] != rows[at - 1] + 1]
             for at, stop in pairwise([0, *breaks, len(rows)] if rows else []):
                 start = self._info.start + rows[at] * self._nbytes

@@ -1,4 +1,4 @@
-"""Weights that cannot stream: found by passes, written as patterns for ``stay=``."""
+"""Collect weights that cannot stream, as passes show, and write patterns of them for ``stay=``."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from contextlib import contextmanager
 from streamload.core.patterns import matches
 from streamload.errors import OffloadError
 
-# What `fnmatch` reads as a pattern, and a number between the points of a name.
+# Characters that are special in patterns of `fnmatch`; a number between the points of a name.
 _SPECIAL = re.compile(r"([*?[])")
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 _MOST_NAMED = 4
 
 
 class Stays:
-    """The weights of a model that stream and should not, as passes have shown.
+    """Weights of a model that stream and have to stay, as passes have shown.
 
-    A pass goes on to its end, so that it finds all of them; its output is not returned.
+    A pass goes on to its end, to find all of them; then it raises in place of returning its output.
     """
 
     def __init__(self) -> None:
-        self.streams: dict[str, str] = {}  # the name in errors, by each name of a weight
-        self._kept: dict[str, str] = {}  # why each cannot stream, in any pass
-        self._outside: dict[str, str] = {}  # the same, of this pass
-        self.fine: set[str] = set()  # those that a layer computed with, and left as they are
-        self._passes = 0
+        self.streams: dict[str, str] = {}  # by each name of a weight, its name in errors
+        self._kept: dict[str, str] = {}  # by weight, why it cannot stream in any pass
+        self._outside: dict[str, str] = {}  # by weight, why it cannot stream in this pass
+        self.fine: set[str] = set()  # weights that a layer used in this pass, and left unchanged
+        self._passes = 0  # passes under way, one inside the other
 
     @contextmanager
     def a_pass(self) -> Iterator[None]:
-        """Go on after a weight that cannot stream; raise OffloadError for all at the end."""
+        """Wrap a pass: raise OffloadError at its end for all weights that cannot stream."""
         self.check()
-        if self._passes:  # inside of another
+        if self._passes:  # a pass inside of another
             yield
             return
         self._outside.clear()
@@ -50,14 +50,14 @@ class Stays:
             raise self._error()
 
     def check(self) -> None:
-        """Raise OffloadError if an earlier pass has shown that a weight cannot stream."""
+        """Raise OffloadError if an earlier pass has shown that weights cannot stream."""
         if self._kept and not self._passes:
             raise self._error()
 
     def cannot(self, name: str, reason: str, *, outside: bool = False) -> None:
-        """A weight cannot stream: raise OffloadError, or at the end of the pass.
+        """Note why a weight cannot stream: OffloadError is raised now, or at the end of a pass.
 
-        If ``outside``, a module other than its layer used it, which another pass may not do.
+        If ``outside``, a module other than its layer used it, which the next pass may not do.
         """
         (self._outside if outside else self._kept).setdefault(name, reason)
         if not self._passes:
@@ -66,7 +66,7 @@ class Stays:
 
     def _error(self) -> OffloadError:
         found = {**self._kept, **self._outside}
-        quoted = [f'"{each}"' for each in patterns(found, self.streams, self.fine)]
+        quoted = [f'"{each}"' for each in _patterns(found, self.streams, self.fine)]
         hint = quoted[0] if len(quoted) == 1 else f"[{', '.join(quoted)}]"
         (first, reason), *rest = found.items()
         if not self._passes:
@@ -78,8 +78,8 @@ class Stays:
         return OffloadError(f"{first} {reason}{beside}: let the weight stay, with stay={hint}")
 
 
-def patterns(found: Iterable[str], streams: Mapping[str, str], fine: Container[str]) -> list[str]:
-    """Patterns of the weights that have to stay, one for a kind; ``fine`` ones can stream."""
+def _patterns(found: Iterable[str], streams: Mapping[str, str], fine: Container[str]) -> list[str]:
+    """Return patterns of the weights ``found``, with "*" for numbers if that hits no fine one."""
     mine = {*found}
     out: list[str] = []
     for name in found:

@@ -1,4 +1,4 @@
-"""Suggest the call of `offload` for a model that does not fit, decided as `offload` does."""
+"""Suggest the call of `offload` for a load that does not fit, planned as `offload` plans it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from streamload.offloading.problem import Problem
 from streamload.planning.match import wants_of
 from streamload.planning.requests import DeviceSpec
 
-#: The calls that are named.
+#: The calls that are suggested, for a model and for a checkpoint without one.
 OFFLOAD, PLAN_OFFLOAD = "streamload.offload", "streamload.plan_offload"
 
-_MOST_WRITTEN = 60  # characters of an argument that is written out
+_MOST_WRITTEN = 60  # most characters of an argument in a suggestion; longer ones become "..."
 _PLAIN = (str, int, float, bool)
 
 
 def suggest_offload(call: Infeasible) -> list[Fit]:
-    """Return the call that offloads what does not fit, with the bytes that a pass reads."""
+    """Return the call that offloads this load, with the bytes of a pass; [] if that cannot help."""
     checkpoint, options, (fill, _, tied) = call.call
     error, target = call.error, call.target
     devices = [target.name] if isinstance(target, DeviceSpec) else [*target[0].devices.opened]
-    # smaller pieces on the device help, and `offload` takes the options
+    # if the budget of one device is short, and `offload` takes the options
     helps = [error.device] == devices and error.limit != "largest allocation"
     if not helps or options.quant or options.residence != "memory":
         return []
@@ -59,13 +59,12 @@ def _said(call: str, model: str, given: Mapping[str, Any], made: OffloadPlan) ->
         value = given.get(name, default)
         if name not in ("progress", "residence") and value is not default and value != default:
             written.append(f"{name}={_written(value)}")
-    reads = made.residency.pass_nbytes + made.token_nbytes
-    numbers = f"{format_bytes(made.needed_nbytes)}, and a pass reads {format_bytes(reads)}"
-    return [Fit(call, f"({model}{', '.join(written)})", numbers)]
+    needed, read = format_bytes(made.needed_nbytes), format_bytes(made.read_nbytes)
+    return [Fit(call, f"({model}{', '.join(written)})", f"{needed}, and a pass reads {read}")]
 
 
 def _written(value: object) -> str:
-    """An argument as source text, if it is short and plain."""
+    """Return an argument as source text if it is short and plain, else "..."."""
     if isinstance(value, Mapping):
         parts = [*value.keys(), *value.values()]
     else:
