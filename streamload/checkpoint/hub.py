@@ -1,4 +1,4 @@
-"""Snapshots of repositories in the Hugging Face cache. Nothing is downloaded."""
+"""Finds snapshots of repositories in the local Hugging Face cache. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _REPO = re.compile(r"(?P<repo>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w.-]+(/[\w.-]+
 
 
 def cached_snapshot(name: str) -> Path:
-    """The folder of a repository's snapshot in the Hugging Face cache.
+    """Return the folder of a repository's snapshot (``org/name`` or ``org/name@revision``).
 
-    Source: "Understand caching" in the documentation of huggingface_hub.
+    Raise ShardNotFoundError if it is not in the Hugging Face cache. Source: "Understand caching" in
+    the documentation of huggingface_hub.
     """
     match = _REPO.fullmatch(name)
     if match is None or {".", ".."} & set(re.split("[/@]", name)):
@@ -24,7 +25,7 @@ def cached_snapshot(name: str) -> Path:
     try:
         commit = (root / "refs" / revision).read_text().strip()
     except (OSError, ValueError):
-        commit = revision  # a commit needs no ref
+        commit = revision  # the hash of a commit
     snapshot = root / "snapshots" / commit
     if re.fullmatch(r"\w+", commit, re.ASCII) and snapshot.is_dir():
         return snapshot
@@ -37,7 +38,8 @@ def cached_snapshot(name: str) -> Path:
 
 
 def _hub_cache() -> Path:
-    variable = os.environ.get  # one that is empty counts as unset
+    """Return the Hugging Face cache's folder, by the environment; empty variables are unset."""
+    variable = os.environ.get
     folder = variable("HF_HUB_CACHE") or variable("HUGGINGFACE_HUB_CACHE")
     if not folder:
         caches = variable("XDG_CACHE_HOME") or "~/.cache"

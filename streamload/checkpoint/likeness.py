@@ -1,4 +1,4 @@
-"""Dtypes and shapes for files that hold bytes alone: those of another checkpoint's tensors."""
+"""Gives files that hold bytes alone the dtypes and shapes of another checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _LISTED = 3  # names shown in a message
 def shaped_like(
     path: Location, headers: Sequence[Header], like: Mapping[str, TensorInfo]
 ) -> Iterator[Header]:
-    """Give tensors of bytes the dtypes and shapes that those of the same names have elsewhere.
+    """Yield the headers, with dtypes and shapes from ``like`` for tensors of the same names.
 
-    Those that a header lists as untyped. Others, and those without a namesake, stay as they are.
+    Only tensors that a header lists as untyped change. Raise ValueError if no file is of a format
+    without dtypes, CheckpointError if no name matches or lengths in bytes differ.
     """
     untyped = [name for name, reader in readers().items() if reader.untyped]
     if not any(header.format in untyped for header in headers):
@@ -42,6 +43,7 @@ def shaped_like(
 
 
 def _shaped(info: TensorInfo, other: TensorInfo | None) -> TensorInfo:
+    """Return an untyped tensor with the dtype and shape of another one of the same length."""
     if other is None:
         return info
     if info.nbytes != other.nbytes:

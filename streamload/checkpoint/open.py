@@ -1,4 +1,4 @@
-"""A file, a folder, an index or a name in the Hugging Face cache becomes one `Checkpoint`."""
+"""Opens a `Checkpoint` from a file, a folder, an index, a URL or the Hugging Face cache."""
 
 from __future__ import annotations
 
@@ -55,25 +55,25 @@ _PIPELINE = "model_index.json"
 _LISTED = 8  # names shown in a message
 
 _MEMBER = re.compile(r"(?P<set>.*)-(?P<number>\d+)-of-(?P<total>\d+)(?P<rest>.*)", re.ASCII)
-_ORIGINAL = re.compile(r"consolidated\b.*")  # the authors' own layout beside Hugging Face's
+_ORIGINAL = re.compile(r"consolidated\b.*")  # the same weights in the authors' own layout
 
 
 @dataclass(frozen=True)
 class Checkpoint(Mapping[str, TensorInfo]):
-    """A checkpoint whose headers are all read and valid; no byte of its data is.
+    """An opened checkpoint: its validated headers; no data is read.
 
-    A mapping of names to what is known of each tensor, in the order of `tensors`; it is true also
-    without tensors. Pickled, URLs in it lose user, password and query: it compares and prints, and
-    reading it raises CheckpointError where there were any.
+    A mapping of tensor names to `TensorInfo`, in the order of `tensors`; true even without tensors.
+    Pickling removes user, password and query from URLs: the copy compares and prints, and reading
+    it raises CheckpointError if there were any.
 
     Attributes:
-        path: the file, folder or index that it was opened from; for a name in the Hugging Face
-            cache, the folder of the snapshot. A `Url` where it is read over HTTP.
-        shards: its files, in order of name.
-        tensors: all of its tensors by name, in order of shard and place in the file.
-        metadata: what the shards' ``__metadata__`` say, except for what they disagree on.
-        config: the ``config.json`` beside the tensors, or what a file says in its place; empty
-            where there is none.
+        path: the file, folder or index that was opened; for a name in the Hugging Face cache, the
+            folder of the snapshot; a `Url` if it is read over HTTP.
+        shards: the headers of its files, in order of name.
+        tensors: all tensors by name, in order of shard and place in the file.
+        metadata: the shards' ``__metadata__`` together, without keys whose values differ.
+        config: the content of ``config.json`` next to the tensors, or a file's own settings in its
+            place; empty if there is neither.
     """
 
     path: Location
@@ -91,36 +91,32 @@ class Checkpoint(Mapping[str, TensorInfo]):
     def __len__(self) -> int:
         return len(self.tensors)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
-
     def __bool__(self) -> bool:
         return True
 
     @cached_property
     def headers(self) -> Mapping[Location, Header]:
-        """The shards, by their paths."""
+        """The shards' headers, by path."""
         return {header.path: header for header in self.shards}
 
     @cached_property
     def turns(self) -> Mapping[str, Turn]:
-        """By tensor, the permutation of its rows, if models have another order."""
+        """By tensor name, the permutation of the rows into the order of the model."""
         return {name: turn for header in self.shards for name, turn in header.turns.items()}
 
     @property
     def says_config(self) -> bool:
-        """Whether its configuration is that of its files, and not of a ``config.json``."""
-        said = (header.config for header in self.shards)
-        return any(one and dict(one) == self.config for one in said)
+        """Whether `config` is from the files themselves, not from a ``config.json``."""
+        return any(each.config and each.config == self.config for each in self.shards)
 
     @cached_property
     def stored(self) -> Mapping[str, Stored]:
-        """By tensor, the stored blocks of a quantized weight, if its file describes them."""
+        """By tensor name, how a file stores a quantized weight as blocks."""
         return {name: one for header in self.shards for name, one in header.stored.items()}
 
     @cached_property
     def layouts(self) -> Layouts:
-        """The headers as `streamload.codecs.stored` takes them."""
+        """The headers, in the form that `streamload.codecs.stored` takes."""
         return Layouts(self.path, self.tensors, self.shards, self.config)
 
     @cached_property
@@ -128,7 +124,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """The quantized weights by name, found in the headers alone.
 
         Raises:
-            CheckpointError: a tensor of a weight is missing, or does not fit it.
+            CheckpointError: a tensor of a weight is missing, or contradicts the others.
         """
         return stored.groups(self.layouts)
 
@@ -141,14 +137,14 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of data, of all tensors together."""
+        """Bytes of data of all tensors together."""
         return sum(info.nbytes for info in self.tensors.values())
 
     def shard_numbers(self, infos: Sequence[TensorInfo]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Of tensors of this checkpoint, which of its shards they are in."""
+        """Return for each tensor of this checkpoint the index of its shard in `shards`."""
         number_of = {header.path: number for number, header in enumerate(self.shards)}
         paths = [info.shard for info in infos]
-        # a path's own hash takes ten times as long, and all are one of a few objects
+        # a path's own hash takes ten times as long, and the paths are few objects
         keys = list(map(id, paths))
         numbers = {k: number_of[path] for k, path in dict(zip(keys, paths, strict=True)).items()}
         return np.fromiter(map(numbers.__getitem__, keys), np.int64, len(keys))
@@ -157,15 +153,15 @@ class Checkpoint(Mapping[str, TensorInfo]):
         return from_headers, (self.path, self.shards, dict(self.config))
 
 
-#: A checkpoint, or where it is: see `open_checkpoint`.
+#: A checkpoint, or its path for `open_checkpoint`.
 CheckpointLike: TypeAlias = str | os.PathLike[str] | Checkpoint
 
 
 def opened(path: CheckpointLike) -> Checkpoint:
-    """The checkpoint at a path, or the one that was given.
+    """Return ``path`` if it is a `Checkpoint`, else open the one at that path.
 
     Raises:
-        ValueError: it is neither a checkpoint nor a path.
+        ValueError: ``path`` is neither a checkpoint nor a path.
     """
     if isinstance(path, Checkpoint):
         return path
@@ -195,22 +191,23 @@ def open_checkpoint(
         key: of a file that torch.save wrote, the dict whose tensors are the checkpoint:
             "state_dict", or "ema.state_dict" for one inside another, "." for the outermost. None:
             the only one that holds tensors by name.
-        like: of IREE's parameter archives, which may hold bytes alone, a checkpoint whose tensors
-            of the same names say dtypes and shapes. None: what says neither is one-dimensional U8.
-        limits: the most bytes of headers, and tensors, for services that open what others upload.
+        like: for IREE's parameter archives, which may hold bytes alone: a checkpoint whose tensors
+            of the same names give dtypes and shapes. None: tensors without them are
+            one-dimensional U8.
+        limits: the most bytes of headers, and tensors, for services that open untrusted files.
 
     Of a folder, these files are the checkpoint: those that ``model.safetensors.index.json`` names;
-    without an index, or beside one that does not name it, ``model.safetensors`` alone; else all
-    ``*.safetensors`` except hidden ones and, beside others, ``consolidated*``. A server does not
-    list its folders: of those at a URL only the first two are found. A folder without safetensors
-    files may hold ``pytorch_model.bin``, its index and its files, or ``*.pth`` and the like.
+    without an index, or if it does not name it, ``model.safetensors`` alone; else all
+    ``*.safetensors`` except hidden ones and, if there are others, ``consolidated*``. A server does
+    not list its folders: at a URL only the first two are found. A folder without safetensors files
+    may hold ``pytorch_model.bin``, its index and its files, or ``*.pth`` and the like.
 
     A ``.gguf`` file is a checkpoint, too, and any file of a set of them stands for all. Its tensors
     have the names of Hugging Face, and its metadata take the place of ``config.json``.
 
-    A query of the URL, and user and password in it, go with each request, and are shown nowhere.
-    huggingface.co is sent ``HF_TOKEN``. Servers are waited for ``STREAMLOAD_HTTP_TIMEOUT`` seconds
-    (30) at a time, and asked ``STREAMLOAD_HTTP_TRIES`` times (6).
+    A query of the URL, and user and password in it, are sent with each request, and shown nowhere.
+    huggingface.co is sent ``HF_TOKEN``. Each request waits for ``STREAMLOAD_HTTP_TIMEOUT`` seconds
+    (30) and is tried ``STREAMLOAD_HTTP_TRIES`` times (6).
 
     Raises:
         ShardNotFoundError: nothing is there, or a shard is missing.
@@ -218,7 +215,7 @@ def open_checkpoint(
             they are more than ``limits`` allow.
         TruncatedFileError: a file is shorter than its header says.
         CheckpointError: something cannot be read, or a tensor is not as long as that of ``like``.
-        ValueError: ``key`` or ``like`` is given, and files of this format have no use for it.
+        ValueError: ``key`` or ``like`` is given, and files of this format cannot use it.
     """
     with limited(limits):
         checkpoint = _open(path, variant, key)
@@ -229,6 +226,7 @@ def open_checkpoint(
 
 
 def _open(path: str | os.PathLike[str], variant: str | None, key: str | None) -> Checkpoint:
+    """Open a checkpoint as `open_checkpoint` does, without ``like`` and ``limits``."""
     found, folder = locate(path)
     with remote.connections():
         if found == folder:
@@ -246,49 +244,50 @@ def _open(path: str | os.PathLike[str], variant: str | None, key: str | None) ->
             return from_headers(found, _indexed(found, weight_map, reader), config)
         headers = _with_siblings(read_header(found, key=key), folder)
         if not (config := dict(_own_config(headers))):
-            # it may not belong to a single file in its folder
+            # config.json may belong to another file of the folder
             with suppress(CheckpointError):
                 config = _read_config(folder)
         return from_headers(found, headers, config)
 
 
 def locate(path: str | os.PathLike[str]) -> tuple[Location, Location]:
-    """The path of a checkpoint, and the folder of its files; raises ShardNotFoundError."""
+    """Return the path of a checkpoint and the folder of its files; they are equal for a folder.
+
+    Raise ShardNotFoundError if nothing is there or in the Hugging Face cache.
+    """
     name = os.fsdecode(path.href if isinstance(path, Url) else path)
     if is_url(name):
         url = path if isinstance(path, Url) and path.is_shown else Url.parse(name)
         return url, url.parent if url.name else url
     found = expanded(local(name))
-    if not name or not _exists(found):  # the path of no name is the current folder
+    if not name or not _exists(found):  # `local` makes the current folder of ""
         found = cached_snapshot(name)
     return found, found if found.is_dir() else found.parent
 
 
 def expanded(path: Path) -> Path:
-    """A path below ``~`` as one below the home folder, unless there is something of that name."""
+    """Return a path with ``~`` replaced by the home folder, unless the path itself exists."""
     if len(path.parts) < 2 or not path.parts[0].startswith("~") or os.path.lexists(path):
         return path
     return Path(os.path.expanduser(path))
 
 
 def _own_config(headers: Iterable[Header]) -> Mapping[str, Any]:
-    """The settings of the model in the files themselves, in place of ``config.json``."""
+    """Return the model's settings in the files themselves, which replace ``config.json``."""
     return next((header.config for header in headers if header.config), {})
 
 
 def _with_siblings(header: Header, folder: Location) -> list[Header]:
-    """The headers of the set that a file belongs to."""
+    """Return the headers of all files of the set that a file belongs to, as for split GGUF."""
     if header.format == default_reader().name:
         return [header]
     reader = readers()[header.format]
-    names = reader.siblings(header)
-    if not names:
-        return [header]
-    others = [name for name in names if name != header.path.name]
+    others = [name for name in reader.siblings(header) if name != header.path.name]
     return [header, *_headers(header.path, folder, others, reader)]
 
 
 def _open_remote_folder(folder: Url, variant: str | None, key: str | None) -> Checkpoint:
+    """Open a server's folder by the usual file names of each format, safetensors first."""
     default = default_reader()
     try:
         headers = _remote_headers(folder, default, variant)
@@ -305,7 +304,10 @@ def _open_remote_folder(folder: Url, variant: str | None, key: str | None) -> Ch
 
 
 def _remote_headers(folder: Url, reader: FormatReader, variant: str | None) -> list[Header]:
-    """The headers of the files of a format that a server has under the usual names."""
+    """Return the headers of a format's files that a server has under the usual names.
+
+    Raise ShardNotFoundError if there is neither an index nor a single file.
+    """
     index, single = (
         folder / variants.varied(name, variant) for name in (reader.index, reader.single)
     )
@@ -321,7 +323,7 @@ def _remote_headers(folder: Url, reader: FormatReader, variant: str | None) -> l
                 f"{index.name} or {single.name}",
                 error.found,
             ) from error
-    # one that the index of a set does not name comes before it, as on this machine
+    # a single file that the index does not name takes precedence, as for local folders
     if single.name in weight_map.values() or not remote.exists(single):
         return _indexed(index, weight_map, reader)
     return [read_header(single, reader=reader)]
@@ -330,12 +332,15 @@ def _remote_headers(folder: Url, reader: FormatReader, variant: str | None) -> l
 def from_headers(
     path: Location, headers: Iterable[Header], config: Mapping[str, Any] = MappingProxyType({})
 ) -> Checkpoint:
-    """Join the headers of a checkpoint's files; nothing is read."""
+    """Return the checkpoint of these files' headers; nothing is read.
+
+    Raise HeaderError if two files have a tensor of the same name.
+    """
     shards = tuple(sorted(headers, key=lambda header: header.path.name))
     tensors: dict[str, TensorInfo] = {}
     for header in shards:
         found = {info.name: info for info in header.tensors}
-        if tensors.keys().isdisjoint(found):  # one by one only to name the one in two
+        if tensors.keys().isdisjoint(found):  # the loop only finds the name for the error
             tensors |= found
             continue
         for info in header.tensors:
@@ -360,13 +365,15 @@ def from_headers(
 
 
 def _exists(path: Path) -> bool:
+    """Return whether a path exists; raise CheckpointError if that cannot be found out."""
     try:
         return is_there(path)
-    except OSError as error:  # a folder above it that may not be searched, a name too long
+    except OSError as error:  # a folder that may not be searched, a name too long
         raise unreadable(path, error) from error
 
 
 def _open_folder(folder: Path, variant: str | None, key: str | None) -> Checkpoint:
+    """Open a folder of this machine by the files it lists."""
     try:
         names = sorted(entry.name for entry in os.scandir(folder))
     except OSError as error:
@@ -376,8 +383,8 @@ def _open_folder(folder: Path, variant: str | None, key: str | None) -> Checkpoi
     single, index = (variants.varied(name, variant) for name in (reader.single, reader.index))
     if index and index in names:
         weight_map = _read_weight_map(folder / index, reader)
-        # saving one file over a set of shards leaves the index of the set behind: as transformers
-        # does, take the file
+        # saving a single file over a set of shards leaves a stale index: take the file, as
+        # transformers does
         if single not in names or single in weight_map.values():
             headers = _indexed(folder / index, weight_map, reader)
             return from_headers(folder, headers, config or _own_config(headers))
@@ -388,7 +395,7 @@ def _open_folder(folder: Path, variant: str | None, key: str | None) -> Checkpoi
 
 
 def _reader_of_folder(names: Sequence[str], variant: str | None) -> FormatReader:
-    """The format of a folder's files: another than safetensors only without such a file."""
+    """Return the reader for a folder's files: safetensors if the folder has any, else another."""
     default = default_reader()
     index = variants.varied(default.index, variant)
     if index in names or any(_is_weights(name, default) for name in names):
@@ -401,12 +408,13 @@ def _reader_of_folder(names: Sequence[str], variant: str | None) -> FormatReader
 
 
 def _is_weights(name: str, reader: FormatReader) -> bool:
+    """Return whether a visible file has a suffix of the reader's format."""
     ending = name if reader is default_reader() else name.lower()
     return ending.endswith(reader.suffixes) and not name.startswith(".")
 
 
 def _reader_of_index(name: str) -> FormatReader:
-    """The format of the files that an index names, by its own name."""
+    """Return the reader for the files of an index, by the name of the index."""
     default = default_reader()
     stem = name.removesuffix(_INDEX_END)
     if stem == name or stem.endswith(default.suffixes):
@@ -415,14 +423,14 @@ def _reader_of_index(name: str) -> FormatReader:
 
 
 def _plain(folder: Path, headers: Sequence[Header], variant: str | None) -> Sequence[Header]:
-    """Files without those that hold the same tensors, by name, as a variant of others.
+    """Return the headers without files that are variants of others with the same tensors.
 
-    A folder is refused if it holds several variants and no file without one, or a model more than
-    once in files of other formats.
+    Raise HeaderError if a folder holds several variants and no file without one, or a model more
+    than once in files of other formats.
     """
     counts = Counter(info.name for header in headers for info in header.tensors)
     if max(counts.values(), default=0) < 2:
-        return headers  # their names may look like variants: they are parts of one
+        return headers  # distinct tensors: parts of one checkpoint, whatever their names
     names = [header.path.name for header in headers]
     if headers[0].format != default_reader().name:
         raise HeaderError(folder, "holds several checkpoints", "the path of one file", some(names))
@@ -438,7 +446,10 @@ def _plain(folder: Path, headers: Sequence[Header], variant: str | None) -> Sequ
 def _unindexed(
     folder: Path, names: Sequence[str], variant: str | None, reader: FormatReader
 ) -> list[str]:
-    """The files of a folder without an index; sets of numbered files are complete."""
+    """Return the names of the weight files of a folder without an index.
+
+    Raise ShardNotFoundError if there are none, or a set of numbered files is incomplete.
+    """
     shards = list(reader.weights([name for name in names if _is_weights(name, reader)]))
     shards = [name for name in shards if not _ORIGINAL.fullmatch(name)] or shards
     if variant is not None:
@@ -466,11 +477,9 @@ def _unindexed(
             some(others) if others else "an empty folder",
         )
     sets: dict[tuple[str, str, str], set[int]] = {}
-    for name in shards:
-        member = _MEMBER.fullmatch(name)
-        if member:
-            key = (member["set"], member["total"], member["rest"])
-            sets.setdefault(key, set()).add(int(member["number"]))
+    for member in filter(None, map(_MEMBER.fullmatch, shards)):
+        key = (member["set"], member["total"], member["rest"])
+        sets.setdefault(key, set()).add(int(member["number"]))
     for (stem, width, rest), numbers in sets.items():
         first = 0 if 0 in numbers else 1  # some writers count from 0
         wanted = range(first, first + int(width))
@@ -483,13 +492,14 @@ def _unindexed(
 
 
 def _missing(path: Location, names: Sequence[str], count: int, total: int) -> ShardNotFoundError:
+    """Return the error for ``count`` missing files of ``total``; ``names`` are the first ones."""
     return ShardNotFoundError(
         path, "shards are missing", some(names, count), f"{total - count} of {total} files"
     )
 
 
 def read_json_file(path: Location) -> bytes:
-    """The bytes of a file of JSON, no more than a header may have."""
+    """Return the bytes of a JSON file; raise HeaderError if it is longer than a header may be."""
     if isinstance(path, Url):
         raw = remote.read_file(path, most_nbytes(path))
         check_nbytes(path, "the file is too long", len(raw))
@@ -501,7 +511,7 @@ def read_json_file(path: Location) -> bytes:
 
 
 def _read_config(folder: Location) -> dict[str, Any]:
-    """``config.json``, in the JSON that Python writes: models do have Infinity in theirs."""
+    """Return the content of ``config.json``, {} if there is none; Infinity and NaN are allowed."""
     path = folder / "config.json"
     try:
         raw = read_json_file(path)
@@ -518,7 +528,10 @@ def _read_config(folder: Location) -> dict[str, Any]:
 
 
 def _read_weight_map(index: Location, reader: FormatReader) -> dict[str, str]:
-    """Tensor names to file names of an index, each of a file in the index's own folder."""
+    """Return the file name of each tensor in an index; raise HeaderError if it is not valid.
+
+    Names of files outside of the index's folder are not valid.
+    """
     document = parse_json_object(read_json_file(index), index)
     if isinstance(document, RepeatedNames):
         found = f"{describe(document.name)} more than once"
@@ -539,7 +552,7 @@ def _read_weight_map(index: Location, reader: FormatReader) -> dict[str, str]:
 
 
 def _indexed(index: Location, weight_map: Mapping[str, str], reader: FormatReader) -> list[Header]:
-    """The headers of the shards of an index, in agreement with it."""
+    """Return the headers of an index's shards; raise HeaderError if the tensors differ."""
     headers = _headers(index, index.parent, sorted(set(weight_map.values())), reader)
     found: set[str] = set()
     for header in headers:
@@ -560,15 +573,15 @@ def _indexed(index: Location, weight_map: Mapping[str, str], reader: FormatReade
 def _headers(
     of: Location, folder: Location, names: Sequence[str], reader: FormatReader
 ) -> list[Header]:
-    """The headers of files of a folder, which ``of`` names; the error names all missing ones."""
+    """Return the headers of files of a folder, which ``of`` (an index or a file) refers to.
+
+    Raise ShardNotFoundError, which names all missing files.
+    """
+    headers: list[Header] = []
+    missing: list[str] = []
     if isinstance(folder, Path):
         missing = [name for name in names if not _exists(folder / name)]
-        if missing:
-            raise _missing(of, missing, len(missing), len(names))
-        return [read_header(folder / name, reader=reader) for name in names]
-    headers: list[Header] = []
-    missing = []
-    for name in names:  # to ask for a header is to ask whether the file is there
+    for name in () if missing else names:  # on a server, requesting a header shows if it exists
         try:
             headers.append(read_header(folder / name, reader=reader))
         except ShardNotFoundError:

@@ -1,7 +1,7 @@
-"""Blocks of shards: each file is opened once, and threads share it.
+"""Reading shards block by block: each file is opened once, and threads share it.
 
 Loads, gathered loads, conversions and comparisons open their files here. A block is a window of a
-map, or it is read into a `Room` of the thread that asks for it: memory is bounded by the rooms.
+memory map, or is read into the calling thread's buffer (`Room`): the buffers bound the memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache as cached
 from pathlib import Path
 from typing import Self
 
@@ -25,46 +26,49 @@ from streamload.files.header import Header, open_regular, unreadable
 from streamload.files.local import Reader, ReaderKind, ResolvedKind, open_reader, resolve_reader
 from streamload.files.page_cache import PageCache, PageCacheKind, ShardCache
 
-#: Most bytes that a thread reads, or writes, at once (docs/measurements.md).
+#: Most bytes that a thread reads or writes at once (docs/measurements.md).
 BLOCK_NBYTES = 2**22
-#: Pages that the kernel reads ahead of a thread: 8 MiB twice on virtual disks.
+#: Bytes of the page cache that the kernel reads ahead of a thread: 8 MiB twice on virtual disks.
 AHEAD_NBYTES = 2**24
 
-_WINDOW_NBYTES = 2**16  # below, a read costs less than a window of a map
+_WINDOW_NBYTES = 2**16  # below this, a read costs less than a window of a map
 _PAGE = 4096  # no reader's alignment is larger than a page
 
-#: Opens a shard in the way that was chosen for it.
+#: Opens a shard with the reader that was chosen for it.
 Opener = Callable[[Header, ResolvedKind], Reader]
 
 
 def open_shard(header: Header, kind: ReaderKind | ResolvedKind = "pread") -> Reader:
-    """Open a shard's file; see `open_reader`."""
+    """Return an open reader of the file with this header; see `open_reader`."""
     return open_reader(header.path, header.file_nbytes, kind, header.state, header.views)
 
 
 def map_shard(header: Header) -> mmap.mmap:
-    """Map a shard's file for views that stay: private, and writable page by page."""
+    """Return a private copy-on-write map of a shard's file, for tensors that stay mapped.
+
+    Raise CheckpointError if the file has changed since its header was read, or cannot be mapped.
+    """
     assert isinstance(header.path, Path), header.path
     with open_regular(header.path) as file:
         try:
             if header.state is not None:
                 header.state.check(FileState.of(file.fileno()), header.path)
             return map_privately(file)
+        except CheckpointError:
+            raise
         except (OSError, ValueError) as error:
-            if isinstance(error, CheckpointError):
-                raise
             raise unreadable(header.path, error) from error
 
 
 def file_kind(shard: Location, kind: ReaderKind) -> ResolvedKind:
-    """Resolve ``kind`` for a shard; a URL has one reader only."""
+    """Return ``kind`` with "auto" resolved for a shard; a URL is always read over HTTP."""
     return resolve_reader(shard, kind if isinstance(shard, Path) else "auto")
 
 
 def page_cache(
     kind: PageCacheKind, *, to_read_nbytes: int, to_allocate_nbytes: int = 0
 ) -> PageCache:
-    """The `PageCache` of a load on this host."""
+    """Return the `PageCache` for a load on this host."""
     return PageCache(
         kind,
         to_read_nbytes=to_read_nbytes,
@@ -74,7 +78,7 @@ def page_cache(
 
 
 def free_host_nbytes() -> int | None:
-    """Free memory of the host, page cache included; None if unknown."""
+    """Return the host's free memory in bytes, page cache included; None if unknown."""
     try:
         return available_host_nbytes()
     except DeviceError:
@@ -82,7 +86,10 @@ def free_host_nbytes() -> int | None:
 
 
 def cut(start: int, stop: int, step: int, base: int | None = None) -> Iterator[tuple[int, int]]:
-    """A range, cut at ``base`` (by default the start) and every ``step`` after it."""
+    """Yield (start, stop) of pieces of a range, cut at ``base`` plus multiples of ``step``.
+
+    ``base`` is the start by default.
+    """
     base = start if base is None else base
     while start < stop:
         end = min(stop, start + step - (start - base) % step)
@@ -91,22 +98,22 @@ def cut(start: int, stop: int, step: int, base: int | None = None) -> Iterator[t
 
 
 class Room:
-    """One thread's memory for blocks that no map shows; allocated by the first of them."""
+    """One thread's buffer for blocks that are read instead of mapped; allocated on first use."""
 
     def __init__(self, block_nbytes: int, *, ahead: bool = False) -> None:
-        """Allocate nothing yet, for blocks of at most ``block_nbytes``.
+        """Prepare for blocks of at most ``block_nbytes``.
 
-        With ``ahead``, where blocks follow each other, fill the room and take the next ones from
-        it: a request over HTTP and a direct read cost the same for a few bytes as for many.
+        With ``ahead``, fill the whole buffer if blocks are consecutive, and take the next ones from
+        it: HTTP requests and direct reads cost the same for a few bytes as for many.
         """
         self.block_nbytes = block_nbytes
         self._ahead = ahead
         self._memory: memoryview | None = None
-        self._held: tuple[Location | None, int, int] = (None, 0, 0)  # a file, and bytes of it
-        self._last: tuple[Location | None, int] = (None, 0)  # the end of the last block
+        self._held: tuple[Location | None, int, int] = (None, 0, 0)  # file, start, stop in buffer
+        self._last: tuple[Location | None, int] = (None, 0)  # file and end of the last block
 
     def read(self, reader: Reader, start: int, stop: int) -> memoryview:
-        """Bytes of a file, read-only; valid until the next call."""
+        """Return bytes ``start`` to ``stop`` of a file, read-only; valid until the next call."""
         shard, first, last = self._held
         if shard != reader.path or not first <= start <= stop <= last:
             most = stop
@@ -117,13 +124,14 @@ class Room:
             except CheckpointError:
                 if most == stop:
                     raise
-                self._fill(reader, start, stop)  # the rest may be of another tensor
+                self._fill(reader, start, stop)  # the bytes ahead may be of another tensor
         self._last = (reader.path, stop)
         assert self._memory is not None, "after it was filled"
         first = self._held[1]
         return self._memory[start - first : stop - first].toreadonly()
 
     def _fill(self, reader: Reader, start: int, stop: int) -> None:
+        """Read bytes ``start`` to ``stop`` of a file into the buffer, in whole blocks of a disk."""
         if self._memory is None:
             self._memory = direct_memory(self.block_nbytes + 2 * _PAGE)
         first = start // reader.alignment * reader.alignment
@@ -134,7 +142,7 @@ class Room:
 
 
 class Shards:
-    """The files of a checkpoint while they are read; safe for threads."""
+    """Opens, shares and closes the files of a checkpoint while they are read. Thread-safe."""
 
     def __init__(
         self,
@@ -146,28 +154,27 @@ class Shards:
         most_open: int | None = None,
         ahead: bool = True,
     ) -> None:
-        """Open nothing yet.
+        """Prepare to open files; each is opened when it is first needed.
 
         Args:
-            headers: of the files.
-            kind: how a file is read; asked once for each, before it is opened first.
+            headers: the files' headers.
+            kind: returns how to read a file; called once for each, before it is first opened.
             opener: opens a file.
             cache: the page cache that `done` counts in; None to drop nothing.
-            most_open: files that are open at once: one more closes the one that was used longest
-                ago. None for any number.
+            most_open: most files open at once; one more closes the least recently used. None for
+                any number.
             ahead: whether the kernel may read ahead; see `Reader.stop_ahead`.
         """
-        # why closed files were not read as requested, and how many
+        # number of closed files by the reason why they were not read as requested
         self.fallbacks: Counter[str] = Counter()
-        self.page_cache = ""  # what becomes of it, and why; "" where none was used
+        self.page_cache = ""  # `PageCache.reason`, for a report; "" if the page cache was not used
         self._headers = {header.path: header for header in headers}
-        self._kind = kind
-        self._kinds: dict[Location, ResolvedKind] = {}
+        self._kind = cached(kind)
         self._opener = opener
         self._cache = cache
         self._most_open = most_open
         self._ahead = ahead
-        self._open: dict[Location, Reader] = {}  # the one that was used last is the last
+        self._open: dict[Location, Reader] = {}  # the most recently used last
         self._caches: dict[Location, ShardCache] = {}
         self._stopped = False
         self._lock = threading.Lock()
@@ -179,7 +186,7 @@ class Shards:
         self.close_all()
 
     def reader(self, shard: Location) -> Reader:
-        """The open file; opens it if needed."""
+        """Return the open reader of a shard; opens it if needed."""
         with self._lock:
             reader = self._open.pop(shard, None)
             if reader is None:
@@ -190,15 +197,14 @@ class Shards:
             return reader
 
     def _opened(self, shard: Location) -> Reader:
-        if shard not in self._kinds:
-            self._kinds[shard] = self._kind(shard)
-        kind = self._kinds[shard]
+        """Open a shard as it was chosen for it, and its `ShardCache` if it fills the page cache."""
+        kind = self._kind(shard)
         reader = self._opener(self._headers[shard], kind)
         if not self._ahead:
             reader.stop_ahead()
-        if self._stopped:  # by a thread that did not know of this file
+        if self._stopped:  # `stop` was called before this file was opened
             reader.stop()
-        # reads past the page cache, or by others, leave nothing in it
+        # direct reads and reads over HTTP leave nothing in the page cache
         through_cache = reader.has_file and (kind != "direct" or reader.fallback)
         if self._cache is not None and through_cache and isinstance(shard, Path):
             self._caches[shard] = self._cache.open(shard)
@@ -209,13 +215,13 @@ class Shards:
     def block(
         self, shard: Location, start: int, stop: int, room: Room, tensor: str
     ) -> Iterator[memoryview]:
-        """Bytes of a file, read-only, valid inside the with.
+        """Yield bytes of a file, read-only, valid inside the with.
 
         Args:
             shard: the file.
             start: first byte, counted from the start of the file.
-            stop: last byte, exclusive; at most a block after the first.
-            room: the calling thread's; holds one block at a time.
+            stop: last byte, exclusive; at most ``room.block_nbytes`` after ``start``.
+            room: the calling thread's buffer; holds one block at a time.
             tensor: name of the tensor, for errors that name none.
         """
         try:
@@ -232,25 +238,25 @@ class Shards:
         self.done(shard, start, stop)
 
     def blocks(self, info: TensorInfo, room: Room) -> Iterator[memoryview]:
-        """The bytes of a tensor, block by block; each is valid until the next one; see `block`."""
+        """Yield a tensor's bytes block by block, each valid until the next one; see `block`."""
         for start, stop in cut(info.start, info.stop, room.block_nbytes):
             with self.block(info.shard, start, stop, room, info.name) as data:
                 yield data
 
     def done(self, shard: Location, start: int, stop: int) -> None:
-        """Count bytes in the page cache that were read, and that no window shows any more."""
+        """Note that bytes were read and are no longer mapped: their pages may be dropped."""
         if cache := self._caches.get(shard):
             cache.done(start, stop)
 
     def drops(self, shard: Location) -> bool:
-        """Whether it matters to `done` which bytes of a shard were read, or only how many."""
+        """Return whether `done` drops pages of a shard, or only needs the number of bytes."""
         cache = self._caches.get(shard)
         return cache is not None and cache.drops
 
     def check(self) -> None:
         """Raise CheckpointError if an open file has changed, or a writer waits for it.
 
-        For times when nothing is read; any thread may call this.
+        To call now and then while nothing is read; any thread may do so.
         """
         with self._lock:
             for reader in self._open.values():
@@ -258,14 +264,14 @@ class Shards:
                     pass
 
     def stop(self) -> None:
-        """End all calls that wait for a server soon, with an error; any thread may."""
+        """Make all calls that wait for a server raise soon; any thread may call this."""
         with self._lock:
             self._stopped = True
             for reader in self._open.values():
                 reader.stop()
 
     def close(self, shard: Location) -> None:
-        """Close a file that is read no more, if it is open, and drop the rest of its pages."""
+        """Close a file if it is open, and drop the rest of its pages."""
         with self._lock:
             self._close(shard)
 
@@ -276,12 +282,13 @@ class Shards:
                 self._close(shard)
 
     def _close(self, shard: Location) -> None:
+        """Close a file as `close` does, with the lock held."""
         reader = self._open.pop(shard, None)
         if reader is not None:
             reader.close()
             if reader.fallback:
                 self.fallbacks[reader.fallback] += 1
         if cache := self._caches.pop(shard, None):
-            if self._stopped:  # threads had read bytes that were not counted
+            if self._stopped:  # threads may have read bytes without calling `done`
                 cache.done(0, self._headers[shard].file_nbytes)
             cache.close()

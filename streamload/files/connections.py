@@ -2,8 +2,8 @@
 
 The library restarts its timeout at every read of a socket, so that a byte now and then holds a
 request for ever. It does not name the socket of a request before a response arrives. And it logs
-whole URLs and headers. Here each thread registers its try, which its connections and the library's
-loggers ask.
+whole URLs and headers. Here each thread registers its current try; its connections take their
+deadline from it, and log records of a thread with a try are dropped.
 """
 
 from __future__ import annotations
@@ -23,43 +23,42 @@ from functools import cache
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
-# Of one answer: the library's limit for a single header line, with what may follow it, is less.
-_MOST_HEAD_NBYTES = 2**18
-_LOGGERS = ("httpx", "httpcore", "h11")  # what names of loggers begin with
+_MOST_HEAD_NBYTES = 2**18  # of all headers of one response
+_LOGGERS = ("httpx", "httpcore", "h11")  # prefixes of the library's logger names
 
-_thread = threading.local()  # attempt: the one that the thread is at
-_owning = threading.Lock()
+_thread = threading.local()  # attempt: the `Attempt` that this thread runs now, or None
+_owning = threading.Lock()  # guards `_Connection.owner`, `Attempt.connection` and `connecting`
 
 
 class OverdueError(Exception):
-    """A try has had its time."""
+    """Raised in the thread of a request whose deadline has passed."""
 
 
 class StoppedError(Exception):
-    """The answer is not wanted any more."""
+    """Raised in the thread of a request that `_File.stop` has cancelled."""
 
 
 class EndlessError(Exception):
-    """An answer's headers do not end."""
+    """Raised if a response has more than 256 KiB of headers."""
 
 
 class SettingsError(Exception):
-    """The library cannot be set up with the environment's proxy or certificates."""
+    """Raised if the HTTP library rejects the environment's proxy or certificate settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Timeouts and tries of requests.
+    """Timeouts and number of tries of HTTP requests.
 
     Attributes:
-        connect_seconds: for a connection, to each of a host's addresses.
-        read_seconds: from the name's resolution to the last header, with all redirects; and then
-            for the next bytes of the body. Its rate is 1 KiB a second or more, on average of twice
-            as many seconds.
-        tries: how many in a row may fail to progress with a range.
-        backoff_seconds: before the second try; doubled before each after it, less up to a half at
-            random, so that many clients do not come back together.
-        most_backoff_seconds: the most of that.
+        connect_seconds: limit to connect to one address of a host.
+        read_seconds: limit from resolving the host's name to the last header, redirects included;
+            then for the next bytes of the body, whose rate must be at least 1 KiB a second on
+            average over twice as many seconds.
+        tries: consecutive tries without progress on a range before giving up.
+        backoff_seconds: wait before the second try, doubled before each later one; up to half of it
+            is subtracted at random so that many clients do not return together.
+        most_backoff_seconds: upper bound of that wait.
     """
 
     connect_seconds: float = 10.0
@@ -70,11 +69,13 @@ class Patience:
 
     @classmethod
     def from_environment(cls) -> Patience:
-        """Read ``STREAMLOAD_HTTP_TIMEOUT`` (seconds) and ``STREAMLOAD_HTTP_TRIES``."""
-        usual = cls()
-        seconds = _setting("STREAMLOAD_HTTP_TIMEOUT", usual.read_seconds)
-        tries = _setting("STREAMLOAD_HTTP_TRIES", usual.tries)
-        return cls(min(usual.connect_seconds, seconds), seconds, math.ceil(tries))
+        """Return the defaults changed by ``STREAMLOAD_HTTP_TIMEOUT`` (seconds) and ``_TRIES``."""
+        seconds = _setting("STREAMLOAD_HTTP_TIMEOUT", _USUAL.read_seconds)
+        tries = _setting("STREAMLOAD_HTTP_TRIES", _USUAL.tries)
+        return cls(min(_USUAL.connect_seconds, seconds), seconds, math.ceil(tries))
+
+
+_USUAL = Patience()
 
 
 def _setting(name: str, usual: float) -> float:
@@ -87,20 +88,20 @@ def _setting(name: str, usual: float) -> float:
 
 
 class Attempt:
-    """One try at a request, redirects included."""
+    """One try at a request, redirects included; holds its deadline and cancels its waits."""
 
     def __init__(self, seconds: float, stopped: threading.Event) -> None:
-        self.until = time.monotonic() + seconds  # its deadline
-        self.overdue = f"no answer within {seconds:g} s"  # the reason after it
+        self.until = time.monotonic() + seconds  # deadline
+        self.overdue = f"no answer within {seconds:g} s"  # error text once the deadline has passed
+        self.connection: _Connection | None = None  # the last one that it used
         self._seconds = seconds
         self._stopped = stopped
-        self._head_nbytes: int | None = None
-        self._connection: _Connection | None = None
+        self._head_nbytes: int | None = None  # header bytes so far; None outside of `head`
         self._connecting: Future[Any] | None = None
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """Connections that this thread uses in the block ask this try."""
+        """Make this the try of the calling thread inside the block."""
         _thread.attempt = self
         try:
             yield
@@ -109,14 +110,14 @@ class Attempt:
 
     @contextmanager
     def head(self) -> Iterator[None]:
-        """Bound the length of the head that is received in the block."""
+        """Limit the bytes of response headers received inside the block."""
         self._head_nbytes = 0
         yield
         self._head_nbytes = None
 
     @contextmanager
     def at_most(self, seconds: float) -> Iterator[None]:
-        """Bound the time of the block."""
+        """Move the deadline to at most ``seconds`` from now inside the block."""
         until, self.until = self.until, min(self.until, time.monotonic() + seconds)
         try:
             yield
@@ -124,7 +125,10 @@ class Attempt:
             self.until = until
 
     def left(self, most: float | None = None) -> float:
-        """Seconds left to wait, at most ``most``; raises StoppedError or OverdueError for none."""
+        """Return the seconds to the deadline, at most ``most``.
+
+        Raises StoppedError after a stop, OverdueError if none are left.
+        """
         if self._stopped.is_set():
             raise StoppedError
         left = self.until - time.monotonic()
@@ -133,28 +137,22 @@ class Attempt:
         return left if most is None else min(left, most)
 
     def wake(self) -> None:
-        """Wake the thread that waits for this try after it was stopped."""
+        """Wake the thread that waits in this try; called by the stopping thread."""
         with _owning:
             if self._connecting is not None:
                 self._connecting.cancel()
-            if self._connection is not None and self._connection.owner is self:
-                self._connection.shut_down()
+            if self.connection is not None and self.connection.owner is self:
+                self.connection.shut_down()
 
     def received(self, nbytes: int) -> None:
-        """Count received bytes; EndlessError if headers do not end."""
+        """Count received header bytes; raise EndlessError above 256 KiB."""
         if self._head_nbytes is not None:
             self._head_nbytes += nbytes
             if self._head_nbytes > _MOST_HEAD_NBYTES:
                 raise EndlessError
 
-    def take(self, connection: _Connection) -> None:
-        """Make this try the only one that wakes a connection."""
-        if connection.owner is not self:
-            with _owning:
-                connection.owner, self._connection = self, connection
-
     def connect(self, future: Future[Any]) -> Any:
-        """Wait for a connection; it is closed if it comes too late."""
+        """Return the stream that ``future`` connects; close it if it arrives after the deadline."""
         with _owning:
             self._connecting = future
         try:
@@ -171,19 +169,21 @@ class Attempt:
 
 
 class _Backend:
-    """Connects in place of the library's own backend."""
+    """Replaces the HTTP library's network backend, so that connecting obeys the try's deadline."""
 
     def connect_tcp(self, host: str, port: int, timeout: float | None, **options: Any) -> Any:
-        """Resolve a name and connect, in a thread: neither can be interrupted."""
+        """Return a `_Connection`; a thread resolves and connects: neither can be cancelled."""
+        import httpcore2
+
         attempt: Attempt = _thread.attempt
         future: Future[Any] = Future()
         seconds = attempt.left(timeout)
 
         def connect() -> None:
             try:
-                stream = _httpcore().SyncBackend().connect_tcp(host, port, seconds, **options)
+                stream = httpcore2.SyncBackend().connect_tcp(host, port, seconds, **options)
             except Exception as error:
-                with suppress(InvalidStateError):  # no thread waits any more
+                with suppress(InvalidStateError):  # cancelled: no thread waits
                     future.set_exception(error)
                 return
             try:
@@ -193,32 +193,32 @@ class _Backend:
 
         try:
             threading.Thread(target=connect, name="streamload-connect", daemon=True).start()
-        except RuntimeError:  # no more threads under this limit
+        except RuntimeError:  # the process may start no more threads
             connect()
         return _Connection(attempt.connect(future))
 
 
 class _Connection:
-    """A connection of the library; it waits as long as the try of its thread may."""
+    """Wraps a network stream of the HTTP library; its waits end at the thread's try's deadline."""
 
     def __init__(self, stream: Any) -> None:
-        self.owner: Attempt | None = None  # the last try that used it
+        self.owner: Attempt | None = None  # the last try that used this connection
         self._stream = stream
-        # another object for the same connection: TLS takes the first one's descriptor away
+        # a second handle to shut down: TLS detaches the first one's descriptor
         self._handle = stream.get_extra_info("socket").dup()
-        self._wrapped = 0  # in how many layers of TLS
+        self._wrapped = 0  # layers of TLS
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        """Receive some bytes; none at the end."""
-        attempt = self._taken()
+        """Receive up to ``max_bytes`` bytes; b"" at the end."""
+        attempt = self._owned()
         with self._bounded(attempt.left(timeout)) as seconds:
             data: bytes = self._stream.read(max_bytes, seconds)
         attempt.received(len(data))
         return data
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        """Send all of it."""
-        with self._bounded(self._taken().left(timeout)) as seconds:
+        """Send all of ``buffer``."""
+        with self._bounded(self._owned().left(timeout)) as seconds:
             self._stream.write(buffer, seconds)
 
     def start_tls(
@@ -227,10 +227,10 @@ class _Connection:
         server_hostname: str | None = None,
         timeout: float | None = None,
     ) -> _Connection:
-        """Encrypt all that follows."""
+        """Start TLS on this connection and return it; close it on failure."""
         self._wrapped += 1
         try:
-            with self._bounded(self._taken().left(timeout)) as seconds:
+            with self._bounded(self._owned().left(timeout)) as seconds:
                 self._stream = self._stream.start_tls(ssl_context, server_hostname, seconds)
         except BaseException:
             self.close()  # the library does not
@@ -238,30 +238,31 @@ class _Connection:
         return self
 
     def close(self) -> None:
-        """Close it."""
-        with _owning:  # `shut_down` must not meet another file of the same number
+        with _owning:  # `shut_down` must not hit another file with this descriptor
             self._handle.close()
         self._stream.close()
 
     def get_extra_info(self, info: str) -> Any:
-        """See the library."""
         return self._stream.get_extra_info(info)
 
     def shut_down(self) -> None:
-        """Wake the thread that waits for it."""
-        with suppress(OSError):  # it is closed already, on one side or the other
+        """Shut the socket down, which wakes the thread that waits for it."""
+        with suppress(OSError):  # closed by either side
             self._handle.shutdown(socket.SHUT_RDWR)
 
-    def _taken(self) -> Attempt:
+    def _owned(self) -> Attempt:
+        """Return the calling thread's try, and make it the only one that may shut this down."""
         attempt: Attempt = _thread.attempt
-        attempt.take(self)
+        if self.owner is not attempt:
+            with _owning:
+                self.owner, attempt.connection = attempt, self
         return attempt
 
     @contextmanager
     def _bounded(self, seconds: float) -> Iterator[float]:
-        """Shut the connection down after so many seconds.
+        """Yield ``seconds``, the timeout for the block; for TLS in TLS enforce it with a timer.
 
-        In TLS in TLS, of an https proxy, the library restarts its timeout at each piece.
+        There (an https proxy) the library restarts its timeout at each piece.
         """
         if self._wrapped < 2:
             yield seconds
@@ -276,7 +277,7 @@ class _Connection:
 
 
 class Pool:
-    """One client for all readers of the process, while there are any. Safe for threads."""
+    """Shares one HTTP client among all readers of the process while any exists. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -285,12 +286,12 @@ class Pool:
         self._pid = 0
 
     def enter(self) -> None:
-        """Count one more user of the client."""
+        """Register a user of the client."""
         with self._lock:
             self._users += 1
 
     def leave(self) -> None:
-        """Count one user less; the last one closes all connections."""
+        """Unregister a user; the last one closes all connections."""
         with self._lock:
             self._users -= 1
             if self._users or self._client is None:
@@ -300,19 +301,19 @@ class Pool:
             client.close()
 
     def client(self) -> Any:
-        """The client, created by the first call; SettingsError for the environment's proxies."""
+        """Return the client, created by the first call; raise SettingsError for bad proxies."""
         with self._lock:
             if self._client is None or self._pid != os.getpid():  # a child shares no connections
-                # many threads keep as many connections; idle ones go with the last reader
+                # each thread keeps a connection; idle ones close with the last reader
                 library = httpx()
                 limits = library.Limits(max_connections=None, max_keepalive_connections=None)
-                # no cookies: one that cannot be sent back would end all requests after it
+                # no cookies: one that cannot be sent back would fail all later requests
                 jar = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
                 try:
                     client = library.Client(verify=_tls(), limits=limits, cookies=jar)
                 except (ValueError, OSError, ImportError, library.InvalidURL) as error:
                     raise SettingsError from error
-                # it takes a backend by no argument; one transport is each proxy's
+                # the client has no argument for a backend; each proxy has a transport
                 for transport in (client._transport, *client._mounts.values()):
                     if transport is not None:
                         transport._pool._network_backend = _Backend()
@@ -322,7 +323,7 @@ class Pool:
 
 
 def _hush() -> None:
-    """Keep the library's log records of our requests, and only of ours, out of all logs."""
+    """Drop the library's log records of streamload's own requests: they may hold secrets."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(_LOGGERS):
             logging.getLogger(name).addFilter(_is_of_others)
@@ -334,36 +335,27 @@ def _is_of_others(record: logging.LogRecord) -> bool:
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """Read once: certificates take longer to read than a header."""
+    """Return the TLS settings, kept: reading certificates takes longer than reading a header."""
     context: ssl.SSLContext = httpx().create_ssl_context()
     return context
 
 
-@cache
 def httpx() -> Any:
-    """The HTTP library."""
+    """Import and return the HTTP library; raise ImportError without the extra ``remote``."""
     import httpx2
 
-    _httpcore()
     return httpx2
 
 
-@cache
-def _httpcore() -> Any:
-    import httpcore2
-
-    return httpcore2
-
-
 def cause_of(error: BaseException | None) -> OSError | None:
-    """The error of the operating system or TLS behind one of the HTTP library."""
+    """Return the operating system's or TLS error behind an error of the HTTP library, or None."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
 
 
 def lasting(error: Exception, cause: OSError | None) -> str:
-    """An error of a request that no other try would change, in words; "" for others."""
+    """Return the reason of a failed request that no retry can fix; "" if a retry may succeed."""
     library = httpx()
     if isinstance(error, library.UnsupportedProtocol):
         return "a redirect to something else than HTTP"

@@ -1,9 +1,9 @@
 """Detects changes of a file while it is read.
 
-A read lease makes the kernel hold back a process that opens the file for writing or truncates it,
-until the reader has let go. The guard asks whether a writer waits before bytes are touched and
-after they were read: no byte changes in between, and no writer waits longer than that takes.
-Without a lease, a file is known by its inode, length and times.
+A read lease makes the kernel block a process that opens the file for writing or truncates it until
+the lease is released. The guard asks the kernel whether a writer waits, before a read and after it:
+no byte changes in between, and no writer waits longer than a read takes. Without a lease, a change
+is detected by the file's inode, length and times.
 
 Source: fcntl(2), "Leases"; fs/locks.c of Linux 6.12.
 """
@@ -35,26 +35,26 @@ _REFUSALS = {
 
 
 class FileState(NamedTuple):
-    """The identity of a file."""
+    """The identity, length and times of a file, to detect that it was changed or replaced."""
 
-    device: int  # number of its filesystem
-    inode: int  # its number there
+    device: int  # number of the filesystem
+    inode: int
     nbytes: int
-    written_ns: int  # the last change of its bytes, by the clock
-    changed_ns: int  # when anything of it was; users cannot set it
-    # links, mode, owner and group; their change sets ``changed_ns`` as well
+    written_ns: int  # mtime
+    changed_ns: int  # ctime, which users cannot set
+    # links, mode, owner and group: changing them sets ``changed_ns`` as well
     others: tuple[int, int, int, int]
 
     @classmethod
     def of(cls, file: str | os.PathLike[str] | int) -> Self:
-        """The state of a path or a descriptor; raises OSError."""
+        """Return the state of a path or a descriptor; raises OSError."""
         found = os.stat(file)
         others = (found.st_nlink, found.st_mode, found.st_uid, found.st_gid)
         times = (found.st_mtime_ns, found.st_ctime_ns)
         return cls(found.st_dev, found.st_ino, found.st_size, *times, others)
 
     def check(self, now: FileState, path: Path) -> None:
-        """Refuse a changed file; links, mode and owner may differ."""
+        """Raise CheckpointError if ``now`` is another content; links, mode and owner may differ."""
         if self == now:
             return
         problem = f"has changed since its header was read; {_RENAME}"
@@ -81,21 +81,21 @@ def _time(ns: int) -> str:
 
 
 class Guard:
-    """Refuses changes of an open file: ``with guard:`` around reads of its bytes.
+    """Detects changes of an open file: write ``with guard:`` around reads of its bytes.
 
-    Any number of threads may be inside at once. Entering and leaving raise CheckpointError where
-    the file has changed, or a writer waits for it, and so does every later time.
+    Any number of threads may be inside at once. Entering and leaving raise CheckpointError if the
+    file has changed or a writer waits for it; every later use raises it again.
     """
 
     def __init__(
         self, file: FileIO, path: Path, expected: FileState | None, *, refusal: str = ""
     ) -> None:
-        """Take a lease; CheckpointError if the file has changed already.
+        """Take a lease; raise CheckpointError if the file has changed already.
 
         Args:
-            file: open for reading only; to be closed after this.
-            path: its name, for errors.
-            expected: its state when its header was read; None if unknown.
+            file: open for reading only; the caller closes the guard first, then the file.
+            path: the file's name, for errors.
+            expected: the file's state when its header was read; None if unknown.
             refusal: why to take no lease; "" to try.
         """
         self._file = file
@@ -103,7 +103,7 @@ class Guard:
         self._lock = threading.Lock()
         self._inside = 0
         self._failed: CheckpointError | None = None
-        # why there is no lease; "" if there is one
+        # why no lease was taken; "" if one was
         self.refusal = refusal or take_lease(file.fileno())
         self._leased = not self.refusal
         try:
@@ -131,17 +131,17 @@ class Guard:
             self._leave()
 
     def close(self) -> None:
-        """Release the lease of the file, which is still open; may be called twice."""
+        """Release the lease; the file is still open. May be called twice."""
         with self._lock:
             self._release()
 
     def _check(self, *, entering: bool) -> None:
         if self._failed is None:
             if not self.refusal:
-                # while it is held nothing can have changed but times, which do not matter
+                # while the lease is held nothing can have changed but times, which do not matter
                 if fcntl.fcntl(self._file.fileno(), fcntl.F_GETLEASE) == fcntl.F_RDLCK:
                     return
-            elif entering:  # before the bytes are read, there is nothing to be wrong
+            elif entering:  # without a lease, a check after the read is enough
                 return
             try:
                 self._expected.check(FileState.of(self._file.fileno()), self._path)
@@ -150,7 +150,7 @@ class Guard:
             else:
                 if self.refusal:
                     return
-                # set before the lease goes: threads that are still inside will see it
+                # set before the lease is released: threads that are still inside will see it
                 self._failed = FileChangedError(
                     self._path,
                     f"is about to be changed; {_RENAME}",
@@ -174,9 +174,9 @@ class Guard:
 
 
 def take_lease(fd: int) -> str:
-    """Take a read lease on a file that is open for reading only; returns "", or why there is none.
+    """Take a read lease on a file open for reading only; return "", or why it was not granted.
 
-    Closing the file ends it. No signal announces a writer: the owner of the lease polls.
+    Closing the file ends the lease. No signal announces a writer: the owner of the lease polls.
     """
     if sys.platform != "linux":
         return "this system has no leases"

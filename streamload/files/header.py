@@ -1,7 +1,7 @@
-"""The header of a checkpoint's file in any format, and the tools to read one.
+"""The header of a checkpoint's file in any format, and tools to read headers.
 
-Each format is a file of `streamload.formats`. Here are tensors, dtypes and file ranges, the open
-file, and the strict JSON that headers and indexes are written in.
+Each module of `streamload.formats` parses a format into a `Header`: tensors, dtypes and file
+ranges. The tools open files and parse the strict JSON of headers and indexes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from streamload.files.guard import FileState
 MAX_HEADER_NBYTES = 100_000_000
 
 _MAX_INT_LENGTH = len(str(-(2**64 - 1)))  # in characters
-# A file of JSON may be longer than memory has room for: it is held three times while it is parsed,
-# and the objects of a member take 220 to 250 bytes. Shorter ones than this are not checked.
+# JSON may need more memory than is free: it is held three times while it is parsed, and the objects
+# of a member take 220 to 250 bytes. Shorter JSON than this is not checked.
 _LONG_NBYTES = 2**16
 _COPIES = 3
 _MEMBER_NBYTES = 280
@@ -46,10 +46,10 @@ _FILE_TYPES = {
 
 
 class Turn(NamedTuple):
-    """The permutation of a tensor's rows in its file, if models have another order.
+    """The permutation that brings a tensor's rows in the file into the order of the model.
 
-    Rows seen as (groups, outer, inner), with the last two axes swapped, are those of models, as of
-    a `streamload.core.tensors.RowTranspose`. ``shape`` is the models' if the file has another one.
+    Reshape the rows to (groups, outer, inner) and swap the last two axes, as a
+    `streamload.core.tensors.RowTranspose` does. ``shape`` is the model's if the file's differs.
     """
 
     groups: int
@@ -60,11 +60,11 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor whose elements are not contiguous in its file.
+    """A tensor whose elements are not contiguous in its file: a strided view of the file's bytes.
 
-    It gets a place after the file's end, from byte ``start`` on, where they are contiguous; see
-    `streamload.files.strided`. Its first element is at the file byte ``at``. No length of the shape
-    is 0; strides count bytes, 0 or more.
+    It gets a virtual range after the file's end, from byte ``start`` on, where its elements are
+    contiguous; see `streamload.files.strided`. ``at`` is the file byte of its first element. No
+    length of the shape is 0; strides count bytes, 0 or more.
     """
 
     start: int
@@ -75,18 +75,18 @@ class View:
 
     @property
     def stop(self) -> int:
-        """Last byte of its place, exclusive."""
+        """End of the virtual range, exclusive."""
         return self.start + self.itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The stored blocks of a quantized weight, if its file describes them.
+    """How a file stores a quantized weight as blocks of values and scales.
 
-    The weight is a tensor of U8 in the header, (rows, bytes of a row), and the only member of a
-    `streamload.codecs.weights.QuantizedWeight`. ``kind`` is a key of `PACKED`, ``shape`` the
-    unpacked one, ``block`` the elements that share a scale along each of the last axes, and
-    ``bits`` those of a value.
+    The header has the weight as a U8 tensor (rows, bytes of a row), the only member of a
+    `streamload.codecs.weights.QuantizedWeight`. ``kind`` is a key of `PACKED`, ``shape`` the shape
+    in elements, ``block`` the elements that share a scale along each of the last axes, and ``bits``
+    the bits of a value.
     """
 
     kind: str
@@ -95,30 +95,29 @@ class Stored:
     bits: int
 
 
-#: The name of the format that all are converted to by default.
+#: The name of the default format to convert to.
 SAFETENSORS = "safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The content of one file; valid.
+    """The validated header of one checkpoint file: its tensors and their file ranges.
 
     Attributes:
         path: the file.
-        file_nbytes: its length in bytes, in agreement with the header.
+        file_nbytes: the file's length in bytes, in agreement with the header.
         data_start: first byte of the data, counted from the start of the file.
         tensors: by first byte; tensors without elements come before the one they touch, and those
             at the same place are in order of name. In formats other than safetensors there may be
             bytes between them, and they may share bytes.
-        metadata: its ``__metadata__``; read-only.
-        state: of the file when its header was read; None for a URL, or if unknown.
-        format: the name of its format.
-        config: its settings of the model, as ``config.json`` has them; read-only.
-        stored: by tensor, how a quantised weight is stored; read-only.
-        turns: by tensor, the permutation of its rows; read-only.
-        views: tensors whose elements are not together in the file, by their first bytes, all after
-            its end.
-        untyped: names of tensors without dtype and shape: they are bytes.
+        metadata: the file's ``__metadata__``; read-only.
+        state: the file's state when its header was read; None for a URL, or if unknown.
+        format: the name of the file's format.
+        config: the model's settings in the file, as ``config.json`` has them; read-only.
+        stored: by tensor name, how a quantized weight is stored; read-only.
+        turns: by tensor name, the permutation of the rows; read-only.
+        views: the ranges of tensors that are not contiguous, in order, all after the file's end.
+        untyped: names of tensors for which the file has bytes but no dtype and shape.
     """
 
     path: Location
@@ -136,7 +135,7 @@ class Header:
 
     @property
     def reach_nbytes(self) -> int:
-        """The last byte that a tensor has, exclusive, of the file or of the views after it."""
+        """End of the file and of the views after it, exclusive: no tensor reaches further."""
         return self.views[-1].stop if self.views else self.file_nbytes
 
     def __post_init__(self) -> None:
@@ -149,10 +148,10 @@ class Header:
         return Header, tuple(dict(v) if isinstance(v, MappingProxyType) else v for v in values)
 
     def fingerprint(self) -> dict[str, str | int]:
-        """A fingerprint that changes when the file does, for JSON; the file is not read for it.
+        """Return a JSON object that changes when the file does; the file is not read for it.
 
-        A local file keeps it wherever it is moved: users can set only one of its times, and its
-        device is left out since many filesystems get another number at each mount.
+        It survives a move of a local file. It has both times since users can set only one, and no
+        device number, since many filesystems get another one at each mount.
         """
         found: dict[str, str | int] = {"nbytes": self.file_nbytes}
         if (state := self.state) is not None:
@@ -167,12 +166,12 @@ _MAPPINGS = ("metadata", "config", "stored", "turns")
 
 
 def open_regular(path: Path) -> FileIO:
-    """Open a regular file for reading; anything else is refused at once, without opening it.
+    """Return a regular file opened for unbuffered reading.
 
-    It has no buffer, and reads nothing ahead.
+    Raise CheckpointError for anything else, without opening it, or if it cannot be opened.
     """
     try:
-        # before it is opened: opening a FIFO waits for a writer, opening a device may do anything
+        # before opening: opening a FIFO waits for a writer, and a device may do anything
         mode = os.stat(path).st_mode
         if stat.S_ISREG(mode):
             return open(path, "rb", buffering=0)
@@ -181,16 +180,16 @@ def open_regular(path: Path) -> FileIO:
         raise ShardNotFoundError(
             path, "a symlink that leads nowhere" if dangling else "no such file"
         ) from error
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: an impossible name
         raise unreadable(path, error) from error
     found = _FILE_TYPES.get(stat.S_IFMT(mode), "something else")
     raise CheckpointError(path, "is not a file", "a regular file", found)
 
 
 def check_memory(path: Location, nbytes: int, raw: bytes = b"") -> None:
-    """Raise PlanInfeasibleError if free memory has no room to parse ``nbytes`` of JSON.
+    """Raise PlanInfeasibleError if free memory is too small to parse ``nbytes`` of JSON.
 
-    ``raw`` is the JSON itself, if it was read already.
+    ``raw`` is the JSON itself if it was read already: its colons give the number of members.
     """
     if nbytes >= _LONG_NBYTES:
         needed_nbytes = _COPIES * nbytes + _MEMBER_NBYTES * raw.count(b":")
@@ -198,9 +197,9 @@ def check_memory(path: Location, nbytes: int, raw: bytes = b"") -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Whether the path exists; raises OSError if the system hides it.
+    """Return whether a path exists; raise OSError if that is not permitted to know.
 
-    `Path.exists` hides that from Python 3.14 on.
+    `Path.exists` suppresses that error from Python 3.14 on.
     """
     try:
         os.stat(path)
@@ -214,16 +213,16 @@ def is_there(path: Path) -> bool:
 
 
 def unreadable(path: Location, error: OSError | ValueError) -> CheckpointError:
-    """The CheckpointError for an error of the operating system, to be raised ``from`` it."""
+    """Return the CheckpointError for an error of the operating system; raise it ``from`` that."""
     found = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return CheckpointError(path, "cannot be read", found=found)
 
 
 def parse_json_object(raw: bytes, path: Location) -> dict[str, Any]:
-    """Parse the strict JSON of headers and indexes: one object, in UTF-8, that begins with ``{``.
+    """Return the object in the strict JSON of a header or an index: UTF-8 that begins with ``{``.
 
-    NaN and infinities are refused, and integers far beyond 64 bits. An object in which a name
-    occurs twice becomes a `RepeatedNames`.
+    Raise HeaderError for anything else, NaN, infinities, and integers far beyond 64 bits. An object
+    in which a name occurs twice becomes a `RepeatedNames`.
     """
     check_memory(path, len(raw), raw)
     if raw[:1] != b"{":
@@ -249,23 +248,54 @@ def parse_json_object(raw: bytes, path: Location) -> dict[str, Any]:
 
 
 def check_strings(entries: Any, path: Location, what: str) -> dict[str, str]:
-    """Hold parsed JSON to an object of strings, each name once, or raise a HeaderError of it."""
-    if type(entries) is not dict:
-        if isinstance(entries, RepeatedNames):
-            expected, found = "each name once", f"{describe(entries.name)} more than once"
-        else:
-            expected, found = "an object", describe(entries)
-        raise HeaderError(path, f"{what} is not valid", expected, found)
-    for key, value in entries.items():
+    """Return parsed JSON if it is an object of strings with unique names; else raise HeaderError.
+
+    ``what`` names it in the error.
+    """
+    found = check_object(entries, path, what)
+    for key, value in found.items():
         if type(value) is not str or not (is_text(key) and is_text(value)):
             raise HeaderError(
                 path, f"{what} is not valid", "strings only", f"{describe(key)}: {describe(value)}"
             )
-    return entries
+    return found
+
+
+def check_object(value: object, path: Location, what: str) -> dict[str, Any]:
+    """Return parsed JSON if it is an object with unique names; else raise HeaderError."""
+    if type(value) is dict:
+        return value
+    if isinstance(value, RepeatedNames):
+        expected, found = "each name once", f"{describe(value.name)} more than once"
+    else:
+        expected, found = "an object", describe(value)
+    raise HeaderError(path, f"{what} is not valid", expected, found)
+
+
+def check_entry(name: str, entry: object, path: Location) -> dict[str, Any]:
+    """Return a tensor's JSON entry if it is an object with unique keys and the name is text.
+
+    Raise HeaderError otherwise.
+    """
+    if type(entry) is not dict:
+        problem, expected, found = "the entry is not an object", "an object", describe(entry)
+        if isinstance(entry, RepeatedNames):
+            problem, expected = "a key is not unique", "each key once"
+            found = f"{describe(entry.name)} more than once"
+        raise HeaderError(path, problem, expected, found, tensor=name)
+    check_name(name, path)
+    return entry
+
+
+def check_name(name: str, path: Location) -> None:
+    """Raise HeaderError if a tensor's name cannot be written as UTF-8."""
+    if not is_text(name):
+        problem, found = "the name is not valid", "half a surrogate pair"
+        raise HeaderError(path, problem, "Unicode text", found, tensor=name)
 
 
 def is_text(text: str) -> bool:
-    """Whether a string can be written as UTF-8: JSON escapes can spell half a surrogate pair."""
+    """Return whether a string can be written as UTF-8: JSON can escape half a surrogate pair."""
     try:
         return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:
@@ -273,13 +303,13 @@ def is_text(text: str) -> bool:
 
 
 def some(names: Sequence[str], count: int | None = None) -> str:
-    """The first few names of so many, for an error."""
+    """Return the first eight ``names`` for an error; ``count`` is their number if it is larger."""
     rest = (len(names) if count is None else count) - _LISTED
     return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def describe(value: object) -> str:
-    """A JSON value in a few words, for an error; short whatever the value."""
+    """Return a JSON value in a few words for an error, at most 80 characters."""
     match value:
         case None:
             return "null"

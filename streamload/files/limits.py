@@ -1,4 +1,4 @@
-"""Limits of headers: those of the formats, or lower ones for services that open others' files."""
+"""Limits on the size of headers: the formats' own, or a user's lower ones for untrusted files."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from streamload.files.header import MAX_HEADER_NBYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The most that opening a checkpoint reads and makes: of its headers, for no data is read.
+    """Limits for opening a checkpoint from an untrusted source.
 
-    To parse headers takes time and memory in proportion to their bytes, whatever they say. Without
-    limits, each may have 100 MB.
+    Opening reads headers alone; its time and memory are proportional to their bytes. Without
+    limits, each header may have 100 MB.
 
     Attributes:
-        header_nbytes: bytes of all headers together, and of the JSON beside them (config.json, an
-            index); None for 100 MB of each.
-        tensors: how many tensors, of all files together; None for any number.
+        header_nbytes: most bytes of all headers and other JSON (config.json, an index) together;
+            None for 100 MB of each.
+        tensors: most tensors of all files together; None for any number.
     """
 
     header_nbytes: int | None = None
@@ -38,12 +38,12 @@ class Limits:
 
 @dataclass(slots=True)
 class _Count:
-    """Bytes and tensors so far; files of a set are read again for each other, and count once."""
+    """Header bytes and tensors counted so far; a file that is read again counts once."""
 
     limits: Limits
-    nbytes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    tensors: Counter[str] = field(default_factory=Counter)
-    all_nbytes: int = 0  # kept, since there may be very many files
+    nbytes: Counter[tuple[str, str]] = field(default_factory=Counter)  # by file and part
+    tensors: Counter[str] = field(default_factory=Counter)  # by file
+    all_nbytes: int = 0  # the sums, kept since there may be very many files
     all_tensors: int = 0
 
 
@@ -52,7 +52,7 @@ _count: ContextVar[_Count | None] = ContextVar("limits", default=None)
 
 @contextmanager
 def limited(limits: Limits | None) -> Iterator[None]:
-    """Apply limits to all headers that are read in the block; None for those of the formats."""
+    """Apply ``limits`` to all headers read in the block; None applies the formats' own."""
     before = _count.set(None if limits is None else _Count(limits))
     try:
         yield
@@ -61,7 +61,7 @@ def limited(limits: Limits | None) -> Iterator[None]:
 
 
 def most_nbytes(path: Location, what: str = "") -> int:
-    """Bytes that this part of a file's header may have."""
+    """Return the most bytes that a file's header, or its part ``what``, may have by the limits."""
     count = _count.get()
     if count is None or count.limits.header_nbytes is None:
         return MAX_HEADER_NBYTES
@@ -70,7 +70,10 @@ def most_nbytes(path: Location, what: str = "") -> int:
 
 
 def check_nbytes(path: Location, problem: str, nbytes: int, what: str = "") -> None:
-    """Count bytes of a header, or of one of its parts, before they are parsed."""
+    """Raise HeaderError if ``nbytes`` of header exceed the limits; else count them.
+
+    Called before they are parsed. ``what`` names a part of the header that is counted by itself.
+    """
     most = most_nbytes(path, what)
     if nbytes > most:
         limit = "" if most == MAX_HEADER_NBYTES else ", by limits="
@@ -81,7 +84,7 @@ def check_nbytes(path: Location, problem: str, nbytes: int, what: str = "") -> N
 
 
 def check_tensors(path: Location, tensors: int) -> None:
-    """Count the tensors of a file; raises HeaderError if all files have more than they may."""
+    """Count a file's tensors; raise HeaderError if all files have more than the limit."""
     count = _count.get()
     if count is None or count.limits.tensors is None:
         return

@@ -1,11 +1,10 @@
-"""Byte ranges of one shard: through a memory map, by pread, past the page cache, or over HTTP.
+"""Readers of one shard's byte ranges: by a memory map, pread, direct reads, or over HTTP.
 
-A file is opened read-only, and no byte of it is held between two calls. A map is the fastest way on
-a local filesystem, where a lease holds back a process that would truncate the file: under a map
-that kills the reading process (SIGBUS). On a network or FUSE filesystem a lease holds back no
-other machine, and a map is many times slower: those are read by pread. Bytes of a local disk that
-are not in the page cache can go straight to their destination (O_DIRECT), which costs the CPU next
-to nothing and leaves the page cache as it is.
+A file is opened read-only, and no byte is kept between calls. A map is fastest on a local
+filesystem. Truncation under a map kills the process (SIGBUS), and a lease prevents that. On a
+network or FUSE filesystem a lease blocks no other machine, and a map is many times slower: there,
+pread. Bytes of a local disk that are not in the page cache can go straight to their destination
+(O_DIRECT), which costs the CPU almost nothing and leaves the page cache unchanged.
 """
 
 from __future__ import annotations
@@ -47,43 +46,43 @@ from streamload.files.remote import HttpReader
 from streamload.files.strided import StridedReader
 
 ReaderKind = Literal["auto", "mmap", "pread", "direct"]
-#: "http" is the only one of a URL, and of nothing else: users need not ask for it.
+#: "http" is used for every URL, and for nothing else: users cannot choose it.
 ResolvedKind = Literal["mmap", "pread", "direct", "http"]
 
 # fmt: off
-#: Filesystems that "auto" maps. Every other is read by pread, which is right everywhere: network
-#: and FUSE filesystems (nfs, cifs, smb3, fuse.sshfs, lustre, gpfs, beegfs, glusterfs, ceph, afs,
-#: 9p, virtiofs), zfs (a map copies its cache into another), and unknown ones.
+#: Filesystems that "auto" maps. All others are read by pread, which always works: network and FUSE
+#: filesystems (nfs, cifs, smb3, fuse.sshfs, lustre, gpfs, beegfs, glusterfs, ceph, afs, 9p,
+#: virtiofs), zfs (a map copies its cache into another), and unknown ones.
 MAPPED_FILESYSTEMS = frozenset({
     "bcachefs", "btrfs", "erofs", "exfat", "ext2", "ext3", "ext4", "f2fs", "iso9660", "jfs",
     "nilfs2", "ntfs3", "overlay", "ramfs", "reiserfs", "squashfs", "tmpfs", "ubifs", "udf", "vfat",
     "xfs",
 })
-#: Filesystems that hold their files on a disk of this machine and read past the page cache:
-#: "auto" does so for bytes that are not in it. Not those in memory, nor read-only images.
+#: Filesystems on a disk of this machine that support direct reads: "auto" uses them for files
+#: mostly not in the page cache. Those in memory and read-only images are left out.
 DIRECT_FILESYSTEMS = MAPPED_FILESYSTEMS - {
     "erofs", "iso9660", "ramfs", "squashfs", "tmpfs", "ubifs", "udf",
 }
-#: Filesystems on which even "direct" reads through the page cache: it is in memory, or another
-#: machine's, and there are no blocks to read past it. FUSE, "fuse" and whatever follows, as well.
+#: Filesystems on which even "direct" reads through the page cache: they are in memory or on another
+#: machine. So are types that begin with "fuse".
 BUFFERED_FILESYSTEMS = frozenset({
     "9p", "afs", "beegfs", "ceph", "cifs", "gluster", "glusterfs", "gpfs", "lustre", "nfs", "nfs4",
     "ramfs", "smb3", "smbfs", "tmpfs", "virtiofs",
 })
 # fmt: on
 
-# Above it "auto" reads through the page cache; below, direct reads are faster on any disk that was
-# tried (docs/measurements.md).
+# From this resident fraction on, "auto" reads through the page cache; below, direct reads are
+# faster on every disk measured (docs/measurements.md).
 _MOSTLY_RESIDENT = 0.5
-# In words, since numbers would be different for each of a hundred shards: next to nothing (headers
-# have been read), less than that share, as much or more, all.
+# Bounds of the fractions that `_RESIDENT` names: words, since numbers would differ for each shard.
+# Almost nothing is resident after its header was read.
 _SHARES = (0.05, _MOSTLY_RESIDENT, 1.0)
 _RESIDENT = ("not ", "mostly not ", "mostly ", "")
 
 _ADDRESS_BITS = sys.maxsize.bit_length() + 1
 _MAX_MAPPED_NBYTES_32 = 2**30  # of one shard, with addresses of 32 bits
 _MAX_READ_NBYTES = 2**30  # in one call: systems refuse or cut reads near 2**31
-#: In one call without reading ahead: pages that are being read cannot be reclaimed.
+#: Most bytes of one call after `Reader.stop_ahead`: pages being read cannot be reclaimed.
 EXACT_NBYTES = 2**18
 
 _PAGE = mmap.PAGESIZE
@@ -93,10 +92,10 @@ _PAGE = mmap.PAGESIZE
 _USUAL_ALIGNMENT = 4096
 _STATX_DIOALIGN = 0x2000  # Linux 6.1
 _AT_EMPTY_PATH = 0x1000
-#: Each thread's own, for what cannot be read straight to its place; where nothing is read ahead,
+#: Size of each thread's buffer for direct reads of unaligned bytes; after `Reader.stop_ahead` only
 #: `EXACT_NBYTES` of it are touched.
 BOUNCE_NBYTES = 2**20
-# Errors of a kernel that does not read this file, or at this alignment, past its page cache.
+# Errors of a kernel that cannot read this file directly, or not at this alignment.
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
 
@@ -107,28 +106,28 @@ def open_reader(
     state: FileState | None = None,
     views: Sequence[View] = (),
 ) -> Reader:
-    """Open a shard.
+    """Return an open `Reader` of a shard; the arguments but ``kind`` are from its `Header`.
 
-    ``kind`` "auto" is `resolve_reader`; a file that a lease does not protect from truncation is
-    read by pread in place of a map, see `Reader.fallback`. The rest is from the file's `Header`.
+    ``kind`` "auto" is resolved by `resolve_reader`. If no lease protects a file from truncation it
+    is read by pread instead of a map; `Reader.fallback` gives the reason.
     """
     if views:
         return StridedReader(open_reader(shard, file_nbytes, kind, state), views)
     resolved = resolve_reader(shard, kind)
     if isinstance(shard, Url):
         return HttpReader(shard, file_nbytes)
-    # nothing can be mapped of nothing, nor read past the page cache
+    # an empty file cannot be mapped or read directly
     opened = {"mmap": MmapReader, "direct": DirectReader} if file_nbytes else {}
     return opened.get(resolved, PreadReader)(shard, file_nbytes, state)
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderChoice:
-    """How a shard is read."""
+    """The reader chosen for a shard, and the reason."""
 
     kind: ResolvedKind
-    reason: str  # why, for a report; the same for shards that are in the same state
-    resident: float | None = None  # the fraction in the page cache, if it was looked at
+    reason: str  # for a report; equal for shards in the same state
+    resident: float | None = None  # fraction in the page cache, if it was measured
 
 
 def choose_reader(
@@ -138,13 +137,13 @@ def choose_reader(
     page_cache: PageCacheKind = "auto",
     whole_slots: bool = True,
 ) -> ReaderChoice:
-    """How to read a shard; takes less than 2 ms for any length.
+    """Return how to read a shard; takes less than 2 ms for any length.
 
-    "auto" reads files of a local disk that are mostly not in the page cache past it, unless
-    ``page_cache`` is "keep"; all others as `resolve_reader`. Files that a lease does not protect
-    from truncation are never mapped. ``whole_slots`` means that the shard is read into memory that
-    begins at a page, and may be over-read: without it direct reads need a copy, which halves them
-    (2.6 to 3.2 GB/s became 1.4 to 2.1 on a virtual disk, as much as a map).
+    "auto" chooses direct reads for files of a local disk that are mostly not in the page cache,
+    unless ``page_cache`` is "keep", and `resolve_reader` for all others. Files that no lease
+    protects from truncation are never mapped. ``whole_slots``: the shard is read into page-aligned
+    memory with room for over-reading; without it direct reads need a copy, which halves their speed
+    (from 2.6 to 3.2 GB/s to 1.4 to 2.1 on a virtual disk, the speed of a map).
     """
     choice = _choose(path, kind, page_cache, whole_slots)
     if choice.kind == "mmap" and (why := not_mapped(Path(path))):
@@ -158,7 +157,7 @@ def _choose(
     page_cache: PageCacheKind,
     whole_slots: bool,
 ) -> ReaderChoice:
-    """The same, whether or not the file can be mapped now."""
+    """Return `choose_reader`'s choice without checking whether the file can be mapped now."""
     remote = isinstance(path, Url)
     if kind not in get_args(ReaderKind) and not (kind == "http" and remote):
         raise ValueError(f"unknown reader {kind!r}; known: {', '.join(get_args(ReaderKind))}")
@@ -189,24 +188,24 @@ def _choose(
 
 
 def resolve_reader(path: str | os.PathLike[str], kind: ReaderKind | ResolvedKind) -> ResolvedKind:
-    """Resolve "auto" for a file that is read through the page cache; others stay.
+    """Return ``kind`` with "auto" resolved to the reader through the page cache.
 
-    Of a URL, "auto" and "pread" (reads, and no map) are both "http".
+    For a URL, "auto" and "pread" both become "http".
     """
     return _choose(path, kind, "auto", whole_slots=False).kind
 
 
 def _no_lease(filesystem: str) -> str:
-    """Why a lease on a file would hold back no process of this machine; "" if it does."""
+    """Return why leases on a filesystem do not block its writers; "" if they do."""
     if filesystem in MAPPED_FILESYSTEMS:
         return ""
     return f"{filesystem or 'an unknown filesystem'} does not hold back who changes its files"
 
 
 def not_mapped(path: Location) -> str:
-    """Why a file cannot be mapped now; "" if it can.
+    """Return why a file cannot be mapped safely now; "" if it can.
 
-    A process that truncates a file under a map kills this one, unless a lease holds it back.
+    A process that truncates a mapped file kills this one, unless a lease blocks it.
     """
     if isinstance(path, Url):
         return "it is read over HTTP"
@@ -215,20 +214,20 @@ def not_mapped(path: Location) -> str:
             refusal = _no_lease(filesystem_and_length(path)[0])
             return refusal or take_lease(file.fileno())
     except CheckpointError:
-        return ""  # reading it will say what is wrong with it
+        return ""  # reading the file will raise the error
 
 
 def reader_for(
     filesystem: str, nbytes: int, *, address_bits: int = _ADDRESS_BITS
 ) -> Literal["mmap", "pread"]:
-    """The reader through the page cache for ``nbytes`` on a filesystem of this type."""
+    """Return the reader through the page cache for a file of ``nbytes`` on a filesystem."""
     if address_bits <= 32 and nbytes > _MAX_MAPPED_NBYTES_32:
         return "pread"
     return "mmap" if filesystem in MAPPED_FILESYSTEMS else "pread"
 
 
 class PreadReader(Reader):
-    """Reads by pread. `view` allocates the bytes that it gives out; `read_into` nothing."""
+    """Reads a file by pread. `view` allocates the memory of its window; `read_into` none."""
 
     has_file = True
 
@@ -257,12 +256,10 @@ class PreadReader(Reader):
                 os.posix_fadvise(self._file.fileno(), 0, 0, getattr(os, advice))
 
     def stop_ahead(self) -> None:
-        """See `Reader.stop_ahead`."""
         self._most_nbytes = EXACT_NBYTES
         self._advise("POSIX_FADV_RANDOM")
 
     def scatter(self, start: int, addresses: Addresses, sizes: Addresses) -> bool:
-        """See `Reader.scatter`."""
         stops = np.cumsum(sizes)
         with self._guard:
             at = done = 0
@@ -288,15 +285,12 @@ class PreadReader(Reader):
             done += read
 
     def fileno(self) -> int:
-        """See `Reader.fileno`."""
         return self._file.fileno()
 
     def unchanged(self) -> AbstractContextManager[None]:
-        """See `Reader.unchanged`."""
         return self._guard
 
     def close(self) -> None:
-        """See `Reader.close`."""
         self._guard.close()
         self._file.close()
 
@@ -313,11 +307,10 @@ class PreadReader(Reader):
 
 
 class MmapReader(PreadReader):
-    """Maps the file. A window is populated before it is given out, and dropped behind.
+    """Reads a file through a memory map, whose windows are populated first and dropped after use.
 
-    `read_into` is pread here as well. Without a lease `view` is, too, and `fallback` says why:
-    nothing but a lease keeps a file from being truncated between a look at its length and the
-    touch of a window, which is a SIGBUS.
+    `read_into` uses pread. Without a lease `view` does too, and `fallback` has the reason: only a
+    lease prevents truncation between a check of the length and the access, which is a SIGBUS.
     """
 
     def __init__(self, path: Path, file_nbytes: int, state: FileState | None = None) -> None:
@@ -341,14 +334,13 @@ class MmapReader(PreadReader):
             ) from error
 
     def view(self, start: int, stop: int) -> AbstractContextManager[memoryview]:
-        """See `Reader.view`."""
         self._check_range(start, stop)
         return self._window(start, stop) if self.mapped else self._filled(start, stop)
 
     @contextmanager
     def _window(self, start: int, stop: int) -> Iterator[memoryview]:
         with self._guard:
-            held = self._map  # the addresses stay ours, also if the reader is closed
+            held = self._map  # keeps the map, even if the reader is closed meanwhile
             if held is None or start == stop:
                 yield memoryview(b"")
                 return
@@ -358,43 +350,43 @@ class MmapReader(PreadReader):
                 self._populate(held, start, stop)
                 yield window
             finally:
-                with suppress(BufferError):  # something of the caller's still refers to it
+                with suppress(BufferError):  # the caller still refers to it
                     window.release()
                 held.leave(start, stop)
 
     def stop_ahead(self) -> None:
-        """See `Reader.stop_ahead`: pages that a touch reads come with those around them."""
+        """Stop mapping, too: a page fault reads the pages around it."""
         super().stop_ahead()
         self.mapped = False
 
     def close(self) -> None:
-        """See `Reader.close`. The map goes when the last window of it has."""
+        """Close the file; the map is unmapped after its last window."""
         super().close()
         self._map = None
 
     def _populate(self, held: FileMap, start: int, stop: int) -> None:
-        """Read a window in: a touch of bytes that the storage does not give would kill."""
+        """Read a window's pages; raise if that fails: an access would kill the process (SIGBUS)."""
         while self._populates and (code := held.populate(start, stop)):
-            if code == errno.EINVAL:  # not known to this kernel
+            if code == errno.EINVAL:  # this kernel cannot populate
                 self._populates = False
             elif code == errno.EFAULT:
                 if (found := self._found_nbytes()) < stop:  # a lease is broken after 45 s
                     raise self._truncated(found)
-                # the file is as long as it should be: the storage did not give its bytes
+                # the file has its length: reading the storage failed
                 raise unreadable(self.path, OSError(errno.EIO, os.strerror(errno.EIO)))
             elif code != errno.EINTR:
                 raise unreadable(self.path, OSError(code, os.strerror(code)))
 
 
 class DirectReader(PreadReader):
-    """Reads past the page cache (O_DIRECT), into memory that is aligned without a copy.
+    """Reads a file past the page cache (O_DIRECT), without a copy into aligned memory.
 
-    Unaligned bytes go through 1 MiB that each thread keeps for them: where the places in memory and
-    in the file agree modulo `alignment`, only the blocks at the ends, elsewhere all of it, which is
-    slower; `read_aligned` avoids it.
+    Unaligned bytes are copied through a buffer of 1 MiB that each thread keeps: only the blocks at
+    both ends if the memory address and the file offset agree modulo `alignment`, else all bytes,
+    which is slower. `read_aligned` avoids the copy.
 
-    A file that cannot be read like that is read through the page cache, from the beginning or from
-    then on, and `fallback` says why: that is no error.
+    If direct reads are impossible, at first or later, the file is read through the page cache, and
+    `fallback` has the reason: that is no error.
     """
 
     def __init__(self, path: Path, file_nbytes: int, state: FileState | None = None) -> None:
@@ -416,18 +408,16 @@ class DirectReader(PreadReader):
         self.alignment = alignment
 
     def fileno(self) -> int:
-        """See `Reader.fileno`."""
         if self._direct is None or self.fallback:
             return super().fileno()
         return self._direct.fileno()
 
     def scatter(self, start: int, addresses: Addresses, sizes: Addresses) -> bool:
-        """See `Reader.scatter`: through the page cache, and only if little comes into it."""
+        """Scatter through the page cache, and only after `stop_ahead`, when little enters it."""
         exact = self._most_nbytes == EXACT_NBYTES
         return exact and super().scatter(start, addresses, sizes)
 
     def close(self) -> None:
-        """See `Reader.close`."""
         super().close()
         if self._direct is not None:
             self._direct.close()
@@ -437,9 +427,9 @@ class DirectReader(PreadReader):
             super()._read(start, target, nbytes)
             return
         unit, stop = self.alignment, start + nbytes
-        # the whole blocks that are read straight to their place, if there are any
+        # the whole blocks that are read directly into ``target``, if any
         first, last = round_up(start, unit), round_up(stop, unit)
-        if last - start > target.nbytes:  # no room for what comes after
+        if last - start > target.nbytes:  # no room for the bytes of the last block after ``stop``
             last = stop // unit * unit
         if (address_of(target) - start) % unit or first >= last:
             first = last = stop
@@ -452,7 +442,7 @@ class DirectReader(PreadReader):
             self._read_bounced(last, target[last - start : nbytes])
 
     def _read_bounced(self, start: int, target: memoryview) -> None:
-        """Fill ``target`` through this thread's own memory."""
+        """Fill ``target`` through this thread's aligned buffer."""
         stop = start + target.nbytes
         at, most = start, min(self._most_nbytes, BOUNCE_NBYTES)
         while at < stop:
@@ -466,7 +456,7 @@ class DirectReader(PreadReader):
             at = upto
 
     def _read_blocks(self, start: int, target: memoryview, nbytes: int) -> None:
-        """Read whole blocks; the first ``nbytes`` have to be there."""
+        """Read whole blocks into ``target``; raise if fewer than ``nbytes`` bytes are there."""
         done = 0
         while done < nbytes:
             read = 0
@@ -474,14 +464,14 @@ class DirectReader(PreadReader):
                 with target[done : done + _MAX_READ_NBYTES] as rest:
                     read = self._read_direct(start + done, rest)
             done += read
-            # the file's end, a fallback, or a piece after which nothing is aligned any more
+            # the file's end, a fallback, or a short read, after which nothing is aligned
             if done < nbytes and (not read or read % self.alignment):
                 with target[done:] as rest:
                     super()._read(start + done, rest, nbytes - done)
                 return
 
     def _read_direct(self, start: int, blocks: memoryview) -> int:
-        """One direct read; returns the bytes read, 0 at the file's end and on a fallback."""
+        """Make one direct read; return its bytes, 0 at the file's end and on a fallback."""
         assert self._direct is not None
         try:
             return os.preadv(self._direct.fileno(), [blocks], start)
@@ -492,11 +482,11 @@ class DirectReader(PreadReader):
             return 0
 
 
-_thread = threading.local()  # memory: of `_bounce`
+_thread = threading.local()  # memory: the buffer of `_bounce`
 
 
 def _bounce() -> memoryview:
-    """Memory of this thread that begins at a page; allocated by the first use."""
+    """Return this thread's page-aligned buffer, allocated by the first use."""
     if not hasattr(_thread, "memory"):
         _thread.memory = direct_memory(BOUNCE_NBYTES)
     memory: memoryview = _thread.memory
@@ -504,7 +494,7 @@ def _bounce() -> memoryview:
 
 
 def _open_direct(fd: int) -> FileIO:
-    """Open an open file again for direct reads, also if it was renamed; raises OSError."""
+    """Reopen an open file for direct reads, even if it was renamed; raises OSError."""
     flag = getattr(os, "O_DIRECT", None)
     if flag is None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
@@ -512,10 +502,10 @@ def _open_direct(fd: int) -> FileIO:
 
 
 def _direct_alignment(fd: int) -> int:
-    """Addresses, offsets and lengths of direct reads of a file must be multiples of this, in bytes.
+    """Return the alignment of a file's direct reads in bytes: of addresses, offsets and lengths.
 
-    A power of two, at most the page; raises OSError where the kernel reads the file at no such
-    alignment. Source: statx(2), STATX_DIOALIGN.
+    A power of two, at most the page; raises OSError if the file supports no such alignment.
+    Source: statx(2), STATX_DIOALIGN.
     """
     if not hasattr(libc(), "statx"):
         return _USUAL_ALIGNMENT

@@ -1,6 +1,6 @@
-"""The page cache: the part of a file in it, and dropping the pages that a load brought in.
+"""The page cache: measure the part of a file in it, and drop the pages that a load brought in.
 
-A load is right without this: pages stay if the system gives no information.
+An optimization: pages are kept if the system gives no information.
 """
 
 from __future__ import annotations
@@ -24,35 +24,34 @@ PageCacheKind = Literal["auto", "keep", "drop"]
 
 _PAGE = mmap.PAGESIZE
 
-# A sample of a file: 64 windows of 16 pages, evenly spread, both ends among them; 4 MiB with pages
-# of 4 KiB; shorter files are looked at whole (docs/measurements.md).
+# A sample of a file: 64 windows of 16 pages, evenly spread, both ends included, 4 MiB with pages
+# of 4 KiB; shorter files are measured whole (docs/measurements.md).
 _SAMPLES = 64
 _SAMPLE_NBYTES = 16 * _PAGE
-_ASKED_NBYTES = 2**26  # by one mincore: a vector of 16 KiB with pages of 4 KiB
+_ASKED_NBYTES = 2**26  # of one mincore call: a vector of 16 KiB with pages of 4 KiB
 
 # Dropped at a time: a small part of any cgroup that a load runs in (docs/measurements.md).
 _BLOCK_NBYTES = 2**24
 # An earlier drop may have left blocks of 2 MiB at both ends: a window was still mapped.
 _LAG_NBYTES = 2**22
-# What the kernel reads before and after what was asked for: read_ahead_kb, which is 128 KiB on
-# most disks and 8 MiB on some virtual ones, twice that for a file that is read in sequence.
+# Bytes that the kernel reads around the requested ones: read_ahead_kb, which is 128 KiB on most
+# disks and 8 MiB on some virtual ones, twice that for sequential reads.
 _AROUND_NBYTES = 2**24
-# Places where what was resident and what was not alternate; 2 MB of the heap at the most. A file
-# in more pieces than this keeps what follows.
+# Most absent ranges of a file that are remembered, 2 MB of the heap; bytes after them are kept.
 _MAX_RUNS = 2**14
 
-#: Of "auto": beside what is read, this much stays free for the rest of the system (the kernel
-#: reclaims from its low watermark on, about 1% of the memory, and reads ahead of all threads).
+#: Free memory that "auto" leaves for the rest of the system: the kernel reclaims from its low
+#: watermark on, about 1% of the memory, and reads ahead of all threads.
 MARGIN_NBYTES = 2**28
 
 
 def resident_fraction(file: str | os.PathLike[str] | int) -> float | None:
-    """The fraction of a file in the page cache; takes about 0.7 ms for any length.
+    """Return the fraction of a file in the page cache; takes about 0.7 ms for any length.
 
-    It is 1 for an empty file, and None if the system does not say or there is no such file. Files
-    of up to 4 MiB are looked at whole, longer ones in 64 samples. No byte is touched, unless the
-    user neither owns the file nor may write it: mincore(2) would answer "all resident". There
-    RWF_NOWAIT reads 64 single bytes; pages that it brings in are dropped again.
+    It is 1 for an empty file, and None if the system gives none or there is no such file. Files of
+    up to 4 MiB are measured whole, longer ones in 64 samples. No byte is touched, unless the user
+    neither owns the file nor may write it: mincore(2) would answer "all resident". There RWF_NOWAIT
+    reads 64 single bytes; pages that it brings in are dropped again.
     """
     try:
         if not stat.S_ISREG(os.stat(file).st_mode):
@@ -61,12 +60,13 @@ def resident_fraction(file: str | os.PathLike[str] | int) -> float | None:
             return _sampled(file)
         with _opened(file) as fd:
             return _sampled(fd)
-    except (OSError, ValueError):  # ValueError: a name that no file can have
+    except (OSError, ValueError):  # ValueError: an impossible name
         return None
 
 
 @contextmanager
 def _opened(file: str | os.PathLike[str]) -> Iterator[int]:
+    """Yield a descriptor of a file opened for reading, closed on leaving."""
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         yield fd
@@ -75,6 +75,7 @@ def _opened(file: str | os.PathLike[str]) -> Iterator[int]:
 
 
 def _sampled(fd: int) -> float | None:
+    """Return `resident_fraction` of an open regular file."""
     nbytes = os.fstat(fd).st_size
     if not nbytes:
         return 1.0
@@ -90,10 +91,10 @@ def _sampled(fd: int) -> float | None:
 
 
 def _is_answered(fd: int) -> bool:
-    """Whether mincore answers this process correctly for a file.
+    """Return whether mincore answers this process correctly for a file.
 
     Since Linux 5.2 it does for the file's owner and users that may write it (mm/mincore.c,
-    can_do_mincore); for all others it answers that all of it is resident.
+    can_do_mincore); all others get "all resident".
     """
     if sys.platform != "linux" or not hasattr(libc(), "mincore"):
         return False
@@ -103,9 +104,9 @@ def _is_answered(fd: int) -> bool:
 
 
 def _resident_pages(fd: int, start: int, stop: int) -> bytes:
-    """For each page from ``start`` (a multiple of the page) to ``stop``: 1 resident, 0 not.
+    """Return a byte for each page from ``start`` (a page boundary) to ``stop``: 1 if resident.
 
-    It maps the file and touches no page; raises OSError if the kernel refuses.
+    Maps the file and touches no page; raises OSError if the kernel refuses.
     """
     nbytes = stop - start
     vector = (ctypes.c_ubyte * (-(-nbytes // _PAGE)))()
@@ -122,11 +123,14 @@ _LOWEST_BIT = bytes(code & 1 for code in range(256))
 
 
 def _readable_at_once(fd: int, nbytes: int) -> float | None:
-    """`resident_fraction` by single bytes that are given only if no disk need be waited for."""
+    """Return the fraction of 64 single bytes that can be read without waiting for a disk.
+
+    Used where mincore does not answer; None if the system has no RWF_NOWAIT.
+    """
     nowait = getattr(os, "RWF_NOWAIT", None)
     if nowait is None:
         return None
-    # opened anew: the advice, against reading ahead of what is sampled, is for this use only
+    # a descriptor of its own: the advice against reading ahead is for the samples only
     with _opened(f"/proc/self/fd/{fd}") as own:
         os.posix_fadvise(own, 0, 0, os.POSIX_FADV_RANDOM)
         missed, byte = set(), bytearray(1)
@@ -136,8 +140,8 @@ def _readable_at_once(fd: int, nbytes: int) -> float | None:
                 os.preadv(own, [byte], offset, nowait)
             except BlockingIOError:
                 missed.add(offset)
-        # A refused page is read all the same, in the background. Left there, it would mislead the
-        # next question. A page that is being read cannot be dropped, so wait for all of them.
+        # A refused page is still read in the background, and would falsify the next measurement.
+        # A page being read cannot be dropped, so wait for all of them.
         for offset in missed:
             os.preadv(own, [byte], offset)
         for offset in missed:
@@ -146,11 +150,11 @@ def _readable_at_once(fd: int, nbytes: int) -> float | None:
 
 
 def _absent_runs(fd: int) -> list[tuple[int, int]]:
-    """The byte ranges of a file that are not in the page cache, in order, whole pages.
+    """Return the byte ranges of a file that are not in the page cache, in order, whole pages.
 
-    About 9 ms per GB of a cold file. What is not known counts as resident, and so does what comes
-    after the first `_MAX_RUNS` ranges. Where mincore does not say, one resident sample is enough
-    to count the whole file as resident.
+    About 9 ms per GB of a cold file. Unknown bytes count as resident, and so do those after the
+    first `_MAX_RUNS` ranges. Where mincore does not answer, one resident sample makes the whole
+    file count as resident.
     """
     nbytes = os.fstat(fd).st_size
     if not nbytes:
@@ -176,7 +180,7 @@ def _absent_runs(fd: int) -> list[tuple[int, int]]:
 
 
 def drop_pages(path: Path, start: int, stop: int) -> None:
-    """Drop the unmapped pages of a file within a range: only advice."""
+    """Advise the kernel to drop a file's unmapped pages from byte ``start`` to ``stop``."""
     if not hasattr(os, "posix_fadvise"):
         return
     with suppress(OSError), _opened(path) as fd:
@@ -184,23 +188,22 @@ def drop_pages(path: Path, start: int, stop: int) -> None:
 
 
 class PageCache:
-    """Keeps or drops the pages that a load brings in. One for a load; safe for threads.
+    """Keeps or drops the pages that one load brings into the page cache. Thread-safe.
 
-    - "drop": it is given back behind the cursor, and all of it when a shard is done with.
-    - "keep": it stays, for the next load.
-    - "auto": it is given back from the shard on at whose opening memory is short, which is when
+    - "drop": pages are dropped after they were read, and the rest when their shard is closed.
+    - "keep": pages stay, for the next load.
+    - "auto": pages are dropped from the first shard on at whose opening memory is short, that is if
 
           available - host memory still to be allocated < file bytes still to be read + margin
 
-      with ``available`` the lesser of the system's MemAvailable and the room of the cgroup, both
-      of which count file pages as free, since they can be reclaimed. So nothing is killed for
-      them; but above this line each page that comes in takes another: first what others had in
-      the cache, then what this load brought in itself, and it is reclaimed in the reading threads,
-      within the cgroup, while the load allocates. Below it the whole file fits, and is there when
-      it is loaded again.
+      with ``available`` the lesser of the system's MemAvailable and the free part of the cgroup,
+      which both count file pages as free, since they can be reclaimed. Too many pages therefore
+      kill no process, but each new page evicts another, first those of other processes, then this
+      load's own, and the reading threads wait for that while the load allocates. With enough
+      memory the whole file stays, for the next load.
 
-    Pages that were resident before are never dropped; that is looked at when a shard is opened,
-    before anything of it is read. Other readers of the file are not told apart.
+    Pages that were resident before are never dropped; that is measured when a shard is opened,
+    before anything of it is read. Pages that other processes read meanwhile may be dropped.
     """
 
     def __init__(
@@ -211,33 +214,34 @@ class PageCache:
         to_allocate_nbytes: int = 0,
         available: Callable[[], int | None],
     ) -> None:
-        """Prepare for a load; raises ValueError for an unknown kind.
+        """Prepare for a load; raise ValueError for an unknown kind.
 
-        ``available`` returns the bytes of host memory that the process can still take; None if
-        unknown. It is called when a shard is opened.
+        ``to_read_nbytes`` and ``to_allocate_nbytes`` are those of the whole load. ``available``
+        returns the host memory that is still free in bytes, None if unknown; `open` calls it.
         """
         if kind not in get_args(PageCacheKind):
             raise ValueError(
                 f"unknown page_cache {kind!r}; known: {', '.join(get_args(PageCacheKind))}"
             )
-        self.dropping = kind == "drop"  # decided so far
-        # for a report; "" before the first shard
+        self.dropping = kind == "drop"  # the decision so far
+        # of the decision, for a report; "" before the first shard
         self.reason = "" if kind == "auto" else f'page_cache="{kind}" was asked for'
         self._decided = kind != "auto"
         self._to_read_nbytes = to_read_nbytes
         self._to_allocate_nbytes = to_allocate_nbytes
         self._read_nbytes = 0
-        self.dropped_nbytes = 0  # of the shards that are closed; each byte once
+        self.dropped_nbytes = 0  # of closed shards; each byte once
         self._available = available
         self._lock = threading.Lock()
 
     def open(self, path: Path) -> ShardCache:
-        """Begin with a shard, before anything but its header is read; closed by the caller."""
+        """Return the `ShardCache` of a shard of which only the header is read; close it later."""
         if not self._decided:
             self._decide()
         return ShardCache(path, self)
 
     def _decide(self) -> None:
+        """Decide for "auto", by the memory free now, whether pages are dropped from now on."""
         available = self._available()
         if available is None:
             self.reason = "kept: it is not known how much memory is free"
@@ -246,7 +250,7 @@ class PageCache:
         # memory is allocated in proportion to the bytes read
         to_allocate = self._to_allocate_nbytes * to_read // max(1, self._to_read_nbytes)
         needed = to_read + to_allocate + MARGIN_NBYTES
-        # once short, always: pages that stay would push out those of others
+        # once short, always: pages that stay would evict those of other processes
         self.dropping = self._decided = available < needed
         self.reason = (
             f"{'dropped' if self.dropping else 'kept'}: {format_bytes(available)} of memory "
@@ -255,39 +259,39 @@ class PageCache:
         )
 
     def count(self, *, read_nbytes: int = 0, dropped_nbytes: int = 0) -> None:
-        """Count bytes that were read and dropped."""
+        """Add to the bytes of the load that were read so far and to those that were dropped."""
         with self._lock:
             self._read_nbytes += read_nbytes
             self.dropped_nbytes += dropped_nbytes
 
 
 class ShardCache:
-    """One shard's part of a `PageCache`; drops bytes in blocks after they were read.
+    """Drops one shard's pages in blocks of 16 MiB after they were read. Thread-safe.
 
-    Safe for threads. If nothing is to be dropped, its methods only count.
+    Created by `PageCache.open`. If nothing is to be dropped, its methods only count bytes.
     """
 
     def __init__(self, path: Path, whole: PageCache) -> None:
         self._whole = whole
         self._lock = threading.Lock()
-        self._absent: list[tuple[int, int]] = []  # before the load
-        # [start, stop, dropped up to here], in order, apart from each other: as many as there are
-        # threads that read, or ranges that the load takes of the file
+        self._absent: list[tuple[int, int]] = []  # byte ranges not resident before the load
+        # byte ranges read, as [start, stop, dropped up to here], in order and disjoint: as many as
+        # reading threads, or as ranges that the load takes of the file
         self._read: list[list[int]] = []
         self._fd = -1
         if not whole.dropping or not hasattr(os, "posix_fadvise"):
             return
-        with suppress(OSError):  # reading the shard will raise it
+        with suppress(OSError):  # reading the shard will raise the error
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self._absent = _absent_runs(self._fd)
 
     @property
     def drops(self) -> bool:
-        """Whether some of the shard may be dropped; else it is all one which bytes were read."""
+        """Whether `done` may drop pages; if not, it only needs the number of bytes."""
         return bool(self._absent)
 
     def done(self, start: int, stop: int) -> None:
-        """Bytes ``start`` to ``stop`` (exclusive) were read, and no window shows them any more."""
+        """Note that bytes ``start`` to ``stop`` (exclusive) were read and are no longer mapped."""
         self._whole.count(read_nbytes=stop - start)
         if not self._absent or start == stop:
             return
@@ -300,12 +304,12 @@ class ShardCache:
             self._drop(first, last)
 
     def close(self) -> None:
-        """Drop what is left, after the last window is closed; may be called twice."""
+        """Drop the remaining pages, after the last window is closed; may be called twice."""
         with self._lock:
             for start, stop, _ in self._read:
                 nbytes = sum(b - a for a, b in self._within(start, stop))
                 self._whole.count(dropped_nbytes=nbytes)
-                # once more all of it: some was mapped, and the kernel read around it
+                # all of the range again: some was mapped, and the kernel read around it
                 self._drop(max(0, start - _AROUND_NBYTES), stop + _AROUND_NBYTES)
             self._read = []
             self._absent = []
@@ -314,11 +318,14 @@ class ShardCache:
                 self._fd = -1
 
     def _add(self, start: int, stop: int) -> list[int]:
-        """Join a range to those that it touches; bytes that it read again are not dropped yet."""
+        """Merge a range that was read into `_read` and return its entry.
+
+        Bytes that were read again count as not dropped.
+        """
         first = bisect_left(self._read, start, key=lambda span: span[1])
         last = bisect_right(self._read, stop, key=lambda span: span[0])
         touched = self._read[first:last]
-        # joined, only what was dropped from the first on without a gap counts as dropped
+        # of the merged range, only bytes dropped from its start on without a gap count as dropped
         dropped = touched[0][2] if touched and touched[0][0] <= start else start
         span = [
             min([start, *(other[0] for other in touched)]),
@@ -329,13 +336,16 @@ class ShardCache:
         return span
 
     def _within(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The absent runs within a range, cut to whole pages of it."""
+        """Return the parts of a byte range that were not resident before the load."""
         first = bisect_right(self._absent, start, key=lambda run: run[1])
         last = bisect_left(self._absent, stop, key=lambda run: run[0])
         return [(max(a, start), min(b, stop)) for a, b in self._absent[first:last]]
 
     def _drop(self, start: int, stop: int) -> None:
-        """Drop pages that were absent before; the kernel keeps partly covered ones."""
+        """Drop the pages of a byte range that were not resident before the load.
+
+        The kernel keeps pages that the range covers partly.
+        """
         for first, last in self._within(start, stop):
             with suppress(OSError):  # only advice
                 os.posix_fadvise(self._fd, first, last - first, os.POSIX_FADV_DONTNEED)

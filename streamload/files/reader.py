@@ -1,4 +1,4 @@
-"""An open shard: the base class of all readers."""
+"""The base class of all readers of an open shard."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Addresses: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Reader(ABC):
-    """One open shard. Any number of threads may use it at once; it outlives their calls.
+    """One open shard, read by byte range. Any number of threads may use it at once.
 
-    This class has no open file on this machine, and reads any range by `_read`. Reads raise
-    TruncatedFileError or FileChangedError if the file has changed or a writer waits for it,
-    CheckpointError if the bytes cannot be read (the target's content is undefined then), and
-    ValueError if the range is not within the file or the reader is closed.
+    Close it after their calls. Subclasses implement `_read`. Reads raise TruncatedFileError or
+    FileChangedError if the file has changed or a writer waits for it, CheckpointError if the bytes
+    cannot be read (the target's content is undefined then), and ValueError if the range is not
+    within the file or the reader is closed.
 
     Attributes:
         path: the file.
         nbytes: the file's length in bytes, as its header has it.
         mapped: whether `view` is a window of a memory map, which takes no memory of the process.
         alignment: `read_aligned` takes multiples of it: a power of two up to the page, 1 for any.
-            It stays the same while the reader is open, also when it falls back.
-        has_file: whether there is an open file on this machine, for `fileno`.
+            Constant while the reader is open, even if it falls back.
+        has_file: whether `fileno` returns an open file on this machine.
         fallback: why the file is not read as requested: a sentence, or "".
     """
 
@@ -38,44 +38,44 @@ class Reader(ABC):
     alignment = 1
     has_file = False
     fallback = ""
-    _how = "otherwise"  # than from a file of this machine, for messages
+    _how = "otherwise"  # how it is read if not from an open file, for messages
 
     def __init__(self, path: Location, file_nbytes: int) -> None:
         self.path = path
         self.nbytes = file_nbytes
 
     def view(self, start: int, stop: int) -> AbstractContextManager[memoryview]:
-        """Bytes ``start`` to ``stop`` (exclusive) of the file, read-only, valid inside the with.
+        """Return a context with bytes ``start`` to ``stop`` (exclusive), read-only, valid in it.
 
-        It raises on leaving the with, too.
+        Leaving the context raises as reads do, too.
         """
         self._check_range(start, stop)
         return self._filled(start, stop)
 
     @contextmanager
     def _filled(self, start: int, stop: int) -> Iterator[memoryview]:
-        """A view of bytes that are read into memory of its own."""
+        """Yield bytes ``start`` to ``stop``, read into newly allocated memory."""
         window = memoryview(bytearray(stop - start))
         try:
             self.read_into(start, window)
             yield window.toreadonly()
         finally:
-            with suppress(BufferError):  # something of the caller's still refers to it
+            with suppress(BufferError):  # the caller still refers to it
                 window.release()
 
     def read_into(self, start: int, out: memoryview) -> None:
-        """Fill ``out`` (writable, C-contiguous) with the bytes from ``start`` on; no allocation."""
+        """Fill ``out`` (writable, C-contiguous) with the file's bytes from ``start`` on."""
         self._check_range(start, start + out.nbytes)
         if out.nbytes:  # a memoryview of nothing cannot be cast
             with self.unchanged(), out.cast("B") as target:
                 self._read(start, target, target.nbytes)
 
     def read_aligned(self, start: int, stop: int, out: memoryview) -> int:
-        """Read bytes ``start`` to ``stop`` to the beginning of ``out``, the quickest way there is.
+        """Read bytes ``start`` to ``stop`` to the beginning of ``out`` without copy or allocation.
 
-        For callers that own their memory and can over-read: round ``start`` down and ``stop`` up to
-        `alignment`, perhaps past the end of the file, and skip the bytes that you do not want. Then
-        nothing is copied or allocated. A reader of alignment 1 takes any range.
+        The fastest read, for callers that own aligned memory and can over-read: round ``start``
+        down and ``stop`` up to `alignment`, perhaps past the end of the file, and skip the rest. A
+        reader of alignment 1 takes any range.
 
         Args:
             start: a multiple of `alignment`.
@@ -104,53 +104,53 @@ class Reader(ABC):
         return valid
 
     def fileno(self) -> int:
-        """The open file, for callers that pread(2) from it themselves.
+        """Return the open file's descriptor, for callers that pread(2) from it themselves.
 
-        Starts, lengths and addresses must be multiples of `alignment`. The number changes at a
+        Starts, lengths and addresses must be multiples of `alignment`. The descriptor changes at a
         `fallback`: after an EINVAL, read those bytes through the reader, which falls back if it has
-        to, and ask again.
+        to, and call this again.
 
         Raises:
-            io.UnsupportedOperation: there is none.
+            io.UnsupportedOperation: there is no open file on this machine.
             ValueError: the reader is closed.
         """
         raise io.UnsupportedOperation(f"{self.path} is read {self._how}")
 
     def scatter(self, start: int, addresses: Addresses, sizes: Addresses) -> bool:
-        """Read consecutive bytes to many places, in few calls of the system.
+        """Read consecutive bytes to many memory addresses, in few system calls.
 
         Args:
             start: first file byte.
-            addresses: of the places; at most 1024.
-            sizes: bytes of each place.
+            addresses: where the bytes go in memory; at most 1024.
+            sizes: bytes for each address.
 
         Returns:
-            Whether all of it was read; if not, the content of the places is undefined.
+            Whether all bytes were read; if not, the memory's content is undefined.
         """
         return False
 
     def stop_ahead(self) -> None:  # noqa: B027
-        """From now on, bring only the bytes that are read into the page cache, few at a time.
+        """Disable reading ahead: bring only requested bytes into the page cache, few at a time.
 
-        For hosts with little memory: pages that are being read cannot be reclaimed. What is mapped
-        is read, too. Call this before anything is read.
+        For hosts with little memory, as pages being read cannot be reclaimed. Windows are read, not
+        mapped, then. Call this before the first read.
         """
 
     def unchanged(self) -> AbstractContextManager[None]:
-        """Enter this around reads from `fileno`, or from a map of it.
+        """Return a context for reads from `fileno` or a map of it, which detects changes.
 
-        `view`, `read_into` and `read_aligned` do so themselves.
+        `view`, `read_into` and `read_aligned` enter it themselves.
 
         Raises:
-            CheckpointError: on entering and on leaving, the file is not what it was when its header
-                was read, or a writer waits for it.
+            CheckpointError: on entering or leaving, the file has changed since its header was read,
+                or a writer waits for it.
         """
         return nullcontext()
 
     def stop(self) -> None:  # noqa: B027
-        """End calls that wait for a server soon, with an error; any thread may call this.
+        """Make calls that wait for a server raise soon; any thread may call this.
 
-        Reads of files go on to their end. The reader must still be closed.
+        Reads of local files complete. The reader must still be closed.
         """
 
     @abstractmethod
@@ -165,7 +165,10 @@ class Reader(ABC):
 
     @abstractmethod
     def _read(self, start: int, target: memoryview, nbytes: int) -> None:
-        """Read ``nbytes`` from ``start`` on, not none; all of ``target`` may be overwritten."""
+        """Read ``nbytes`` > 0 bytes from ``start`` on to the beginning of ``target``.
+
+        All of ``target`` may be overwritten.
+        """
 
     def _check_range(self, start: int, stop: int) -> None:
         if not 0 <= start <= stop <= self.nbytes:

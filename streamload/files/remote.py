@@ -1,14 +1,13 @@
-"""Reading over HTTP: ranges of a file, each thread's over a connection of its own.
+"""Reading over HTTP: byte ranges of a file, each thread over its own connection.
 
-Passing failures (no connection, a reset, a stall, a body that ends early, 429, 502 and the like)
-are tried again after a while, and only the missing bytes are requested. Lasting ones (no such file,
-no permission, ranges ignored, headers that contradict each other) raise at once. Each response
-names its version of the file: another one than that of the header is an error. Versions are
-compared here before the body is read, since a server that compares them itself (If-Range) sends the
-whole file if they differ.
+Transient failures (no connection, a reset, a stall, a body that ends early, 429, 502 and the like)
+are retried after a wait, and only the missing bytes are requested. Permanent ones (no such file, no
+permission, ranges ignored, contradicting headers) raise at once. Each response names its version of
+the file: another one than the header's is an error. Versions are compared here before the body is
+read, since a server that compares them itself (If-Range) sends the whole file if they differ.
 
 Each try has one deadline until the last header, and a least rate after it; see `Patience`. A stop
-wakes it in every phase. Errors and logs of the HTTP library may have secrets: none leave this file.
+wakes it in every phase. Errors and logs of the HTTP library may hold secrets: none leave this file.
 
 Source: RFC 9110 (HTTP semantics), sections 8.8, 10.2.3, 13 and 14.
 """
@@ -48,16 +47,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# More than most headers have, and on a line of 100 Mbit/s as fast as another round trip.
+# First read of a header: more than most have, and as fast as a round trip at 100 Mbit/s.
 _FIRST_NBYTES = 2**18
-_REQUEST_NBYTES = 2**26  # of one request: a long range continues at its cut
-# Tries are counted anew after one that brought as much, and not after each byte.
+_REQUEST_NBYTES = 2**26  # of one request; longer ranges take several
+# The count of failed tries restarts after one that brought this much.
 _PROGRESS_NBYTES = 2**16
-_LEAST_RATE = 1024  # bytes a second of a body: slower than that is a stall
-_MOST_WAIT_SECONDS = 120.0  # a user waits no longer
+_LEAST_RATE = 1024  # bytes of a body per second; less is a stall
+_MOST_WAIT_SECONDS = 120.0  # longest Retry-After that is waited for
 _MOST_REDIRECTS = 10
 _DRAINED_NBYTES = 2**14
-_DRAIN_SECONDS = 1.0  # to connect anew takes no longer
+_DRAIN_SECONDS = 1.0  # connecting again takes no longer
 
 _ABSENT = (404, 410)
 _REFUSED = (401, 403)
@@ -66,67 +65,70 @@ _NUMBER = r"\d{1,19}"  # Python reads no integer of 5,000 digits, and no file ha
 _CONTENT_RANGE = re.compile(rf"bytes ({_NUMBER})-({_NUMBER})/({_NUMBER}|\*)", re.ASCII)
 _UNSATISFIED = re.compile(rf"bytes \*/({_NUMBER})", re.ASCII)
 _DIGITS = re.compile(_NUMBER, re.ASCII)
-_QUOTED = re.compile(r"\s*(?::|bytearray|(?<!\w)b?['\"])")  # where the server's own words begin
+_QUOTED = re.compile(r"\s*(?::|bytearray|(?<!\w)b?['\"])")  # before text quoted from the server
 _HUB = "huggingface.co"
-_VALIDATORS = ("ETag", "Last-Modified")  # the first that is there tells versions apart
+_VALIDATORS = ("ETag", "Last-Modified")  # headers that identify a version; the first one is used
 
 _STATUSES = frozenset(HTTPStatus)
 
-_jitter = random.Random()  # not the one that a program may have seeded
+_jitter = random.Random()  # not the global one, which a program may have seeded
 
 
-def read_file(url: Url, most_nbytes: int, patience: Patience | None = None) -> bytes:
-    """Read a whole file; HeaderError if it is longer than ``most_nbytes``."""
+def read_file(url: Url, most_nbytes: int) -> bytes:
+    """Return a whole file; raise HeaderError if it is longer than ``most_nbytes``."""
     out = io.BytesIO()
-    download(url, out, most_nbytes, patience)
+    download(url, out, most_nbytes)
     return out.getvalue()
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The beginning of a file, as a server sends it."""
+    """The beginning of a file on a server, and facts from the response's headers."""
 
-    url: Url  # with its version
-    nbytes: int | None  # its length; None if the server does not say
+    url: Url  # with the file's version
+    nbytes: int | None  # the file's length; None if unknown
     content_type: str  # in lower case, without parameters
-    head: bytes  # its first bytes
-    whole: bool  # whether they are all of it
+    head: bytes  # the file's first bytes
+    whole: bool  # whether ``head`` is the whole file
 
 
-def look(url: Url, most_nbytes: int, patience: Patience | None = None) -> Look:
+def look(url: Url, most_nbytes: int) -> Look:
     """Read the first ``most_nbytes`` bytes of a file of any kind and length."""
     with connections():
-        return _File(url, None, patience).look(most_nbytes)
+        return _File(url, None).look(most_nbytes)
 
 
-def download(url: Url, out: BinaryIO, most_nbytes: int, patience: Patience | None = None) -> None:
-    """Write a whole file to ``out``, piece by piece; it seeks back for another try."""
+def download(url: Url, out: BinaryIO, most_nbytes: int) -> None:
+    """Write a whole file to ``out``, which is rewound for each retry.
+
+    Raise HeaderError if the file is longer than ``most_nbytes``.
+    """
     with connections():
-        _File(url, None, patience).download(out, most_nbytes)
+        _File(url, None).download(out, most_nbytes)
 
 
-def exists(url: Url, patience: Patience | None = None) -> bool:
-    """Whether there is a file that may be read; CheckpointError if the server does not say."""
+def exists(url: Url) -> bool:
+    """Return whether a readable file exists; raise CheckpointError without an answer."""
     with connections():
         try:
-            _File(url, None, patience).read(0, memoryview(bytearray(1)))
+            _File(url, None).read(0, memoryview(bytearray(1)))
         except ShardNotFoundError:
             return False
     return True
 
 
 class RemoteFile:
-    """A file on a server whose header is read; see `streamload.formats.reader.File`.
+    """Reads the header of a file on a server; implements `streamload.formats.reader.File`.
 
     The first 256 KiB are requested at once, and kept: they hold most headers.
     """
 
-    def __init__(self, url: Url, patience: Patience | None = None) -> None:
-        """Request its first bytes; 401 and 403 are ShardNotFoundErrors, as 404 is."""
+    def __init__(self, url: Url) -> None:
+        """Request the first bytes; raise ShardNotFoundError for status 401, 403 and 404."""
         self._url = url
-        self._file = _File(url, None, patience)
+        self._file = _File(url, None)
         self._first = self._ask(0, _FIRST_NBYTES)
-        assert self._file.nbytes is not None, "a response said it"
+        assert self._file.nbytes is not None, "set by the response"
         self.nbytes: int = self._file.nbytes
 
     @property
@@ -135,12 +137,13 @@ class RemoteFile:
         return self._url.of_version(self._file.version)
 
     def read(self, start: int, stop: int) -> bytes:
-        """See `streamload.formats.reader.File.read`: one request, or none for the first bytes."""
+        """Return bytes ``start`` to ``stop``: by one request, or none for the first 256 KiB."""
         kept = self._first[start:stop]
         at, stop = start + len(kept), min(stop, self.nbytes)
         return kept + self._ask(at, stop) if at < stop else kept
 
     def _ask(self, start: int, stop: int) -> bytes:
+        """Request bytes ``start`` to ``stop``; return fewer if the file ends before."""
         raw = bytearray(stop - start)
         with memoryview(raw) as out:
             n = self._file.read(start, out)
@@ -149,26 +152,24 @@ class RemoteFile:
 
 
 class HttpReader(Reader):
-    """A shard that is read over HTTP; see `Reader`.
+    """Reads a shard over HTTP; see `Reader`.
 
-    A call is one request for each 64 MiB; each thread has a connection. Opening sends no request:
-    each response shows whether the file is still the same.
+    A call sends one request for each 64 MiB; each thread has a connection. Opening sends none: each
+    response shows whether the file is still the same.
     """
 
     _how = "over HTTP"
 
-    def __init__(self, url: Url, file_nbytes: int, patience: Patience | None = None) -> None:
+    def __init__(self, url: Url, file_nbytes: int) -> None:
         super().__init__(url, file_nbytes)
-        self._file = _File(url, file_nbytes, patience)
+        self._file = _File(url, file_nbytes)
         self._closed = False
         _pool.enter()
 
     def stop(self) -> None:
-        """See `Reader.stop`."""
         self._file.stop()
 
     def close(self) -> None:
-        """See `Reader.close`."""
         if not self._closed:
             self._closed = True
             self.stop()
@@ -188,7 +189,7 @@ _pool = wire.Pool()
 
 @contextmanager
 def connections() -> Iterator[None]:
-    """Keep connections open between requests, as an open `HttpReader` does."""
+    """Keep connections open between the requests of the block, as an open `HttpReader` does."""
     _pool.enter()
     try:
         yield
@@ -198,18 +199,18 @@ def connections() -> Iterator[None]:
 
 @dataclass(eq=False)
 class _Again(Exception):
-    """A try that failed, after which there may be another."""
+    """Raised by a try that failed in a way that a retry may fix."""
 
     reason: str
-    at_once: bool = False  # there is nothing to wait for
+    at_once: bool = False  # retry without waiting
     asked_seconds: float = 0.0  # the server's Retry-After
-    progressed: bool = False  # it brought some of the bytes
+    progressed: bool = False  # at least 64 KiB of the range came
 
 
 class _File:
-    """A file on a server. Any number of threads may read it, once its length is known."""
+    """A file on a server, requested with retries. Thread-safe once its length is known."""
 
-    def __init__(self, url: Url, nbytes: int | None, patience: Patience | None) -> None:
+    def __init__(self, url: Url, nbytes: int | None) -> None:
         if url.is_shown:
             raise CheckpointError(
                 url,
@@ -222,25 +223,28 @@ class _File:
             raise CheckpointError(
                 url, 'reading over HTTP needs httpx2: pip install "streamload[remote]"'
             ) from error
-        self.nbytes = nbytes  # None before a response has it
+        self.nbytes = nbytes  # the file's length; None before the first response
         self.version = url.version
-        self.stopped = threading.Event()  # the bytes are not wanted any more
+        self.stopped = threading.Event()
         self._url = url
         self._error = partial(CheckpointError, url)
-        self._patience = patience or Patience.from_environment()
-        self._moved: httpx2.URL | None = None  # the target of redirects
-        self._lock = threading.Lock()
-        self._attempts: set[wire.Attempt] = set()  # of all threads
+        self._patience = Patience.from_environment()
+        self._moved: httpx2.URL | None = None  # where redirects led
+        self._lock = threading.Lock()  # guards `_attempts`
+        self._attempts: set[wire.Attempt] = set()  # running tries of all threads
 
     def stop(self) -> None:
-        """Wake all threads that wait for bytes; they raise."""
+        """Make all threads that wait for bytes raise CheckpointError."""
         with self._lock:
             self.stopped.set()
             for attempt in self._attempts:
                 attempt.wake()
 
     def read(self, start: int, out: memoryview) -> int:
-        """Fill ``out``, not empty; returns fewer bytes only if the length was not known."""
+        """Fill ``out`` from byte ``start`` on and return the bytes read.
+
+        They are fewer than ``out`` has only if the file's length was unknown.
+        """
         done = 0
         while done < out.nbytes and (self.nbytes is None or start + done < self.nbytes):
             with out[done : done + _REQUEST_NBYTES] as part:
@@ -251,6 +255,7 @@ class _File:
         return done
 
     def _read_range(self, start: int, out: memoryview) -> int:
+        """Fill ``out`` by one request, retried for the missing bytes; return the bytes read."""
         done = 0
 
         def attempt() -> int:
@@ -270,7 +275,7 @@ class _File:
                 if done < min(out.nbytes, (self.nbytes or 0) - start):
                     raise _Again(f"the server sent {done - before} bytes", at_once=True)
             except _Again as again:
-                if done < stop - start:  # else all is there but the mark of its end
+                if done < stop - start:  # else all bytes came, and only the end mark is missing
                     again.progressed = done - before >= _PROGRESS_NBYTES
                     raise
             return done
@@ -285,7 +290,7 @@ class _File:
         return self._insist(attempt, gave_up)
 
     def look(self, most_nbytes: int) -> Look:
-        """The first bytes of the file, and its headers."""
+        """Return the first ``most_nbytes`` bytes of the file, and facts from the headers."""
 
         def attempt() -> Look:
             with self._response(None) as (response, body):
@@ -306,7 +311,7 @@ class _File:
         return self._insist(attempt)
 
     def download(self, out: BinaryIO, most_nbytes: int) -> None:
-        """Write the whole file to ``out``."""
+        """Write the whole file to ``out``; see `download`."""
 
         def attempt() -> None:
             out.seek(0)
@@ -330,7 +335,10 @@ class _File:
     def _insist(
         self, attempt: Callable[[], T], gave_up: Callable[[str], CheckpointError] | None = None
     ) -> T:
-        """Try until a try succeeds, or all have failed; ``gave_up`` makes the error then."""
+        """Return ``attempt()``, retried after each `_Again`.
+
+        When tries run out, raise the error that ``gave_up`` returns for the last reason.
+        """
         tries = in_a_row = 0
         while True:
             self._check_stopped()
@@ -354,7 +362,10 @@ class _File:
     def _response(
         self, byte_range: str | None
     ) -> Iterator[tuple[httpx2.Response, Iterator[bytes]]]:
-        """Send a request; a response that no other try would change, and the pieces of its body."""
+        """Send a GET request, of bytes ``byte_range`` if given; yield the response and its body.
+
+        Raise `_Again` for a status that a retry may change.
+        """
         moved = self._moved
         with (
             self._attempt() as attempt,
@@ -364,7 +375,7 @@ class _File:
             if status not in (200, 206):
                 self._drain(attempt, response)
             if moved is not None and status in (*_REFUSED, *_ABSENT):
-                self._moved = None  # such addresses are good for a while
+                self._moved = None  # redirects expire
                 raise _Again(f"{_status(status)} where a redirect had led", at_once=True)
             if status in _PASSING:
                 asked = _retry_after(response.headers)
@@ -374,7 +385,7 @@ class _File:
 
     @contextmanager
     def _attempt(self) -> Iterator[wire.Attempt]:
-        """One try, which `stop` wakes."""
+        """Yield a new try for this thread, registered so that `stop` wakes it."""
         attempt = wire.Attempt(self._patience.read_seconds, self.stopped)
         with self._lock:
             self._attempts.add(attempt)
@@ -388,6 +399,8 @@ class _File:
     def _send(
         self, attempt: wire.Attempt, target: httpx2.URL | str, byte_range: str | None
     ) -> httpx2.Response:
+        """Send a request and follow redirects; return the response with its body unread."""
+
         def received() -> httpx2.Response:
             with attempt.head():
                 return _pool.client().send(request, stream=True)
@@ -396,13 +409,13 @@ class _File:
         for hops in range(_MOST_REDIRECTS):
             response = self._call(attempt, received)
             if response.next_request is None:
-                # the next request goes there: redirects are slow, and rationed
+                # later requests go there at once: redirects are slow and rate-limited
                 if hops and response.status_code == 206 and "Authorization" not in request.headers:
                     self._moved = request.url
                 return response
             with closing(response):
                 self._drain(attempt, response)
-            # the library leaves credentials out of a request to another server
+            # the library drops credentials for another server
             request = response.next_request
         raise self._error("is redirected again and again")
 
@@ -416,10 +429,10 @@ class _File:
         return client.build_request("GET", target, headers=headers, timeout=timeout)
 
     def _call(self, attempt: wire.Attempt, call: Callable[..., T], *arguments: object) -> T:
-        """Call the HTTP library; raise its errors as _Again or CheckpointError.
+        """Return the result of a call of the HTTP library; raise its errors as ours.
 
-        Their texts have parts of requests and answers, which may be secret: only an error of the
-        operating system becomes the cause.
+        They become `_Again` or CheckpointError. Their texts quote requests and responses, which may
+        hold secrets: only an error of the operating system becomes the cause.
         """
         try:
             return call(*arguments)
@@ -434,6 +447,7 @@ class _File:
     def _failure(
         self, attempt: wire.Attempt, error: Exception, cause: OSError | None
     ) -> _Again | CheckpointError:
+        """Return our error for an error of the HTTP library with its OSError ``cause``."""
         library, seconds = wire.httpx(), self._patience.read_seconds
         if self.stopped.is_set():
             return self._error("reading was stopped")
@@ -452,14 +466,14 @@ class _File:
         return _Again(_QUOTED.split(str(error))[0] or type(error).__name__)
 
     def _drain(self, attempt: wire.Attempt, response: httpx2.Response) -> None:
-        """Read a short body to its end, so that the connection can be used again."""
+        """Read a body of up to 16 KiB to its end, so that the connection can be reused."""
         length = response.headers.get("Content-Length", "")
         if _DIGITS.fullmatch(length) and int(length) <= _DRAINED_NBYTES:
             with attempt.at_most(_DRAIN_SECONDS), suppress(_Again):
                 self._call(attempt, lambda: deque(response.iter_raw(), maxlen=0))
 
     def _token(self, target: httpx2.URL | str) -> dict[str, str]:
-        """The authorization that Hugging Face's own tools send to its server, and to no other."""
+        """Return the header with ``HF_TOKEN`` if ``target`` is on huggingface.co, else {}."""
         token = os.environ.get("HF_TOKEN", "").strip()
         url = wire.httpx().URL(target)
         known = url.host == _HUB and url.scheme == "https" and not url.userinfo
@@ -470,6 +484,7 @@ class _File:
         return {"Authorization": f"Bearer {token}"}
 
     def _check_status(self, response: httpx2.Response, wanted: int) -> None:
+        """Raise CheckpointError unless a response has the wanted status and no encoding."""
         status = response.status_code
         if status == wanted:
             encoding = response.headers.get("Content-Encoding", "identity")
@@ -489,7 +504,10 @@ class _File:
         raise self._error("cannot be read", _status(wanted), _status(status))
 
     def _check_range(self, response: httpx2.Response, start: int, stop: int) -> int:
-        """Check that a response has the range and the file; returns its body's bytes."""
+        """Check that a response has the requested range of the same file version.
+
+        Return the bytes of its body, 0 if the file ends before ``start``.
+        """
         headers = response.headers
         if response.status_code == 416:
             found = _UNSATISFIED.fullmatch(headers.get("Content-Range", ""))
@@ -501,7 +519,7 @@ class _File:
         self._check_status(response, 206)
         stated = headers.get("Content-Range", "")
         if (kind := headers.get("Content-Type", "")).lower().startswith("multipart/"):
-            stated = kind  # its body has headers of its own
+            stated = kind  # several ranges, each with its own headers
         found = _CONTENT_RANGE.fullmatch(stated)
         if not found or int(found[1]) != start or not start <= int(found[2]) < stop:
             total = "*" if self.nbytes is None else self.nbytes
@@ -513,7 +531,7 @@ class _File:
         version = _version(headers, self.version)
         if self.nbytes is None:
             if found[3] == "*":
-                raise self._error("the server does not say how long the file is", found=stated)
+                raise self._error("the server does not state how long the file is", found=stated)
             self.nbytes, self.version = int(found[3]), version
         elif found[3] != "*" and int(found[3]) != self.nbytes:
             raise self._of_another_length(int(found[3]))
@@ -545,7 +563,7 @@ class _File:
         )
 
     def _body(self, attempt: wire.Attempt, response: httpx2.Response) -> Iterator[bytes]:
-        """The pieces of a response, at the least rate or more."""
+        """Yield the pieces of a response's body; raise `_Again` if they come too slowly."""
         seconds, pieces = 2 * self._patience.read_seconds, response.iter_raw()
         got = 0
         until = time.monotonic() + seconds
@@ -558,7 +576,7 @@ class _File:
             handed = time.monotonic()
             yield data
             now = time.monotonic()
-            until += now - handed  # which the server did not take
+            until += now - handed  # the caller's time, not the server's
             if got >= seconds * _LEAST_RATE:
                 until, got = now + seconds, 0
             self._check_stopped()
@@ -569,7 +587,10 @@ class _File:
 
 
 def _version(headers: Mapping[str, str], known: str) -> str:
-    """The header that identifies a version of a file, of the kind that is ``known``."""
+    """Return the header that identifies a file's version, "ETag: ..." for example; "" for none.
+
+    Of the kind of the ``known`` version if there is one.
+    """
     kinds = (known.partition(": ")[0],) if known else _VALIDATORS
     for kind in kinds:
         if value := headers.get(kind, "").removeprefix("W/"):
@@ -578,7 +599,7 @@ def _version(headers: Mapping[str, str], known: str) -> str:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """The seconds that a server asks to wait: it sends a number, or a date."""
+    """Return the seconds that a response asks to wait, by a number or a date; 0 for none."""
     value = headers.get("Retry-After", "").strip()
     if _DIGITS.fullmatch(value):
         return float(value)
@@ -588,10 +609,10 @@ def _retry_after(headers: Mapping[str, str]) -> float:
 
 
 def _said(value: str) -> str:
-    """A header's value, unless it is an address, which may have secrets."""
+    """Return a header's value for an error; "an address" for a URL, which may hold secrets."""
     return "an address" if re.search(r"@|\?|//", value) else describe(value)
 
 
 def _status(status: int) -> str:
-    """In words that are not the server's."""
+    """Return a status with its standard phrase: the server's own may hold secrets."""
     return f"{status} {HTTPStatus(status).phrase}" if status in _STATUSES else str(status)

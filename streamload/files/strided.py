@@ -1,9 +1,9 @@
-"""Tensors whose elements are not contiguous in their file: views of a storage.
+"""Tensors whose elements are not contiguous in their file: strided views of a storage.
 
-A transpose, a slice, and one element that stands for many have strides. They get places after the
-file's end, where their elements follow each other; a `StridedReader` makes the bytes of those
-places from the file's own. So every reader of ranges reads views like any tensor: loads,
-conversions, comparisons, on this machine and over HTTP.
+Transposes, slices and expanded elements have strides. They get virtual byte ranges after the file's
+end, where their elements are contiguous; a `StridedReader` computes those bytes from the file's.
+So all code that reads ranges reads views like any tensor: loads, conversions, comparisons, on this
+machine and over HTTP.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -22,50 +23,46 @@ from streamload.files.reader import Reader
 
 _Array = np.ndarray[Any, Any]
 
-# Elements this far apart or less are read with the bytes between them: one read, or a window.
+# Elements within this many bytes are read by one read, together with the bytes between them.
 _SPAN_NBYTES = 2**20
-# With more than this between lines of a file, a read for each costs less.
+# With a gap of more than this between lines of a file, one read for each line is faster.
 _BETWEEN_NBYTES = 2**15
 _STRIP = 64  # lines that are transposed together
-
-
-# Times the bytes of one read: the reader's own, a copy, and the heap of these.
-_HELD = 3
+_HELD = 3  # memory as a multiple of one read: its bytes, a copy, and heap overhead
 
 
 def thread_nbytes(views: Iterable[View]) -> int:
-    """Bytes that a thread needs to read views, besides its target: 6.2 MB were seen with two."""
+    """Return the memory in bytes that one thread needs to read views, besides its target.
+
+    Two threads were measured to take 6.2 MB.
+    """
     extents = (zip(view.shape, view.strides, strict=True) for view in views)
     longest = max((sum((n - 1) * step for n, step in each) for each in extents), default=0)
     return _HELD * min(longest, _SPAN_NBYTES)
 
 
 class StridedReader(Reader):
-    """An open shard, and after its end the views of it; see `Reader`."""
+    """Reads a shard followed by the virtual ranges of its views; see `Reader`."""
 
     _how = "together with views of it"
 
     def __init__(self, reader: Reader, views: Sequence[View]) -> None:
-        """Own a reader of the file; views are in order of their first bytes."""
+        """Take over a reader of the file; ``views`` are in order of their first bytes."""
         super().__init__(reader.path, views[-1].stop)
         self._reader = reader
         self._views = views
         self.fallback = reader.fallback
 
     def unchanged(self) -> AbstractContextManager[None]:
-        """See `Reader.unchanged`."""
         return self._reader.unchanged()
 
     def stop_ahead(self) -> None:
-        """See `Reader.stop_ahead`."""
         self._reader.stop_ahead()
 
     def stop(self) -> None:
-        """See `Reader.stop`."""
         self._reader.stop()
 
     def close(self) -> None:
-        """See `Reader.close`."""
         self._reader.close()
 
     def _read(self, start: int, target: memoryview, nbytes: int) -> None:
@@ -73,17 +70,16 @@ class StridedReader(Reader):
         if start < own:
             self._reader.read_into(start, target[: min(stop, own) - start])
         first = max(bisect_right(self._views, start, key=attrgetter("start")) - 1, 0)
-        for number in range(first, len(self._views)):
-            view = self._views[number]
-            begin, end = max(start, view.start), min(stop, view.stop)
+        for view in islice(self._views, first, None):
             if view.start >= stop:
                 break
+            begin, end = max(start, view.start), min(stop, view.stop)
             if begin < end:
                 part = target[begin - start : end - start]
                 self._fill(view, begin - view.start, end - view.start, part)
 
     def _fill(self, view: View, begin: int, end: int, out: memoryview) -> None:
-        """Fill ``out`` with bytes of a view; the first and last element may be cut."""
+        """Fill ``out`` with bytes ``begin`` to ``end`` of a view, which may cut elements."""
         n = view.itemsize
         first, last = begin // n, -(-end // n)
         whole = begin % n == 0 and end % n == 0
@@ -99,7 +95,10 @@ class StridedReader(Reader):
     def _gather(
         self, at: int, shape: tuple[int, ...], strides: tuple[int, ...], out: _Array
     ) -> None:
-        """Fill an array with elements from a file byte on, in as few reads as is sensible."""
+        """Fill ``out`` with the strided elements from file byte ``at`` on, in few reads.
+
+        Strides count bytes; axes too long for one read are split.
+        """
         extents = [(n - 1) * stride for n, stride in zip(shape, strides, strict=True)]
         span = sum(extents) + out.itemsize
         axis = int(np.argmax(extents)) if extents else 0
@@ -119,10 +118,10 @@ class StridedReader(Reader):
 
 
 def _turn(found: _Array, out: _Array) -> None:
-    """Copy elements whose lines may be columns of ``out``.
+    """Copy ``found`` to ``out``, fast also if it is a transpose.
 
-    Lines a power of two apart share a few places of the CPU's cache: they are put side by side
-    first, and then transposed in strips.
+    Lines a power of two apart share few sets of the CPU's cache, so they are packed first and then
+    transposed in strips.
     """
     lines = found.shape[-1] if found.ndim > 1 else 1
     if lines == 1 or found.strides[-1] <= found.itemsize or 0 in found.strides:
@@ -134,14 +133,17 @@ def _turn(found: _Array, out: _Array) -> None:
 
 
 def _kind(itemsize: int) -> str:
-    """Elements of so many bytes, as numpy moves them fastest."""
+    """Return the numpy dtype that copies elements of ``itemsize`` bytes fastest."""
     return f"u{itemsize}" if itemsize in (1, 2, 4, 8) else f"V{itemsize}"
 
 
 def _boxes(
     at: int, shape: tuple[int, ...], strides: tuple[int, ...], first: int, stop: int
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Elements ``first`` to ``stop`` (exclusive) of an array, in parts that are arrays as well."""
+    """Cut elements ``first`` to ``stop`` (exclusive) of an array into rectangular arrays.
+
+    Yields the first byte, shape and strides of each; strides count bytes.
+    """
     if not shape or (first == 0 and stop == math.prod(shape)):
         yield at, shape, strides
         return

@@ -34,7 +34,6 @@ from typing import Protocol
 from streamload.core.location import Location, Url
 from streamload.errors import TruncatedFileError
 from streamload.files import remote
-from streamload.files.connections import Patience
 from streamload.files.guard import FileState
 from streamload.files.header import SAFETENSORS, Header, open_regular, unreadable
 from streamload.files.limits import check_tensors
@@ -197,13 +196,12 @@ def reader_of(file: File) -> FormatReader:
 
 def read_header(
     path: str | os.PathLike[str],
-    patience: Patience | None = None,
     *,
     reader: FormatReader | None = None,
     key: str | None = None,
 ) -> Header:
     """Read the header of a file of any format. No byte of the data is read."""
-    with open_location(path, patience) as file:
+    with open_location(path) as file:
         header = (reader or reader_of(file)).keyed(key).read_header(file)
     if isinstance(file, LocalFile):
         header = replace(header, state=file.state)
@@ -240,13 +238,11 @@ class LocalFile:
 
 
 @contextmanager
-def open_location(
-    path: str | os.PathLike[str], patience: Patience | None = None
-) -> Iterator[LocalFile | remote.RemoteFile]:
-    """Open a file of this machine or of a server; see `open_file`."""
+def open_location(path: str | os.PathLike[str]) -> Iterator[LocalFile | remote.RemoteFile]:
+    """Yield an open file of this machine or a server, to read its header; see `open_file`."""
     if isinstance(path, Url):
         with remote.connections():
-            yield remote.RemoteFile(path, patience)
+            yield remote.RemoteFile(path)
     else:
         with open_file(Path(path)) as file:
             yield file

@@ -1,4 +1,4 @@
-"""safetensors: its header, parsed and held to the rules of the format.
+"""safetensors: parses and validates headers, and writes files.
 
 A file is 8 bytes with the length N of the header (unsigned, little-endian), N bytes of JSON that
 begin with ``{``, and the data. The JSON maps each tensor's name to its ``dtype``, ``shape`` and
@@ -33,6 +33,7 @@ from streamload.files.header import (
     SAFETENSORS,
     Header,
     RepeatedNames,
+    check_entry,
     check_memory,
     check_strings,
     describe,
@@ -54,16 +55,16 @@ from streamload.formats.writer import (
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-#: The length of the header comes first, in as many bytes.
+#: Bytes at the start of a file that hold the header's length.
 PREFIX_NBYTES = 8
 _ALIGNMENT = 64
 _MAX_U64 = 2**64 - 1
-_MOST_DIGITS = 4300  # that Python reads by default
+_MOST_DIGITS = 4300  # of an integer that Python parses by default
 _U64 = "an integer from 0 to 2**64 - 1"
 _FILE_ORDER = attrgetter("start", "stop", "name")  # an empty tensor before the one it touches
 _COLUMNS = tuple(map(itemgetter, ("dtype", "shape", "data_offsets")))
 
-#: Other files that are often named like safetensors, by their first bytes.
+#: Other files that are often named .safetensors, by their first bytes.
 _LOOKALIKES = {
     b"version ": "a Git LFS pointer, not the file that it stands for",
     b"<!DOCTYP": "a web page",
@@ -74,7 +75,7 @@ _LOOKALIKES = {
 
 
 class Safetensors(FormatReader):
-    """Reads safetensors files; see `FormatReader`."""
+    """Reads the headers of safetensors files; see `FormatReader`."""
 
     name = SAFETENSORS
     suffixes = (".safetensors",)
@@ -82,7 +83,6 @@ class Safetensors(FormatReader):
     index = INDEX
 
     def read_header(self, file: File) -> Header:
-        """See `FormatReader.read_header`."""
         raw = file.read(0, PREFIX_NBYTES)
         nbytes = json_nbytes(raw, file.path, file.nbytes)
         check_memory(file.path, nbytes)
@@ -91,7 +91,10 @@ class Safetensors(FormatReader):
 
 
 def parse_header(raw: bytes, path: Location, file_nbytes: int) -> Header:
-    """Parse a header that is in memory already."""
+    """Return the header parsed from a file's first bytes; raise HeaderError or TruncatedFileError.
+
+    ``raw`` has at least the whole header.
+    """
     data_start = PREFIX_NBYTES + json_nbytes(raw, path, file_nbytes)
     if len(raw) < data_start:  # the file shrank since its length was taken
         raise TruncatedFileError(path, "the header is cut off", data_start, len(raw))
@@ -101,11 +104,11 @@ def parse_header(raw: bytes, path: Location, file_nbytes: int) -> Header:
 
 
 def _plain(text: bytes, path: Location, file_nbytes: int) -> Header | None:
-    """The header if it is as libraries write it; None for `_strict` to check.
+    """Return the header if it is as libraries write it, else None for `_strict` to check.
 
-    Usual is what libraries write: tensors that are not empty, in the order of their bytes, with
-    three keys each. That is looked at in columns, which takes 2.6 microseconds a tensor, the JSON's
-    own 0.9 among them, where `_strict` takes 3.9.
+    Libraries write tensors that are not empty, in the order of their bytes, with three keys each.
+    Checking them column by column takes 2.6 microseconds a tensor, 0.9 of them for the JSON, and
+    `_strict` takes 3.9.
     """
     data_start = PREFIX_NBYTES + len(text)
     if text[:1] != b"{" or rb"\u003" in text:
@@ -133,8 +136,8 @@ def _plain(text: bytes, path: Location, file_nbytes: int) -> Header | None:
         starts, stops = np.fromiter(chain(*offsets), np.int64).reshape(-1, 2).T
     except (ValueError, KeyError, OverflowError, RecursionError):
         return None
-    # A name that occurs twice has lost a member, and other keys are more of them. Each that was
-    # written has a colon, and there are no others but in strings; no escape (\u003a) is one.
+    # Count the colons outside of strings, one for each member that was written (an escape, \u003a,
+    # was refused above): a repeated name has lost a member, and unknown keys add some.
     strings = "".join(chain(document, metadata, metadata.values()))
     members = 4 * len(document) + has_metadata + len(metadata)
     if text.count(b":") != members + strings.count(":") or not is_text(strings):
@@ -150,7 +153,7 @@ def _plain(text: bytes, path: Location, file_nbytes: int) -> Header | None:
 
 
 def _strict(text: bytes, path: Location, file_nbytes: int) -> Header:
-    """The header, each entry checked against every rule."""
+    """Return the header after checking each entry against every rule; raise HeaderError."""
     data_start = PREFIX_NBYTES + len(text)
     document = parse_json_object(text, path)
     if isinstance(document, RepeatedNames):
@@ -170,7 +173,10 @@ def _strict(text: bytes, path: Location, file_nbytes: int) -> Header:
 
 
 def json_nbytes(raw: bytes, path: Location, file_nbytes: int) -> int:
-    """The header's length in bytes from its prefix, the first 8 bytes of ``raw``."""
+    """Return the bytes of the header's JSON, by the first 8 bytes of the file; raise HeaderError.
+
+    Raise TruncatedFileError if the file ends before.
+    """
     if len(raw) < PREFIX_NBYTES or file_nbytes < PREFIX_NBYTES:
         raise TruncatedFileError(
             path,
@@ -189,26 +195,20 @@ def json_nbytes(raw: bytes, path: Location, file_nbytes: int) -> int:
     return nbytes
 
 
-#: By code and dimensions, of those that are valid: the dtype, the shape, and the bits of the data.
+#: Of valid dtype codes and dimensions: the dtype, the shape, and the bits of the data.
 _Layouts = dict[tuple[str, tuple[int, ...]], tuple[DType, tuple[int, ...], int]]
 
 
 def _tensor(
     name: str, entry: Any, path: Location, data_start: int, layouts: _Layouts
 ) -> TensorInfo:
-    """One entry of the header, held to every rule that concerns it alone.
+    """Return the tensor of one entry of the header; raise HeaderError if a rule is broken.
 
-    ``layouts`` has those found so far: most tensors of a long header are like another one.
+    ``layouts`` caches the results of `_layout`: most tensors of a long header share them.
     """
     fail = partial(HeaderError, path, tensor=name)
-    if type(entry) is not dict:
-        if isinstance(entry, RepeatedNames):
-            raise fail(
-                "a key is not unique", "each key once", f"{describe(entry.name)} more than once"
-            )
-        raise fail("the entry is not an object", "an object", describe(entry))
-    if not (name.isascii() or is_text(name)):
-        raise fail("the name is not valid", "Unicode text", "half a surrogate pair")
+    if type(entry) is not dict or not name.isascii():
+        check_entry(name, entry, path)
     try:
         code, dims, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     except KeyError as error:
@@ -219,7 +219,7 @@ def _tensor(
         raise fail("unknown dtype", f"one of {', '.join(BY_CODE)}", describe(code))
     if type(dims) is not list:
         raise fail("the shape is not a list", f"a list of {_U64}", describe(dims))
-    for dim in dims:  # before they are looked up: true would be found as 1
+    for dim in dims:  # before the lookup: true equals 1
         if type(dim) is not int:
             raise fail("a dimension of the shape is not valid", _U64, describe(dim))
     layout = layouts.get((code, shape := tuple(dims)))
@@ -246,7 +246,7 @@ def _tensor(
 def _layout(
     code: str, shape: tuple[int, ...], fail: Callable[[str, object, object], HeaderError]
 ) -> tuple[DType, tuple[int, ...], int]:
-    """The dtype, the shape and the bits of a tensor that is not too large to be counted."""
+    """Return the dtype, the shape and the bits of a tensor; raise ``fail(...)`` beyond 64 bits."""
     dtype = BY_CODE[code]
     numel = 1
     for dim in shape:
@@ -264,14 +264,17 @@ def _layout(
 
 
 def _describe_shape(shape: tuple[int, ...]) -> str:
-    """A shape for an error; the first few dimensions of many."""
+    """Return a shape as text for an error; the number of dimensions if there are many."""
     return describe(list(shape)) if len(shape) > 8 else str(list(shape))
 
 
 def _check_coverage(
     tensors: list[TensorInfo], path: Location, data_start: int, file_nbytes: int
 ) -> None:
-    """Every byte from the start of the data to the end of the file is in exactly one tensor."""
+    """Raise HeaderError unless each byte from ``data_start`` on is in exactly one tensor.
+
+    Raise TruncatedFileError if the file ends before the last tensor.
+    """
     end = data_start
     for info in tensors:
         if info.start != end:
@@ -301,21 +304,19 @@ class SafetensorsWriter(FormatWriter):
 
     ``model.safetensors``, or ``model-00001-of-00002.safetensors`` and so on with
     ``model.safetensors.index.json`` (source: "Serializing to files" in the documentation of
-    huggingface_hub). The data of each begins at a multiple of 64 bytes, and so does every tensor
-    but those that follow one whose length is no multiple of 64: those come last, and begin at a
-    multiple of their element at least.
+    huggingface_hub). Each file's data begins at a multiple of 64 bytes. Tensors whose length is not a
+    multiple of 64 come last: all begin at a multiple of 64, or at least of their element.
     """
 
     name = SAFETENSORS
     keeps_companions = True
 
     def files(self, lists: Sequence[Sequence[OutTensor]], max_nbytes: int) -> Sequence[OutFile]:
-        """See `FormatWriter.files`."""
         metadata = {"format": "pt", **self.model.metadata}
         overhead_nbytes = len(_file("", (), metadata).header) + _ALIGNMENT
 
         def header_nbytes(each: OutTensor) -> int:
-            """The most; no offset has more digits than the length of a file of several lists."""
+            """Return the most bytes of a tensor's entry: offsets have no more digits than this."""
             return len(_entry(each, max_nbytes, max_nbytes)) + 1
 
         found = [
@@ -329,12 +330,12 @@ class SafetensorsWriter(FormatWriter):
         return [_file(name, part, metadata) for name, part in zip(names, found, strict=True)]
 
     def documents(self, files: Sequence[OutFile], sums: Mapping[str, str]) -> Mapping[str, bytes]:
-        """See `FormatWriter.documents`."""
         total_nbytes = sum(t.nbytes for file in files for t in file.tensors)
         return index_document(INDEX, files, metadata={"total_size": total_nbytes})
 
 
 def _file(path: str, tensors: Sequence[OutTensor], metadata: Mapping[str, str]) -> OutFile:
+    """Return a file of these tensors, placed, with its header."""
     # stable: but for the few of odd lengths, in the order in which they are read
     ordered = sorted(tensors, key=lambda each: -_divisor(each.nbytes))
     at = 0
@@ -350,13 +351,13 @@ def _file(path: str, tensors: Sequence[OutTensor], metadata: Mapping[str, str]) 
 
 
 def _entry(each: OutTensor, start: int, stop: int) -> bytes:
-    """The member of the header for a tensor."""
+    """Return a tensor's member of the header's JSON; offsets count from the start of the data."""
     said = {"dtype": each.dtype.code, "shape": list(each.shape), "data_offsets": [start, stop]}
     return _json(each.name) + b":" + _json(said)
 
 
 def _divisor(nbytes: int) -> int:
-    """The largest power of two up to the alignment that divides a length."""
+    """Return the largest power of two up to 64 that divides a length in bytes."""
     return min(nbytes & -nbytes or _ALIGNMENT, _ALIGNMENT)
 
 

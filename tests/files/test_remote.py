@@ -27,6 +27,7 @@ from remote_server import (
     make_certificate,
     modified,
     no_proxy,
+    patiently,
     serve,
     tls_proxy,
 )
@@ -75,7 +76,7 @@ def version(site: Site) -> Url:
 def read(site: Site, start: int = 0, stop: int = NBYTES, patience: Patience = SOON) -> bytes:
     """Bytes of the file, by a reader that knows which version it wants."""
     out = bytearray(stop - start)
-    with HttpReader(version(site), NBYTES, patience) as reader:
+    with patiently(patience, HttpReader, version(site), NBYTES) as reader:
         reader.read_into(start, memoryview(out))
     return bytes(out)
 
@@ -256,7 +257,7 @@ def test_fingerprints_tell_versions_apart(folder: Path) -> None:
 def test_ranges(site: Site) -> None:
     """Any range is what it is in the file, in one request: by read_into, view and read_aligned."""
     whole = site.files["/f"]
-    with HttpReader(version(site), NBYTES, SOON) as reader:
+    with patiently(SOON, HttpReader, version(site), NBYTES) as reader:
         for start, stop in ((0, 1), (5, 5), (1, 70_000), (NBYTES - 1, NBYTES), (0, NBYTES)):
             site.requests.clear()
             out = bytearray(stop - start)
@@ -299,10 +300,10 @@ def test_connections_are_used_again_and_closed(site: Site) -> None:
     url = version(site)
     site.wait_until_left()
     before = site.connections
-    with HttpReader(url, NBYTES, SOON) as first:
+    with patiently(SOON, HttpReader, url, NBYTES) as first:
         for _ in range(5):
             first.read_into(0, memoryview(bytearray(10)))
-        second = HttpReader(url, NBYTES, SOON)
+        second = patiently(SOON, HttpReader, url, NBYTES)
     second.read_into(0, memoryview(bytearray(10)))
     second.close()
     second.close()
@@ -395,7 +396,7 @@ def test_a_server_that_is_gone(site: Site) -> None:
     """No connection is one error, after all tries."""
     with serve({}) as gone:
         url = Url.parse(gone.url + "f")
-    error = error_of(lambda: read_header(url, SOON))
+    error = error_of(lambda: patiently(SOON, read_header, url))
     assert "0 of them in 3 tries, the last: " in str(error)
     assert "refused" in str(error)
 
@@ -495,7 +496,10 @@ def test_what_will_not_pass_is_one_error_at_once(site: Site, act: Answer, proble
 def test_lengths_that_are_none(site: Site, headers: dict[str, str | None]) -> None:
     """What the HTTP library cannot read is one error, after all tries."""
     site.always["/f"] = Answer(headers=headers)
-    for call in (lambda: read(site), lambda: read_file(Url.parse(site.url + "f"), NBYTES, SOON)):
+    for call in (
+        lambda: read(site),
+        lambda: patiently(SOON, read_file, Url.parse(site.url + "f"), NBYTES),
+    ):
         assert "in 3 tries, the last: " in str(error_of(call))
 
 
@@ -520,7 +524,7 @@ def test_odd_versions(site: Site) -> None:
     """A version may have any letters and any length; it is compared, and shown in short."""
     tag = "\xff\x80" * 20_000
     site.always["/f"] = Answer(headers={"ETag": tag})
-    with HttpReader(version(site).of_version(f"ETag: {tag}"), NBYTES, SOON) as reader:
+    with patiently(SOON, HttpReader, version(site).of_version(f"ETag: {tag}"), NBYTES) as reader:
         reader.read_into(0, memoryview(bytearray(NBYTES)))
     error = error_of(lambda: read(site))
     assert error.problem == "has changed since its header was read"
@@ -530,7 +534,7 @@ def test_odd_versions(site: Site) -> None:
 def test_cookies_are_not_kept(site: Site) -> None:
     """One that cannot be sent back ends no request after it."""
     site.always["/f"] = Answer(headers={"Set-Cookie": "a=\xff\xfe"})
-    with HttpReader(version(site), NBYTES, SOON) as reader:
+    with patiently(SOON, HttpReader, version(site), NBYTES) as reader:
         for _ in range(2):
             reader.read_into(0, memoryview(bytearray(10)))
     assert all("Cookie" not in request.headers for request in site.requests)
@@ -541,21 +545,23 @@ def test_huge_lengths_of_files(site: Site) -> None:
     site.files["/f"] = bytes.fromhex("ffffffffffffff7f") + bytes(2**18)
     total = "9" * 19
     site.always["/f"] = Answer(headers={"Content-Range": f"bytes 0-262143/{total}"})
-    assert isinstance(error_of(lambda: read_header(Url.parse(site.url + "f"), SOON)), HeaderError)
+    assert isinstance(
+        error_of(lambda: patiently(SOON, read_header, Url.parse(site.url + "f"))), HeaderError
+    )
     site.always["/f"] = Answer(headers={"Content-Length": total, "Content-Range": None})
-    error = error_of(lambda: read_file(Url.parse(site.url + "f"), NBYTES, HASTY))
+    error = error_of(lambda: patiently(HASTY, read_file, Url.parse(site.url + "f"), NBYTES))
     assert "in 3 tries" in str(error)
 
 
 def test_a_file_of_unknown_length(site: Site) -> None:
     """A server that does not say how long a file is cannot be held to it."""
     site.always["/f"] = Answer(headers={"Content-Range": "bytes 0-262143/*"})
-    assert "how long" in str(error_of(lambda: read_header(version(site), SOON)))
+    assert "how long" in str(error_of(lambda: patiently(SOON, read_header, version(site))))
 
 
 def test_a_host_that_is_not_there() -> None:
     """A name that does not exist is said at once, or after all tries where the resolver is away."""
-    error = error_of(lambda: read_header(Url.parse("http://nowhere.invalid/f"), SOON))
+    error = error_of(lambda: patiently(SOON, read_header, Url.parse("http://nowhere.invalid/f")))
     assert "no such host" in str(error) or "resol" in str(error)
 
 
@@ -574,7 +580,7 @@ def test_a_file_that_changes_is_an_error_and_never_a_mixture(site: Site, validat
         replace_cut(other)(handler, data)
 
     out = bytearray(NBYTES)
-    with HttpReader(url, NBYTES, SOON) as reader:
+    with patiently(SOON, HttpReader, url, NBYTES) as reader:
         site.always["/f"] = other
         reader.read_into(0, memoryview(out))
         site.acts["/f"].append(change)
@@ -595,7 +601,7 @@ def replace_cut(answer: Answer) -> Answer:
 def test_a_file_that_gets_longer_or_shorter(site: Site) -> None:
     """As of files on this machine: truncated, or longer than its header says."""
     url = version(site)
-    with HttpReader(url, NBYTES, SOON) as reader:
+    with patiently(SOON, HttpReader, url, NBYTES) as reader:
         site.files["/f"] += b"x"
         assert isinstance(
             error_of(lambda: reader.read_into(0, memoryview(bytearray(1)))), HeaderError
@@ -610,7 +616,10 @@ def test_a_file_that_gets_longer_or_shorter(site: Site) -> None:
 def test_a_server_without_versions(site: Site) -> None:
     """Where neither ETag nor Last-Modified is sent, the length is all that can be compared."""
     site.always["/f"] = Answer(headers={"ETag": None, "Last-Modified": None})
-    with HttpReader(Url.parse(site.url + "f"), NBYTES, SOON) as reader, reader.view(3, 9) as seen:
+    with (
+        patiently(SOON, HttpReader, Url.parse(site.url + "f"), NBYTES) as reader,
+        reader.view(3, 9) as seen,
+    ):
         assert seen == site.files["/f"][3:9]
 
 
@@ -630,7 +639,7 @@ def test_a_redirect_is_followed_once(site: Site) -> None:
         entrance.always["/f"] = Redirect(site.url + "f?signed=1")
         url = Url.parse(entrance.url + "f").of_version(version(site).version)
         out = bytearray(10)
-        with HttpReader(url, NBYTES, SOON) as reader:
+        with patiently(SOON, HttpReader, url, NBYTES) as reader:
             for _ in range(3):
                 reader.read_into(0, memoryview(out))
             assert (len(entrance.requests), len(site.requests)) == (1, 3)

@@ -30,6 +30,7 @@ from remote_server import (
     full,
     make_certificate,
     no_proxy,
+    patiently,
     serve,
     serve_raw,
 )
@@ -132,7 +133,7 @@ def begin(reader: HttpReader) -> Callable[[], Exception | None]:
 def test_a_try_has_one_deadline(in_phase: Callable[[str], tuple[RawSite, Url]], name: str) -> None:
     """A server that sends a byte now and then holds no phase of a request beyond it."""
     _, url = in_phase(name)
-    with HttpReader(url, NBYTES, BRIEF) as reader:
+    with patiently(BRIEF, HttpReader, url, NBYTES) as reader:
         error = begin(reader)()
     assert PHASES[name].reason in str(error)
     assert "in 1 try: " in str(error)
@@ -144,7 +145,7 @@ def test_a_stop_wakes_every_phase(
 ) -> None:
     """Who reads is woken by a stop from another thread, whatever it waits for."""
     site, url = in_phase(name)
-    with HttpReader(url, NBYTES, LONG) as reader:
+    with patiently(LONG, HttpReader, url, NBYTES) as reader:
         error = begin(reader)
         assert site.reached.wait(FOREVER)
         reader.stop()
@@ -155,9 +156,9 @@ def test_no_connection_is_waited_for_beyond_the_deadline() -> None:
     """A host that takes no connection and refuses none: by its deadline, or by a stop."""
     with full() as port:
         url = Url.parse(f"http://127.0.0.1:{port}/f")
-        with HttpReader(url, NBYTES, BRIEF) as reader:
+        with patiently(BRIEF, HttpReader, url, NBYTES) as reader:
             assert "no connection within 0.4 s" in str(read(reader))
-        with HttpReader(url, NBYTES, LONG) as reader:
+        with patiently(LONG, HttpReader, url, NBYTES) as reader:
             error = begin(reader)
             time.sleep(0.3)  # nothing shows that it has begun
             reader.stop()
@@ -179,10 +180,10 @@ def test_a_proxy_of_tls_that_drips(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with serve_raw(act) as site:
         monkeypatch.setenv("HTTPS_PROXY", site.url.replace("http", "https"))
         url = Url.parse("https://there.example/f")
-        with HttpReader(url, NBYTES, BRIEF) as reader:
+        with patiently(BRIEF, HttpReader, url, NBYTES) as reader:
             assert "in 1 try: no " in str(begin(reader)())
         site.reached.clear()
-        with HttpReader(url, NBYTES, LONG) as reader:
+        with patiently(LONG, HttpReader, url, NBYTES) as reader:
             error = begin(reader)
             assert site.reached.wait(FOREVER)
             reader.stop()
@@ -195,7 +196,7 @@ def test_headers_that_do_not_end_are_one_error_at_once(kind: bytes) -> None:
     head = b"" if kind.startswith(b"HTTP") else b"HTTP/1.1 206 OK\r\n"
     with serve_raw(Drip(head, again=kind * 1000, seconds=0)) as site:
         url = Url.parse(site.url + "f")
-        with HttpReader(url, NBYTES, Patience(read_seconds=60, tries=1)) as reader:
+        with patiently(Patience(read_seconds=60, tries=1), HttpReader, url, NBYTES) as reader:
             begun = time.process_time()
             error = begin(reader)()
             burnt = time.process_time() - begun
@@ -219,7 +220,7 @@ def test_a_slow_line_that_gets_on_is_no_stall() -> None:
     out = bytearray(NBYTES)
     with (
         serve_raw(slowly) as site,
-        HttpReader(Url.parse(site.url + "f"), NBYTES, BRIEF) as reader,
+        patiently(BRIEF, HttpReader, Url.parse(site.url + "f"), NBYTES) as reader,
     ):
         reader.read_into(0, memoryview(out))
     assert out == whole
@@ -240,7 +241,7 @@ def test_time_that_the_caller_takes_is_not_the_servers() -> None:
     sizes: list[int] = []
     with serve({"/f": os.urandom(NBYTES)}) as site:
         patience = Patience(read_seconds=0.2, tries=1)
-        download(Url.parse(site.url + "f"), Slow(), NBYTES, patience)  # type: ignore[arg-type]
+        patiently(patience, download, Url.parse(site.url + "f"), Slow(), NBYTES)  # type: ignore[arg-type]
     assert sum(sizes) == NBYTES
 
 
@@ -249,7 +250,7 @@ def test_an_end_that_is_not_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     body = os.urandom(NBYTES)
     with serve_raw(Drip(CHUNKED + b"%x\r\n" % NBYTES + body + b"\r\n")) as site:
         out = bytearray(NBYTES)
-        with HttpReader(Url.parse(site.url + "f"), NBYTES, BRIEF) as reader:
+        with patiently(BRIEF, HttpReader, Url.parse(site.url + "f"), NBYTES) as reader:
             reader.read_into(0, memoryview(out))
     assert out == body
     assert len(site.requests) == 1
@@ -261,7 +262,10 @@ def test_a_stop_leaves_the_connections_of_others(tmp_path: Path) -> None:
     with serve({"/f": whole}) as site:
         url = Url.parse(site.url + "f").of_version(f'ETag: "{etag(whole)}"')
         site.acts["/f"].extend([Answer(), Answer(stall=1000)])
-        one, other = HttpReader(url, NBYTES, LONG), HttpReader(url, NBYTES, LONG)
+        one, other = (
+            patiently(LONG, HttpReader, url, NBYTES),
+            patiently(LONG, HttpReader, url, NBYTES),
+        )
         one.read_into(0, memoryview(bytearray(10)))
         error = begin(other)
         while len(site.requests) < 2:

@@ -17,11 +17,15 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from http.server import ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import needs
 import pytest
 from range_server import RangeHandler
+
+from streamload.files.connections import Patience
+
+T = TypeVar("T")
 
 Act = Callable[["Handler", bytes], None]
 
@@ -341,6 +345,13 @@ def full() -> Iterator[int]:
             waiting.setblocking(False)
             waiting.connect_ex(listener.getsockname())
         yield listener.getsockname()[1]
+
+
+def patiently(patience: Patience, call: Callable[..., T], *arguments: object) -> T:
+    """Call with other timeouts and tries than those of the environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Patience, "from_environment", lambda: patience)
+        return call(*arguments)
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,8 @@
-"""Checkpoints that torch.save writes: a zip archive with a pickle and the memory of tensors.
+"""Reads checkpoints that torch.save writes: a zip archive with a pickle and the tensors' bytes.
 
 ``data.pkl`` describes the tensors (see `streamload.formats.torch.unpickler`); each storage is an
-entry of its own, ``data/0`` and so on. A tensor is a view of a storage. If its elements follow each
-other, it is a range of the file, which may overlap with others; if not, it is a
+entry of its own, ``data/0`` and so on. A tensor is a view of a storage. If its elements are
+contiguous, it is a range of the file, which may overlap others; if not, it is a
 `streamload.files.header.View`.
 
 Source: ``torch/serialization.py`` of torch 2.13 and ``caffe2/serialize/inline_container.h`` of the
@@ -23,7 +23,7 @@ from streamload.core.memory import first_that_fits
 from streamload.core.tensors import TensorInfo
 from streamload.core.units import round_up
 from streamload.errors import HeaderError
-from streamload.files.header import Header, View, describe, is_text, some
+from streamload.files.header import Header, View, check_name, describe, some
 from streamload.files.limits import check_nbytes
 from streamload.formats.reader import File, FormatReader, read_exactly, register_reader
 from streamload.formats.torch import zip_entries
@@ -33,7 +33,7 @@ from streamload.formats.torch.unpickler import load
 _SAVE = 'torch.save(model.state_dict(), "model.pth")'
 _AGAIN = 'torch.save(torch.load("{name}", weights_only=True), "model.pth")'
 
-# The first bytes of files of torch.save before version 1.6, and of others with such names.
+# First bytes of files that torch.save wrote before version 1.6; then those of other kinds of files.
 _LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _TAR_AT, _TAR = 257, b"ustar"
 _HEAD_NBYTES = 512
@@ -48,24 +48,23 @@ _LOOKALIKES = {
 #: Files that Trainers write with the weights, by the beginnings of their names.
 _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "random_states")
 
-_LONG_NBYTES = 2**20  # of a pickle: memory is looked at before it is read
-_DEEPEST = 8  # dicts inside dicts that are looked at
+_LONG_NBYTES = 2**20  # of a pickle: free memory is checked before a longer one is read
+_DEEPEST = 8  # levels of nested dicts that are searched
 _LISTED = 8
 _SHOWN = 80  # letters of a key
 #: The key of the outermost dict.
 ROOT = "."
-# Places of views are multiples of this, below an int64's most.
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # of the virtual ranges of views
 _PAGE = 4096
-_MOST_NBYTES = 2**62
+_MOST_NBYTES = 2**62  # end of the last view: fits an int64
 
 
 @dataclass(frozen=True)
 class TorchZip(FormatReader):
-    """Reads files of torch.save.
+    """Reads the headers of torch.save's files; see `FormatReader`.
 
     Attributes:
-        key: the dict whose tensors are the checkpoint; None for the only one that holds any.
+        key: key of the dict whose tensors are the checkpoint; None for the only dict with tensors.
     """
 
     key: str | None = None
@@ -76,28 +75,24 @@ class TorchZip(FormatReader):
     index = "pytorch_model.bin.index.json"
 
     def looks(self, head: bytes) -> bool:
-        """See `FormatReader.looks`."""
         stop = 30 + int.from_bytes(head[26:28], "little")
         is_zip = head.startswith(zip_entries.MAGIC) and head[30:stop].endswith(b"/data.pkl")
         return is_zip or head[2:].startswith(_LEGACY)
 
     def weights(self, names: Sequence[str]) -> Sequence[str]:
-        """See `FormatReader.weights`."""
         found = [name for name in names if not name.startswith(_NO_WEIGHTS)]
         return [name for name in found if not name.endswith(".bin") or "model" in name]
 
     def keyed(self, key: str | None) -> FormatReader:
-        """See `FormatReader.keyed`."""
         return self if key is None else TorchZip(key)
 
     def read_header(self, file: File) -> Header:
-        """See `FormatReader.read_header`."""
         archive = _Archive.of(file)
         found = archive.unpickled()
         chosen = _chosen(file, found, self.key)
         infos: list[TensorInfo] = []
         views: list[View] = []
-        after = round_up(file.nbytes, _PAGE) + _PAGE  # nothing is read together with the file's end
+        after = round_up(file.nbytes, _PAGE) + _PAGE  # apart from the last block of the file
         for name, tensor in chosen.items():
             info, view = archive.place(name, tensor, after)
             infos.append(info)
@@ -122,7 +117,7 @@ class TorchZip(FormatReader):
 
 @dataclass(frozen=True, slots=True)
 class _Archive:
-    """The entries of a file of torch's, by their names without the prefix."""
+    """A zip archive of torch.save; ``entries`` are by name without the folder ``prefix``."""
 
     file: File
     prefix: str
@@ -130,7 +125,7 @@ class _Archive:
 
     @classmethod
     def of(cls, file: File) -> _Archive:
-        """Read a file's directory; HeaderError if another program wrote it, or an old torch."""
+        """Return the archive of a file; raise HeaderError if no recent torch.save wrote it."""
         head = file.read(0, _HEAD_NBYTES)
         if not head.startswith(zip_entries.MAGIC):
             _refuse_other(file, head)
@@ -155,7 +150,7 @@ class _Archive:
         return cls(file, prefix, entries)
 
     def find(self, name: str) -> zip_entries.Entry | None:
-        """An entry, if there is one; HeaderError if it is compressed."""
+        """Return the entry of this name or None; raise HeaderError if it is compressed."""
         entry = self.entries.get(name)
         if entry is not None and entry.method:
             raise HeaderError(
@@ -168,12 +163,12 @@ class _Archive:
 
     @property
     def data_start(self) -> int:
-        """The first byte of all storages, also of tensors that are not chosen."""
+        """The first file byte of all storages, chosen or not; 0 without any."""
         starts = (e.start for name, e in self.entries.items() if name.startswith("data/"))
         return min(starts, default=0)
 
     def unpickled(self) -> Any:
-        """The objects of ``data.pkl``, read without running it."""
+        """Return the objects of ``data.pkl``, read without running it; raise HeaderError."""
         self._check_byteorder()
         path, entry = self.file.path, self.find("data.pkl")
         assert entry is not None, "its name gave the prefix"
@@ -191,6 +186,7 @@ class _Archive:
             raise HeaderError(path, f"data.pkl {error}", expected, error.found) from error
 
     def _check_byteorder(self) -> None:
+        """Raise HeaderError if a big-endian machine wrote the file."""
         entry = self.find("byteorder")
         if entry is None:
             return  # before torch 2.1
@@ -206,10 +202,12 @@ class _Archive:
             )
 
     def place(self, name: str, tensor: Tensor, after: int) -> tuple[TensorInfo, View | None]:
-        """The place of a tensor: in the file, or as a view at ``after``."""
+        """Return a tensor with its range: in the file, or of the returned view at byte ``after``.
+
+        Raise HeaderError if the tensor or its storage is not valid.
+        """
         fail = partial(HeaderError, self.file.path, tensor=name)
-        if not is_text(name):
-            raise fail("the name is not valid", "Unicode text", "half a surrogate pair")
+        check_name(name, self.file.path)
         if tensor.problem or tensor.storage is None:
             raise fail(f"cannot be read: {tensor.problem}", "a dense tensor with values")
         dtype = BY_NAME.get(tensor.dtype)
@@ -262,7 +260,7 @@ def _refuse_other(file: File, head: bytes) -> None:
 
 
 def _check_layout(fail: Callable[..., HeaderError], tensor: Tensor) -> None:
-    """Hold the shape and the strides of a tensor to the rules of torch's."""
+    """Raise ``fail(...)`` if a tensor's offset, shape or strides break torch's rules."""
     shape, strides = tensor.shape, tensor.strides
     if len(shape) != len(strides):
         given = f"{len(shape)} lengths and {len(strides)} strides"
@@ -276,7 +274,7 @@ def _check_layout(fail: Callable[..., HeaderError], tensor: Tensor) -> None:
 
 
 def _axes(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """Lengths and strides of as few axes as possible: one of stride 1 if elements follow."""
+    """Return lengths and strides of as few axes as possible: one of stride 1 if contiguous."""
     axes: list[tuple[int, int]] = []
     for n, stride in zip(shape, strides, strict=True):
         if n == 1:
@@ -291,12 +289,12 @@ def _axes(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]
 # --- which tensors --------------------------------------------------------------------------------
 
 
-#: The keys on the way to a dict, from the last one: (its own, those before); None at the outermost.
+#: The keys that lead to a dict, as a linked list: (last key, those before); None for the outermost.
 _Way: TypeAlias = "tuple[str, _Way] | None"
 
 
 def _chosen(file: File, root: Any, key: str | None) -> Mapping[str, Tensor]:
-    """The dict that holds the tensors."""
+    """Return the tensors of the dict at ``key``, or of the only one; raise HeaderError."""
     if key is not None and (tensors := _tensors_at(root, key)):
         return tensors
     found = sorted(_holders(root), key=lambda one: -len(one[1]))
@@ -319,9 +317,9 @@ def _chosen(file: File, root: Any, key: str | None) -> Mapping[str, Tensor]:
 
 
 def _holders(root: Any) -> Iterator[tuple[_Way, dict[str, Tensor]]]:
-    """The dicts that hold tensors by name, each once, and the way to them.
+    """Yield each dict that holds tensors by name, with the keys that lead to it.
 
-    Only names lead on: an optimizer's tensors are below the numbers of its parameters.
+    Only string keys are followed: an optimizer's tensors are below numbers of parameters.
     """
     seen: set[int] = set()
     level: list[tuple[_Way, Any]] = [(None, root)] if type(root) is dict else []
@@ -338,9 +336,9 @@ def _holders(root: Any) -> Iterator[tuple[_Way, dict[str, Tensor]]]:
 
 
 def _tensors_at(root: Any, key: str) -> dict[str, Tensor]:
-    """The tensors of the dict that a key leads to; none if there is no such dict.
+    """Return the tensors of the dict at a dotted key; {} if there is no such dict.
 
-    Several keys may lead to one dict, and a name may have dots: each way to cut the key is tried.
+    Keys of dicts may have dots themselves: each way to cut the key is tried.
     """
     ends = [at for at, letter in enumerate(key) if letter == "."] + [len(key)]
     level = {(id(root), 0): root} if type(root) is dict else {}
@@ -360,11 +358,12 @@ def _tensors_at(root: Any, key: str) -> dict[str, Tensor]:
 
 
 def _tensors_in(found: Mapping[Any, Any]) -> dict[str, Tensor]:
+    """Return the members of a dict that are tensors with string keys."""
     return {k: v for k, v in found.items() if type(k) is str and type(v) is Tensor}
 
 
 def _key(way: _Way) -> str:
-    """The key of a dict; computed for one at a time, since keys may be long and shared."""
+    """Return the dotted key of a dict; computed when needed, since keys may be long and shared."""
     keys: list[str] = []
     while way is not None:
         key, way = way

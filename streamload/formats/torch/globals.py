@@ -1,7 +1,7 @@
-"""The names that the pickle of a torch checkpoint may use, and the records they become.
+"""The globals that a torch checkpoint's pickle may name, and the records that replace their calls.
 
-Strings, numbers, tuples, lists and dicts are what they are; `Tensor` describes a tensor, and
-`Opaque` stands for plain values that are not read (bytes, sets, floats in text). Any name beyond
+Strings, numbers, tuples, lists and dicts are read as such; `Tensor` describes a tensor, and
+`Opaque` replaces plain values that are not read (bytes, sets, floats in text). Any name outside of
 the table is an error.
 
 Sources, of torch 2.13: ``torch/_utils.py`` (the ``_rebuild_`` functions and their arguments),
@@ -17,12 +17,12 @@ from typing import Any, NoReturn
 from streamload.core.dtypes import BY_NAME
 
 _MOST_AXES = 64  # as torch has
-_LONGEST_KEY = 64  # of a storage: torch counts them
+_LONGEST_KEY = 64  # of a storage: torch uses small numbers
 _SCALARS = frozenset((str, int, float, bool, type(None)))
 
 
 class PickleError(ValueError):
-    """A pickle that is not of a torch checkpoint; if ``named``, ``found`` could be called."""
+    """Raised for a pickle that is no torch checkpoint; ``named``: ``found`` is a global's name."""
 
     def __init__(self, problem: str, expected: str, found: str, *, named: bool = False) -> None:
         super().__init__(problem)
@@ -31,21 +31,22 @@ class PickleError(ValueError):
         self.named = named
 
 
-#: Raises PickleError for arguments that none of torch's functions has: expected, found.
+#: Raises PickleError for invalid arguments of a function: called with expected, found.
 Refuse = Callable[[str, str], NoReturn]
 
 
 class Opaque:
-    """A plain value that is not read; each is equal only to itself."""
+    """Replaces a plain value that is not read; equal only to itself."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A name with its module that the pickle may use; never the Python object.
+    """A global that a pickle may name, as a record: the Python object is never imported.
 
-    ``value`` is the dtype of a storage, or why a tensor cannot be read.
+    ``role`` decides in `called` how its call is read; ``value`` is the dtype of a storage, or why a
+    tensor cannot be read.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Global:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The memory of tensors, the entry ``data/key`` of the archive; torch's name of its dtype."""
+    """The memory of tensors: the entry ``data/key`` of the archive, ``numel`` of a torch dtype."""
 
     key: str
     dtype: str
@@ -64,9 +65,9 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor as the pickle describes it; only the kinds of values are checked.
+    """A tensor as the pickle describes it; only the types of the fields are checked.
 
-    ``offset`` and ``strides`` count elements. With a ``problem`` it cannot be read.
+    ``offset`` and ``strides`` count elements. ``problem`` is why it cannot be read, or "".
     """
 
     storage: Storage | None
@@ -77,7 +78,7 @@ class Tensor:
     problem: str = ""
 
 
-#: By name of a storage's class, its dtype as torch spells it.
+#: By the prefix of a storage class's name, torch's name of its dtype.
 _STORAGES = {
     "Double": "float64",
     "Float": "float32",
@@ -114,7 +115,7 @@ _UNREADABLE = {
 _TENSOR_ROLES = ("tensor", "parameter", "unreadable")
 _QSCHEMES = ("per_tensor_affine", "per_channel_affine", "per_tensor_symmetric")
 
-#: Every name that a pickle may use, by its module and itself.
+#: By module and name, the role and the value of each global that a pickle may name.
 _GLOBALS: Mapping[tuple[str, str], tuple[str, str]] = {
     ("collections", "OrderedDict"): ("dict", ""),
     ("collections", "Counter"): ("dict", ""),
@@ -145,7 +146,7 @@ _GLOBALS: Mapping[tuple[str, str], tuple[str, str]] = {
 
 
 def named(module: str, name: str) -> Global:
-    """The record of a name; PickleError if the table lacks it."""
+    """Return the record of a global; raise PickleError if it is not in the table."""
     found = _GLOBALS.get((module, name))
     if found is None:
         said = f"{module[:100]}.{name[:100]}"
@@ -159,17 +160,17 @@ def named(module: str, name: str) -> Global:
 
 
 def kind_of(value: object) -> str:
-    """The kind of an object; its content may be endless."""
+    """Return the name of an object's type for an error, since its content may be endless."""
     return value.name if isinstance(value, Global) else type(value).__name__
 
 
 def key_of(key: Any) -> Any:
-    """A scalar key, or one that equals no other: hashing a tuple descends into it."""
+    """Return a dict's key if it is a scalar, else an `Opaque`: hashing tuples may recurse."""
     return key if type(key) in _SCALARS else Opaque()
 
 
 def storage_of(found: Any, refuse: Refuse) -> Storage:
-    """A storage, by its persistent id: a tuple of five."""
+    """Return the storage of a persistent id, a tuple of five; call ``refuse`` for anything else."""
     match found:
         case ("storage", Global(role="storage", value=dtype), str(key), str(), int(numel)):
             if numel < 0 or len(key) > _LONGEST_KEY:
@@ -182,19 +183,15 @@ def storage_of(found: Any, refuse: Refuse) -> Storage:
 
 
 def called(function: Any, arguments: Any, refuse: Refuse) -> Any:
-    """The record of a function's result for its arguments; it is not called."""
+    """Return the record of a function's result without calling it; ``refuse`` invalid arguments."""
     if type(arguments) is not tuple or not isinstance(function, Global):
         found = f"{kind_of(function)} and {kind_of(arguments)}"
         refuse("one of torch's functions, and a tuple", found)
     match function.role, arguments:
-        case "dict", ():
-            return {}
-        case "dict", (dict(given),):
-            return dict(given)  # of its own, as torch makes it: either may change afterwards
-        case "size", (tuple(shape),):
-            return shape
-        case "size", ():
-            return ()
+        case "dict", () | (dict(),):
+            return dict(*arguments)  # a copy, as torch makes it: either may change afterwards
+        case "size", () | (tuple(),):
+            return tuple(*arguments)
         case "plain", _:
             return Opaque()
         case "unreadable", _:
@@ -204,13 +201,13 @@ def called(function: Any, arguments: Any, refuse: Refuse) -> Any:
         case "parameter", (Tensor() as data, *_):
             return data
         case "from_type", (Global() as inner, Global(role="class"), tuple(given), *_):
-            if inner.role in _TENSOR_ROLES:  # of its own kind, the file would decide the depth
+            if inner.role in _TENSOR_ROLES:  # not "from_type" again: unbounded recursion
                 return called(inner, given, refuse)
     refuse(f"arguments of {function.name}", f"{len(arguments)} others")
 
 
 def _tensor(function: Global, arguments: tuple[Any, ...], refuse: Refuse) -> Tensor:
-    """A tensor that is a view of a storage, by the arguments of ``_rebuild_tensor*``."""
+    """Return the tensor that ``_rebuild_tensor*`` would make of these arguments."""
     storage, offset, shape, strides = (*arguments, None, None, None)[:4]
     rest = arguments[4:]
     dtype = storage.dtype
@@ -220,7 +217,7 @@ def _tensor(function: Global, arguments: tuple[Any, ...], refuse: Refuse) -> Ten
     metadata = rest[-1] if len(rest) > 2 and type(rest[-1]) is dict else {}
     if type(offset) is not int or not all(
         type(each) is tuple
-        and len(each) <= _MOST_AXES  # first: one long tuple may be given to many tensors
+        and len(each) <= _MOST_AXES  # first: many tensors may share one long tuple
         and all(type(number) is int for number in each)
         for each in (shape, strides)
     ):

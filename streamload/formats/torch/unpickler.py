@@ -1,11 +1,11 @@
-"""The pickle of a torch checkpoint, read without running any of it.
+"""Reads the pickle of a torch checkpoint without running any of it.
 
-A pickle is a program: opcodes that push, build and call. Python's own unpickler calls what it is
-told to call, and even with a closed `find_class` it hashes keys of any depth, allocates memo
-slots and buffers by numbers in the file, and sets attributes. This one interprets the opcodes
-itself, with the table of `pickletools` to cut them: each opcode makes at most one object of a few
-words, in a time that its own bytes justify; nothing is looked up by a name of the file but in the
-table of `streamload.formats.torch.globals`, and nothing is called.
+A pickle is a program: opcodes that push, build and call. Python's own unpickler calls functions
+that the file names, and even with a closed `find_class` it hashes keys of any depth, allocates memo
+slots and buffers by numbers in the file, and sets attributes. This module interprets the opcodes
+itself, cut by the table of `pickletools`: each opcode makes at most one object of a few words, in
+time proportional to its own bytes; names are looked up only in the table of
+`streamload.formats.torch.globals`, and nothing is called.
 
 Source: the documentation of Python's `pickletools`.
 """
@@ -34,9 +34,10 @@ from streamload.formats.torch.globals import (
 
 
 def load(data: bytes) -> Any:
-    """The content of a pickle: tuples, lists, dicts, strings, numbers, `Tensor` and `Opaque`.
+    """Return the content of a pickle: tuples, lists, dicts, strings, numbers, `Tensor`, `Opaque`.
 
-    Its objects may refer to themselves, and to the same object many times.
+    Objects may refer to themselves, and several times to one object. Raise PickleError if the
+    pickle is not valid, or not of a torch checkpoint.
     """
     return _Machine(data).run()
 
@@ -51,31 +52,29 @@ _LENGTHS = {
     pickletools.TAKEN_FROM_ARGUMENT4U: 4,
     pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
-_LINES = {"GLOBAL": 2, "INST": 2}  # arguments of so many lines, of opcodes that have lines
-# An opcode makes one object, and one place for it, of at most so many bytes. After so many opcodes
-# free memory is looked at.
-_OPCODE_NBYTES = 128
-_CHECKED_OPCODES = 2**18
+_LINES = {"GLOBAL": 2, "INST": 2}  # lines of an opcode's argument; 1 for others
+_OPCODE_NBYTES = 128  # most bytes of the object that an opcode makes, and of the reference to it
+_CHECKED_OPCODES = 2**18  # free memory is checked after each of these
 _SHORT_NBYTES = 2**10
 _MAX_INT = 2**63
 _MOST_DIGITS = 20
 
 
 class _Machine:
-    """A stack, a memo, and the opcodes that change them."""
+    """The state of the pickle interpreter: a stack, a memo, and the position in the pickle."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self.at = 0  # the next byte
-        self._byte = 0  # the opcode that is done
+        self._byte = 0  # the current opcode
         self.stack: list[Any] = []
-        self.below: list[list[Any]] = []  # one for each mark
+        self.below: list[list[Any]] = []  # the stacks below the marks
         self.memo: dict[int, Any] = {}
-        self._storages: dict[str, Storage] = {}  # by their keys
-        self._copied = 0  # entries of dicts
+        self._storages: dict[str, Storage] = {}  # by key
+        self._copied = 0  # entries of dicts copied so far
 
     def run(self) -> Any:
-        """Run the opcodes up to STOP."""
+        """Interpret the opcodes up to STOP and return the object left on the stack."""
         data, end, opcodes = self._data, len(self._data), _OPCODES
         while True:
             for _ in repeat(None, _CHECKED_OPCODES):
@@ -98,18 +97,18 @@ class _Machine:
 
     @property
     def name(self) -> str:
-        """The opcode that is done."""
+        """The name of the current opcode."""
         return _NAMES[self._byte]
 
     def _check_memory(self, count: int) -> None:
-        """Raise PlanInfeasibleError if memory has no room for so many objects more."""
+        """Raise PlanInfeasibleError if free memory is too small for ``count`` more objects."""
         needed_nbytes = count * _OPCODE_NBYTES
         first_that_fits([(None, needed_nbytes)], [("objects of a pickle", needed_nbytes)])
 
     def count_copied(self, count: int) -> None:
-        """Count entries of a dict that is copied; refuse more of them than the file has bytes.
+        """Count the entries of a dict to copy; raise PickleError for more than the file has bytes.
 
-        Each dict that torch.save writes is copied once at most: time stays linear.
+        torch.save's own dicts are copied once at most, so this keeps the time linear.
         """
         before, self._copied = self._copied, self._copied + count
         if self._copied > len(self._data):
@@ -118,9 +117,9 @@ class _Machine:
             self._check_memory(max(count, _CHECKED_OPCODES))
 
     def storage(self, found: Storage) -> Storage:
-        """The storage of that key: torch keeps the first."""
+        """Return the first storage of this key; raise PickleError if ``found`` differs from it."""
         if not found.numel and found.key not in self._storages:
-            return found  # there is nothing to keep
+            return found  # torch does not keep empty ones
         first = self._storages.setdefault(found.key, found)
         if first != found:
             said = (f"{each.numel} of {each.dtype}" for each in (first, found))
@@ -128,7 +127,10 @@ class _Machine:
         return first
 
     def _argument(self, kind: int) -> _Raw:
-        """The bytes of an opcode's argument, without its length."""
+        """Return the current opcode's argument, without its length, and move past it.
+
+        ``kind`` is `pickletools`' number of bytes, or a negative code of a kind of argument.
+        """
         data, at = self._data, self.at
         if kind >= 0:
             stop = at + kind
@@ -150,33 +152,33 @@ class _Machine:
         return data[at:stop] if stop - at < _SHORT_NBYTES else memoryview(data)[at:stop]
 
     def pop(self) -> Any:
-        """Take the object on top."""
+        """Remove and return the top of the stack; raise PickleError if it is empty."""
         try:
             return self.stack.pop()
         except IndexError:
             self.refuse("an object on the stack", "none")
 
     def top(self, kind: type[Any]) -> Any:
-        """The object on top, which stays, and is of a kind."""
+        """Return the top of the stack without removing it; raise PickleError for another type."""
         found = self.stack[-1] if self.stack else None
         if type(found) is not kind:
             self.refuse(f"a {kind.__name__} on the stack", kind_of(found))
         return found
 
     def mark(self) -> None:
-        """Begin to collect objects."""
+        """Start a new stack above the current one, as MARK does."""
         self.below.append(self.stack)
         self.stack = []
 
     def since_mark(self) -> list[Any]:
-        """Take all objects from the last mark on."""
+        """Remove and return all objects above the last mark, and the mark."""
         if not self.below:
             self.refuse("a mark on the stack", "none")
         found, self.stack = self.stack, self.below.pop()
         return found
 
     def refuse(self, expected: str, found: str) -> NoReturn:
-        """Raise PickleError for the opcode that is done."""
+        """Raise PickleError for the current opcode."""
         raise PickleError(f"{self.name} at byte {self.at} is not valid", expected, found) from None
 
 
@@ -198,6 +200,8 @@ def _proto(machine: _Machine, raw: _Raw) -> None:
 
 
 def _pushes(make: Callable[[_Raw], Any]) -> _Action:
+    """Return the action of an opcode that pushes ``make`` of its argument."""
+
     def action(machine: _Machine, raw: _Raw) -> None:
         try:
             machine.stack.append(make(raw))
@@ -208,12 +212,12 @@ def _pushes(make: Callable[[_Raw], Any]) -> _Action:
 
 
 def _integer(raw: _Raw) -> Any:
-    """Little-endian, with a sign; opaque beyond 64 bits."""
+    """Return a signed little-endian integer; an `Opaque` beyond 64 bits."""
     return int.from_bytes(raw, "little", signed=True) if len(raw) <= 8 else Opaque()
 
 
 def _digits(raw: _Raw) -> Any:
-    """In text; ``00`` and ``01`` are False and True."""
+    """Return an integer written as text; ``00`` and ``01`` are False and True."""
     text = bytes(raw[: _MOST_DIGITS + 2]).strip().removesuffix(b"L")
     if text in (b"00", b"01"):
         return text == b"01"
@@ -226,27 +230,28 @@ def _text(raw: _Raw) -> str:
 
 
 def _quoted(raw: _Raw) -> str:
+    """Return a quoted string with Python's escapes, up to a newline."""
     text = bytes(raw[:-1]).strip()
     if len(text) < 2 or text[:1] != text[-1:] or text[:1] not in (b"'", b'"'):
         raise ValueError("a string without quotes")
     return codecs.escape_decode(text[1:-1])[0].decode()
 
 
-def _tuple_1(machine: _Machine, raw: _Raw) -> None:
-    machine.stack.append((machine.pop(),))
+def _tuple_of(count: int) -> _Action:
+    """Return the action of an opcode that makes a tuple of the top ``count`` objects."""
 
+    def action(machine: _Machine, raw: _Raw) -> None:
+        stack = machine.stack
+        if len(stack) < count:
+            machine.refuse("an object on the stack", "none")
+        stack[-count:] = [tuple(stack[-count:])]
 
-def _tuple_2(machine: _Machine, raw: _Raw) -> None:
-    second, first = machine.pop(), machine.pop()
-    machine.stack.append((first, second))
-
-
-def _tuple_3(machine: _Machine, raw: _Raw) -> None:
-    third, second, first = machine.pop(), machine.pop(), machine.pop()
-    machine.stack.append((first, second, third))
+    return action
 
 
 def _collected(make: Callable[[list[Any]], Any]) -> _Action:
+    """Return the action of an opcode that pushes ``make`` of the objects above the last mark."""
+
     def action(machine: _Machine, raw: _Raw) -> None:
         found = machine.since_mark()
         machine.stack.append(make(found))
@@ -298,23 +303,27 @@ def _dict(machine: _Machine, raw: _Raw) -> None:
 
 
 def _fill(machine: _Machine, target: dict[Any, Any], pairs: list[Any]) -> None:
+    """Add alternating keys and values to a dict."""
     if len(pairs) % 2:
         machine.refuse("pairs of keys and values", f"{len(pairs)} objects")
     target.update(zip(map(key_of, pairs[::2]), pairs[1::2], strict=True))
 
 
 def _push_kept(machine: _Machine, index: int) -> None:
+    """Push the memo's object of this number."""
     if index not in machine.memo:
         machine.refuse("an object that was kept", f"number {index}")
     machine.stack.append(machine.memo[index])
 
 
 def _keep(machine: _Machine, index: int) -> None:
+    """Store the top of the stack in the memo under this number."""
     machine.stack.append(machine.pop())
     machine.memo[index] = machine.stack[-1]
 
 
 def _index(machine: _Machine, raw: _Raw) -> int:
+    """Return a number of the memo, written as text."""
     digits = bytes(raw[: _MOST_DIGITS + 1]).strip()
     if not digits.isdigit():
         machine.refuse("a number", repr(digits)[1:])
@@ -322,7 +331,7 @@ def _index(machine: _Machine, raw: _Raw) -> int:
 
 
 def _refused(machine: _Machine, raw: _Raw) -> None:
-    """Opcodes that build instances, or take objects from elsewhere."""
+    """Raise PickleError for opcodes that build instances or take objects from elsewhere."""
     said = f" of {kind_of(machine.stack[-1])}" if machine.stack else ""
     if machine.name == "INST":
         said = f" of {'.'.join(str(raw[:-1], 'utf-8', 'replace').split(chr(10)))}"
@@ -347,7 +356,7 @@ def _stack_global(machine: _Machine, raw: _Raw) -> None:
 
 
 def _build(machine: _Machine, raw: _Raw) -> None:
-    """Attributes of a dict, which state_dict() has (``_metadata``), are left out."""
+    """Drop the attributes of a dict, as state_dict() has (``_metadata``)."""
     machine.pop()
     machine.top(dict)
 
@@ -363,7 +372,7 @@ def _reduce(machine: _Machine, raw: _Raw) -> None:
     machine.stack.append(called(function, arguments, machine.refuse))
 
 
-#: By names of opcodes.
+#: By names of opcodes, separated by spaces, their action.
 _ALIKE: Mapping[str, _Action] = {
     "PROTO": _proto,
     "FRAME": lambda machine, raw: None,
@@ -386,9 +395,9 @@ _ALIKE: Mapping[str, _Action] = {
     "APPENDS": _appends,
     "LIST": _collected(list),
     "TUPLE": _collected(tuple),
-    "TUPLE1": _tuple_1,
-    "TUPLE2": _tuple_2,
-    "TUPLE3": _tuple_3,
+    "TUPLE1": _tuple_of(1),
+    "TUPLE2": _tuple_of(2),
+    "TUPLE3": _tuple_of(3),
     "DICT": _dict,
     "SETITEM": _set_item,
     "SETITEMS": _set_items,
@@ -412,7 +421,7 @@ _ALIKE: Mapping[str, _Action] = {
 _ACTIONS = {name: action for names, action in _ALIKE.items() for name in names.split()}
 
 _NAMES = [f"byte 0x{byte:02x}" for byte in range(256)]
-#: By byte, the kind of an opcode's argument, and its action.
+#: By byte: the kind of the opcode's argument (None without one), and its action.
 _OPCODES: list[tuple[int | None, _Action]] = [(None, _unknown)] * 256
 for _op in pickletools.opcodes:
     _NAMES[ord(_op.code)] = _op.name
