@@ -1,4 +1,4 @@
-"""IREE's parameter archives, ``.irpa``: read, and written as IREE itself writes them.
+"""IREE's parameter archives, ``.irpa``: reads them, and writes them as IREE itself does.
 
 A header of 88 bytes (little-endian, as everything) has magic, version, its own length, the distance
 to the header of another archive in the same file (0 for none), and three segments: entries,
@@ -9,12 +9,11 @@ begin at multiples of 16 bytes, data at multiples of 64, and files end at a mult
 
 Dtype and shape are in the entry's metadata, as IREE's own Python writes them: ``TENSORv0:``
 (earlier ``PYTORCH:``) and a JSON object with ``type`` (``Tensor``), ``dtype`` (numpy's name) and
-``shape``.
-Entries without them are bytes, one-dimensional U8: `open_checkpoint` gives them the dtypes and
-shapes of another checkpoint (``like=``).
+``shape``. Entries without them are bytes, one-dimensional U8: `open_checkpoint` gives them the
+dtypes and shapes of another checkpoint (``like=``).
 
 Source: github.com/iree-org/iree, ``runtime/src/iree/schemas/parameter_archive.h`` for the format,
-``runtime/src/iree/io/formats/irpa/irpa_parser.c`` for the rules that files are held to, and
+``runtime/src/iree/io/formats/irpa/irpa_parser.c`` for the rules that files must follow, and
 ``iree.runtime.io`` for the metadata of tensors.
 """
 
@@ -64,15 +63,15 @@ _PATTERNS = (1, 2, 4, 8, 16)
 _ENTRY_ALIGNMENT = 16
 _ALIGNMENT = 64
 _PAGE = 4096
-_MOST_NBYTES = 2**62  # of splats and their places, below an int64's most
-_MEMORY = 8  # bytes of memory for each byte of a header, when it is read
+_MOST_NBYTES = 2**62  # end of the last splat's virtual range: fits an int64
+_MEMORY = 8  # bytes of memory for each byte of a header while it is read
 _SAYS_TENSOR = (b"TENSORv0:", b"PYTORCH:")
 _U8 = BY_CODE["U8"]
-_Fail = Callable[..., HeaderError]  # of an entry, by its name
+_Fail = Callable[..., HeaderError]  # makes the error for one tensor: problem, expected, found
 
 
 class Irpa(FormatReader):
-    """Reads parameter archives; see `FormatReader`."""
+    """Reads the headers of parameter archives; see `FormatReader`."""
 
     name = "irpa"
     suffixes = (".irpa",)
@@ -81,11 +80,9 @@ class Irpa(FormatReader):
     untyped = True
 
     def looks(self, head: bytes) -> bool:
-        """See `FormatReader.looks`."""
         return head.startswith(_MAGIC)
 
     def read_header(self, file: File) -> Header:
-        """See `FormatReader.read_header`."""
         found = _Contents(file)
         base = 0
         while distance := _Archive(found, base).read():
@@ -104,35 +101,37 @@ class Irpa(FormatReader):
 
 
 class _Contents:
-    """The tensors of a file's archives."""
+    """Collects the tensors of all archives of a file, and bounds the bytes that are read."""
 
     def __init__(self, file: File) -> None:
-        """Nothing is found yet."""
         self.file = file
         self.infos: list[TensorInfo] = []
         self.views: list[View] = []
         self.untyped: set[str] = set()
         self._names: set[str] = set()
-        self._after = round_up(file.nbytes, _PAGE) + _PAGE  # where the next splat has its place
+        self._after = round_up(file.nbytes, _PAGE) + _PAGE  # start of the next virtual range
         self._most_nbytes = min(file.nbytes, most_nbytes(file.path))
-        self._left = self._most_nbytes
+        self._read_nbytes = 0
         self._checked_nbytes = 0
 
     def take(self, nbytes: int) -> None:
-        """Count bytes of headers: several archives may name the same ones over and over."""
+        """Count bytes of headers to read; raise HeaderError if they exceed the limit.
+
+        Several archives may refer to the same bytes over and over: they count each time.
+        """
         path, most = self.file.path, self._most_nbytes
-        found = most - self._left + nbytes
-        check_nbytes(path, "the headers are too long", found)
-        if nbytes > self._left:
-            raise HeaderError(path, "the headers are too long", f"at most {most} bytes", found)
-        self._left -= nbytes
-        needed_nbytes = _MEMORY * (most - self._left)
-        if needed_nbytes >= self._checked_nbytes + 2**20:  # a look takes a millisecond
+        self._read_nbytes += nbytes
+        check_nbytes(path, "the headers are too long", self._read_nbytes)
+        if self._read_nbytes > most:
+            expected = f"at most {most} bytes"
+            raise HeaderError(path, "the headers are too long", expected, self._read_nbytes)
+        needed_nbytes = _MEMORY * self._read_nbytes
+        if needed_nbytes >= self._checked_nbytes + 2**20:  # a check takes a millisecond
             self._checked_nbytes = needed_nbytes
             first_that_fits([(None, needed_nbytes)], [(f"the header of {path}", needed_nbytes)])
 
     def add(self, name: str, dtype: DType, shape: tuple[int, ...], start: int, stop: int) -> None:
-        """Add a tensor with bytes of the file."""
+        """Add a tensor of file bytes ``start`` to ``stop``; raise HeaderError for a known name."""
         if name in self._names:
             raise HeaderError(self.file.path, "a name is not unique", "each name once", tensor=name)
         self._names.add(name)
@@ -141,7 +140,10 @@ class _Contents:
     def add_splat(
         self, name: str, dtype: DType, shape: tuple[int, ...], at: int, pattern: int, nbytes: int
     ) -> None:
-        """Add a tensor that a pattern fills, of so many bytes at a byte of the file."""
+        """Add a tensor of ``nbytes`` filled with the pattern of so many bytes at file byte ``at``.
+
+        Raise HeaderError if it is too long or its name is known.
+        """
         if nbytes <= pattern:
             self.add(name, dtype, shape, at, at + nbytes)
             return
@@ -155,21 +157,20 @@ class _Contents:
 
 
 class _Archive:
-    """One archive of a file."""
+    """Reads one archive of a file, which begins at byte ``base``."""
 
     def __init__(self, contents: _Contents, base: int) -> None:
-        """Nothing is read yet."""
         self._contents = contents
         self._file = contents.file
         self._base = base
         self._metadata = b""
-        self._left = 0  # bytes of metadata that no entry has yet
-        self._storage = (0, 0)  # file bytes
-        self._said: dict[tuple[int, int], _Said | None] = {}  # by range: entries may share them
-        self._same: dict[bytes, _Said | None] = {}  # by text: most are like another one
+        self._left = 0  # bytes of metadata that entries may still refer to
+        self._storage = (0, 0)  # file bytes of the data
+        self._said: dict[tuple[int, int], _Said | None] = {}  # by range: entries may share one
+        self._same: dict[bytes, _Said | None] = {}  # by text: most are equal
 
     def read(self) -> int:
-        """Add its tensors; returns the distance to the next archive, 0 for none."""
+        """Add the archive's tensors; return the distance to the next archive, 0 for none."""
         path, base = self._file.path, self._base
         raw = self._file.read(base, base + _HEADER_NBYTES)
         if not raw.startswith(_MAGIC):
@@ -199,7 +200,7 @@ class _Archive:
         return distance
 
     def _segment(self, what: str, offset: int, nbytes: int) -> tuple[int, int]:
-        """The file bytes of a segment."""
+        """Return the file range of a segment; raise TruncatedFileError if the file is shorter."""
         if not nbytes:
             return self._base, self._base
         start, stop = self._base + offset, self._base + offset + nbytes
@@ -209,7 +210,7 @@ class _Archive:
         return start, stop
 
     def _read_entries(self, count: int, start: int, table: bytes) -> None:
-        """Add the entries, which begin at byte ``start`` of the file."""
+        """Add the tensors of ``count`` entries in ``table``, which is at file byte ``start``."""
         at = 0
         for number in range(count):
             left = len(table) - at
@@ -225,7 +226,7 @@ class _Archive:
             at = round_up(at + nbytes, _ENTRY_ALIGNMENT)
 
     def _read_entry(self, start: int, raw: bytes) -> None:
-        """Add an entry, which begins at byte ``start`` of the file."""
+        """Add the tensor of the entry ``raw``, which begins at file byte ``start``."""
         path = self._file.path
         _, kind, _, *text_at, offset, length, alignment = _ENTRY.unpack_from(raw)
         if kind == _SKIPPED:
@@ -258,7 +259,7 @@ class _Archive:
             raise fail("the entry's type or length is not valid", expected, found)
 
     def _place(self, fail: _Fail, offset: int, nbytes: int, alignment: int) -> int:
-        """The file byte at which an entry's data begins."""
+        """Return the first file byte of an entry's data; raise ``fail(...)`` if it is not valid."""
         first, last = self._storage
         if not nbytes:
             return first
@@ -273,7 +274,10 @@ class _Archive:
         return at
 
     def _text(self, offset: int, nbytes: int, tensor: str | None = None) -> bytes:
-        """A range of the metadata segment; all of them together are no longer than it is."""
+        """Return a range of the metadata segment; raise HeaderError if it is not valid.
+
+        All ranges together may be no longer than the segment.
+        """
         if nbytes and (offset + nbytes > len(self._metadata) or nbytes > self._left):
             raise HeaderError(
                 self._file.path,
@@ -288,7 +292,10 @@ class _Archive:
     def _layout(
         self, name: str, offset: int, length: int, nbytes: int
     ) -> tuple[DType, tuple[int, ...]]:
-        """The dtype and the shape of an entry of so many bytes, by a range of the metadata."""
+        """Return the dtype and the shape of an entry of ``nbytes``, by its range of the metadata.
+
+        Without them it is U8, one-dimensional, and listed as untyped.
+        """
         fail = partial(HeaderError, self._file.path, tensor=name)
         if (offset, length) not in self._said:
             raw = self._text(offset, length, name)
@@ -306,7 +313,7 @@ class _Archive:
 
 
 class _Said(NamedTuple):
-    """The dtype and the shape in an entry's metadata."""
+    """The dtype and the shape in an entry's metadata, and the bits of such a tensor."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -314,7 +321,10 @@ class _Said(NamedTuple):
 
 
 def _said(metadata: bytes, path: Location, fail: _Fail) -> _Said | None:
-    """The dtype and the shape in an entry's metadata; None without a known dtype."""
+    """Return the dtype and the shape in an entry's metadata; None without a known dtype.
+
+    Raise ``fail(...)`` for invalid JSON or an invalid shape.
+    """
     prefix = next((each for each in _SAYS_TENSOR if metadata.startswith(each)), None)
     if prefix is None:
         return None
@@ -342,16 +352,15 @@ def _said(metadata: bytes, path: Location, fail: _Fail) -> _Said | None:
 class IrpaWriter(FormatWriter):
     """Writes ``model.irpa``, byte for byte as IREE does; see `FormatWriter`.
 
-    Or ``model-00001-of-00002.irpa`` and so on for a smaller `max_shard_size`; IREE takes several
-    archives for one scope. It does not read the index.
+    With a smaller `max_shard_size`, ``model-00001-of-00002.irpa`` and so on; IREE takes several
+    archives for one scope, and does not read the index.
     """
 
     name = "irpa"
-    max_shard_size = "16TiB"  # it is one file
+    max_shard_size = "16TiB"  # one file
     keeps_companions = True
 
     def files(self, lists: Sequence[Sequence[OutTensor]], max_nbytes: int) -> Sequence[OutFile]:
-        """See `FormatWriter.files`."""
         room = max_nbytes // _PAGE * _PAGE - _HEADER_NBYTES - _ALIGNMENT
         found = shards(lists, room, _most_nbytes)
         return [
@@ -360,23 +369,23 @@ class IrpaWriter(FormatWriter):
         ]
 
     def documents(self, files: Sequence[OutFile], sums: Mapping[str, str]) -> Mapping[str, bytes]:
-        """See `FormatWriter.documents`."""
         return index_document(_INDEX, files)
 
 
 def _metadata(tensor: OutTensor) -> bytes:
-    """The metadata of a tensor as IREE's own Python writes them."""
+    """Return a tensor's metadata, dtype and shape, as IREE's own Python writes them."""
     said = {"type": "Tensor", "dtype": tensor.dtype.name, "shape": list(tensor.shape)}
     return _SAYS_TENSOR[0] + json.dumps(said).encode()
 
 
 def _most_nbytes(tensor: OutTensor) -> int:
-    """The most bytes that a tensor adds to a file."""
+    """Return the most bytes that a tensor adds to a file: entry, metadata and data."""
     nbytes = round_up(_DATA_NBYTES, _ENTRY_ALIGNMENT) + round_up(tensor.nbytes, _ALIGNMENT)
     return nbytes + len(tensor.name.encode()) + len(_metadata(tensor))
 
 
 def _file(path: str, tensors: Sequence[OutTensor]) -> OutFile:
+    """Return a file of these tensors, placed, with its header."""
     table, texts, stop = bytearray(), bytearray(), 0
     for each in tensors:
         name, said = each.name.encode(), _metadata(each)

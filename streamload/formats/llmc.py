@@ -70,14 +70,14 @@ _VALUES = {
 
 
 class LlmC(FormatWriter):
-    """Writes ``model.bin``; see `FormatWriter`."""
+    """Writes GPT-2 as llm.c's ``model.bin``; see `FormatWriter`."""
 
     name = "llm.c"
-    max_shard_size = "16TiB"  # it is one file
+    max_shard_size = "16TiB"  # one file
 
     @staticmethod
     def asked(dtype: Any, quant: Any) -> tuple[Any, Any]:
-        """One dtype for all, float32 by default; nothing is quantized."""
+        """Return one dtype for all tensors, float32 by default; raise ValueError for ``quant``."""
         if quant is not None:
             raise ValueError(f'llm.c reads no quantised weights: dtype="bfloat16", not {quant!r}')
         found = F32 if dtype is None else None
@@ -89,7 +89,7 @@ class LlmC(FormatWriter):
         return found.name, None
 
     def tensors(self) -> Sequence[Sequence[Target]]:
-        """Each kind of all layers, as C reads them."""
+        """Return the tensors in the order of the C program: each kind of tensor of all layers."""
         model, numbers = self.model, _numbers(self.model)
         width = numbers["n_embd"]
         shapes = {
@@ -114,7 +114,6 @@ class LlmC(FormatWriter):
         return out
 
     def files(self, lists: Sequence[Sequence[OutTensor]], max_nbytes: int) -> Sequence[OutFile]:
-        """One file."""
         numbers = _numbers(self.model)
         flat = [each for listed in lists for each in listed]
         fields = [_MAGIC, _VERSIONS[flat[0].dtype], *numbers.values()]
@@ -124,7 +123,7 @@ class LlmC(FormatWriter):
 
 
 def _as_read(name: str, target: Target) -> Target:
-    """A tensor as C reads it: the embedding padded, matrices of layers transposed."""
+    """Return a tensor as the C program reads it: the embedding padded, matrices transposed."""
     made, shape = target.made, target.shape
     if name == "wte.weight":
         rows = round_up(shape[0], _ROWS)
@@ -135,7 +134,7 @@ def _as_read(name: str, target: Target) -> Target:
 
 
 def _numbers(model: Model) -> dict[str, int]:
-    """The numbers of the header; refuses any model but GPT-2."""
+    """Return the header's numbers from the configuration; refuse any model but GPT-2."""
     if model.family != "gpt2":
         found = repr(model.family) if model.family else "no model_type"
         model.refuse("llm.c reads GPT-2 alone", 'model_type "gpt2" in config.json', found)

@@ -1,4 +1,4 @@
-"""MLC-LLM's weights: the folder that its compiler, its engines and web-llm read.
+"""Writes the folder of weights that MLC-LLM's compiler, its engines and web-llm read.
 
 ``params_shard_0.bin`` and so on hold tensors one after the other, and nothing else; 32 MiB each
 unless a tensor is larger, which has a file of its own. ``tensor-cache.json`` has the places of all,
@@ -43,7 +43,7 @@ CACHE, CHAT_CONFIG = "tensor-cache.json", "mlc-chat-config.json"
 _CHAT_CONFIG_VERSION = "0.1.0"
 _GENERATION_CONFIG = "generation_config.json"
 _TOKENIZER = "tokenizer.json"
-_STEPS_NBYTES = 2**20  # of tokenizer.json, most that normalizer or decoder take
+_STEPS_NBYTES = 2**20  # most bytes of the normalizer or decoder in tokenizer.json
 _HEAD = "lm_head.weight"
 _TOKENIZER_FILES = (
     *("tokenizer.model", _TOKENIZER, "vocab.json", "merges.txt"),
@@ -69,9 +69,9 @@ _GENERATION = {
 
 
 class _Parameter(NamedTuple):
-    """A tensor of MLC's model: the rows of its sources, of these shapes, one below the other.
+    """A tensor of MLC's model: the rows of its sources, joined.
 
-    The source of a Conv1D has the transpose.
+    ``sources`` has their shapes by name; the source of a Conv1D is the transpose.
     """
 
     name: str
@@ -82,18 +82,20 @@ class _Parameter(NamedTuple):
 
 
 def _linear(name: str, *sources: str, rows: Sequence[int], columns: int) -> _Parameter:
+    """Return a linear layer's weight, whose ``sources`` (by default itself) have these rows."""
     shapes = {s: (count, columns) for s, count in zip(sources or (name,), rows, strict=True)}
     return _Parameter(name, shapes, is_linear=True)
 
 
 def _plain(name: str, *sources: str, numel: Sequence[int]) -> _Parameter:
+    """Return a vector, whose ``sources`` (by default itself) have these numbers of elements."""
     return _Parameter(
         name, {s: (count,) for s, count in zip(sources or (name,), numel, strict=True)}
     )
 
 
 def _llama(model: Model) -> Iterator[_Parameter]:
-    """The tensors of Llama, Mistral and Qwen."""
+    """Yield the tensors of MLC's Llama, Mistral and Qwen models."""
     n = _llama_numbers(model)
     width, vocabulary = n["hidden_size"], n["vocab_size"]
     inner, mixed = n["intermediate_size"], n["num_attention_heads"] * n["head_dim"]
@@ -131,7 +133,7 @@ def _llama(model: Model) -> Iterator[_Parameter]:
 
 
 def _gpt2(model: Model) -> Iterator[_Parameter]:
-    """The tensors of GPT-2; the source has them without "transformer."."""
+    """Yield the tensors of MLC's GPT-2; the source's names lack "transformer."."""
     n = _gpt2_numbers(model)
     width, inner = n["n_embd"], n["n_inner"]
     rows = {"wte.weight": n["vocab_size"], "wpe.weight": n["n_positions"]}
@@ -160,7 +162,7 @@ def _gpt2(model: Model) -> Iterator[_Parameter]:
 
 
 def _says(model: Model, key: str) -> bool:
-    """A yes or no of config.json."""
+    """Return whether a setting of config.json is true; False if it is missing."""
     return bool(model.config.get(key))
 
 
@@ -180,7 +182,10 @@ def _gpt2_numbers(model: Model) -> dict[str, int]:
 
 
 def _rope(model: Model) -> tuple[float, dict[str, Any] | None]:
-    """The base of rotary embeddings, and their scaling; transformers 5 has both in one."""
+    """Return the base and the scaling (None for none) of rotary embeddings in config.json.
+
+    transformers 5 has both in one object. Refuse a scaling that MLC lacks.
+    """
     scaling = model.config.get("rope_parameters") or model.config.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
         model.refuse("rope_scaling of config.json is invalid", "an object", repr(scaling))
@@ -196,7 +201,7 @@ def _rope(model: Model) -> tuple[float, dict[str, Any] | None]:
 
 
 def _llama_config(model: Model) -> dict[str, Any]:
-    """The fields that MLC's configuration of Llama, Mistral or Qwen has."""
+    """Return the ``model_config`` of MLC's Llama, Mistral or Qwen."""
     family, (base, scaling) = model.family, _rope(model)
     window = model.config.get("sliding_window") if family == "mistral" else None
     context = -1 if window else model.number("max_position_embeddings")
@@ -222,7 +227,7 @@ def _llama_config(model: Model) -> dict[str, Any]:
 
 
 def _gpt2_config(model: Model) -> dict[str, Any]:
-    """The fields that MLC's configuration of GPT-2 has."""
+    """Return the ``model_config`` of MLC's GPT-2."""
     found = _gpt2_numbers(model)
     context = found.pop("n_positions")
     scales = "scale_attn_by_inverse_layer_idx"
@@ -238,10 +243,11 @@ def _gpt2_config(model: Model) -> dict[str, Any]:
 
 
 class _Family(NamedTuple):
-    """The tensors and the configuration of MLC's models of some families.
+    """How to write models of some families for MLC.
 
-    ``config`` makes ``model_config``; ``values`` are those of config.json that MLC has code for;
-    tensors of ``dropped`` names are not needed; the ``prefix`` of names is optional.
+    ``parameters`` lists MLC's tensors; ``config`` makes ``model_config``; ``values`` are those of
+    config.json that MLC implements; tensors of ``dropped`` names are left out; ``prefix`` is
+    removed from names of the source.
     """
 
     parameters: Callable[[Model], Iterator[_Parameter]]
@@ -280,7 +286,7 @@ _FAMILIES = {**dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA), "g
 
 
 class MLC(FormatWriter):
-    """Writes a folder for MLC-LLM; see `FormatWriter`."""
+    """Writes a model as a folder for MLC-LLM; see `FormatWriter`."""
 
     name = "mlc"
     max_shard_size = "32MiB"
@@ -290,7 +296,7 @@ class MLC(FormatWriter):
 
     @staticmethod
     def asked(dtype: Any, quant: Any) -> tuple[Any, Any]:
-        """``quant`` decides everything: the weights, and the dtype of the rest."""
+        """Return dtype and scheme for ``quant``, which decides both; raise ValueError without."""
         known = (*_QUANTS, *_PLAIN)
         if quant not in known:
             raise ValueError(f"mlc needs quant=, one of {', '.join(known)}, not {quant!r}")
@@ -299,7 +305,7 @@ class MLC(FormatWriter):
         return (_PLAIN[quant].name, None) if quant in _PLAIN else (F16.name, quant)
 
     def tensors(self) -> Sequence[Sequence[Target]]:
-        """MLC's parameters in the order of the layers."""
+        """Return MLC's tensors in the order of the layers; refuse a model that MLC lacks."""
         model, family = self.model, _family(self.model)
         model.check_values(f"MLC's {model.family}", family.values)
         by_name = model.by_name(family.prefix)
@@ -318,7 +324,7 @@ class MLC(FormatWriter):
         return out
 
     def files(self, lists: Sequence[Sequence[OutTensor]], max_nbytes: int) -> Sequence[OutFile]:
-        """See `FormatWriter.files`; a tensor and its scales may be in two files."""
+        """Return the files; a weight's values and scales may be in two of them."""
         single = [(each,) for listed in lists for each in listed]
         found = shards(single, max_nbytes, lambda each: each.nbytes)
         return [
@@ -328,15 +334,15 @@ class MLC(FormatWriter):
 
     @cached_property
     def _chat_config(self) -> bytes:
-        """Kept: `documents` is called three times, and may ask a server for the tokenizer."""
+        """The JSON of mlc-chat-config.json; cached, since the tokenizer may be on a server."""
         return _json(_chat_config(self.model))
 
     def documents(self, files: Sequence[OutFile], sums: Mapping[str, str]) -> Mapping[str, bytes]:
-        """The model's configuration, and the places of its tensors."""
+        """Return mlc-chat-config.json (the model) and tensor-cache.json (places of tensors)."""
         return {CHAT_CONFIG: self._chat_config, CACHE: _json(_cache(files, sums))}
 
     def notes(self) -> Sequence[str]:
-        """Name what the configuration lacks."""
+        """Return a note that the configuration lacks a conversation template."""
         return (
             f"{CHAT_CONFIG} has no conv_template, for the source does not say it: to chat, give it "
             "one of MLC's (mlc_llm gen_config --conv-template)",
@@ -348,6 +354,7 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 def _family(model: Model) -> _Family:
+    """Return how to write this model's family; refuse an unknown one."""
     found = _FAMILIES.get(model.family)
     if found is None:
         expected = f"model_type {', '.join(_FAMILIES)} in config.json"
@@ -356,10 +363,10 @@ def _family(model: Model) -> _Family:
 
 
 def _as_read(model: Model, parameter: _Parameter, parts: Sequence[Target]) -> Target:
-    """A tensor as MLC reads it: joined, transposed if it is of a Conv1D, perhaps quantized.
+    """Return a tensor as MLC reads it: joined, transposed if from a Conv1D, optionally quantized.
 
-    It has no `Joined` if it is quantized in the file's order, so that it is read at once, unless it
-    is dequantized before, or the second tensor of one weight.
+    ``made`` is None, for one contiguous read, if it is quantized in the file's order, except if it
+    is dequantized first or shares its source with another tensor.
     """
     first, name = parts[0], parameter.name
     dtype = F32 if model.dtype is F32 else F16
@@ -384,7 +391,10 @@ def _as_read(model: Model, parameter: _Parameter, parts: Sequence[Target]) -> Ta
 def _strips(
     model: Model, parameter: _Parameter, made: Joined, first: Target, shape: tuple[int, ...]
 ) -> tuple[Joined, tuple[int, ...]]:
-    """A weight as (groups of a row, rows, 32): the order in which it is stored transposed."""
+    """Return a weight reordered to (groups of a row, rows, 32), as q4f16_0 stores it; its shape.
+
+    Refuse rows that are not whole groups.
+    """
     rows, columns = shape
     groups, rest = divmod(columns, _GROUP)
     if rest:
@@ -398,7 +408,7 @@ def _strips(
 
 
 def _cache(files: Sequence[OutFile], sums: Mapping[str, str]) -> dict[str, Any]:
-    """The content of tensor-cache.json."""
+    """Return the content of tensor-cache.json: the place of each tensor, and md5 sums."""
     tensors = [t for file in files for t in file.tensors]
     nbytes = sum(t.nbytes for t in tensors)
     elements = sum({info.name: info.numel for t in tensors for info in t.infos}.values())
@@ -431,7 +441,7 @@ def _cache(files: Sequence[OutFile], sums: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _chat_config(model: Model) -> dict[str, Any]:
-    """The content of mlc-chat-config.json, as far as the source has it."""
+    """Return the content of mlc-chat-config.json, as far as the source provides it."""
     config = _family(model).config(model)
     said = [model.config]
     if _GENERATION_CONFIG in model.companions:
@@ -463,7 +473,7 @@ def _chat_config(model: Model) -> dict[str, Any]:
 
 
 def _tokenizer_info(raw: bytes) -> dict[str, Any]:
-    """The facts that MLC detects in a tokenizer.json."""
+    """Return ``tokenizer_info``: the facts that MLC detects in a tokenizer.json."""
     decoders = _steps(raw, "decoder", "decoders")
     normalizers = _steps(raw, "normalizer", "normalizers")
     kinds = [each.get("type") for each in decoders]
@@ -477,9 +487,10 @@ def _tokenizer_info(raw: bytes) -> dict[str, Any]:
 
 
 def _steps(raw: bytes, key: str, several: str) -> list[Mapping[str, Any]]:
-    """The steps of a key of tokenizer.json; to parse all of the file would take 100 MB.
+    """Return the steps of tokenizer.json's ``key`` (a Sequence lists them in ``several``).
 
-    Words of a vocabulary may equal the key, but are not objects.
+    Only this part is parsed: the whole file would take 100 MB. Words of a vocabulary may equal the
+    key, but are not objects.
     """
     for at in re.finditer(rf'(?<!\\)"{key}"\s*:\s*(?=\{{)'.encode(), raw):
         text = raw[at.end() : at.end() + _STEPS_NBYTES].decode(errors="replace")

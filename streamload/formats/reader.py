@@ -1,13 +1,13 @@
-"""File formats that are read: how a file is recognized, and how its header is read.
+"""Readers of file formats: how a file is recognized, and how its header is read.
 
-A format is a file of this package. To add one that is read, derive a class from `FormatReader`,
+A format is a module of this package. To read a new one, derive a class from `FormatReader`,
 with its name, the suffixes of its files, `FormatReader.looks` (from the first bytes alone) and
 `FormatReader.read_header`, and call `register_reader` with an instance at the end of the file.
 `open_checkpoint` finds its files, and everything works on the `Checkpoint`: inspect, plan, loads,
 nodes, offload, convert. A header has Hugging Face's names, safetensors dtypes, shapes and file
 ranges, and besides:
 
-- `Header.stored` describes the blocks of a quantized weight, which is one tensor of U8; a layout of
+- `Header.stored` describes the blocks of a quantized weight, which is one U8 tensor; a layout of
   `streamload.codecs` decodes them;
 - `Header.turns` has permutations of rows, and transposes;
 - `Header.views` has tensors whose elements are not contiguous;
@@ -39,31 +39,31 @@ from streamload.files.header import SAFETENSORS, Header, open_regular, unreadabl
 from streamload.files.limits import check_tensors
 
 # fmt: off
-#: Of files with weights in formats that are not read.
+#: Suffixes of files with weights in formats that are not read, for errors.
 UNREAD_SUFFIXES = (
     ".dduf", ".ggml", ".h5", ".keras", ".mlmodel", ".msgpack", ".npz", ".onnx", ".onnx_data", ".ot",
     ".pb", ".tflite",
 )
 # fmt: on
-#: Bytes that `FormatReader.looks` gets.
+#: First bytes of a file that `FormatReader.looks` gets.
 HEAD_NBYTES = 512
 
 
 class File(Protocol):
-    """A file whose header is read: of this machine, or of a server."""
+    """A file of this machine or of a server, open to read its header."""
 
     @property
     def path(self) -> Location:
-        """The file; of a server, with the version that is read."""
+        """The file; if it is on a server, with the version that is read."""
 
     @property
     def nbytes(self) -> int:
-        """Its length in bytes."""
+        """The file's length in bytes."""
 
     def read(self, start: int, stop: int) -> bytes:
-        """Bytes ``start`` to ``stop``, exclusive; fewer where the file ends before.
+        """Return bytes ``start`` to ``stop``, exclusive; fewer if the file ends before.
 
-        Of a server each call is a request, but for the first 256 KiB: read in long pieces.
+        On a server each call is a request, except for the first 256 KiB: read in long pieces.
 
         Raises:
             CheckpointError: they cannot be read.
@@ -71,7 +71,7 @@ class File(Protocol):
 
 
 def read_exactly(file: File, start: int, stop: int, what: str) -> bytes:
-    """Read a whole range of a file; the TruncatedFileError names ``what``."""
+    """Return bytes ``start`` to ``stop``; raise TruncatedFileError about ``what`` for fewer."""
     raw = file.read(start, stop)
     if len(raw) < stop - start:
         raise TruncatedFileError(file.path, f"{what} is cut off", stop, file.nbytes)
@@ -79,13 +79,14 @@ def read_exactly(file: File, start: int, stop: int, what: str) -> bytes:
 
 
 class FormatReader(Protocol):
-    """Reads the headers of a format; its module's docstring names the format's description.
+    """Base class of a format's reader of headers; its module names the format's description.
 
     Attributes:
-        name: of the format, as users write it.
-        suffixes: of its files, in lower case, with the dot.
-        single: the name of the file that is the checkpoint of a folder alone; "" for none.
-        index: the name of the JSON that names the files of a set, as safetensors has; "" for none.
+        name: the format's name, as users write it.
+        suffixes: suffixes of the format's files, in lower case, with the dot.
+        single: usual name of a folder's only file; "" for none.
+        index: usual name of the JSON that lists the files of a set, as safetensors has; "" for
+            none.
         untyped: whether files may hold bytes without a dtype and a shape: `open_checkpoint` gives
             them those of another checkpoint.
     """
@@ -97,12 +98,12 @@ class FormatReader(Protocol):
     untyped: bool = False
 
     def looks(self, head: bytes) -> bool:
-        """Whether a file that begins with these bytes, `HEAD_NBYTES` or all, is of this format."""
+        """Return whether a file that begins with ``head`` (`HEAD_NBYTES`) is of this format."""
         return False
 
     @abstractmethod
     def read_header(self, file: File) -> Header:
-        """Read the header of a file. No byte of the data is read.
+        """Return the validated header of a file. No data is read.
 
         Raises:
             HeaderError: the header breaks a rule of the format.
@@ -111,7 +112,7 @@ class FormatReader(Protocol):
         """
 
     def keyed(self, key: str | None) -> FormatReader:
-        """The reader of one of several dicts of tensors in a file; see `open_checkpoint`.
+        """Return the reader of the dict at ``key`` in a file; see `open_checkpoint`.
 
         Raises:
             ValueError: there is a key, and files of this format have none.
@@ -121,18 +122,20 @@ class FormatReader(Protocol):
         raise ValueError(f"key={key!r} is for files that torch.save writes, not for {self.name}")
 
     def weights(self, names: Sequence[str]) -> Sequence[str]:
-        """Of the names of a folder's files of this format, those that hold weights."""
+        """Return those of a folder's files of this format that hold weights, by their names."""
         return names
 
     def siblings(self, header: Header) -> Sequence[str]:
-        """Names of all files of the set that a file belongs to, in its folder; () if it is alone.
+        """Return the names of all files of the set that a file belongs to; () for a single file.
 
-        It is called if a user names one file.
+        Called if a user opens one file; all are in its folder.
         """
         return ()
 
     def documents(self, headers: Sequence[Header]) -> Mapping[str, bytes]:
-        """The other files of a safetensors checkpoint, by their names, but config.json.
+        """Return other files of a checkpoint that these contain, by name, except config.json.
+
+        A tokenizer, for example; for conversion to safetensors.
 
         Raises:
             CheckpointError: the files cannot be read.
@@ -154,18 +157,18 @@ _readers: dict[str, FormatReader] = {}
 
 
 def register_reader(reader: FormatReader) -> None:
-    """Make a format known by its name: its file calls this when it is imported."""
+    """Register a format's reader under its name; its module calls this when it is imported."""
     assert _readers.setdefault(reader.name, reader) is reader, reader.name
 
 
 def default_reader() -> FormatReader:
-    """The reader of safetensors; imports no other."""
+    """Return the reader of safetensors; imports no other format."""
     importlib.import_module("streamload.formats.safetensors")
     return _readers[SAFETENSORS]
 
 
 def readers() -> Mapping[str, FormatReader]:
-    """All readers by their names, safetensors first; imports the files of this package."""
+    """Return all readers by name, safetensors first; imports all formats."""
     default_reader()
     import_all()
     return _readers
@@ -173,15 +176,15 @@ def readers() -> Mapping[str, FormatReader]:
 
 @cache
 def import_all() -> None:
-    """Import the modules of all formats."""
+    """Import the modules of all formats, which register their readers and writers."""
     for module in _MODULES:
         importlib.import_module(module)
 
 
 def reader_of(file: File) -> FormatReader:
-    """The reader of a file: by its name if that is enough, else by its first bytes.
+    """Return the reader for a file: safetensors by its name, others by the first bytes.
 
-    If no format recognizes the bytes, the format of the name refuses them.
+    If no format recognizes the bytes, return the reader for the file's name: it will refuse them.
     """
     default = default_reader()
     if file.path.name.endswith(default.suffixes):
@@ -200,7 +203,10 @@ def read_header(
     reader: FormatReader | None = None,
     key: str | None = None,
 ) -> Header:
-    """Read the header of a file of any format. No byte of the data is read."""
+    """Return the header of a file of any format; no data is read.
+
+    ``reader`` is found by the file if None; ``key`` chooses a dict of torch.save's.
+    """
     with open_location(path) as file:
         header = (reader or reader_of(file)).keyed(key).read_header(file)
     if isinstance(file, LocalFile):
@@ -210,7 +216,7 @@ def read_header(
 
 
 class LocalFile:
-    """A `File` of this machine."""
+    """An open local file as a `File`; ``state`` is its identity and times when it was opened."""
 
     def __init__(self, path: Path, file: FileIO) -> None:
         self.path = path
@@ -219,7 +225,6 @@ class LocalFile:
         self.nbytes = self.state.nbytes
 
     def read(self, start: int, stop: int) -> bytes:
-        """See `File.read`."""
         raw = b""
         stop = min(stop, self.nbytes)
         try:
@@ -230,7 +235,7 @@ class LocalFile:
         return raw
 
     def now(self) -> FileState:
-        """Its state at this time."""
+        """Return the file's present state, to detect changes."""
         try:
             return FileState.of(self._file.fileno())
         except OSError as error:
@@ -250,7 +255,7 @@ def open_location(path: str | os.PathLike[str]) -> Iterator[LocalFile | remote.R
 
 @contextmanager
 def open_file(path: Path) -> Iterator[LocalFile]:
-    """Open a file of this machine; a change of it replaces any other error of the block."""
+    """Yield an open local file; raise on leaving if it has changed, instead of any other error."""
     with open_regular(path) as opened:
         file = LocalFile(path, opened)
         try:

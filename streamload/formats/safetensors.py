@@ -304,7 +304,7 @@ class SafetensorsWriter(FormatWriter):
 
     ``model.safetensors``, or ``model-00001-of-00002.safetensors`` and so on with
     ``model.safetensors.index.json`` (source: "Serializing to files" in the documentation of
-    huggingface_hub). Each file's data begins at a multiple of 64 bytes. Tensors whose length is not a
+    huggingface_hub). Each file's data begins at a multiple of 64 bytes. Tensors whose length is no
     multiple of 64 come last: all begin at a multiple of 64, or at least of their element.
     """
 

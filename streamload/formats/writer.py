@@ -1,13 +1,13 @@
-"""Formats that `convert` writes: the tensors of a file, their sources and their places.
+"""Writers of the formats of `convert`: the tensors of each file, their sources and offsets.
 
-A format is a file of this package. To add one that `convert --to NAME` writes, derive a class from
-`FormatWriter` and call `register_writer` with it at the end of the file. An instance serves one
-conversion. It works on headers alone, in two steps. `FormatWriter.tensors` lists `Target` tensors
-with the format's own names and dtypes, each joined from tensors of the source (`Joined`: permuted,
-transposed, padded, with constants between them), and perhaps quantized. The planner makes an
-`OutTensor` of each, or several if its quantization has several parts. `FormatWriter.files` gives
-the bytes of each file's header and the place of each tensor (`placed`); `FormatWriter.documents`
-makes small files for the same folder.
+A format is a module of this package. To add one that `convert --to NAME` writes, derive a class
+from `FormatWriter` and call `register_writer` with it at the end of the module. An instance serves
+one conversion. It works on headers alone, in two steps. `FormatWriter.tensors` lists `Target`
+tensors with the format's own names and dtypes, each joined from tensors of the source (`Joined`:
+permuted, transposed, padded, with constants between them), and optionally quantized. The planner
+makes an `OutTensor` of each, or one for each part (values, scales) of a quantized weight.
+`FormatWriter.files` gives the bytes of each file's header and the offset of each tensor (`placed`);
+`FormatWriter.documents` makes small files for the same folder.
 
 `streamload.conversion` reads, casts, quantizes, digests, writes, journals, resumes and verifies the
 bytes, and knows nothing of the format. Gaps between the header and the tensors are zeros.
@@ -43,11 +43,11 @@ DEFAULT_SHARD_SIZE = "5GB"
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Elements ``first`` to ``stop`` (exclusive) of a tensor as models have it, or constants.
+    """Elements ``first`` to ``stop`` (exclusive) of a tensor in the model's order, or constants.
 
     Attributes:
         info: the tensor; None for constants.
-        turn: the order of the tensor's rows in its file, if models have another one.
+        turn: permutation of the tensor's rows from the file's order to the model's, or None.
         data: bytes of constants in the dtype that is written; b"" for zeros.
     """
 
@@ -59,12 +59,12 @@ class Slice:
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return self.stop - self.first
 
     @property
     def read_nbytes(self) -> int:
-        """Bytes that are read for it."""
+        """Bytes of the source that are read for the slice; 0 for constants."""
         if self.info is None:
             return 0
         return self.info.nbytes * self.numel // max(self.info.numel, 1)
@@ -76,7 +76,7 @@ class Joined:
 
     Attributes:
         pieces: the slices.
-        turn: a permutation of all of them, see `RowTranspose`; rows are of equal lengths.
+        turn: permutation of the rows of the joined elements, see `RowTranspose`, or None.
     """
 
     pieces: tuple[Slice, ...]
@@ -84,17 +84,17 @@ class Joined:
 
     @classmethod
     def of(cls, info: TensorInfo, turn: RowTranspose | None = None) -> Joined:
-        """All of a tensor, whose file has its rows in the order ``turn``."""
+        """Return a whole tensor; ``turn`` permutes its rows into the model's order."""
         return cls((Slice(info, 0, info.numel, turn),))
 
     @classmethod
     def constant(cls, numel: int, data: bytes = b"") -> Joined:
-        """Constants, by their bytes in the dtype that is written; zeros without any."""
+        """Return ``numel`` constants of these bytes in the dtype to write; zeros for b""."""
         return cls((Slice(None, 0, numel, None, data),))
 
     @classmethod
     def joined(cls, parts: Sequence[Joined]) -> Joined:
-        """The elements of several, such as rows of matrices of one width.
+        """Return the elements of several, one after the other, such as rows of equal widths.
 
         Raises:
             ValueError: a part is permuted, and is not a single tensor.
@@ -102,10 +102,10 @@ class Joined:
         return cls(tuple(piece for part in parts for piece in part._flat()))
 
     def permuted(self, groups: int, outer: int, inner: int) -> Joined:
-        """The same with permuted rows, see `RowTranspose`; a permutation and its inverse cancel.
+        """Return these elements with permuted rows, see `RowTranspose`; inverses cancel.
 
         Raises:
-            ValueError: it has another permutation already.
+            ValueError: they have another permutation already.
         """
         turn, undone = RowTranspose(groups, outer, inner), RowTranspose(groups, inner, outer)
         if outer == 1 or inner == 1:
@@ -119,36 +119,37 @@ class Joined:
         return replace(self, turn=turn)
 
     def transposed(self, rows: int, columns: int) -> Joined:
-        """The transpose of a matrix of so many rows and columns."""
+        """Return the transpose of these elements as a matrix of ``rows`` and ``columns``."""
         return self.permuted(1, rows, columns)
 
     def padded(self, numel: int) -> Joined:
-        """With so many zeros appended."""
+        """Return these elements with ``numel`` zeros appended."""
         return Joined.joined([self, Joined.constant(numel)]) if numel else self
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return sum(piece.numel for piece in self.pieces)
 
     @property
     def infos(self) -> tuple[TensorInfo, ...]:
-        """Its source tensors."""
+        """The source tensors, in the order of the slices."""
         return tuple(piece.info for piece in self.pieces if piece.info is not None)
 
     @property
     def src(self) -> DType:
-        """The dtype in which it is joined before it is quantized."""
+        """The dtype of the joined elements before any cast or quantization; F32 if mixed."""
         dtypes = {info.dtype for info in self.infos}
         plain = len(dtypes) == 1 and not any(isinstance(info, Packed) for info in self.infos)
         return dtypes.pop() if plain else F32
 
     @property
     def read_nbytes(self) -> int:
-        """Bytes that are read for it."""
+        """Bytes of the source that are read for all slices."""
         return sum(piece.read_nbytes for piece in self.pieces)
 
     def _flat(self) -> tuple[Slice, ...]:
+        """Return slices without an outer permutation; raise ValueError if that is impossible."""
         if self.turn is None:
             return self.pieces
         (piece, *more) = self.pieces
@@ -159,14 +160,14 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tensor to write; in a `Model`, one of the source as models have it.
+    """A tensor to write; in a `Model`, a tensor of the source with the model's shape.
 
     Attributes:
-        info: the tensor of the source that messages name, and the whole source without ``made``.
-        dtype: of the elements unless they are quantized.
-        quant: the format that it is quantized to; None for none.
-        made: its source; None for ``info`` as its file has it.
-        stored: of ``info``, if its blocks are written as they are stored: ``shape`` counts bytes.
+        info: the source tensor for error messages; without ``made`` it is the whole source.
+        dtype: dtype to write, unless quantized.
+        quant: scheme to quantize to; None for none.
+        made: the source; None for ``info`` in the order of its file.
+        stored: how ``info`` stores blocks that are copied as they are; ``shape`` counts bytes then.
     """
 
     name: str
@@ -179,23 +180,23 @@ class Target:
 
     @property
     def source(self) -> Joined:
-        """The slices of its source."""
+        """The source as slices: ``made``, or all of ``info``."""
         return self.made or Joined.of(self.info)
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 class OutTensor(NamedTuple):
-    """A tensor of the output: a `Target`, or one part of a quantized one.
+    """A tensor of an output file: a `Target`, or one part (values, scales) of a quantized one.
 
     Attributes:
-        dtype: of its elements; the codes of a format have the format's.
-        coding: how the codes are computed from the weight; None if it is not quantized.
+        dtype: dtype of the elements; for quantized values the scheme's.
+        coding: how the part is computed from the weight; None if not quantized.
         made: see `Target`.
-        start: first byte, counted from the start of its file; 0 before it is `placed`.
+        start: first byte, counted from the start of the file; 0 before it is `placed`.
     """
 
     name: str
@@ -208,7 +209,7 @@ class OutTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data."""
+        """Length of the data in bytes."""
         return self.dtype.nbytes(math.prod(self.shape))
 
     @property
@@ -218,12 +219,12 @@ class OutTensor(NamedTuple):
 
     @property
     def infos(self) -> tuple[TensorInfo, ...]:
-        """All tensors that it is read from."""
+        """All source tensors."""
         return (self.info,) if self.made is None else self.made.infos
 
     @property
     def turn(self) -> RowTranspose | None:
-        """The permutation of all of its rows."""
+        """The permutation of all rows of the source into the output; None for none."""
         if self.made is None:
             return None
         inner = self.made.pieces[0].turn if len(self.made.pieces) == 1 else None
@@ -231,12 +232,12 @@ class OutTensor(NamedTuple):
 
     @property
     def src(self) -> DType:
-        """The dtype that is quantized, or cast."""
+        """The dtype before the cast or quantization."""
         return self.info.dtype if self.made is None else self.made.src
 
     @property
     def is_auxiliary(self) -> bool:
-        """Whether it is computed with the codes of its weight, without reading."""
+        """Whether it is a by-product of quantizing, such as scales, that needs no reading."""
         return self.coding is not None and bool(self.coding.part)
 
     @property
@@ -246,31 +247,34 @@ class OutTensor(NamedTuple):
 
     @property
     def read_nbytes(self) -> int:
-        """Bytes that are read for it."""
+        """Bytes of the source that are read for it; 0 for by-products of quantizing."""
         if self.is_auxiliary:
             return 0
         return self.info.nbytes if self.made is None else self.made.read_nbytes
 
     @property
     def became(self) -> str:
-        """Its dtype, or its format."""
+        """The name of the output's dtype or quantization scheme, for reports."""
         return self.dtype.name if self.coding is None else self.coding.format
 
 
 @dataclass(frozen=True, slots=True)
 class OutFile:
-    """A file that will be written."""
+    """A file to write: its name, header, length and tensors."""
 
-    path: str  # below the destination; with "/" on any system
-    header: bytes = field(repr=False)  # its first bytes
-    nbytes: int  # its length
+    path: str  # below the destination, with "/" on any system
+    header: bytes = field(repr=False)  # the file's first bytes
+    nbytes: int  # the file's length
     tensors: tuple[OutTensor, ...] = field(repr=False)  # by first byte
 
 
 def placed(
     path: str, header: bytes, tensors: Sequence[OutTensor], alignment: int = 1, page: int = 1
 ) -> OutFile:
-    """A file with tensors at multiples of ``alignment`` after its header, of whole pages."""
+    """Return a file with its tensors at multiples of ``alignment`` bytes after the header.
+
+    The file's length is a multiple of ``page`` bytes.
+    """
     at, out = len(header), []
     for each in tensors:
         at = round_up(at, alignment)
@@ -285,13 +289,13 @@ def shards(
     nbytes_of: Callable[[_T], int],
     first_nbytes: int = 0,
 ) -> list[list[Sequence[_T]]]:
-    """Fill files in order with lists of tensors, at least one list each.
+    """Return for each file its lists of tensors, in order and at least one.
 
     Args:
         lists: tensors of one list stay in one file.
-        most_nbytes: of all tensors of a file.
-        nbytes_of: the most that a tensor adds to a file.
-        first_nbytes: what the first file holds besides.
+        most_nbytes: limit for all tensors of a file.
+        nbytes_of: returns the most bytes that a tensor adds to a file.
+        first_nbytes: bytes that the first file holds besides.
     """
     out: list[list[Sequence[_T]]] = []
     left = -1
@@ -306,7 +310,7 @@ def shards(
 
 
 def numbered(count: int, suffix: str, stem: str = "model") -> list[str]:
-    """The names of a set of files; one alone has no number."""
+    """Return the names of ``count`` files: "model-00001-of-00002.x"; a single one has no number."""
     if count == 1:
         return [stem + suffix]
     return [f"{stem}-{i:05}-of-{count:05}{suffix}" for i in range(1, count + 1)]
@@ -315,7 +319,7 @@ def numbered(count: int, suffix: str, stem: str = "model") -> list[str]:
 def index_document(
     name: str, files: Sequence[OutFile], **metadata: Mapping[str, int]
 ) -> Mapping[str, bytes]:
-    """The index of several files, as Hugging Face has it; none of one file."""
+    """Return the index of several files as a document, as Hugging Face has it; {} for one file."""
     if len(files) == 1:
         return {}
     weight_map = {t.name: file.path for file in files for t in file.tensors}
@@ -325,16 +329,16 @@ def index_document(
 
 @dataclass(frozen=True)
 class Model:
-    """The model that is converted.
+    """The model to convert, as a format's writer sees it.
 
     Attributes:
         path: the source, for errors.
         config: the content of config.json.
-        tensors: by name, as models have them, with the dtypes and formats that were asked for.
-        metadata: of the source, for formats that keep it.
-        companions: the other files of the source, by name: each returns its bytes.
-        dtype: asked for all tensors; None if there was none, or one by pattern.
-        quant: the format that was asked for with the pattern "*", or None.
+        tensors: by Hugging Face's names, with the requested dtypes and quantization schemes.
+        metadata: the source's metadata, for formats that keep it.
+        companions: functions that return the bytes of the source's other files, by name.
+        dtype: the dtype requested for all tensors; None without one, or with several by pattern.
+        quant: the scheme requested for the pattern "*", or None.
     """
 
     path: Location
@@ -347,15 +351,15 @@ class Model:
 
     @cached_property
     def family(self) -> str:
-        """``model_type`` of the configuration; "" without one."""
+        """The configuration's ``model_type``; "" without one."""
         found = self.config.get("model_type")
         return found if isinstance(found, str) else ""
 
     def number(self, key: str, otherwise: int | None = None) -> int:
-        """A whole number above 0 of the configuration, or ``otherwise``.
+        """Return a whole number above 0 of the configuration, or ``otherwise`` if it is missing.
 
         Raises:
-            CheckpointError: it is something else, or is missing and has no default.
+            CheckpointError: the value is something else, or is missing and has no default.
         """
         found = self.config.get(key)
         found = otherwise if found is None else found
@@ -364,15 +368,15 @@ class Model:
         return found
 
     def numbers(self, **defaults: int | None) -> dict[str, int]:
-        """Several of them; raises as `number`."""
+        """Return several numbers of the configuration, given their defaults; see `number`."""
         return {key: self.number(key, otherwise) for key, otherwise in defaults.items()}
 
     def check_values(self, runtime: str, values: Mapping[str, tuple[object, ...]]) -> None:
-        """Refuse a configuration that a runtime does not compute.
+        """Raise CheckpointError for a configuration that a runtime does not implement.
 
         Args:
-            runtime: its name, for the message.
-            values: by key, those with code in the runtime; the first is the default.
+            runtime: the runtime's name, for the message.
+            values: by key, the values that the runtime implements; the first is the default.
         """
         for key, known in values.items():
             found = self.config.get(key, known[0])
@@ -381,7 +385,7 @@ class Model:
                 self.refuse(f"{runtime} has no such {key} in config.json", expected, repr(found))
 
     def take(self, found: Target | None, name: str, shape: tuple[int, ...], problem: str) -> Target:
-        """A tensor that the format needs, of a shape; ``problem`` is for one of another shape."""
+        """Return ``found``; refuse the model if it is None or its shape differs (``problem``)."""
         if found is None:
             self.refuse("a tensor is missing", name, "no such tensor")
         if found.shape != shape:
@@ -389,30 +393,31 @@ class Model:
         return found
 
     def by_name(self, prefix: str) -> dict[str, Target]:
-        """The tensors without a prefix of their names."""
+        """Return the tensors by name without the prefix, if they have it."""
         return {name.removeprefix(prefix): each for name, each in self.tensors.items()}
 
     def refuse(
         self, problem: str, expected: object = None, found: object = None, tensor: str | None = None
     ) -> NoReturn:
-        """Raise CheckpointError for a model that the format cannot take."""
+        """Raise CheckpointError for a model that the format cannot express."""
         known = None if tensor is None else self.tensors.get(tensor)
         where = self.path if known is None else known.info.shard
         raise CheckpointError(where, problem, expected, found, tensor=tensor)
 
 
 class FormatWriter(ABC):
-    """Writes one model in a format; the module's docstring names the format's description.
+    """Base class: writes one model in a format; its module names the format's description.
 
     Attributes:
-        name: of the format, as users write it: ``convert --to NAME``.
+        name: the format's name, as users write it: ``convert --to NAME``.
         max_shard_size: most bytes of a file by default.
-        quants: names of formats that only its files have, see `streamload.codecs.scheme.register`.
-        keeps_companions: whether the other files of the source (tokenizer, configuration) are
+        quants: quantization schemes that only this format has, see
+            `streamload.codecs.scheme.register`.
+        keeps_companions: whether all other files of the source (tokenizer, configuration) are
             copied.
-        copied: without that, the names of those that are.
+        copied: names of the files that are copied if ``keeps_companions`` is false.
         wants_sums: whether `documents` needs the md5 sums of the files.
-        takes_blocks: whether blocks of GGUF files stay as they are if no dtype is asked for.
+        takes_blocks: whether blocks of GGUF files are copied unchanged if no dtype is requested.
     """
 
     name: str
@@ -428,42 +433,42 @@ class FormatWriter(ABC):
 
     @staticmethod
     def asked(dtype: Any, quant: Any) -> tuple[Any, Any]:
-        """``dtype=`` and ``quant=`` of `convert` for this format.
+        """Return `convert`'s ``dtype=`` and ``quant=`` as this format understands them.
 
         Raises:
-            ValueError: the format has no such thing; the message names what it has.
+            ValueError: the format lacks the dtype or scheme; the message names those it has.
         """
         return dtype, quant
 
     def tensors(self) -> Sequence[Sequence[Target]]:
-        """The tensors to write, in order; those of one list stay in one file.
+        """Return the tensors to write, in order; those of one list stay in one file.
 
         Raises:
-            CheckpointError: the format cannot take the model.
-            UnsupportedCastError: it cannot take a dtype.
+            CheckpointError: the format cannot express the model.
+            UnsupportedCastError: the format lacks a dtype.
         """
         return [(target,) for target in self.model.tensors.values()]
 
     @abstractmethod
     def files(self, lists: Sequence[Sequence[OutTensor]], max_nbytes: int) -> Sequence[OutFile]:
-        """The files, of at most ``max_nbytes`` each unless one list of tensors is longer.
+        """Return the files, of at most ``max_nbytes`` each unless one list of tensors is longer.
 
         Raises:
             CheckpointError: the format cannot hold them.
         """
 
     def documents(self, files: Sequence[OutFile], sums: Mapping[str, str]) -> Mapping[str, bytes]:
-        """Small files for the folder, by name; the last one is published after all other files.
+        """Return small files for the folder, by name; the last one is published after all others.
 
         Args:
-            files: the files.
-            sums: with `wants_sums` by path the md5 sum of each file, in hexadecimal. The first
-                call, which counts the documents' bytes, has zeros in their place.
+            files: the files of tensors.
+            sums: by path the md5 sum of each file in hexadecimal, if `wants_sums`. The first call,
+                which counts the documents' bytes, gets zeros instead.
         """
         return {}
 
     def notes(self) -> Sequence[str]:
-        """Notes for users, one sentence each."""
+        """Return notes for users about the conversion, one sentence each."""
         return ()
 
 
@@ -471,11 +476,11 @@ _writers: dict[str, type[FormatWriter]] = {}
 
 
 def register_writer(writer: type[FormatWriter]) -> None:
-    """Register a format by its name; its file calls this when it is imported."""
+    """Register a format's writer under its name; its module calls this when it is imported."""
     assert _writers.setdefault(writer.name, writer) is writer, writer.name
 
 
 def writers() -> Mapping[str, type[FormatWriter]]:
-    """All writers by their names; imports the files of this package."""
+    """Return all writers by name, safetensors first; imports all formats."""
     import_all()
     return dict(sorted(_writers.items(), key=lambda item: (item[0] != SAFETENSORS, item[0])))

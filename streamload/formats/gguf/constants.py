@@ -1,4 +1,4 @@
-"""GGUF's numbers: types of tensors and of metadata, magic, alignment.
+"""GGUF's constants: types of tensors and of metadata, magic, alignment.
 
 Source: docs/gguf.md in github.com/ggml-org/ggml; the enums `GGMLQuantizationType`, `LlamaFileType`
 and `GGUFValueType` in gguf/constants.py of gguf-py, version 0.19.
@@ -28,7 +28,7 @@ TYPE_NAMES: Mapping[int, str] = {
 
 
 class TensorType(NamedTuple):
-    """A type of tensors that is read and written; ``dtype`` may be one of `PACKED`."""
+    """A tensor type of GGUF that is read and written; ``dtype`` is in `PACKED` for blocks."""
 
     number: int
     name: str
@@ -46,6 +46,7 @@ class TensorType(NamedTuple):
 
 
 def _dtype(name: str) -> DType | None:
+    """Return the dtype of a GGUF type's name; None for a type that is not read."""
     return BY_CODE.get(name) or PACKED.get({"MXFP4": "gguf-mxfp4"}.get(name, name.lower()))
 
 
@@ -60,7 +61,7 @@ TENSOR_TYPE_OF: Mapping[str, TensorType] = {each.name: each for each in TENSOR_T
 BLOCKS_OF: Mapping[str, TensorType] = {
     each.dtype.name: each for each in TENSOR_TYPES.values() if each.dtype.is_packed
 }
-#: By the name of the type that most of a file's bytes have, ``general.file_type``; of types that
+#: ``general.file_type`` by the name of the type that most of a file's bytes have; for types that
 #: llama.cpp mixes with others, the number of its medium mix.
 FILE_TYPES: Mapping[str, int] = {
     **{"F32": 0, "F16": 1, "BF16": 32},

@@ -1,4 +1,4 @@
-"""The bytes of a GGUF file up to its data, from metadata and tensors.
+"""Writes the bytes of a GGUF file up to its data, from metadata and tensors.
 
 A file has the magic, the version, the number of tensors and of keys, the metadata, an entry for
 each tensor (name, lengths of the axes from the last to the first, type, offset from the start of
@@ -34,14 +34,14 @@ from streamload.formats.gguf.constants import (
 
 _VERSION = 3
 _NUMBER_OF = {np.dtype(f"<{code}"): number for number, code in SCALARS.items()}
-#: Numpy's scalars and arrays have their type, an int is a UINT32, a float a FLOAT32, and a list
-#: holds strings.
+#: Keys and values to write: numpy's scalars and arrays keep their type, an int becomes UINT32, a
+#: float FLOAT32, and a list holds strings.
 Metadata = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A tensor in a file's header."""
+    """A tensor as a file's header describes it: name, shape in elements and GGUF type."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,12 +49,12 @@ class Described:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data."""
+        """Length of the data in bytes."""
         return self.kind.dtype.nbytes(math.prod(self.shape))
 
 
 def metadata_bytes(metadata: Metadata) -> bytes:
-    """Keys and values, one after the other."""
+    """Return the bytes of keys and values, as a GGUF header has them."""
     out = bytearray()
     for key, value in metadata.items():
         out += _text(key)
@@ -71,11 +71,13 @@ def metadata_bytes(metadata: Metadata) -> bytes:
 
 
 def _text(value: str) -> bytes:
+    """Return a GGUF string: its length in 64 bits, and UTF-8."""
     raw = value.encode("utf-8", "surrogatepass")
     return struct.pack("<Q", len(raw)) + raw
 
 
 def _scalar(value: Any) -> bytes:
+    """Return the type number and the bytes of a string or a number."""
     if isinstance(value, str):
         return struct.pack("<I", STRING) + _text(value)
     if isinstance(value, np.generic):
@@ -86,7 +88,7 @@ def _scalar(value: Any) -> bytes:
 
 
 def header(metadata: bytes, keys: int, entries: Sequence[Described]) -> bytes:
-    """A file's bytes up to the data; ``metadata`` has so many keys."""
+    """Return a file's bytes up to the data; ``keys`` is the number of keys in ``metadata``."""
     offset = 0
     out = bytearray(MAGIC + struct.pack("<IQQ", _VERSION, len(entries), keys))
     out += metadata
@@ -100,7 +102,7 @@ def header(metadata: bytes, keys: int, entries: Sequence[Described]) -> bytes:
 
 
 def split_metadata(number: int, count: int, tensors: int) -> dict[str, Any]:
-    """The keys of one of several files, counted from 0; ``tensors`` are those of all files."""
+    """Return the keys of file ``number`` (from 0) of a set; ``tensors`` counts all files'."""
     return {
         "split.no": np.uint16(number),
         "split.count": np.uint16(count),
@@ -108,10 +110,10 @@ def split_metadata(number: int, count: int, tensors: int) -> dict[str, Any]:
     }
 
 
-#: What a file of a set has besides its tensors and the metadata of the model, at most.
+#: Most bytes of a file of a set besides its tensors and the model's metadata.
 OVERHEAD_NBYTES = len(metadata_bytes(split_metadata(0, 0, 0))) + 2 * ALIGNMENT
 
 
 def file_nbytes(entry: Described) -> int:
-    """The most bytes that a tensor takes of a file: its entry in the header, and its data."""
+    """Return the most bytes that a tensor takes in a file: its header entry, and its data."""
     return len(_text(entry.name)) + 16 + 8 * len(entry.shape) + round_up(entry.nbytes, ALIGNMENT)

@@ -1,4 +1,4 @@
-"""A model's architecture in GGUF, the types of its tensors, and its metadata.
+"""Chooses a model's architecture in GGUF, the types of its tensors, and its metadata.
 
 The types are llama.cpp's own choice for files of one type: vectors, and the positions of GPT-2,
 stay F32; a matrix whose rows are not whole blocks becomes F16.
@@ -40,7 +40,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def architecture_of(path: str | PathLike[str], config: Mapping[str, Any]) -> Architecture:
-    """GGUF's architecture of a config.json; CheckpointError if streamload does not write it."""
+    """Return GGUF's architecture for a config.json; raise CheckpointError if it is not written."""
     model = config.get("model_type")
     expected = f"config.json with a model_type of {', '.join(OF_MODEL)}"
     experts = next((key for key in _EXPERTS if config.get(key)), None)
@@ -64,7 +64,7 @@ def architecture_of(path: str | PathLike[str], config: Mapping[str, Any]) -> Arc
 
 
 def type_of(name: str, shape: Sequence[int], asked: TensorType) -> TensorType:
-    """The type of a tensor of GGUF's name, if another one was asked for the model."""
+    """Return the type to write for a tensor, by GGUF's name, if ``asked`` is the model's type."""
     if len(shape) < 2 or name == _POSITIONS:
         return _F32
     return _F16 if shape[-1] % asked.numel else asked
@@ -73,7 +73,7 @@ def type_of(name: str, shape: Sequence[int], asked: TensorType) -> TensorType:
 def rope_freqs(
     path: str | PathLike[str], config: Mapping[str, Any], architecture: Architecture
 ) -> bytes:
-    """The data of the tensor rope_freqs.weight, in float32; b"" for a model without it."""
+    """Return the float32 bytes of the tensor rope_freqs.weight; b"" for a model without it."""
     if architecture.name == "gpt2":
         return b""
     with _naming_config(path):
@@ -86,7 +86,7 @@ def metadata(
     config: Mapping[str, Any],
     entries: Sequence[Described],
 ) -> dict[str, Any]:
-    """All keys of a file but those of its vocabulary."""
+    """Return all keys of a file except its vocabulary's; raise CheckpointError without one."""
     with _naming_config(path):
         settings = metadata_of(config)
     architecture = ARCHITECTURES[settings.pop("general.architecture")]
@@ -110,7 +110,7 @@ def metadata(
 
 @contextmanager
 def _naming_config(path: str | PathLike[str]) -> Iterator[None]:
-    """Name config.json in errors about its values."""
+    """Convert ValueErrors of the block to CheckpointErrors that name config.json."""
     try:
         yield
     except ValueError as error:

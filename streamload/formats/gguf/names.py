@@ -1,4 +1,4 @@
-"""Names of tensors and settings in GGUF and in Hugging Face's checkpoints, both ways.
+"""Translates names of tensors and settings between GGUF and Hugging Face, both ways.
 
 GGUF names a tensor by its module in the architecture (``blk.0.attn_q.weight``) and a setting by the
 architecture and a key (``llama.block_count``). Mistral has the architecture "llama".
@@ -39,18 +39,19 @@ _COMPUTED = re.compile(r".*\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """The names of one architecture's tensors and settings.
+    """The names of one GGUF architecture's tensors and settings, and Hugging Face's for them.
 
     Attributes:
-        name: in files.
-        models: by model_type of config.json, the class with a language model's head; the first is
-            the default of GGUF files.
-        prefix: of Hugging Face's names; the model without its head has none.
-        modules: by GGUF's name of a module, Hugging Face's; "{}" is the layer's number.
-        settings: by GGUF's key without the architecture, the key of config.json.
-        values: by key of config.json, those that llama.cpp computes; the first is the default.
-        rotated: modules whose rows are interleaved, and the key of their heads' count.
-        transposed: modules whose weights are transposed.
+        name: the architecture's name in GGUF files.
+        models: class with a language model's head by model_type of config.json; the first is the
+            default for GGUF files.
+        prefix: prefix of Hugging Face's names, which a model without its head lacks.
+        modules: Hugging Face's module by GGUF's; "{}" is the layer's number.
+        settings: key of config.json by GGUF's key without the architecture.
+        values: by key of config.json, the values that llama.cpp implements; the first is the
+            default.
+        rotated: by GGUF module whose rows are interleaved, the config key of its number of heads.
+        transposed: GGUF modules whose weights are transposed.
     """
 
     name: str
@@ -63,21 +64,24 @@ class Architecture:
     transposed: frozenset[str] = frozenset()
 
     def to_hugging_face(self, name: str) -> str | None:
-        """The name of a tensor of a GGUF file in a checkpoint; None for one that is not known."""
+        """Return Hugging Face's name of a GGUF tensor; None if it is unknown."""
         return _renamed(name, self.modules)
 
     def to_gguf(self, name: str) -> str | None:
-        """The same the other way round; a model's without its head are found, too."""
+        """Return GGUF's name of a Hugging Face tensor, with or without prefix; None if unknown."""
         modules = {theirs: ours for ours, theirs in self.modules.items()}
         return _renamed(name, modules) or _renamed(self.prefix + name, modules)
 
     def is_transposed(self, name: str) -> bool:
-        """Whether a tensor, by GGUF's name, is the transpose of the checkpoint's."""
+        """Return whether a tensor, by GGUF's name, is the transpose of Hugging Face's."""
         module, _ = _template(name)
         return name.endswith(".weight") and module in self.transposed
 
     def interleaved(self, name: str, rows: int, config: Mapping[str, Any]) -> RowTranspose | None:
-        """The order of a tensor's rows in GGUF, from those of the checkpoint; None for the same."""
+        """Return the permutation of a tensor's rows from Hugging Face to GGUF; None if equal.
+
+        ``name`` is GGUF's. Raise ValueError if the rows are not whole heads.
+        """
         key = self.rotated.get(_template(name)[0])
         if key is None:
             return None
@@ -89,7 +93,7 @@ class Architecture:
 
 @lru_cache(maxsize=16)  # called several times for one tensor
 def _template(name: str) -> tuple[str, str]:
-    """A tensor's module with "{}" for the layer's number, and that."""
+    """Return a tensor's module with "{}" for the layer's number, and the number ("" for none)."""
     module = name.rpartition(".")[0]
     found = _LAYER.search(name)
     if found is None:
@@ -98,13 +102,14 @@ def _template(name: str) -> tuple[str, str]:
 
 
 def _renamed(name: str, modules: Mapping[str, str]) -> str | None:
+    """Return a tensor's name with its module replaced by the table; None if it is not there."""
     module, layer = _template(name)
     found = modules.get(module)
     return None if found is None else f"{found.format(layer)}.{name.rpartition('.')[2]}"
 
 
 def _of_layers(prefix: str, **modules: str) -> dict[str, str]:
-    """The modules of layers, Hugging Face's by GGUF's."""
+    """Return a table of the modules in a layer: Hugging Face's name by GGUF's."""
     return {f"blk.{{}}.{ours}": f"{prefix}.{{}}.{theirs}" for ours, theirs in modules.items()}
 
 
@@ -211,7 +216,7 @@ TOKENS: Mapping[str, str] = {
 
 
 def is_computed(name: str) -> bool:
-    """Whether a checkpoint's tensor is a buffer that models compute, and GGUF does not hold."""
+    """Return whether a tensor is a buffer that models compute themselves, absent from GGUF."""
     return _COMPUTED.fullmatch(name) is not None
 
 
@@ -223,7 +228,11 @@ def config_of(
     shapes: Mapping[str, tuple[int, ...]],
     rope_freqs: Sequence[float] = (),
 ) -> dict[str, Any]:
-    """config.json of a GGUF file; {} for an architecture that is not known here."""
+    """Return the config.json for a GGUF file; {} for an unknown architecture.
+
+    ``shapes`` are by GGUF's names; ``rope_freqs`` are the values of that tensor. Raise ValueError
+    if layers have different settings.
+    """
     architecture = ARCHITECTURES.get(str(metadata.get(ARCHITECTURE)))
     if architecture is None:
         return {}
@@ -258,7 +267,10 @@ def config_of(
 
 
 def _of_all_layers(key: str, metadata: Mapping[str, Any]) -> Any:
-    """A setting, which a file may have once or for each layer; None without it."""
+    """Return a setting that a file has once or for each layer; None without it.
+
+    Raise ValueError if layers differ.
+    """
     value = metadata.get(key)
     if not isinstance(value, np.ndarray):
         return value
@@ -269,9 +281,10 @@ def _of_all_layers(key: str, metadata: Mapping[str, Any]) -> Any:
 
 
 def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata of a GGUF file, from config.json: whole numbers, floats and texts.
+    """Return the metadata of a GGUF file for a config.json: integers, floats and strings.
 
-    The scaling "llama3" of rotary embeddings is no setting there: `llama3_factors` are a tensor.
+    Raise ValueError for settings that GGUF cannot express. The scaling "llama3" of rotary
+    embeddings is not among them but a tensor: see `llama3_factors`.
     """
     model = config.get("model_type")
     architecture = OF_MODEL.get(str(model))
@@ -303,7 +316,7 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(given: Mapping[str, Any], key: str) -> float:
-    """A setting that is a number above 0."""
+    """Return the setting ``key`` as a float above 0; raise ValueError for anything else."""
     value = given.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{key} is a number above 0, not {value!r}")
@@ -311,7 +324,7 @@ def _number(given: Mapping[str, Any], key: str) -> float:
 
 
 def _count(given: Mapping[str, Any], key: str) -> int:
-    """A setting that is a whole number; GGUF has 32 bits for it."""
+    """Return the setting ``key`` as an integer of 32 bits; raise ValueError for anything else."""
     value = given.get(key)
     if type(value) is not int or not 0 <= value < 2**32:
         raise ValueError(f"{key} is a whole number, not {value!r}")
@@ -319,7 +332,7 @@ def _count(given: Mapping[str, Any], key: str) -> int:
 
 
 def shortest(value: float) -> float:
-    """A float32 with the fewest digits that identify it: 1e-05."""
+    """Return a float32 as the float with the fewest digits that identify it: 1e-05."""
     return float(str(np.float32(value)))
 
 
@@ -346,7 +359,7 @@ _CONTEXTS = sorted((2**power for power in range(3, 25)), key=lambda n: abs(math.
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of rotary embeddings; transformers 5 has another place for them."""
+    """Return config.json's settings of rotary embeddings, of transformers 4 or 5."""
     found: dict[str, Any] = {"rope_theta": config.get("rope_theta")}
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(config.get(key), Mapping):
@@ -355,7 +368,10 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaling_of(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """GGUF's keys of a scaling, without their prefix."""
+    """Return GGUF's keys, without their prefix, for a scaling of rotary embeddings.
+
+    Raise ValueError for a scaling that GGUF or llama.cpp cannot express.
+    """
     kind = rope.get("rope_type", rope.get("type", "default"))
     names = _SCALINGS.get(kind)
     if names is None:
@@ -377,12 +393,15 @@ def _scaling_of(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str,
 
 
 def _yarn_factor(factor: float) -> float:
-    """The factor of rotated elements in llama.cpp, as YaRN's paper suggests."""
+    """Return llama.cpp's factor of rotated elements for a YaRN scale, as YaRN's paper suggests."""
     return 0.1 * math.log(factor) + 1
 
 
 def _whole_yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of YaRN with the ones that transformers computes; see `_compute_yarn_parameters`."""
+    """Return YaRN's settings with those that transformers computes if they are missing.
+
+    See transformers' `_compute_yarn_parameters`. Raise ValueError for ones that llama.cpp ignores.
+    """
     if rope.get("truncate") is False:
         raise ValueError("GGUF has no truncate: llama.cpp rounds YaRN's range (truncate is true)")
     for key, computed in _YARN_BETAS.items():
@@ -403,7 +422,7 @@ def _whole_yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str,
 def _rope_of(
     name: str, metadata: Mapping[str, Any], found: Mapping[str, Any], freqs: Sequence[float]
 ) -> dict[str, Any]:
-    """rope_theta and rope_scaling of config.json."""
+    """Return rope_theta and rope_scaling of config.json for a GGUF file's metadata."""
     out: dict[str, Any] = {"rope_theta": found.get("rope_theta", 10000.0)}
     kind = metadata.get(f"{name}.rope.scaling.type")
     names = _SCALINGS.get(str(kind), {})
@@ -425,7 +444,7 @@ def _rope_of(
 def unsaid_of(
     metadata: Mapping[str, Any], config: Mapping[str, Any], rope_freqs: Sequence[float]
 ) -> str | None:
-    """RoPE settings of a file that config.json cannot express; None for none."""
+    """Return a sentence on a GGUF file's RoPE settings that config.json cannot express, or None."""
     name = metadata[ARCHITECTURE]
     kind = metadata.get(f"{name}.rope.scaling.type", "none")
     if kind not in ("none", *_SCALINGS):
@@ -442,9 +461,9 @@ def unsaid_of(
 
 
 def llama3_factors(config: Mapping[str, Any]) -> list[float] | None:
-    """The values of the tensor `ROPE_FREQS`; None where config.json asks for no such scaling.
+    """Return the values of the tensor `ROPE_FREQS`; None if config.json has no Llama 3 scaling.
 
-    Each frequency of a rotary embedding is divided by its factor.
+    Each frequency is divided by its value. Raise ValueError for invalid settings.
     """
     rope, size = _rope(config), head_size(config)
     if rope.get("rope_type", rope.get("type")) != "llama3" or size is None:
@@ -460,6 +479,7 @@ def llama3_factors(config: Mapping[str, Any]) -> list[float] | None:
 def _factors(
     base: float, count: int, factor: float, low: float, high: float, context: float
 ) -> list[float]:
+    """Return Llama 3's divisor of each of ``count`` frequencies; see `llama3_factors`."""
     out = []
     for at in range(count):
         turns = context * base ** (-at / count) / (2 * math.pi)  # within the original context
@@ -474,10 +494,11 @@ def _factors(
 
 
 def llama3_scaling(factors: Sequence[float], base: float) -> dict[str, Any] | None:
-    """What made the factors of `ROPE_FREQS`, for config.json; None where no usual setting did.
+    """Return the rope_scaling of config.json whose factors `ROPE_FREQS` holds; None if unknown.
 
-    Those of Llama 3.1 and 3.2 differ in the factor alone; the context may be any power of two.
-    Several settings may make the same factors: that with a context nearest to theirs is found.
+    The inverse of `llama3_factors`: tries usual factors and contexts that are powers of two. Llama
+    3.1 and 3.2 differ in the factor alone. If several settings fit, the context nearest to 8192 is
+    returned.
     """
     if not factors or not all(0 < factor < math.inf for factor in factors):
         return None

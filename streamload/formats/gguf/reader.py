@@ -1,4 +1,4 @@
-"""GGUF files, versions 2 and 3: metadata, and tensors of plain elements or of blocks.
+"""Reads GGUF files, versions 2 and 3: metadata, and tensors of plain elements or of blocks.
 
 A file is "GGUF", the version (32 bits), how many tensors and how many pairs of metadata there are
 (64 bits each), the pairs (key, type, value), an entry for each tensor (name, dimensions, the
@@ -73,7 +73,7 @@ _Said: TypeAlias = "tuple[str, tuple[int, ...], int, int]"
 
 
 class _Tensor(NamedTuple):
-    """A tensor by the file's own name; ``start`` to ``stop`` are file bytes."""
+    """A tensor under the file's own name, of file bytes ``start`` to ``stop``."""
 
     name: str
     type: TensorType
@@ -83,18 +83,16 @@ class _Tensor(NamedTuple):
 
 
 class GGUF(FormatReader):
-    """Reads GGUF files; see `FormatReader`."""
+    """Reads the headers of GGUF files; see `FormatReader`."""
 
     name = "gguf"
     suffixes = (".gguf",)
     single = "model.gguf"
 
     def looks(self, head: bytes) -> bool:
-        """By its magic."""
         return head.startswith(MAGIC)
 
     def read_header(self, file: File) -> Header:
-        """See `FormatReader.read_header`."""
         metadata, tensors, data_start = _read(file)
         number, count = (metadata.get(f"split.{key}", 0) for key in ("no", "count"))
         of_model, shapes = metadata, {each.name: each.shape for each in tensors}
@@ -110,7 +108,7 @@ class GGUF(FormatReader):
                 try:
                     more = _read_other(other)[1]
                 except CheckpointError:
-                    break  # the file is not there, or invalid: that is found out later
+                    break  # missing or invalid: opening that file raises the error
                 shapes |= {each.name: each.shape for each in more}
                 counts.append(len(more))
             stated = metadata.get("split.tensors.count", sum(counts))
@@ -137,13 +135,13 @@ class GGUF(FormatReader):
         return _header(file, known, settings, config, metadata, tensors, data_start)
 
     def siblings(self, header: Header) -> Sequence[str]:
-        """See `FormatReader.siblings`."""
         match = _MEMBER.fullmatch(header.path.name)
-        total = 1 if match is None else int(match["total"])
-        return () if match is None or total == 1 else numbered(total, ".gguf", match["stem"])
+        if match is None or int(match["total"]) == 1:
+            return ()
+        return numbered(int(match["total"]), ".gguf", match["stem"])
 
     def documents(self, headers: Sequence[Header]) -> Mapping[str, bytes]:
-        """The tokenizer; see `FormatReader.documents`."""
+        """Return the tokenizer's files by name, {} if no file has one."""
         for header in headers:
             with open_location(header.path) as file:
                 metadata = _Cursor(file).metadata(arrays=True)[0]
@@ -165,7 +163,11 @@ def _header(
     tensors: Sequence[_Tensor],
     data_start: int,
 ) -> Header:
-    """A header, with the names of Hugging Face."""
+    """Return the header of a file with Hugging Face's names.
+
+    ``known`` is None for an unknown architecture; ``heads`` is the configuration with the numbers
+    of heads, ``config`` the one to publish.
+    """
     kept = [each for each in tensors if known is None or each.name != ROPE_FREQS]
     names: list[str] = []
     dtypes: list[DType] = []
@@ -201,7 +203,7 @@ def _header(
 def _turn(
     file: File, known: Architecture, tensor: _Tensor, config: Mapping[str, Any]
 ) -> Turn | None:
-    """The permutation of a tensor's rows in the file, if models have another order."""
+    """Return the permutation of a tensor's rows from the file's order to the model's, or None."""
     shape = tensor.shape
     if known.is_transposed(tensor.name) and len(shape) == 2 and min(shape) > 1:
         return Turn(1, *shape, shape[::-1])
@@ -217,7 +219,7 @@ def _turn(
 
 
 def _freqs(file: File, tensors: Sequence[_Tensor]) -> Sequence[float]:
-    """The values of `ROPE_FREQS`, or none."""
+    """Return the values of the tensor `ROPE_FREQS`; () without it."""
     found = next((each for each in tensors if each.name == ROPE_FREQS), None)
     if found is None or found.type.name != "F32" or found.stop - found.start > _FIRST_NBYTES:
         return ()
@@ -229,7 +231,10 @@ def _freqs(file: File, tensors: Sequence[_Tensor]) -> Sequence[float]:
 
 
 def _others(path: Location, number: int, count: int) -> list[Location]:
-    """The files of a set, this one among them; none if it is alone."""
+    """Return all files of a set of ``count``, by the name of file ``number``; [] for a single one.
+
+    Raise HeaderError if the name contradicts the numbers.
+    """
     match = _MEMBER.fullmatch(path.name)
     if count <= 1:
         if match is not None and int(match["total"]) > 1:
@@ -244,6 +249,7 @@ def _others(path: Location, number: int, count: int) -> list[Location]:
 
 
 def _read_other(path: Location) -> tuple[dict[str, Any], list[_Tensor], int]:
+    """Return `_read` of another file of the set."""
     with open_location(path) as file:
         return _read(file)
 
@@ -252,7 +258,7 @@ def _read_other(path: Location) -> tuple[dict[str, Any], list[_Tensor], int]:
 
 
 def _read(file: File) -> tuple[dict[str, Any], list[_Tensor], int]:
-    """The metadata without its long arrays, the tensors, and the first byte of the data."""
+    """Return the metadata without long arrays, the tensors, and the first byte of the data."""
     cursor = _Cursor(file)
     metadata, count = cursor.metadata(arrays=False)
     alignment = metadata.get("general.alignment", ALIGNMENT)
@@ -277,6 +283,7 @@ def _read(file: File) -> tuple[dict[str, Any], list[_Tensor], int]:
 
 
 def _check_distinct(file: File, names: Sequence[str]) -> None:
+    """Raise HeaderError if a name of a tensor occurs twice."""
     if len(set(names)) < len(names):
         ((twice, count),) = Counter(names).most_common(1)
         found = f"{count} times"
@@ -284,7 +291,10 @@ def _check_distinct(file: File, names: Sequence[str]) -> None:
 
 
 def _placed(file: File, said: Sequence[_Said], alignment: int, data_start: int) -> list[_Tensor]:
-    """Tensors whose bytes are in the file: millions of them, in one loop."""
+    """Return the tensors of parsed entries with their file bytes; raise if one is not valid.
+
+    One loop, since there may be millions.
+    """
     name, most = "", file.nbytes
     out: list[_Tensor] = []
 
@@ -314,7 +324,7 @@ def _placed(file: File, said: Sequence[_Said], alignment: int, data_start: int) 
 
 
 class _Cursor:
-    """Reads the grammar from a file's first byte on, in pieces; every number is checked."""
+    """Parses a GGUF header from the file's first byte on, read in pieces; checks every number."""
 
     def __init__(self, file: File) -> None:
         self._file = file
@@ -324,16 +334,16 @@ class _Cursor:
 
     @property
     def left_nbytes(self) -> int:
-        """The most that there can be of the header from here on."""
+        """Upper bound of the header's bytes from here on."""
         return min(self._file.nbytes, MAX_HEADER_NBYTES) - self.at
 
     def refuse(self, problem: str, expected: object, found: object) -> NoReturn:
-        """Raise HeaderError."""
+        """Raise HeaderError with a description of ``found``."""
         found = found if isinstance(found, str) else describe(found)
         raise HeaderError(self._file.path, problem, expected, found)
 
     def metadata(self, *, arrays: bool) -> tuple[dict[str, Any], int]:
-        """The pairs, and the number of tensors."""
+        """Return the metadata and the number of tensors; long arrays only with ``arrays``."""
         magic = self._take(4)
         if magic != MAGIC:
             self.refuse("is not a GGUF file", MAGIC.decode(), repr(magic))
@@ -360,15 +370,18 @@ class _Cursor:
         return out, tensors
 
     def tensors(self, count: int) -> list[_Said]:
-        """The entries of the next tensors."""
+        """Return the entries of the next ``count`` tensors."""
         out: list[_Said] = []
         while len(out) < count:
-            out.append(self._tensor())  # it reads on, and refuses what is not valid
+            out.append(self._tensor())  # reads more bytes, and raises for an invalid entry
             self._take_tensors(out, count)
         return out
 
     def _take_tensors(self, out: list[_Said], count: int) -> None:
-        """Add the tensors of the bytes in memory, up to one that needs `_tensor`."""
+        """Add the entries within the bytes in memory to ``out``: fast, but leaves errors.
+
+        Stops before an entry that is cut off or not valid, for `_tensor`.
+        """
         raw, at, end = self._raw, self.at - self._start, len(self._raw)
         length, number = struct.Struct("<Q").unpack_from, struct.Struct("<I").unpack_from
         for _ in range(count - len(out)):
@@ -389,7 +402,7 @@ class _Cursor:
         self.at = self._start + at
 
     def _tensor(self) -> _Said:
-        """The entry of the next tensor."""
+        """Return the entry of the next tensor; raise HeaderError if it is not valid."""
         name = self._name("a tensor's name")
         axes = self._number("I")
         if axes > _MOST_AXES:
@@ -401,6 +414,7 @@ class _Cursor:
         return name, shape, self._number("I"), self._number("Q")
 
     def _name(self, what: str) -> str:
+        """Return the next string, not empty; the error for an invalid one names ``what``."""
         try:
             found = self._string().decode()
         except UnicodeDecodeError as error:
@@ -410,7 +424,7 @@ class _Cursor:
         return found
 
     def _value(self, kind: int, key: str, *, keeps: bool, nested: int = 0) -> Any:
-        """A value, or None if it is skipped."""
+        """Return the next value of type ``kind``; None if it is skipped (not ``keeps``)."""
         if kind == STRING:
             text = self._string()
             return text.decode(errors="replace") if keeps else None
@@ -434,7 +448,7 @@ class _Cursor:
         return found if keeps else None
 
     def _pass_strings(self, count: int) -> None:
-        """Pass over strings: a vocabulary has hundreds of thousands, at 0.1 microseconds each."""
+        """Skip ``count`` strings: a vocabulary has hundreds of thousands, 0.1 microseconds each."""
         length = struct.Struct("<Q").unpack_from
         while count:
             nbytes = self._take(8, keeps=True)
@@ -464,7 +478,7 @@ class _Cursor:
         return struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))[0]
 
     def _take(self, nbytes: int, *, keeps: bool = True) -> bytes:
-        """The next bytes; b"" if they are skipped."""
+        """Return the next bytes, b"" if not ``keeps``; raise beyond the file or the limit."""
         begin = self.at - self._start
         end = self.at + nbytes
         if end > self._start + len(self._raw):

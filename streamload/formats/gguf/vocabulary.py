@@ -1,4 +1,4 @@
-"""A model's vocabulary: GGUF's ``tokenizer.ggml.*`` to tokenizer.json.
+"""Converts a model's vocabulary from GGUF's ``tokenizer.ggml.*`` to tokenizer.json.
 
 Sources: "GGUF" in the documentation of ggml (keys and token types); llama.cpp's
 ``src/llama-vocab.cpp`` (the regexes behind ``tokenizer.ggml.pre``, the defaults of missing keys,
@@ -6,7 +6,7 @@ and the order in which its tokenizers merge); the JSON that Hugging Face's `toke
 
 Two kinds of vocabularies are read: byte-level BPE (``gpt2``) under the pre-tokenizers "gpt-2",
 "llama-bpe" and "qwen2", and the BPE of SentencePiece with byte fallback (``llama``: Llama 2,
-Mistral 7B). `streamload.formats.gguf.vocabulary_out` is the other way.
+Mistral 7B). `streamload.formats.gguf.vocabulary_out` is the inverse.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ PRE_TOKENIZERS = {
     "llama-bpe": rf"{_LETTERS}\p{{N}}{{1,3}}{_REST}",
     "qwen2": rf"{_LETTERS}\p{{N}}{_REST}",
 }
-#: The one under which llama.cpp takes a word that is a token as it is, without merging.
+#: The pre-tokenizer under which llama.cpp does not merge words that are tokens themselves.
 WHOLE_WORDS = "llama-bpe"
 #: SentencePiece's character for a space.
 SPACE = "\u2581"
 #: Tokens of one byte each in SentencePiece's vocabularies.
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-#: Roles of tokens, by their names in tokenizer_config.json, and in GGUF.
+#: Roles of special tokens: GGUF's name by that in tokenizer_config.json.
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
 # SentencePiece's own limit is 16. The merges of a token take its length squared.
@@ -47,7 +47,7 @@ _MOST_CHARACTERS = 128
 
 
 class TokenType(IntEnum):
-    """``tokenizer.ggml.token_type``."""
+    """The kinds of tokens in GGUF's ``tokenizer.ggml.token_type``."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -58,13 +58,16 @@ class TokenType(IntEnum):
 
 
 def missing_byte(tokens: Container[str]) -> str | None:
-    """The first byte that has no token, or None."""
+    """Return the name of the first byte that has no token ("<0x00>" on), or None."""
     names = (f"<0x{byte:02X}>" for byte in range(256))
     return next((name for name in names if name not in tokens), None)
 
 
 def from_gguf(path: Path, metadata: Document) -> dict[str, dict[str, Any]]:
-    """The files of a tokenizer, by name, which transformers opens."""
+    """Return the files of a tokenizer for transformers, parsed JSON by name; {} for none.
+
+    Raise CheckpointError, which names ``path``, for a vocabulary that cannot be expressed.
+    """
     read = _Reader(path, metadata)
     model = read.text("model")
     if model in ("no_vocab", "none"):
@@ -115,30 +118,30 @@ def from_gguf(path: Path, metadata: Document) -> dict[str, dict[str, Any]]:
 
 
 class _Reader:
-    """The keys of a vocabulary, checked as they are read."""
+    """Reads the ``tokenizer.ggml`` keys of GGUF metadata, and checks each when it is read."""
 
     def __init__(self, path: Path, metadata: Document) -> None:
         self._path = path
         self._metadata = metadata
         self.tokens: list[str] = []
         self.types: list[int] = []
-        self.used: dict[str, int] = {}  # ids, but of tokens that only fill the embedding
+        self.used: dict[str, int] = {}  # ids by token, without tokens that only pad the embedding
         self.pre = ""
 
     def invalid(self, key: str, expected: object, found: object = None) -> CheckpointError:
-        """The error for the value of a key."""
+        """Return the error for an invalid value of ``key``."""
         key = f"tokenizer.ggml.{key}"
         return CheckpointError(self._path, f"no tokenizer can be made of {key}", expected, found)
 
     def text(self, key: str) -> str:
-        """A string; "" without it."""
+        """Return the string at ``key``, "" without it; raise CheckpointError for another type."""
         found = self._metadata.get(f"tokenizer.ggml.{key}", "")
         if not isinstance(found, str):
             raise self.invalid(key, "a string", type(found).__name__)
         return found
 
     def number(self, key: str) -> int | None:
-        """The id of a token, or None."""
+        """Return the token id at ``key``, None without it; raise CheckpointError if invalid."""
         found = self._metadata.get(f"tokenizer.ggml.{key}")
         if found is None:
             return None
@@ -147,14 +150,14 @@ class _Reader:
         return int(found)
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or False."""
+        """Return the bool at ``key``, or ``default``; raise CheckpointError for another type."""
         found = self._metadata.get(f"tokenizer.ggml.{key}", default)
         if not isinstance(found, (bool, np.bool_)):
             raise self.invalid(key, "a bool", type(found).__name__)
         return bool(found)
 
     def strings(self, key: str) -> list[str]:
-        """An array of strings."""
+        """Return the array of strings at ``key``; raise CheckpointError for anything else."""
         found = self._metadata.get(f"tokenizer.ggml.{key}")
         listed = list(found) if isinstance(found, Sequence) and not isinstance(found, str) else None
         if listed is None or not all(isinstance(each, str) for each in listed):
@@ -162,7 +165,7 @@ class _Reader:
         return listed
 
     def numbers(self, key: str) -> list[Any] | None:
-        """An array with a number for each token, or None."""
+        """Return the array at ``key`` with a finite number for each token; None without it."""
         found = self._metadata.get(f"tokenizer.ggml.{key}")
         if found is None:
             return None
@@ -175,7 +178,7 @@ class _Reader:
         return listed
 
     def read_tokens(self) -> None:
-        """Read the tokens and their types."""
+        """Set `tokens`, `types` and `used`; raise CheckpointError if they are not valid."""
         self.tokens = self.strings("tokens")
         if len(set(self.tokens)) < len(self.tokens):
             raise self.invalid("tokens", "different tokens")
@@ -184,7 +187,7 @@ class _Reader:
         self.used = {t: i for i, (t, kind) in pairs if kind != TokenType.UNUSED}
 
     def added(self) -> list[dict[str, Any]]:
-        """Tokens that are looked for before text is cut."""
+        """Return tokenizer.json's ``added_tokens``: those found before text is split."""
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         special = {TokenType.CONTROL: True, TokenType.UNKNOWN: True, TokenType.USER_DEFINED: False}
         return [
@@ -195,7 +198,7 @@ class _Reader:
 
 
 def _json(read: _Reader, model: Document, **steps: Any) -> dict[str, Any]:
-    """tokenizer.json with a BPE model."""
+    """Return tokenizer.json with a BPE model of these settings and processing steps."""
     return {
         "version": "1.0",
         "truncation": None,
@@ -218,7 +221,7 @@ def _json(read: _Reader, model: Document, **steps: Any) -> dict[str, Any]:
 
 
 def _byte_level_json(read: _Reader) -> dict[str, Any]:
-    """tokenizer.json of a byte-level BPE."""
+    """Return tokenizer.json for a byte-level BPE vocabulary (GGUF's "gpt2")."""
     stated = read.text("pre")
     read.pre = name = _ALIASES.get(stated, stated)
     if name not in PRE_TOKENIZERS:
@@ -235,7 +238,7 @@ def _byte_level_json(read: _Reader) -> dict[str, Any]:
     return _json(
         read,
         {"merges": pairs, "ignore_merges": name == WHOLE_WORDS},
-        # all models with this pre-tokenizer have it, and the file does not say
+        # all models with this pre-tokenizer have it; the file has no key for it
         normalizer={"type": "NFC"} if name == "qwen2" else None,
         pre_tokenizer={**whole, "use_regex": True}
         if name == "gpt-2"
@@ -245,7 +248,10 @@ def _byte_level_json(read: _Reader) -> dict[str, Any]:
 
 
 def _sentencepiece_json(read: _Reader) -> dict[str, Any]:
-    """tokenizer.json of a BPE with byte fallback: all splits of each token are merges."""
+    """Return tokenizer.json for SentencePiece's BPE with byte fallback (GGUF's "llama").
+
+    All splits of each token become merges, the highest scores first.
+    """
     read.read_tokens()
     scores = read.numbers("scores")
     if scores is None:
@@ -287,7 +293,10 @@ def _sentencepiece_json(read: _Reader) -> dict[str, Any]:
 
 
 def _template(around: Mapping[str, tuple[str, int]]) -> dict[str, Any] | None:
-    """The post-processor that puts the first and the last token around text, or None."""
+    """Return the post-processor that adds the begin and end tokens to text; None for none.
+
+    ``around`` has token and id by role, "bos" and "eos".
+    """
     if not around:
         return None
 

@@ -1,15 +1,15 @@
-"""A model's vocabulary: tokenizer.json to GGUF's ``tokenizer.ggml.*``.
+"""Converts a model's vocabulary from tokenizer.json to GGUF's ``tokenizer.ggml.*``.
 
 Source: the JSON that Hugging Face's `tokenizers` 0.23 writes, and how transformers 5 reads
-tokenizer_config.json. See `streamload.formats.gguf.vocabulary` for GGUF's side, and the way back.
+tokenizer_config.json. See `streamload.formats.gguf.vocabulary` for GGUF's side, and the inverse.
 
 Two kinds of vocabularies are written: byte-level BPE under one of llama.cpp's pre-tokenizers, and
-the BPE of SentencePiece with byte fallback, in which llama.cpp merges whatever makes the token of
-the highest score. That is the same as the list of merges where the list has every split of every
-token, and all splits of one token follow each other.
+the BPE of SentencePiece with byte fallback, for which llama.cpp merges the pair that makes the
+token of the highest score. That equals a list of merges that has every split of every token, with
+all splits of one token adjacent.
 
-Where llama.cpp would cut text into other tokens, the vocabulary is refused, or a note says where.
-It never normalises to NFC, which the models of Qwen do: text in NFC is cut the same.
+If llama.cpp would split text into other tokens, the vocabulary is refused, or a note describes the
+difference. llama.cpp never normalizes to NFC, as Qwen models do: text in NFC is split the same.
 """
 
 from __future__ import annotations
@@ -36,17 +36,20 @@ from streamload.formats.gguf.vocabulary import (
     missing_byte,
 )
 
-# Another way to write the endings of English, which llama.cpp itself uses.
+# Two spellings of the regex for English contractions; llama.cpp itself uses the second.
 _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _EITHER_CASE = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
-# No text in a string reads so: its quotes have backslashes.
+# Cannot match inside of a JSON string, where quotes have backslashes.
 _MERGES = re.compile(r'"merges"\s*:\s*\[\s*')
 _GAP = re.compile(r"[\s,]*")
 _INSTEAD = "without tokenizer.json in its folder, the model is written without a vocabulary"
 
 
 def parse_tokenizer(raw: bytes) -> dict[str, Any]:
-    """tokenizer.json, with each merge as one string: pairs take four times the memory."""
+    """Return tokenizer.json parsed, each merge as one string: pairs take four times the memory.
+
+    Raise ValueError for invalid JSON or merges.
+    """
     check_nesting(raw)
     text = raw.decode()
     del raw  # tens of MB
@@ -71,14 +74,21 @@ def parse_tokenizer(raw: bytes) -> dict[str, Any]:
 
 
 def no_vocabulary(rows: int, architecture: str) -> dict[str, Any]:
-    """The metadata of a model without a tokenizer: llama.cpp takes and gives numbers then."""
+    """Return GGUF metadata for a model without a tokenizer: llama.cpp then uses token ids.
+
+    ``rows`` is the number of rows of the embedding.
+    """
     return {"tokenizer.ggml.model": "no_vocab", f"{architecture}.vocab_size": rows}
 
 
 def to_gguf(
     path: Path, tokenizer: Document, settings: Document, config: Document, rows: int
 ) -> tuple[dict[str, Any], list[str]]:
-    """The metadata of a vocabulary."""
+    """Return the GGUF metadata of a vocabulary, and notes on differences in llama.cpp.
+
+    ``settings`` is tokenizer_config.json, ``config`` config.json, ``rows`` the embedding's number
+    of rows. Raise CheckpointError for a vocabulary that llama.cpp cannot express.
+    """
     try:
         return _Vocabulary(path, tokenizer, settings, config, rows).metadata()
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
@@ -90,7 +100,7 @@ def to_gguf(
 
 
 class _Vocabulary:
-    """One tokenizer.json on its way to GGUF."""
+    """Converts one tokenizer.json to GGUF metadata; see `to_gguf`."""
 
     def __init__(
         self, path: Path, tokenizer: Document, settings: Document, config: Document, rows: int
@@ -110,11 +120,11 @@ class _Vocabulary:
         self._added_ids = {each["content"]: i for i, each in self._added.items()}
 
     def _refusal(self, problem: str, expected: object, found: object = None) -> CheckpointError:
-        """The error for a vocabulary that llama.cpp has no word for."""
+        """Return the error for a vocabulary that llama.cpp cannot express."""
         return CheckpointError(self._path, problem, f"{expected} ({_INSTEAD})", found)
 
     def _added_tokens(self) -> dict[int, dict[str, Any]]:
-        """Tokens that are looked for before text is cut, by id, as transformers has them."""
+        """Return by id the tokens that transformers finds before it splits text."""
         added = {each["id"]: dict(each) for each in self._tokenizer.get("added_tokens") or ()}
         for number, each in (self._settings.get("added_tokens_decoder") or {}).items():
             added[int(number)] = {**added.get(int(number), {}), **each}
@@ -131,13 +141,15 @@ class _Vocabulary:
         return added
 
     def _id(self, token: str | None) -> int | None:
+        """Return the id of a token, None if it is unknown or None."""
         return self._added_ids.get(token or "", self._vocab.get(token or ""))
 
     def _named(self, name: str) -> str | None:
+        """Return the token with a role ("bos", "eos", ...) in tokenizer_config.json, or None."""
         return _content(self._settings.get(f"{name}_token"))
 
     def metadata(self) -> tuple[dict[str, Any], list[str]]:
-        """See `to_gguf`."""
+        """Return the metadata and the notes; see `to_gguf`."""
         for key in ("continuing_subword_prefix", "end_of_word_suffix"):
             if self._model.get(key):
                 raise self._refusal(f"its tokens have a {key}", "none", self._model[key])
@@ -162,7 +174,10 @@ class _Vocabulary:
         return {**found, **self._chat_templates()}, self._notes
 
     def _tokens(self, kind: str) -> dict[str, Any]:
-        """All tokens in the order of their ids, and their types."""
+        """Return the keys for all tokens by id and for their types; unused ids get padding.
+
+        ``kind`` is GGUF's "gpt2" or "llama". Raise CheckpointError for ids without a row.
+        """
         tokens: list[str | None] = [None] * self._rows
         types = np.full(self._rows, TokenType.NORMAL, np.int32)
         added = ((each["content"], number) for number, each in self._added.items())
@@ -195,7 +210,7 @@ class _Vocabulary:
         return {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
 
     def _special_ids(self) -> dict[str, Any]:
-        """The tokens with roles, and which of them go around text."""
+        """Return the keys for the ids of special tokens, and whether bos and eos are added."""
         out: dict[str, Any] = {}
         for name, key in SPECIAL.items():
             stated = self._config.get(f"{name}_token_id")
@@ -212,7 +227,10 @@ class _Vocabulary:
         return out
 
     def _around(self) -> tuple[int | None, int | None]:
-        """The tokens that transformers puts before and after each text."""
+        """Return the ids of the tokens that transformers adds before and after each text.
+
+        Raise CheckpointError if it adds others.
+        """
         flags = [f"add_{name}_token" for name in ("bos", "eos")]
         if any(flag in self._settings for flag in flags):  # then the template does not count
             wanted = [
@@ -239,6 +257,7 @@ class _Vocabulary:
         return first, last
 
     def _chat_templates(self) -> dict[str, Any]:
+        """Return the keys for the chat templates, the default one and those with names."""
         given = self._settings.get("chat_template")
         if isinstance(given, str):
             return {"tokenizer.chat_template": given}
@@ -253,6 +272,7 @@ class _Vocabulary:
     # --- byte-level BPE ---------------------------------------------------------------------------
 
     def _byte_level(self) -> dict[str, Any]:
+        """Return the keys of a byte-level BPE; raise CheckpointError if llama.cpp differs."""
         normalizer = self._tokenizer.get("normalizer") or {}
         if normalizer.get("type", "NFC") != "NFC":
             raise self._refusal("its text is normalised", "NFC or nothing", normalizer["type"])
@@ -278,7 +298,7 @@ class _Vocabulary:
         }
 
     def _pre_tokenizer(self) -> str:
-        """llama.cpp's name of the pre-tokenizer."""
+        """Return llama.cpp's name of the pre-tokenizer; raise CheckpointError if it has none."""
         given = self._tokenizer.get("pre_tokenizer") or {}
         steps = given["pretokenizers"] if given.get("type") == "Sequence" else [given]
         *splits, last = steps
@@ -306,6 +326,7 @@ class _Vocabulary:
     # --- SentencePiece's BPE ----------------------------------------------------------------------
 
     def _sentencepiece(self) -> dict[str, Any]:
+        """Return the keys of SentencePiece's BPE; raise CheckpointError if llama.cpp differs."""
         adds_space = self._check_spaces()
         if (missing := missing_byte(self._vocab)) is not None:
             raise self._refusal("tokens for bytes are missing", "all 256", f"no {missing}")
@@ -329,7 +350,10 @@ class _Vocabulary:
         }
 
     def _check_spaces(self) -> bool:
-        """Whether text gets a space before it; spaces must become SentencePiece's."""
+        """Return whether a space is added before text.
+
+        Raise CheckpointError unless spaces become SentencePiece's character.
+        """
         given = self._tokenizer.get("normalizer") or {}
         pre = self._tokenizer.get("pre_tokenizer") or {}
         steps = given["normalizers"] if given.get("type") == "Sequence" else [given]
@@ -355,7 +379,10 @@ class _Vocabulary:
         return True
 
     def _check_splits(self, merges: Sequence[tuple[str, str]], made: Sequence[str]) -> None:
-        """Refuse merges that differ from merging to the token of the highest score."""
+        """Raise CheckpointError if merges differ from merging to the token of the highest score.
+
+        ``made`` are the tokens that the merges make, in order and unique.
+        """
         there = set(merges)
         grouped = [left + right for left, right in merges]
         if sum(a != b for a, b in pairwise(grouped)) + bool(grouped) != len(made):
@@ -377,19 +404,19 @@ class _Vocabulary:
 
 
 def _content(token: object) -> str | None:
-    """The text of a token, which may have other properties."""
+    """Return the text of a token of the settings, a string or an object; None for others."""
     found = token.get("content") if isinstance(token, Mapping) else token
     return found if isinstance(found, str) else None
 
 
 def _pair(merge: Any) -> tuple[str, str]:
-    """A merge, in its older form as one string."""
+    """Return the two tokens of a merge, which may be one string with a space."""
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return left, right
 
 
 def _not_merged(tokens: Iterable[str], ranks: Mapping[tuple[str, str], int]) -> str | None:
-    """The first token that its own text is not merged to, or None."""
+    """Return the first token that merging its characters by ``ranks`` does not make, or None."""
     none = len(ranks)
     for token in tokens:
         parts = list(token)

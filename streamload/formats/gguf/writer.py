@@ -1,8 +1,8 @@
-"""GGUF out: ``convert --to gguf`` of Llama, Mistral, Qwen2, Qwen3 and GPT-2.
+"""Writes GGUF: ``convert --to gguf`` of Llama, Mistral, Qwen2, Qwen3 and GPT-2.
 
-One file ``model.gguf``, or with a smaller ``max_shard_size`` a set of them in the names that
-llama.cpp looks for; the tokenizer is in the metadata. ``quant`` is "q8_0" or "q4_0", and is of all
-matrices: the embedding and the head too. See `streamload.formats.gguf.model` for the types.
+One file ``model.gguf``, or with a smaller ``max_shard_size`` a set with the names that llama.cpp
+expects; the tokenizer is in the metadata. ``quant`` is "q8_0" or "q4_0" and applies to all
+matrices, embedding and head included. See `streamload.formats.gguf.model` for the types.
 
 Source: docs/gguf.md in github.com/ggml-org/ggml, and the names of split files in
 ``llama_split_path`` of llama.cpp.
@@ -50,17 +50,17 @@ from streamload.formats.writer import (
 _QUANTS = ("q8_0", "q4_0")
 _DTYPES = ("F32", "F16", "BF16")
 EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
-_ALL = "**"  # "*" stands for the weights of layers alone
+_ALL = "**"  # all matrices; "*" means the weights of layers alone
 _TOKENIZER = "tokenizer.json"
 _SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
 _TEMPLATE = "chat_template.jinja"
-#: Tokenizers that are not read; transformers writes tokenizer.json of each.
+#: Files of tokenizers that are not read; transformers converts each to tokenizer.json.
 _OTHERS = ("tokenizer.model", "vocab.json", "tekken.json", "spiece.model", "tiktoken.model")
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokenizer:
-    """The metadata of a tokenizer as bytes: values take five times the memory."""
+    """The GGUF metadata of a tokenizer, as bytes since values take five times the memory."""
 
     raw: bytes
     keys: frozenset[str]
@@ -68,11 +68,12 @@ class _Tokenizer:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any], notes: Sequence[str]) -> _Tokenizer:
+        """Return the metadata encoded, with its keys and notes for the user."""
         return cls(metadata_bytes(metadata), frozenset(metadata), tuple(notes))
 
 
 class GGUF(FormatWriter):
-    """Writes GGUF files; see `FormatWriter`."""
+    """Writes a model as GGUF files; see `FormatWriter`."""
 
     name = "gguf"
     max_shard_size = "1TB"  # one file: what runs it maps it
@@ -81,7 +82,7 @@ class GGUF(FormatWriter):
 
     @staticmethod
     def asked(dtype: Any, quant: Any) -> tuple[Any, Any]:
-        """See `FormatWriter.asked`: "*" stands for all matrices."""
+        """Return dtype and quant with "*" for all matrices; raise ValueError for other schemes."""
         rules = quant if isinstance(quant, Mapping) else {"*": quant} if quant is not None else {}
         for found in rules.values():
             if found is not None and found not in _QUANTS:
@@ -93,13 +94,14 @@ class GGUF(FormatWriter):
 
     @cached_property
     def _architecture(self) -> Architecture:
+        """The model's GGUF architecture; raises CheckpointError if it is not written."""
         found = architecture_of(self.model.path, self.model.config)
         self.model.check_values("llama.cpp", found.values)
         return found
 
     @cached_property
     def _targets(self) -> dict[str, Target]:
-        """The tensors to write, by GGUF's names."""
+        """The tensors to write, by GGUF's names; raises CheckpointError if one has none."""
         model, architecture = self.model, self._architecture
         kept = {name: t for name, t in model.tensors.items() if not is_computed(name)}
         for name, target in kept.items():
@@ -142,14 +144,14 @@ class GGUF(FormatWriter):
 
     @property
     def _is_tied(self) -> bool | None:
-        """Whether the head is the embedding; None if a head, if there is one, is written."""
+        """Whether the head is the embedding; None if unknown: then a head is written if present."""
         stated = self.model.config.get("tie_word_embeddings")
         if stated is None:
             return True if self._architecture.name == "gpt2" else None
         return stated if isinstance(stated, bool) else None
 
     def _target(self, own: str, name: str, target: Target) -> Target:
-        """A tensor by GGUF's name: permuted or transposed as GGUF has it, and of its type."""
+        """Return a tensor under GGUF's name ``own``, in GGUF's order of rows and of its type."""
         made, shape, stays = target.made, target.shape, target.stored is not None
         stays = stays and _stored_type(target) is not None
         if self._architecture.is_transposed(own) and not stays:
@@ -175,11 +177,9 @@ class GGUF(FormatWriter):
         return Target(own, target.info, F16, shape, kind.dtype.name, made)
 
     def tensors(self) -> Sequence[Sequence[Target]]:
-        """See `FormatWriter.tensors`."""
         return [[target] for target in self._targets.values()]
 
     def files(self, lists: Sequence[Sequence[OutTensor]], max_nbytes: int) -> Sequence[OutFile]:
-        """See `FormatWriter.files`."""
         vocabulary = self._vocabulary()
         described = {
             out.name: _described(self._targets[out.name]) for listed in lists for out in listed
@@ -204,7 +204,6 @@ class GGUF(FormatWriter):
         return out
 
     def notes(self) -> Sequence[str]:
-        """See `FormatWriter.notes`."""
         model = self.model
         kinds = Counter(t.stored.kind for t in model.tensors.values() if t.stored is not None)
         stay = [f"{n} tensors stay as they are stored: {kind}" for kind, n in kinds.items()]
@@ -217,7 +216,7 @@ class GGUF(FormatWriter):
         return [*self._vocabulary().notes, *stay]
 
     def _vocabulary(self) -> _Tokenizer:
-        """The tokenizer, read once for the notes and the files."""
+        """Return the tokenizer's metadata, read once for the notes and the files."""
         if self._tokenizer is None:
             embedding = self._targets.get(EMBEDDING)
             rows = embedding.shape[0] if embedding else self.model.config.get("vocab_size")
@@ -227,7 +226,10 @@ class GGUF(FormatWriter):
 
 
 def _check_kind(model: Model, name: str, target: Target) -> None:
-    """Refuse weights that are stored quantized, and dtypes that no program computes with."""
+    """Refuse weights stored quantized in a way that GGUF lacks; raise UnsupportedCastError.
+
+    The latter for dtypes that no program that runs GGUF computes with.
+    """
     if _stored_type(target) is not None or target.quant is not None:
         return
     if target.dtype.kind != "float":
@@ -250,12 +252,12 @@ def _check_kind(model: Model, name: str, target: Target) -> None:
 
 
 def _stored_type(target: Target) -> TensorType | None:
-    """The type of blocks that stay as they are stored; None if there are none, or not GGUF's."""
+    """Return the GGUF type of blocks that are copied as they are; None if not stored as such."""
     return BLOCKS_OF.get(target.stored.kind) if target.stored is not None else None
 
 
 def _described(target: Target) -> Described:
-    """A tensor in the header; the stored shape of blocks counts bytes."""
+    """Return a tensor for the header, with its shape in elements."""
     if target.stored is not None:
         return Described(target.name, target.stored.shape, BLOCKS_OF[target.stored.kind])
     kind = TENSOR_TYPE_OF[(target.quant or target.dtype.code).upper()]
@@ -263,6 +265,10 @@ def _described(target: Target) -> Described:
 
 
 def _read_tokenizer(model: Model, count: object, architecture: str) -> _Tokenizer:
+    """Return the metadata of the model's tokenizer, which has ``count`` rows of the embedding.
+
+    Refuse a tokenizer without tokenizer.json.
+    """
     if type(count) is not int:
         model.refuse("nothing says how many tokens there are", "an embedding, or vocab_size")
     folder = _folder(model)
@@ -289,12 +295,12 @@ def _read_tokenizer(model: Model, count: object, architecture: str) -> _Tokenize
 
 
 def _folder(model: Model) -> Location:
-    """The folder of a model's files."""
+    """Return the folder of a model's files."""
     return next(iter(model.tensors.values())).info.shard.parent
 
 
 def _object(model: Model, name: str, parse: Callable[[bytes], Any] = parse_json) -> dict[str, Any]:
-    """The content of a companion; raises CheckpointError unless it is an object of JSON."""
+    """Return the JSON object in the model's file ``name``; raise CheckpointError if it is none."""
     try:
         found = parse(model.companions[name]())
     except CheckpointError:  # a ValueError, too

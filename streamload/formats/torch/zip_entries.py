@@ -1,8 +1,8 @@
-"""The places of the entries of a zip archive in its file.
+"""Finds the file ranges of the entries of a zip archive.
 
-The directory at the end of an archive names the entries. Each entry has a header of its own before
-its data, of a length that only that header says. Entries that are encrypted, that overlap, or that
-two places describe differently are refused.
+The directory at the end of an archive names the entries. Each entry has a header before its data,
+whose length is only in that header. Entries that are encrypted, that overlap, or whose header
+contradicts the directory are refused.
 
 Source: PKWARE's APPNOTE.TXT, version 6.3.10, sections 4.3 to 4.5.
 """
@@ -31,16 +31,16 @@ _LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _MAX_16, _MAX_32 = 2**16 - 1, 2**32 - 1
 _ENCRYPTED = 1 | 1 << 6 | 1 << 13
-_DESCRIPTOR = 1 << 3  # the sizes follow the data once more
+_DESCRIPTOR = 1 << 3  # the sizes are repeated after the data
 _UTF8 = 1 << 11
 _EXTRA_64 = 1
 
-# Of an archive whose directory is longer than this, memory is looked at before it is read.
+# Free memory is checked before a directory longer than this is read.
 _LONG_NBYTES = 2**20
 _COPIES = 12  # bytes of memory for each byte of the directory, entries and names together
 
-# Torch pads the data of its entries to a multiple of this. The most that it needs: a field of its
-# own, and the sizes of an entry beyond 4 GiB.
+# Torch aligns the data of its entries to this. The most bytes of extra fields that it writes: the
+# padding, and the sizes of an entry beyond 4 GiB.
 _TORCH_ALIGNMENT = 64
 _MOST_EXTRA_NBYTES = _TORCH_ALIGNMENT + 4 + 32
 
@@ -54,26 +54,26 @@ class Entry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its length in bytes."""
+        """Length of the entry in bytes."""
         return self.stop - self.start
 
 
 class _Listed(NamedTuple):
-    """An entry of the directory."""
+    """An entry as the archive's directory lists it."""
 
     name: bytes
     flags: int
     method: int
     nbytes: int  # compressed
-    at: int  # the first byte of its header
-    large: bool  # it has sizes of 64 bits
+    at: int  # first file byte of the entry's header
+    large: bool  # whether its sizes have 64 bits
 
 
 def entries(file: File) -> Mapping[str, Entry]:
-    """The entries of an archive by their names; none of their bytes are read.
+    """Return the entries of an archive by name; raise HeaderError if it is not valid.
 
-    Of an archive on a server, headers of entries are read only where the directory and the layout
-    that torch writes leave a doubt: each would be a request.
+    No data is read. Of an archive on a server, an entry's header is read only if the layout differs
+    from torch's: each would be a request.
     """
     file = _WithTail(file)
     start, stop, count = _directory(file)
@@ -94,7 +94,7 @@ def entries(file: File) -> Mapping[str, Entry]:
 
 
 class _WithTail:
-    """A file whose last 64 KiB are read once: the end of an archive, and most directories."""
+    """A `File` that reads its last 64 KiB once: an archive's end, and most directories."""
 
     def __init__(self, file: File) -> None:
         self.path, self.nbytes = file.path, file.nbytes
@@ -103,7 +103,6 @@ class _WithTail:
         self.tail = file.read(self.tail_start, file.nbytes)
 
     def read(self, start: int, stop: int) -> bytes:
-        """See `File.read`."""
         if start >= self.tail_start:
             return self.tail[start - self.tail_start : stop - self.tail_start]
         return self._file.read(start, stop)
@@ -114,7 +113,7 @@ def _fail(file: File, problem: str, expected: object, found: object) -> NoReturn
 
 
 def _directory(file: _WithTail) -> tuple[int, int, int]:
-    """The first byte of the directory, the last one, exclusive, and the number of its entries."""
+    """Return the first file byte of the directory, its end (exclusive), and its entry count."""
     tail = file.tail
     at = len(tail)
     while (at := tail.rfind(b"PK\x05\x06", 0, at)) >= 0:
@@ -135,7 +134,10 @@ def _directory(file: _WithTail) -> tuple[int, int, int]:
 
 
 def _end_64(file: File, stop: int) -> tuple[int, ...]:
-    """The same with numbers of 64 bits; the end of 32 bits begins at ``stop``."""
+    """Return the directory's numbers from the 64-bit end record, which precedes byte ``stop``.
+
+    They are the record's first byte, two disk numbers, two entry counts, the length and the start.
+    """
     at = stop - _LOCATOR.size
     _, disk, end, disks = _LOCATOR.unpack(read_exactly(file, at, stop, "its directory"))
     if disk or disks > 1 or end + _END64.size > at:
@@ -149,7 +151,7 @@ def _end_64(file: File, stop: int) -> tuple[int, ...]:
 
 
 def _listed(file: File, raw: bytes, count: int) -> list[_Listed]:
-    """The entries of the directory, each checked by itself."""
+    """Return the entries of the directory ``raw``, each checked by itself; raise HeaderError."""
     fail = partial(_fail, file)
     found = []
     at = 0
@@ -179,7 +181,10 @@ def _listed(file: File, raw: bytes, count: int) -> list[_Listed]:
 
 
 def _sizes_64(file: File, name: bytes, extra: bytes, *given: int) -> tuple[int, ...]:
-    """The length, the compressed length and the place of an entry, if they have 64 bits."""
+    """Return ``given`` (length, compressed length, start) with 64-bit values from ``extra``.
+
+    Those are the values given as 2**32 - 1; raise HeaderError if they are missing.
+    """
     at = 0
     while at + 4 <= len(extra):
         kind, nbytes = struct.unpack_from("<2H", extra, at)
@@ -196,7 +201,7 @@ def _sizes_64(file: File, name: bytes, extra: bytes, *given: int) -> tuple[int, 
 
 
 def _name(file: File, entry: _Listed) -> str:
-    """The name of an entry; a path that leads out of the archive is refused."""
+    """Return the name of an entry; raise HeaderError for a path that leads out of the archive."""
     try:
         name = entry.name.decode("utf-8" if entry.flags & _UTF8 else "cp437")
     except UnicodeDecodeError:
@@ -207,7 +212,10 @@ def _name(file: File, entry: _Listed) -> str:
 
 
 def _placed(file: File, entry: _Listed, name: str, end: int) -> Entry:
-    """The place of an entry's data; the next entry begins at ``end``."""
+    """Return the file range of an entry's data; the next entry begins at byte ``end``.
+
+    Raise HeaderError if entries overlap or the entry's header contradicts the directory.
+    """
     start = entry.at + _LOCAL.size + len(entry.name)  # of the extra fields
     descriptor = (24 if entry.large else 16) if entry.flags & _DESCRIPTOR else 0
     if isinstance(file.path, Url):
@@ -217,7 +225,7 @@ def _placed(file: File, entry: _Listed, name: str, end: int) -> Entry:
     if end - entry.at < _LOCAL.size + len(entry.name) + entry.nbytes:
         _fail(
             file,
-            "entries overlap, or lie in the directory",
+            "entries overlap each other or the directory",
             f"{_LOCAL.size + len(entry.name) + entry.nbytes} bytes for {describe(name)}",
             max(end - entry.at, 0),
         )
