@@ -125,10 +125,7 @@ class Attempt:
             self.until = until
 
     def left(self, most: float | None = None) -> float:
-        """Return the seconds to the deadline, at most ``most``.
-
-        Raises StoppedError after a stop, OverdueError if none are left.
-        """
+        """Return the seconds left, at most ``most``; raise StoppedError or OverdueError for none."""
         if self._stopped.is_set():
             raise StoppedError
         left = self.until - time.monotonic()

@@ -248,10 +248,7 @@ def parse_json_object(raw: bytes, path: Location) -> dict[str, Any]:
 
 
 def check_strings(entries: Any, path: Location, what: str) -> dict[str, str]:
-    """Return parsed JSON if it is an object of strings with unique names; else raise HeaderError.
-
-    ``what`` names it in the error.
-    """
+    """Return parsed JSON; raise HeaderError unless it is an object of uniquely named strings."""
     found = check_object(entries, path, what)
     for key, value in found.items():
         if type(value) is not str or not (is_text(key) and is_text(value)):
@@ -273,10 +270,7 @@ def check_object(value: object, path: Location, what: str) -> dict[str, Any]:
 
 
 def check_entry(name: str, entry: object, path: Location) -> dict[str, Any]:
-    """Return a tensor's JSON entry if it is an object with unique keys and the name is text.
-
-    Raise HeaderError otherwise.
-    """
+    """Return a tensor's entry; raise HeaderError unless it is an object and the name is text."""
     if type(entry) is not dict:
         problem, expected, found = "the entry is not an object", "an object", describe(entry)
         if isinstance(entry, RepeatedNames):

@@ -318,10 +318,7 @@ class ShardCache:
                 self._fd = -1
 
     def _add(self, start: int, stop: int) -> list[int]:
-        """Merge a range that was read into `_read` and return its entry.
-
-        Bytes that were read again count as not dropped.
-        """
+        """Merge a range that was read into `_read`, as not dropped, and return its entry there."""
         first = bisect_left(self._read, start, key=lambda span: span[1])
         last = bisect_right(self._read, stop, key=lambda span: span[0])
         touched = self._read[first:last]
@@ -342,10 +339,7 @@ class ShardCache:
         return [(max(a, start), min(b, stop)) for a, b in self._absent[first:last]]
 
     def _drop(self, start: int, stop: int) -> None:
-        """Drop the pages of a byte range that were not resident before the load.
-
-        The kernel keeps pages that the range covers partly.
-        """
+        """Drop the whole pages of a byte range that were not resident before the load."""
         for first, last in self._within(start, stop):
             with suppress(OSError):  # only advice
                 os.posix_fadvise(self._fd, first, last - first, os.POSIX_FADV_DONTNEED)

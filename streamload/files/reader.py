@@ -165,10 +165,7 @@ class Reader(ABC):
 
     @abstractmethod
     def _read(self, start: int, target: memoryview, nbytes: int) -> None:
-        """Read ``nbytes`` > 0 bytes from ``start`` on to the beginning of ``target``.
-
-        All of ``target`` may be overwritten.
-        """
+        """Read ``nbytes`` > 0 from ``start`` on to ``target``, all of which may be overwritten."""
 
     def _check_range(self, start: int, stop: int) -> None:
         if not 0 <= start <= stop <= self.nbytes:

@@ -99,10 +99,7 @@ def look(url: Url, most_nbytes: int) -> Look:
 
 
 def download(url: Url, out: BinaryIO, most_nbytes: int) -> None:
-    """Write a whole file to ``out``, which is rewound for each retry.
-
-    Raise HeaderError if the file is longer than ``most_nbytes``.
-    """
+    """Write a whole file to ``out``, rewound for retries; HeaderError above ``most_nbytes``."""
     with connections():
         _File(url, None).download(out, most_nbytes)
 
@@ -241,10 +238,7 @@ class _File:
                 attempt.wake()
 
     def read(self, start: int, out: memoryview) -> int:
-        """Fill ``out`` from byte ``start`` on and return the bytes read.
-
-        They are fewer than ``out`` has only if the file's length was unknown.
-        """
+        """Fill ``out`` from byte ``start`` on; return the bytes read, fewer at an unknown end."""
         done = 0
         while done < out.nbytes and (self.nbytes is None or start + done < self.nbytes):
             with out[done : done + _REQUEST_NBYTES] as part:
@@ -335,10 +329,7 @@ class _File:
     def _insist(
         self, attempt: Callable[[], T], gave_up: Callable[[str], CheckpointError] | None = None
     ) -> T:
-        """Return ``attempt()``, retried after each `_Again`.
-
-        When tries run out, raise the error that ``gave_up`` returns for the last reason.
-        """
+        """Return ``attempt()``, retried after `_Again`; then raise ``gave_up``'s error."""
         tries = in_a_row = 0
         while True:
             self._check_stopped()
@@ -362,10 +353,7 @@ class _File:
     def _response(
         self, byte_range: str | None
     ) -> Iterator[tuple[httpx2.Response, Iterator[bytes]]]:
-        """Send a GET request, of bytes ``byte_range`` if given; yield the response and its body.
-
-        Raise `_Again` for a status that a retry may change.
-        """
+        """Send a GET request; yield the response and its body, or raise `_Again` by its status."""
         moved = self._moved
         with (
             self._attempt() as attempt,
@@ -504,10 +492,7 @@ class _File:
         raise self._error("cannot be read", _status(wanted), _status(status))
 
     def _check_range(self, response: httpx2.Response, start: int, stop: int) -> int:
-        """Check that a response has the requested range of the same file version.
-
-        Return the bytes of its body, 0 if the file ends before ``start``.
-        """
+        """Check a response's range and file version; return its bytes, 0 if past the file's end."""
         headers = response.headers
         if response.status_code == 416:
             found = _UNSATISFIED.fullmatch(headers.get("Content-Range", ""))
@@ -587,10 +572,7 @@ class _File:
 
 
 def _version(headers: Mapping[str, str], known: str) -> str:
-    """Return the header that identifies a file's version, "ETag: ..." for example; "" for none.
-
-    Of the kind of the ``known`` version if there is one.
-    """
+    """Return a response's version of the file, such as "ETag: ...", of the kind of ``known``."""
     kinds = (known.partition(": ")[0],) if known else _VALIDATORS
     for kind in kinds:
         if value := headers.get(kind, "").removeprefix("W/"):

@@ -32,10 +32,7 @@ _HELD = 3  # memory as a multiple of one read: its bytes, a copy, and heap overh
 
 
 def thread_nbytes(views: Iterable[View]) -> int:
-    """Return the memory in bytes that one thread needs to read views, besides its target.
-
-    Two threads were measured to take 6.2 MB.
-    """
+    """Return the bytes that a thread needs to read views, besides its target: 3 MB or less."""
     extents = (zip(view.shape, view.strides, strict=True) for view in views)
     longest = max((sum((n - 1) * step for n, step in each) for each in extents), default=0)
     return _HELD * min(longest, _SPAN_NBYTES)
@@ -95,10 +92,7 @@ class StridedReader(Reader):
     def _gather(
         self, at: int, shape: tuple[int, ...], strides: tuple[int, ...], out: _Array
     ) -> None:
-        """Fill ``out`` with the strided elements from file byte ``at`` on, in few reads.
-
-        Strides count bytes; axes too long for one read are split.
-        """
+        """Fill ``out`` with elements from file byte ``at`` on, in few reads; strides in bytes."""
         extents = [(n - 1) * stride for n, stride in zip(shape, strides, strict=True)]
         span = sum(extents) + out.itemsize
         axis = int(np.argmax(extents)) if extents else 0

@@ -140,10 +140,7 @@ class _Contents:
     def add_splat(
         self, name: str, dtype: DType, shape: tuple[int, ...], at: int, pattern: int, nbytes: int
     ) -> None:
-        """Add a tensor of ``nbytes`` filled with the pattern of so many bytes at file byte ``at``.
-
-        Raise HeaderError if it is too long or its name is known.
-        """
+        """Add a tensor of ``nbytes`` that repeats the ``pattern`` bytes at file byte ``at``."""
         if nbytes <= pattern:
             self.add(name, dtype, shape, at, at + nbytes)
             return
@@ -274,10 +271,7 @@ class _Archive:
         return at
 
     def _text(self, offset: int, nbytes: int, tensor: str | None = None) -> bytes:
-        """Return a range of the metadata segment; raise HeaderError if it is not valid.
-
-        All ranges together may be no longer than the segment.
-        """
+        """Return a range of the metadata segment; raise HeaderError if ranges exceed it."""
         if nbytes and (offset + nbytes > len(self._metadata) or nbytes > self._left):
             raise HeaderError(
                 self._file.path,
@@ -321,10 +315,7 @@ class _Said(NamedTuple):
 
 
 def _said(metadata: bytes, path: Location, fail: _Fail) -> _Said | None:
-    """Return the dtype and the shape in an entry's metadata; None without a known dtype.
-
-    Raise ``fail(...)`` for invalid JSON or an invalid shape.
-    """
+    """Return the dtype and shape in an entry's metadata, None without; raise ``fail(...)``."""
     prefix = next((each for each in _SAYS_TENSOR if metadata.startswith(each)), None)
     if prefix is None:
         return None

@@ -182,10 +182,7 @@ def _gpt2_numbers(model: Model) -> dict[str, int]:
 
 
 def _rope(model: Model) -> tuple[float, dict[str, Any] | None]:
-    """Return the base and the scaling (None for none) of rotary embeddings in config.json.
-
-    transformers 5 has both in one object. Refuse a scaling that MLC lacks.
-    """
+    """Return the base and the scaling, or None, of rotary embeddings; refuse one MLC lacks."""
     scaling = model.config.get("rope_parameters") or model.config.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
         model.refuse("rope_scaling of config.json is invalid", "an object", repr(scaling))
@@ -391,10 +388,7 @@ def _as_read(model: Model, parameter: _Parameter, parts: Sequence[Target]) -> Ta
 def _strips(
     model: Model, parameter: _Parameter, made: Joined, first: Target, shape: tuple[int, ...]
 ) -> tuple[Joined, tuple[int, ...]]:
-    """Return a weight reordered to (groups of a row, rows, 32), as q4f16_0 stores it; its shape.
-
-    Refuse rows that are not whole groups.
-    """
+    """Return a weight reordered as q4f16_0 stores it, and the shape (groups of a row, rows, 32)."""
     rows, columns = shape
     groups, rest = divmod(columns, _GROUP)
     if rest:

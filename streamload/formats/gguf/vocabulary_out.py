@@ -46,10 +46,7 @@ _INSTEAD = "without tokenizer.json in its folder, the model is written without a
 
 
 def parse_tokenizer(raw: bytes) -> dict[str, Any]:
-    """Return tokenizer.json parsed, each merge as one string: pairs take four times the memory.
-
-    Raise ValueError for invalid JSON or merges.
-    """
+    """Return tokenizer.json parsed, each merge as one string: pairs take four times the memory."""
     check_nesting(raw)
     text = raw.decode()
     del raw  # tens of MB
@@ -227,10 +224,7 @@ class _Vocabulary:
         return out
 
     def _around(self) -> tuple[int | None, int | None]:
-        """Return the ids of the tokens that transformers adds before and after each text.
-
-        Raise CheckpointError if it adds others.
-        """
+        """Return the ids of the tokens that transformers adds before and after text, or None."""
         flags = [f"add_{name}_token" for name in ("bos", "eos")]
         if any(flag in self._settings for flag in flags):  # then the template does not count
             wanted = [
@@ -350,10 +344,7 @@ class _Vocabulary:
         }
 
     def _check_spaces(self) -> bool:
-        """Return whether a space is added before text.
-
-        Raise CheckpointError unless spaces become SentencePiece's character.
-        """
+        """Return whether a space is added before text; refuse other spaces than SentencePiece's."""
         given = self._tokenizer.get("normalizer") or {}
         pre = self._tokenizer.get("pre_tokenizer") or {}
         steps = given["normalizers"] if given.get("type") == "Sequence" else [given]
