@@ -125,7 +125,7 @@ class Attempt:
             self.until = until
 
     def left(self, most: float | None = None) -> float:
-        """Return the seconds left, at most ``most``; raise StoppedError or OverdueError for none."""
+        """Return the seconds left, at most ``most``; raise StoppedError or OverdueError."""
         if self._stopped.is_set():
             raise StoppedError
         left = self.until - time.monotonic()
