@@ -122,7 +122,7 @@ class ThreadGroup:
         assert self._inside.acquire(blocking=False), "two threads in collectives"
         try:
             if self._failed:
-                raise lost("the group is of no use after a failure")
+                raise lost("the group failed and cannot be used again")
             self.world.enter(self.rank, operation)
             self._number += 1
             return self.world.together(self.rank, self._number, operation.encode() + b" " + data)
