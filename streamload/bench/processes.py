@@ -21,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Self
 
+from streamload.core.memory import proc_fields
 from streamload.devices.cuda import Context
 from streamload.errors import DeviceError
 
@@ -95,12 +96,7 @@ def _system_nbytes() -> int:
 
 def proc_nbytes(path: str) -> dict[str, int]:
     """Return the sizes in a file of /proc, in bytes by name; {} if it is missing."""
-    try:
-        lines = Path(path).read_bytes().decode(errors="replace").splitlines()
-    except OSError:
-        return {}
-    split = (line.partition(":") for line in lines if line.endswith(" kB"))
-    return {name: int(value.split()[0]) * 1024 for name, _, value in split}
+    return {name: kib * 1024 for name, kib in proc_fields(Path(path)).items()}
 
 
 class DriverMeter:

@@ -21,7 +21,7 @@ from threading import Lock
 from types import MappingProxyType
 from typing import Literal, TypeAlias, TypeVar
 
-from streamload.core.system import system_free_nbytes
+from streamload.core.system import mounts, system_free_nbytes
 from streamload.core.units import as_number, parse_bytes
 from streamload.errors import BudgetExceededError, DeviceError, Fit, PlanInfeasibleError
 
@@ -321,7 +321,7 @@ class HostMemory:
 
     def available_nbytes(self) -> int:
         """Return `available_host_nbytes` now; raises the same error."""
-        meminfo = _fields(self._meminfo)
+        meminfo = proc_fields(self._meminfo)
         # kernels before 3.14 have no MemAvailable; MemFree understates it
         system_kib = meminfo.get("MemAvailable", meminfo.get("MemFree"))
         if system_kib is None and sys.platform == "linux":
@@ -362,7 +362,7 @@ def _cgroup_available_nbytes(directory: Path, kind: _Hierarchy) -> int | None:
     """Return the free bytes of one cgroup; None if it has no limit."""
     controller = _CONTROLLERS[kind]
     before = _number(directory / controller.usage) or 0
-    stat = _fields(directory / "memory.stat")
+    stat = proc_fields(directory / "memory.stat")
     after = _number(directory / controller.usage) or 0
     limits = [_number(directory / name) for name in controller.limits]
     limits.append(stat.get("hierarchical_memory_limit"))  # v1 alone has it
@@ -407,31 +407,19 @@ def _cgroups(root: Path, controller: str) -> Iterator[tuple[Path, _Hierarchy]]:
             own_paths["cgroup2"] = path
         elif controller in controllers.split(","):
             own_paths["cgroup"] = path
-    mounts = list(_cgroup_mounts(root, controller))
+    mounted = list(mounts(_text(root / "proc/self/mountinfo")))
     for kind, path in own_paths.items():
-        tops = [(top, at) for found, top, at in mounts if found == kind]
-        inside = [(at, _below(path, top)) for top, at in tops]
+        inside = [
+            (root / at.lstrip("/"), _below(path, top))
+            for top, at, found, options in mounted
+            if found == kind and (kind == "cgroup2" or controller in options.split(","))
+        ]
         visible = [(at, below) for at, below in inside if below is not None]
         # if no mount shows this process's group (a namespace hides its path), the mount point is
         # the container's group
         for at, below in visible or [(at, ()) for at, _ in inside]:
             for depth in range(len(below), -1, -1):
                 yield at.joinpath(*below[:depth]), kind
-
-
-def _cgroup_mounts(root: Path, controller: str) -> Iterator[tuple[str, str, Path]]:
-    """Yield (filesystem type, path of the mounted cgroup, mount point) for a controller."""
-    for line in _text(root / "proc/self/mountinfo").split("\n"):
-        left, _, right = line.partition(" - ")
-        fields, source = left.split(" "), right.split(" ")
-        if len(fields) < 6 or len(source) < 3:
-            continue
-        top, at = (
-            re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
-            for field in fields[3:5]
-        )
-        if source[0] == "cgroup2" or (source[0] == "cgroup" and controller in source[2].split(",")):
-            yield source[0], top, root / at.lstrip("/")
 
 
 def _below(path: str, top: str) -> tuple[str, ...] | None:
@@ -458,7 +446,7 @@ def _decimal(text: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def _fields(path: Path) -> dict[str, int]:
+def proc_fields(path: Path) -> dict[str, int]:
     """Return the numbers by name of a file with lines such as ``name 12`` or ``name: 12 kB``."""
     lines = (line.split() for line in _text(path).split("\n"))
     return {

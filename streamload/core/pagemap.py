@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from streamload.core.units import merged
+
 _PRESENT, _FILE_OR_SHARED, _EXCLUSIVE = 1 << 63, 1 << 61, 1 << 56
 _ENTRY_NBYTES = 8
 _MOST_ENTRIES = 2**17  # read at once: 1 MiB, for 512 MiB of pages of 4 KiB
@@ -46,7 +48,7 @@ def reusable_nbytes(ranges: Sequence[tuple[int, int]]) -> list[int] | None:
     lasts = np.maximum(-(-stops // page), firsts + 1)
     try:
         edges, kinds = _mappings()
-        runs = _runs(firsts, lasts)
+        runs = merged(zip(firsts.tolist(), lasts.tolist(), strict=True))
         flags = _flags(runs)
     except (OSError, ValueError):
         return None
@@ -87,21 +89,9 @@ def _mappings() -> tuple[_Column, _Column]:
     return np.array([min(edge, last) for edge in edges], np.int64), np.array([*kinds, -1])
 
 
-def _runs(firsts: _Column, lasts: _Column) -> list[tuple[int, int]]:
-    """Return the union of page ranges as separate (first, stop exclusive) ranges, ascending."""
-    runs: list[tuple[int, int]] = []
-    for first, last in sorted(zip(firsts.tolist(), lasts.tolist(), strict=True)):
-        if runs and first <= runs[-1][1]:
-            runs[-1] = runs[-1][0], max(runs[-1][1], last)
-        else:
-            runs.append((first, last))
-    return runs
-
-
 def _flags(runs: Sequence[tuple[int, int]]) -> tuple[_Flags, _Flags]:
     """Return two flags for each page of some ranges: reusable if private, reusable if shared."""
-    private: list[_Flags] = [np.zeros(0, np.bool_)]
-    shared: list[_Flags] = [np.zeros(0, np.bool_)]
+    found: list[tuple[_Flags, _Flags]] = [(np.zeros(0, np.bool_), np.zeros(0, np.bool_))]
     fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
     try:
         for first, stop in runs:
@@ -112,8 +102,8 @@ def _flags(runs: Sequence[tuple[int, int]]) -> tuple[_Flags, _Flags]:
                     raise ValueError("the page map ends early")
                 present = entries & _PRESENT != 0
                 mine = entries & (_EXCLUSIVE | _FILE_OR_SHARED) == _EXCLUSIVE
-                private.append(present & mine)
-                shared.append(present)
+                found.append((present & mine, present))
     finally:
         os.close(fd)
-    return np.concatenate(private), np.concatenate(shared)
+    private, shared = map(np.concatenate, zip(*found, strict=True))
+    return private, shared

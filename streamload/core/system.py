@@ -273,16 +273,24 @@ def filesystem_of(path: str, mountinfo: str) -> str:
     field, with octal escapes, and the type the first after a lone hyphen.
     """
     best, found = "", ""
-    for line in mountinfo.split("\n"):
-        before, hyphen, after = line.partition(" - ")
-        fields = before.split(" ")
-        if not hyphen or len(fields) < 5:
-            continue
-        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
+    for _, point, kind, _ in mounts(mountinfo):
         inside = path == point or path.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= len(best):  # a later mount on the same point hides the earlier
-            best, found = point, after.split(" ")[0]
+            best, found = point, kind
     return found
+
+
+def mounts(mountinfo: str) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (root, mount point, filesystem type, its options) for each line of a mountinfo text."""
+    for line in mountinfo.split("\n"):
+        before, _, after = line.partition(" - ")
+        fields, source = before.split(" "), after.split(" ")
+        if len(fields) > 4 and len(source) > 2:
+            top, point = (
+                re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
+                for field in fields[3:5]
+            )
+            yield top, point, source[0], source[2]
 
 
 def scatter(

@@ -1,10 +1,10 @@
-"""Byte sizes as people write them: GB is 10^9, GiB is 2^30 (IEC 80000-13); and text tables."""
+"""Byte sizes as people write them, GB is 10^9, GiB is 2^30 (IEC 80000-13); ranges; text tables."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from numbers import Integral, Real
 
@@ -22,6 +22,17 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
 def round_up(nbytes: int, multiple: int) -> int:
     """Return the smallest multiple of ``multiple`` that is not below ``nbytes``."""
     return -(-nbytes // multiple) * multiple
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return (start, stop exclusive) ranges in order; those that overlap or adjoin become one."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return found
 
 
 def as_number(value: object) -> float | None:

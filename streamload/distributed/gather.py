@@ -23,6 +23,7 @@ from streamload.checkpoint.open import Checkpoint
 from streamload.checkpoint.shards import Shards, open_shard
 from streamload.core.location import Location
 from streamload.core.tensors import whole
+from streamload.core.units import merged
 from streamload.distributed.group import ProcessGroup
 from streamload.files.header import Header
 from streamload.files.local import ResolvedKind
@@ -69,7 +70,7 @@ def shared_ranges(
         is_plain = p.transpose is None and p.source == (whole(info),)
         if is_plain and uses[info.name] == 1 and info.nbytes:
             found[info.shard].append((info.start, info.stop))
-    return {shard: _joined(_apart(sorted(ranges))) for shard, ranges in found.items()}
+    return {shard: merged(_apart(sorted(ranges))) for shard, ranges in found.items()}
 
 
 def _apart(ranges: Ranges) -> list[tuple[int, int]]:
@@ -78,17 +79,6 @@ def _apart(ranges: Ranges) -> list[tuple[int, int]]:
     nexts = [*(start for start, _ in ranges[1:]), sys.maxsize]
     rows = zip(ranges, ends, nexts, strict=False)
     return [(start, stop) for (start, stop), end, after in rows if end <= start and stop <= after]
-
-
-def _joined(ranges: Ranges) -> list[tuple[int, int]]:
-    """Return the ranges with adjacent ones made one."""
-    out: list[tuple[int, int]] = []
-    for start, stop in ranges:
-        if out and out[-1][1] == start:
-            out[-1] = (out[-1][0], stop)
-        else:
-            out.append((start, stop))
-    return out
 
 
 @dataclass(slots=True)

@@ -13,6 +13,8 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from streamload.core.units import merged
+
 
 class Measure(ABC):
     """A way to count the bytes of runs of units ``start`` to ``stop`` (exclusive).
@@ -149,16 +151,6 @@ def _starts(bounds: _Bounds, stops: _Ranges, too_large: Sequence[int]) -> _Range
     return starts
 
 
-def _union(ranges: Iterable[tuple[int, int]]) -> _Ranges:
-    union: _Ranges = []
-    for low, high in sorted(ranges):
-        if union and low <= union[-1][1] + 1:
-            union[-1] = (union[-1][0], max(high, union[-1][1]))
-        else:
-            union.append((low, high))
-    return union
-
-
 def _cut(
     prefix: Sequence[int],
     bounds: Sequence[_Bounds],
@@ -177,7 +169,9 @@ def _cut(
         if bound not in too_large:
             too_large[bound] = sorted({u for measure, cap in bound for u in measure.too_large(cap)})
         starts = _starts(bound, reachable[-1], too_large[bound])
-        reachable.append(_union([*starts, *(reachable[-1] if empty else ())]))
+        starts += reachable[-1] if empty else ()
+        found = merged((first, last + 1) for first, last in starts)
+        reachable.append([(first, stop - 1) for first, stop in found])
         if not reachable[-1]:
             return None
     reachable.reverse()
