@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import groupby, repeat
 from typing import Literal
 
@@ -74,8 +74,7 @@ class ObjectCosts:
     @property
     def most_nbytes(self) -> int:
         """Bytes for a tensor that shares dtype, shape and size with no other."""
-        each = self.tensor_nbytes + self.view_nbytes
-        return each + self.kind_nbytes + self.shape_nbytes + self.size_nbytes
+        return sum(astuple(self))
 
     def of(self, tensors: Iterable[tuple[str, tuple[int, ...], int, int]]) -> int:
         """Return the bytes for tensors, given as (dtype, shape, bytes of one, count)."""

@@ -69,6 +69,13 @@ failed.{name}:
 """
 
 
+def _checked(name: str, stage: BulkStage, following: str) -> str:
+    """Return IR that goes on at a label if ``%name.code`` is 0; else the loop ends by `_failed`."""
+    return f"""%{name}.failed = icmp ne i32 %{name}.code, 0
+  br i1 %{name}.failed, label %failed.{name}, label %{following}
+{_failed(name, stage, f"%{name}.code")}"""
+
+
 _IR = f"""
 define i64 @{_SYMBOL}(ptr %reads, i64 %n, ptr %copies, ptr %slots, i64 %nslots, ptr %calls,
                       ptr %failed) {{
@@ -95,10 +102,9 @@ begin:
   br i1 %is.busy, label %waiting, label %reading
 
 waiting:
-  %waited = call i32 %wait(ptr %event)
+  %wait.code = call i32 %wait(ptr %event)
   store i64 0, ptr %busy.p
-  %wait.failed = icmp ne i32 %waited, 0
-  br i1 %wait.failed, label %failed.wait, label %reading
+  {_checked("wait", "wait", "reading")}
 
 reading:
   %done = phi i64 [ 0, %begin ], [ 0, %waiting ], [ %done1, %got.some ], [ %done, %erred ]
@@ -142,8 +148,7 @@ copy.one:
   {_words("%c", "at, size, target, ptr kernel, numel, cast, tally, blocks64, statistics, unit")}
   %source = getelementptr i8, ptr %memory, i64 %at
   %copy.code = call i32 %copy(i64 %target, ptr %source, i64 %size, ptr %stream)
-  %copy.failed = icmp ne i32 %copy.code, 0
-  br i1 %copy.failed, label %failed.copy, label %is.there
+  {_checked("copy", "copy", "is.there")}
 
 is.there:
   %casts = icmp ne ptr %kernel, null
@@ -152,10 +157,9 @@ is.there:
 casting:
   %blocks = trunc i64 %blocks64 to i32
   {_parameters("target", "cast", "numel", "tally", "statistics", "unit")}
-  %launched = call i32 %launch(ptr %kernel, i32 %blocks, i32 1, i32 1, i32 {BLOCK_THREADS}, i32 1,
-                               i32 1, i32 0, ptr %stream, ptr %parameters, ptr null)
-  %launch.failed = icmp ne i32 %launched, 0
-  br i1 %launch.failed, label %failed.launch, label %copied
+  %launch.code = call i32 %launch(ptr %kernel, i32 %blocks, i32 1, i32 1, i32 {BLOCK_THREADS},
+                                  i32 1, i32 1, i32 0, ptr %stream, ptr %parameters, ptr null)
+  {_checked("launch", "copy", "copied")}
 
 copied:
   %k1 = add i64 %k, 1
@@ -163,8 +167,7 @@ copied:
 
 copies.done:
   %record.code = call i32 %record(ptr %event, ptr %stream)
-  %record.failed = icmp ne i32 %record.code, 0
-  br i1 %record.failed, label %failed.record, label %recorded
+  {_checked("record", "copy", "recorded")}
 
 recorded:
   %i1 = add i64 %i, 1
@@ -173,12 +176,8 @@ recorded:
 ok:
   ret i64 0
 
-{_failed("wait", "wait", "%waited")}
 {_failed("read", "read", "%code")}
 {_failed("end", "end", "0")}
-{_failed("copy", "copy", "%copy.code")}
-{_failed("launch", "copy", "%launched")}
-{_failed("record", "copy", "%record.code")}
 }}
 """
 
