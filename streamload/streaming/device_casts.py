@@ -6,7 +6,7 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import count
+from itertools import accumulate, count
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,11 +59,9 @@ class DeviceCasts:
         }
         nests = any(p.coding is not None and p.coding.nests for _, p in mine)
         self._nest = bulk.function(nested_ptx.nested_ptx(), nested_ptx.SYMBOL) if nests else 0
-        self._tallies: dict[int, tuple[int, Placement]] = {}  # (offset, placement) by index
-        tallies_nbytes = 0
-        for index, p in mine:
-            self._tallies[index] = tallies_nbytes, p
-            tallies_nbytes += p.tally_nbytes
+        *offsets, tallies_nbytes = accumulate((p.tally_nbytes for _, p in mine), initial=0)
+        # (offset, placement) by index
+        self._tallies = {i: (at, p) for (i, p), at in zip(mine, offsets, strict=True)}
         nbytes = next(d.scratch_nbytes for d in plan.devices if d.device == name)
         self._tallies_at = nbytes - tallies_nbytes
         try:

@@ -19,6 +19,7 @@ from streamload.core.tensors import first_byte
 from streamload.devices.allocators import TRIM_NBYTES
 from streamload.devices.base import Addressed, Buffer, Device, Framework, Parameter
 from streamload.errors import AllocationError, LoadState
+from streamload.planning.placement import Placement
 from streamload.planning.plan import Plan
 from streamload.streaming.state import Sink
 
@@ -65,10 +66,8 @@ class ModelTarget(Sink):
         made = self._plan
         held = () if self._all_new else made.placements
         for p in held:
-            if p.action == "in_place":
-                self._ledger.reserve(p.device, p.resident_nbytes)
-            elif p.released_nbytes:
-                self._ledger.reserve(p.device, p.released_nbytes)
+            if nbytes := p.resident_nbytes if p.action == "in_place" else p.released_nbytes:
+                self._ledger.reserve(p.device, nbytes)
         for index, p in enumerate(held):
             if p.action == "replace" and made.device(p.device).release_first:
                 self._release(index)
@@ -204,7 +203,7 @@ class ModelTarget(Sink):
         invalid = {
             i for i in begun if i in self._released or placements[i].action == "in_place"
         } | self._revoked
-        given_up: list[tuple[int, Buffer]] = []
+        given_up: list[tuple[Placement, Buffer]] = []
         for index in sorted(begun):
             p = placements[index]
             buffer = self._buffers.pop(index, None)
@@ -215,24 +214,18 @@ class ModelTarget(Sink):
             if parameter is not None and index in invalid:
                 parameter.invalidate(keep=p.action == "in_place")
             if buffer is not None and p.action != "in_place":
-                given_up.append((index, buffer))
+                given_up.append((p, buffer))
         # last, when every parameter's state is set: a device that has failed may fail again
-        for index, buffer in given_up:
-            p = placements[index]
+        for p, buffer in given_up:
             with suppress(Exception):
                 self._devices[p.device].release(buffer)
             self._ledger.release(p.device, p.resident_nbytes)
         names = placements.names
-        everything = range(len(names))
+        everything = {*range(len(names))}
         if self._parameters is not None:  # also parameters that an earlier failure invalidated
             invalid |= {i for i in everything if self._parameters[names[i]].invalid} - self._loaded
-        return LoadState(
-            loaded=tuple(names[i] for i in everything if i in self._loaded),
-            untouched=tuple(
-                names[i] for i in everything if i not in self._loaded and i not in invalid
-            ),
-            invalid=tuple(names[i] for i in everything if i in invalid),
-        )
+        states = (self._loaded, everything - self._loaded - invalid, invalid)
+        return LoadState(*(tuple(names[i] for i in sorted(which)) for which in states))
 
 
 def _poison(device: Device, buffer: Buffer, nbytes: int) -> None:

@@ -189,11 +189,6 @@ class Worker:
             whole = whole[:1]
         try:
             self._prepare(name, 1 if fresh else STAGING_SLOTS)
-        except BaseException as error:
-            yield from self._take_finished()
-            yield whole[0], [], error
-            return 1, None
-        try:
             slots = list(self._slots[name])
             for unit in whole:
                 reads += reads_of(job, name, unit, alignment, slots, len(reads))
