@@ -201,23 +201,19 @@ class Comparison:
 
     def _table(self, state: str) -> Iterator[str]:
         """Return the lines of the table of a state."""
-        rows = []
-        for row in self.rows(state):
-            numbers = ("GB/s", "again", "streamload is", "again: streamload is")
-            texts = ("host", "pinned", "machine", "device", "checked")
-            rows.append(
-                (
-                    row["loader"],
-                    f"{row['seconds']:.3g}",
-                    f"{row['from']:.3g}-{row['to']:.3g}",
-                    *("" if row[key] is None else f"{row[key]:.3g}" for key in numbers),
-                    *("" if row[key] is None else str(row[key]) for key in texts),
-                )
-            )
-        titles = (
-            *(f"{state} page cache", "seconds", "from-to", "GB/s", "again"),
-            *("streamload is", "again", "host", "pinned", "machine", "device", "checked"),
+        keys = (
+            *("GB/s", "again", "streamload is", "again: streamload is"),
+            *("host", "pinned", "machine", "device", "checked"),
         )
+        rows = [
+            (
+                *(row["loader"], f"{row['seconds']:.3g}", f"{row['from']:.3g}-{row['to']:.3g}"),
+                *(_cell(row[key]) for key in keys),
+            )
+            for row in self.rows(state)
+        ]
+        named = (key.partition(":")[0] for key in keys)
+        titles = (f"{state} page cache", "seconds", "from-to", *named)
         return format_table(titles, rows, right=len(titles) - 1)
 
     def svg(self) -> str:
@@ -252,6 +248,13 @@ def _size(sizes: Sequence[int | None]) -> str | None:
     """Return the largest known size in words; None if none is known."""
     known = [n for n in sizes if n is not None]
     return format_bytes(max(known)) if known else None
+
+
+def _cell(value: object) -> str:
+    """Return a figure as the text of a table's cell; "" for None, which is a missing one."""
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return "" if value is None else str(value)
 
 
 def _middle(values: Sequence[float | None]) -> float | None:

@@ -162,8 +162,7 @@ def split_offload(
             has_head=part is None or part.has_head,
         )
         groups = groups_of_checkpoint(mine, own.nbytes, shared, kept, checkpoint.config)
-        made = replace(own, groups=groups).decide()
-        offloads.append(made)
+        offloads.append(replace(own, groups=groups).decide())
     return OffloadSplit(_whole(checkpoint, read, placed, where, specs, parts), tuple(offloads))
 
 
