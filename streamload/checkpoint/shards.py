@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import Self
 
 from streamload.core.location import Location
-from streamload.core.memory import available_host_nbytes
 from streamload.core.system import direct_memory, map_privately
 from streamload.core.tensors import TensorInfo
 from streamload.core.units import round_up
-from streamload.errors import CheckpointError, DeviceError
+from streamload.errors import CheckpointError
 from streamload.files.guard import FileState
 from streamload.files.header import Header, open_regular, unreadable
 from streamload.files.local import Reader, ReaderKind, ResolvedKind, open_reader, resolve_reader
-from streamload.files.page_cache import PageCache, PageCacheKind, ShardCache
+from streamload.files.page_cache import PageCache, ShardCache
 
 #: Most bytes that a thread reads or writes at once (docs/measurements.md).
 BLOCK_NBYTES = 2**22
@@ -63,26 +62,6 @@ def map_shard(header: Header) -> mmap.mmap:
 def file_kind(shard: Location, kind: ReaderKind) -> ResolvedKind:
     """Return ``kind`` with "auto" resolved for a shard; a URL is always read over HTTP."""
     return resolve_reader(shard, kind if isinstance(shard, Path) else "auto")
-
-
-def page_cache(
-    kind: PageCacheKind, *, to_read_nbytes: int, to_allocate_nbytes: int = 0
-) -> PageCache:
-    """Return the `PageCache` for a load on this host."""
-    return PageCache(
-        kind,
-        to_read_nbytes=to_read_nbytes,
-        to_allocate_nbytes=to_allocate_nbytes,
-        available=free_host_nbytes,
-    )
-
-
-def free_host_nbytes() -> int | None:
-    """Return the host's free memory in bytes, page cache included; None if unknown."""
-    try:
-        return available_host_nbytes()
-    except DeviceError:
-        return None
 
 
 def cut(start: int, stop: int, step: int, base: int | None = None) -> Iterator[tuple[int, int]]:

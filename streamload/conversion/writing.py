@@ -27,7 +27,7 @@ from typing import TypeAlias
 
 from streamload.checkpoint.digests import digest_of, hasher
 from streamload.checkpoint.open import Checkpoint
-from streamload.checkpoint.shards import Room, Shards, cut, file_kind, page_cache
+from streamload.checkpoint.shards import Room, Shards, cut, file_kind
 from streamload.codecs.cast_table import ZERO, Cast, CastCounts, OutOfRange, make_cast
 from streamload.codecs.decode import Decoders
 from streamload.codecs.parts import QuantCounts
@@ -46,6 +46,7 @@ from streamload.core.system import direct_memory
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, OutOfRangeError
 from streamload.files.header import Header
+from streamload.files.page_cache import PageCache
 from streamload.formats.writer import Joined, OutFile, OutTensor
 from streamload.planning.quant_policy import encoder_of
 
@@ -114,7 +115,7 @@ class Writer:
         self._shards = Shards(
             checkpoint.shards,
             lambda shard: file_kind(shard, "direct" if way.direct else "auto"),
-            cache=page_cache("auto", to_read_nbytes=self.unread_nbytes),
+            cache=PageCache("auto", to_read_nbytes=self.unread_nbytes),
         )
         # the blocks of each file that were not handed out yet, and those that a thread has alone
         self._cuts = deque(self._cut(file) for file in self._files)

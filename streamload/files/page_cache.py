@@ -17,8 +17,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, get_args
 
+from streamload.core.memory import available_host_nbytes
 from streamload.core.system import failure, libc, map_file
 from streamload.core.units import format_bytes
+from streamload.errors import DeviceError
 
 PageCacheKind = Literal["auto", "keep", "drop"]
 
@@ -187,6 +189,14 @@ def drop_pages(path: Path, start: int, stop: int) -> None:
         os.posix_fadvise(fd, start, stop - start, os.POSIX_FADV_DONTNEED)
 
 
+def free_host_nbytes() -> int | None:
+    """Return the host's free memory in bytes, page cache included; None if unknown."""
+    try:
+        return available_host_nbytes()
+    except DeviceError:
+        return None
+
+
 class PageCache:
     """Keeps or drops the pages that one load brings into the page cache. Thread-safe.
 
@@ -212,7 +222,7 @@ class PageCache:
         *,
         to_read_nbytes: int,
         to_allocate_nbytes: int = 0,
-        available: Callable[[], int | None],
+        available: Callable[[], int | None] = free_host_nbytes,
     ) -> None:
         """Prepare for a load; raise ValueError for an unknown kind.
 

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from streamload.checkpoint.shards import free_host_nbytes
 from streamload.codecs.cast_table import cast_engine, supported
 from streamload.codecs.decode import TARGETS, there_nbytes, values_of
 from streamload.codecs.decode_cuda import SYMBOL, dequant_ptx
@@ -37,6 +36,7 @@ from streamload.errors import (
     PlanInfeasibleError,
     UnsupportedCastError,
 )
+from streamload.files.page_cache import free_host_nbytes
 from streamload.loading.options import CastArgument
 from streamload.planning.dequantize import compile_decoders
 from streamload.planning.plan import Plan

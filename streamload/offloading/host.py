@@ -9,12 +9,13 @@ from itertools import accumulate
 from pathlib import Path
 
 from streamload.checkpoint.open import Checkpoint, from_headers
-from streamload.checkpoint.shards import BLOCK_NBYTES, Room, Shards, file_kind, page_cache
+from streamload.checkpoint.shards import BLOCK_NBYTES, Room, Shards, file_kind
 from streamload.core.location import Location
 from streamload.errors import OffloadError
 from streamload.files.guard import FileState
 from streamload.files.header import Header
 from streamload.files.local import ResolvedKind, choose_reader
+from streamload.files.page_cache import PageCache
 
 
 class HostFile:
@@ -37,7 +38,7 @@ class HostFile:
         """
         infos = [info for name, info in checkpoint.tensors.items() if name in names]
         *starts, nbytes = accumulate((info.nbytes for info in infos), initial=0)
-        cache = page_cache("keep" if keeps else "drop", to_read_nbytes=nbytes)
+        cache = PageCache("keep" if keeps else "drop", to_read_nbytes=nbytes)
         room = Room(BLOCK_NBYTES)
 
         def kind(path: Location) -> ResolvedKind:

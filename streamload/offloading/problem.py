@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from streamload.checkpoint.open import Checkpoint
-from streamload.checkpoint.shards import free_host_nbytes
 from streamload.core.dtypes import DType
 from streamload.core.memory import overhead_nbytes
 from streamload.core.units import format_bytes, round_up
 from streamload.errors import CheckpointError, Fit, PlanInfeasibleError, StreamloadError
-from streamload.files.page_cache import MARGIN_NBYTES
+from streamload.files.page_cache import MARGIN_NBYTES, free_host_nbytes
 from streamload.loading.prepare import Options
 from streamload.loading.read_choice import Reading, ahead_nbytes, reading_of
 from streamload.offloading.groups import LayerGroup, finer_layers, rows_of_experts

@@ -34,7 +34,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from streamload.checkpoint.open import Checkpoint
-from streamload.checkpoint.shards import Opener, Shards, open_shard, page_cache
+from streamload.checkpoint.shards import Opener, Shards, open_shard
 from streamload.codecs.cast_table import Cast, CastCounts, make_cast
 from streamload.codecs.decode import Decoders, Weight, weight_of
 from streamload.codecs.encode import Encoder
@@ -47,6 +47,7 @@ from streamload.core.tensors import TensorInfo
 from streamload.devices.base import Addressed, Buffer, Device, Ticket
 from streamload.errors import FileChangedError, OutOfRangeError, TruncatedFileError
 from streamload.files.local import Reader
+from streamload.files.page_cache import PageCache
 from streamload.planning.chunks import Chunk, Cut, SmallTensorBatch
 from streamload.planning.placement import HOST_CASTS, Placement
 from streamload.planning.plan import BULK_NBYTES, STAGING_SLOTS, Plan, slot_nbytes
@@ -176,7 +177,7 @@ class Job:
         self._compiling = threading.Lock()
         self._cut = Cut(plan, checkpoint)
         cached = [n for n, kind in enumerate(plan.readers) if kind not in ("direct", "http")]
-        self._page_cache = page_cache(
+        self._page_cache = PageCache(
             plan.page_cache,
             to_read_nbytes=self._cut.read_nbytes(cached),
             to_allocate_nbytes=sum(
