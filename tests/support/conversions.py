@@ -178,12 +178,13 @@ def make_gguf(path: Path, nbytes: int, kind: str) -> None:
 
     Scales and minima are small and positive, and codes random, from one pool of blocks.
     """
-    block = TENSOR_TYPE_OF[kind]
-    numel = nbytes * block.numel // block.nbytes
+    block = TENSOR_TYPE_OF[kind].dtype
+    block_nbytes = block.nbytes(block.block)
+    numel = nbytes * block.block // block_nbytes
     shape = shape_of_size(2 * numel, BF16)
     entries = []
     for name, axes in shape.tensors().items():
-        fits = len(axes) == 2 and axes[-1] % block.numel == 0
+        fits = len(axes) == 2 and axes[-1] % block.block == 0
         of = kind if fits else "F32" if len(axes) == 1 else "F16"
         own = ARCHITECTURES["llama"].to_gguf(name)
         assert own is not None, name
@@ -192,7 +193,7 @@ def make_gguf(path: Path, nbytes: int, kind: str) -> None:
     numbers = rng.normal(0, 0.02, 2**21)
     pools = {"F32": numbers.astype("<f4").tobytes(), "F16": numbers.astype("<f2").tobytes()}
     if kind not in pools:
-        blocks = rng.integers(0, 256, (2**23 // block.nbytes, block.nbytes), np.uint8)
+        blocks = rng.integers(0, 256, (2**23 // block_nbytes, block_nbytes), np.uint8)
         scales = rng.uniform(1e-4, 1e-3, (len(blocks), 2)).astype("<f2").view(np.uint8)
         several = 4 if kind == "Q4_K" else 2  # it has minima, too
         blocks[:, :several] = scales[:, :several]
@@ -203,8 +204,8 @@ def make_gguf(path: Path, nbytes: int, kind: str) -> None:
         said = gguf_bytes.metadata_bytes(settings)
         file.write(gguf_bytes.header(said, len(settings), entries))
         for at, entry in enumerate(entries):
-            pool = pools[entry.kind.name]
-            first = at * 1327 * entry.kind.nbytes % len(pool)  # each from another block on
+            pool, of = pools[entry.kind.name], entry.kind.dtype
+            first = at * 1327 * of.nbytes(of.block) % len(pool)  # each from another block on
             left = entry.nbytes
             while left:
                 left -= file.write(memoryview(pool)[first : first + left])
@@ -214,8 +215,8 @@ def make_gguf(path: Path, nbytes: int, kind: str) -> None:
 
 def read_gguf(kind: str) -> Written:
     """A row of `WRITTEN` for GGUF files of a type as a source."""
-    block = TENSOR_TYPE_OF[kind]
-    decoded = 2 * block.numel / block.nbytes
+    block = TENSOR_TYPE_OF[kind].dtype
+    decoded = 2 * block.block / block.nbytes(block.block)
     make = partial(make_gguf, kind=kind)
     return Written(make, {"dtype": "float16"}, file="model.gguf", decoded=decoded)
 

@@ -34,16 +34,6 @@ class TensorType(NamedTuple):
     name: str
     dtype: DType
 
-    @property
-    def numel(self) -> int:
-        """Elements of a block along the last axis; 1 for single elements."""
-        return self.dtype.block
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a block, or of an element."""
-        return self.dtype.nbytes(self.numel)
-
 
 def _dtype(name: str) -> DType | None:
     """Return the dtype of a GGUF type's name; None for a type that is not read."""

@@ -67,7 +67,7 @@ def type_of(name: str, shape: Sequence[int], asked: TensorType) -> TensorType:
     """Return the type to write for a tensor, by GGUF's name, if ``asked`` is the model's type."""
     if len(shape) < 2 or name == _POSITIONS:
         return _F32
-    return _F16 if shape[-1] % asked.numel else asked
+    return _F16 if shape[-1] % asked.dtype.block else asked
 
 
 def rope_freqs(

@@ -94,28 +94,7 @@ class GGUF(FormatReader):
 
     def read_header(self, file: File) -> Header:
         metadata, tensors, data_start = _read(file)
-        number, count = (metadata.get(f"split.{key}", 0) for key in ("no", "count"))
-        of_model, shapes = metadata, {each.name: each.shape for each in tensors}
-        if type(number) is not int or type(count) is not int:
-            found = describe([number, count])
-            raise HeaderError(file.path, "split.no and split.count are invalid", "numbers", found)
-        others = _others(file.path, number, count)
-        if number:
-            of_model = _read_other(others[0])[0]
-        elif others:  # the configuration depends on all tensors
-            counts = [len(tensors)]
-            for other in others[1:]:
-                try:
-                    more = _read_other(other)[1]
-                except CheckpointError:
-                    break  # missing or invalid: opening that file raises the error
-                shapes |= {each.name: each.shape for each in more}
-                counts.append(len(more))
-            stated = metadata.get("split.tensors.count", sum(counts))
-            if len(counts) == count and stated != sum(counts):
-                problem = "the files of its set do not belong together"
-                expected = f"split.tensors.count, {describe(stated)}"
-                raise HeaderError(file.path, problem, expected, f"{sum(counts)} tensors")
+        of_model, shapes = _of_set(file, metadata, tensors)
         known = ARCHITECTURES.get(str(of_model.get(ARCHITECTURE)))
         freqs = () if known is None else _freqs(file, tensors)
         try:
@@ -123,7 +102,7 @@ class GGUF(FormatReader):
         except ValueError as error:
             problem = "its layers have different settings"
             raise HeaderError(file.path, problem, "one number for all", str(error)) from error
-        config = {} if number else settings
+        config = settings if of_model is metadata else {}  # the first file's, for all
         if config and (unsaid := unsaid_of(of_model, config, freqs)):
             warnings.warn(
                 f"{file.path}: {unsaid}, which no config.json says: its tensors are read, and the "
@@ -132,7 +111,38 @@ class GGUF(FormatReader):
                 stacklevel=2,
             )
             config = {}
-        return _header(file, known, settings, config, metadata, tensors, data_start)
+        kept = [each for each in tensors if known is None or each.name != ROPE_FREQS]
+        names: list[str] = []
+        dtypes: list[DType] = []
+        dims: list[tuple[int, ...]] = []
+        stored: dict[str, Stored] = {}
+        turns: dict[str, Turn] = {}
+        for each in kept:  # there may be millions
+            name = (known and known.to_hugging_face(each.name)) or each.name
+            dtype, shape = each.type.dtype, each.shape
+            if dtype.is_packed:
+                stored[name] = Stored(dtype.name, shape, (dtype.block,), 8)
+                shape = (*shape[:-1], dtype.nbytes(shape[-1]))
+                dtype = BY_CODE["U8"]
+            names.append(name)
+            dtypes.append(dtype)
+            dims.append(shape)
+            if known is not None and (turn := _turn(file, known, each, settings)) is not None:
+                turns[name] = turn
+        path, places = file.path, ((each.start for each in kept), (each.stop for each in kept))
+        made = records(TensorInfo, names, dtypes, dims, repeat(path), *places)
+        infos = sorted(made, key=attrgetter("start", "stop", "name"))
+        _check_distinct(file, names)
+        said = {
+            k: v for k, v in metadata.items() if k.startswith("general.") and isinstance(v, str)
+        }
+        return Header(
+            *(path, file.nbytes, data_start, tuple(infos), said),
+            format=self.name,
+            config=config,
+            stored=stored,
+            turns=turns,
+        )
 
     def siblings(self, header: Header) -> Sequence[str]:
         match = _MEMBER.fullmatch(header.path.name)
@@ -152,52 +162,6 @@ class GGUF(FormatReader):
                     for name, document in found.items()
                 }
         return {}
-
-
-def _header(
-    file: File,
-    known: Architecture | None,
-    heads: Mapping[str, Any],
-    config: Mapping[str, Any],
-    metadata: Mapping[str, Any],
-    tensors: Sequence[_Tensor],
-    data_start: int,
-) -> Header:
-    """Return the header of a file with Hugging Face's names.
-
-    ``known`` is None for an unknown architecture; ``heads`` is the configuration with the numbers
-    of heads, ``config`` the one to publish.
-    """
-    kept = [each for each in tensors if known is None or each.name != ROPE_FREQS]
-    names: list[str] = []
-    dtypes: list[DType] = []
-    shapes: list[tuple[int, ...]] = []
-    stored: dict[str, Stored] = {}
-    turns: dict[str, Turn] = {}
-    for each in kept:  # there may be millions
-        name = (known and known.to_hugging_face(each.name)) or each.name
-        dtype, shape = each.type.dtype, each.shape
-        if dtype.is_packed:
-            stored[name] = Stored(dtype.name, shape, (dtype.block,), 8)
-            dtype = BY_CODE["U8"]
-            shape = (*shape[:-1], shape[-1] // each.type.numel * each.type.nbytes)
-        names.append(name)
-        dtypes.append(dtype)
-        shapes.append(shape)
-        if known is not None and (turn := _turn(file, known, each, heads)) is not None:
-            turns[name] = turn
-    path, places = file.path, ((each.start for each in kept), (each.stop for each in kept))
-    made = records(TensorInfo, names, dtypes, shapes, repeat(path), *places)
-    infos = sorted(made, key=attrgetter("start", "stop", "name"))
-    _check_distinct(file, names)
-    said = {k: v for k, v in metadata.items() if k.startswith("general.") and isinstance(v, str)}
-    return Header(
-        *(path, file.nbytes, data_start, tuple(infos), said),
-        format=GGUF.name,
-        config=config,
-        stored=stored,
-        turns=turns,
-    )
 
 
 def _turn(
@@ -228,6 +192,37 @@ def _freqs(file: File, tensors: Sequence[_Tensor]) -> Sequence[float]:
 
 
 # --- sets of files --------------------------------------------------------------------------------
+
+
+def _of_set(
+    file: File, metadata: dict[str, Any], tensors: Sequence[_Tensor]
+) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """Return the metadata of the first file of the set, and there the shapes of all files' tensors.
+
+    Raise HeaderError if the files do not belong together. For a single file both are its own.
+    """
+    number, count = (metadata.get(f"split.{key}", 0) for key in ("no", "count"))
+    shapes = {each.name: each.shape for each in tensors}
+    if type(number) is not int or type(count) is not int:
+        found = describe([number, count])
+        raise HeaderError(file.path, "split.no and split.count are invalid", "numbers", found)
+    others = _others(file.path, number, count)
+    if number:
+        return _read_other(others[0])[0], shapes
+    counts = [len(tensors)]
+    for other in others[1:]:  # the configuration depends on all tensors
+        try:
+            more = _read_other(other)[1]
+        except CheckpointError:
+            break  # missing or invalid: opening that file raises the error
+        shapes |= {each.name: each.shape for each in more}
+        counts.append(len(more))
+    stated = metadata.get("split.tensors.count", sum(counts))
+    if 1 < count == len(counts) and stated != sum(counts):
+        problem = "the files of its set do not belong together"
+        expected = f"split.tensors.count, {describe(stated)}"
+        raise HeaderError(file.path, problem, expected, f"{sum(counts)} tensors")
+    return metadata, shapes
 
 
 def _others(path: Location, number: int, count: int) -> list[Location]:
@@ -407,8 +402,7 @@ class _Cursor:
         axes = self._number("I")
         if axes > _MOST_AXES:
             raise HeaderError(
-                *(self._file.path, "it has too many axes", f"at most {_MOST_AXES}", axes),
-                tensor=name,
+                self._file.path, "it has too many axes", f"at most {_MOST_AXES}", axes, tensor=name
             )
         shape = tuple(self._number("Q") for _ in range(axes))[::-1]
         return name, shape, self._number("I"), self._number("Q")
@@ -428,8 +422,13 @@ class _Cursor:
         if kind == STRING:
             text = self._string()
             return text.decode(errors="replace") if keeps else None
+        if kind == BOOL:
+            found = self._take(1)[0]
+            if found > 1:
+                self.refuse(f"{describe(key)} is not valid", "a bool of 0 or 1", found)
+            return bool(found)
         if kind in SCALARS:
-            return self._scalar(kind, key)
+            return self._number(SCALARS[kind])
         if kind != ARRAY or nested == _MOST_NESTED:
             expected = f"0 to 12, arrays in arrays up to {_MOST_NESTED}"
             self.refuse(f"the type of {describe(key)} is not valid", expected, kind)
@@ -444,8 +443,8 @@ class _Cursor:
             self.refuse(problem, "fewer elements", count)
         if inner == STRING and not keeps:
             return self._pass_strings(count)
-        found = [self._value(inner, key, keeps=keeps, nested=nested + 1) for _ in range(count)]
-        return found if keeps else None
+        listed = [self._value(inner, key, keeps=keeps, nested=nested + 1) for _ in range(count)]
+        return listed if keeps else None
 
     def _pass_strings(self, count: int) -> None:
         """Skip ``count`` strings: a vocabulary has hundreds of thousands, 0.1 microseconds each."""
@@ -462,14 +461,6 @@ class _Cursor:
                     break
                 at, count = after, count - 1
             self.at = self._start + at
-
-    def _scalar(self, kind: int, key: str) -> Any:
-        if kind == BOOL:
-            found = self._take(1)[0]
-            if found > 1:
-                self.refuse(f"{describe(key)} is not valid", "a bool of 0 or 1", found)
-            return bool(found)
-        return self._number(SCALARS[kind])
 
     def _string(self) -> bytes:
         return self._take(self._number("Q"))

@@ -225,13 +225,12 @@ class _Vocabulary:
 
     def _around(self) -> tuple[int | None, int | None]:
         """Return the ids of the tokens that transformers adds before and after text, or None."""
-        flags = [f"add_{name}_token" for name in ("bos", "eos")]
-        if any(flag in self._settings for flag in flags):  # then the template does not count
-            wanted = [
-                self._id(self._named(name)) if self._settings.get(flag) else None
-                for name, flag in zip(("bos", "eos"), flags, strict=True)
-            ]
-            return wanted[0], wanted[1]
+        if {"add_bos_token", "add_eos_token"} & self._settings.keys():  # the template is ignored
+            first, last = (
+                self._id(self._named(name)) if self._settings.get(f"add_{name}_token") else None
+                for name in ("bos", "eos")
+            )
+            return first, last
         post = self._tokenizer.get("post_processor") or {}
         steps = post["processors"] if post.get("type") == "Sequence" else [post]
         templates = [each for each in steps if each.get("type", "ByteLevel") != "ByteLevel"]

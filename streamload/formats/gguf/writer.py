@@ -64,12 +64,7 @@ class _Tokenizer:
 
     raw: bytes
     keys: frozenset[str]
-    notes: tuple[str, ...]
-
-    @classmethod
-    def of(cls, metadata: Mapping[str, Any], notes: Sequence[str]) -> _Tokenizer:
-        """Return the metadata encoded, with its keys and notes for the user."""
-        return cls(metadata_bytes(metadata), frozenset(metadata), tuple(notes))
+    notes: Sequence[str]  # for the user
 
 
 class GGUF(FormatWriter):
@@ -283,15 +278,17 @@ def _read_tokenizer(model: Model, count: object, architecture: str) -> _Tokenize
                 other,
             )
         note = "there is no tokenizer.json: what runs the file takes and gives numbers of tokens"
-        return _Tokenizer.of(no_vocabulary(count, architecture), [note])
-    settings: dict[str, Any] = {}
-    for name in _SETTINGS:
-        if name in model.companions:
-            settings |= _object(model, name)
-    if _TEMPLATE in model.companions:
-        settings["chat_template"] = model.companions[_TEMPLATE]().decode("utf-8", "replace")
-    tokenizer = _object(model, _TOKENIZER, parse_tokenizer)
-    return _Tokenizer.of(*to_gguf(folder / _TOKENIZER, tokenizer, settings, model.config, count))
+        found, notes = no_vocabulary(count, architecture), [note]
+    else:
+        settings: dict[str, Any] = {}
+        for name in _SETTINGS:
+            if name in model.companions:
+                settings |= _object(model, name)
+        if _TEMPLATE in model.companions:
+            settings["chat_template"] = model.companions[_TEMPLATE]().decode("utf-8", "replace")
+        tokenizer = _object(model, _TOKENIZER, parse_tokenizer)
+        found, notes = to_gguf(folder / _TOKENIZER, tokenizer, settings, model.config, count)
+    return _Tokenizer(metadata_bytes(found), frozenset(found), notes)
 
 
 def _folder(model: Model) -> Location:
