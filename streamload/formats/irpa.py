@@ -20,10 +20,11 @@ Source: github.com/iree-org/iree, ``runtime/src/iree/schemas/parameter_archive.h
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TypeAlias
 
 from streamload.core.dtypes import BY_CODE, BY_NAME, DType
 from streamload.core.location import Location
@@ -32,7 +33,7 @@ from streamload.core.tensors import TensorInfo
 from streamload.core.units import round_up
 from streamload.errors import HeaderError, TruncatedFileError
 from streamload.files.header import Header, View, describe, parse_json_object
-from streamload.files.limits import check_nbytes, most_nbytes
+from streamload.files.limits import check_nbytes
 from streamload.formats.reader import File, FormatReader, read_exactly, register_reader
 from streamload.formats.writer import (
     FormatWriter,
@@ -67,6 +68,7 @@ _MOST_NBYTES = 2**62  # end of the last splat's virtual range: fits an int64
 _MEMORY = 8  # bytes of memory for each byte of a header while it is read
 _SAYS_TENSOR = (b"TENSORv0:", b"PYTORCH:")
 _U8 = BY_CODE["U8"]
+_Layout: TypeAlias = "tuple[DType, tuple[int, ...]]"  # of a tensor: its dtype and its shape
 _Fail = Callable[..., HeaderError]  # makes the error for one tensor: problem, expected, found
 
 
@@ -110,7 +112,6 @@ class _Contents:
         self.untyped: set[str] = set()
         self._names: set[str] = set()
         self._after = round_up(file.nbytes, _PAGE) + _PAGE  # start of the next virtual range
-        self._most_nbytes = min(file.nbytes, most_nbytes(file.path))
         self._read_nbytes = 0
         self._checked_nbytes = 0
 
@@ -119,7 +120,7 @@ class _Contents:
 
         Several archives may refer to the same bytes over and over: they count each time.
         """
-        path, most = self.file.path, self._most_nbytes
+        path, most = self.file.path, self.file.nbytes
         self._read_nbytes += nbytes
         check_nbytes(path, "the headers are too long", self._read_nbytes)
         if self._read_nbytes > most:
@@ -160,11 +161,8 @@ class _Archive:
         self._contents = contents
         self._file = contents.file
         self._base = base
-        self._metadata = b""
-        self._left = 0  # bytes of metadata that entries may still refer to
-        self._storage = (0, 0)  # file bytes of the data
-        self._said: dict[tuple[int, int], _Said | None] = {}  # by range: entries may share one
-        self._same: dict[bytes, _Said | None] = {}  # by text: most are equal
+        self._said: dict[tuple[int, int], _Layout | None] = {}  # by range: entries may share one
+        self._same: dict[bytes, _Layout | None] = {}  # by text: most are equal
 
     def read(self) -> int:
         """Add the archive's tensors; return the distance to the next archive, 0 for none."""
@@ -184,6 +182,7 @@ class _Archive:
             raise HeaderError(path, "the header's length is not valid", _HEADER_NBYTES, nbytes)
         self._contents.take(_HEADER_NBYTES)
         count, *numbers = _SEGMENTS.unpack_from(raw, _PREFIX.size)
+        # file bytes of each segment
         entries, metadata, self._storage = (
             self._segment(what, offset, length)
             for what, offset, length in zip(
@@ -192,7 +191,7 @@ class _Archive:
         )
         self._contents.take(entries[1] - entries[0] + metadata[1] - metadata[0])
         self._metadata = read_exactly(self._file, *metadata, "the metadata")
-        self._left = len(self._metadata)
+        self._left = len(self._metadata)  # bytes that entries may still refer to
         self._read_entries(count, entries[0], read_exactly(self._file, *entries, "the entries"))
         return distance
 
@@ -212,13 +211,11 @@ class _Archive:
         for number in range(count):
             left = len(table) - at
             nbytes = int.from_bytes(table[at : at + 8], "little")
-            if left < _ENTRY.size or not _ENTRY.size <= nbytes <= left:
-                raise HeaderError(
-                    self._file.path,
-                    f"entry {number} is cut off, or its length is not valid",
-                    f"{count} entries of {_ENTRY.size} bytes or more in {len(table)}",
-                    f"{nbytes} of {max(left, 0)} bytes that are left",
-                )
+            if not _ENTRY.size <= nbytes <= left:
+                problem = f"entry {number} is cut off, or its length is not valid"
+                expected = f"{count} entries of {_ENTRY.size} bytes or more in {len(table)}"
+                found = f"{nbytes} of {max(left, 0)} bytes that are left"
+                raise HeaderError(self._file.path, problem, expected, found)
             self._read_entry(start + at, table[at : at + nbytes])
             at = round_up(at + nbytes, _ENTRY_ALIGNMENT)
 
@@ -273,19 +270,14 @@ class _Archive:
     def _text(self, offset: int, nbytes: int, tensor: str | None = None) -> bytes:
         """Return a range of the metadata segment; raise HeaderError if ranges exceed it."""
         if nbytes and (offset + nbytes > len(self._metadata) or nbytes > self._left):
-            raise HeaderError(
-                self._file.path,
-                "names and metadata lead out of the archive's metadata, or overlap there",
-                f"{len(self._metadata)} bytes of metadata",
-                f"{offset} to {offset + nbytes}",
-                tensor=tensor,
-            )
+            problem = "names and metadata lead out of the archive's metadata, or overlap there"
+            expected = f"{len(self._metadata)} bytes of metadata"
+            found = f"{offset} to {offset + nbytes}"
+            raise HeaderError(self._file.path, problem, expected, found, tensor=tensor)
         self._left -= nbytes
         return self._metadata[offset : offset + nbytes]
 
-    def _layout(
-        self, name: str, offset: int, length: int, nbytes: int
-    ) -> tuple[DType, tuple[int, ...]]:
+    def _layout(self, name: str, offset: int, length: int, nbytes: int) -> _Layout:
         """Return the dtype and the shape of an entry of ``nbytes``, by its range of the metadata.
 
         Without them it is U8, one-dimensional, and listed as untyped.
@@ -300,21 +292,14 @@ class _Archive:
         if said is None:
             self._contents.untyped.add(name)
             return _U8, (nbytes,)
-        if said.nbits != 8 * nbytes:
+        dtype, shape = said
+        if (nbits := dtype.bits * math.prod(shape)) != 8 * nbytes:
             found = f"{nbytes} bytes"
-            raise fail("the shape and the length do not agree", f"{said.nbits} bits", found)
-        return said.dtype, said.shape
+            raise fail("the shape and the length do not agree", f"{nbits} bits", found)
+        return said
 
 
-class _Said(NamedTuple):
-    """The dtype and the shape in an entry's metadata, and the bits of such a tensor."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    nbits: int
-
-
-def _said(metadata: bytes, path: Location, fail: _Fail) -> _Said | None:
+def _said(metadata: bytes, path: Location, fail: _Fail) -> _Layout | None:
     """Return the dtype and shape in an entry's metadata, None without; raise ``fail(...)``."""
     prefix = next((each for each in _SAYS_TENSOR if metadata.startswith(each)), None)
     if prefix is None:
@@ -334,7 +319,7 @@ def _said(metadata: bytes, path: Location, fail: _Fail) -> _Said | None:
         nbits *= n
         if nbits > 8 * _MOST_NBYTES:
             raise fail("its shape is too large", f"at most {_MOST_NBYTES} bytes", describe(dims))
-    return _Said(dtype, tuple(dims), nbits)
+    return dtype, tuple(dims)
 
 
 # --- writing --------------------------------------------------------------------------------------

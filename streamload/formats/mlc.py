@@ -81,17 +81,14 @@ class _Parameter(NamedTuple):
     is_conv1d: bool = False
 
 
-def _linear(name: str, *sources: str, rows: Sequence[int], columns: int) -> _Parameter:
-    """Return a linear layer's weight, whose ``sources`` (by default itself) have these rows."""
-    shapes = {s: (count, columns) for s, count in zip(sources or (name,), rows, strict=True)}
-    return _Parameter(name, shapes, is_linear=True)
+def _rows(name: str, *sources: str, rows: Sequence[int], columns: int = 0) -> _Parameter:
+    """Return a linear layer's weight, whose ``sources`` (by default itself) have these rows.
 
-
-def _plain(name: str, *sources: str, numel: Sequence[int]) -> _Parameter:
-    """Return a vector, whose ``sources`` (by default itself) have these numbers of elements."""
-    return _Parameter(
-        name, {s: (count,) for s, count in zip(sources or (name,), numel, strict=True)}
-    )
+    Without ``columns`` return a vector, whose sources have this many elements.
+    """
+    axes = (columns,) if columns else ()
+    shapes = {s: (count, *axes) for s, count in zip(sources or (name,), rows, strict=True)}
+    return _Parameter(name, shapes, is_linear=bool(columns))
 
 
 def _llama(model: Model) -> Iterator[_Parameter]:
@@ -102,7 +99,7 @@ def _llama(model: Model) -> Iterator[_Parameter]:
     shared = n["num_key_value_heads"] * n["head_dim"]
     rows = (mixed, shared, shared)
     is_qwen = model.family.startswith("qwen")
-    has_bias = model.family == "qwen2" or (is_qwen and _says(model, "attention_bias"))
+    has_bias = model.family == "qwen2" or (is_qwen and model.config.get("attention_bias"))
     embedding = "model.embed_tokens.weight"
     yield _Parameter(embedding, {embedding: (vocabulary, width)}, is_embedding=True)
     for layer in range(n["num_hidden_layers"]):
@@ -111,25 +108,25 @@ def _llama(model: Model) -> Iterator[_Parameter]:
         joined = attention + ("c_attn" if is_qwen else "qkv_proj")
         parts = [f"{attention}{each}_proj" for each in "qkv"]
         weights = (f"{part}.weight" for part in parts)
-        yield _linear(f"{joined}.weight", *weights, rows=rows, columns=width)
+        yield _rows(f"{joined}.weight", *weights, rows=rows, columns=width)
         if has_bias:
-            yield _plain(f"{joined}.bias", *(f"{part}.bias" for part in parts), numel=rows)
-        yield _linear(f"{attention}o_proj.weight", rows=[width], columns=mixed)
+            yield _rows(f"{joined}.bias", *(f"{part}.bias" for part in parts), rows=rows)
+        yield _rows(f"{attention}o_proj.weight", rows=[width], columns=mixed)
         if has_bias and model.family == "qwen3":
-            yield _plain(f"{attention}o_proj.bias", numel=[width])
+            yield _rows(f"{attention}o_proj.bias", rows=[width])
         if model.family == "qwen3":
             for each in "qk":
-                yield _plain(f"{attention}{each}_norm.weight", numel=[n["head_dim"]])
+                yield _rows(f"{attention}{each}_norm.weight", rows=[n["head_dim"]])
         parts = [f"{mlp}{each}_proj.weight" for each in ("gate", "up")]
-        yield _linear(f"{mlp}gate_up_proj.weight", *parts, rows=(inner, inner), columns=width)
-        yield _linear(f"{mlp}down_proj.weight", rows=[width], columns=inner)
+        yield _rows(f"{mlp}gate_up_proj.weight", *parts, rows=(inner, inner), columns=width)
+        yield _rows(f"{mlp}down_proj.weight", rows=[width], columns=inner)
         for each in ("input", "post_attention"):
-            yield _plain(f"{start}{each}_layernorm.weight", numel=[width])
-    yield _plain("model.norm.weight", numel=[width])
-    is_tied = _says(model, "tie_word_embeddings")
+            yield _rows(f"{start}{each}_layernorm.weight", rows=[width])
+    yield _rows("model.norm.weight", rows=[width])
+    is_tied = model.config.get("tie_word_embeddings")
     if not is_tied or model.family == "mistral":  # MLC's has no other head
         source = embedding if is_tied else _HEAD
-        yield _linear(_HEAD, source, rows=[vocabulary], columns=width)
+        yield _rows(_HEAD, source, rows=[vocabulary], columns=width)
 
 
 def _gpt2(model: Model) -> Iterator[_Parameter]:
@@ -151,19 +148,14 @@ def _gpt2(model: Model) -> Iterator[_Parameter]:
             name = f"h.{i}.{each}"
             shapes = {f"{name}.weight": shape}
             yield _Parameter(f"transformer.{name}.weight", shapes, is_linear=True, is_conv1d=True)
-            yield _plain(f"transformer.{name}.bias", f"{name}.bias", numel=shape[1:])
+            yield _rows(f"transformer.{name}.bias", f"{name}.bias", rows=shape[1:])
     for name in (*norms, "ln_f"):
         for kind in ("weight", "bias"):
-            yield _plain(f"transformer.{name}.{kind}", f"{name}.{kind}", numel=[width])
-    yield _linear(_HEAD, "wte.weight", rows=[n["vocab_size"]], columns=width)
+            yield _rows(f"transformer.{name}.{kind}", f"{name}.{kind}", rows=[width])
+    yield _rows(_HEAD, "wte.weight", rows=[n["vocab_size"]], columns=width)
 
 
 # --- the configuration ----------------------------------------------------------------------------
-
-
-def _says(model: Model, key: str) -> bool:
-    """Return whether a setting of config.json is true; False if it is missing."""
-    return bool(model.config.get(key))
 
 
 def _llama_numbers(model: Model) -> dict[str, int]:
@@ -213,13 +205,14 @@ def _llama_config(model: Model) -> dict[str, Any]:
     }
     if family == "mistral":
         return {**found, "sliding_window_size": window or -1, "attention_sink_size": 4}
-    found["tie_word_embeddings"] = _says(model, "tie_word_embeddings")
+    found["tie_word_embeddings"] = bool(model.config.get("tie_word_embeddings"))
     if family == "llama":
         more = {"pipeline_parallel_stages": 1, "disaggregation": False}
         return {**found, "rope_scaling": scaling, **more}
     found |= {"hidden_act": model.config.get("hidden_act", "silu"), "dtype": "float32"}
     if family == "qwen3":
-        found |= {"attention_bias": _says(model, "attention_bias"), "weight_block_size": None}
+        biased = bool(model.config.get("attention_bias"))
+        found |= {"attention_bias": biased, "weight_block_size": None}
     return found
 
 
@@ -234,7 +227,7 @@ def _gpt2_config(model: Model) -> dict[str, Any]:
         "layer_norm_epsilon": model.config.get("layer_norm_epsilon", 1e-5),
         "context_window_size": context,
         "prefill_chunk_size": min(context, 8192),
-        scales: _says(model, scales),
+        scales: bool(model.config.get(scales)),
         **_ONE_DEVICE,
     }
 
