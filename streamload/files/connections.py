@@ -96,7 +96,7 @@ class Attempt:
         self.connection: _Connection | None = None  # the last one that it used
         self._seconds = seconds
         self._stopped = stopped
-        self._head_nbytes: int | None = None  # header bytes so far; None outside of `head`
+        self.head_nbytes: int | None = None  # bytes of headers so far; None in a body
         self._connecting: Future[Any] | None = None
 
     @contextmanager
@@ -107,22 +107,6 @@ class Attempt:
             yield
         finally:
             _thread.attempt = None
-
-    @contextmanager
-    def head(self) -> Iterator[None]:
-        """Limit the bytes of response headers received inside the block."""
-        self._head_nbytes = 0
-        yield
-        self._head_nbytes = None
-
-    @contextmanager
-    def at_most(self, seconds: float) -> Iterator[None]:
-        """Move the deadline to at most ``seconds`` from now inside the block."""
-        until, self.until = self.until, min(self.until, time.monotonic() + seconds)
-        try:
-            yield
-        finally:
-            self.until = until
 
     def left(self, most: float | None = None) -> float:
         """Return the seconds left, at most ``most``; raise StoppedError or OverdueError."""
@@ -140,13 +124,6 @@ class Attempt:
                 self._connecting.cancel()
             if self.connection is not None and self.connection.owner is self:
                 self.connection.shut_down()
-
-    def received(self, nbytes: int) -> None:
-        """Count received header bytes; raise EndlessError above 256 KiB."""
-        if self._head_nbytes is not None:
-            self._head_nbytes += nbytes
-            if self._head_nbytes > _MOST_HEAD_NBYTES:
-                raise EndlessError
 
     def connect(self, future: Future[Any]) -> Any:
         """Return the stream that ``future`` connects; close it if it arrives after the deadline."""
@@ -206,11 +183,14 @@ class _Connection:
         self._wrapped = 0  # layers of TLS
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        """Receive up to ``max_bytes`` bytes; b"" at the end."""
+        """Receive up to ``max_bytes`` bytes; b"" at the end; EndlessError for long headers."""
         attempt = self._owned()
         with self._bounded(attempt.left(timeout)) as seconds:
             data: bytes = self._stream.read(max_bytes, seconds)
-        attempt.received(len(data))
+        if attempt.head_nbytes is not None:
+            attempt.head_nbytes += len(data)
+            if attempt.head_nbytes > _MOST_HEAD_NBYTES:
+                raise EndlessError
         return data
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:

@@ -234,12 +234,8 @@ def parse_json_object(raw: bytes, path: Location) -> dict[str, Any]:
             text, object_pairs_hook=_object, parse_int=_parse_int, parse_constant=_refuse_constant
         )
     except UnicodeDecodeError as error:
-        raise HeaderError(
-            path,
-            "the JSON is not UTF-8",
-            "UTF-8",
-            f"{error.object[error.start : error.end]!r} at byte {error.start} of the JSON",
-        ) from error
+        found = f"{error.object[error.start : error.end]!r} at byte {error.start} of the JSON"
+        raise HeaderError(path, "the JSON is not UTF-8", "UTF-8", found) from error
     except (ValueError, RecursionError) as error:
         deep = isinstance(error, RecursionError)
         found = "too many levels of nesting" if deep else str(error)
@@ -304,18 +300,14 @@ def some(names: Sequence[str], count: int | None = None) -> str:
 
 def describe(value: object) -> str:
     """Return a JSON value in a few words for an error, at most 80 characters."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case list():
-            return f"a list of {len(value)}"
-        case dict():
-            return "an object"
-        case _:
-            text = repr(value)
-            return text if len(text) <= 80 else f"{text[:77]}..."
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return "an object"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 class RepeatedNames(dict[str, Any]):

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import threading
 import weakref
+from collections import Counter
 
 from streamload.core.system import libc, map_file
 
@@ -33,7 +34,7 @@ class FileMap:
         self._address = address
         self._stop = address + nbytes
         self._lock = threading.Lock()
-        self._windows: dict[int, int] = {}  # number of open windows, by block
+        self._windows: Counter[int] = Counter()  # number of open windows, by block
 
     def populate(self, start: int, stop: int) -> int:
         """Read and map the pages of bytes ``start`` to ``stop``; return 0 or an errno."""
@@ -43,21 +44,19 @@ class FileMap:
     def enter(self, start: int, stop: int) -> None:
         """Register an open window of bytes ``start`` to ``stop``, so that its pages stay mapped."""
         with self._lock:
-            for block in self._blocks(start, stop):
-                self._windows[block] = self._windows.get(block, 0) + 1
+            self._windows.update(self._blocks(start, stop))
 
     def leave(self, start: int, stop: int) -> None:
         """Unregister a window, and drop the blocks that no other window uses.
 
         The pages leave this process only; the page cache keeps them.
         """
-        empty = []
+        blocks = self._blocks(start, stop)
         with self._lock:
-            for block in self._blocks(start, stop):
-                self._windows[block] -= 1
-                if not self._windows[block]:
-                    del self._windows[block]
-                    empty.append(block)
+            self._windows.subtract(blocks)
+            empty = [block for block in blocks if not self._windows[block]]
+            for block in empty:
+                del self._windows[block]
         # a window that begins in such a block meanwhile faults its pages in again
         for block in empty:
             first, last = block * _BLOCK, (block + 1) * _BLOCK

@@ -141,11 +141,8 @@ class RemoteFile:
 
     def _ask(self, start: int, stop: int) -> bytes:
         """Request bytes ``start`` to ``stop``; return fewer if the file ends before."""
-        raw = bytearray(stop - start)
-        with memoryview(raw) as out:
-            n = self._file.read(start, out)
-        del raw[n:]
-        return bytes(raw)
+        out = memoryview(bytearray(stop - start))
+        return bytes(out[: self._file.read(start, out)])
 
 
 class HttpReader(Reader):
@@ -389,13 +386,14 @@ class _File:
     ) -> httpx2.Response:
         """Send a request and follow redirects; return the response with its body unread."""
 
-        def received() -> httpx2.Response:
-            with attempt.head():
-                return _pool.client().send(request, stream=True)
+        def send(request: httpx2.Request) -> httpx2.Response:
+            return _pool.client().send(request, stream=True)
 
         request = self._call(attempt, self._request, target, byte_range)
         for hops in range(_MOST_REDIRECTS):
-            response = self._call(attempt, received)
+            attempt.head_nbytes = 0
+            response = self._call(attempt, send, request)
+            attempt.head_nbytes = None
             if response.next_request is None:
                 # later requests go there at once: redirects are slow and rate-limited
                 if hops and response.status_code == 206 and "Authorization" not in request.headers:
@@ -413,8 +411,7 @@ class _File:
         if byte_range is not None:
             headers["Range"] = byte_range
         timeout = wire.httpx().Timeout(patience.read_seconds, connect=patience.connect_seconds)
-        client = _pool.client()
-        return client.build_request("GET", target, headers=headers, timeout=timeout)
+        return _pool.client().build_request("GET", target, headers=headers, timeout=timeout)
 
     def _call(self, attempt: wire.Attempt, call: Callable[..., T], *arguments: object) -> T:
         """Return the result of a call of the HTTP library; raise its errors as ours.
@@ -457,8 +454,11 @@ class _File:
         """Read a body of up to 16 KiB to its end, so that the connection can be reused."""
         length = response.headers.get("Content-Length", "")
         if _DIGITS.fullmatch(length) and int(length) <= _DRAINED_NBYTES:
-            with attempt.at_most(_DRAIN_SECONDS), suppress(_Again):
+            until = attempt.until
+            attempt.until = min(until, time.monotonic() + _DRAIN_SECONDS)
+            with suppress(_Again):
                 self._call(attempt, lambda: deque(response.iter_raw(), maxlen=0))
+            attempt.until = until
 
     def _token(self, target: httpx2.URL | str) -> dict[str, str]:
         """Return the header with ``HF_TOKEN`` if ``target`` is on huggingface.co, else {}."""
