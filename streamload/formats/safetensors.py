@@ -157,13 +157,9 @@ def _strict(text: bytes, path: Location, file_nbytes: int) -> Header:
     data_start = PREFIX_NBYTES + len(text)
     document = parse_json_object(text, path)
     if isinstance(document, RepeatedNames):
-        raise HeaderError(
-            path,
-            "a name is not unique",
-            "each name once",
-            f"{describe(document.name)} more than once",
-            tensor=None if document.name == "__metadata__" else document.name,
-        )
+        found = f"{describe(document.name)} more than once"
+        tensor = None if document.name == "__metadata__" else document.name
+        raise HeaderError(path, "a name is not unique", "each name once", found, tensor=tensor)
     metadata = check_strings(document.pop("__metadata__", {}), path, "__metadata__")
     layouts: _Layouts = {}
     tensors = [_tensor(name, entry, path, data_start, layouts) for name, entry in document.items()]
@@ -178,12 +174,8 @@ def json_nbytes(raw: bytes, path: Location, file_nbytes: int) -> int:
     Raise TruncatedFileError if the file ends before.
     """
     if len(raw) < PREFIX_NBYTES or file_nbytes < PREFIX_NBYTES:
-        raise TruncatedFileError(
-            path,
-            "is too short for a safetensors file",
-            f"at least {PREFIX_NBYTES}",
-            min(len(raw), file_nbytes),
-        )
+        problem, found = "is too short for a safetensors file", min(len(raw), file_nbytes)
+        raise TruncatedFileError(path, problem, f"at least {PREFIX_NBYTES}", found)
     nbytes = int.from_bytes(raw[:PREFIX_NBYTES], "little")
     if nbytes > MAX_HEADER_NBYTES:
         for magic, what in _LOOKALIKES.items():
@@ -279,13 +271,8 @@ def _check_coverage(
     for info in tensors:
         if info.start != end:
             where = "after a hole" if info.start > end else "inside another tensor"
-            raise HeaderError(
-                path,
-                f"data_offsets begin {where}",
-                end - data_start,
-                info.start - data_start,
-                tensor=info.name,
-            )
+            problem, found = f"data_offsets begin {where}", info.start - data_start
+            raise HeaderError(path, problem, end - data_start, found, tensor=info.name)
         end = info.stop
     if file_nbytes < end:
         last = next((info.name for info in tensors if info.stop > file_nbytes), None)

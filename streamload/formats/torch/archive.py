@@ -129,36 +129,28 @@ class _Archive:
         head = file.read(0, _HEAD_NBYTES)
         if not head.startswith(zip_entries.MAGIC):
             _refuse_other(file, head)
-        found = zip_entries.entries(file)
-        names = [n for n in found if n.count("/") == 1 and n.endswith("/data.pkl")]
+        listed = zip_entries.entries(file)
+        names = [n for n in listed if n.count("/") == 1 and n.endswith("/data.pkl")]
         if len(names) != 1:
-            raise HeaderError(
-                file.path,
-                "is a zip archive, but not of torch.save",
-                "one entry data.pkl in one folder",
-                f"{len(names)} of them, among {some(list(map(describe, found)))}",
-            )
+            problem = "is a zip archive, but not of torch.save"
+            expected = "one entry data.pkl in one folder"
+            found = f"{len(names)} of them, among {some(list(map(describe, listed)))}"
+            raise HeaderError(file.path, problem, expected, found)
         prefix = names[0].removesuffix("data.pkl")
-        entries = {n.removeprefix(prefix): e for n, e in found.items() if n.startswith(prefix)}
+        entries = {n.removeprefix(prefix): e for n, e in listed.items() if n.startswith(prefix)}
         if "constants.pkl" in entries:
-            raise HeaderError(
-                file.path,
-                "is a TorchScript archive: code and tensors",
-                f'torch.save(torch.jit.load("{file.path.name}").state_dict(), "model.pth")',
-                "constants.pkl",
-            )
+            problem = "is a TorchScript archive: code and tensors"
+            again = f'torch.save(torch.jit.load("{file.path.name}").state_dict(), "model.pth")'
+            raise HeaderError(file.path, problem, again, "constants.pkl")
         return cls(file, prefix, entries)
 
     def find(self, name: str) -> zip_entries.Entry | None:
         """Return the entry of this name or None; raise HeaderError if it is compressed."""
         entry = self.entries.get(name)
         if entry is not None and entry.method:
-            raise HeaderError(
-                self.file.path,
-                f"its entry {name} is compressed",
-                "entries as torch.save stores them, or zip -0",
-                f"method {entry.method}",
-            )
+            problem = f"its entry {name} is compressed"
+            expected = "entries as torch.save stores them, or zip -0"
+            raise HeaderError(self.file.path, problem, expected, f"method {entry.method}")
         return entry
 
     @property
@@ -193,13 +185,10 @@ class _Archive:
         stop = min(entry.stop, entry.start + _LISTED)
         found = read_exactly(self.file, entry.start, stop, "byteorder")
         if found != b"little":
+            problem = "is of a machine with another byte order"
             again = _AGAIN.format(name=self.file.path.name)
-            raise HeaderError(
-                self.file.path,
-                "is of a machine with another byte order",
-                f"little: {again}",
-                describe(found.decode("ascii", "replace")),
-            )
+            shown = describe(found.decode("ascii", "replace"))
+            raise HeaderError(self.file.path, problem, f"little: {again}", shown)
 
     def place(self, name: str, tensor: Tensor, after: int) -> tuple[TensorInfo, View | None]:
         """Return a tensor with its range: in the file, or of the returned view at byte ``after``.
