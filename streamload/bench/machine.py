@@ -7,6 +7,9 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from streamload.core.system import file_text
+
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 PACKAGES = (
     "llvmlite",
     "ml_dtypes",
@@ -28,9 +31,9 @@ def facts() -> dict[str, str]:
         "memory": _field("/proc/meminfo", "MemTotal"),
         "memory available": _field("/proc/meminfo", "MemAvailable"),
         "kernel": platform.release(),
-        "transparent huge pages": _text("/sys/kernel/mm/transparent_hugepage/enabled"),
-        "of shared memory": _text("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
-        "CUDA driver": _text("/proc/driver/nvidia/version").partition("\n")[0],
+        "transparent huge pages": file_text(_HUGE_PAGES / "enabled").strip(),
+        "of shared memory": file_text(_HUGE_PAGES / "shmem_enabled").strip(),
+        "CUDA driver": file_text(Path("/proc/driver/nvidia/version")).partition("\n")[0],
         "Python": platform.python_version(),
         **{name: installed_version(name) for name in PACKAGES},
         "OpenCL drivers": ", ".join(p.stem for p in Path("/etc/OpenCL/vendors").glob("*.icd")),
@@ -45,15 +48,7 @@ def installed_version(package: str) -> str:
         return ""
 
 
-def _text(path: str) -> str:
-    """Return the content of a file; "" if it cannot be read."""
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
-
-
 def _field(path: str, name: str) -> str:
     """Return the value of the first line "name: value" in a file; "" if there is none."""
-    pairs = (line.partition(":") for line in _text(path).splitlines())
+    pairs = (line.partition(":") for line in file_text(Path(path)).splitlines())
     return next((value.strip() for key, _, value in pairs if key.strip() == name), "")

@@ -21,7 +21,7 @@ from threading import Lock
 from types import MappingProxyType
 from typing import Literal, TypeAlias, TypeVar
 
-from streamload.core.system import mounts, system_free_nbytes
+from streamload.core.system import file_text, mounts, system_free_nbytes
 from streamload.core.units import as_number, parse_bytes
 from streamload.errors import BudgetExceededError, DeviceError, Fit, PlanInfeasibleError
 
@@ -390,7 +390,7 @@ def available_cpus(root: Path = Path("/")) -> int:
     count = len(affinity(0)) if affinity else os.cpu_count() or 1
     for directory, kind in _cgroups(root, "cpu"):
         names = ("cpu.max",) if kind == "cgroup2" else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        time = [_decimal(text) for name in names for text in _text(directory / name).split()]
+        time = [_decimal(text) for name in names for text in file_text(directory / name).split()]
         quota, period = time if len(time) == 2 else (None, None)
         if quota and period:  # microseconds
             count = min(count, -(-quota // period))
@@ -400,14 +400,14 @@ def available_cpus(root: Path = Path("/")) -> int:
 def _cgroups(root: Path, controller: str) -> Iterator[tuple[Path, _Hierarchy]]:
     """Yield this process's cgroups that may have a controller, innermost first, and their kinds."""
     own_paths: dict[_Hierarchy, str] = {}
-    for line in _text(root / "proc/self/cgroup").split("\n"):
+    for line in file_text(root / "proc/self/cgroup").split("\n"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0" and not controllers:
             own_paths["cgroup2"] = path
         elif controller in controllers.split(","):
             own_paths["cgroup"] = path
-    mounted = list(mounts(_text(root / "proc/self/mountinfo")))
+    mounted = list(mounts(file_text(root / "proc/self/mountinfo")))
     for kind, path in own_paths.items():
         inside = [
             (root / at.lstrip("/"), _below(path, top))
@@ -429,17 +429,9 @@ def _below(path: str, top: str) -> tuple[str, ...] | None:
     return below if parts[: len(tops)] == tops and ".." not in below else None
 
 
-def _text(path: Path) -> str:
-    """Return a file's text; "" if it cannot be read."""
-    try:
-        return os.fsdecode(path.read_bytes())
-    except OSError:
-        return ""
-
-
 def _number(path: Path) -> int | None:
     """Return the number in a one-line file; None for "max", or if there is no such file."""
-    return _decimal(_text(path).strip())
+    return _decimal(file_text(path).strip())
 
 
 def _decimal(text: str) -> int | None:
@@ -448,7 +440,7 @@ def _decimal(text: str) -> int | None:
 
 def proc_fields(path: Path) -> dict[str, int]:
     """Return the numbers by name of a file with lines such as ``name 12`` or ``name: 12 kB``."""
-    lines = (line.split() for line in _text(path).split("\n"))
+    lines = (line.split() for line in file_text(path).split("\n"))
     return {
         line[0].rstrip(":"): int(line[1]) for line in lines if len(line) > 1 and line[1].isdecimal()
     }

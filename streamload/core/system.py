@@ -280,6 +280,14 @@ def filesystem_of(path: str, mountinfo: str) -> str:
     return found
 
 
+def file_text(path: Path) -> str:
+    """Return a file's text; "" if it cannot be read."""
+    try:
+        return os.fsdecode(path.read_bytes())
+    except OSError:
+        return ""
+
+
 def mounts(mountinfo: str) -> Iterator[tuple[str, str, str, str]]:
     """Yield (root, mount point, filesystem type, its options) for each line of a mountinfo text."""
     for line in mountinfo.split("\n"):

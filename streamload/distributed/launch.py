@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from streamload.core.system import file_text
 from streamload.distributed.group import Alone, Launch, ProcessGroup
 from streamload.errors import NodeError, PeerFailedError
 
@@ -113,11 +114,8 @@ def node_name() -> str:
 
 def host_id() -> str:
     """Return a unique id of this host: boards with one disk image have the same name."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # not Linux
-        boot = ""
-    return f"{socket.gethostname()} {boot}"
+    boot = file_text(Path("/proc/sys/kernel/random/boot_id"))  # "" if this is not Linux
+    return f"{socket.gethostname()} {boot.strip()}"
 
 
 def open_group(group: object = None, timeout: float = 60.0) -> ProcessGroup:

@@ -24,6 +24,8 @@ from streamload.streaming.device_casts import DeviceCasts
 from streamload.streaming.state import Job, Sink, StreamStats, Transfer, WorkItem
 from streamload.streaming.worker import Outcome, Worker
 
+_Batch = tuple[Reader, Sequence[WorkItem]]  # the open file, and units of it for one worker
+
 _REPORTED_TOGETHER = 4  # units that a worker has finished
 # Files open at once, at least and at most: the next one is begun while the last units of one are
 # under way. With two, 100 files of 40 MB came to an H200 at a quarter of the rate of four.
@@ -135,9 +137,7 @@ class Crew:
     def __init__(self, job: Job, threads: int, interrupt: Interrupt) -> None:
         self.job = job
         self._interrupt = interrupt
-        self._work: queue.SimpleQueue[tuple[Reader, Sequence[WorkItem]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._work: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[list[Outcome] | None] = queue.SimpleQueue()
         self._in_flight: Counter[int] = Counter()  # units, by shard
         staged = not all(info.host_visible for info in job.infos.values())
@@ -289,7 +289,7 @@ class Crew:
             self._done.put([((), [], error)])
         self._close(worker)
 
-    def _wait_for_work(self) -> tuple[Reader, Sequence[WorkItem]] | None:
+    def _wait_for_work(self) -> _Batch | None:
         """Return the next queued item; until it comes, check if others wait to write a file."""
         while True:
             with suppress(queue.Empty):

@@ -108,7 +108,7 @@ class Worker:
             parts = self._parts(unit, start)
             for part in parts:
                 self._place(reader, part, counts, tickets)
-            if parts != [unit]:  # it is cut only if the host casts nothing, which counts nothing
+            if parts != [unit] or not counts:  # it is cut, or placed whole: the host casts nothing
                 counts = [NO_COUNTS] * len(unit)
         except BaseException as error:
             failure = self._named(unit, error)
@@ -288,13 +288,15 @@ class Worker:
     def _place(
         self, reader: Reader, unit: WorkItem, counts: list[Counts], tickets: list[_SlotTicket]
     ) -> None:
-        """Read and place a unit that fits into a slot; append its chunks' counts and tickets."""
+        """Read and place a unit that fits into a slot; append its tickets, and its chunks' counts.
+
+        Of a unit that is placed whole, without a cast, no counts are appended.
+        """
         job = self._job
         if job.sink.bring is not None:
             with reader.unchanged():
                 for start, stop in file_ranges(unit):
                     job.sink.bring(reader.path, start, stop)
-            counts += [NO_COUNTS] * len(unit)
             return
         name = job.plan.placements[unit[0].placement].device
         device = job.devices[name]
@@ -305,10 +307,8 @@ class Worker:
             found = self._file_range(unit)
             if found is not None and self._read_whole(reader, unit, *found, slot):
                 self._send(name, unit, slot, 0, tickets)
-                counts += [NO_COUNTS] * len(unit)
                 return
         elif isinstance(unit, SmallTensorBatch) and self._scatter(reader, unit):
-            counts += [NO_COUNTS] * len(unit)
             return
         at = 0
         with self._shared_view(reader, unit) as (whole, base):
