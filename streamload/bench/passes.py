@@ -38,11 +38,10 @@ def accelerate_passes(path: str, device: str, budget: int, tokens: int) -> Lap:
     import torch
     from transformers import AutoModelForCausalLM
 
-    number: int | str = torch.device(device).index or 0 if device.startswith("cuda") else "cpu"
     folder = tempfile.mkdtemp(prefix="streamload-bench-")
-    room: dict[int | str, int] = {number: budget}
+    room: dict[int | str, int] = {"cpu": budget}
     if device.startswith("cuda"):
-        room["cpu"] = 0
+        room = {torch.device(device).index or 0: budget, "cpu": 0}
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype="auto", device_map="auto", max_memory=room, offload_folder=folder
     )

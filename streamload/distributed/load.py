@@ -205,8 +205,7 @@ def load_state_dict(
         dtypes = {p.name: p.dst.name for p in load.plan.placements}
         with _stated(load):
             nodes = _verified(agreed, dtypes, report, (read_nbytes, 0), model)
-        notes = (*report.notes, *agreed.notes)
-        return replace(report, nodes=nodes, seconds=clock.seconds, notes=notes)
+        return replace(report, nodes=nodes, seconds=clock.seconds)
 
 
 @takes()
@@ -286,8 +285,7 @@ def offload(
         for offloaded in begun:
             offloaded.close()
         raise
-    notes = (*report.notes, *agreed.notes)
-    begun[0].load = replace(report, nodes=nodes, seconds=clock.seconds, notes=notes)
+    begun[0].load = replace(report, nodes=nodes, seconds=clock.seconds)
     return begun[0]
 
 
@@ -341,7 +339,7 @@ def _loaded(
     total: int,
     gatherer: CollectiveReader | None,
 ) -> LoadReport:
-    """Load this rank's part, wait until all ranks have theirs, and return this rank's report.
+    """Load this rank's part, wait until all ranks have theirs; return the report, with all notes.
 
     ``begin`` runs the load and reports progress to its argument; ``total`` is the file bytes that
     all ranks load.
@@ -369,7 +367,7 @@ def _loaded(
         finally:
             heartbeat.on_progress = lambda _: None
     session.loading = False
-    return report
+    return replace(report, notes=(*report.notes, *agreed.notes))
 
 
 @contextmanager

@@ -244,7 +244,7 @@ class Crew:
         self._done.put(None)
         # this thread may be waiting for a server, and hold its locks
         if self._inline is not None and self._interrupt.will_raise:
-            threading.Thread(target=self.job.stop, name="streamload-stop").start()
+            threading.Thread(target=self.job.shards.stop, name="streamload-stop").start()
 
     def listen(self, seconds: float) -> bool:
         """Wait for a finished unit or `wake`; return whether one came within ``seconds``."""

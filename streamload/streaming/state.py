@@ -216,13 +216,9 @@ class Job:
         """Return the open file of a shard, given by index; open it if needed."""
         return self.shards.reader(self._paths[shard])
 
-    def stop(self) -> None:
-        """End all waits for a server, since the load ends; any thread may call this."""
-        self.shards.stop()
-
     def fail(self, error: BaseException) -> None:
         """Stop, and revoke finished placements if the error means that their file has changed."""
-        self.stop()
+        self.shards.stop()
         held_back = isinstance(error, FileChangedError) and error.held_back
         if isinstance(error, (FileChangedError, TruncatedFileError)) and not held_back:
             # finished ones, too: if the clock is coarse, a change is seen late
