@@ -224,7 +224,8 @@ def test_modules_of_torch_take_blocks_as_they_are(
         if not other:  # they hold the format already
             streamload.load_state_dict(packed, path)
     streamload.load_state_dict(packed, path)
-    assert torch.equal(logits(packed), logits(loaded(model, path)))
+    # a Conv1D's weight is the transpose: BLAS may sum the two in another order
+    torch.testing.assert_close(logits(packed), logits(loaded(model, path)), rtol=0, atol=1e-5)
 
 
 def test_modules_of_tinygrad_take_blocks_as_they_are(tmp_path: Path) -> None:
