@@ -160,7 +160,7 @@ _Tuple: TypeAlias = _Converted[Sequence[_T], tuple[_T, ...]]
 
 
 def _rebuild(cls: type[StreamloadError], facts: dict[str, Any], rest: dict[str, Any]) -> Any:
-    """Return a pickled error from its dataclass fields and the rest of its ``__dict__``."""
+    """Rebuild a pickled error from its dataclass fields and the rest of its ``__dict__``."""
     error = cls(**facts)
     error.__dict__.update(rest)
     return error
@@ -373,7 +373,7 @@ class PlanInfeasibleError(BudgetError):
         return replace(self, would_fit=fits)
 
     def calling(self, call: str, instead: str) -> PlanInfeasibleError:
-        """Return a copy whose suggestions of ``call`` suggest ``instead``; "" removes them."""
+        """Return a copy that suggests the function ``instead`` for ``call``; "": neither."""
         fits = [fit for fit in self.would_fit if isinstance(fit, Fit) and fit.option == call]
         others = [Fit(instead, "", fit.needs) for fit in fits if instead]
         return self.without(call).suggesting(others)

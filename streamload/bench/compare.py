@@ -64,7 +64,7 @@ class Options:
 
 
 def warm(files: Sequence[Path]) -> str:
-    """Read files into the page cache and write dirty pages; return the problem, or ""."""
+    """Read files into the page cache and write dirty pages; return why that failed, or ""."""
     block = memoryview(bytearray(_READ_NBYTES))
     for file in files:
         with open(file, "rb", buffering=0) as data:
@@ -80,7 +80,7 @@ def warm(files: Sequence[Path]) -> str:
 
 
 def forget(files: Sequence[Path]) -> str:
-    """Drop files from the page cache; return the problem, or ""."""
+    """Drop files from the page cache; return why that failed, or ""."""
     if not hasattr(os, "posix_fadvise"):
         return "this system drops no file from its page cache"
     for file in files:
@@ -105,7 +105,7 @@ STATES: Mapping[str, Callable[[Sequence[Path]], str]] = {"warm": warm, "cold": f
 
 
 def resolve(device: str | None) -> tuple[str, str]:
-    """Return the framework of a device, and the device's name there; None: as `Options.device`.
+    """Return framework and name of a device; None: ``STREAMLOAD_DEVICE``, or one that works.
 
     Raises:
         DeviceNotFoundError: no device works.
@@ -162,7 +162,7 @@ def compare(options: Options) -> Comparison:
 
 @dataclass
 class _Comparing:
-    """The state of a running comparison: its figures so far, and the ways to measure more."""
+    """A running comparison: starts the processes that measure, and collects their figures."""
 
     options: Options
     checkpoint: Checkpoint
@@ -236,7 +236,7 @@ class _Comparing:
             self._round(state, f"{state}, round {number + 1} of {options.runs}", number, again)
 
     def _round(self, state: str, where: str, number: int, again: bool) -> None:
-        """Measure each limit and each loader once; ``again``: let each load a second time."""
+        """Measure each limit and loader in round ``number``; ``again``: each loads once more."""
         measures: dict[str, tuple[Callable[[], Child], Callable[[Child], None]]] = {}
         if self.options.limits:
             for name in self._limits_of(state, where):
@@ -267,7 +267,7 @@ class _Comparing:
                     self.found.skipped[name] = str(error)
 
     def _is_due(self, name: str, state: str, number: int) -> bool:
-        """Return whether a loader runs in a round, which counts from 0."""
+        """Return whether a loader runs in a round, counted from 0; slow loaders run in fewer."""
         options = self.options
         if name in self.found.skipped:
             return False
@@ -298,7 +298,7 @@ class _Comparing:
         return self._child(job, (site,) if site else ())
 
     def _take_load(self, name: str, state: str, again: bool, child: Child) -> None:
-        """Measure a load in a loader's process, and add its figures."""
+        """Add the figures of a load in a loader's process; ``again``: also of repeated loads."""
         ready = child.ready()
         self._prepare(state)
         answer, memory = child.lap()
@@ -313,7 +313,7 @@ class _Comparing:
         of.runs.setdefault(state, []).append(run)
 
     def _prepare(self, state: str) -> None:
-        """Bring the files into a state of the page cache; raise _NotColdError if impossible."""
+        """Cache the files ("warm") or drop them ("cold"); raise _NotColdError if impossible."""
         problem = STATES[state](self._files)
         if problem and state == "cold":
             raise _NotColdError(problem)
@@ -322,7 +322,7 @@ class _Comparing:
             self.found.notes.append(note)
 
     def _limits_of(self, state: str, where: str) -> list[str]:
-        """Return the limits to measure in a state; first find the fastest threads and blocks."""
+        """Return limits to measure, first tuning threads and blocks; ``where``: for messages."""
         name = {"warm": "cached", "cold": "direct"}[state]
         if name not in self._ways and f"limit: {name}" not in self.found.skipped:
             self.options.say(f"{where}: looking for the fastest way of {_LIMITS[name]}")
@@ -353,7 +353,7 @@ class _Comparing:
         limit.rates.append(rate["nbytes"] / 1e9 / rate["seconds"])
 
     def _child(self, job: Mapping[str, Any], sites: Sequence[str] = ()) -> Child:
-        """Start a process with the options of this comparison."""
+        """Start a process for ``job``; ``sites``: folders that come first on its import path."""
         return Child(
             {**job, "cores": self.options.cores},
             timeout_s=self.options.timeout_s,

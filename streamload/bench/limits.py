@@ -110,7 +110,7 @@ def read(
 
 
 def fastest(paths: Sequence[str], *, direct: bool) -> Rate:
-    """Return the rate with the fastest number of threads and size of blocks to read files.
+    """Return the best rate of reading files, over numbers of threads and sizes of blocks.
 
     Each try reads other blocks, since those just read may be in a cache of the disk.
     """
@@ -173,8 +173,8 @@ def _copy(context: Context, address: int, slot_nbytes: int) -> Rate:
 def limit(index: int | None = None, **how: Any) -> Callable[[], dict[str, Any]]:
     """Return a function that measures a limit; a job of `streamload.bench.processes.call`.
 
-    It runs `copy` if the index of a CUDA device is given; else `read` by ``how`` if that has
-    "threads", or `fastest`.
+    It runs `copy` to the CUDA device ``index`` if given; else, with the arguments ``how``, `read`
+    if "threads" is one of them, or `fastest`.
     """
     if index is not None:
         return lambda: asdict(copy(index))

@@ -39,7 +39,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The result of a loader."""
+    """The tensors that a loader returned, and the figures that it reported."""
 
     tensors: dict[str, Any]  # by name
     says: dict[str, Any] = field(default_factory=dict)  # the loader's own figures, by name
@@ -52,13 +52,13 @@ class Runtime(Protocol):
         """Import the framework and open the device, as programs do before a load."""
 
     def finish(self, tensors: Mapping[str, Any], device: str) -> None:
-        """Wait until all tensors are on the device, and read into memory if they are mapped."""
+        """Wait until all tensors are on the device; read mapped tensors into memory."""
 
     def bytes_of(self, tensor: Any) -> bytes:
         """Return the raw bytes of a tensor, to compare them with the file."""
 
     def says(self, device: str) -> dict[str, Any]:
-        """Return the framework's own counters of memory, by name; none by default."""
+        """Return the framework's own counters of memory, in bytes by name; {} by default."""
         return {}
 
 
@@ -190,7 +190,7 @@ _Pairs = Iterator[tuple[str, Any]]
 
 
 def _casting(pairs: Callable[[Task], _Pairs]) -> Callable[[Task], Loaded]:
-    """Return a loader that casts the tensors of torch that ``pairs`` yields with their names."""
+    """Return a loader that casts torch tensors, yielded by ``pairs``, to the task's dtype."""
 
     def load(task: Task) -> Loaded:
         to = _to(task.dtype)
@@ -257,7 +257,7 @@ def _runai(task: Task) -> _Pairs:
 
 
 def _instanttensor(buffered: bool) -> Callable[[Task], Loaded]:
-    """Return a loader by instanttensor, through the page cache or by its default backend."""
+    """Return a loader by instanttensor: by the page cache if ``buffered``, else by its default."""
 
     def load(task: Task) -> Loaded:
         module = importlib.import_module("instanttensor")
@@ -314,7 +314,7 @@ def _numpy(task: Task) -> Loaded:
 
 
 def _cast_arrays(tensors: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Cast floating arrays of numpy in place of the dict's, and return the dict."""
+    """Replace floating arrays in the dict by copies in ``dtype``, and return the dict."""
     if dtype == "checkpoint":
         return tensors
     wanted = parse_dtype(dtype).numpy

@@ -16,7 +16,7 @@ Lap = Callable[[], dict[str, Any]]
 
 
 def passes(path: str, device: str, budget: int, tokens: int, dtype: str, **how: Any) -> Lap:
-    """Return passes of a model that streamload offloads; ``how``: more options of offload."""
+    """Return a function that runs a pass of a streamload-offloaded model; ``how``: its options."""
     from streamload.transformers import from_pretrained
 
     model = from_pretrained(
@@ -34,7 +34,7 @@ def passes(path: str, device: str, budget: int, tokens: int, dtype: str, **how: 
 
 
 def accelerate_passes(path: str, device: str, budget: int, tokens: int) -> Lap:
-    """Return passes of transformers and accelerate, with weights beyond a budget on the disk."""
+    """Return a function that runs a pass by accelerate, with weights beyond ``budget`` on disk."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -49,7 +49,10 @@ def accelerate_passes(path: str, device: str, budget: int, tokens: int) -> Lap:
 
 
 def group_passes(path: str, device: str, budget: int, tokens: int, low_memory: bool = False) -> Lap:
-    """Return passes with group offloading of diffusers; ``low_memory``: ``low_cpu_mem_usage``."""
+    """Return a function that runs a pass with group offloading of diffusers.
+
+    ``low_memory``: with its ``low_cpu_mem_usage``.
+    """
     import torch
     from diffusers.hooks import apply_group_offloading
     from transformers import AutoModelForCausalLM
@@ -72,7 +75,7 @@ def group_passes(path: str, device: str, budget: int, tokens: int, low_memory: b
 
 
 def layered_passes(path: str, device: str, budget: int, tokens: int) -> Lap:
-    """Return passes of AirLLM, which reads each layer from files that it has written before."""
+    """Return a function that runs a pass of AirLLM, which reads each layer from files it wrote."""
     from airllm import AutoModel
     from airllm.airllm_base import AirLLMBaseModel
 

@@ -71,7 +71,7 @@ class Memory:
         )
 
     def _each(self, other: Memory, of: Callable[[Any, Any], Any]) -> Memory:
-        """Return ``of`` of each figure of both."""
+        """Return a `Memory` whose figures are ``of(own figure, other's figure)``."""
         found: list[Any] = [of(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
         return Memory(*found)
 
@@ -122,9 +122,9 @@ def open_context(index: int) -> Context:
 
 
 def call(function: str, **arguments: Any) -> dict[str, Any]:
-    """Return a job for `Child`: call ``module:function``, which returns a function for each lap.
+    """Return a job for `Child`: it calls "module:function" once, and its result at each lap.
 
-    A dict that a lap returns is added to its "seconds" and "cpu_s".
+    A dict that a lap returns is added to its answer, which has "seconds" and "cpu_s".
     """
     return {"kind": "call", "function": function, "arguments": arguments}
 
@@ -200,7 +200,7 @@ class Child:
     def lap(self, look: Callable[[], None] | None = None) -> tuple[dict[str, Any], Memory]:
         """Run a lap; return its answer, and the growth of memory from its start to its peak.
 
-        ``look`` is called repeatedly, in place of reading counters. Raises MeasurementError.
+        ``look`` is called repeatedly in place of measuring memory. Raises MeasurementError.
         """
         self.ready()
         before, base = self.peak, self._memory()
@@ -215,11 +215,11 @@ class Child:
         return self._ask("again")
 
     def check(self) -> dict[str, Any]:
-        """Compare loaded tensors with the files; MeasurementError if they differ."""
+        """Compare loaded tensors with the files; return how many, or raise MeasurementError."""
         return self._ask("check")
 
     def _ask(self, word: str, look: Callable[[], None] | None = None) -> dict[str, Any]:
-        """Send a command to the child, and return its answer."""
+        """Send a command to the child, and return its answer; ``look`` is called while it waits."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended: `_receive` finds out why
             self._process.stdin.write(word.encode() + b"\n")
@@ -227,12 +227,12 @@ class Child:
         return self._receive(look)
 
     def _sample(self) -> None:
-        """Read counters, and raise the peak to them."""
+        """Measure the memory now, and raise the peak to it."""
         self._turn += 1
         self.peak = self.peak.most(self._memory(all_of_it=self._turn % _SLOW_SAMPLES == 0))
 
     def _memory(self, *, all_of_it: bool = True) -> Memory:
-        """Return the memory now; without ``all_of_it`` that of the child alone."""
+        """Return the memory now; without ``all_of_it`` only the child's, not machine and device."""
         held = process_memory(self._process.pid)
         if not all_of_it:
             return held
@@ -240,7 +240,7 @@ class Child:
         return replace(held, system_nbytes=_system_nbytes(), device_nbytes=device)
 
     def _receive(self, look: Callable[[], None] | None) -> dict[str, Any]:
-        """Wait for an answer, calling ``look`` meanwhile; MeasurementError if none comes."""
+        """Return the child's next answer, calling ``look`` meanwhile; else MeasurementError."""
         assert self._process.stdout is not None
         fd = self._process.stdout.fileno()
         until = time.monotonic() + self._timeout_s

@@ -88,13 +88,13 @@ class Comparison:
         return OURS in self.loaders
 
     def rate(self, name: str, state: str, *, again: bool = False) -> float | None:
-        """Return GB/s of a loader's whole call, by the median; None if not measured."""
+        """Return median GB/s of the whole first call, or of later ones; None if not measured."""
         of = self.loaders.get(name)
         seconds = of.median_s(state, again=again) if of else None
         return self.nbytes / 1e9 / seconds if seconds else None
 
     def times(self, name: str, state: str, *, again: bool = False) -> float | None:
-        """Return how many times as fast streamload is as a loader, by medians of whole calls."""
+        """Return a loader's median seconds over streamload's; ``again``: of later calls."""
         ours, other = (self.rate(n, state, again=again) for n in (OURS, name))
         return ours / other if ours and other else None
 

@@ -144,7 +144,7 @@ def again(lap: Callable[[], Said]) -> Said:
 
 
 def main(job: Job) -> None:
-    """Run a job by the commands "lap", "again" and "check" from stdin; end the process."""
+    """Answer "lap", "again" and "check" from stdin by a job, as JSON lines; end the process."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output of libraries is no answer
     try:

@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open closed standard streams: else a command's files get their numbers, and C output."""
+    """Open closed standard streams, whose numbers other files would get, and C code's output."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)

@@ -141,5 +141,5 @@ def bench(
 
 
 def _names(text: str, separator: str) -> tuple[str, ...]:
-    """Return the names of ``--peers``; () for "none"."""
+    """Return the names of ``--peers``, split at ``separator``; () for "none"."""
     return () if text == "none" else tuple(name.strip() for name in text.split(separator))

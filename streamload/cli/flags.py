@@ -242,7 +242,7 @@ def read_path(path: str, variant: str | None, key: str | None, like: str | None)
 
 
 def read_flags(flags: LoadFlags) -> dict[str, Any]:
-    """Return the options of a load without those of `read_place`, parsed."""
+    """Return the parsed options of a load besides device, budget and residence."""
     place = ("budget", "device", "residence")
     options: dict[str, Any] = {n: value for n, value in flags.items() if n not in place}
     parsed = {"dtype": read_rules(flags["dtype"]), "quant": read_quant(flags["quant"])}
@@ -322,7 +322,7 @@ def read_quant(values: list[str] | None) -> QuantArgument:
 
 
 def read_rules(values: list[str] | None) -> str | dict[str, str] | None:
-    """Return the one value of a repeatable option, its values by pattern of names, or None."""
+    """Return one value for all names, values by pattern ("PATTERN=VALUE"), or None if not given."""
     if not values:
         return None
     if len(values) == 1 and "=" not in values[0]:

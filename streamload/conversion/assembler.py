@@ -51,7 +51,7 @@ class Assembler:
     def straight(
         self, made: Joined, first: int, stop: int
     ) -> Iterator[tuple[int, int, TensorInfo | None, int]]:
-        """Cut elements at the ends of slices, and find those that need no cast and no permutation.
+        """Split elements ``first`` to ``stop`` into parts that files hold as they are, and others.
 
         Yields:
             The first element, the last (exclusive), the tensor whose file has them ready, and its
@@ -94,7 +94,7 @@ class Assembler:
         first: int,
         out: memoryview,
     ) -> CastCounts:
-        """Fill ``out`` with permuted rows of ``row`` elements, from output element ``first`` on."""
+        """Write permuted rows of ``row`` elements, read by ``fill``, from element ``first`` on."""
         n, most = self.dtype.itemsize, self.room.block_nbytes
         grain = math.lcm(*(info.dtype.unit // math.gcd(info.dtype.unit, row) for info in infos))
         most = min((info.dtype.numel(most) for info in infos), default=most)
@@ -105,13 +105,13 @@ class Assembler:
     def _make(
         self, info: TensorInfo, data: memoryview, out: memoryview, first: int, *lines: int
     ) -> CastCounts:
-        """Dequantize or cast stored elements; see `Decoder.decode` for the arguments."""
+        """Dequantize or cast ``data`` to ``out``; ``first`` and ``lines``: see `Decoder.decode`."""
         if isinstance(info, Packed):
             return self.decoders.of(info, self.dtype).decode(data, out, first, *lines)
         return self.casts[info.dtype, self.dtype](data, out)
 
     def _lines(self, made: Joined, start: int, pitch: int, to: _Array) -> CastCounts:
-        """Fill ``to`` with lines of joined slices, from element ``start``, each ``pitch`` later."""
+        """Fill ``to[i]`` from element ``start + i * pitch`` of the joined slices on."""
         lines, numel = len(to), to.shape[1] * to.itemsize // self.dtype.itemsize
         counts, line = ZERO, memoryview(bytearray(numel * self.dtype.itemsize))
         joined = Joined(made.pieces)
@@ -133,7 +133,7 @@ class Assembler:
         return counts
 
     def _read_lines(self, info: TensorInfo, first: int, pitch: int, to: _Array) -> CastCounts:
-        """Fill ``to`` with lines of one tensor as `_lines`; at multiples of `DType.unit`."""
+        """Fill ``to[i]`` from element ``first + i * pitch`` of a tensor, by whole dtype units."""
         lines, numel = len(to), to.shape[1] * to.itemsize // self.dtype.itemsize
         nbytes, step = info.dtype.nbytes(numel), info.dtype.nbytes(pitch)
         begin = info.start + info.dtype.nbytes(first)
@@ -153,9 +153,9 @@ class Assembler:
 
 
 def _overlaps(made: Joined, first: int, stop: int) -> Iterator[tuple[Slice, int, int, int]]:
-    """Yield slices with their first and last (exclusive) of elements ``first`` to ``stop``.
+    """Yield the slices that hold elements ``first`` to ``stop``, and each one's range (exclusive).
 
-    The last number, added to these, gives elements of the slice's own tensor.
+    The last number, added to the range, gives that of elements in the slice's own tensor.
     """
     at = 0
     for piece in made.pieces:
@@ -166,7 +166,7 @@ def _overlaps(made: Joined, first: int, stop: int) -> Iterator[tuple[Slice, int,
 
 
 def _order(piece: Slice) -> RowTranspose | None:
-    """Return the permutation from a slice's file to the order that models have, or None."""
+    """Return the row permutation from a slice's file to the order of models; None if equal."""
     info = piece.info
     if piece.turn is None and isinstance(info, Packed) and info.group.is_transposed:
         return RowTranspose(math.prod(info.shape[:-2]), *info.shape[-2:])

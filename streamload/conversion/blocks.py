@@ -48,7 +48,7 @@ class Writing:
 
     @property
     def is_alone(self) -> bool:
-        """Whether it is cut into blocks of its own: codes of a weight, or permuted rows."""
+        """Whether its blocks hold no other tensor: codes of a weight, or permuted rows."""
         return self.out.coding is not None or (self.out.turn is not None and self.out.nbytes > 0)
 
     @property
@@ -62,7 +62,7 @@ class Writing:
 class Part:
     """Bytes ``start`` to ``stop`` of an output file, from bytes of a source file; ends exclusive.
 
-    If the tensor is assembled, only the length of ``read`` to ``read_stop`` counts.
+    Bytes ``read`` to ``read_stop`` are of the source; if it is assembled, only their number counts.
     """
 
     tensor: Writing
@@ -84,7 +84,7 @@ class Block:
     windows: list[list[Part]] = field(default_factory=list)
 
     def add(self, tensor: Writing | None, start: int, stop: int, block_nbytes: int) -> None:
-        """Add bytes ``start`` to ``stop`` (exclusive) of the file; no tensor for its header."""
+        """Add bytes ``start`` to ``stop`` (exclusive) of the file; ``tensor`` None: the header."""
         if self.runs and self.runs[-1][1] == start:
             self.runs[-1] = (self.runs[-1][0], stop)
         else:
@@ -117,7 +117,7 @@ class Block:
                 self.windows.append([part])
 
     def _add_gathered(self, tensor: Writing, start: int, stop: int, block_nbytes: int) -> None:
-        """Add bytes of an assembled tensor, in parts whose ``read`` only counts progress."""
+        """Add bytes of a tensor assembled from slices; their ``read`` only counts progress."""
         out, nbytes = tensor.out, tensor.out.read_nbytes
         step = stop - start if out.coding is None else most_codes(out, out.coding, block_nbytes)
         for first, last in cut(start, stop, step):
@@ -126,14 +126,14 @@ class Block:
 
 
 def most_codes(out: OutTensor, coding: Coding, most_nbytes: int) -> int:
-    """Return the bytes of codes to write at once, from at most ``most_nbytes`` of a weight."""
+    """Return the most bytes of codes to write at once, made from ``most_nbytes`` of the weight."""
     unit_nbytes = least_nbytes(out, most_nbytes)
     read_nbytes = unit_nbytes // coding.dst_unit_nbytes * coding.src_unit_nbytes
     return max(most_nbytes // read_nbytes, 1) * unit_nbytes
 
 
 def least_nbytes(out: OutTensor, most_nbytes: int) -> int:
-    """Return the fewest bytes of a tensor to write at once: whole units, and permuted rows whole.
+    """Return the fewest bytes to write at once: whole quantization units and permuted rows.
 
     Rows of more than ``most_nbytes`` are cut, and read twice.
     """

@@ -84,7 +84,7 @@ def content_of(file: SmallFile) -> bytes:
 
 
 def document(path: str, data: bytes, mode: int | None = None) -> SmallFile:
-    """Return a `SmallFile` with known bytes."""
+    """Return a `SmallFile` with these bytes; ``mode``: permissions, None for the default."""
     return SmallFile(path, data, len(data), mode)
 
 
@@ -112,7 +112,7 @@ def _said_inside(checkpoint: Checkpoint) -> dict[str, SmallFile]:
 
 
 def _lying_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str]]:
-    """Return small files in the checkpoint's folder, as `files_beside`."""
+    """Return small files to copy from the checkpoint's folder by name, and names of others."""
     path = checkpoint.path
     if isinstance(path, Url):
         owns = path.name in ("", SINGLE, INDEX)
@@ -215,7 +215,7 @@ def _real(bounds: Sequence[str], path: Path) -> Path:
 def _small_folder(
     folder: Path, name: str, bounds: Sequence[str], *, holds_weights: bool
 ) -> dict[str, SmallFile]:
-    """Return the files of the folder ``name`` in ``folder``, by path; {} if it is not copied."""
+    """Return a folder's files by path, {} if not copied; ``holds_weights``: it may have weights."""
     found: dict[str, SmallFile] = {}
     _real(bounds, folder / name)
     for root, inner, names in os.walk(folder / name):
@@ -252,7 +252,7 @@ def _go_together(lengths: Mapping[str, int], *, holds_weights: bool) -> bool:
 
 
 def _listed(folder: Url) -> dict[str, int] | None:
-    """Return the lengths of all files below a folder of a server, by path; None if not listed."""
+    """Return the lengths of all files in a server's folder by path; None if the server lists none."""
     if (where := folder.listing) is None:
         return None
     listing, inside = where
@@ -276,7 +276,7 @@ def _listed(folder: Url) -> dict[str, int] | None:
 
 
 def _chosen(folder: Url, listed: Mapping[str, int], *, owns: bool) -> tuple[list[str], list[str]]:
-    """Return the paths to copy of a server's listed files, and names of folders that are left."""
+    """Return a server's paths to copy, and folders left out; ``owns`` if all are the model's."""
     names = [path for path in listed if "/" not in path and _belongs(path, owns=owns)]
     left: list[str] = []
     modules = _module_folders(folder) if MODULES in names else frozenset()
@@ -291,7 +291,7 @@ def _chosen(folder: Url, listed: Mapping[str, int], *, owns: bool) -> tuple[list
 
 
 def _served(folder: Url, *, owns: bool) -> tuple[dict[str, SmallFile], list[str]]:
-    """Return small files of a server's folder, as `files_beside`; see `_belongs` for ``owns``.
+    """Return small files of a server's folder, as `files_beside`; ``owns`` if all are the model's.
 
     Some servers answer with a page and status 200 for a missing file: that page is left out.
     """
@@ -347,7 +347,7 @@ def followed_config(
 ) -> bytes | None:
     """Return config.json with the output dtypes and the keys of ``said``; None if unchanged.
 
-    Quantization settings go if all quantized weights are dequantized.
+    Quantization settings are removed if all quantized weights are dequantized.
     """
     is_plain = all_dequantized(checkpoint)
     became: dict[str, Counter[str]] = {}

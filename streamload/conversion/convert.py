@@ -309,13 +309,13 @@ class _Conversion:
                 header.state.check(now, header.path)
 
     def check(self, *, resume: bool, overwrite: bool) -> dict[str, Finished] | None:
-        """Check the destination, see `Destination.check`; returns `_finished` if ``resume``."""
+        """Check that the destination can be written; if ``resume``, return records if finished."""
         found = self._finished() if resume else None
         self.destination.check(resume=resume, overwrite=overwrite, finished=found is not None)
         return found
 
     def _finished(self) -> dict[str, Finished] | None:
-        """Return all tensors by key if this very conversion was finished before; else None."""
+        """Return all records by key if this very conversion was finished before; else None."""
         finished = {}
         for folder in self._plan.folders:
             found = self.destination.sidecar(folder)
@@ -407,7 +407,7 @@ class _Conversion:
             return journal
 
     def _check_versions(self) -> None:
-        """Raise CheckpointError if a server may have replaced a source file unnoticed."""
+        """Raise CheckpointError if a server gives a file no version, by which a change is noticed."""
         for header in self._shards:
             if isinstance(header.path, Url) and not header.path.version:
                 raise CheckpointError(
@@ -433,7 +433,7 @@ class _Conversion:
         journal.forget(sorted(lost & journal.finished.keys()))
 
     def _write(self, journal: Journal, progress: Progress) -> tuple[int, dict[str, str]]:
-        """Write unfinished tensors; returns source bytes read, and needed md5 sums by path."""
+        """Write unfinished tensors; returns source bytes read, and md5 sums by path if needed."""
         writer = Writer(self._plan, self._checkpoint, self.destination, journal, self._way)
         with reporting(progress, writer.unread_nbytes, "converted") as tell:
             writer.run(tell)
@@ -446,7 +446,7 @@ class _Conversion:
         return writer.read_nbytes, sums
 
     def _by_key(self, journal: Journal) -> dict[str, Finished]:
-        """Return the records of all tensors, which are finished, by key."""
+        """Return the records of all tensors by key (NAME or NODE/NAME), once all are finished."""
         return {key: journal.finished[i] for i, (key, _, _) in enumerate(self._plan.tensors())}
 
     def _verify(self, finished: Mapping[str, Finished], folder: Path, progress: Progress) -> None:
@@ -461,7 +461,7 @@ class _Conversion:
     # --- publishing -------------------------------------------------------------------------------
 
     def _prepare(self, journal: Journal, sums: Mapping[str, str]) -> dict[str, str]:
-        """Write small files and sidecars, and sync folders; returns `Journal.published`."""
+        """Write small files and sidecars; returns all paths and digests ("" for tensor files)."""
         out, root = self.destination.out, self.destination.root
         for small in (*self._plan.small, *self._plan.indexes):
             path, content = f"{OUT}/{small.path}", small.content
@@ -557,7 +557,7 @@ def _changed(finished: Mapping[str, Finished]) -> dict[str, CastCounts]:
 
 
 def _length(path: Path) -> int | None:
-    """Return a file's length in bytes; None if it cannot be seen."""
+    """Return a file's length in bytes; None if it is missing or hidden."""
     with suppress(OSError):
         return path.stat().st_size
     return None

@@ -82,7 +82,7 @@ class Destination:
                 raise CheckpointError(where, "a file of the source would be written", found=found)
 
     def check(self, *, resume: bool, overwrite: bool, finished: bool) -> None:
-        """Raise CheckpointError for a link, or for files that must not be replaced or resumed.
+        """Raise CheckpointError for symlinks, or files that must not be replaced or resumed.
 
         ``finished``: whether this very conversion was finished before.
         """
@@ -222,7 +222,7 @@ class Destination:
     # --- publishing -------------------------------------------------------------------------------
 
     def waiting(self, published: Iterable[str]) -> list[str]:
-        """Return the paths whose files are still below `OUT`."""
+        """Return the paths whose files are still in ``.streamload/out``, to be moved."""
         return [path for path in published if exists(self.out / path)]
 
     def publish(self, published: Mapping[str, str], *, replaces: bool) -> None:
@@ -265,7 +265,7 @@ class Destination:
             sync_folder(self.path / folder)
 
     def begin(self) -> None:
-        """Remove an unfinished conversion, and make the folders of the files and the reserve."""
+        """Remove an unfinished conversion; make folders, and a file that reserves disk space."""
         self.root.unlink(JOURNAL)
         self.root.remove_tree(OUT)
         self.check_room()
@@ -274,7 +274,7 @@ class Destination:
         self.root.write(_RESERVE, [bytes(self.reserve_nbytes)])
 
     def give_up_reserve(self) -> None:
-        """Remove the reserve, which makes room for the journal; raises OSError."""
+        """Remove the reserve file, so that a full disk has room for the journal; raises OSError."""
         self.root.unlink(_RESERVE)
 
     def clean(self) -> None:

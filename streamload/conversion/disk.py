@@ -91,7 +91,7 @@ class Folder:
 
     @contextmanager
     def _above(self, path: str) -> Iterator[tuple[int, str]]:
-        """Open the folder that a path is in; yields its descriptor, and the last name."""
+        """Open the folder that a path is in; yields its descriptor, and the path's last part."""
         *folders, name = path.split("/")
         with ExitStack() as opened:
             fd = self._fd
@@ -156,7 +156,7 @@ class Folder:
             os.fchmod(file.fileno(), mode & allowed)
 
     def write(self, path: str, data: Iterable[bytes], mode: int | None = None) -> None:
-        """Write a new small file with permissions ``mode``, and sync it to the disk."""
+        """Write a new small file and sync it; ``mode``: its permissions, None for the default."""
         self.unlink(path)  # an earlier run's, which may be read-only
         fd = self.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         with open(fd, "wb") as file:
@@ -180,7 +180,7 @@ def _open_unlinked(fd: int, name: str, flags: int, path: Path, mode: int = 0o666
 
 
 def linked(path: Path) -> CheckpointError:
-    """Return the error for a link in the place of a file or folder to write or remove."""
+    """Return the error for a symbolic link in the place of a file or folder to write or remove."""
     expected = "a folder of its own" if os.path.isdir(path) else "a file of its own"
     found = "a link"
     with suppress(OSError):
@@ -190,7 +190,7 @@ def linked(path: Path) -> CheckpointError:
 
 
 class Output:
-    """An output file that several threads write at known places.
+    """An output file that several threads write at given offsets.
 
     Raises:
         CheckpointError: from each method, if the file cannot be written.
@@ -240,7 +240,7 @@ class Output:
         self._bring(lambda: sync(self._fd))
 
     def _bring(self, to_disk: Callable[[], None]) -> None:
-        """Call ``to_disk`` unless bytes were lost before; raises the first error every time."""
+        """Call ``to_disk``, which syncs bytes; after a failure, all calls raise its error."""
         if self._lost is None:
             try:
                 to_disk()

@@ -61,7 +61,7 @@ def _difference(now: Mapping[str, Any], earlier: Mapping[str, Any]) -> str | Non
 
 
 def noted_verdict(folder: Path) -> dict[str, Any]:
-    """Return the `Verdict`'s fields in the journal of an unfinished conversion; {} if none."""
+    """Return a `Verdict`'s fields from the journal of an unfinished conversion; {} if none."""
     lines = []
     with suppress(OSError), (folder / JOURNAL).open("rb") as file:
         lines = _whole_lines(file.readline())
@@ -70,7 +70,7 @@ def noted_verdict(folder: Path) -> dict[str, Any]:
 
 
 class Journal:
-    """The journal of one conversion, open for appending."""
+    """A log file of a conversion's finished tensors, by which a later call resumes it."""
 
     def __init__(self, fd: int) -> None:
         # by the tensor's number in `ConvertPlan.tensors`
@@ -86,7 +86,7 @@ class Journal:
         """Start a new journal in a destination; an older one is removed.
 
         ``first`` is its first line, as plain JSON values: the `FORMAT`, the plan's digest, the
-        options, and by name the state of each source file.
+        options, and by name the state of each source file; ``replaces``: the call's ``overwrite``.
         """
         folder.unlink(JOURNAL)
         made = cls(folder.open(JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND))
@@ -146,7 +146,7 @@ class Journal:
                 self.finished.pop(index, None)
 
     def publish(self, files: Mapping[str, str]) -> None:
-        """Record that all tensors are finished, and the ``files`` to publish (see `published`)."""
+        """Record that all tensors are finished, and digests by path to publish ("" for tensors)."""
         self._write([{"publish": dict(files)}])
         self.published = dict(files)
 
@@ -155,7 +155,7 @@ class Journal:
         os.close(self._fd)
 
     def _take(self, line: Mapping[str, Any]) -> None:
-        """Apply a line that was read; raises TypeError or ValueError if it is damaged."""
+        """Update this journal by a line that was read; TypeError or ValueError if it is damaged."""
         if "tensor" in line:
             index, digest, *counts = line["tensor"]
             if not (
@@ -189,7 +189,7 @@ class Journal:
 
 
 def _whole_lines(raw: bytes) -> list[tuple[dict[str, Any], int]]:
-    """Return the journal's lines up to the first torn one, each with its last byte (exclusive)."""
+    """Return lines up to the first incomplete one, each with its last byte (exclusive)."""
     out: list[tuple[dict[str, Any], int]] = []
     end = 0
     for line in raw.splitlines(keepends=True):

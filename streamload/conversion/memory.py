@@ -39,7 +39,7 @@ _TEXTS = 4  # names are in headers, journal, sidecar and in the JSON of the repo
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Threads and lengths by which a conversion moves bytes."""
+    """Number of threads and sizes of blocks with which a conversion reads and writes."""
 
     threads: int
     block_nbytes: int = BLOCK_NBYTES  # most bytes that a thread reads, and writes, at once
@@ -48,7 +48,7 @@ class Way:
 
     @property
     def turned_nbytes(self) -> int:
-        """Most bytes of a tensor that a thread permutes at once, for which it reads all lines."""
+        """Most bytes of a tensor that a thread permutes at once, from parts of all its rows."""
         # blocks that a long unit made longer are long enough
         usual_nbytes = min(self.block_nbytes, BLOCK_NBYTES)
         return max(_TURNED_BLOCKS // self.threads * usual_nbytes, self.block_nbytes)
@@ -72,8 +72,8 @@ def choose_way(
 ) -> Way:
     """Return the fastest `Way` that fits into free memory; PlanInfeasibleError if none does.
 
-    ``dtypes`` are all that tensors may be cast to, ``weights`` those to quantize; ``turned``:
-    whether some tensors are joined from others, or permuted.
+    ``dtypes`` are all that tensors may be cast to, ``weights`` those to quantize; ``nodes``: the
+    output is split over nodes; ``turned``: some tensors are joined from others, or permuted.
     """
     threads = min(max(available_cpus(), _THREADS.start), _THREADS.stop - 1)
     remote = any(isinstance(header.path, Url) for header in checkpoint.shards)

@@ -51,7 +51,7 @@ class Judge(Protocol):
     """Answers questions about a checkpoint's model in transformers."""
 
     def holding(self, checkpoint: Checkpoint, formats: Mapping[str, str], /) -> Any:
-        """Return facts for a `Verdict`, as JSON values, on formats by tensor; None if no model."""
+        """Return JSON for a `Verdict` on quantizing tensors to ``formats``; None if no model."""
 
     def why_not_opened(self, folder: Path, /) -> str:
         """Return the reason why `from_pretrained` cannot open a folder; "" if it can."""
@@ -61,7 +61,7 @@ _judges: list[Callable[[], Judge]] = []
 
 
 def register_judge(judge: Callable[[], Judge]) -> None:
-    """Register a function that returns the judge; it may import torch, and is called late."""
+    """Register a function that returns the judge; it may import torch, so is called when needed."""
     _judges[:] = [judge]
 
 
@@ -90,7 +90,7 @@ class Verdict:
 def asked_of_models(
     checkpoint: Checkpoint, policy: QuantPolicy, judging: Judging
 ) -> Verdict | None:
-    """Ask which of the weights that ``policy`` quantizes the model's modules can hold.
+    """Ask transformers for weights that its modules cannot hold in the formats of ``policy``.
 
     Returns:
         None if there is no model to ask: no class in config.json, no transformers.
@@ -152,7 +152,7 @@ class Judging:
         return found["why"] if isinstance(found, dict) else ""
 
     def ask(self, question: str, **given: Any) -> Any:
-        """Return the judge's answer (see `_answered`), or a text that explains its absence."""
+        """Return the judge's answer as JSON values, or a text that explains its absence."""
         if _is_imported():
             return _answered(question, **given)
         if self._ask_child is None and (free_nbytes := _free_nbytes()) < _CHILD_NBYTES:
@@ -220,7 +220,7 @@ def _wait(pipe: IO[bytes], event: int) -> None:
 
 
 def _is_here(checkpoint: Checkpoint) -> bool:
-    """Whether config.json of a local checkpoint names a class, and transformers is installed."""
+    """Whether there is a model to ask: a class in a local config.json, and transformers."""
     return (
         isinstance(checkpoint.path, Path)
         and bool(checkpoint.config.get("architectures"))
@@ -247,7 +247,7 @@ def answer(out: IO[str]) -> None:
 
 
 def _answered(question: str, path: str, **given: Any) -> Any:
-    """Ask the `Judge`; returns its answer as JSON values, or the error's text for ``path``."""
+    """Ask the `Judge`; returns its answer as JSON values, or the error of opening ``path``."""
     judge = _judges[0]()
     if question == "why_not_opened":
         return {"why": judge.why_not_opened(Path(path))}

@@ -141,7 +141,7 @@ class ConvertOptions:
     def asked_of_models(
         self, checkpoint: Checkpoint, judging: Judging, noted: Mapping[str, Any]
     ) -> Self:
-        """Return these options with patterns for weights that no module can hold quantized.
+        """Return these options, changed to leave unquantized any weight that no module can hold.
 
         ``noted`` has the fields of the `Verdict` in an unfinished conversion's journal, used if the
         model cannot be asked. Raises ValueError if no weight can be quantized.
@@ -427,7 +427,7 @@ def _check_names(
 
 
 def _documents(writer: FormatWriter, files: Sequence[OutFile], folder: str) -> Iterator[SmallFile]:
-    """Yield the format's own small files; with md5 sums, their bytes are made at the end."""
+    """Yield the format's own small files; if they hold md5 sums, bytes are made at the end."""
 
     def late(name: str, sums: Mapping[str, str]) -> bytes:
         return writer.documents(files, sums)[name]
@@ -521,7 +521,7 @@ def _dtype(checkpoint: Checkpoint, name: str, policy: DTypePolicy) -> DType:
 def _parts(
     chosen: Checkpoint, options: ConvertOptions, lists: Sequence[Sequence[Sequence[OutTensor]]]
 ) -> tuple[dict[str, list[Sequence[OutTensor]]], dict[str, Any]]:
-    """Return output tensors by folder, "" without nodes; and for each node its `DevicePlan`."""
+    """Return output tensors by folder ("" if there are no nodes), and `DevicePlan`s by node."""
     if not options.nodes:
         return {"": [[*chain(*listed)] for listed in lists]}, {}
     made = {entries[0].info.name: entries for listed in lists for entries in listed}

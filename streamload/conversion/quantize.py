@@ -31,7 +31,7 @@ _HEAD = "lm_head"
 
 
 def coded_otherwise(checkpoint: Checkpoint, policy: QuantPolicy) -> list[str]:
-    """Return the names of GGUF-quantized weights to dequantize: ``policy`` has another format."""
+    """Return GGUF-quantized weights to dequantize, since ``policy`` gives them another format."""
     asked = ((group, policy.rule(group.name)) for group in checkpoint.groups.values())
     return [
         group.name
@@ -45,7 +45,7 @@ def coded_otherwise(checkpoint: Checkpoint, policy: QuantPolicy) -> list[str]:
 def wanted_of(
     chosen: Checkpoint, fill: Mapping[str, Source], dtypes: Mapping[str, DType], policy: QuantPolicy
 ) -> dict[str, Target]:
-    """Return a `Target` for each tensor to write, by output name.
+    """Return by output name the `Target` of each tensor to write: its source, dtype and format.
 
     ``fill`` has their sources by that name, ``dtypes`` the dtypes by source unless quantized.
     """
@@ -73,7 +73,7 @@ def wanted_of(
 def all_entries(
     lists: Iterable[Sequence[Target]], policy: QuantPolicy
 ) -> list[list[list[OutTensor]]]:
-    """Return `entries_of` each tensor; one UnsupportedCastError names all refused weights."""
+    """Return all tensors' output entries; one UnsupportedCastError names all not quantizable."""
     refused: dict[str, UnsupportedCastError] = {}
     taken: list[str] = []
     out: list[list[list[OutTensor]]] = []
@@ -132,7 +132,7 @@ def _check_dtypes(info: TensorInfo, wanted: Target) -> None:
 def kept_back(
     checkpoint: Checkpoint, dtypes: Mapping[str, DType], policy: DTypePolicy
 ) -> list[str]:
-    """Return sentences for users on metadata that is left out, and on dtypes that stay."""
+    """Return sentences for users on metadata left out, and on quantized weights kept as is."""
     notes = [
         f"__metadata__ {key!r} is left out: the files do not agree on it"
         for key in sorted({k for h in checkpoint.shards for k in h.metadata})
@@ -230,7 +230,7 @@ def described(
 def _check_transposed(
     checkpoint: Checkpoint, codes: Mapping[str, OutTensor], policy: QuantPolicy
 ) -> None:
-    """Raise UnsupportedCastError for Conv1D weights in a format that has no Conv1D module."""
+    """Raise UnsupportedCastError for a Conv1D weight if its format has no module for these."""
     refused: dict[str, UnsupportedCastError] = {}
     taken: list[str] = []
     for each in codes.values():

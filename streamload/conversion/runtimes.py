@@ -71,7 +71,7 @@ def config_for(
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``rope_parameters`` of transformers 5 under the keys of earlier versions."""
+    """Return ``rope_parameters`` of transformers 5 under earlier keys; {} if not needed."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, Mapping) or "rope_theta" not in rope:
         return {}

@@ -80,7 +80,7 @@ class Writer:
         journal: Journal,
         way: Way,
     ) -> None:
-        """Compile kernels and list tensors; UnsupportedCastError if this CPU lacks a cast."""
+        """Compile kernels, list unfinished tensors; UnsupportedCastError: the CPU lacks a cast."""
         self.read_nbytes = 0
         self.sums: dict[str, str] = {}
         self._wants_sums = plan.wants_sums
@@ -178,7 +178,7 @@ class Writer:
     def _next_block(self) -> Block | None:
         """Return the next block for the calling thread, which has the lock; None at the end.
 
-        If sums are needed, each thread has a file alone while there are enough files: its parts
+        If md5 sums are needed, each thread has a file alone while there are enough files: its parts
         are then written in order, and added to the sum from memory.
         """
         me = threading.get_ident()
@@ -195,7 +195,7 @@ class Writer:
         return None
 
     def _cut_units(self, tensor: Writing) -> Iterator[Block]:
-        """Yield a tensor in blocks of its own: of whole units and rows, unless one is too long."""
+        """Yield blocks of one tensor alone, of whole units and rows, unless one is too long."""
         out = tensor.out
         nbytes = self._way.block_nbytes if out.turn is None else self._way.turned_nbytes
         if out.coding is not None:
@@ -213,7 +213,7 @@ class Writer:
     def run(self, tell: Callable[[int], None]) -> None:
         """Write all unfinished tensors to the disk and into the journal.
 
-        After an error, the journal has those that were finished. ``tell`` gets the bytes read.
+        After an error, the journal lists finished ones. ``tell`` is called with source bytes read.
         """
         crew = ThreadPoolExecutor(self._way.threads, "convert")
         with deferred_interrupt() as interrupt, crew:
@@ -303,7 +303,7 @@ class Writer:
             self._fail(error)
 
     def _fill(self, block: Block, memory: memoryview, room: Room) -> None:
-        """Compute a block's bytes in ``memory``, and add them to digests and counts."""
+        """Compute a block in ``memory``, reading into ``room``; update digests and counts."""
         header = block.file.out.header
         piece = header[block.start : block.start + self._way.block_nbytes]
         memory[: len(piece)] = piece
@@ -336,7 +336,7 @@ class Writer:
             self._shards.close(shard)
 
     def _gather(self, part: Part, out: memoryview, room: Room) -> _Counted:
-        """Write a part of an assembled tensor: dequantized, permuted, cast, and quantized."""
+        """Dequantize, permute, cast, quantize to ``out``; returns cast counts, errors of codes."""
         tensor, t = part.tensor, part.tensor.out
         made = t.made or Joined.of(t.info)
         dtype = t.dtype if t.coding is None else t.src
@@ -367,7 +367,7 @@ class Writer:
         return counts, errors
 
     def _put_together(self, nbytes: int) -> memoryview:
-        """Return the calling thread's memory for ``nbytes`` of elements to quantize, reused."""
+        """Return the calling thread's reused buffer of ``nbytes``, for elements to quantize."""
         held: memoryview | None = getattr(self._elements, "held", None)
         if held is None or held.nbytes < nbytes:
             self._elements.held = held = None  # freed before the next is allocated
@@ -375,7 +375,7 @@ class Writer:
         return held[:nbytes]
 
     def _make(self, part: Part, data: memoryview, out: memoryview) -> _Counted:
-        """Cast or quantize a part's source bytes ``data`` into ``out``; returns what changed."""
+        """Cast or quantize ``data`` into ``out``; returns cast counts and errors of codes."""
         tensor, info = part.tensor, part.tensor.out.info
         if tensor.encoder is None:
             return self._casts[info.dtype, tensor.out.dtype](data, out), _NO_ERRORS
@@ -413,7 +413,7 @@ class Writer:
                 self._changed.notify_all()
 
     def _put(self, block: Block, memory: memoryview) -> None:
-        """Write a filled block, and note tensors and files that are whole with it."""
+        """Write a filled block, and record the tensors and files that it completes."""
         for start, stop in block.runs:
             self._write(block.file, start, memory[start - block.start : stop - block.start])
         done: list[Writing] = []
@@ -445,7 +445,7 @@ class Writer:
             self._whole += whole
 
     def _put_auxiliary(self, codes: Writing) -> Sequence[Writing]:
-        """Write scales of a weight whose codes are all written; returns their `Writing`."""
+        """Write the scales of a weight whose codes are all written; returns their records."""
         if codes.encoder is None:
             return []
         made, codes.encoder = codes.encoder.finish(), None
@@ -477,7 +477,7 @@ class Writer:
                 late()
 
     def _read_back(self, output: Output, start: int, out: memoryview) -> None:
-        """Fill ``out`` from a file that is being written, for its sum; ends if threads stop."""
+        """Read written bytes into ``out`` for the file's md5 sum; _StoppedError if threads stop."""
         if self._stopped:
             raise _StoppedError
         output.read_into(start, out)
@@ -489,7 +489,7 @@ def weight_of(out: OutTensor) -> object:
 
 
 def _reads(out: OutTensor) -> Counter[Location]:
-    """Return the bytes to read for an output tensor, by source file."""
+    """Return how many bytes to read for an output tensor, by source file."""
     if out.made is None or out.is_auxiliary:
         return Counter({out.info.shard: out.read_nbytes})
     found: Counter[Location] = Counter()
@@ -513,7 +513,7 @@ def check_written(
 ) -> int:
     """Read the planned ``file`` back from ``path``, past the page cache if possible.
 
-    ``tell`` gets ``done``, bytes of earlier files, plus those read so far; returns the last sum.
+    ``tell`` is called with ``done`` (bytes of earlier files) plus bytes read; returns the last sum.
 
     Raises:
         CheckpointError: the header differs, or a digest from that in ``finished``.

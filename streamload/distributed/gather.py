@@ -51,7 +51,7 @@ def held_nbytes(checkpoint: Checkpoint, ranks: int, block_nbytes: int = BLOCK_NB
 
 
 def _most(ranks: int, block_nbytes: int) -> int:
-    """Return the size of a block, in bytes: a multiple of the number of ranks."""
+    """Return the block size in bytes, rounded down to a multiple of the number of ranks."""
     return max(block_nbytes // ranks, 1) * ranks
 
 
@@ -93,7 +93,7 @@ class _Block:
 
 
 class CollectiveReader:
-    """Read and exchange the blocks of one load by threads, and hold them until they are copied."""
+    """Read files once for all ranks, by threads that exchange blocks; hold these until copied."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class CollectiveReader:
             thread.start()
 
     def open(self, header: Header, kind: ResolvedKind) -> Reader:
-        """Return a reader of a file: bytes of blocks come from these, others from the file."""
+        """Return a reader of a file: it copies exchanged blocks, and reads others from the file."""
         return _CollectiveShard(self, header, kind)
 
     def __enter__(self) -> Self:

@@ -146,7 +146,7 @@ class Engine(ProcessGroup):
         return [block[8 : 8 + length] for block, length in zip(found, lengths, strict=True)]
 
     def _blocks(self, data: bytes, nbytes: int) -> list[bytes]:
-        """Return the bytes of all ranks, by rank, each padded to ``nbytes``."""
+        """All-gather ``data``, padded to ``nbytes``; return the blocks of all ranks, by rank."""
         out = bytearray(self.size * nbytes)
         self.all_gather_into(memoryview(data.ljust(nbytes, b"\0")), memoryview(out))
         return [bytes(out[rank * nbytes : (rank + 1) * nbytes]) for rank in range(self.size)]
@@ -166,7 +166,7 @@ class Engine(ProcessGroup):
         """Send ``part`` to all ranks if this one is the root, else fill it with the root's."""
 
     def _begin(self, name: str, *arguments: object) -> Callable[[], None]:
-        """Start the library's function ``name``; return a function that waits for its end."""
+        """Start the library's collective ``name``; return a function that waits for its end."""
         if self._library is None:
             raise NodeError(f"rank {self.rank}", "the group is closed")
         if self._failed:
@@ -182,7 +182,7 @@ class Engine(ProcessGroup):
 
     @contextmanager
     def _losses(self) -> Iterator[None]:
-        """Raise PeerFailedError from an error of the library, and mark the group as failed."""
+        """Raise PeerFailedError for the library's errors in the with, and mark the group failed."""
         try:
             yield
         except self._errors as error:
@@ -210,7 +210,7 @@ class Alone(Engine):
 
 
 def sent(data: bytes | None, root: int, group: ProcessGroup) -> bytes:
-    """Check the arguments of a broadcast; return the bytes to send: none unless rank is root."""
+    """Check the arguments of a broadcast; return the bytes to send: b"" unless this is the root."""
     if not 0 <= root < group.size:
         raise ValueError(f"root {root} of a group of {group.size}")
     if group.rank != root:
@@ -248,5 +248,5 @@ def poll(
 
 
 def lost(problem: str, rank: int | None = None) -> PeerFailedError:
-    """Return the error of a lost rank, or of an unknown one, as engines often know only that."""
+    """Return a PeerFailedError of a lost rank; None: unknown, as engines often lack its number."""
     return PeerFailedError("unknown" if rank is None else f"rank {rank}", problem)

@@ -46,7 +46,7 @@ class Peer:
 
 
 class Heartbeat:
-    """Send the beats of this rank, and watch those of others, to detect lost ranks."""
+    """Write this rank's beats (signs of life), and watch those of others, to detect lost ranks."""
 
     def __init__(
         self, group: ProcessGroup, node: str, timeout_s: float, *, prefix: str = ""
@@ -147,7 +147,7 @@ class Heartbeat:
                     self._news.wait(self._every_s)
 
     def fail(self, error: BaseException) -> None:
-        """Report to all ranks that this one gives up, unless another was lost before."""
+        """Let all ranks raise PeerFailedError: this one gives up, unless one was lost before."""
         reason = ": ".join(filter(None, (type(error).__name__, str(error))))
         self._lose(self._group.rank, f"gave up: {reason}")
 
@@ -161,7 +161,7 @@ class Heartbeat:
         return self._loss or error
 
     def close(self) -> None:
-        """Report that this rank has ended, and stop the threads.
+        """Write that this rank has ended, and stop the threads.
 
         Rank 0 may keep the store in its own process. So it waits until the others have ended, or,
         after a loss, until they can have read it.
@@ -206,7 +206,7 @@ class Heartbeat:
         self._ended.set()
 
     def _watch(self) -> None:
-        """Report rank 0 as lost if its store stops answering `_beat`; the second thread's work."""
+        """Record rank 0 as lost if its store stops answering `_beat`; the second thread's work."""
         answers, silent_s, before = -1, 0.0, time.monotonic()
         while not self._ended.wait(self._every_s / 2):
             now = time.monotonic()
@@ -218,7 +218,7 @@ class Heartbeat:
                 return
 
     def _speak(self) -> None:
-        """Write a new loss, and a beat if its time has come or the state has changed."""
+        """Write a new loss to the store, and a beat if it is due or the state has changed."""
         store = self._group.store
         with self._news:
             loss, self._to_write = self._to_write, None
@@ -236,7 +236,7 @@ class Heartbeat:
         self._ask(store.set, self._key(self._group.rank), json.dumps(record).encode())
 
     def _look(self) -> None:
-        """Read the beats that this rank watches, and report ranks that stopped."""
+        """Read the beats that this rank watches, and record ranks that stopped as lost."""
         rank_0 = self._group.rank == 0
         watched = range(self._group.size if rank_0 else 1)
         keys = [*map(self._key, watched), self._lost_key]
@@ -289,7 +289,7 @@ class Heartbeat:
         return f"{self._prefix}/beat/{rank}"
 
     def _ask(self, call: Callable[..., T], *arguments: object) -> T:
-        """Return the answer of the store, which rank 0 keeps, and count it for `_watch`."""
+        """Call the store, which rank 0 keeps; count answers, so that `_watch` sees it is alive."""
         try:
             answer = call(*arguments)
         except PeerFailedError as error:
@@ -299,13 +299,13 @@ class Heartbeat:
         return answer
 
     def _lose(self, rank: int, problem: str) -> None:
-        """Keep the loss of a rank, unless there is an earlier one, and let `_speak` write it."""
+        """Record a rank as lost, unless one is already; `_speak` writes it for the others."""
         error = PeerFailedError(self._node(rank), problem)
         self._lost(error, (error.node, problem))
         self._wake.set()
 
     def _lost(self, error: PeerFailedError, to_write: tuple[str, str] | None = None) -> None:
-        """Keep the first loss and call the listener; ``to_write``: (node, problem) for others."""
+        """Record the first loss and call the listener; ``to_write``: (node, problem) for others."""
         with self._news:
             if self._loss is not None:
                 return

@@ -320,7 +320,7 @@ def _agreed(
 
 
 def _gathered(agreed: Agreement, load: Decision) -> AbstractContextManager[CollectiveReader | None]:
-    """Return a reader by which all ranks read files together; of None if their tensors differ."""
+    """Return a context with a reader for all ranks together, or None if their tensors differ."""
     group = agreed.session.group
     if agreed.plan.split != "replicate" or group.size == 1:
         return nullcontext()
@@ -372,7 +372,7 @@ def _loaded(
 
 @contextmanager
 def _stated(load: Decision) -> Iterator[None]:
-    """Note on errors of this block that this rank's own part is loaded, though the call fails."""
+    """Set the `LoadState` of errors in the with: this rank's part is loaded, but the call fails."""
     try:
         yield
     except BaseException as error:

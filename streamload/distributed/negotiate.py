@@ -88,7 +88,7 @@ class Asked:
 
     @property
     def terms(self) -> dict[str, str]:
-        """The arguments that all ranks must agree on and that are not in the plan's digest."""
+        """Arguments that all ranks must agree on and the plan's digest lacks, as text by name."""
         rules = {p: dtype.name if dtype else "checkpoint" for p, dtype in self.options.policy.rules}
         dtype: object = rules or None
         if rules.keys() == {"*"}:
@@ -129,7 +129,7 @@ class Agreement:
         self.place: Place | None = None
 
         def write() -> bytes:
-            """Return a line of JSON, the weights to dequantize, and rank 0's index."""
+            """Return rank 0's message: the weights to dequantize as a JSON line, and the index."""
             found = open_checkpoint(asked.path)
             # rank 0 decides for all; plans are compared later
             blocks = model is not None  # a model has floats, unless a dtype is given
@@ -139,7 +139,7 @@ class Agreement:
         weights, _, data = session.share("the checkpoint", write).partition(b"\n")
 
         def check() -> tuple[tuple[Index, list[str]], bool]:
-            """Return the index with this rank's missing files, and whether files were sampled."""
+            """Return the index and missing files, and whether files were compared only in parts."""
             index = Index.read(data, *locate(asked.path))
             missing = index.check()
             made = dequantized(index.checkpoint, json.loads(weights))
@@ -191,7 +191,7 @@ class Agreement:
         return place
 
     def _check_offers(self, offers: Sequence[Mapping[str, Any]]) -> None:
-        """Raise PlanMismatchError if arguments differ, or devices that would choose the dtype."""
+        """Raise PlanMismatchError if ranks' arguments, or dtypes that devices choose, differ."""
         members, first = self.session.members, offers[0]
         here, wanted = members[0].node, first["terms"]
         for member in members:
@@ -330,7 +330,7 @@ class Agreement:
         """
 
         def prepare(last: bool) -> tuple[Decision | None, int]:
-            """Return this rank's load and 0; if it does not fit, None and the lacking bytes."""
+            """Return this rank's load and 0; if too large, None and the lacking bytes."""
             place = self.place or self._look(None, self.options)
             try:
                 own, part, options, fill, suggest = self._own(place)

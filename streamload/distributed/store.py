@@ -133,7 +133,7 @@ class _Keeper(MemoryStore):
                 self._forget(client)
 
     def _drop_strangers(self, most: int) -> None:
-        """Disconnect all but ``most`` of the newest clients without a proof: a rank's is quick."""
+        """Disconnect all clients without proof of the key but the newest ``most``."""
         with self._changed:
             for client in list(self._unproven)[: max(len(self._unproven) - most, 0)]:
                 _hang_up(client)

@@ -47,7 +47,10 @@ class FileMap:
             self._windows.update(self._blocks(start, stop))
 
     def leave(self, start: int, stop: int) -> None:
-        """Unregister a window; drop unused blocks from this process only, not the page cache."""
+        """Unregister a window, and drop the blocks that no other window uses.
+
+        The pages leave this process only; the page cache keeps them.
+        """
         blocks = self._blocks(start, stop)
         with self._lock:
             self._windows.subtract(blocks)

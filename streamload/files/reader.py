@@ -139,8 +139,11 @@ class Reader(ABC):
     def unchanged(self) -> AbstractContextManager[None]:
         """Return a context for reads from `fileno` or a map of it, which detects changes.
 
-        Entering and leaving raise CheckpointError if the file has changed since its header was
-        read, or a writer waits for it. `view`, `read_into` and `read_aligned` enter it themselves.
+        `view`, `read_into` and `read_aligned` enter it themselves.
+
+        Raises:
+            CheckpointError: on entering or leaving, the file has changed since its header was read,
+                or a writer waits for it.
         """
         return nullcontext()
 

@@ -310,7 +310,7 @@ class Pair:
 
     @property
     def read_nbytes(self) -> int:
-        """Bytes of ``left`` to read; 0 for scales, made with their codes, and for other shapes."""
+        """Bytes of ``left`` to read; 0 for scales, made with their codes, and if shapes differ."""
         return 0 if self._part or self.shape != self.right.shape else self.left.nbytes
 
     @property
@@ -354,7 +354,7 @@ class Pair:
         )
 
     def _compare(self, mine: memoryview | bytes, theirs: memoryview, first: int) -> None:
-        """Compare blocks of both tensors that begin at element ``first``."""
+        """Record the differences of blocks of both tensors that begin at element ``first``."""
         x, y = np.frombuffer(mine, np.uint8), np.frombuffer(theirs, np.uint8)
         src, right = self._read_as, self.right.dtype
         if src is self.dtype is right and np.array_equal(x, y):
@@ -397,7 +397,7 @@ def _pairs(
 ) -> Iterator[Pair]:
     """Yield a `Pair` for each tensor that both checkpoints have; codes before their scales.
 
-    ``infos`` are the first's by their names in the second, ``wants`` the same if quantized.
+    ``infos`` are the first's by their names in the second; ``wants``: these, if quantized.
     """
     codes: Pair | None = None
     quantized: Iterable[tuple[Coding | None, RowTranspose | None]] = repeat((None, None))
@@ -429,7 +429,7 @@ def _pairs(
 def _order(
     first: Checkpoint, second: Checkpoint, info: TensorInfo, right: TensorInfo
 ) -> RowTranspose | None:
-    """Return the row permutation from the first file to the second; None if they are equal."""
+    """Return the row permutation from the first file's order to the second's; None if equal."""
     mine, theirs = first.turns.get(info.name), second.turns.get(right.name)
     if mine == theirs:
         return None
@@ -446,7 +446,7 @@ def _order(
 
 
 def shards_of(checkpoint: Checkpoint, kind: ReaderKind) -> Shards:
-    """Return a checkpoint's files, opened by ``kind`` on demand, few at once."""
+    """Return a checkpoint's files, opened on demand by a reader of ``kind``, few at once."""
 
     def choose(shard: Location) -> ResolvedKind:
         return choose_reader(shard, kind if isinstance(shard, Path) else "auto").kind
@@ -463,9 +463,9 @@ def reads(files: Shards, block_nbytes: int) -> Read:
 def way(
     checkpoints: Sequence[Checkpoint], wants: TensorRequests | None = None
 ) -> tuple[int, ReaderKind]:
-    """Return the bytes to compare at once, and the reader; PlanInfeasibleError if none fits.
+    """Return the bytes to compare at once and the kind of reader; PlanInfeasibleError if none fits.
 
-    ``checkpoints`` are two to compare, or one to check; ``wants`` is from `_quantized`.
+    ``checkpoints``: two to compare, or one to check; ``wants``: the tensors that are quantized.
     """
     compared = len(checkpoints) > 1
     tensors_nbytes = _TENSOR_NBYTES * sum(len(one.tensors) for one in checkpoints)

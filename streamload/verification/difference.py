@@ -99,7 +99,7 @@ class ValueComparison:
     _largest: float | int | None = None
 
     def compare(self, x: Array, y: Array, first: int) -> None:
-        """Compare aligned bytes of equally many elements, the first of which is ``first``."""
+        """Compare aligned bytes of equally many elements; the first has index ``first``."""
         a, b = self.left, self.right
         if a is b and np.array_equal(x, y):
             return

@@ -83,8 +83,8 @@ class Expected:
     ) -> Iterator[bytes]:
         """Yield the codes of a quantized weight, in blocks of whole units; then fill `parts`.
 
-        Kernels of CUDA multiply by a reciprocal that may be one step from the nearest. Of the codes
-        by each of these reciprocals, a unit yields those that `found` reads from the device.
+        Kernels of CUDA multiply by a reciprocal that may be one step from the nearest. If codes
+        by one of them equal the device's, which ``found`` reads, a unit yields these.
         """
         assert self.coding is not None
         info, src = self.sources[0][0], self.src
@@ -152,7 +152,7 @@ class Expected:
             yield from ((info, *each) for each in byte_ranges(values, rows))
 
     def _blocks(self, most: int) -> Iterator[tuple[list[_Piece], _Lengths | None]]:
-        """Yield the byte ranges of each block of at most ``most`` bytes, and how to permute it."""
+        """Yield the byte ranges of blocks of at most ``most`` bytes, and axes to swap or None."""
         if self.order is not None:
             yield from self._permuted(self.order, most)
             return
@@ -169,7 +169,7 @@ class Expected:
             yield pieces, None
 
     def _permuted(self, order: RowTranspose, most: int) -> Iterator[tuple[list[_Piece], _Lengths]]:
-        """Yield a permuted tensor's byte ranges, and axes to swap, by groups, columns or rows."""
+        """Yield blocks of a permuted tensor as byte ranges, with the lengths of axes to swap."""
         extents = [*self._extents()]
         ends = [*accumulate(stop - start for _, start, stop in extents)]
         row = ends[-1] // order.rows if order.rows else 0
@@ -217,7 +217,7 @@ class Expected:
 def _spans(
     pieces: Iterable[_Piece], most: int
 ) -> Iterator[tuple[TensorInfo, int, int, list[tuple[int, int]]]]:
-    """Yield byte ranges to read at once: tensor, first byte, last (exclusive), and the ranges.
+    """Yield reads of at most ``most`` bytes: tensor, first byte, last (exclusive), and its ranges.
 
     Dequantizing takes longer than any number of reads: packed tensors' ranges stay alone.
     """
@@ -233,7 +233,7 @@ def _spans(
 
 
 def _swapped(data: bytearray, lengths: _Lengths) -> bytes:
-    """Return rows with the axes outer and inner swapped."""
+    """Return bytes of shape ``lengths`` (groups, outer, inner) with the last two axes swapped."""
     nbytes = len(data) // (lengths[0] * lengths[1] * lengths[2])
     kind = f"u{nbytes}" if nbytes in (1, 2, 4, 8) else f"V{nbytes}"
     return np.frombuffer(data, kind).reshape(lengths).swapaxes(1, 2).tobytes()

@@ -132,7 +132,7 @@ def _blocks(
 ) -> Iterator[bytes]:
     """Yield blocks of the bytes that a parameter should hold.
 
-    ``parts`` passes scales by name from their codes; ``found`` reads bytes on the device.
+    ``parts`` keeps scales by name, computed with their codes; ``found`` reads device bytes.
     """
     if p.cast == "part":
         yield parts.pop(p.name)
@@ -152,7 +152,7 @@ def _blocks(
 
 
 def checksums(report: LoadReport, names: Set[str], model: Any = None) -> dict[str, int]:
-    """Return the CRC-32 of the bytes on the device by parameter, of ``names``; see `verify`."""
+    """Return by name the CRC-32 of the bytes of ``names`` on the device; the rest as `verify`."""
     if not names:
         return {}
     threads = max(report.plan.threads, 1)  # 0: only the calling thread may use the devices
@@ -193,7 +193,7 @@ def _buffers(report: LoadReport, model: Any) -> Iterator[tuple[Placement, Device
 def _of_state(
     report: LoadReport, owner: Framework, model: Any, found: Mapping[str, Parameter]
 ) -> dict[str, Parameter]:
-    """Return by name loaded tensors that are only in the state dict: of quantized modules."""
+    """Return by name tensors not in ``found``: those of quantized modules, from the state dict."""
     names = [name for name in report.plan.placements.names if name not in found]
     state = model.state_dict() if names and hasattr(model, "state_dict") else {}
     out = {name: owner.parameters({"it": state[name]})[0] for name in names if name in state}
