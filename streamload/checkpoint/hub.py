@@ -12,11 +12,8 @@ _REPO = re.compile(r"(?P<repo>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w.-]+(/[\w.-]+
 
 
 def cached_snapshot(name: str) -> Path:
-    """Return the folder of a repository's snapshot (``org/name`` or ``org/name@revision``).
-
-    Raise ShardNotFoundError if it is not in the Hugging Face cache. Source: "Understand caching" in
-    the documentation of huggingface_hub.
-    """
+    """Return the cached snapshot of ``org/name[@revision]``; raise ShardNotFoundError for none."""
+    # source: "Understand caching" in the documentation of huggingface_hub
     match = _REPO.fullmatch(name)
     if match is None or {".", ".."} & set(re.split("[/@]", name)):
         raise ShardNotFoundError(name, "no such file or folder")
@@ -38,7 +35,7 @@ def cached_snapshot(name: str) -> Path:
 
 
 def _hub_cache() -> Path:
-    """Return the Hugging Face cache's folder, by the environment; empty variables are unset."""
+    """Return the Hugging Face cache's folder, by environment variables; empty ones are ignored."""
     variable = os.environ.get
     folder = variable("HF_HUB_CACHE") or variable("HUGGINGFACE_HUB_CACHE")
     if not folder:

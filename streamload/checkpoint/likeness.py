@@ -43,7 +43,7 @@ def shaped_like(
 
 
 def _shaped(info: TensorInfo, other: TensorInfo | None) -> TensorInfo:
-    """Return an untyped tensor with the dtype and shape of another one of the same length."""
+    """Return a tensor with ``other``'s dtype and shape; raise CheckpointError if lengths differ."""
     if other is None:
         return info
     if info.nbytes != other.nbytes:

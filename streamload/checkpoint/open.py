@@ -251,10 +251,7 @@ def _open(path: str | os.PathLike[str], variant: str | None, key: str | None) ->
 
 
 def locate(path: str | os.PathLike[str]) -> tuple[Location, Location]:
-    """Return the path of a checkpoint and the folder of its files; they are equal for a folder.
-
-    Raise ShardNotFoundError if nothing is there or in the Hugging Face cache.
-    """
+    """Return a checkpoint's path and the folder of its files; raise ShardNotFoundError for none."""
     name = os.fsdecode(path.href if isinstance(path, Url) else path)
     if is_url(name):
         url = path if isinstance(path, Url) and path.is_shown else Url.parse(name)
@@ -304,10 +301,7 @@ def _open_remote_folder(folder: Url, variant: str | None, key: str | None) -> Ch
 
 
 def _remote_headers(folder: Url, reader: FormatReader, variant: str | None) -> list[Header]:
-    """Return the headers of a format's files that a server has under the usual names.
-
-    Raise ShardNotFoundError if there is neither an index nor a single file.
-    """
+    """Return the headers of files with usual names on a server, or raise ShardNotFoundError."""
     index, single = (
         folder / variants.varied(name, variant) for name in (reader.index, reader.single)
     )
@@ -332,10 +326,7 @@ def _remote_headers(folder: Url, reader: FormatReader, variant: str | None) -> l
 def from_headers(
     path: Location, headers: Iterable[Header], config: Mapping[str, Any] = MappingProxyType({})
 ) -> Checkpoint:
-    """Return the checkpoint of these files' headers; nothing is read.
-
-    Raise HeaderError if two files have a tensor of the same name.
-    """
+    """Return the checkpoint of these headers; raise HeaderError if files share a tensor's name."""
     shards = tuple(sorted(headers, key=lambda header: header.path.name))
     tensors: dict[str, TensorInfo] = {}
     for header in shards:
@@ -373,7 +364,7 @@ def _exists(path: Path) -> bool:
 
 
 def _open_folder(folder: Path, variant: str | None, key: str | None) -> Checkpoint:
-    """Open a folder of this machine by the files it lists."""
+    """Open a local folder by its index, its single file, or all of its weight files."""
     try:
         names = sorted(entry.name for entry in os.scandir(folder))
     except OSError as error:
@@ -408,7 +399,7 @@ def _reader_of_folder(names: Sequence[str], variant: str | None) -> FormatReader
 
 
 def _is_weights(name: str, reader: FormatReader) -> bool:
-    """Return whether a visible file has a suffix of the reader's format."""
+    """Return whether a file is not hidden and has a suffix of the reader's format."""
     ending = name if reader is default_reader() else name.lower()
     return ending.endswith(reader.suffixes) and not name.startswith(".")
 
@@ -446,10 +437,7 @@ def _plain(folder: Path, headers: Sequence[Header], variant: str | None) -> Sequ
 def _unindexed(
     folder: Path, names: Sequence[str], variant: str | None, reader: FormatReader
 ) -> list[str]:
-    """Return the names of the weight files of a folder without an index.
-
-    Raise ShardNotFoundError if there are none, or a set of numbered files is incomplete.
-    """
+    """Return a folder's weight files without an index; raise ShardNotFoundError if incomplete."""
     shards = list(reader.weights([name for name in names if _is_weights(name, reader)]))
     shards = [name for name in shards if not _ORIGINAL.fullmatch(name)] or shards
     if variant is not None:
@@ -528,10 +516,7 @@ def _read_config(folder: Location) -> dict[str, Any]:
 
 
 def _read_weight_map(index: Location, reader: FormatReader) -> dict[str, str]:
-    """Return the file name of each tensor in an index; raise HeaderError if it is not valid.
-
-    Names of files outside of the index's folder are not valid.
-    """
+    """Return file names by tensor, from an index; raise HeaderError if they leave its folder."""
     document = parse_json_object(read_json_file(index), index)
     if isinstance(document, RepeatedNames):
         found = f"{describe(document.name)} more than once"
@@ -552,7 +537,7 @@ def _read_weight_map(index: Location, reader: FormatReader) -> dict[str, str]:
 
 
 def _indexed(index: Location, weight_map: Mapping[str, str], reader: FormatReader) -> list[Header]:
-    """Return the headers of an index's shards; raise HeaderError if the tensors differ."""
+    """Return the headers of an index's shards; raise HeaderError if they hold other tensors."""
     headers = _headers(index, index.parent, sorted(set(weight_map.values())), reader)
     found: set[str] = set()
     for header in headers:
@@ -573,10 +558,7 @@ def _indexed(index: Location, weight_map: Mapping[str, str], reader: FormatReade
 def _headers(
     of: Location, folder: Location, names: Sequence[str], reader: FormatReader
 ) -> list[Header]:
-    """Return the headers of files of a folder, which ``of`` (an index or a file) refers to.
-
-    Raise ShardNotFoundError, which names all missing files.
-    """
+    """Return the files' headers; raise ShardNotFoundError about ``of`` with all missing files."""
     headers: list[Header] = []
     missing: list[str] = []
     if isinstance(folder, Path):

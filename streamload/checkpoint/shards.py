@@ -65,10 +65,7 @@ def file_kind(shard: Location, kind: ReaderKind) -> ResolvedKind:
 
 
 def cut(start: int, stop: int, step: int, base: int | None = None) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of pieces of a range, cut at ``base`` plus multiples of ``step``.
-
-    ``base`` is the start by default.
-    """
+    """Yield (start, stop) of a range's pieces, cut at ``base`` (None: start) plus whole steps."""
     base = start if base is None else base
     while start < stop:
         end = min(stop, start + step - (start - base) % step)
@@ -176,7 +173,7 @@ class Shards:
             return reader
 
     def _opened(self, shard: Location) -> Reader:
-        """Open a shard as it was chosen for it, and its `ShardCache` if it fills the page cache."""
+        """Open a shard as chosen for it; also its `ShardCache` if reads fill the page cache."""
         kind = self._kind(shard)
         reader = self._opener(self._headers[shard], kind)
         if not self._ahead:
@@ -194,14 +191,10 @@ class Shards:
     def block(
         self, shard: Location, start: int, stop: int, room: Room, tensor: str
     ) -> Iterator[memoryview]:
-        """Yield bytes of a file, read-only, valid inside the with.
+        """Yield bytes ``start`` to ``stop`` (exclusive) of a file, read-only, valid in the with.
 
-        Args:
-            shard: the file.
-            start: first byte, counted from the start of the file.
-            stop: last byte, exclusive; at most ``room.block_nbytes`` after ``start``.
-            room: the calling thread's buffer; holds one block at a time.
-            tensor: name of the tensor, for errors that name none.
+        ``room`` is the calling thread's buffer, which bounds their number and holds one block at a
+        time; ``tensor`` is for errors that name none.
         """
         try:
             reader = self.reader(shard)
@@ -228,15 +221,13 @@ class Shards:
             cache.done(start, stop)
 
     def drops(self, shard: Location) -> bool:
-        """Return whether `done` drops pages of a shard, or only needs the number of bytes."""
+        """Return whether `done` drops pages of a shard; if not, it only counts bytes."""
         cache = self._caches.get(shard)
         return cache is not None and cache.drops
 
     def check(self) -> None:
-        """Raise CheckpointError if an open file has changed, or a writer waits for it.
-
-        To call now and then while nothing is read; any thread may do so.
-        """
+        """Raise CheckpointError if an open file has changed, or a writer waits for it."""
+        # to call now and then while nothing is read; any thread may do so
         with self._lock:
             for reader in self._open.values():
                 with reader.unchanged():

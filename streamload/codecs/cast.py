@@ -39,7 +39,7 @@ _DIRECT_WITH_NATIVE_HALF = frozenset(
 
 
 def _hub(v: Vector, src: DType, dst: DType, x: str) -> str:
-    """Return IR of elements as float32 bits, which `NARROW` makes elements of the target."""
+    """Write LLVM IR that widens elements to float32 bits, from which `NARROW` makes the target."""
     if dst.code == "F32" and src.code == "F64":
         return nearest_f32(v, x)  # the one rounding there is
     return WIDEN[src.code](v, x)
@@ -48,7 +48,7 @@ def _hub(v: Vector, src: DType, dst: DType, x: str) -> str:
 def _plain(
     v: Vector, src: DType, dst: DType, x: str, sums: list[str], *, direct: bool
 ) -> tuple[str, list[str]]:
-    """Return IR of cast elements that are zero or in `plain_range`, and of the updated counts."""
+    """Write IR that casts elements, all zero or in `plain_range`; return them and new counts."""
     source, target = FLOATS[src.code], FLOATS[dst.code]
     lost = source.mantissa_bits - target.mantissa_bits
     if sums and lost > 0:
@@ -81,11 +81,11 @@ def _plain(
 def careful(
     v: Vector, src: DType, dst: DType, x: str, *, clamp: bool
 ) -> tuple[str, tuple[str | None, str | None, str | None]]:
-    """Return IR that casts any elements, zero, infinity and NaN included, as integers.
+    """Write IR that casts any elements, zero, infinity and NaN included, by integer operations.
 
     Returns:
         The cast elements, and masks of those that overflowed, became zero, and changed in value; a
-        mask is None if no element of ``src`` can.
+        mask is None if that cannot happen to any element of ``src``.
     """
     source, lane = FLOATS[src.code], f"i{src.bits}"
     hub = _hub(v, src, dst, x)
@@ -116,7 +116,7 @@ def _count(v: Vector, lane: str, total: str, mask: str) -> str:
 def _function(
     name: str, src: DType, dst: DType, *, clamp: bool, native_half: bool, width: int
 ) -> str:
-    """Return IR of ``void name(src, out, numel, tally)``: a cast in steps that divide ``numel``."""
+    """Return IR of ``void name(src, out, numel, tally)``: a cast, ``width`` elements a step."""
     v = Vector(width, native_half)
     pair = (src.code, dst.code)
     direct = pair in _DIRECT or (native_half and pair in _DIRECT_WITH_NATIVE_HALF)

@@ -117,7 +117,7 @@ def _kernel_ir(src: DType, dst: DType, clamp: bool) -> str:
 def _cast_elements(
     t: ThreadWriter, pair: tuple[DType, DType], at: str, numel: int, clamp: bool
 ) -> list[str]:
-    """Write IR that casts ``numel`` elements from index ``at`` on; return their counts."""
+    """Write LLVM IR that casts ``numel`` elements from index ``at`` on; return their counts."""
     src, dst = pair
     places = [
         t.place(base, at, each.itemsize) for base, each in zip(("%src", "%out"), pair, strict=True)

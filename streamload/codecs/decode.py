@@ -205,7 +205,7 @@ class ScaledLayout(Layout):
         self.dtype = PACKED[kind]
 
     def refused(self, weight: QuantizedWeight) -> str:
-        """Return "", or the reason to refuse a weight: it has a tensor of `other_roles`."""
+        """Return why a weight is refused, an extra tensor that is not decoded, or "" if none is."""
         more = [role for role in self.other_roles if role in weight.members]
         return f"it has {more[0]} beside its scales" if more else ""
 
@@ -247,7 +247,7 @@ def scales_nbytes(weight: QuantizedWeight) -> int:
 
 
 def there_nbytes(weight: QuantizedWeight) -> int:
-    """Return the bytes of a weight's scales on a device that dequantizes it; 0 if none does."""
+    """Return device bytes of a weight's scales if the device dequantizes it; 0 if none can."""
     layout = _scaled(weight)
     if layout is None:
         return 0

@@ -39,7 +39,7 @@ def blocks(numel: int, bits: int) -> int:
 
 
 def weight_parts(weight: Weight, turned: tuple[int, int] | None) -> list[Array]:
-    """Return what the kernel reads besides values, in order: a header, scales, zeros and table.
+    """Return the arrays that the kernel reads besides values: header, scales, zeros and table.
 
     Args:
         weight: up to `MOST_NUMEL` elements; values that share a byte share their scale.
@@ -123,7 +123,7 @@ def _kernel_ir(values: Values, dst: DType, clamp: bool, turned: bool) -> str:
 
 
 def _scale_index(t: ThreadWriter, number: str) -> str:
-    """Write IR that computes the index of the scale of element ``number`` of the weight."""
+    """Write LLVM IR that computes the index of the scale of element ``number`` of the weight."""
     row_number, column = _divided(t, number, "%width")
     matrix, row = _divided(t, row_number, "%rows")
     down, across = t.op("udiv", "i32", row, "%tall"), t.op("udiv", "i32", column, "%wide")
@@ -133,7 +133,7 @@ def _scale_index(t: ThreadWriter, number: str) -> str:
 
 
 def _moved(t: ThreadWriter, number: str) -> str:
-    """Write IR of the place to which a transpose moves element ``number`` of the weight."""
+    """Write IR that computes the index of element ``number`` of the weight in its transpose."""
     line, column = _divided(t, number, "%inner")
     group, line = _divided(t, line, "%outer")
     row = t.op("add", "i32", t.op("mul", "i32", group, "%inner"), column)
@@ -141,11 +141,11 @@ def _moved(t: ThreadWriter, number: str) -> str:
 
 
 def _divided(t: ThreadWriter, x: str, by: str) -> tuple[str, str]:
-    """Write IR that divides two i32; return quotient and remainder."""
+    """Write LLVM IR that divides two i32; return quotient and remainder."""
     quotient = t.op("udiv", "i32", x, by)
     return quotient, t.op("sub", "i32", x, t.op("mul", "i32", quotient, by))
 
 
 def _generic(t: ThreadWriter, address: str, offset: str = "0") -> str:
-    """Write IR that makes an address a generic pointer, as the host's instructions use."""
+    """Write LLVM IR that makes an address a generic pointer, as the host's instructions use."""
     return f"addrspacecast ptr addrspace(1) {t.place(address, offset)} to ptr"

@@ -48,7 +48,7 @@ class Values(ABC):
 
     @abstractmethod
     def instructions(self, v: Vector, codes: str) -> str:
-        """Write IR from codes (i8) to float32 values; ``%table`` points to `Weight.table`."""
+        """Write LLVM IR from codes (i8) to float32 values; ``%table`` points to `Weight.table`."""
 
     @abstractmethod
     def decoded(self, codes: Array, table: Array) -> Array:
@@ -63,7 +63,7 @@ class Values(ABC):
 
 
 def load(v: Vector, values: Values, index: str = "%index") -> str:
-    """Write IR that loads codes from element ``index`` of ``%src`` on, as i8."""
+    """Write IR that loads codes from element ``index`` of ``%src`` on, as i8; return its name."""
     if values.bits == 8:
         place = v.emit(f"getelementptr i8, ptr %src, i64 {index}")
         return v.emit(f"load {v.type('i8')}, ptr {place}, align 1")
@@ -95,7 +95,7 @@ def _count(v: Vector, total: str, mask: str) -> str:
 def _exact(
     v: Vector, dst: DType, value: str, scale: str, sums: list[str], *, clamp: bool
 ) -> tuple[str, list[str]]:
-    """Write IR of elements by their exact product; return them and the updated counts."""
+    """Write IR that rounds the exact ``value * scale`` to ``dst``; return it and the counts."""
     wide = (v.convert("fpext", "float", each, "double") for each in (value, scale))
     product = v.convert("bitcast", "double", v.op("fmul", "double", *wide), "i64")
     y, (over, flushed, changed) = careful(v, F64, dst, product, clamp=clamp)
@@ -117,7 +117,7 @@ def product(
     clamp: bool,
     key: str = "",
 ) -> tuple[str, list[str]]:
-    """Write IR of elements from codes, ``%scale``, ``%zero`` and ``%guard`` (see `scale_of`).
+    """Write LLVM IR of elements from codes, ``%scale``, ``%zero`` and ``%guard`` (see `scale_of`).
 
     Args:
         v: receives the instructions.
@@ -260,7 +260,7 @@ after:
 
 
 def scale_of(values: Values, one: Vector, index: str = "%index") -> None:
-    """Write IR of ``%scale`` and ``%zero``, number ``index`` of ``%scales`` and ``%zeros``.
+    """Write LLVM IR that loads ``%scale`` and ``%zero`` at ``index`` of ``%scales`` and ``%zeros``.
 
     ``%guard`` becomes the low bits of products whose float32 rounding is doubtful, or -1.
     """

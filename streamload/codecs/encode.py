@@ -141,11 +141,11 @@ class Quantized(ABC):
 
     @property
     def on_cuda(self) -> tuple[Quantized, ...]:
-        """CPU variants; each unit of the CUDA output equals one of them."""
+        """Variants to compute on the CPU; each unit that CUDA quantizes equals that of one."""
         return ()
 
     def constants(self, offset: float = 0.0) -> dict[str, Array]:
-        """Return the parts, by suffix, that need of the statistics only their mean ``offset``."""
+        """Return the parts, by suffix, that depend on no statistics but their mean, ``offset``."""
         return {}
 
     def codes_nbytes(self, numel: int) -> int:
@@ -220,7 +220,7 @@ def checked_numel(
 
 
 class _UnitEncoder(Encoder):
-    """Encodes `Units`: whole ones by kernel, if there is one, and the rest by the oracle."""
+    """Encodes `Units`: whole ones by a kernel, if there is one, and the rest by numpy."""
 
     def __init__(self, tensor: Units, src: DType, kernel: Kernel | None) -> None:
         self._tensor, self._src, self._kernel = tensor, src, kernel
@@ -276,7 +276,7 @@ def as_bytes(array: Any) -> memoryview:
 
 
 def cleaned(x: Array) -> tuple[Array, int, int]:
-    """Replace NaN and infinity in float32 units, one a row; return units and counts of both."""
+    """In float32 rows make NaN 0 and infinity the row's largest finite; return these and counts."""
     finite = np.isfinite(x)
     if finite.all():
         return x, 0, 0

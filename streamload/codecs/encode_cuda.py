@@ -143,7 +143,7 @@ class _Writer(UnitWriter):
         return [error, largest, squared_error, squared, nans, infs, overs, total]
 
     def _load(self, source: str, index: str, stop: str) -> str:
-        """Write IR that loads an element of a unit; 0 past the tensor's end."""
+        """Write IR that loads an element of a unit; 0 past the tensor's end; return its name."""
         t = self.t
         exists = t.op("icmp ult", "i64", index, stop)
         x = t.load(self.lane, self.src.itemsize, source, t.select(exists, "i64", index, 0))
@@ -177,7 +177,7 @@ class _Writer(UnitWriter):
         return maximum(self.t, "i32", a, b)
 
     def _summed(self, x: str) -> str:
-        """Write IR of the sum of a float64 over all threads of a warp."""
+        """Write LLVM IR of the sum of a float64 over all threads of a warp; return its name."""
         t = self.t
         for distance in (16, 8, 4, 2, 1):
             bits = t.convert("bitcast", "double", x, "i64")
@@ -193,7 +193,7 @@ class _Writer(UnitWriter):
         return x
 
     def _in_block(self, most: str) -> str:
-        """Write IR of the maximum of an i32 over all warps of a block."""
+        """Write LLVM IR of the maximum of an i32 over all warps of a block; return its name."""
         t = self.t
 
         def place(index: str) -> str:
@@ -241,7 +241,7 @@ class _Writer(UnitWriter):
         t.store("i8", 1, t.convert("trunc", "i32", byte, "i8"), out, at)
 
     def _add_sums(self, ends: list[str]) -> None:
-        """Write IR that adds each thread's sums to the tally."""
+        """Write LLVM IR that adds each thread's sums of errors to the tally."""
         t = self.t
         error, largest, squared_error, squared, *counts, total = ends
         t.barrier()  # after the clearing

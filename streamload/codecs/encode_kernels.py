@@ -139,11 +139,11 @@ class UnitWriter:
         self.half_start = overflow_start(src, F16) if recipe.goes_through_half else None
 
     def magnitude(self, v: Vector, x: str) -> str:
-        """Write IR of the magnitudes of elements, as integers."""
+        """Write LLVM IR of the magnitudes of elements, as integers; return the result's name."""
         return v.op("and", self.lane, x, self.source.magnitude)
 
     def scanned(self, v: Vector, x: str, carried: list[str]) -> list[str]:
-        """Update (largest finite magnitude, counts of NaN, infinity, beyond float16) by ``x``."""
+        """Write IR that updates (largest finite magnitude, counts of NaN, inf, beyond float16)."""
         most, nans, infs, overs = carried
         special, magnitude = self.source.special, self.magnitude(v, x)
         is_finite = v.op("icmp ult", self.lane, magnitude, special)
@@ -159,7 +159,7 @@ class UnitWriter:
         return [most, nans, infs, overs]
 
     def with_infinities(self, v: Vector, most: str, infs: str, overs: str) -> str:
-        """Write IR of ``overs``, plus ``infs`` if the unit's largest magnitude exceeds float16."""
+        """Write IR that adds ``infs`` to count ``overs`` if the unit's largest exceeds float16."""
         if self.half_start is None:
             return overs
         is_over = v.op("icmp uge", self.most, most, self.half_start)
@@ -168,7 +168,7 @@ class UnitWriter:
     def encoded(
         self, v: Vector, x: str, most: str, scalars: Sequence[str], sums: Sequence[str]
     ) -> tuple[str, list[str]]:
-        """Write IR that quantizes ``x``; return codes and the updated `_SUMS` of errors."""
+        """Write LLVM IR that quantizes ``x``; return codes and updated sums of errors (`_SUMS`)."""
         error, squared_error, squared = sums
         value = to_float(v, self.src, clean(v, self.source, x, most))
         code, decoded = self.recipe.encode(v, value, scalars)
@@ -182,7 +182,7 @@ class UnitWriter:
 
 
 class _Writer(UnitWriter):
-    """Writes the host kernel that quantizes units by a recipe; all vector widths share lines."""
+    """Writes the host kernel that quantizes units by a recipe, by vectors and by elements."""
 
     def __init__(self, recipe: Recipe, src: DType, native_half: bool) -> None:
         super().__init__(recipe, src, "i64", f"i{src.bits}")
@@ -254,7 +254,7 @@ class _Writer(UnitWriter):
         return v.emit(f"load {v.type(self.lane)}, ptr {place}, align 1")
 
     def _largest(self, source: str) -> str:
-        """Write IR of a unit's largest magnitude, NaN and infinity included."""
+        """Write IR of a unit's largest magnitude, NaN and infinity included; return its name."""
 
         def body(v: Vector, at: str, carried: list[str]) -> list[str]:
             x = self._load(v, source, at)
@@ -266,7 +266,7 @@ class _Writer(UnitWriter):
         return maximum(self.one, self.lane, reduced, narrow)
 
     def _finite(self, source: str, largest: str) -> str:
-        """Write IR of a unit's largest finite magnitude; it adds other elements to the tally.
+        """Write LLVM IR of a unit's largest finite magnitude; it adds other elements to the tally.
 
         Most units have no NaN, infinity or overflow, and are not read again.
         """
@@ -287,14 +287,14 @@ class _Writer(UnitWriter):
         return one.emit(f"phi {lane} [{largest}, %scan.test], [{most}, %scan.yes]")
 
     def _add(self, slot: int, value: str) -> None:
-        """Write IR that adds an i64 to item ``slot`` (8 bytes each) of the tally."""
+        """Write LLVM IR that adds an i64 to item ``slot`` (8 bytes each) of the tally."""
         one = self.one
         place = one.emit(f"getelementptr i64, ptr %tally, i64 {slot}")
         before = one.emit(f"load i64, ptr {place}")
         one.lines.append(f"store i64 {one.op('add', 'i64', before, value)}, ptr {place}")
 
     def _with_sign(self, source: str, largest: str, value: str) -> str:
-        """Write IR of the largest magnitude with the sign of the first element that has it."""
+        """Write LLVM IR of the largest magnitude with the sign of the first element that has it."""
         v, one, lane = self.wide, self.one, self.lane
         assert self.recipe.numel == _WIDTH
         most = splat(v, lane, largest)
@@ -309,7 +309,7 @@ class _Writer(UnitWriter):
     def _codes(
         self, source: str, out: str, largest: str, scalars: Scalars, carried: list[str]
     ) -> list[str]:
-        """Write IR that encodes a unit's elements; return the updated wide and narrow `_SUMS`."""
+        """Write IR that encodes a unit's elements; return updated wide and narrow error sums."""
         values = {
             w.width: (
                 splat(w, self.lane, largest),
@@ -365,7 +365,7 @@ class _Writer(UnitWriter):
                 v.lines.append(f"store i32 {full}, ptr {place}, align 1")
 
     def _add_sums(self, ends: list[str]) -> None:
-        """Write IR that adds the `_SUMS` of all units to the tally."""
+        """Write LLVM IR that adds the sums of errors of all units to the tally."""
         one = self.one
         reduced = self.wide.emit(self.wide.reduced("umax", "i32", ends[0]))
         errors = maximum(one, "i32", reduced, ends[3])

@@ -18,7 +18,7 @@ from streamload.core.dtypes import DType
 
 
 class Vector:
-    """Collects IR instructions on vectors of ``width`` elements.
+    """Collects LLVM IR instructions on vectors of ``width`` elements.
 
     Operands are names of IR values, or numbers, which mean that number in every element. Methods
     that add an instruction return the name of its value.
@@ -117,19 +117,19 @@ def _widen_bf16(v: Vector, x: str) -> str:
 
 
 def widen_f32(v: Vector, x: str) -> str:
-    """Write IR from float32 bits to float64 bits."""
+    """Write LLVM IR from float32 bits to float64 bits; return the result's name."""
     value = v.as_float(x)
     return v.convert("bitcast", "double", v.convert("fpext", "float", value, "double"), "i64")
 
 
 def nearest_f32(v: Vector, x: str) -> str:
-    """Write IR from float64 bits to float32 bits, rounded to nearest."""
+    """Write LLVM IR from float64 bits to float32 bits, rounded to nearest; return its name."""
     value = v.convert("bitcast", "i64", x, "double")
     return v.as_bits(v.convert("fptrunc", "double", value, "float"))
 
 
 def _odd_f32(v: Vector, x: str) -> str:
-    """Write IR from float64 bits to float32 bits: truncated, the last bit set if inexact."""
+    """Write LLVM IR from float64 bits to float32 bits: truncated, the last bit set if inexact."""
     nearest = nearest_f32(v, x)
     lengths = [
         v.convert("bitcast", "i64", v.op("and", "i64", bits, FLOATS["F64"].magnitude), "double")
@@ -209,7 +209,7 @@ ENVIRONMENT: Mapping[str, tuple[str, str]] = {
 
 
 def kernel_text(symbol: str, parameters: str, body: Iterable[str], architecture: str = "") -> str:
-    """Return IR of a kernel; on a known architecture it sets `ENVIRONMENT` around its body."""
+    """Return IR of a kernel; on a known architecture its body has the default float environment."""
     enter, leave = ENVIRONMENT.get(architecture, ("", ""))
     lines = "\n  ".join((enter, *body, leave))
     return f"define void @{symbol}({parameters}) nounwind {{\nentry:\n  {lines}\n  ret void\n}}\n"
@@ -221,14 +221,14 @@ def numbers(values: Iterable[int]) -> str:
 
 
 def shuffle(v: Vector, of: str, a: str, b: str, order: Sequence[int]) -> str:
-    """Write IR of elements of two vectors of type ``of``; ``order`` counts b's after a's."""
+    """Write LLVM IR of elements of two vectors of type ``of``; ``order`` counts b's after a's."""
     return v.emit(f"shufflevector {of} {a}, {of} {b}, <{len(order)} x i32> {numbers(order)}")
 
 
 def chosen(
     v: Vector, scalar: str, masks: Iterable[str], values: Sequence[str | float]
 ) -> str | float:
-    """Write IR of one of 2^n values for each element; ``masks``: its index's bits, low first."""
+    """Write IR of one of 2^n values for each element; n masks are its index's bits, low first."""
     some = list(values)
     for mask in masks:
         pairs = zip(some[1::2], some[::2], strict=True)
@@ -237,7 +237,7 @@ def chosen(
 
 
 def splat(v: Vector, scalar: str, value: str) -> str:
-    """Write IR of a vector that has a scalar in every element."""
+    """Write LLVM IR of a vector that has a scalar in every element; return the result's name."""
     if v.width == 1:
         return value
     of = v.type(scalar)
@@ -246,12 +246,12 @@ def splat(v: Vector, scalar: str, value: str) -> str:
 
 
 def maximum(v: Vector, scalar: str, a: str, b: str) -> str:
-    """Write IR of the larger of two unsigned integers, for each element."""
+    """Write LLVM IR of the larger of two unsigned integers, for each element; return its name."""
     return _intrinsic(v, "umax", scalar, a, b)
 
 
 def minimum(v: Vector, scalar: str, a: str, b: str | int) -> str:
-    """Write IR of the smaller of two unsigned integers, for each element."""
+    """Write LLVM IR of the smaller of two unsigned integers, for each element; return its name."""
     return _intrinsic(v, "umin", scalar, a, b)
 
 
@@ -264,13 +264,13 @@ def _intrinsic(v: Vector, name: str, scalar: str, *operands: str | float) -> str
 
 
 def square_sum(v: Vector, x: str, total: str) -> str:
-    """Write IR that adds the squares of float32 elements to float64 sums."""
+    """Write LLVM IR that adds the squares of float32 elements to float64 sums; return its name."""
     wide = v.convert("fpext", "float", x, "double")
     return _intrinsic(v, "fmuladd", "double", wide, wide, total)
 
 
 def clean(v: Vector, source: FloatFormat, x: str, largest: str) -> str:
-    """Write IR of elements, as integers, with 0 for NaN and magnitudes up to ``largest``."""
+    """Write LLVM IR of elements, as integers, with 0 for NaN and magnitudes up to ``largest``."""
     lane = f"i{source.bits}"
     magnitude = v.op("and", lane, x, source.magnitude)
     is_nan = v.op("icmp ugt", lane, magnitude, source.special)
@@ -280,17 +280,17 @@ def clean(v: Vector, source: FloatFormat, x: str, largest: str) -> str:
 
 
 def to_float(v: Vector, src: DType, x: str) -> str:
-    """Write IR from elements of dtype ``src``, as integers, to float32 values."""
+    """Write IR from elements of dtype ``src``, as integers, to float32 values; return its name."""
     return v.as_float(WIDEN[src.code](v, x))
 
 
 def magnitude_bits(v: Vector, x: str) -> str:
-    """Write IR of the bits of float32 magnitudes, which sort like these, NaN last."""
+    """Write LLVM IR of the bits of float32 magnitudes, which sort like these, NaN last."""
     return v.op("and", "i32", v.as_bits(x), 0x7FFFFFFF)
 
 
 def flushed_ir(v: Vector, x: str) -> str:
-    """Write IR that replaces subnormal float32 values by zeros of their sign."""
+    """Write IR that replaces subnormal float32 values by zeros of their sign; return its name."""
     is_normal = v.op("icmp uge", "i32", magnitude_bits(v, x), 1 << 23)
     bits = v.as_bits(x)
     sign = v.op("and", "i32", bits, -(1 << 31))

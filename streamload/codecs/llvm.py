@@ -105,7 +105,7 @@ _READ = (*_CODE, b".symtab", b".strtab")
 def _sections(image: bytes) -> dict[bytes, bytes]:
     """Return the nonempty sections of a 64-bit little-endian ELF object by name.
 
-    Sections outside of `_READ` have b"" instead of their bytes.
+    Sections other than code and symbols have b"" instead of their bytes.
 
     Raises:
         ValueError: the bytes are no such object.

@@ -137,7 +137,7 @@ def stepped(x: Array, steps: int) -> Array:
 
 
 def check_source(name: str, shape: tuple[int, ...], src: DType) -> None:
-    """Raise ValueError unless scheme ``name`` can quantize: elements, of a dtype of `SOURCES`."""
+    """Raise ValueError if a scheme cannot quantize: no elements, or not float32, bf16, float16."""
     if src not in SOURCES:
         raise ValueError(
             f"{name} is made from {', '.join(d.name for d in SOURCES)}, not from {src.name}"

@@ -172,7 +172,7 @@ def _kernel_ir(itemsize: int) -> str:
 
 
 def _transposed(v: Vector, of: str, rows: list[str]) -> list[str]:
-    """Write IR that transposes a block of 8 x 8, a vector of type ``of`` for each row."""
+    """Write LLVM IR that transposes a block of 8 x 8, a vector of type ``of`` for each row."""
     half = _BLOCK // 2
     every = [number for i in range(_BLOCK) for number in (i, i + _BLOCK)]
     for _ in range(_BLOCK.bit_length() - 1):

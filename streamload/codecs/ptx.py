@@ -68,29 +68,29 @@ class ThreadWriter(Vector):
         return self.emit(f"inttoptr i64 {at} to ptr addrspace(1)")
 
     def load(self, of: str, nbytes: int, base: str, index: str = "0") -> str:
-        """Load item ``index``, aligned, of ``nbytes`` each from address ``base``."""
+        """Write IR that loads item ``index``, aligned, of ``nbytes`` each from address ``base``."""
         place = self.place(base, index, nbytes)
         return self.emit(f"load {of}, ptr addrspace(1) {place}, align {nbytes}")
 
     def store(self, of: str, nbytes: int, value: str, base: str, index: str = "0") -> None:
-        """Store item ``index``, aligned, of ``nbytes`` each from address ``base``."""
+        """Write IR that stores item ``index``, aligned, of ``nbytes`` each from ``base`` on."""
         place = self.place(base, index, nbytes)
         self.lines.append(f"store {of} {value}, ptr addrspace(1) {place}, align {nbytes}")
 
     def shuffled(self, x: str, distance: int) -> str:
-        """Read an i32 of the thread whose lane (number in the warp) differs in bit ``distance``."""
+        """Write IR that reads an i32 of the warp's thread whose number differs in ``distance``."""
         return self.emit(
             f"call i32 @llvm.nvvm.shfl.sync.bfly.i32(i32 -1, i32 {x}, i32 {distance}, i32 31)"
         )
 
     def over_warp(self, x: str, join: Callable[[str, str], str]) -> str:
-        """Reduce an i32 over all threads of a warp; ``join`` writes IR that joins two."""
+        """Write IR that reduces an i32 over a warp's threads; ``join`` writes IR that joins two."""
         for distance in (16, 8, 4, 2, 1):
             x = join(x, self.shuffled(x, distance))
         return x
 
     def sum(self, a: str, b: str) -> str:
-        """Write IR of the sum of two i32."""
+        """Write LLVM IR of the sum of two i32; return the result's name."""
         return self.op("add", "i32", a, b)
 
     def when(self, mask: str, body: Callable[[], None]) -> None:
@@ -101,7 +101,7 @@ class ThreadWriter(Vector):
         self.lines += [f"br label %{label}.no", f"{label}.no:"]
 
     def by_threads(self) -> None:
-        """Write IR of ``%first`` and ``%stride``, with which threads share out elements."""
+        """Write IR of ``%first``, a thread's first element, and ``%stride`` to its next ones."""
         self.lines += [
             "%before = mul i64 %block, %threads",
             "%first = add i64 %before, %thread",
@@ -109,11 +109,11 @@ class ThreadWriter(Vector):
         ]
 
     def barrier(self) -> None:
-        """Wait for all threads of the block."""
+        """Write LLVM IR that waits for all threads of the block."""
         self.lines.append("call void @llvm.nvvm.barrier0()")
 
     def clear_shared(self, of: str, count: int) -> None:
-        """Write IR that sets the ``count`` items of ``@sums`` to 0; a `barrier` has to follow."""
+        """Write IR that zeroes ``count`` items of shared memory ``@sums``; call `barrier` next."""
 
         def clear() -> None:
             place = self.emit(f"getelementptr {of}, ptr addrspace(3) @sums, i32 %tid")

@@ -133,7 +133,10 @@ def together(
 
 
 def by_weight(rows: Iterable[tuple[str, str]], weights: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Join rows of (tensor name, text) for the tensors of one weight; ``weights``: their titles."""
+    """Join the texts of (tensor name, text) rows of one weight under its title.
+
+    ``weights`` has titles, "name (details)", by tensor name; rows of other tensors stay.
+    """
     out: dict[str, str] = {}
     for name, text in rows:
         weight = weights.get(name)

@@ -140,7 +140,7 @@ class Layouts:
                 yield weights
 
     def find(self, name: str) -> TensorInfo | None:
-        """Return a tensor, or None."""
+        """Return the tensor called ``name``; None if the checkpoint has none."""
         return self.tensors.get(name)
 
     def need(self, name: str, of: str, role: str) -> TensorInfo:

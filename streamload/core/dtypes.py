@@ -189,7 +189,7 @@ def named(name: str) -> DType:
 
 
 def add_packed(kind: str, dtype: DType) -> None:
-    """Add a dtype to `PACKED`, unless there is one for the kind."""
+    """Add a dtype of quantized values to `PACKED` under a layout's name, unless it has one."""
     _PACKED.setdefault(kind, dtype)
     _NAMED.setdefault(dtype.name, dtype)
 

@@ -81,7 +81,7 @@ def _change_handler(old: _Handler, new: _Handler) -> bool:
 
 
 def nothing() -> None:
-    """Do nothing."""
+    """Do nothing: the default of `Interrupt.wake`."""
 
 
 _OUTERMOST = threading.local()

@@ -76,7 +76,7 @@ class Size:
             raise ValueError(f"a budget must be above 0% and at most 100%, not {self.fraction:%}")
 
     def __str__(self) -> str:
-        """As `parse` reads it, in Python's source text."""
+        """The size as `parse` reads it, as Python source text: ``3000`` or ``"80.0%"``."""
         if self.fraction is None:
             return str(self.nbytes)
         return f'"{float(Fraction(str(self.fraction)) * 100)!r}%"'
@@ -186,12 +186,12 @@ class Budget:
         return dict(self.named)
 
     def for_device(self, device: str) -> Size | None:
-        """Return the size for one device (or `STAGING`); None: its free memory less a reserve."""
+        """Return the size for a device, or `STAGING` (host); None: free memory less a reserve."""
         key = canonical_device(device)
         return Size(self.host_nbytes) if key == STAGING else self.devices.get(key, self.default)
 
     def with_host(self, nbytes: int) -> Fit:
-        """Return the suggestion to write this budget with at least ``nbytes`` of host staging."""
+        """Return an error's advice: write this budget with at least ``nbytes`` of host staging."""
         given = [str(self.default)] if self.default is not None else []
         if self.named:
             given = ["{" + ", ".join(f'"{name}": {size}' for name, size in self.named) + "}"]
@@ -205,7 +205,7 @@ class Budget:
         return size is not None and size.nbytes is not None
 
     def resolve(self, device: str, free_nbytes: int | None, held_nbytes: int = 0) -> int:
-        """Return the budget of one device (or `STAGING`) in bytes.
+        """Return the budget of one device, or of host staging (`STAGING`), in bytes.
 
         Args:
             device: the device's name.
@@ -338,7 +338,7 @@ class HostMemory:
 def first_that_fits(
     ways: Sequence[tuple[_Way, int]], largest: Sequence[tuple[str, int]] = ()
 ) -> _Way:
-    """Return the first of several (way, bytes it needs) that fits into free host memory.
+    """Return the first of several ways to work, each with its bytes, that fits into free memory.
 
     The first of all if free memory is unknown. ``largest`` lists the largest parts of the last way,
     for the error.
@@ -454,7 +454,7 @@ class Ledger:
     """
 
     def __init__(self, budgets: Mapping[str, int]) -> None:
-        """Open an account of bytes for each device (or `STAGING`).
+        """Open an account of bytes for each device, or for host staging (`STAGING`).
 
         Raises:
             ValueError: a negative budget, or two names of one device.

@@ -135,9 +135,9 @@ def _map(nbytes: int, protection: int, flags: int, fd: int = -1, start: int = 0)
 
 
 def place_code(text: bytes) -> int:
-    """Place machine code in memory for good, and return its address; only if `PLACES_CODE`.
+    """Place machine code in memory for good, and return its address.
 
-    The memory is never writable and executable together.
+    Call it only if `PLACES_CODE`. The memory is never writable and executable together.
 
     Raises:
         OSError: the system refuses executable memory, as SELinux does without ``execmem``, and

@@ -94,7 +94,7 @@ NO_OBJECTS = ObjectCosts()
 
 @dataclass(frozen=True, slots=True)
 class TensorCosts:
-    """Host memory of tensors besides their data, by its kind.
+    """Host memory that tensors of one framework take besides their data.
 
     Attributes:
         objects: of tensors in a new state dict.
@@ -174,7 +174,7 @@ class _Pool:
         return round_up(size, _SEGMENT_ROUNDING_NBYTES)
 
     def extend(self, size: int) -> int:
-        """Allocate from one expandable segment; return the bytes newly mapped."""
+        """Allocate a block from one expandable segment; return the bytes newly mapped."""
         self._used += size
         page = _SMALL_SEGMENT_NBYTES if self._small else _LARGE_SEGMENT_NBYTES
         grown = max(round_up(self._used, page) - self._mapped, 0)

@@ -50,7 +50,7 @@ class DeviceInfo:
         costs: host memory of each tensor besides its bytes.
         max_buffers: how many more buffers it can hold, of any size; None for no limit.
         threads: how many threads may write at once; 0 for the calling thread only.
-        native_bf16: computes in bfloat16 natively, or as badly in float16.
+        native_bf16: computes in bfloat16 natively, or no better in float16.
         casts: runs streamload's cast kernels, which are exact and count the values they change.
         maps: computes on mapped files in place, see `Device.view`.
         unsupported: names of dtypes that it cannot hold.
@@ -183,7 +183,7 @@ class Read:
         asked: bytes to request.
         needed: fewest bytes to accept; less than ``asked`` past the file's end, 0 if the slot holds
             the bytes already.
-        copies: in order.
+        copies: the copies of its bytes to the device, in order.
     """
 
     offset: int
@@ -278,7 +278,7 @@ class Device(Protocol):
         return None
 
     def follow(self, ticket: Ticket) -> None:
-        """Let work that the calling thread queues later start after a copy of this device."""
+        """Make work that the calling thread queues from now on wait for a copy of this device."""
         ticket.wait()
 
     def mark(self) -> Ticket | None:
@@ -304,7 +304,7 @@ def _refuse(device: Any, problem: str) -> NoReturn:
 class Addressed(Protocol):
     """A device that allocates many buffers in one call, and whose buffers have addresses.
 
-    If it is host-visible, those may be written without a `Device.window`.
+    If it is host-visible, the buffers may be written without a `Device.window`.
     """
 
     def address(self, buffer: Buffer) -> int:
@@ -331,7 +331,7 @@ class HeapDevice(Addressed, Device, Protocol):
 
 
 class Parameter(Protocol):
-    """One parameter of a model, keyed by its memory.
+    """One parameter of a model: all its tensors with the same memory.
 
     Attributes:
         names: all its names in the model; tied parameters have several.
@@ -340,8 +340,8 @@ class Parameter(Protocol):
         device: canonical name of its device, also if a failed load has released its memory.
         nbytes: bytes of memory that it holds.
         keeps: the dtype that it keeps unless the user requests another; None: the checkpoint's.
-        fixed: why it can only be written in place ("it is a view of ..."), or "".
-        refused: why it cannot be written at all, or "".
+        fixed: why it can only be written in place ("it is a view of ..."); "" if it need not.
+        refused: why it cannot be written at all; "" if it can.
         invalid: an earlier load failed and left it without values.
         block: the block of the checkpoint's tensor that it holds, if it is a shard; else None.
         shard: suffix of its name in a plan, if this process holds several shards of a tensor.
@@ -398,7 +398,7 @@ class Parameter(Protocol):
         """
 
     def revive(self) -> None:
-        """Show the kept memory again, which was written; does nothing if none is kept."""
+        """Use the memory that `invalidate` kept again, since it was written; else do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,7 +411,7 @@ class Swap:
             quantized parameter keeps the weight's memory until that is released.
         dense_nbytes: bytes of the largest weight that a module dequantizes at once, to compute.
         holders: the classes of modules that can hold such weights, in words.
-        refused: for each other weight, the class of its module.
+        refused: for each weight that cannot be held quantized, by name, the class of its module.
     """
 
     coded: Mapping[str, CodedWeight]
@@ -437,7 +437,7 @@ class Framework(Protocol):
         """Return the model's parameters, tied ones once."""
 
     def unstored(self, model: Any) -> Mapping[str, str]:
-        """Return names and devices of tensors that no checkpoint has; "meta" has no values."""
+        """Return devices of tensors that checkpoints never store, by name; "meta": no values."""
         return {}
 
     def coded(self, model: Any) -> Mapping[str, CodedWeight]:
@@ -485,7 +485,7 @@ class Framework(Protocol):
         """Return a dtype's status, by computing on a real buffer in this process."""
 
     def lasting(self, name: str) -> bool:
-        """Whether a probe's result in this process holds for others, and is cached on disk."""
+        """Whether a probe's result here holds for other processes, so that it is cached on disk."""
         return False
 
     def fingerprint(self, name: str) -> str:

@@ -38,9 +38,9 @@ _SYMBOL = "streamload_bulk"
 
 
 def _words(base: str, fields: str) -> str:
-    """Return IR that loads the fields of a row at ``base`` as ``%name``, from ``%name.p``.
+    """Return LLVM IR that loads a row's fields to ``%name``; their addresses are ``%name.p``.
 
-    ``fields`` lists them as "name" (i64) or "ptr name".
+    ``base`` is the row's address; ``fields`` lists its 8-byte fields: "name" (i64) or "ptr name".
     """
     lines = []
     for index, field in enumerate(fields.split(", ")):
@@ -51,7 +51,7 @@ def _words(base: str, fields: str) -> str:
 
 
 def _parameters(*names: str) -> str:
-    """Return IR that stores the addresses of loaded fields as a kernel's parameters."""
+    """Return LLVM IR that stores the addresses of loaded fields as a CUDA kernel's parameters."""
     lines = []
     for index, name in enumerate(names):
         lines.append(f"%parameters.{index} = getelementptr ptr, ptr %parameters, i64 {index}")
@@ -60,7 +60,7 @@ def _parameters(*names: str) -> str:
 
 
 def _failed(name: str, stage: BulkStage, code: str) -> str:
-    """Return IR at the label ``failed.name`` that stores a call's ``code`` and returns a stage."""
+    """Return LLVM IR of label ``failed.name``: store a call's ``code``, return the ``stage``."""
     return f"""
 failed.{name}:
   %code.{name} = sext i32 {code} to i64
@@ -183,7 +183,7 @@ ok:
 
 
 class Loop:
-    """The compiled loop, over the addresses of functions by their names in `CALLS`."""
+    """The compiled loop of reads and copies, over the addresses of the functions in `CALLS`."""
 
     def __init__(self, calls: dict[str, int]) -> None:
         self._function = _compiled()

@@ -160,7 +160,7 @@ class Context:
             self.check(status, "earlier work on the device")
 
     def order(self, stream: int, slot: PinnedStaging) -> None:
-        """Let a stream wait for the last copies started from a slot."""
+        """Make work queued on a stream from now on wait for the last copies from a slot."""
         with self.current():
             status = _driver().quick.cuStreamWaitEvent(stream, slot.event, 0)
             self.check(status, "cuStreamWaitEvent")
@@ -214,12 +214,12 @@ def _give_back(context: Context, stream: int) -> None:
 
 @cache
 def _spins() -> bool:
-    """Whether waits for copies spin; cached, since counting CPUs would slow each new slot."""
+    """Whether waits for copies spin instead of sleep: on more than `_SLEEP_CPUS` CPUs; cached."""
     return available_cpus() > _SLEEP_CPUS
 
 
 class _Stream:
-    """Memory with a stream and an event, whose copies run one after the other.
+    """Base of memory with a CUDA stream of its own, on which its copies run one after the other.
 
     Attributes:
         what: the memory in words, for errors.

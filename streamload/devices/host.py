@@ -100,7 +100,7 @@ _ALONE = _references(np.empty(2).reshape(1, 2))
 
 
 def _is_own(view: np.ndarray[Any, Any]) -> bool:
-    """Whether a view spans an array that nothing else refers to, as ``reshape`` makes it."""
+    """Whether a view spans a whole array that only the view refers to, as after ``reshape``."""
     base = view.base
     whole = (
         isinstance(base, np.ndarray)
@@ -123,7 +123,7 @@ def _span(array: np.ndarray[Any, Any]) -> tuple[int, int, int] | None:
 
 
 def _of_map(array: np.memmap[Any, Any]) -> tuple[str, str]:
-    """Return `Parameter.fixed` and `Parameter.refused` of an array on a mapped file."""
+    """Return `Parameter.fixed` and `Parameter.refused`, why or "", of an array on a mapped file."""
     if not array.flags.writeable:
         return "", (
             "it is an np.memmap that is open for reading: open it with "
@@ -162,7 +162,7 @@ class HostParameter(SlotParameter):
             self.fixed, self.refused = self.fixed or fixed, refused or self.refused
 
     def _value(self) -> Any:
-        """Return the array in use or kept; None if there is none."""
+        """Return the array in use, else the one that `invalidate` kept; None if there is none."""
         entry = self._objects()[0]
         return entry._kept if isinstance(entry, InvalidArray) else entry
 
@@ -195,7 +195,7 @@ class HostParameter(SlotParameter):
         self._swap(lambda _: buffer)
 
     def invalidate(self, keep: bool) -> None:
-        """Put one `InvalidArray` into all slots, so that they stay tied."""
+        """Put one `InvalidArray`, with the array if ``keep``, into all slots: they stay tied."""
         kept = self._value() if keep else None
         dtype = self.dtype.partition(" ")[0]
         entry = InvalidArray(self.names[0], dtype, self.shape, kept)
@@ -242,7 +242,7 @@ class HostFramework(Framework):
         return ProbeResult("host", True, dtypes=dtypes)
 
     def dtype_status(self, name: str, dtype: DType) -> DTypeStatus:
-        """Return "native" for numpy's own dtypes except float16, else "emulated" or "absent"."""
+        """Return "absent" if numpy lacks it, "native" for its own but float16, else "emulated"."""
         if dtype.name in _UNSUPPORTED:
             return "absent"
         own = type(dtype.numpy.type(0)).__module__ == "numpy" and dtype.name != "float16"

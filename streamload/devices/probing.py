@@ -133,7 +133,7 @@ def _probe_in_child(framework_name: str, device: str, full: bool, timeout_s: flo
 
 
 def _nameless_file() -> BinaryIO:
-    """Open a file in memory, if the system can: no folder need be writable."""
+    """Open a temporary file, in memory if the system can: then no folder need be writable."""
     if hasattr(os, "memfd_create"):
         return open(os.memfd_create("streamload"), "w+b")
     return tempfile.TemporaryFile()
@@ -159,7 +159,7 @@ class ComputingFramework(Framework):
     """Base of frameworks whose devices are probed by computing with their tensors.
 
     Attributes:
-        held: the framework's dtypes by their long names; all others are absent.
+        held: the framework's dtypes by their long names; others have the status "absent".
         casts: (src, dst) dtypes whose casts by the framework are worth a probe.
     """
 

@@ -101,7 +101,7 @@ class Attempt:
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """Make this the try of the calling thread inside the block."""
+        """Make this the calling thread's try inside the block, whose deadline connections obey."""
         _thread.attempt = self
         try:
             yield
@@ -109,7 +109,7 @@ class Attempt:
             _thread.attempt = None
 
     def left(self, most: float | None = None) -> float:
-        """Return the seconds left, at most ``most``; raise StoppedError or OverdueError."""
+        """Return the try's seconds left, at most ``most``; raise StoppedError or OverdueError."""
         if self._stopped.is_set():
             raise StoppedError
         left = self.until - time.monotonic()
@@ -146,7 +146,7 @@ class _Backend:
     """Replaces the HTTP library's network backend, so that connecting obeys the try's deadline."""
 
     def connect_tcp(self, host: str, port: int, timeout: float | None, **options: Any) -> Any:
-        """Return a `_Connection`; a thread resolves and connects: neither can be cancelled."""
+        """Connect in a thread, since resolving cannot be cancelled; return the `_Connection`."""
         import httpcore2
 
         attempt: Attempt = _thread.attempt
@@ -173,7 +173,7 @@ class _Backend:
 
 
 class _Connection:
-    """Wraps a network stream of the HTTP library; its waits end at the thread's try's deadline."""
+    """Wraps a network stream of the HTTP library; waits end at the deadline of the thread's try."""
 
     def __init__(self, stream: Any) -> None:
         self.owner: Attempt | None = None  # the last try that used this connection
@@ -237,10 +237,8 @@ class _Connection:
 
     @contextmanager
     def _bounded(self, seconds: float) -> Iterator[float]:
-        """Yield ``seconds``, the timeout for the block; for TLS in TLS enforce it with a timer.
-
-        There (an https proxy) the library restarts its timeout at each piece.
-        """
+        """Yield ``seconds``, the block's timeout; with an https proxy, a timer enforces it."""
+        # TLS in TLS: the library restarts its timeout at each piece
         if self._wrapped < 2:
             yield seconds
             return
@@ -278,7 +276,7 @@ class Pool:
             client.close()
 
     def client(self) -> Any:
-        """Return the client, created by the first call; raise SettingsError for bad proxies."""
+        """Return the client, created once; raise SettingsError for bad proxies or certificates."""
         with self._lock:
             if self._client is None or self._pid != os.getpid():  # a child shares no connections
                 # each thread keeps a connection; idle ones close with the last reader
@@ -312,7 +310,7 @@ def _is_of_others(record: logging.LogRecord) -> bool:
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """Return the TLS settings, kept: reading certificates takes longer than reading a header."""
+    """Return the TLS settings, cached: reading certificates takes longer than reading a header."""
     context: ssl.SSLContext = httpx().create_ssl_context()
     return context
 

@@ -54,7 +54,7 @@ class FileState(NamedTuple):
         return cls(found.st_dev, found.st_ino, found.st_size, *times, others)
 
     def check(self, now: FileState, path: Path) -> None:
-        """Raise CheckpointError if ``now`` is another content; links, mode and owner may differ."""
+        """Raise CheckpointError if ``now`` has other content; links, mode and owner may differ."""
         if self == now:
             return
         problem = f"has changed since its header was read; {_RENAME}"
@@ -174,10 +174,8 @@ class Guard:
 
 
 def take_lease(fd: int) -> str:
-    """Take a read lease on a file open for reading only; return "", or why it was not granted.
-
-    Closing the file ends the lease. No signal announces a writer: the owner of the lease polls.
-    """
+    """Take a lease: writers wait until ``fd``, read-only, is closed; return "", or why it fails."""
+    # no signal announces a writer: the owner of the lease polls
     if sys.platform != "linux":
         return "this system has no leases"
     try:

@@ -148,11 +148,9 @@ class Header:
         return Header, tuple(dict(v) if isinstance(v, MappingProxyType) else v for v in values)
 
     def fingerprint(self) -> dict[str, str | int]:
-        """Return a JSON object that changes when the file does; the file is not read for it.
-
-        It survives a move of a local file. It has both times since users can set only one, and no
-        device number, since many filesystems get another one at each mount.
-        """
+        """Return a JSON object that changes with the file, unless it only moves; reads no file."""
+        # both times, since users can set only one; no device number, since many filesystems get
+        # another one at each mount
         found: dict[str, str | int] = {"nbytes": self.file_nbytes}
         if (state := self.state) is not None:
             found |= {"mtime_ns": state.written_ns, "inode": state.inode}
@@ -166,10 +164,7 @@ _MAPPINGS = ("metadata", "config", "stored", "turns")
 
 
 def open_regular(path: Path) -> FileIO:
-    """Return a regular file opened for unbuffered reading.
-
-    Raise CheckpointError for anything else, without opening it, or if it cannot be opened.
-    """
+    """Open a regular file, unbuffered; raise CheckpointError for anything else, never opened."""
     try:
         # before opening: opening a FIFO waits for a writer, and a device may do anything
         mode = os.stat(path).st_mode
@@ -187,20 +182,16 @@ def open_regular(path: Path) -> FileIO:
 
 
 def check_memory(path: Location, nbytes: int, raw: bytes = b"") -> None:
-    """Raise PlanInfeasibleError if free memory is too small to parse ``nbytes`` of JSON.
-
-    ``raw`` is the JSON itself if it was read already: its colons give the number of members.
-    """
+    """Raise PlanInfeasibleError if free memory is too small to parse ``nbytes`` of JSON."""
+    # ``raw`` is the JSON itself if it was read already: its colons give the number of members
     if nbytes >= _LONG_NBYTES:
         needed_nbytes = _COPIES * nbytes + _MEMBER_NBYTES * raw.count(b":")
         first_that_fits([(None, needed_nbytes)], [(f"the JSON of {path}", needed_nbytes)])
 
 
 def is_there(path: Path) -> bool:
-    """Return whether a path exists; raise OSError if that is not permitted to know.
-
-    `Path.exists` suppresses that error from Python 3.14 on.
-    """
+    """Return whether a path exists; raise OSError if that is not permitted to know."""
+    # `Path.exists` suppresses that error from Python 3.14 on
     try:
         os.stat(path)
     except OSError as error:
@@ -244,7 +235,7 @@ def parse_json_object(raw: bytes, path: Location) -> dict[str, Any]:
 
 
 def check_strings(entries: Any, path: Location, what: str) -> dict[str, str]:
-    """Return parsed JSON; raise HeaderError unless it is an object of uniquely named strings."""
+    """Return ``entries`` if a JSON object of strings only; else raise HeaderError on ``what``."""
     found = check_object(entries, path, what)
     for key, value in found.items():
         if type(value) is not str or not (is_text(key) and is_text(value)):
@@ -255,7 +246,7 @@ def check_strings(entries: Any, path: Location, what: str) -> dict[str, str]:
 
 
 def check_object(value: object, path: Location, what: str) -> dict[str, Any]:
-    """Return parsed JSON if it is an object with unique names; else raise HeaderError."""
+    """Return ``value`` if a JSON object with unique names; else raise HeaderError on ``what``."""
     if type(value) is dict:
         return value
     if isinstance(value, RepeatedNames):
@@ -293,7 +284,7 @@ def is_text(text: str) -> bool:
 
 
 def some(names: Sequence[str], count: int | None = None) -> str:
-    """Return the first eight ``names`` for an error; ``count`` is their number if it is larger."""
+    """Return the first eight ``names`` as text for an error; ``count`` is their full number."""
     rest = (len(names) if count is None else count) - _LISTED
     return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
 

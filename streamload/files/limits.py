@@ -70,9 +70,9 @@ def most_nbytes(path: Location, what: str = "") -> int:
 
 
 def check_nbytes(path: Location, problem: str, nbytes: int, what: str = "") -> None:
-    """Raise HeaderError if ``nbytes`` of header exceed the limits; else count them.
+    """Count bytes of a header to parse; raise HeaderError, with ``problem``, above the limits.
 
-    Called before they are parsed. ``what`` names a part of the header that is counted by itself.
+    ``what`` names a part of the header that is counted by itself; "" for the whole header.
     """
     most = most_nbytes(path, what)
     if nbytes > most:

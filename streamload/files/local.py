@@ -188,10 +188,7 @@ def _choose(
 
 
 def resolve_reader(path: str | os.PathLike[str], kind: ReaderKind | ResolvedKind) -> ResolvedKind:
-    """Return ``kind`` with "auto" resolved to the reader through the page cache.
-
-    For a URL, "auto" and "pread" both become "http".
-    """
+    """Return ``kind``, "auto" as "mmap" or "pread"; for a URL, "auto" and "pread" as "http"."""
     return _choose(path, kind, "auto", whole_slots=False).kind
 
 
@@ -203,10 +200,7 @@ def _no_lease(filesystem: str) -> str:
 
 
 def not_mapped(path: Location) -> str:
-    """Return why a file cannot be mapped safely now; "" if it can.
-
-    A process that truncates a mapped file kills this one, unless a lease blocks it.
-    """
+    """Return why a file cannot be mapped safely (truncation would kill the process), or ""."""
     if isinstance(path, Url):
         return "it is read over HTTP"
     try:
@@ -220,7 +214,7 @@ def not_mapped(path: Location) -> str:
 def reader_for(
     filesystem: str, nbytes: int, *, address_bits: int = _ADDRESS_BITS
 ) -> Literal["mmap", "pread"]:
-    """Return the reader through the page cache for a file of ``nbytes`` on a filesystem."""
+    """Return "mmap" if it is safe on a filesystem and ``nbytes`` fit in addresses, else "pread"."""
     if address_bits <= 32 and nbytes > _MAX_MAPPED_NBYTES_32:
         return "pread"
     return "mmap" if filesystem in MAPPED_FILESYSTEMS else "pread"
@@ -355,7 +349,7 @@ class MmapReader(PreadReader):
                 held.leave(start, stop)
 
     def stop_ahead(self) -> None:
-        """Stop mapping, too: a page fault reads the pages around it."""
+        """Disable reading ahead, and mapping, too: a page fault reads the pages around it."""
         super().stop_ahead()
         self.mapped = False
 
@@ -365,7 +359,7 @@ class MmapReader(PreadReader):
         self._map = None
 
     def _populate(self, held: FileMap, start: int, stop: int) -> None:
-        """Read a window's pages; raise if that fails: an access would kill the process (SIGBUS)."""
+        """Read a window's pages; raise CheckpointError if touching them would end in SIGBUS."""
         while self._populates and (code := held.populate(start, stop)):
             if code == errno.EINVAL:  # this kernel cannot populate
                 self._populates = False
@@ -413,7 +407,7 @@ class DirectReader(PreadReader):
         return self._direct.fileno()
 
     def scatter(self, start: int, addresses: Addresses, sizes: Addresses) -> bool:
-        """Scatter through the page cache, and only after `stop_ahead`, when little enters it."""
+        """Scatter through the page cache after `stop_ahead`, when little enters it; else False."""
         exact = self._most_nbytes == EXACT_NBYTES
         return exact and super().scatter(start, addresses, sizes)
 
@@ -442,7 +436,7 @@ class DirectReader(PreadReader):
             self._read_bounced(last, target[last - start : nbytes])
 
     def _read_bounced(self, start: int, target: memoryview) -> None:
-        """Fill ``target`` through this thread's aligned buffer."""
+        """Fill ``target`` with bytes from ``start`` on, copied through this thread's buffer."""
         stop = start + target.nbytes
         at, most = start, min(self._most_nbytes, BOUNCE_NBYTES)
         while at < stop:
@@ -456,7 +450,7 @@ class DirectReader(PreadReader):
             at = upto
 
     def _read_blocks(self, start: int, target: memoryview, nbytes: int) -> None:
-        """Read whole blocks into ``target``; raise if fewer than ``nbytes`` bytes are there."""
+        """Read whole blocks into ``target``; raise TruncatedFileError for fewer than ``nbytes``."""
         done = 0
         while done < nbytes:
             read = 0
@@ -502,11 +496,8 @@ def _open_direct(fd: int) -> FileIO:
 
 
 def _direct_alignment(fd: int) -> int:
-    """Return the alignment of a file's direct reads in bytes: of addresses, offsets and lengths.
-
-    A power of two, at most the page; raises OSError if the file supports no such alignment.
-    Source: statx(2), STATX_DIOALIGN.
-    """
+    """Return the alignment of direct reads in bytes; raise OSError if it is no power of two."""
+    # of addresses, offsets and lengths; at most the page. Source: statx(2), STATX_DIOALIGN
     if not hasattr(libc(), "statx"):
         return _USUAL_ALIGNMENT
     # struct statx, 256 bytes: stx_mask is its first word, stx_dio_mem_align and

@@ -47,10 +47,7 @@ class FileMap:
             self._windows.update(self._blocks(start, stop))
 
     def leave(self, start: int, stop: int) -> None:
-        """Unregister a window, and drop the blocks that no other window uses.
-
-        The pages leave this process only; the page cache keeps them.
-        """
+        """Unregister a window; drop unused blocks from this process only, not the page cache."""
         blocks = self._blocks(start, stop)
         with self._lock:
             self._windows.subtract(blocks)

@@ -93,11 +93,8 @@ def _sampled(fd: int) -> float | None:
 
 
 def _is_answered(fd: int) -> bool:
-    """Return whether mincore answers this process correctly for a file.
-
-    Since Linux 5.2 it does for the file's owner and users that may write it (mm/mincore.c,
-    can_do_mincore); all others get "all resident".
-    """
+    """Return whether mincore(2) answers truly: the user owns the file or may write it."""
+    # since Linux 5.2 all others get "all resident" (mm/mincore.c, can_do_mincore)
     if sys.platform != "linux" or not hasattr(libc(), "mincore"):
         return False
     if os.fstat(fd).st_uid == os.geteuid():
@@ -106,10 +103,8 @@ def _is_answered(fd: int) -> bool:
 
 
 def _resident_pages(fd: int, start: int, stop: int) -> bytes:
-    """Return a byte for each page from ``start`` (a page boundary) to ``stop``: 1 if resident.
-
-    Maps the file and touches no page; raises OSError if the kernel refuses.
-    """
+    """Return a byte for each page from ``start`` (a page boundary) to ``stop``: 1 if resident."""
+    # maps the file and touches no page
     nbytes = stop - start
     vector = (ctypes.c_ubyte * (-(-nbytes // _PAGE)))()
     address = map_file(fd, start, nbytes)
@@ -125,10 +120,8 @@ _LOWEST_BIT = bytes(code & 1 for code in range(256))
 
 
 def _readable_at_once(fd: int, nbytes: int) -> float | None:
-    """Return the fraction of 64 single bytes that can be read without waiting for a disk.
-
-    Used where mincore does not answer; None if the system has no RWF_NOWAIT.
-    """
+    """Return the fraction of 64 single bytes that need no wait for a disk; None if unknown."""
+    # used where mincore does not answer; unknown without RWF_NOWAIT
     nowait = getattr(os, "RWF_NOWAIT", None)
     if nowait is None:
         return None
@@ -276,10 +269,7 @@ class PageCache:
 
 
 class ShardCache:
-    """Drops one shard's pages in blocks of 16 MiB after they were read. Thread-safe.
-
-    Created by `PageCache.open`. If nothing is to be dropped, its methods only count bytes.
-    """
+    """Drops one shard's pages after they were read, or only counts bytes. Thread-safe."""
 
     def __init__(self, path: Path, whole: PageCache) -> None:
         self._whole = whole
@@ -297,7 +287,7 @@ class ShardCache:
 
     @property
     def drops(self) -> bool:
-        """Whether `done` may drop pages; if not, it only needs the number of bytes."""
+        """Whether `done` may drop pages; if not, only the length of its range counts."""
         return bool(self._absent)
 
     def done(self, start: int, stop: int) -> None:

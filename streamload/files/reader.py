@@ -139,11 +139,8 @@ class Reader(ABC):
     def unchanged(self) -> AbstractContextManager[None]:
         """Return a context for reads from `fileno` or a map of it, which detects changes.
 
-        `view`, `read_into` and `read_aligned` enter it themselves.
-
-        Raises:
-            CheckpointError: on entering or leaving, the file has changed since its header was read,
-                or a writer waits for it.
+        Entering and leaving raise CheckpointError if the file has changed since its header was
+        read, or a writer waits for it. `view`, `read_into` and `read_aligned` enter it themselves.
         """
         return nullcontext()
 

@@ -115,10 +115,7 @@ def exists(url: Url) -> bool:
 
 
 class RemoteFile:
-    """Reads the header of a file on a server; implements `streamload.formats.reader.File`.
-
-    The first 256 KiB are requested at once, and kept: they hold most headers.
-    """
+    """A `File` on a server; requests and keeps the first 256 KiB, which hold most headers."""
 
     def __init__(self, url: Url) -> None:
         """Request the first bytes; raise ShardNotFoundError for status 401, 403 and 404."""
@@ -235,7 +232,7 @@ class _File:
                 attempt.wake()
 
     def read(self, start: int, out: memoryview) -> int:
-        """Fill ``out`` from byte ``start`` on; return the bytes read, fewer at an unknown end."""
+        """Fill ``out`` from byte ``start`` on; return the bytes read, fewer at the file's end."""
         done = 0
         while done < out.nbytes and (self.nbytes is None or start + done < self.nbytes):
             with out[done : done + _REQUEST_NBYTES] as part:
@@ -326,7 +323,7 @@ class _File:
     def _insist(
         self, attempt: Callable[[], T], gave_up: Callable[[str], CheckpointError] | None = None
     ) -> T:
-        """Return ``attempt()``, retried after `_Again`; then raise ``gave_up``'s error."""
+        """Return ``attempt()``, retried after `_Again`; raise ``gave_up(reason)`` at the limit."""
         tries = in_a_row = 0
         while True:
             self._check_stopped()
@@ -350,7 +347,7 @@ class _File:
     def _response(
         self, byte_range: str | None
     ) -> Iterator[tuple[httpx2.Response, Iterator[bytes]]]:
-        """Send a GET request; yield the response and its body, or raise `_Again` by its status."""
+        """Send a GET request; yield response and body, or raise `_Again` for a passing status."""
         moved = self._moved
         with (
             self._attempt() as attempt,
@@ -572,7 +569,7 @@ class _File:
 
 
 def _version(headers: Mapping[str, str], known: str) -> str:
-    """Return a response's version of the file, such as "ETag: ...", of the kind of ``known``."""
+    """Return a file's version by a response, such as "ETag: ..."; ``known`` is an earlier one."""
     kinds = (known.partition(": ")[0],) if known else _VALIDATORS
     for kind in kinds:
         if value := headers.get(kind, "").removeprefix("W/"):

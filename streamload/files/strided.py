@@ -112,11 +112,8 @@ class StridedReader(Reader):
 
 
 def _turn(found: _Array, out: _Array) -> None:
-    """Copy ``found`` to ``out``, fast also if it is a transpose.
-
-    Lines a power of two apart share few sets of the CPU's cache, so they are packed first and then
-    transposed in strips.
-    """
+    """Copy ``found`` to ``out``, fast also if it is a transpose."""
+    # lines a power of two apart share few sets of the CPU's cache: pack, then transpose strips
     lines = found.shape[-1] if found.ndim > 1 else 1
     if lines == 1 or found.strides[-1] <= found.itemsize or 0 in found.strides:
         out[...] = found
@@ -134,10 +131,7 @@ def _kind(itemsize: int) -> str:
 def _boxes(
     at: int, shape: tuple[int, ...], strides: tuple[int, ...], first: int, stop: int
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Cut elements ``first`` to ``stop`` (exclusive) of an array into rectangular arrays.
-
-    Yields the first byte, shape and strides of each; strides count bytes.
-    """
+    """Yield (first byte, shape, byte strides) of boxes that hold elements ``first`` to ``stop``."""
     if not shape or (first == 0 and stop == math.prod(shape)):
         yield at, shape, strides
         return

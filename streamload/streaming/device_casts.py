@@ -130,7 +130,7 @@ class DeviceCasts:
             at += part.nbytes
 
     def nest(self, index: int, codes: int, scales: int) -> float:
-        """Quantize a placement's reserved statistics to the device addresses given.
+        """Quantize a placement's statistics; write codes and scales at these device addresses.
 
         Returns:
             Their mean, which was subtracted first.
@@ -253,7 +253,7 @@ def _kernel(bulk: BulkCopier, p: Placement, info: Packed | None, *, clamp: bool)
 
 
 def _made(p: Placement) -> Units:
-    """Return the quantized format of a placement that a device quantizes."""
+    """Return how a placement that a device quantizes is stored: its format with units."""
     assert p.coding is not None, p.name
     made = coded(p.coding, p.src)
     assert isinstance(made, Units), p.name
@@ -261,7 +261,7 @@ def _made(p: Placement) -> Units:
 
 
 def _counts(p: Placement, tally: bytes) -> CastCounts | QuantCounts:
-    """Read a kernel's counts of a placement."""
+    """Return a placement's counts from the bytes that a kernel left in ``tally``."""
     if p.coding is not None:
         return Tally.from_buffer_copy(tally).counts(p.numel)
     over, zeros, changed = struct.unpack("<3Q", tally)

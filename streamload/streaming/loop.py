@@ -275,7 +275,7 @@ class Crew:
         self.job.transfer.progress(self.job.stats.read_nbytes)
 
     def _note_read(self) -> None:
-        """Note the time before a first read; several workers may, at the same time."""
+        """Record the time of the first read; several workers may do so at the same time."""
         if not self.job.first_reads:
             self.job.first_reads.append(time.perf_counter())
 
@@ -290,7 +290,7 @@ class Crew:
         self._close(worker)
 
     def _wait_for_work(self) -> _Batch | None:
-        """Return the next queued item; until it comes, check if others wait to write a file."""
+        """Return the next item, or None to end; while waiting, check that files are unchanged."""
         while True:
             with suppress(queue.Empty):
                 return self._work.get(timeout=_LOOK_S)

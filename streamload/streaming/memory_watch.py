@@ -67,17 +67,17 @@ class Headroom:
         self._next_s = 0.0
 
     def hand_out(self, nbytes: int) -> None:
-        """Check, if it is time, before workers get ``nbytes`` of parameters to write."""
+        """Check free memory, if due, before workers get ``nbytes`` of parameters to write."""
         self._look(nbytes)
         self._handed_out_nbytes += nbytes
 
     def done(self, nbytes: int) -> None:
-        """Check, if it is time, after workers wrote ``nbytes`` of parameters."""
+        """Check free memory, if due, after workers wrote ``nbytes`` of parameters."""
         self._done_nbytes += nbytes
         self._look(nbytes)
 
     def _look(self, nbytes: int) -> None:
-        """Raise MemoryTakenError if too little is free; ``nbytes`` is the progress."""
+        """Add to the progress; if a check is due, raise MemoryTakenError if too little is free."""
         self._unseen_nbytes += nbytes
         if self._unseen_nbytes < self._next_nbytes and time.monotonic() < self._next_s:
             return

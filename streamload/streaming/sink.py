@@ -231,7 +231,7 @@ class ModelTarget(Sink):
 def _poison(device: Device, buffer: Buffer, nbytes: int) -> None:
     """Fill half-written memory that others may still hold, so that every float in it is NaN.
 
-    Blocks without memory of their own are left out: memory may be scarce.
+    Blocks whose pages hold no memory yet are left out: writing would take memory.
     """
     if not device.info.host_visible:
         return

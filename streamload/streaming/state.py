@@ -145,7 +145,7 @@ class StreamStats:
 
 
 class Job:
-    """A running transfer and its progress; the module's tables name the threads that change it."""
+    """A running transfer and its progress; tables above list its states and who changes them."""
 
     def __init__(self, transfer: Transfer, sink: Sink) -> None:
         self.transfer, self.sink = transfer, sink
@@ -276,7 +276,7 @@ class Job:
             return self._encoders[index]
 
     def parts(self) -> list[list[WorkItem]]:
-        """Return units that place the scales of weights that are quantized since the last call."""
+        """Return units that place scales, of weights fully quantized since the last call."""
         chunks = []
         for chunk, mean in self._coded:
             p = self.plan.placements[chunk.placement]
@@ -427,7 +427,7 @@ class Job:
         return self._checkpoint.tensors[source[0].tensor]
 
     def done(self, unit: WorkItem, counts: Sequence[Counts]) -> None:
-        """Account for a unit whose bytes are in place."""
+        """Count a unit whose bytes are in place, and finish the placements that it completes."""
         if self.transfer.headroom is not None:
             self.transfer.headroom.done(written_nbytes(unit))
         before = self.stats.read_nbytes
@@ -440,7 +440,7 @@ class Job:
         self._account(unit, self.stats.read_nbytes - before)
 
     def _chunk_done(self, chunk: Chunk, count: Counts) -> None:
-        """Account for a chunk in place; finish its placement if it was the last."""
+        """Add a placed chunk's counts; finish its placement if the chunk was the last."""
         index = chunk.placement
         p = self.plan.placements[index]
         self.stats.read_nbytes += chunk.read_nbytes
@@ -464,7 +464,7 @@ class Job:
         self.values.pop(index, None)
 
     def _let_go(self, index: int, p: Placement) -> float:
-        """Free the device's scales or statistics of a complete placement; return their mean."""
+        """Free a complete placement's scales or statistics; return the mean of nested ones or 0."""
         casts, mean = self.casts[p.device], 0.0
         if p.coding is not None:
             mean = casts.nest(index, *map(self._address_of, self._auxiliary[index]))
@@ -483,7 +483,7 @@ class Job:
         deque(map(self.buffers.__delitem__, indices), maxlen=0)
 
     def _account(self, unit: WorkItem, nbytes: int) -> None:
-        """Report read bytes to the page cache; close a file that is read to the end."""
+        """Let the page cache drop a read unit's bytes; close its file if that was the last unit."""
         shard = self._paths[unit[0].shard]
         if self.shards.drops(shard):
             for start, stop in file_ranges(unit):

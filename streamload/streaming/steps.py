@@ -100,7 +100,7 @@ class Encoding(Step):
     def __call__(
         self, data: memoryview, out: memoryview, *, at: int, start: int, lines: int = 1
     ) -> None:
-        """Quantize whole blocks."""
+        """Quantize ``data``, which is whole blocks of the format."""
         encoder = self._job.encoder(self._chunk.placement)
         self.counts += encoder.encode(data, out, self._placement.numel_at(at))
 
@@ -123,13 +123,13 @@ class Decoding(Step):
     def __call__(
         self, data: memoryview, out: memoryview, *, at: int, start: int, lines: int = 1
     ) -> None:
-        """Dequantize the elements of some lines."""
+        """Dequantize the elements of ``lines`` lines from file byte ``start`` on."""
         first = self._info.dtype.numel(start - self._info.start)
         self.counts += self._decoder.decode(data, out, first, lines, self._pitch)
 
 
 def step_of(job: Job, chunk: Chunk, p: Placement) -> Step:
-    """Return the step that converts a chunk on the host; scales and tables have none."""
+    """Return the step that converts a chunk on the host; not for scales made while loading."""
     if p.cast == "device":
         return Casting(job.cast(p), moves=True)
     if p.cast == "rows":

@@ -100,7 +100,7 @@ class Worker:
         return failure
 
     def run(self, reader: Reader, unit: WorkItem, start: int | None = None) -> Iterator[Outcome]:
-        """Place one unit, or its bytes from file byte ``start`` on; yield outcomes by then."""
+        """Place one unit, or its bytes from ``start`` in the file; yield ended units' outcomes."""
         counts: list[Counts] = []
         tickets: list[_SlotTicket] = []
         failure: BaseException | None = None
@@ -153,7 +153,7 @@ class Worker:
         return [*parts, tuple(part)] if part else parts
 
     def run_batch(self, reader: Reader, batch: Sequence[WorkItem]) -> Iterator[Outcome]:
-        """Place units, many in one call if the device can; yield the outcomes by then."""
+        """Place units, many in one call if the device can; yield ended units' outcomes."""
         at = 0
         while at < len(batch):
             begun, start = yield from self._run_bulk(reader, batch[at:])
@@ -234,7 +234,7 @@ class Worker:
         return begun + 1, None
 
     def _has_begun(self, unit: WorkItem, counts: list[Counts], tickets: list[_SlotTicket]) -> None:
-        """Note that a unit has been read, and its copies started; tell the sink."""
+        """Note that a unit was read and its copies started; call `Sink.sent`."""
         self._under_way.append(_UnderWay(unit, counts, tickets))
         self._job.sink.sent(unit, [ticket for _, ticket in tickets])
 
@@ -559,6 +559,6 @@ def _slot_nbytes(chunk: Chunk, placement: Placement) -> int:
 
 
 def _at_fault(unit: WorkItem, error: CheckpointError) -> Chunk:
-    """Return the first chunk beyond the file's end, as the error has it; else the first."""
+    """Return the first chunk that ends beyond the file's end (``error.found``), else the first."""
     end = error.found if isinstance(error.found, int) else 0
     return next((chunk for chunk in unit if chunk.runs and chunk.runs[-1].stop > end), unit[0])

@@ -154,7 +154,7 @@ class _Recipe(Recipe):
 
 
 def _code(v: Vector, masks: Sequence[str], order: tuple[int, ...]) -> str:
-    """Write IR of elements' codes from the bits of their ranks, the highest first."""
+    """Write LLVM IR of elements' codes from the bits of their ranks, the highest first."""
     if order != tuple(range(16)):
         return str(chosen(v, "i32", reversed(masks), order))
     bits = [v.select(mask, "i32", 8 >> index, 0) for index, mask in enumerate(masks)]
@@ -400,7 +400,7 @@ def _marks(leaf: str) -> bool:
 
 
 def _find(layouts: Layouts, info: TensorInfo) -> QuantizedWeight | None:
-    """Return the 4-bit weight of a tensor, or None; its shape is in its state's JSON."""
+    """Return the 4-bit weight of a tensor, or None; `_with_state` adds its shape later."""
     leaf = info.name.rpartition(".")[2]
     weight = info.name.removesuffix(f".{leaf}")
     if leaf.startswith("bitsandbytes__"):

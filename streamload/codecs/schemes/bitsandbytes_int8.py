@@ -71,7 +71,7 @@ class _Recipe(Recipe):
 
 
 def _through_half(v: Vector, x: str) -> str:
-    """Write IR that rounds float32 values to float16, and widens them again."""
+    """Write IR that rounds float32 values to float16, and widens them again; return its name."""
     half = NARROW["F16"](v, v.as_bits(x))
     return v.as_float(WIDEN["F16"](v, half))
 

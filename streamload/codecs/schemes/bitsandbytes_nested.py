@@ -22,7 +22,7 @@ _AT_ONCE = 2**16  # values quantized at once, whole blocks: temporaries of a few
 
 @cache
 def dynamic_map() -> Array:
-    """Return the type's 256 values, ascending, as `create_dynamic_map` computes them in float32."""
+    """Return bitsandbytes' 256 8-bit values, ascending, as `create_dynamic_map` in float32."""
     values = [0.0, 1.0]
     for exponent in range(7):
         count = 2**exponent
@@ -39,7 +39,7 @@ def dynamic_map() -> Array:
 
 @cache
 def _codes() -> Array:
-    """Return the code of each of 65,536 even steps from -1 to 1."""
+    """Return the table of `_looked_up`: the codes of 65,536 even steps from -1 to 1."""
     table = dynamic_map()
     midpoints = np.float32(0.5) * (table[:-1] + table[1:])
     steps = np.float32(2) * np.arange(_STEPS, dtype=np.float32) / np.float32(_STEPS - 1)

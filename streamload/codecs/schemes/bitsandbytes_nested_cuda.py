@@ -57,7 +57,7 @@ def nested_ptx() -> str:
 
 
 def _nest(t: ThreadWriter, block: str) -> list[str]:
-    """Write IR of one thread of the warp that quantizes a block of values."""
+    """Write LLVM IR of one thread of the warp that quantizes a block of values."""
     begin = t.op("mul", "i64", block, BLOCK)
     values, places = [], []
     most = "0"
@@ -84,7 +84,7 @@ def _nest(t: ThreadWriter, block: str) -> list[str]:
 
 
 def _searched(t: ThreadWriter, x: str) -> str:
-    """Write IR of the code of a scaled value, found as by bitsandbytes' `dQuantize`."""
+    """Write LLVM IR of the code of a scaled value, found as by bitsandbytes' `dQuantize`."""
 
     def value(index: str) -> str:
         return t.load("float", 4, "%map", t.convert("zext", "i32", index, "i64"))

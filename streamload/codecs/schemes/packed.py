@@ -38,7 +38,7 @@ def _find(layouts: Layouts, info: TensorInfo) -> QuantizedWeight | None:
 
 
 def _compressed(layouts: Layouts, module: str) -> QuantizedWeight | None:
-    """Return a weight of compressed-tensors; the values of weight_shape hold the width of words."""
+    """Return a module's weight of compressed-tensors, its shape to be read; None if not known."""
     values = layouts.need(f"{module}weight_packed", module, "weight")
     if values.dtype.code not in ("I32", "U8") or layouts.find(f"{module}scale_packed"):
         return None  # marlin-24, for one

@@ -69,7 +69,7 @@ def _check_scale(
 
 
 def _form(layouts: Layouts, name: str, weight: str, stated: str) -> Mapping[str, Any]:
-    """Return the parsed metadata of a weight; raise CheckpointError if they are invalid."""
+    """Return a weight's metadata, the JSON in ``stated``; raise CheckpointError if invalid."""
     try:
         form = parse_json(stated.encode()) if stated else None
     except (ValueError, RecursionError):

@@ -17,7 +17,7 @@ class InvalidBuffer(Buffer):  # type: ignore[misc]  # tinygrad has no types for 
     Attributes:
         parameter: the parameter's name.
         kept: the graph over memory that another load will write again; None if that is freed.
-        keeps: the parameter's `Parameter.keeps`.
+        keeps: the dtype that the parameter keeps by default, see `Parameter.keeps`.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class InvalidBuffer(Buffer):  # type: ignore[misc]  # tinygrad has no types for 
 
 
 class AbsentBuffer(Buffer):  # type: ignore[misc]  # tinygrad has no types for this
-    """The memory of a weight that streams, ``parameter``: using it between passes raises."""
+    """Stands for the memory of an offloaded weight between passes: using it raises."""
 
     def __init__(self, name: str, device: str, size: int, dtype: Any) -> None:
         self.parameter = name
@@ -61,5 +61,5 @@ def invalid_buffer(uop: UOp) -> InvalidBuffer | None:
 
 
 def is_absent(uop: UOp) -> bool:
-    """Whether a tensor's buffer is an `AbsentBuffer`: it is a weight that streams."""
+    """Whether a tensor's buffer is an `AbsentBuffer`: an offloaded weight, not loaded now."""
     return isinstance(buffers.get(uop.base), AbsentBuffer)

@@ -83,7 +83,7 @@ _AT_FAULT = re.compile(r"\berror:", re.IGNORECASE)  # as clang and nvrtc mark th
 
 
 def _max_buffers() -> int | None:
-    """Return how many more maps the kernel allows this process, less 1,000; None if unknown."""
+    """Return how many more memory maps Linux allows this process, less 1,000; None if unknown."""
     try:
         most = int(Path("/proc/sys/vm/max_map_count").read_text())
         with Path("/proc/self/maps").open("rb") as maps:
@@ -96,7 +96,7 @@ class TinygradDevice(Device):
     """The base of tinygrad's devices; subclasses write their memory.
 
     Attributes:
-        needs: the method that the backend's allocator must have, or "".
+        needs: the allocator's method without which the class is not used; "" for none.
     """
 
     host_visible = False
@@ -126,7 +126,7 @@ class TinygradDevice(Device):
         )
 
     def _computes_in(self, dtype: Any) -> bool:
-        """Whether its renderer lists a dtype, and tinygrad does not emulate it."""
+        """Whether a dtype is native: the renderer lists it, and tinygrad does not emulate it."""
         supported = getattr(self._device.renderer, "supported_dtypes", None)
         listed = supported is not None and dtype in supported()
         return listed and dtype not in EMULATED_DTYPES.tolist(dtypes)

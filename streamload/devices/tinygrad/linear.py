@@ -37,8 +37,8 @@ class QuantLinear:
     Attributes:
         format: "int8", "q8_0" or "q4_0".
         shape: shape of the weight before quantizing: (out, in).
-        weight: the quantized values, absent until they are loaded. int8: (out, in) of int8. q8_0
-            and q4_0: (out, bytes of a row's blocks) of uint8.
+        weight: the quantized values, without memory until they are loaded. int8: (out, in) of int8.
+            q8_0 and q4_0: (out, bytes of a row's blocks) of uint8.
         weight_scale: int8 only: (out, 1) of float32.
         bias: (out,), or None.
     """
@@ -109,7 +109,7 @@ def _blocks(rows: Tensor, code_nbytes: int) -> tuple[Tensor, Tensor]:
 
 
 def _halves(codes: Tensor) -> list[Tensor]:
-    """Return both halves of each block's values, as float32."""
+    """Return the first and the second half of each block's values, as float32."""
     middle = BLOCK // 2
     return [half.cast(dtypes.float32) for half in (codes[..., :middle], codes[..., middle:])]
 
@@ -206,7 +206,7 @@ def _tied(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 def _chosen(
     model: Any, shared: Iterable[Sequence[str]], wanted: Mapping[str, str | None]
 ) -> tuple[dict[str, str], list[tuple[nn.Linear, QuantLinear]]]:
-    """Return formats by name, and (Linear, its new layer) pairs; the model is unchanged."""
+    """Return weights' formats by name, and (Linear, its new layer) pairs; change nothing yet."""
     found = _modules(model, nn.Linear)
     linears = {f"{prefix}weight": linear for prefix, linear in found if linear is not model}
     replaced: dict[str, str] = {}
@@ -287,7 +287,7 @@ def _modules(model: Any, kind: type[_Module]) -> list[tuple[str, _Module]]:
 
 
 def put_into(obj: Any, others: Mapping[int, Any]) -> Any:
-    """Replace an object and its members by ``others``, by id; return the result."""
+    """Replace an object and its members by ``others``, by the old one's id; return the result."""
     if id(obj) in others:
         return others[id(obj)]
     holder = _holder(obj)

@@ -177,18 +177,18 @@ class _Tensors(EntryParameter):
     """Base of parameters over tinygrad's tensors."""
 
     def _put(self, uop: UOp) -> None:
-        """Give all tensors a graph, reshaped to their shapes."""
+        """Make all tensors compute from the graph ``uop``, reshaped to their shapes."""
         for tensor in self._entries:  # tied ones may have shapes of their own
             tensor.uop = uop if tensor.shape == uop.shape else uop.reshape(tensor.shape)
 
     def _hollow(self, where: str, shape: Sequence[int], kept: UOp | None) -> None:
-        """Give all tensors memory that raises when it is used; ``kept``: the graph to restore."""
+        """Give all tensors memory on device ``where`` that raises when used; it holds ``kept``."""
         first, numel = self._entries[0], math.prod(shape)
         buffer = InvalidBuffer(self.names[0], where, numel, first.dtype, kept, self.keeps)
         self._put(UOp.from_buffer(buffer).reshape(shape))
 
     def _shown(self, buffer: Buffer | None) -> Sequence[tuple[int, int]]:
-        """Return the address range of `Parameter.span` in ``buffer``; () if the CPU cannot."""
+        """Return (address, bytes) of `Parameter.span` in a buffer; () if the CPU has none."""
         address = None if buffer is None else _address(buffer.base)
         if self.span is None or address is None:
             return ()
@@ -272,7 +272,7 @@ class TinygradParameter(_Tensors):
         self.dtype += " (of a graph)"
 
     def memory(self) -> Sequence[tuple[int, int]]:
-        """Return its memory, or its graph's, as (address, bytes) ranges; () if the CPU cannot."""
+        """Return (address, bytes) of its or its graph's memory; () if the CPU cannot address it."""
         if self._under:
             found = ((_address(uop.buffer), uop.buffer.nbytes) for uop in self._under)
             return [(address, nbytes) for address, nbytes in found if address is not None]
@@ -407,7 +407,7 @@ class ShardParameter(_Tensors):
         return self._whole.is_computed()
 
     def release(self) -> str:
-        """Return why not: one shard cannot free its memory; "" for a lazy tensor, without any."""
+        """Free nothing, return why: one shard cannot be; "" for a lazy tensor without memory."""
         return self.fixed
 
     def attach(self, buffer: Buffer, dtype: DType) -> None:

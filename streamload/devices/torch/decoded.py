@@ -67,11 +67,11 @@ class Origin:
         self._stamp = self.holder.stamp(self.leaf)
 
     def write(self, what: str, values: torch.Tensor | None = None) -> None:
-        """Quantize the copy, or other ``values``, in place of the weight; ``what``: the function.
+        """Overwrite the weight with the copy, or ``values``, quantized; ``what`` is for errors.
 
         Raises:
-            RuntimeError: the caller is not in `_TAKEN`, or the weight was written since it was
-                decoded.
+            RuntimeError: the caller is not in `_TAKEN`, libraries that may write, or
+                the weight was written since it was decoded.
         """
         name = self.holder.address(self.leaf)
         new = f"module.{self.leaf} = torch.nn.Parameter(new)"
@@ -95,7 +95,7 @@ class Origin:
 
 
 def caller(passed: tuple[str, ...] = _PASSED) -> str:
-    """Return the module of the innermost caller outside of some packages, by default torch."""
+    """Return the innermost calling module's name outside of ``passed`` packages; "" for none."""
     frame = sys._getframe(1)
     while frame is not None:
         name: str = frame.f_globals.get("__name__") or ""
@@ -185,7 +185,7 @@ def _watched(func: Any, args: Any, kwargs: Any) -> Any:
 
 @interpreted
 def _set_data(weight: DecodedWeight, new: torch.Tensor) -> None:
-    """Assign ``.data``: requantize a weight; give a view of one other memory, as torch does."""
+    """Assign ``.data``: a whole weight is quantized anew; a view gets other memory, as in torch."""
     plain = plain_of(new) if isinstance(new, DecodedWeight) else new
     if weight._streamload_is_weight:
         origin = weight._streamload_origin
@@ -201,7 +201,7 @@ def _set_data(weight: DecodedWeight, new: torch.Tensor) -> None:
 
 
 def decoded(values: torch.Tensor, origin: Origin) -> torch.Tensor:
-    """Return values as a `DecodedWeight`; tensors that are not plain, as tracers', unchanged."""
+    """Return values as a `DecodedWeight`; a subclass of Tensor (a tracer's) stays unchanged."""
     return values if type(values) is not torch.Tensor else _as_weight(values, origin, True)
 
 
@@ -230,7 +230,7 @@ def _as_weight(tensor: torch.Tensor, origin: Origin, is_weight: bool) -> Decoded
 
 
 def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a key of a tensor's memory and layout."""
+    """Return a key that is equal for tensors with the same memory and layout."""
     layout = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
     return (tensor.untyped_storage()._cdata, *layout)
 

@@ -503,7 +503,7 @@ class TorchFramework(ComputingFramework):
         return result if status == "broken" else replace(result, dtypes={"bfloat16": status})
 
     def dtype_status(self, name: str, dtype: DType) -> DTypeStatus:
-        """Return a dtype's status, tried once if it works: first kernels take milliseconds."""
+        """Return a dtype's status, cached unless "broken": first kernels take milliseconds."""
         key = (self.canonical(name), dtype.name)
         status = _WORKED.get(key) or super().dtype_status(name, dtype)
         if status != "broken":  # the device may have been full

@@ -141,7 +141,7 @@ class TorchParameter(SlotParameter):
         return any(is_computed(name, self.shape) for name in self.names)
 
     def _tensors(self) -> list[torch.Tensor]:
-        """Return the tensors, valid in place of invalid ones; of a DTensor, the local shard."""
+        """Return the tensors: for invalid ones those before, for a DTensor the local shard."""
         return [_local(getattr(entry, _BEFORE, entry)) for entry in self._objects()]
 
     def memory(self) -> Sequence[tuple[int, int]]:
@@ -221,7 +221,7 @@ def _empty(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor, whose module is then imported."""
+    """Whether a tensor is a DTensor; if so, torch's module of these is imported already."""
     found = sys.modules.get("torch.distributed.tensor")
     return found is not None and isinstance(tensor, found.DTensor)
 
@@ -311,7 +311,7 @@ def _with_data(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def _with_local(old: Any, new: torch.Tensor) -> torch.Tensor:
-    """Do the same for a DTensor; the new memory is this process's shard."""
+    """Return a DTensor whose local shard is new memory: the old object, or one like it."""
     local = _local(old)
     alike = (local.dtype, local.device) == (new.dtype, new.device)
     if alike and old.is_inference() == new.is_inference():
@@ -486,7 +486,7 @@ def unstored_of(model: Any) -> dict[str, str]:
 
 
 def changes_nothing(model: nn.Module, change: Callable[[Any], Any]) -> bool:
-    """Whether ``change``, which ``.to()`` applies, keeps device and dtype of all tensors."""
+    """Whether ``change``, as ``.to()`` applies it to tensors, keeps their devices and dtypes."""
 
     def kind(tensor: torch.Tensor) -> tuple[Any, ...]:
         return tensor.device, tensor.dtype, tensor.is_shared()
