@@ -83,7 +83,7 @@ class _Loop:
 
     Attributes:
         needs_native: whether some dtype depends on native bfloat16 of the device.
-        nbytes: of each parameter, with the memory of its objects.
+        nbytes: bytes of each parameter, by name, with those of its tensor objects.
     """
 
     place: Place

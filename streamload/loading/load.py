@@ -218,7 +218,10 @@ def plan(path: CheckpointLike, **options: Unpack[PlanOptions]) -> Plan:
 def described(
     read: Options, device: str | Sequence[str] | None, bf16_undecided: bool
 ) -> Sequence[DeviceSpec]:
-    """Describe the devices of a plan without a model; open them only if their facts are needed."""
+    """Describe the devices of a plan without a model; open them only if their facts are needed.
+
+    `bf16_undecided`: whether a dtype depends on native bfloat16 of the device.
+    """
     names = [device or "device"] if isinstance(device, str) or device is None else list(device)
     read.check_names(names, device)
     _check_distinct(names)
@@ -277,7 +280,7 @@ def _check_distinct(names: Sequence[str]) -> None:
 
 
 def _planned(call: Call, specs: Callable[[bool], Sequence[DeviceSpec]]) -> Plan:
-    """Plan a load of all of a checkpoint; `specs` gets whether a dtype depends on the device."""
+    """Plan a load of all of a checkpoint; `specs` describes devices, given `bf16_undecided`."""
     checkpoint, read, (fill, _, tied) = call
     engine: CastChoice = "llvm" if read.cast == "auto" else read.cast
 

@@ -195,7 +195,7 @@ def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
 
 
 def _values(adapter: Checkpoint, info: TensorInfo) -> Rows:
-    """Read a tensor of an adapter; raise CheckpointError for another dtype than LoRA's."""
+    """Read a tensor of an adapter; CheckpointError unless it has floats of at least 16 bits."""
     if info.dtype.kind != "float" or info.dtype.bits < 16:
         raise CheckpointError(
             info.shard, "its dtype is not one of LoRA", "floats", info.dtype.name, tensor=info.name

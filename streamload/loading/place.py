@@ -102,7 +102,10 @@ class Devices:
         bf16_undecided: bool,
         of_model: bool = False,
     ) -> list[DeviceSpec]:
-        """Describe the devices to the planner; `held` is the bytes of old weights on each."""
+        """Describe the devices to the planner; `held` is the bytes of old weights on each.
+
+        `bf16_undecided`: whether a dtype depends on native bfloat16 of the device.
+        """
         for device in self.opened.values():
             device.trim()  # what the allocator keeps of freed memory is free
         infos = {name: device.info for name, device in self.opened.items()}
@@ -155,7 +158,7 @@ class Devices:
     ) -> tuple[list[DeviceSpec], list[str]]:
         """Compile and load the kernels with which devices cast and dequantize parameters.
 
-        A device whose kernels fail gets no casts and a note; if they are `required`, an error.
+        Returns the specs, without casts if kernels fail (`required`: raises), and notes on that.
         """
         out, notes = [], []
         for spec in specs:
@@ -172,7 +175,7 @@ class Devices:
         return out, notes
 
     def widened(self) -> Iterator[Devices]:
-        """Yield these devices with one more of the machine's each time.
+        """Yield these devices with one more of the machine's each time, to find a load that fits.
 
         Only devices on which the framework may compute without a probe, which would cost seconds.
         """
@@ -238,7 +241,7 @@ def unseen_spec(name: str, budget_nbytes: int) -> DeviceSpec:
 
 
 def host_room_nbytes(parameters: int = 0) -> int | None:
-    """Return the free host bytes for a load, None if unknown; an error if too few to plan."""
+    """Return the free host bytes for a load, or None; PlanInfeasibleError if too few to plan."""
     free = _host_free_nbytes(needed=False)
     needed = parameters * PLANNING_NBYTES
     if free is not None and free <= needed:
@@ -263,7 +266,7 @@ def open_devices(
     owner: Framework | None,
     held: Iterable[str],
 ) -> Devices:
-    """Find, probe and open the devices that `device` names, or those of the model (`held`)."""
+    """Open and probe the devices that `device` names, or a model's (`held`, framework `owner`)."""
     if type(device).__module__ == "torch":  # a torch.device, which is not imported for this
         device = str(device)
     if isinstance(device, str) or device is None:
@@ -308,7 +311,7 @@ def open_devices(
 
 
 def _working(owner: Framework, chosen: Framework | None) -> list[str]:
-    """Return the names of all devices that work on this machine, for errors."""
+    """Return the devices that work here, and "host" without a `chosen` framework, for errors."""
     names = [name for name in owner.candidates() if probe(owner.name, name).works]
     return names if chosen is not None or owner.name == "host" else [*names, "host"]
 

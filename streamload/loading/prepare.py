@@ -289,7 +289,7 @@ class Place(ModelParameters):
     Attributes:
         model: the model, or None.
         owner: the model's framework, or None.
-        unstored: tensors of the model that no checkpoint has, to their devices.
+        unstored: names of tensors of the model that no checkpoint has, to their devices.
         held: bytes of the model's old weights that the load takes over, by device.
         pages_are_known: whether the system reports those bytes; if not, they count as 0.
         devices: of the load.
@@ -369,7 +369,7 @@ class Place(ModelParameters):
 
 
 def _reusable(parameters: Sequence[Parameter], shared: Set[str]) -> dict[int, int] | None:
-    """Return reusable host bytes of old weights, by index of a parameter; None if unknown."""
+    """Return reusable bytes of old weights on `shared` devices, by parameter; None if unknown."""
     places = {i: p.memory() for i, p in enumerate(parameters) if p.device in shared}
     found = reusable_nbytes([place for each in places.values() for place in each])
     if found is None:
@@ -467,7 +467,7 @@ class Decision:
         )
 
     def swapped(self) -> tuple[Decision, Callable[[], None]]:
-        """Put modules for quantized weights into the model; the function takes them out again."""
+        """Put modules for quantized weights into the model; return the load and an undo call."""
         place, match = self.place, self.match
         if not self.swap.coded or match is None or place.owner is None:
             return self, nothing
@@ -532,7 +532,7 @@ class _Demand:
         return replace(made, notes=(*made.notes, *refused, *notes)), begun
 
     def mapped(self) -> list[Fit]:
-        """Return the ``residence=`` with which the load fits, if weights can stay in files."""
+        """Return as a suggestion the ``residence=`` with which the load fits; [] if none does."""
         maps = any(device.info.maps for device in self.place.devices.opened.values())
         if not maps or self.call.options.residence != "memory":
             return []

@@ -46,7 +46,7 @@ def reader_choice(
     *,
     whole_slots: bool,
 ) -> ReaderChoice:
-    """Choose the reader of a file, with the reason; `whole_slots` is for `choose_reader`."""
+    """Choose the reader of a file, with the reason; `whole_slots`: it fills page-aligned slots."""
     if header.views and not isinstance(header.path, Url):
         return ReaderChoice("pread", "some of its tensors are views with strides")
     choice = choose_reader(header.path, reader, page_cache=page_cache, whole_slots=whole_slots)

@@ -11,12 +11,12 @@ from streamload.core.tensors import Block, Columns, RowRange
 
 
 def cut(rows: Sequence[RowRange], row_numel: int, block: Block) -> tuple[RowRange, ...] | None:
-    """Return the row ranges that hold a block of a tensor, in its order; None if no ranges can.
+    """Return row ranges with exactly a block's elements, in order; None if none can express it.
 
     Args:
         rows: rows of the whole tensor, in order and without columns.
         row_numel: elements of each of these rows.
-        block: the part of the tensor.
+        block: the rectangular part of the tensor, such as one device's shard.
     """
     if block.is_all:
         return tuple(rows)
@@ -42,7 +42,7 @@ def cut(rows: Sequence[RowRange], row_numel: int, block: Block) -> tuple[RowRang
 
 
 def _lines(block: Block, axes: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop exclusive) of a block's adjacent lines; its first ``axes`` number them."""
+    """Yield (start, stop exclusive) of runs of a block's lines, numbered in its first ``axes``."""
     leading = block.whole[:axes]
     part = tuple(slice(f, f + n) for f, n in zip(block.first, block.shape, strict=True))
     numbers = np.arange(math.prod(leading)).reshape(leading)[part[:axes]].ravel()
@@ -59,7 +59,10 @@ def _within(
     unit: int,
     columns: Columns | None,
 ) -> Iterator[RowRange]:
-    """Yield elements ``start`` to ``stop`` of all rows as ranges of lines of ``unit`` elements."""
+    """Yield elements ``start`` to ``stop`` of the concatenated rows as row ranges.
+
+    ``unit``: elements of a row of these ranges. A range that would cut such a row is left out.
+    """
     at = 0
     for r in rows:
         end = at + (r.stop - r.start) * row_numel
@@ -73,7 +76,7 @@ def _within(
 def split(
     rows: Sequence[RowRange], row_numel: int, part_numel: int
 ) -> list[tuple[RowRange, ...]] | None:
-    """Return the row ranges of each of equal parts of ``part_numel``; None if parts cut rows."""
+    """Return the row ranges of each part of ``part_numel`` elements; None if parts cut rows."""
     count, rest = divmod(part_numel, row_numel)
     if rest or any(r.columns is not None for r in rows):
         return None

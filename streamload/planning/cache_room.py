@@ -40,7 +40,7 @@ class CacheRoom:
         cache: KvCache,
         native_bf16: bool,
     ) -> CacheRoom:
-        """Return the cache with a dtype: as requested, else of most weights, else of config.json.
+        """Return the cache with its dtype: the requested, else most weights', else config.json's.
 
         The weights' dtype counts only if models compute in it.
 
@@ -66,7 +66,7 @@ class CacheRoom:
 
     @property
     def request(self) -> CacheRequest:
-        """The user's request, with the chosen dtype."""
+        """The user's request for a cache, with the chosen dtype filled in."""
         return replace(self.cache.request, dtype=self.dtype)
 
     @property

@@ -31,15 +31,15 @@ _Column = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class StridedRead:
-    """File bytes to read, and their places in a parameter: one contiguous line, or several.
+    """File bytes to read and their places in a parameter: a contiguous line, or equidistant ones.
 
     Attributes:
         start: first file byte.
         stop: last file byte of the last line, exclusive.
         offset: byte of the parameter at which the first row begins.
-        rows: number of rows in a line; 1 if rows stay together.
+        rows: number of rows in a line that are placed apart; 1 if rows stay together.
         stride: bytes of the parameter from one row's beginning to the next one's.
-        lines: number of lines. A row of a line begins where that of the line before it ends.
+        lines: number of lines. When placed, a row of a line follows that of the line before it.
         pitch: file bytes from one line's beginning to the next one's.
     """
 
@@ -90,7 +90,7 @@ class Chunk:
         return self.read_nbytes if placement.cast == "device" else self.stop - self.start
 
     def moved(self, places: int) -> Chunk:
-        """Return the chunk for a longer plan, in which its placement's index is higher."""
+        """Return the chunk with its placement's index raised by ``places``, for a longer plan."""
         return replace(self, placement=self.placement + places)
 
 
@@ -117,7 +117,7 @@ class SmallTensorBatch:
         return range(self.first, self.first + len(self))
 
     def moved(self, places: int) -> SmallTensorBatch:
-        """Return the batch for a longer plan, in which its placements' indices are higher."""
+        """Return the batch with its placements' indices raised by ``places``, for a longer plan."""
         return replace(self, first=self.first + places)
 
     @property
@@ -231,7 +231,7 @@ class Cut:
         Args:
             largest: gives the most bytes of a placement's chunks, in the file and in the parameter.
             pack_nbytes: gives the most bytes of a batch, each member rounded up by `slot_nbytes`.
-            most: tensors of a batch.
+            most: most tensors in a batch.
         """
         starts, stops, shards, _, _, together = self._extents
         if not len(starts):
@@ -266,7 +266,7 @@ class Cut:
         pack_nbytes: Callable[[Placement], int],
         most: int,
     ) -> Iterator[_Piece]:
-        """Yield small tensors ``first`` to ``end`` in batches; ``taken``: cumulative slot bytes."""
+        """Yield small tensors ``first`` to ``end`` in batches; ``taken``: sums of slot bytes."""
         starts, stops, shards, placements = self._extents[:4]
         room = pack_nbytes(self._plan.placements.kinds[int(placements[first])])
         while first < end:
@@ -309,7 +309,7 @@ _Reached: TypeAlias = tuple[tuple[int, int], int, _Piece, Iterator[_Piece]]
 
 
 def _push(reached: list[_Reached], at: int, pieces: Iterator[_Piece]) -> None:
-    """Put the next piece of ``pieces`` into a heap by its place in the files, if there is one."""
+    """Put the next of ``pieces``, if any, into a heap by its place in the files, then by ``at``."""
     for piece in pieces:
         first = piece if isinstance(piece, SmallTensorBatch) else next(iter(piece.runs), None)
         start = first.start if first is not None else 0
@@ -318,7 +318,7 @@ def _push(reached: list[_Reached], at: int, pieces: Iterator[_Piece]) -> None:
 
 
 def _next(reached: list[_Reached]) -> _Piece:
-    """Return the first piece of the heap, and put its successor there."""
+    """Remove and return the first piece of the heap; add the next one of its iterator."""
     _, at, piece, pieces = heappop(reached)
     _push(reached, at, pieces)
     return piece
@@ -472,10 +472,10 @@ def _transposed(
 def _turned(
     index: int, p: Placement, ranges: Sequence[_Range], mine: _Range, chunk_nbytes: int
 ) -> Iterator[Chunk]:
-    """Yield the chunks of a permutation of parts of rows, as the transpose of a matrix is.
+    """Yield the chunks of a permutation of parts of rows, such as the transpose of a matrix.
 
-    A line of the file is ``inner`` of these parts. A chunk takes some columns of all lines of a
-    group, or some lines of one column, whose first line is of range ``mine``.
+    A line of the file has ``inner`` of these parts. A chunk takes some columns of all lines of a
+    group, or some lines of one column; its first line is in the row range ``mine``.
     """
     t = p.transpose
     assert t is not None

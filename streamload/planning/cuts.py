@@ -17,9 +17,9 @@ from streamload.core.units import merged
 
 
 class Measure(ABC):
-    """A way to count the bytes of runs of units ``start`` to ``stop`` (exclusive).
+    """A way to count the bytes of a run of units (layers, ends of a model) that one node holds.
 
-    There are ``count`` units. A run inside another never takes more than that.
+    Of ``count`` units a run is ``start`` to ``stop`` (exclusive). One inside another takes no more.
     """
 
     count: int
@@ -38,12 +38,12 @@ class Measure(ABC):
         return bisect_left(range(stop + 1), -cap_nbytes, key=lambda start: -self(start, stop))
 
     def too_large(self, cap_nbytes: int) -> list[int]:
-        """Return the units that take more than ``cap_nbytes`` alone, ascending."""
+        """Return the indices of units that take more than ``cap_nbytes`` alone, ascending."""
         return [u for u in range(self.count) if self(u, u + 1) > cap_nbytes]
 
 
 class Costs(Measure):
-    """The bytes of a run (units on one node), with copies for names tied to tensors elsewhere.
+    """The bytes of a run (units on one node), with copies of tensors elsewhere to which it is tied.
 
     A stored tensor counts once, whether it is in the run or a name tied to it is. So a run
     inside another never takes more, and both ends can be found by bisection.
@@ -55,7 +55,7 @@ class Costs(Measure):
         home: Mapping[str, tuple[int, int]],
         tied: Iterable[tuple[int, str]],
     ) -> None:
-        """Take bytes by unit, (unit, bytes) by tensor, and (unit with a tied name, tensor)."""
+        """Take bytes by unit, (unit, bytes) by tensor, and (unit of a tied name, its tensor)."""
         self.count = len(sizes)
         self.prefix = [0, *accumulate(sizes)]
         away = sorted({(u, source) for u, source in tied if home[source][0] != u})
@@ -77,7 +77,7 @@ class Costs(Measure):
         return nbytes
 
     def too_large(self, cap_nbytes: int) -> list[int]:
-        """Return the units that take more than ``cap_nbytes`` alone, ascending; by bisection."""
+        """Return the indices of units that take more than ``cap_nbytes`` alone, by bisection."""
         first = bisect_right(self._single, (cap_nbytes, self.count))
         return sorted(u for _, u in self._single[first:])
 
@@ -135,7 +135,7 @@ _Ranges = list[tuple[int, int]]  # (first, last included), disjoint, ascending
 
 
 def _starts(bounds: _Bounds, stops: _Ranges, too_large: Sequence[int]) -> _Ranges:
-    """Return the starts of all non-empty runs that keep the bounds and stop in ``stops``.
+    """Return the starts of all non-empty runs that stop in ``stops``, within a node's bytes.
 
     Between units that are ``too_large`` alone, the starts for consecutive stops overlap or touch:
     every unit can be a run of its own.
@@ -157,7 +157,7 @@ def _cut(
     weights: Sequence[int],
     may_be_empty: Sequence[bool],
 ) -> list[int] | None:
-    """Return the stops of one run per node, each within its bounds; None if there is no such cut.
+    """Return the stop of each node's run of units, within its bytes; None if there is no such cut.
 
     Each stop is the possible one nearest to the node's share by weight of the remaining bytes, the
     later of two as near. ``prefix`` is the cumulative sum of the units' bytes.
@@ -199,7 +199,7 @@ def _cut(
 
 
 def _fullest(costs: Costs, stops: Sequence[int], budgets: Sequence[int]) -> Fraction:
-    """Return the largest share of its budget that a node takes."""
+    """Return the largest share of its budget that a node takes, if runs end at ``stops``."""
     runs = pairwise((0, *stops))
     return max(Fraction(costs(*run), budget) for run, budget in zip(runs, budgets, strict=True))
 
@@ -207,7 +207,7 @@ def _fullest(costs: Costs, stops: Sequence[int], budgets: Sequence[int]) -> Frac
 def stops_of(
     costs: Costs, budgets: Sequence[int], leasts: Leasts | None = None
 ) -> list[int] | None:
-    """Return the unit at which each node's run stops, such that the fullest is as empty as can be.
+    """Return the stop of each node's run of units, such that the fullest is as empty as can be.
 
     Bisection over the share of a budget: a feasible share is replaced by the share that its cut
     reaches, until nothing strictly below is feasible. With ``leasts`` a node in between may be

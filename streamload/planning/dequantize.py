@@ -26,7 +26,7 @@ from streamload.planning.requests import DTypePolicy, TensorRequests
 
 
 def asked(checkpoint: Checkpoint, policy: DTypePolicy, *, blocks: bool = False) -> list[str]:
-    """Return the quantized weights to be given another dtype; ``blocks``: with all of GGUF's."""
+    """Return weights that ``dtype=`` dequantizes; ``blocks``: also GGUF's that no rule names."""
     if not policy.rules and not (blocks and checkpoint.stored):
         return []
     return [
@@ -81,7 +81,7 @@ def _by_name(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
 
 
 def dequantized(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
-    """Return the checkpoint with each of the named quantized weights as one tensor, a `Packed`."""
+    """Return the checkpoint with each named quantized weight as a `Packed`, decoded when read."""
     if not names:
         return checkpoint
     states = read_states(checkpoint.layouts, checkpoint.groups)
@@ -104,7 +104,7 @@ def dequantized(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
 def holds_transposes(
     checkpoint: Checkpoint, parameters: Iterable[Parameter], fills: Mapping[str, Sequence[str]]
 ) -> bool:
-    """Return whether a model has a Conv1D, by its shape, for a dequantized weight of a Linear."""
+    """Return whether a model has a dequantized weight transposed (Conv1D); see `as_in_models`."""
     by_name = _by_name(parameters)
     return any(
         info.shape != info.shape[::-1] == by_name[name].shape
@@ -116,7 +116,7 @@ def holds_transposes(
 
 
 def _is_of_linears(info: Packed) -> bool:
-    """Return whether a weight's format is of a library that replaces every layer by a Linear."""
+    """Return whether a weight's library stores all layers as Linears, a Conv1D's transposed."""
     layout = layout_of(info.group.kind)
     return layout is not None and layout.of_linears
 
@@ -176,7 +176,7 @@ def _packed(checkpoint: Checkpoint, group: QuantizedWeight) -> Packed:
 
 
 def all_names(checkpoint: Checkpoint) -> dict[str, object]:
-    """Return a dict whose keys are the names of all tensors and all quantized weights."""
+    """Return the names of all tensors and quantized weights, as keys, for checks of patterns."""
     names: dict[str, object] = {**checkpoint.tensors, **checkpoint.groups}
     for info in checkpoint.tensors.values():
         if isinstance(info, Packed):
@@ -191,7 +191,7 @@ def all_dequantized(checkpoint: Checkpoint) -> bool:
 
 
 def compile_decoders(wants: TensorRequests, dsts: Iterable[DType], *, clamp: bool) -> None:
-    """Compile the kernels that dequantize ``wants`` to ``dsts``; ``clamp`` as `out_of_range`."""
+    """Compile kernels to dequantize ``wants`` to ``dsts``; ``clamp`` limits values to the range."""
     for info, dst in zip(wants.infos, dsts, strict=True) if wants.any_packed else ():
         if isinstance(info, Packed):
             compile_decoder(info, dst, clamp=clamp)

@@ -23,8 +23,8 @@ class Family(NamedTuple):
     """Rules by which a family's tensors become parameters; a tensor without a rule stays as it is.
 
     Attributes:
-        rules: (pattern of the checkpoint's name, the parameter's name, layout); the first that
-            matches decides.
+        rules: (pattern of the checkpoint's name, the parameter's name, a layout such as
+            "transpose"); the first that matches decides.
         interleave: order that query and key rows get for rotary embeddings: interleaved (True),
             half-split (False), or as stored (None).
         rotated: pattern of the names of those query and key weights; one group is q or k.
@@ -35,7 +35,7 @@ class Family(NamedTuple):
     rotated: str = ""
 
     def rule(self, name: str) -> tuple[re.Match[str], str, Layout] | None:
-        """Return the match, new name and layout of the first rule for a tensor; None if none."""
+        """Return the match, new name and `Layout` of the first rule for a tensor; None if none."""
         for pattern, new, layout in self.rules:
             if match := re.fullmatch(pattern, name):  # re keeps the compiled patterns
                 return match, new, layout

@@ -20,7 +20,7 @@ from streamload.planning.requests import DeviceSpec
 def check(
     plan: Plan, shares: Sequence[DeviceShare], cache: CacheRoom | None, host_limit: str
 ) -> None:
-    """Raise PlanInfeasibleError if a plan exceeds memory; ``host_limit``: source of that budget."""
+    """Raise PlanInfeasibleError if a plan exceeds memory; ``host_limit``: source of host budget."""
     specs = {share.spec.name: share.spec for share in shares}
     for mine, share in zip(plan.devices, shares, strict=True):
         _check_device(plan, mine, share, specs, cache)

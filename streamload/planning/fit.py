@@ -45,7 +45,7 @@ NUMPY_SCRATCH_NBYTES = 4 * 2**20  # temporaries of one numpy cast call of any le
 
 
 class Timeline(NamedTuple):
-    """Memory of the parameters on a device during a load, in bytes."""
+    """Bytes of the parameters on a device in a load: when it begins and at the peak."""
 
     held_nbytes: int  # at the beginning
     peak_nbytes: int
@@ -139,7 +139,7 @@ class DeviceShare:
 
     @cached_property
     def host_moves(self) -> bool:
-        """Whether the host casts or reorders bytes, so that they cannot be read to their place."""
+        """Whether the host casts or reorders bytes, so that no file is read right to its place."""
         return any(
             p.cast in HOST_CASTS or (p.transpose and not p.turned_there)
             for p, _ in self.placements.counted
@@ -147,7 +147,7 @@ class DeviceShare:
 
     @cached_property
     def own_casts(self) -> Sequence[tuple[Placement, int]]:
-        """A placement of each kind that streamload's kernels cast on the device, and its count."""
+        """(placement, count) of each kind of parameter that streamload's kernels cast there."""
         cast = ((p, n) for p, n in self.placements.counted if p.cast == "device")
         return [*cast] if self.spec.casts else []
 
@@ -167,7 +167,7 @@ class DeviceShare:
 
     @cached_property
     def row_nbytes(self) -> int:
-        """Bytes of the longest row, column or unit that cannot be cut, in the file or as placed."""
+        """Most bytes, as read or placed, of a row, column or quantized block that no chunk cuts."""
         turned = (p for p in self._packed if p.turned)
         rows = [
             *(p.row_numel * _widest(p) for p in self._changed),
@@ -178,21 +178,21 @@ class DeviceShare:
 
     @cached_property
     def changed_nbytes(self) -> int:
-        """Bytes of a thread for rows that user functions change."""
+        """Most bytes of a thread's arrays while ``transform=`` or adapters change rows."""
         sizes = (_CHANGED_ARRAYS * p.changed_numel * max(_widest(p), 4) for p in self._changed)
         return max(sizes, default=0)
 
     @cached_property
     def gathers(self) -> bool:
-        """Whether pieces of rows are joined in a buffer before they are (de)quantized."""
+        """Whether pieces of rows are joined in a buffer, which takes memory, to (de)quantize."""
         whole = any(p.turned or p.strided for p in self._whole)
         return whole or any(p.strided for p in self._packed)
 
     @cached_property
     def _statistics(self) -> Sequence[tuple[Placement, int, int]]:
-        """Placements, one of each kind: bytes of statistics or scales on the host, and the count.
+        """(placement, host bytes, count) of each kind of parameter that the device does not cast.
 
-        The host holds these bytes until all of a tensor has arrived.
+        Bytes are of scales to dequantize, or of block maxima to quantize, until a tensor arrived.
         """
         return [
             (
@@ -206,7 +206,7 @@ class DeviceShare:
 
     @property
     def tally_nbytes(self) -> int:
-        """Device bytes of the counters of its casts (overflowed, flushed, changed elements)."""
+        """Device bytes of counters (overflowed, flushed, changed elements) of casts done there."""
         return sum(p.tally_nbytes * count for p, count in self.own_casts)
 
     @property
@@ -218,7 +218,7 @@ class DeviceShare:
         return objects + parts * _PART_NBYTES
 
     def statistics_under_way(self, nbytes: int) -> int:
-        """Return the most host bytes of scales at a time; ``nbytes``: of a slot of every thread."""
+        """Return the most host bytes of scales at a time; ``nbytes``: one slot of each thread."""
         most = max((n for _, n, _ in self._statistics), default=0)
         share = max((n / max(p.src_nbytes, 1) for p, n, _ in self._statistics), default=0)
         total = sum(n * count for _, n, count in self._statistics)
@@ -229,10 +229,10 @@ class DeviceShare:
         return min(under_way, total) + senders(sent) * sent
 
     def there_under_way(self, slot_nbytes: int, workers: int) -> int:
-        """Return the most device bytes of scales and statistics for tensors that it casts.
+        """Return the most device bytes for scales and maxima of blocks that it (de)quantizes.
 
-        Started work waits for more. One batch always fits: parts of a tensor at either end, and one
-        left free at the end of the memory. Each worker has a slot of ``slot_nbytes``.
+        Work waits for memory beyond that. A batch always fits: parts of a tensor at either end, and
+        one left free at the end of the memory. Each worker has a slot of ``slot_nbytes``.
         """
         own = self.own_casts
         most = max((p.there_nbytes for p, _ in own), default=0)
@@ -257,13 +257,13 @@ class DeviceShare:
 
     @property
     def kernel_nbytes(self) -> int:
-        """Memory of the operating system's kernel for the tensors, in bytes."""
+        """Bytes that the operating system's kernel takes to manage the tensors."""
         return len(self.placements) * self.spec.info.costs.kernel_nbytes
 
     def planned(
         self, scratch_nbytes: int, part: Part | None, cache: CacheRoom | None
     ) -> DevicePlan:
-        """Return the device's part of a plan; ``part``: its layers under a split."""
+        """Return the device's part of a plan; ``part``: its layers under a split, else None."""
         spec, placements = self.spec, self.placements
         reusable = self.timeline.held_nbytes
         if spec.info.shared_memory and not placements.all_new:
@@ -409,16 +409,16 @@ def _staging(plan: Plan, shares: Sequence[DeviceShare]) -> tuple[list[int], int]
 def least_read_nbytes(placements: Placements) -> int:
     """Return the least host bytes of a load that casts and reads files, 0 for small checkpoints.
 
-    Files that are planned to be mapped may have to be read if little memory is free: with this
-    in every plan that casts, a budget of exactly its peak is enough for either. For checkpoints of
-    a few megabytes it would be a large share.
+    Files that are planned to be mapped may have to be read if little memory is free. All plans that
+    cast count these bytes, so that a budget of exactly the peak is enough for either. For
+    checkpoints of a few megabytes they would be a large share.
     """
     nbytes = sum(p.nbytes * count for p, count in placements.counted)
     return MIN_CHUNK_NBYTES if nbytes >= _LEAST_READ_FROM_NBYTES else 0
 
 
 def _in_shared_blocks(placements: Placements) -> tuple[list[int], list[int]]:
-    """Return the sizes of old parameters in CUDA's shared blocks: of those kept, those released."""
+    """Return sizes of small old parameters, which share CUDA's blocks: (kept, released)."""
     if placements.all_new:
         return [], []
     rows = zip(placements.kinds, placements.resident_nbytes, strict=True)

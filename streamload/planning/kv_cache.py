@@ -221,7 +221,7 @@ class _Text:
         return cls(values, kind, where)
 
     def at(self, layer: int, window: str | None) -> _Text:
-        """Return the configuration of one layer with this key of its window, or None."""
+        """Return the configuration of one layer; ``window`` is None if it attends to all tokens."""
         other: dict[str, Any]
         given = self.values.get("per_layer_config")
         if isinstance(given, Mapping):
@@ -299,7 +299,7 @@ def _latent_row(text: _Text) -> tuple[int, int]:
 
 
 def _expanded(text: _Text) -> str:
-    """Return a note on the larger cache of an engine that keeps keys and values of every head."""
+    """Return a note: where every head's keys and values are kept, the cache is larger."""
     keys = text.number("qk_nope_head_dim") + text.number("qk_rope_head_dim")
     whole = text.number("num_attention_heads") * (keys + text.number("v_head_dim"))
     return (
@@ -314,18 +314,18 @@ _Rule = Callable[[_Text, int], bool]  # whether a layer, by number, attends to a
 
 
 def _every(count: int, key: str = "sliding_window_pattern") -> _Rule:
-    """Return a rule for all layers but each ``count``-th; ``key`` of config.json overrides it."""
+    """Return a rule that gives all layers but each ``count``-th a window; ``key`` overrides it."""
     return lambda text, layer: (layer + 1) % text.number(key, count) != 0
 
 
 def _from_layer(text: _Text, layer: int) -> bool:
-    """Return whether a layer is one of the last, from ``max_window_layers`` on."""
+    """Return whether a layer has a window: one of the last, from ``max_window_layers`` on."""
     used = bool(text.values.get("use_sliding_window"))
     return used and layer >= text.number("max_window_layers", least=0)
 
 
 def _with_positions(text: _Text, layer: int) -> bool:
-    """Return whether a layer has rotary embeddings, by ``no_rope_layers`` or its interval."""
+    """Return whether a layer has a window: rotary ones have, by ``no_rope_layers`` or interval."""
     listed = text.values.get("no_rope_layers")
     if isinstance(listed, Sequence) and len(listed) > layer:
         return bool(listed[layer])
@@ -383,7 +383,7 @@ def _windows(text: _Text) -> list[str | None]:
 
 
 def _held_whole(text: _Text, request: CacheRequest, layers: Sequence[LayerCache]) -> list[str]:
-    """Return a note if windows are shorter than the context, all of which counts; else []."""
+    """Return a note that the whole context counts if windows are shorter than it; else []."""
     found = {one.window for one in layers if one.row and one.window is not None}
     shorter = sorted(window for window in found if window < request.context)
     if not shorter:

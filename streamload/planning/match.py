@@ -37,7 +37,7 @@ _REPLACED = {
 
 
 def shape_of(checkpoint: Checkpoint, source: Source) -> tuple[int, ...]:
-    """Return a source's shape: as it states, or of its concatenated rows."""
+    """Return a source's shape: its ``shape`` if it has one, else that of its concatenated rows."""
     whole = _whole(checkpoint, source)
     if whole is not None:
         return whole.shape
@@ -119,7 +119,7 @@ def wants_of(checkpoint: Checkpoint, fill: Mapping[str, Source]) -> TensorReques
 
 
 def _begin_at_bytes(info: TensorInfo, columns: Columns | None) -> bool:
-    """Return whether a tensor's rows, or columns of them, begin at whole bytes or blocks."""
+    """Return whether rows, or columns of them, begin at whole bytes or blocks, to be read alone."""
     unit = info.dtype.unit
     if unit == 1:
         return True
@@ -131,7 +131,7 @@ def _begin_at_bytes(info: TensorInfo, columns: Columns | None) -> bool:
 
 
 def _part(checkpoint: Checkpoint, source: Source, block: Block | None) -> Source | None:
-    """Return the source of one block (a shard) of a parameter; None if none can express it."""
+    """Return the source of a block (a shard) of a parameter; None if row ranges cannot hold it."""
     if block is None or block.is_all:
         return source
     rows, t = source.rows, source.transpose
@@ -198,7 +198,10 @@ class Match:
         changed: Collection[str],
         policy: QuantPolicy | None = None,
     ) -> TensorRequests:
-        """Return the requests, in parts for weights that the model holds quantized (``coded``)."""
+        """Return the requests, in parts for weights that the model holds quantized (``coded``).
+
+        ``changed``: tensors that functions change. ``policy``: source of formats, for messages.
+        """
         if not coded:
             return TensorRequests.of(checkpoint, self.wants)
         forms = [
@@ -213,7 +216,7 @@ class Match:
     def formats(
         self, checkpoint: Checkpoint, quant: QuantPolicy, coded: Mapping[str, CodedWeight]
     ) -> dict[str, str]:
-        """Return the formats that ``quant=`` gives parameters, by name; not of those in codes."""
+        """Return the format that ``quant=`` gives parameters, by name; not those in ``coded``."""
         wants = TensorRequests.of(checkpoint, self.wants)
         found = zip(wants.names, quant.formats(checkpoint, wants), strict=True)
         return {name: form for name, form in found if form is not None and name not in coded}
@@ -225,7 +228,7 @@ class Match:
         swap: Swap,
         coded: Mapping[str, CodedWeight],
     ) -> list[str]:
-        """Return notes on weights that ``quant=`` means and no module holds; ValueError if all."""
+        """Return notes on weights that ``quant=`` names but no module holds; ValueError if all."""
         wants = TensorRequests.of(checkpoint, self.wants)
         kept = {
             name: src.nbytes(math.prod(shape))
@@ -291,7 +294,7 @@ class Match:
             raise StateDictMismatchError(checkpoint.path, problems=problems)
 
     def check_views(self, path: Location, placements: Placements) -> None:
-        """Raise StateDictMismatchError if a plan would move or replace a view or a shard."""
+        """Raise StateDictMismatchError if a plan replaces a view's memory or moves a shard."""
         problems = []
         for name, kind in zip(placements.names, placements.kinds, strict=True):
             p = self.parameters.get(name)  # auxiliary parts may be to come
@@ -307,7 +310,7 @@ class Match:
 
 
 def _is_float(checkpoint: Checkpoint, rows: Sequence[RowRange]) -> bool:
-    """Return whether rows are of floats, and not of codes."""
+    """Return whether rows are of floats, and not of codes of a quantized weight."""
     return checkpoint.tensors[rows[0].tensor].dtype.kind == "float"
 
 
@@ -345,7 +348,7 @@ class ModelParameters:
 
     Attributes:
         parameters: all of them.
-        keep: names of devices whose parameters stay there.
+        keep: names of devices on which the parameters stay if they are there.
         reusable: bytes of a parameter that the load takes over, by its index; all of them if the
             index is missing.
         coded: parameters that hold the codes of weights, by name; a load of floats quantizes them.

@@ -308,7 +308,7 @@ def units_of(
 
 
 def _beside(keys: Iterable[_Key], stacks: Sequence[str], cache: Sequence[int]) -> dict[_Key, int]:
-    """Return the extra bytes of each layer of the language model, by place; see `units_of`."""
+    """Return extra bytes of each layer of the language model, by its key; see `units_of`."""
     layers: dict[int, list[_Key]] = {}
     for key in keys:
         stage, stack, place, index = key
@@ -323,7 +323,7 @@ def _beside(keys: Iterable[_Key], stacks: Sequence[str], cache: Sequence[int]) -
 
 
 def _stack_rank(prefix: str) -> int:
-    """Return when a stack of layers runs, from 0 (vision, audio) to 4 (heads)."""
+    """Return a rank that orders stacks of layers, from 0 (vision, audio) to 4 (heads)."""
     words = _WORDS.split(prefix.lower())
     return min((_STACK_ORDER[word] for word in words if word in _STACK_ORDER), default=2)
 

@@ -57,7 +57,7 @@ class Placement:
         coding: which part of a quantized weight it is; None for any other tensor.
         scales_nbytes: host bytes while its values are dequantized; 0 for any other tensor.
         there_nbytes: bytes that the casting device holds until the whole tensor has arrived:
-            scales, or statistics that are quantized then.
+            scales, or maxima of blocks that are quantized then.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Placement:
 
     @property
     def numel(self) -> int:
-        """Number of elements that are read for the parameter."""
+        """Number of elements read for the parameter; 0 for scales that a load computes."""
         if self.coding is None:
             return math.prod(self.shape)
         return 0 if self.coding.part else math.prod(self.coding.shape)
@@ -100,7 +100,7 @@ class Placement:
 
     @property
     def tally_nbytes(self) -> int:
-        """Bytes of a device's counters for the parameter."""
+        """Bytes of a device's counters (overflows, ...) for the parameter's cast."""
         return TALLY_NBYTES if self.coding is None else ctypes.sizeof(Tally)
 
     @property
@@ -120,7 +120,7 @@ class Placement:
         return self.cast == "rows" or (self.coding is not None and self.coding.of_rows)
 
     def placed_nbytes(self, numel: int) -> int:
-        """Return the bytes on the device of the first ``numel`` elements, in whole units."""
+        """Return the bytes on the device of the first ``numel`` elements, as codes if quantized."""
         coding = self.coding
         if coding is None:
             return self.dst.nbytes(numel)
@@ -129,7 +129,7 @@ class Placement:
         return units * coding.dst_unit_nbytes + last
 
     def numel_at(self, nbytes: int) -> int:
-        """Return the index of the element whose codes begin at this byte; if quantized."""
+        """Return the index of the element whose codes begin at this byte of a quantized weight."""
         coding = self.coding
         assert coding is not None, self.name
         return nbytes // coding.dst_unit_nbytes * coding.unit_numel
@@ -156,7 +156,7 @@ class Placement:
 
     @property
     def changed_numel(self) -> int:
-        """Most elements that functions change in one call."""
+        """Most elements that ``transform=`` or an adapter changes in one call."""
         fitting = CHANGE_NBYTES // max(self.src.itemsize, self.dst.itemsize)
         return min(max(fitting, self.row_numel), self.numel)
 
@@ -167,7 +167,7 @@ class Placement:
 
     @property
     def turned_there(self) -> bool:
-        """Whether the device transposes the weight as it dequantizes it, and the host does not."""
+        """Whether the device transposes the weight while dequantizing it, instead of the host."""
         return self.cast == "device" and self.src.is_packed and self.transpose is not None
 
     @property

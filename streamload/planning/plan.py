@@ -67,7 +67,7 @@ def units_ahead(*, staged: bool) -> int:
 
 
 def senders(scales_nbytes: int) -> int:
-    """Return how many threads send scales ahead to a device, 1 to 4; given the most of a weight."""
+    """Return how many threads, 1 to 4, send quantization scales ahead, by a weight's most bytes."""
     return max(min(_SCALES_NBYTES // max(scales_nbytes, 1), _MOST_SENDERS), 1)
 
 
@@ -149,7 +149,7 @@ class DevicePlan:
 
     @property
     def holds(self) -> str:
-        """The parts of the model on this device under a split, such as "embedding, layer 0"."""
+        """The parts of the model here in a split, such as "embedding, layer 0"; "" if none."""
         first, stop = self.layers or (0, 0)
         layers = f"layers {first}-{stop - 1}" if stop - first > 1 else f"layer {first}"
         parts = [(self.embedding, "embedding"), (stop > first, layers), (self.head, "head")]
@@ -211,7 +211,7 @@ class Plan:
 
     @property
     def turn_nbytes(self) -> int:
-        """Bytes of a block that a transpose moves at once."""
+        """Bytes of the block that the host transposes at once."""
         return min(TURN_NBYTES, self.slot_nbytes)
 
     @property
@@ -296,7 +296,7 @@ class Plan:
 
     @property
     def bars(self) -> list[Stack]:
-        """Bars of a chart: each device's budget in `PARTS`; a load may use the cache's part."""
+        """Bars of a chart, one a device: its budget in `PARTS`; a load may use the cache's part."""
         stacks = []
         for d in self.devices:
             free = d.budget_nbytes - d.needed_nbytes
@@ -365,7 +365,7 @@ class Plan:
 
 
 def _plain(value: Any) -> Any:
-    """Return a part of a plan as JSON has it: a name, a list, or an object of its fields."""
+    """Return an object of a plan for JSON: a dtype's name, a list, or a dict of fields."""
     if isinstance(value, DType):
         return value.name
     fields = {name: getattr(value, name) for name in value.__slots__}

@@ -179,7 +179,7 @@ def _scales_nbytes(checkpoint: Checkpoint, wants: TensorRequests) -> Sequence[in
 
 
 def _there_nbytes(wants: TensorRequests) -> Sequence[int]:
-    """Return the extra bytes of each request on a device that (de)quantizes it; 0 for others.
+    """Return the bytes of each request's scales on a device that (de)quantizes it; 0 for others.
 
     A device dequantizes only tensors that are read in one piece, in order.
     """
@@ -206,7 +206,7 @@ def _mapped(
     dsts: Sequence[DType],
     changed: Sequence[bool],
 ) -> Sequence[bool]:
-    """Return whether each becomes a view on its file; ResidenceError if one must and cannot."""
+    """Return whether each becomes a view on its file; ResidenceError if one must be but cannot."""
     if request.residence == "memory":
         return [False] * len(wants)
     out = []
@@ -242,7 +242,7 @@ def _mapped(
 
 
 def _kind(want: TensorRequest, src: DType, dst: DType, spec: DeviceSpec, cast: str) -> Placement:
-    """Return the placement that all requests like ``want`` share, without name and source."""
+    """Return the placement that requests like ``want`` share; ``cast``: as in `Placement.cast`."""
     dst_nbytes = dst.nbytes(math.prod(want.shape))
     mapped = cast == "mapped"
     resident = 0 if mapped else spec.resident(dst_nbytes)
@@ -345,7 +345,7 @@ def assign(
 ) -> tuple[dict[str, Part], TensorRequests, list[str]]:
     """Give each parameter a device: its own, the only one, or by a split over several.
 
-    ``cache`` and ``needs`` are for `partition`.
+    ``cache`` (extra bytes by layer) and ``needs`` (least memory of a unit) are for `partition`.
 
     Returns:
         The part of each device under a split; the parameters; the name of each one's device.
@@ -422,7 +422,7 @@ def _check_packed(checkpoint: Checkpoint, want: TensorRequest, dst: DType) -> No
 def _engine(
     request: PlanRequest, src: DType, dst: DType, spec: DeviceSpec, notes: dict[str, None]
 ) -> str:
-    """Return the cast, such as "llvm"; adds to ``notes`` if it is not the requested one."""
+    """Return the engine that casts, such as "llvm"; adds a note if it is not the requested one."""
     cast, fp16_cast = request.cast, request.dtype.fp16_cast
     if src is dst:
         return "copy"

@@ -50,7 +50,7 @@ class QuantPolicy:
     Attributes:
         rules: (pattern, format) in order, the first that matches deciding; None leaves a tensor as
             it is. The pattern "*" stands for the weights of layers that are no norms or routers.
-        tried: the format that now stands in for "auto"; "" without "auto".
+        tried: the format tried in place of "auto", or "no format"; "" without "auto".
         by_tensor: in place of rules, the format of each quantized tensor, by name.
     """
 
@@ -80,13 +80,13 @@ class QuantPolicy:
 
     @classmethod
     def of_plan(cls, placements: Iterable[Placement]) -> QuantPolicy:
-        """Return the formats in a plan's placements, for loads of parts of the same checkpoint."""
+        """Return a policy with a plan's formats, for loads of parts of the same checkpoint."""
         coded = ((p.source[0].tensor, p.coding) for p in placements if p.coding is not None)
         return cls(by_tensor={tensor: coding.format for tensor, coding in coded})
 
     @classmethod
     def named(cls, value: QuantArgument, of_files: Sequence[str] = ()) -> QuantPolicy:
-        """Like `parse`, if there is no budget: raises ValueError for "auto", too."""
+        """Like `parse`, for calls without a budget: raises ValueError for "auto", too."""
         policy = cls.parse(value, of_files)
         if policy.is_auto:
             raise ValueError(
@@ -139,7 +139,7 @@ class QuantPolicy:
 
     @classmethod
     def that_fits(cls, attempt: Callable[[QuantPolicy], Plan]) -> list[Fit]:
-        """Return the ``quant=`` of least loss with which ``attempt`` fits, and its bytes; or []."""
+        """Return as a suggestion the ``quant=`` of least loss that fits, and its bytes; or []."""
         for name in _TRIED:
             # MemoryError: the plan, or the statistics alone, do not fit
             with suppress(MemoryError, UnsupportedCastError, ValueError):
@@ -151,7 +151,7 @@ class QuantPolicy:
         return []
 
     def leaving(self, patterns: Sequence[str]) -> QuantPolicy:
-        """Return the policy with tensors of these names left as they are."""
+        """Return the policy with tensors that match ``patterns`` left as they are."""
         return replace(self, rules=(*((p, None) for p in patterns), *self.rules))
 
     def rule(self, name: str) -> tuple[str, str | None] | None:
@@ -189,7 +189,7 @@ def _of_layers(names: Iterable[str]) -> frozenset[str]:
 
 @cache
 def coded(coding: Coding, src: DType) -> Quantized:
-    """Return the quantized weight that a coding describes; ``src``: dtype of the weight."""
+    """Return the layout of the weight that a coding describes; ``src``: its stored dtype."""
     return ALL_SCHEMES[coding.format].of(coding.shape, src)
 
 
@@ -264,7 +264,7 @@ def quantised(
 
 
 def kinds_of(names: Sequence[str], others: Collection[str]) -> list[str]:
-    """Return patterns for ``names`` that match no others; "*" is for numbers if possible."""
+    """Return patterns for ``names`` that match no ``others``; "*" replaces numbers if possible."""
     alike: dict[str, bool] = {}
     out: dict[str, None] = {}
     for name in names:
@@ -276,7 +276,7 @@ def kinds_of(names: Sequence[str], others: Collection[str]) -> list[str]:
 
 
 def no_holder(names: Sequence[str], holders: str, classes: str) -> str:
-    """Return the error for weights whose modules (``classes``) hold no codes as ``holders`` do."""
+    """Return an error's text: the weights' modules (``classes``) hold no codes; ``holders`` do."""
     listed = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
     return (
         f"quant: cannot quantise {listed}: the modules that can hold quantised weights are "
@@ -289,7 +289,7 @@ def leaving(
     taken: Collection[str],
     policy: QuantPolicy | None = None,
 ) -> UnsupportedCastError:
-    """Return one error for several by tensor, with the ``quant=`` that avoids all of them.
+    """Return one error for all ``refused`` tensors, with the ``quant=`` that leaves them alone.
 
     ``taken`` are the tensors that can be quantized; without a policy, one format is for all.
     """
@@ -336,18 +336,18 @@ def compile_encoders(wants: TensorRequests) -> None:
 
 
 def encoder_of(coding: Coding, src: DType) -> Encoder:
-    """Return the encoder of a coding for weights of dtype ``src``, or for changed rows."""
+    """Return the encoder of a coding for rows of ``src``, of float32 if functions change them."""
     return coded(coding, src).encoder(F32 if coding.of_rows else src)
 
 
 def said_of_dense(nbytes: int) -> str:
-    """Return the note on the largest weight, of which a forward pass dequantizes all bytes."""
+    """Return a note on the memory of the largest weight when a forward pass dequantizes it."""
     size = format_bytes(nbytes, up=True)
     return f"the largest takes {size} meanwhile, which no plan counts: reserve= keeps it free"
 
 
 def held_nbytes(weight: Quantized) -> int:
-    """Return a weight's host bytes until it is written: statistics, and the parts from them."""
+    """Return a weight's host bytes until it is written: maxima of blocks, and scales from them."""
     return 2 * weight.statistics_nbytes + sum(part.nbytes for part in weight.parts[1:])
 
 
@@ -363,7 +363,10 @@ def turned(checkpoint: Checkpoint, want: TensorRequest, format: str | None) -> T
 def _codings(
     name: str, shape: tuple[int, ...], src: DType, *, of_rows: bool, in_order: bool
 ) -> tuple[tuple[Part, Coding], ...]:
-    """Return the tensors (codes, scales, ...) that a weight becomes in a format; shared, cached."""
+    """Return the tensors (codes, scales, ...) that a weight becomes in a format; cached.
+
+    ``of_rows``: functions change its rows. ``in_order``: a device may quantize it as it is read.
+    """
     made = ALL_SCHEMES[name].of(shape, src)
     coding = Coding(
         *(name, shape, "", made.unit_numel),

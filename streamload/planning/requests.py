@@ -222,7 +222,7 @@ class TensorRequests(Table[TensorRequest]):
         return cls(infos, names, shapes, sources, none, none, none, dtypes, none, none, empty)
 
     def dsts(self, policy: DTypePolicy, native_bf16: bool) -> Sequence[DType]:
-        """Return the dtype of each on a device that computes in bfloat16 natively, or does not."""
+        """Return each parameter's dtype on a device; ``native_bf16``: it computes in bfloat16."""
         found = self._dsts.get((policy, native_bf16))
         if found is None:
             if any(pattern != "*" for pattern, _ in policy.rules):
@@ -238,7 +238,7 @@ class TensorRequests(Table[TensorRequest]):
     def casts(
         self, policy: DTypePolicy, native_bf16: bool, device: str | None = None
     ) -> list[tuple[DType, DType]]:
-        """Return the (src, dst) dtypes of all casts, by name; of what may go to ``device``."""
+        """Return the distinct (src, dst) dtypes of casts; ``device``: only of parameters for it."""
         dsts = self.dsts(policy, native_bf16)
         rows = zip(self.srcs, dsts, self.devices, self.codings, strict=True)
         pairs = {
@@ -253,7 +253,7 @@ class TensorRequests(Table[TensorRequest]):
         return self.dsts(policy, True) != self.dsts(policy, False)
 
     def nbytes(self, policy: DTypePolicy, native_bf16: bool = False) -> list[int]:
-        """Return the bytes of each on a device that computes in bfloat16 natively, or does not."""
+        """Return each parameter's bytes on a device; ``native_bf16``: it computes in bfloat16."""
         dsts = self.dsts(policy, native_bf16)
         return [dst.nbytes(math.prod(shape)) for dst, shape in zip(dsts, self.shapes, strict=True)]
 

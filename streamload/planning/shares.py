@@ -21,7 +21,7 @@ from streamload.planning.sources import Source
 
 
 class Member(NamedTuple):
-    """A process of a group."""
+    """A process of a group that loads a checkpoint together, and its host."""
 
     rank: int  # its rank in the group
     node: str  # its node id, unique in the group
@@ -140,7 +140,7 @@ class ClusterPlan:
         return sorted(found.items())
 
     def sources(self, share: Share) -> dict[str, Source]:
-        """Return the source of each parameter of a share; of a weight to be quantized, once."""
+        """Return the source of each parameter of a share; only of the codes of quantized ones."""
         found = ((name, self.placements[name]) for name in share.parameters)
         return {
             name: Source(p.source, p.transpose, p.shape if p.coding is None else p.coding.shape)
@@ -238,8 +238,8 @@ def make_shares(
 ) -> ClusterPlan:
     """Return the shares of all ranks of a group.
 
-    ``planned`` plans a load on some nodes. ``weight_of`` maps tensors of quantized weights to the
-    weight, whose tensors stay together. Without ``fits``, shares may exceed their budgets.
+    ``budgets`` are by rank. ``planned`` plans a load on some nodes. ``weight_of`` maps tensors of
+    quantized weights to the weight, to stay together. Without ``fits``, shares may exceed budgets.
     """
     for member in members:
         if budgets[member.rank] < 1:
@@ -321,7 +321,7 @@ def _grouped(nodes: Sequence[Node], owner: Mapping[str, str]) -> Mapping[str, tu
 def _balanced(
     nodes: Sequence[Node], sizes: Mapping[str, int], of: Mapping[str, str]
 ) -> Mapping[str, tuple[str, ...]]:
-    """Return the parameters of each node: the largest first, each to the then emptiest node."""
+    """Return each node's parameters: the largest first to the emptiest node; ``of`` groups them."""
     wholes: Counter[str] = Counter()
     for name, nbytes in sizes.items():
         wholes[of[name]] += nbytes

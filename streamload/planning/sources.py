@@ -130,7 +130,7 @@ class Unchanged(Mapping[str, Source]):
 def parameters_of(
     mapping: MappingArgument | None, rename: Rename | None, tensors: Iterable[str]
 ) -> dict[str, list[str]]:
-    """Return by tensor the parameters that it fills, from names alone; else like `sources`."""
+    """Return the parameters that each tensor fills, from names alone; else like `sources`."""
     chosen, layouts = _read(mapping)
     family = FAMILIES.get(chosen, Family(()))
     out: dict[str, list[str]] = {}
@@ -204,7 +204,7 @@ def sources(
 
 
 def _turned(checkpoint: Checkpoint) -> Mapping[str, Source]:
-    """Return the sources, in models' order, of weights that the file has in another order."""
+    """Return sources that permute weights to models' order, if the file has another order."""
     packed = (info for info in checkpoint.tensors.values() if isinstance(info, Packed))
     turned = {
         info.name: _with_lengths(checkpoint, info.name, Source(whole(info), transpose=True))
@@ -307,7 +307,7 @@ def _mapped(
 
 
 def _from_file(checkpoint: Checkpoint, source: Source, turned: Mapping[str, Source]) -> Source:
-    """Return a source in the order of the file; CheckpointError if it needs two permutations."""
+    """Return a source of models' rows as one of the file; CheckpointError if it permutes twice."""
     stored = next((turned[r.tensor] for r in source.rows if r.tensor in turned), None)
     if stored is None:
         return source
@@ -327,7 +327,7 @@ def _from_file(checkpoint: Checkpoint, source: Source, turned: Mapping[str, Sour
 
 
 def _source(checkpoint: Checkpoint, parameter: str, given: object) -> Source:
-    """Return a user's source with all lengths; raises ValueError if it names no stored tensor."""
+    """Return a user's entry as a complete `Source`; ValueError if it names no stored tensor."""
     listed = _parts(given)
     for part in listed:
         if not isinstance(part, (str, RowRange)):
@@ -355,7 +355,7 @@ def _source(checkpoint: Checkpoint, parameter: str, given: object) -> Source:
 
 
 def _with_lengths(checkpoint: Checkpoint, parameter: str, source: Source) -> Source:
-    """Return a source with the axes' lengths, if its transpose is of the last two axes."""
+    """Return a source whose transpose of the last two axes has their lengths; others unchanged."""
     if source.transpose != _LAST_AXES:
         return source
     shape = source.shape
@@ -375,7 +375,7 @@ def _with_lengths(checkpoint: Checkpoint, parameter: str, source: Source) -> Sou
 
 
 def model_shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
-    """Return the shape of a tensor in models, if the file has another one."""
+    """Return a tensor's shape in models, which is another one if it is stored transposed."""
     turn, info = checkpoint.turns.get(name), checkpoint.tensors[name]
     if turn is None or turn.shape is None or _is_blocks(checkpoint, info):
         return info.shape
@@ -438,7 +438,7 @@ def _stack(checkpoint: Checkpoint, parameter: str, parts: Mapping[int, str]) -> 
 
 
 def _in_rows(checkpoint: Checkpoint, name: str, rows: int) -> bool:
-    """Return whether a tensor of a query or key layer has one row an output, and not one value."""
+    """Return whether a query or key tensor has a row for each output, to permute, or one value."""
     module, _, leaf = name.rpartition(".")
     info = checkpoint.tensors[name]
     packed = info.dtype.kind == "uint" and not _is_blocks(checkpoint, info)

@@ -46,7 +46,7 @@ _ALSO = {"gamma": "weight", "beta": "bias"}  # TensorFlow's names for parameters
 
 
 def call_of_library(model: object, path: Location, *, offload: bool = False) -> str:
-    """Return the call that loads a model as its library renames tensors; "" if there is none."""
+    """Return the call, as text, for models whose library renames tensors; "" if there is none."""
     bases = (f"{base.__module__}.{base.__qualname__}" for base in type(model).__mro__)
     calls = _OFFLOADING_CALLS if offload else _CALLS
     call = next((calls[base] for base in bases if base in calls), "")
@@ -117,7 +117,7 @@ class Wanted:
         stored: _Stored,
         prefixes: _Prefixes,
     ) -> tuple[int, str]:
-        """Return how many parameters the best renaming fills, and the source text for it."""
+        """Return how many parameters the best renaming fills, and its arguments as source text."""
         # the call's rename is for the names of its own mapping
         given = self._given if mapping == self.mapping else lambda name: name
         found = _Search(model, stored, given).renaming(prefixes)
@@ -136,7 +136,7 @@ class Wanted:
         return filled, ", ".join(arguments)
 
     def _turned(self, model: _Model) -> tuple[int, str]:
-        """Return how many parameters are filled if matrices are transposed, and the arguments."""
+        """Return how many parameters transposed matrices fill, and the arguments; -1 for none."""
         stored = self._stored(None)
         if stored is None:
             return -1, ""
