@@ -240,7 +240,7 @@ class Child:
         return replace(held, system_nbytes=_system_nbytes(), device_nbytes=device)
 
     def _receive(self, look: Callable[[], None] | None) -> dict[str, Any]:
-        """Return the child's next answer, calling ``look`` meanwhile; else MeasurementError."""
+        """Await and return the child's next answer, calling ``look``; else MeasurementError."""
         assert self._process.stdout is not None
         fd = self._process.stdout.fileno()
         until = time.monotonic() + self._timeout_s

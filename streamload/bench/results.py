@@ -94,7 +94,7 @@ class Comparison:
         return self.nbytes / 1e9 / seconds if seconds else None
 
     def times(self, name: str, state: str, *, again: bool = False) -> float | None:
-        """Return a loader's median seconds over streamload's; ``again``: of later calls."""
+        """Return streamload's speed over a loader's, by medians of whole calls; None if unknown."""
         ours, other = (self.rate(n, state, again=again) for n in (OURS, name))
         return ours / other if ours and other else None
 

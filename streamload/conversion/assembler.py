@@ -155,7 +155,7 @@ class Assembler:
 def _overlaps(made: Joined, first: int, stop: int) -> Iterator[tuple[Slice, int, int, int]]:
     """Yield the slices that hold elements ``first`` to ``stop``, and each one's range (exclusive).
 
-    The last number, added to the range, gives that of elements in the slice's own tensor.
+    The last number is the shift from these to element numbers of the slice's own tensor.
     """
     at = 0
     for piece in made.pieces:

@@ -252,7 +252,7 @@ def _go_together(lengths: Mapping[str, int], *, holds_weights: bool) -> bool:
 
 
 def _listed(folder: Url) -> dict[str, int] | None:
-    """Return the lengths of all files in a server's folder by path; None if the server lists none."""
+    """Return the lengths of all files in a server's folder by path; None if it lists none."""
     if (where := folder.listing) is None:
         return None
     listing, inside = where

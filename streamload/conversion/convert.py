@@ -407,7 +407,7 @@ class _Conversion:
             return journal
 
     def _check_versions(self) -> None:
-        """Raise CheckpointError if a server gives a file no version, by which a change is noticed."""
+        """Raise CheckpointError for a server's file without a version, which may have changed."""
         for header in self._shards:
             if isinstance(header.path, Url) and not header.path.version:
                 raise CheckpointError(

@@ -73,7 +73,7 @@ def wanted_of(
 def all_entries(
     lists: Iterable[Sequence[Target]], policy: QuantPolicy
 ) -> list[list[list[OutTensor]]]:
-    """Return all tensors' output entries; one UnsupportedCastError names all not quantizable."""
+    """Return all tensors' output entries; one UnsupportedCastError names all refused weights."""
     refused: dict[str, UnsupportedCastError] = {}
     taken: list[str] = []
     out: list[list[list[OutTensor]]] = []

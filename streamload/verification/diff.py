@@ -397,7 +397,7 @@ def _pairs(
 ) -> Iterator[Pair]:
     """Yield a `Pair` for each tensor that both checkpoints have; codes before their scales.
 
-    ``infos`` are the first's by their names in the second; ``wants``: these, if quantized.
+    ``infos`` are the first's by their names in the second; ``wants``: these, to be quantized.
     """
     codes: Pair | None = None
     quantized: Iterable[tuple[Coding | None, RowTranspose | None]] = repeat((None, None))
@@ -465,7 +465,7 @@ def way(
 ) -> tuple[int, ReaderKind]:
     """Return the bytes to compare at once and the kind of reader; PlanInfeasibleError if none fits.
 
-    ``checkpoints``: two to compare, or one to check; ``wants``: the tensors that are quantized.
+    ``checkpoints``: two to compare, or one to check; ``wants``: tensors to quantize.
     """
     compared = len(checkpoints) > 1
     tensors_nbytes = _TENSOR_NBYTES * sum(len(one.tensors) for one in checkpoints)
