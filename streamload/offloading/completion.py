@@ -18,7 +18,7 @@ _RUNNING: dict[threading.Thread, Callable[[], None]] = {}
 
 
 def started(run: Callable[[], None], name: str, stop: Callable[[], None]) -> threading.Thread:
-    """Start a daemon thread and return it; at exit of the process ``stop`` is called to end it."""
+    """Run ``run`` in a daemon thread, and return that; process exit calls ``stop`` to end it."""
 
     def body() -> None:
         try:
@@ -50,7 +50,7 @@ HasEnded = Callable[[Sequence[int]], None]
 
 
 class Reaper:
-    """A thread that waits for tickets of a device in order, and reports each.
+    """Waits in a thread for tickets (pending work of a device) in order, and calls back for each.
 
     The lock of `Rounds` guards all calls but `join`. An idle reaper has no reference to its owner,
     so no cycle keeps the owner alive.
@@ -62,7 +62,7 @@ class Reaper:
         self._threads: list[threading.Thread] = []
 
     def follow(self, numbers: Sequence[int], ticket: Ticket, has_ended: HasEnded) -> None:
-        """Call ``has_ended(numbers)`` in the thread once the ticket of these layers has ended."""
+        """Call ``has_ended(numbers)``, of layers, in the thread once the ticket has ended."""
         if not self._runs:
             self._runs = True
             alive = [thread for thread in self._threads if thread.is_alive()]
@@ -70,7 +70,7 @@ class Reaper:
         self._tickets.put((numbers, ticket, has_ended))
 
     def end(self) -> None:
-        """Let the thread end after the tickets that it follows; returns at once."""
+        """Let the thread end after all tickets that it follows; does not wait for that."""
         if self._runs:
             self._tickets.put(None)
             self._runs = False

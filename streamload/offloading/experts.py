@@ -21,7 +21,7 @@ _LARGEST = 1e200  # scores are scaled down once a choice counts more
 
 
 class ExpertCache:
-    """Which expert each slot holds, and which ones the computing layer asks for.
+    """A cache of experts: which one each device slot holds, and which the computing layer asks for.
 
     Experts are numbered over all layers: those of the first layer, then of the second, and so on.
 
@@ -54,7 +54,7 @@ class ExpertCache:
         return [self._first[layer] + expert for expert in chosen]
 
     def ask(self, layer: int, chosen: Sequence[int], there: int) -> None:
-        """Score the experts that a layer needs next, of which ``there`` are in slots, as hits."""
+        """Request the ``chosen`` experts; ``there`` of them, already in slots, count as hits."""
         self.asked = self.numbers(layer, chosen)
         self.hits[layer] += there
         self.misses[layer] += len(self.asked) - there
@@ -69,7 +69,7 @@ class ExpertCache:
         self.asked = [expert for expert in self.asked if expert not in experts]
 
     def next(self, busy: Collection[int] = ()) -> tuple[int, int] | None:
-        """Return the expert to read next and its slot, or None; ``busy``: experts in use."""
+        """Return (expert to read next, its slot); None if all are read, or all slots in use."""
         for place, expert in enumerate(self.asked[: 2 * self.together]):
             if expert not in self._slot:
                 slot = self._slot_for(place, busy)
@@ -77,7 +77,7 @@ class ExpertCache:
         return None
 
     def _slot_for(self, place: int, busy: Collection[int]) -> int | None:
-        """Return the slot to evict for ``asked[place]``: the lowest score; None if all are used."""
+        """Return the slot of the lowest score, to hold ``asked[place]``; None if all are in use."""
         scores = np.where(self._held < 0, -1.0, self._scores[self._held])
         for expert in (*busy, *self.asked):
             if expert in self._slot:
@@ -96,7 +96,7 @@ class ExpertCache:
         return held if held >= 0 else None
 
     def take(self, expert: int, slot: int) -> None:
-        """Give a free slot to an expert."""
+        """Record that an expert holds a slot, which was free."""
         self._held[slot] = expert
         self._slot[expert] = slot
 

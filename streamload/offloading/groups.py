@@ -44,7 +44,7 @@ class LayerGroup:
 
 
 class Module(NamedTuple):
-    """The tensors of a module, by index."""
+    """A module's name, and the indices of its tensors among all."""
 
     name: str
     numbers: list[int]
@@ -54,7 +54,7 @@ class Module(NamedTuple):
 def groups_by_name(
     names: Sequence[str], nbytes: Sequence[int], layers: Sequence[str] = ()
 ) -> list[Module]:
-    """Return the modules that have tensors, in the order in which they run.
+    """Return the modules that hold tensors of these names, in the order in which they run.
 
     If ``layers``, patterns of names of layers, are given, the order is that of ``names``. Raises
     ValueError for a pattern that no module matches.
@@ -99,7 +99,7 @@ def outer_modules(groups: Sequence[Module]) -> set[str]:
 def finer_layers(
     groups: Sequence[LayerGroup], wants: TensorRequests, nbytes: Sequence[int]
 ) -> Iterator[str]:
-    """Yield patterns that name smaller layers, the modules inside of layers, for ``layers=``."""
+    """Yield name patterns of modules inside of layers, to suggest as smaller ``layers=``."""
     found: dict[str, int] = {}  # by pattern, bytes of the largest module
     for group in groups:
         if group.kind != "layer" or not any(part.isdigit() for part in group.name.split(".")):
@@ -119,7 +119,7 @@ def finer_layers(
 def _stated(
     names: Sequence[str], nbytes: Sequence[int], layers: Sequence[str]
 ) -> tuple[dict[str, list[int]], list[Item]]:
-    """Return the outermost modules that match ``layers``, with their tensors, and other tensors."""
+    """Return tensors by the outermost module that matches ``layers``, and all other tensors."""
     found: dict[str, list[int]] = {}
     rest, left = [], {*layers}
     for at, name in enumerate(names):
@@ -142,9 +142,9 @@ def grouped(
     *,
     marked: bool = False,
 ) -> Iterator[LayerGroup]:
-    """Split each module into a group of tensors that stay, and the rest, made by ``group_of``.
+    """Yield for each module a group of its tensors that stay, and one by ``group_of`` of the rest.
 
-    If ``marked``, "(stays)" is in the name even if all tensors of a module stay.
+    The first is named "NAME (stays)" if there is a rest, or always if ``marked``.
     """
     for name, numbers, in_layer in found:
         fixed = dict.fromkeys(filter(stays, numbers))
@@ -196,7 +196,7 @@ def groups_of_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of `stream_layers`: a layer, or tensors outside, named as by `streamload.split`."""
+    """A step of a loop over `stream_layers`: the tensors of a layer, or some outside of layers."""
 
     name: str
     wants: Mapping[str, int]  # by name, the index of each tensor
@@ -242,7 +242,7 @@ def steps_of_checkpoint(
 
 
 def _experts_by_name(wants: TensorRequests, chosen: int, stay: Sequence[str]) -> list[LayerGroup]:
-    """Return the layers of experts: with tensors of one expert each, or of all in a layer."""
+    """Return a group for each layer's experts, fused or apart; ``chosen``: experts of a token."""
     apart: dict[str, dict[int, list[tuple[str, int]]]] = {}
     fused: dict[str, list[int]] = {}
     for at, name in enumerate(wants.names):

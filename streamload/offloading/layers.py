@@ -25,7 +25,7 @@ class Layer:
 
 
 class LayerState(Enum):
-    """The state of a layer that has slots; the table of `prefetch` explains each."""
+    """Whether a layer in slots is being filled, all its copies are started, or it may be wrong."""
 
     FILLING = auto()
     SENT = auto()
@@ -34,7 +34,7 @@ class LayerState(Enum):
 
 @dataclass(slots=True)
 class HeldLayer:
-    """The progress of a layer that has slots."""
+    """Progress of a layer that has slots: bytes yet to be copied, and uses that have not ended."""
 
     first: int  # index of its first slot
     left_nbytes: int  # bytes whose copies have not been started
@@ -45,7 +45,7 @@ class HeldLayer:
 
 
 class Slots:
-    """Slots: device memory that layers which stream share, and the tensors over it.
+    """Device memory, cut into slots that streamed layers share, and the tensors over it.
 
     This class makes arrays of numpy; each framework has a subclass.
 
@@ -63,11 +63,11 @@ class Slots:
         self._made: dict[Hashable, tuple[list[Any], list[Any]]] = {}
 
     def buffers(self, layer: int, slot: int) -> list[Any]:
-        """Return a tensor for each placement of a layer at a slot; layers alike share them."""
+        """Return tensors over a slot for a layer's weights; layers of equal shapes share them."""
         return self._of(layer, slot)[0]
 
     def to_fill(self, layer: int, slot: int) -> list[Any]:
-        """Return tensors over the same memory for workers, whose references are not counted."""
+        """Return other tensors over the memory of `buffers`, for the threads that fill it."""
         return self._of(layer, slot)[1]
 
     def _of(self, layer: int, slot: int) -> tuple[list[Any], list[Any]]:
@@ -81,22 +81,22 @@ class Slots:
         return self._made[key]
 
     def _view(self, start: int, stop: int, dtype: DType, shape: tuple[int, ...]) -> tuple[Any, Any]:
-        """Return a tensor over bytes of the memory, and one over the same bytes for workers."""
+        """Return two tensors over the same bytes of the memory: to compute with, and to fill."""
         view = self._memory[start:stop].view(dtype.numpy).reshape(shape)
         return view, view
 
     @staticmethod
     def weight_of(view: Any, /) -> Any:
-        """Return the tensor to compute with for a view on a file; used by `FileViews`."""
+        """Return the weight to compute with over ``view``, a tensor in a mapped file."""
         return view
 
     def close(self) -> None:
-        """Let go of the memory, which nothing may use now; it is freed with its last tensor."""
+        """Drop the references to the memory, which is freed with the last tensor over it."""
         self._made.clear()
         self._memory = None
 
     def lend(self, buffers: Sequence[Any]) -> Sequence[Any]:
-        """Return the tensors that a loop over layers gets for these buffers, until `take_back`."""
+        """Return the tensors that `stream_layers` yields for these buffers, until `take_back`."""
         return buffers
 
     def take_back(self) -> None:
@@ -105,7 +105,7 @@ class Slots:
 
 @dataclass(slots=True)
 class RoundStats:
-    """Counts of all passes so far; see `OffloadReport`."""
+    """Counts of all passes (calls of the model) so far, for `OffloadReport`."""
 
     read_nbytes: int = 0
     stalls: list[float] = field(default_factory=list)  # by layer, seconds of waiting
@@ -130,7 +130,7 @@ class Order:
         return expected
 
     def ahead(self, first: int | None) -> list[int]:
-        """Return all layers, the one needed next first: ``first`` if a thread waits for that."""
+        """Return all layers in the order of need, from ``first`` on (None: the expected next)."""
         if self._last is None:
             return [*range(len(self._next))]
         at = self._next[self._last] if first is None else first

@@ -37,7 +37,7 @@ ExpertWeights = Sequence[Mapping[str, int]]  # of each expert, by weight, the in
 
 @dataclass(slots=True)
 class Timed:
-    """Number and seconds of the passes that a model has ended; ``running``: passes under way."""
+    """Number and seconds of ended passes (calls of a model); ``running``: passes under way."""
 
     passes: int = 0
     seconds: float = 0.0
@@ -60,14 +60,14 @@ class Wrapped(Protocol):
     """A substitute for a method of a module, in place while the model is offloaded."""
 
     def put(self) -> None:
-        """Replace the method."""
+        """Put the substitute in place of the method."""
 
     def take_out(self) -> None:
         """Restore the method."""
 
 
 class ModelAdapter(ABC, Generic[P]):
-    """Finds the layers of a model, and makes its modules bring their weights.
+    """Finds the layers of a model, and makes its modules fetch their weights when called.
 
     Each framework has a subclass. ``parameters`` are by their names in plans, ``modules`` by their
     names without wrappers, and ``layers`` are patterns of names of layers.
@@ -110,7 +110,7 @@ class ModelAdapter(ABC, Generic[P]):
 
     @abstractmethod
     def must_stay(self, name: str) -> bool:
-        """Whether the parameter of this name cannot stream, in any module."""
+        """Whether the parameter of this name has to stay, even if its module streams."""
 
     @abstractmethod
     def begin_streaming(self, plan: OffloadPlan, problem: Problem, device: Device) -> None:
@@ -118,29 +118,29 @@ class ModelAdapter(ABC, Generic[P]):
 
     @abstractmethod
     def stream_layer(self, name: str, number: int, weights: LayerWeights, rounds: Rounds) -> None:
-        """Make a module bring its weights when called; ``number``: of the layer in ``rounds``."""
+        """Make a module get its weights from ``rounds``, as layer ``number``, at each call."""
 
     def experts(self, problem: Problem, stay: Sequence[str]) -> list[LayerGroup]:
-        """Return the layers of experts that a cache can hold one by one; ``stay``: see `groups`."""
+        """Return layers whose experts can be cached singly; ``stay``: weights not to stream."""
         return []
 
     def stream_experts(self, name: str, layer: int, weights: ExpertWeights, rounds: Rounds) -> None:
-        """Make a module bring the experts that its router chose; ``layer``: among such modules."""
+        """Make a module fetch the experts its router chose, as ``layer`` of those in ``rounds``."""
         raise AssertionError(f"{type(self).__name__} has no experts")
 
     @abstractmethod
     def gather_rows(self, name: str, reader: RowReader, device: Device) -> None:
-        """Make an embedding read the rows that it looks up from the file, onto the device."""
+        """Make an embedding read only the rows that it looks up, from the file to the device."""
 
     @abstractmethod
     def end_putting(self, plan: OffloadPlan, rounds: Rounds | None) -> None:
-        """Make the model count passes, and refuse to be saved or moved; called after the layers.
+        """End `put`: make the model count passes, and refuse to be saved or moved.
 
         If nothing streams, only the tokens of passes are counted.
         """
 
     def take_out(self) -> None:
-        """Restore the modules; weights that streamed hold nothing, as after a failed load."""
+        """Restore the modules; streamed weights hold no values until the model is loaded again."""
         for wrapped in reversed(self._wrapped):
             wrapped.take_out()
         self._wrapped.clear()
@@ -149,7 +149,7 @@ class ModelAdapter(ABC, Generic[P]):
         self._emptied.clear()
 
     def _wrap(self, wrapped: Wrapped) -> None:
-        """Put a substitute in place, until `take_out`."""
+        """Put a substitute for a module's method in place, until `take_out`."""
         wrapped.put()
         self._wrapped.append(wrapped)
 
@@ -189,7 +189,7 @@ class ModelAdapter(ABC, Generic[P]):
         return _joined([*groups], heads) + experts
 
     def _called(self, groups: Sequence[Module], names: Sequence[str]) -> list[Module]:
-        """Return modules that are called: a layer that only contains others is replaced by them."""
+        """Return ``groups``, with each layer that is never called replaced by its children."""
         found = []
         for name, numbers, in_layer in groups:
             parts: dict[str, list[int]] = {}
@@ -204,12 +204,12 @@ class ModelAdapter(ABC, Generic[P]):
         return found
 
     def stays(self, name: str, stay: Sequence[str]) -> bool:
-        """Whether a parameter cannot stream, or matches one of the patterns of ``stay``."""
+        """Whether a parameter has to stay, or matches one of the patterns of ``stay``."""
         names = self._parameters[name].names
         return self.must_stay(name) or any(matches(each, stay) for each in names)
 
     def _modules_of(self, name: str, layers: Sequence[str]) -> list[str]:
-        """Return names of the modules that have a parameter: layers, or parents of its names."""
+        """Return names of the layers, or else parent modules, that hold a parameter."""
         found: dict[str, None] = {}
         for each in self._parameters[name].names:
             layer = next((layer for layer in layers if each.startswith(f"{layer}.")), None)
@@ -219,7 +219,7 @@ class ModelAdapter(ABC, Generic[P]):
     def _head_with(
         self, at: int, names: Sequence[str], problem: Problem, layers: Sequence[str]
     ) -> LayerGroup | None:
-        """Return the head that shares a weight with an embedding, if it can stream; else None."""
+        """Return the head that shares weight ``at`` with an embedding; None if it has to stay."""
         rows = [n for n in names if self._is_gathered(self._modules.get(n), [at], problem)]
         heads = [name for name in names if name not in rows]
         if len(rows) != 1 or len(heads) != 1 or heads[0] in layers:
@@ -256,7 +256,7 @@ class ModelAdapter(ABC, Generic[P]):
     def put(
         self, plan: OffloadPlan, problem: Problem, device: Device, rounds: Rounds | None
     ) -> None:
-        """Make all modules that stream bring their weights; without ``rounds``, embeddings only."""
+        """Make modules fetch what streams when called; without ``rounds``, embeddings only."""
         wants, dsts = problem.wants, problem.dsts
         self.begin_streaming(plan, problem, device)
         by_name = {group.name: group for group in plan.groups}
@@ -292,7 +292,7 @@ class ModelAdapter(ABC, Generic[P]):
 
 
 def _joined(groups: Sequence[LayerGroup], heads: Sequence[LayerGroup]) -> list[LayerGroup]:
-    """Return groups with heads added; a head that has own weights becomes one layer with them."""
+    """Return groups with tied heads added, each merged with the group of its other weights."""
     found = {group.name: group for group in groups}
     for head in heads:
         own = found.pop(head.name, None)

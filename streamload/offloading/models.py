@@ -21,7 +21,7 @@ _MODELS: Mapping[str, tuple[str, str]] = {
 
 
 def adapter_of(place: Place, match: Match, layers: Sequence[str] = ()) -> ModelAdapter[Any]:
-    """Return the adapter of a model; raises OffloadError if it cannot be offloaded."""
+    """Return the adapter that offloads a model; raises OffloadError if it cannot be offloaded."""
     module, kind = _MODELS[check_place(place).name]
     adapter: ModelAdapter[Any] = getattr(importlib.import_module(module), kind)(
         place.model, match.parameters, layers
@@ -41,7 +41,7 @@ def check_place(place: Place) -> Framework:
 
 
 def device_of(place: Place, options: Options, wants: TensorRequests) -> DeviceSpec:
-    """Return the single device of a load, with its casts on the device compiled."""
+    """Return the spec of a load's single device, after compiling the casts that run on it."""
     policy = options.policy
     specs = place.specs(options, wants.needs_native_bf16(policy))
     clamp, required = options.out_of_range == "clamp", options.cast == "device"

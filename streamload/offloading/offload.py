@@ -53,7 +53,7 @@ class Streaming(NamedTuple):
             self.host.close()
 
     def abandon(self) -> None:
-        """Let the threads end, without waiting, once nothing refers to the layers any more."""
+        """Let the threads end, without waiting; called once nothing refers to the layers."""
         if self.rounds is not None:
             self.rounds.abandon()
         if self.host is not None:
@@ -101,7 +101,7 @@ class Offloaded:
 
 @dataclass(frozen=True, slots=True)
 class OffloadAsked:
-    """The arguments of `offload` that `LoadOptions` lacks, checked."""
+    """The arguments of `offload` that are not among `LoadOptions`, checked."""
 
     tokens: int | None
     stay: tuple[str, ...]
@@ -119,7 +119,7 @@ class OffloadAsked:
         options: Mapping[str, Any],
         on_overrun: OnOverrun = "warn",
     ) -> Self:
-        """Parse them; raises ValueError if one of them, or of the ``options``, is invalid."""
+        """Check arguments of `offload`; ValueError if one, or one of ``options``, is invalid."""
         if tokens is not None and (type(tokens) is not int or tokens < 1):
             raise ValueError(f"tokens is a whole number above 0, or None, not {tokens!r}")
         if options["quant"] is not None:
@@ -161,7 +161,10 @@ class Prepared:
         suggest: Callable[[], Sequence[Suggestion]] = tuple,
         part: Share | None = None,
     ) -> Self:
-        """Match and plan; ``part``: the share of a rank, None for the whole model."""
+        """Match a model to a checkpoint, and plan its offload; reads no data.
+
+        ``part``: the share of a rank, None for the whole model; ``suggest``: hints for a mismatch.
+        """
         check_place(place)
         match = place.match(Call(checkpoint, read, found), suggest)
         assert match is not None  # `check_place` has refused all but models
@@ -346,7 +349,7 @@ def plan_offload(
 
 
 def load_of_stays(made: OffloadPlan, problem: Problem, place: Place, found: Found) -> Decision:
-    """Return the load of the layers that stay, planned within the budget."""
+    """Return the planned load, not run yet, of the layers that stay on the device."""
     fill, _, tied = found
     stays = {*made.residency.stays}
     chosen = {problem.wants.names[at] for g in made.groups if g.name in stays for at in g.wants}
@@ -362,7 +365,7 @@ def load_of_stays(made: OffloadPlan, problem: Problem, place: Place, found: Foun
 
 
 def begin(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slots]) -> Streaming:
-    """Read layers into host memory, allocate the slots, and return both; no thread starts."""
+    """Read host-kept layers, allocate slots of class ``kind``, return both; starts no thread."""
     if made.stream is None:
         return Streaming(made)
     if not made.host:
@@ -379,7 +382,7 @@ def begin(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slots]
 
 
 def _rounds(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slots]) -> Rounds:
-    """Return the object that brings layers, with slots allocated, or files mapped as slots."""
+    """Return a `Rounds` that fills newly allocated slots, or uses mapped files as its slots."""
     assert made.stream is not None
     residency, kinds = made.residency, made.stream.placements.kinds
     sizes = {layer.name: layer.nbytes for layer in made.sizes}

@@ -108,7 +108,7 @@ def tokens_of(arguments: Mapping[str, Any], is_ids: Callable[[Any], bool]) -> tu
 
 
 def _first(outputs: Any) -> Any:
-    """Return the first item of a model's output, or None."""
+    """Return the first item of a model's output; None if it has no items."""
     with suppress(TypeError, IndexError, KeyError):
         return outputs[0]
     return None

@@ -71,7 +71,7 @@ class OffloadPlan:
 
     @property
     def layer_placements(self) -> list[range]:
-        """Indices in ``stream`` of the tensors of each layer that streams, then of each expert."""
+        """Indices in ``stream.placements`` for each layer that streams, then for each expert."""
         by_name = {group.name: group for group in self.groups}
         counts = [len(by_name[name].wants) for name in self.residency.streams]
         for name in self.residency.experts:
@@ -86,7 +86,7 @@ class OffloadPlan:
 
     @property
     def token_nbytes(self) -> int:
-        """File bytes of the experts of one token, of all layers with cached experts."""
+        """File bytes of the experts that one token uses, in all layers with cached experts."""
         cached = {*self.residency.experts}
         sizes = [size for size in self.sizes if size.name in cached]
         return sum(size.read_nbytes * size.chosen // size.experts for size in sizes)
@@ -103,7 +103,7 @@ class OffloadPlan:
 
     @property
     def places(self) -> dict[str, int]:
-        """Bytes of weights by where passes find them, without embeddings read by rows."""
+        """Bytes by place ("resident", "disk", ...) of weights, without embeddings read by rows."""
         rest = self.residency.file_nbytes - self.host_nbytes
         found = {"resident": self.residency.resident_nbytes, "host memory": self.host_nbytes}
         return found | {"page cache": rest * self.cached, "disk": rest * (not self.cached)}
@@ -117,7 +117,7 @@ class OffloadPlan:
 
     @property
     def scratch_nbytes(self) -> int:
-        """Device bytes of streaming besides the slots."""
+        """Device bytes of scratch memory for streaming, besides the slots."""
         return self.stream.devices[0].scratch_nbytes if self.stream else 0
 
     @property
@@ -127,7 +127,7 @@ class OffloadPlan:
 
     @property
     def needed_nbytes(self) -> int:
-        """Bytes of the budget that are taken while the model runs."""
+        """Bytes of the budget taken in all: `peak_nbytes`, KV cache, activations, reserve."""
         return self.peak_nbytes + self.cache_nbytes + self.activation_nbytes + self.reserve_nbytes
 
     def seconds(self, rate: float) -> float:
@@ -199,7 +199,7 @@ class OffloadPlan:
 
     @property
     def faster(self) -> list[str]:
-        """A note if a load that leaves the weights in the files would be faster; else empty."""
+        """A list: a note if a load that leaves weights in mapped files would be faster."""
         return [_MAPPED_IS_FASTER] if self.mappable and self.cached else []
 
     __repr__ = __str__

@@ -59,7 +59,7 @@ class Rounds(Sink):
     """Brings layers that stream into their slots, ahead of the thread that runs the model.
 
     That thread, one at a time, calls `acquire` before it computes with a layer, and `release` once
-    it has queued the work. Other threads start at a call, and end after `_IDLE_S` without one.
+    it has queued the work. Other threads start at a call, and end `_IDLE_S` seconds after the last.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Rounds(Sink):
         changes: Changes = NO_CHANGES,
         experts: ExpertCache | None = None,
     ) -> None:
-        """Start no thread yet; ``layers``: in the expected order of passes, then the experts."""
+        """Start no thread; ``layers``: those of a pass in the expected order, then all experts."""
         self._views = memory if isinstance(memory, FileViews) else None
         self.experts = experts if experts is not None else ExpertCache((), 0)
         self._first_expert = ring = len(layers) - self.experts.count
@@ -106,7 +106,7 @@ class Rounds(Sink):
     def acquire(self, number: int) -> Sequence[Buffer]:
         """Wait until a layer is in its slots, and keep it until `release`.
 
-        Returns one buffer for each placement, on which the device may queue work.
+        Returns one buffer for each tensor of the layer, on which the device may queue work.
 
         Raises:
             OffloadError: this was closed, or another thread computes with a layer now.
@@ -175,11 +175,11 @@ class Rounds(Sink):
         return self._acquire(self._numbers(layer, chosen), self.experts.stalls, layer)
 
     def release_experts(self, layer: int, chosen: Sequence[int]) -> None:
-        """End `acquire_experts`, as all work on the experts is queued; see `release`."""
+        """End `acquire_experts`: the slots may be refilled after the work queued until now."""
         self._mark_release(self._numbers(layer, chosen))
 
     def end_asking(self) -> None:
-        """End an `ask`: its layer needs no more experts."""
+        """Cancel the rest of an `ask`: its layer needs no more experts."""
         if os.getpid() != self._process:
             return
         with self._changed:
@@ -190,7 +190,7 @@ class Rounds(Sink):
         return [self._first_expert + expert for expert in self.experts.numbers(layer, chosen)]
 
     def release(self, number: int) -> None:
-        """End `acquire`, as all work on the layer is queued; does nothing if that failed."""
+        """End `acquire`, if it succeeded: slots may be refilled after the work queued until now."""
         self._mark_release([number])
 
     def _mark_release(self, numbers: Sequence[int]) -> None:
@@ -295,7 +295,7 @@ class Rounds(Sink):
         return held.state is not LayerState.SPOILED or number in self._users
 
     def _check_room(self, number: int) -> None:
-        """Raise OffloadError if a layer gets no slot, now or when work under way has ended."""
+        """Raise OffloadError if a layer can get no slots because layers around it hold them."""
         if not self._users or number in self._held or self._busy:
             return
         # of experts, no more are asked for at once than there are slots
@@ -313,7 +313,7 @@ class Rounds(Sink):
     # --- what is brought next -----------------------------------------------------------------
 
     def _pick(self) -> tuple[int, int] | None:
-        """Return the layer to bring next and its first slot; None if there is none now."""
+        """Return (layer to read next, its first slot); None if none is needed, or no slot free."""
         if self.experts.asked:  # a layer waits for them, or is about to
             base = self._first_expert
             expert = self.experts.next({number - base for number in {*self._busy, *self._users}})
@@ -329,9 +329,9 @@ class Rounds(Sink):
         return None
 
     def _room_for(self, number: int, at: int, distance: Mapping[int, int]) -> int | None:
-        """Return the first of adjacent slots for a layer, whose holders are needed last, or None.
+        """Return the first of adjacent slots whose layers are needed later; None if none are.
 
-        ``at`` is the place of the layer in the order of use, ``distance`` that of each other.
+        ``at`` is the layer's place in the order of use, ``distance`` that of each other layer.
         """
         best, best_distance = None, at
         slots = self._layers[number].slots
@@ -348,7 +348,7 @@ class Rounds(Sink):
         return best
 
     def _take(self, number: int, first: int) -> None:
-        """Give a layer slots from ``first`` on, or an expert that slot; drop the former holders."""
+        """Give a layer the slots from ``first`` on (an expert: that slot); drop former holders."""
         if number >= self._first_expert:
             slot = first - len(self._holds)
             held = self.experts.holder(slot)
@@ -380,7 +380,7 @@ class Rounds(Sink):
             self._views.let_go(number)
 
     def _settle(self, number: int) -> None:
-        """Mark a layer as idle if copies and uses have ended, and drop it if spoiled and unused."""
+        """If copies and uses of a layer have ended, let it be evicted; if spoiled, evict it."""
         held = self._held.get(number)
         if held is None or held.state is LayerState.FILLING or held.unsure_nbytes or held.computing:
             return
@@ -419,7 +419,7 @@ class Rounds(Sink):
             self._changed.notify_all()
 
     def _forget(self, *, everything: bool) -> None:
-        """Mark the layers that are being filled as spoiled; all layers if ``everything``."""
+        """Mark layers being filled, or all if ``everything``, as spoiled: to be read again."""
         for number, held in [*self._held.items()]:
             held.tickets.clear()
             if held.state is LayerState.FILLING:
@@ -430,7 +430,7 @@ class Rounds(Sink):
             self._settle(number)
 
     def _leave_files(self, _: Any, error: BaseException | None, __: Any) -> None:
-        """Close mapped files once no layer is in use, as an exit of `ExitStack`, with its error."""
+        """Exit an `ExitStack`, with its error: close mapped files once no layer is in use."""
         with self._changed:
             while self._users:
                 if self._wanted and error is None:  # inside a layer: the next thread closes them
@@ -446,7 +446,7 @@ class Rounds(Sink):
             self._views.close_files()
 
     def _bring(self) -> None:
-        """Read layers into slots with a crew of workers, until none was needed for `_IDLE_S`."""
+        """Read layers into slots with worker threads, until idle for `_IDLE_S` seconds."""
         plan = self._plan
         ledger = Ledger(
             {d.device: d.scratch_nbytes for d in plan.devices} | {STAGING: plan.host_nbytes}
@@ -514,11 +514,11 @@ class Rounds(Sink):
         return _program_ends() or (not busy and time.monotonic() - since >= _IDLE_S)
 
     def begin(self, indices: Sequence[int]) -> list[Buffer]:
-        """Return the buffers in slots for placements; see `Sink`."""
+        """Return the buffers in slots that workers fill, for placements by index (`Sink`)."""
         return [self._buffers[index] for index in indices]
 
     def sent(self, unit: WorkItem, tickets: Sequence[Ticket]) -> None:
-        """Note that the copies of a unit have been started; see `Sink`."""
+        """Note that a unit's copies have been started (`Sink`); ``tickets``: those not ended."""
         number = self._layer_of[unit[0].placement]
         with self._changed:
             held = self._held.get(number)
@@ -541,7 +541,7 @@ class Rounds(Sink):
             self._changed.notify_all()
 
     def finish(self, indices: Sequence[int]) -> None:
-        """Note that the copies of placements have ended; see `Sink`."""
+        """Note that all copies of placements, given by index, have ended (`Sink`)."""
         with self._changed:
             for placement in indices:
                 number = self._layer_of[placement]

@@ -75,7 +75,7 @@ class Problem:
     notes: Sequence[str] = ()
 
     def is_plain(self, at: int) -> bool:
-        """Whether a parameter is stored as whole bytes, whose values nothing changes on the way."""
+        """Whether a parameter's elements are whole bytes, and no option changes their values."""
         want, src = self.wants[at], self.wants.srcs[at]
         changed = any(row.tensor in self.options.changes.by_tensor for row in want.source)
         return src.bits >= 8 and not src.is_packed and not changed
@@ -94,7 +94,7 @@ class Problem:
 
     @cached_property
     def sizes(self) -> list[LayerSize]:
-        """Sizes of each group."""
+        """Sizes of each layer in ``groups``."""
         shapes, nbytes = self.wants.shapes, self.nbytes
         read = [src.nbytes(math.prod(s)) for src, s in zip(self.wants.srcs, shapes, strict=True)]
 
@@ -119,7 +119,7 @@ class Problem:
 
     @cached_property
     def cache(self) -> KvCache | None:
-        """The KV cache to leave room for: as in the options, or of a pass of ``tokens``; or None.
+        """The KV cache to leave room for: that of the options, else of ``tokens``; None: no room.
 
         Raises:
             CheckpointError: the options name one, and its size is unknown.
@@ -147,7 +147,7 @@ class Problem:
 
     @cached_property
     def activation_nbytes(self) -> int:
-        """Device bytes of a pass of ``tokens``, without weights and cache."""
+        """Device bytes of activations in a pass of ``tokens``; 0 if that is None."""
         if self.tokens is None:
             return 0
         wide = max((dst.itemsize for dst in self.dsts if dst.kind == "float"), default=2)
@@ -162,14 +162,14 @@ class Problem:
 
     @cached_property
     def _load_nbytes(self) -> int:
-        """Host bytes of a load besides the data, for objects and the kernel."""
+        """Host bytes that a load takes besides the data, for objects and the kernel."""
         each = zip(self.dsts, self.wants.shapes, self.nbytes, strict=True)
         objects = self.spec.objects.of((dst.name, shape, nbytes, 1) for dst, shape, nbytes in each)
         return LOAD_NBYTES + objects + len(self.wants) * self.spec.info.costs.kernel_nbytes
 
     @property
     def least_scratch_nbytes(self) -> int:
-        """Device bytes of streaming without slots, if as few layers stay as possible."""
+        """Device bytes of scratch memory, besides slots, if as few layers stay as possible."""
         found = choose(self.sizes, least(self.sizes))
         if found is None or not (found.streams or found.experts):
             return 0
@@ -236,7 +236,7 @@ class Problem:
     def _within(
         self, room_nbytes: int, chunk_nbytes: int | None, reading: Reading
     ) -> OffloadPlan | int:
-        """Return a plan within ``room_nbytes`` of the device, or the bytes that are missing."""
+        """Return a plan within ``room_nbytes`` of the device, or the bytes that it needs more."""
         sizes, spec = self.sizes, self.spec
         scratch, limit, stream = 0, room_nbytes, None
         while True:  # the layers that stay set the size of scratch, and that sets which stay
@@ -286,7 +286,7 @@ class Problem:
         )
 
     def streamed_from(self, made: OffloadPlan, checkpoint: Checkpoint) -> OffloadPlan:
-        """Return the same plan for a checkpoint that has the tensors in other files."""
+        """Return ``made`` for a checkpoint with its tensors in other files, as in host memory."""
         assert made.stream is not None
         there = replace(self, checkpoint=checkpoint, groups=made.groups)
         found, chunk_nbytes = made.residency, made.stream.chunk_nbytes
@@ -320,7 +320,7 @@ class Problem:
     def _streamed(
         self, found: Residency, chunk_nbytes: int | None, reading: Reading = "ahead"
     ) -> Plan:
-        """Return the plan of casts and staging of layers that stream; slots need no budget."""
+        """Return the plan to read and cast the layers that stream, without a budget for slots."""
         by_name = {group.name: group for group in self.groups}
         layers = [self._requests(by_name[name].wants) for name in found.streams]
         for name in found.experts:
@@ -340,7 +340,7 @@ class Problem:
         return replace(made, placements=made.placements.chosen(order))
 
     def _load(self, found: Residency, room_nbytes: int) -> DevicePlan:
-        """Return the plan to load the layers that stay, in the room, or in more if needed."""
+        """Return the plan to load the layers that stay, in ``room_nbytes`` or the least needed."""
         stays = {*found.stays}
         wants = self._requests([at for g in self.groups if g.name in stays for at in g.wants])
         while True:
@@ -355,7 +355,7 @@ class Problem:
     def _planned(
         self, options: Options, wants: Sequence[TensorRequest], spec: DeviceSpec, reading: Reading
     ) -> Plan:
-        """Return the plan of a load within a budget, without free memory, cache and reserve."""
+        """Return the plan of a load within the budget of ``spec``, without KV cache and reserve."""
         alone = replace(options, cache=None, reserve_nbytes=0)
         free = replace(spec, free_nbytes=None, reserve_nbytes=0)
         mine = TensorRequests.of(self.checkpoint, wants)
@@ -407,7 +407,7 @@ class Problem:
 
 
 def engine_of(options: Options) -> CastChoice:
-    """Return the cast engine of weights that stream."""
+    """Return the option ``cast`` for weights that stream: "llvm" in place of "auto"."""
     return "llvm" if options.cast == "auto" else options.cast
 
 

@@ -74,7 +74,7 @@ class OffloadReport:
         rounds: Rounds | None,
         overrun: str = "",
     ) -> OffloadReport:
-        """Report the counts of ``timed`` and ``rounds``, which is None if nothing streams."""
+        """Return the counts of ``timed`` and ``rounds``, which is None if nothing streams."""
         stats = rounds.stats if rounds is not None else RoundStats()
         cache = rounds.experts if rounds is not None else ExpertCache((), 0)
         rows = zip(cache.hits, cache.misses, cache.stalls, cache.read_nbytes, strict=True)

@@ -112,7 +112,7 @@ class Residency:
 
 
 def choose(layers: Sequence[LayerSize], room_nbytes: int) -> Residency | None:
-    """Return which layers stay, for the shortest passes; None if the room is below `least`."""
+    """Return which layers stay in ``room_nbytes``, for the shortest passes; None if too small."""
     experts = [layer for layer in layers if layer.kind == "experts"]
     if experts and _resident_nbytes(layers) > room_nbytes:
         slot_nbytes = max(layer.expert_nbytes for layer in experts)
@@ -143,7 +143,7 @@ def choose(layers: Sequence[LayerSize], room_nbytes: int) -> Residency | None:
 
 
 def held(layers: Sequence[LayerSize], names: Collection[str], room_nbytes: int) -> tuple[str, ...]:
-    """Return which of the layers ``names`` fit into host memory, as stored, spread evenly."""
+    """Return the layers of ``names`` that fit into host memory, as stored and spread evenly."""
     among = {*names}
     streams = [
         replace(layer, resident_nbytes=layer.read_nbytes)
@@ -156,7 +156,7 @@ def held(layers: Sequence[LayerSize], names: Collection[str], room_nbytes: int) 
 
 
 def least(layers: Sequence[LayerSize]) -> int:
-    """Return the fewest device bytes for which `choose` returns a decision."""
+    """Return the least ``room_nbytes`` for which `choose` does not return None."""
     experts = [layer for layer in layers if layer.kind == "experts"]
     if experts:
         cache_nbytes = max(each.chosen for each in experts) * max(e.expert_nbytes for e in experts)
@@ -170,7 +170,7 @@ def least(layers: Sequence[LayerSize]) -> int:
 
 
 def worth_streaming(layers: Sequence[LayerSize]) -> set[str]:
-    """Return names of the layers that stream if there is no room for them."""
+    """Return names of the layers that are large enough to stream; the others always stay."""
     largest = max((layer.nbytes for layer in layers if layer.kind == "layer"), default=0)
     return {
         layer.name
@@ -181,7 +181,7 @@ def worth_streaming(layers: Sequence[LayerSize]) -> set[str]:
 
 
 def _arenas(layers: Sequence[LayerSize]) -> Iterator[tuple[int, int]]:
-    """Yield sets of slots to try, as the number of slots, and the bytes of one."""
+    """Yield pairs to try: a number of slots, and the bytes of each slot."""
     sizes = sorted({layer.nbytes for layer in layers if layer.kind == "layer" and layer.nbytes})
     for slot_nbytes in sizes:
         for slots in range(1, _MOST_SLOTS + 1):
@@ -193,7 +193,7 @@ def _arenas(layers: Sequence[LayerSize]) -> Iterator[tuple[int, int]]:
 def _sorted_out(
     layers: Sequence[LayerSize], most_nbytes: int
 ) -> tuple[list[LayerSize], list[LayerSize]]:
-    """Return layers that must stay, and those of up to ``most_nbytes`` that may stream."""
+    """Return the layers that must stay, and those of up to ``most_nbytes`` that may stream."""
     worth = worth_streaming(layers)
     needed = [layer for layer in layers if layer.kind != "rows"]
     may = [layer for layer in needed if layer.name in worth and layer.nbytes <= most_nbytes]
@@ -204,7 +204,7 @@ def _sorted_out(
 def _filled(
     layers: Sequence[LayerSize], room_nbytes: int, slots: int, slot_nbytes: int, most_nbytes: int
 ) -> Residency | None:
-    """Decide with these slots; None if they do not fit, or no layer would stream."""
+    """Return the residency with these slots; None if they do not fit, or no layer would stream."""
     must, may = _sorted_out(layers, most_nbytes)
     room = room_nbytes - slots * slot_nbytes - _resident_nbytes(must)
     if room < 0:
@@ -245,14 +245,14 @@ def _decided(
 
 
 def _cost(layers: Sequence[LayerSize], found: Residency) -> tuple[float, int]:
-    """Return the cost of a pass, in bytes hidden by computation; then the device bytes taken."""
+    """Return a sort key: the cost of a pass, in file bytes weighted by `_price`; device bytes."""
     streams = [layer for layer in layers if layer.name in {*found.streams}]
     cost = sum(_price(layer, found.slots, found.slot_nbytes) for layer in streams)
     return cost, found.taken_nbytes
 
 
 def _price(layer: LayerSize, slots: int, slot_nbytes: int) -> float:
-    """Return the cost of streaming a layer in bytes: more if it takes all slots."""
+    """Return a layer's file bytes as its cost in a pass; more if all slots wait for it."""
     alone = -(-layer.nbytes // slot_nbytes) >= slots
     return layer.read_nbytes * (_EXPOSED if alone else 1.0)
 

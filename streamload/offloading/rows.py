@@ -22,7 +22,7 @@ class RowReader:
     def __init__(
         self, checkpoint: Checkpoint, info: TensorInfo, dst: DType, out_of_range: OutOfRange
     ) -> None:
-        """Read nothing yet; ``info``: a tensor of whole bytes with at least one axis."""
+        """Read nothing yet; ``info``: a tensor of at least one axis; ``dst``: dtype of results."""
         self.row_shape, self.dst = info.shape[1:], dst
         self._info = info
         self._header = checkpoint.headers[info.shard]

@@ -16,7 +16,7 @@ _MOST_NAMED = 4
 
 
 class Stays:
-    """Weights of a model that stream and have to stay, as passes have shown.
+    """Collects weights that passes show to be unable to stream, and raises one error for all.
 
     A pass goes on to its end, to find all of them; then it raises in place of returning its output.
     """
@@ -55,9 +55,9 @@ class Stays:
             raise self._error()
 
     def cannot(self, name: str, reason: str, *, outside: bool = False) -> None:
-        """Note why a weight cannot stream: OffloadError is raised now, or at the end of a pass.
+        """Note why a weight cannot stream: raises OffloadError now, or in a pass at its end.
 
-        If ``outside``, a module other than its layer used it, which the next pass may not do.
+        If ``outside``, a module other than its layer used it: that holds for this pass only.
         """
         (self._outside if outside else self._kept).setdefault(name, reason)
         if not self._passes:
@@ -79,7 +79,7 @@ class Stays:
 
 
 def _patterns(found: Iterable[str], streams: Mapping[str, str], fine: Container[str]) -> list[str]:
-    """Return patterns of the weights ``found``, with "*" for numbers if that hits no fine one."""
+    """Return patterns of the weights ``found``, with "*" for numbers unless that hits ``fine``."""
     mine = {*found}
     out: list[str] = []
     for name in found:

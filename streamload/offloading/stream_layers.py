@@ -36,7 +36,7 @@ _SLOTS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A step of the loop, with the places of its tensors."""
+    """A step of a loop over `stream_layers`: its tensors that stay, and its buffers in slots."""
 
     name: str
     stays: Mapping[str, Any]  # by name, tensors that stay
@@ -229,7 +229,7 @@ def stream_layers(
 def _turns(
     steps: Sequence[Step], plan: OffloadPlan, wants: TensorRequests, resident: Mapping[str, Any]
 ) -> list[_Turn]:
-    """Return the steps with the place of each tensor: resident, or a buffer in a slot."""
+    """Return the steps of a loop, each tensor as a resident one or the index of a buffer."""
     order = plan.stream.placements.names if plan.stream is not None else ()
     numbers = {name: number for number, name in enumerate(plan.residency.streams)}
     ranges = plan.layer_placements

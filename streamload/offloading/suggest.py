@@ -26,7 +26,7 @@ _PLAIN = (str, int, float, bool)
 
 
 def suggest_offload(call: Infeasible) -> list[Fit]:
-    """Return the call that offloads this load, with the bytes of a pass; [] if that cannot help."""
+    """Return the call to offload in place of a load that does not fit; [] if that cannot help."""
     checkpoint, options, (fill, _, tied) = call.call
     error, target = call.error, call.target
     devices = [target.name] if isinstance(target, DeviceSpec) else [*target[0].devices.opened]

@@ -30,7 +30,7 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
     def __init__(
         self, model: Any, parameters: Mapping[str, Any], layers: Sequence[str] = ()
     ) -> None:
-        """Inspect a model; see `ModelAdapter`.
+        """Find the objects of a model; ``layers``: patterns of names of its layers.
 
         Raises:
             OffloadError: the model is a dict of tensors, or sharded.
@@ -50,7 +50,7 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
     # --- planning -----------------------------------------------------------------------------
 
     def can_stream(self, module: Any) -> bool:
-        """Whether an object in the model is callable."""
+        """Whether an object in the model is callable, so that its call can fetch weights."""
         return module is not self._model and tinygrad_modules.can_be_wrapped(module)
 
     def is_embedding(self, module: Any) -> bool:
@@ -71,7 +71,7 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
         super().empty(plan, wants)
 
     def begin_streaming(self, plan: OffloadPlan, problem: Problem, device: Device) -> None:
-        """Put weights that stream on memory that raises; compute each layer at its end."""
+        """Let streamed weights raise if used; let resident layers compute as their calls end."""
         self._device, names = device, problem.wants.names
         dtypes = dict(zip(names, problem.dsts, strict=True))
         for name in self._emptied:
@@ -85,22 +85,22 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
             self._wrap(tinygrad_modules.Layer(self._modules[name], tensors))
 
     def stream_layer(self, name: str, number: int, weights: LayerWeights, rounds: Rounds) -> None:
-        """Make an object bring its weights when called."""
+        """Make an object get its weights from ``rounds``, as layer ``number``, at each call."""
         module = self._modules[name]
         places = [(at, self._parameters[weight].tensors) for at, weight in weights]
         self._wrap(tinygrad_modules.StreamedLayer(name, module, number, places, rounds))
 
     def gather_rows(self, name: str, reader: RowReader, device: Device) -> None:
-        """Make an embedding read the rows that it looks up from the file."""
+        """Make an embedding read only the rows that it looks up, from the file to the device."""
         self._wrap(tinygrad_modules.GatheredEmbedding(name, self._modules[name], reader, device))
 
     def end_putting(self, plan: OffloadPlan, rounds: Rounds | None) -> None:
-        """Make the model count passes."""
+        """Make the model count tokens, and passes if anything streams."""
         timed = self.timed if plan.residency.absent else None
         self._wrap(Pass(self._model, self.room, timed))
 
     def take_out(self) -> None:
-        """Restore objects and TinyJits; weights that streamed hold nothing."""
+        """Restore objects and TinyJits; streamed weights hold no values until a new load."""
         super().take_out()
         if self._put_back is not None:
             self._put_back()
@@ -110,10 +110,10 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
 
 
 class Pass(tinygrad_modules.Wrapped):
-    """A substitute for a model's call: counts tokens of a pass, not of the model's KV cache."""
+    """A substitute for a model's call that counts passes and their tokens, not the KV cache's."""
 
     def __init__(self, model: Any, room: TokenRoom, timed: Timed | None = None) -> None:
-        """Change nothing yet; ``timed`` counts passes, None if nothing streams."""
+        """Change nothing yet; ``room`` checks tokens; ``timed``: None if nothing streams."""
         super().__init__(model)
         self._room, self._timed = room, timed
 

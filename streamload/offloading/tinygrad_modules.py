@@ -40,7 +40,7 @@ JIT = type(TinyJit(lambda: None))
 
 
 class TinygradSlots(Slots):
-    """Slots with buffers of tinygrad over them."""
+    """Device memory cut into slots for streamed layers, with buffers of tinygrad over it."""
 
     def __init__(self, memory: Buffer, plan: OffloadPlan) -> None:
         """Cut ``memory`` into slots; raises OffloadError if the device has no views."""
@@ -49,11 +49,11 @@ class TinygradSlots(Slots):
         view_of(memory, 0, memory.nbytes, memory.dtype)
 
     def to_fill(self, layer: int, slot: int) -> list[Buffer]:
-        """Return `buffers`, as workers need no others."""
+        """Return `buffers`: the threads that fill a slot use the same objects."""
         return self.buffers(layer, slot)
 
     def graphs(self, buffers: Sequence[Buffer]) -> Sequence[UOp]:
-        """Return the graphs of weights over ``buffers`` of a slot; the same objects each time."""
+        """Return the graph node (UOp) of each of ``buffers`` of a slot; the same ones each time."""
         return next(graphs for made, graphs in self._made.values() if made is buffers)
 
     def _view(
@@ -64,7 +64,7 @@ class TinygradSlots(Slots):
 
 
 class LentSlots(TinygradSlots):
-    """Slots with tensors over them, for loops of `stream_layers`."""
+    """Slots that lend tensors to a loop of `stream_layers`, one layer at a time."""
 
     _lent: tuple[Sequence[Tensor], Sequence[UOp]] = (), ()
 
@@ -103,7 +103,7 @@ def view_of(buffer: Buffer, start: int, numel: int, dtype: Any) -> Buffer:
 
 
 def _sub_buffer(buffer: Buffer, start: int, numel: int, dtype: Any) -> Buffer:
-    """Return a sub-buffer of OpenCL, which tinygrad has no call for."""
+    """Return OpenCL's sub-buffer from byte ``start`` on, which tinygrad has no call for."""
     from tinygrad.runtime.autogen import opencl as cl
 
     region = cl.cl_buffer_region(origin=start, size=numel * dtype.itemsize)
@@ -161,13 +161,13 @@ def can_be_wrapped(module: Any) -> bool:
 
 
 class Layer(Wrapped):
-    """Computes all tensors that depend on a layer's weights at the end of its call.
+    """A layer that stays, whose call ends by computing all tensors that depend on its weights.
 
-    For layers that stay: kernels then have the same boundaries under every budget.
+    So kernels have the same boundaries under every budget, whether it stays or streams.
     """
 
     def __init__(self, module: Any, weights: Sequence[Tensor]) -> None:
-        """Change nothing yet; ``weights``: of the layer."""
+        """Change nothing yet; ``weights``: the layer's tensors."""
         super().__init__(module)
         self._weights = weights
 
@@ -181,7 +181,7 @@ class Layer(Wrapped):
 
 
 class StreamedLayer(Wrapped):
-    """Brings the weights of a layer that streams while it is called."""
+    """A substitute for a layer's call that has its weights in slots while it computes."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class StreamedLayer(Wrapped):
         places: Sequence[tuple[int, Sequence[Tensor]]],
         rounds: Rounds,
     ) -> None:
-        """Change nothing yet; ``places``: of each weight, index of its buffer, and its tensors."""
+        """Change nothing yet; ``places``: for each weight, its buffer's index, and its tensors."""
         super().__init__(module)
         self._name, self._number = name, number
         self._rounds = rounds
@@ -234,7 +234,7 @@ class StreamedLayer(Wrapped):
 
     @contextmanager
     def _jits(self, slot: int) -> Iterator[None]:
-        """Give the layer's TinyJits what they captured with this slot: captures hold memory."""
+        """Give TinyJits of the layer their captures for this slot: a capture is bound to memory."""
         for jit in jits_in(self._module):
             _, jit.cnt, jit.captured = self._captured.get((id(jit), slot), (jit, 0, None))
         try:
@@ -251,10 +251,10 @@ class StreamedLayer(Wrapped):
 
 
 class GatheredEmbedding(Wrapped):
-    """Reads the rows that an embedding looks up from the file."""
+    """A substitute for an embedding's call that reads only the rows it looks up from the file."""
 
     def __init__(self, name: str, module: nn.Embedding, reader: RowReader, device: Device) -> None:
-        """Change nothing yet; ``device``: gets the rows."""
+        """Change nothing yet; ``reader`` reads rows of the weight, and ``device`` gets them."""
         super().__init__(module)
         self._name, self._reader, self._device = name, reader, device
 
@@ -359,7 +359,7 @@ def absent(name: str, shape: tuple[int, ...], dtype: Any, device: str) -> UOp:
 
 
 def jits_in(obj: Any) -> list[Any]:
-    """Return the TinyJits with a function that an object holds, each once."""
+    """Return all distinct TinyJits inside an object that wrap a function."""
     found = {id(jit): jit for _, jit in walk(obj, JIT) if type(jit) is JIT and jit.fxn is not None}
     return list(found.values())
 

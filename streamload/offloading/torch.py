@@ -40,7 +40,7 @@ class TorchModel(ModelAdapter[TorchParameter]):
     def __init__(
         self, model: Any, parameters: Mapping[str, Any], layers: Sequence[str] = ()
     ) -> None:
-        """Inspect a module; see `ModelAdapter`.
+        """Find the modules of a model; ``layers``: patterns of names of its layers.
 
         Raises:
             OffloadError: the model is no module, is offloaded already, or is sharded.
@@ -62,7 +62,7 @@ class TorchModel(ModelAdapter[TorchParameter]):
     # --- planning -----------------------------------------------------------------------------
 
     def can_stream(self, module: Any) -> bool:
-        """Whether a module has a ``forward``, which no other module bypasses."""
+        """Whether a module has a ``forward``, and no other uses its weights without that."""
         return _computes(module) and id(module) not in self._elsewhere
 
     def only_holds(self, module: Any) -> bool:
@@ -70,13 +70,13 @@ class TorchModel(ModelAdapter[TorchParameter]):
         return module is not None and not _computes(module)
 
     def is_embedding(self, module: Any) -> bool:
-        """Whether a module is torch's embedding, called with indices, and changes no rows."""
+        """Whether a module is torch's own embedding, without max_norm, which rewrites rows."""
         if not isinstance(module, nn.Embedding) or module.max_norm is not None:
             return False
         return type(module).forward is nn.Embedding.forward and "forward" not in module.__dict__
 
     def must_stay(self, name: str) -> bool:
-        """Whether a parameter is a buffer, or is read outside of calls of its module."""
+        """Whether a parameter is a plain buffer, or is read outside of calls of its module."""
         slots = self._parameters[name].slots
         return not all(
             (isinstance(container[key], nn.Parameter) or (id(container), key) in self._parts)
@@ -85,7 +85,7 @@ class TorchModel(ModelAdapter[TorchParameter]):
         )
 
     def experts(self, problem: Problem, stay: Sequence[str]) -> list[LayerGroup]:
-        """Return transformers' fused experts, if they compute in a known form."""
+        """Return transformers' fused experts whose output can be computed expert by expert."""
         wants = problem.wants
         place = {name: at for at, name in enumerate(wants.names)}
         known: dict[Any, Sums | None] = {}  # by class and shapes: modules of a model are alike
@@ -123,7 +123,7 @@ class TorchModel(ModelAdapter[TorchParameter]):
     # --- running ------------------------------------------------------------------------------
 
     def begin_streaming(self, plan: OffloadPlan, problem: Problem, device: Device) -> None:
-        """Put parameters without memory in place of all that stream."""
+        """Put placeholders without memory in place of all parameters that stream."""
         where, stays = torch.device(device.info.name), self._stays
         dtypes = dict(zip(problem.wants.names, problem.dsts, strict=True))
         for name in self._emptied:
@@ -140,7 +140,7 @@ class TorchModel(ModelAdapter[TorchParameter]):
                 container[key] = absent  # tied weights stay one object
 
     def stream_layer(self, name: str, number: int, weights: LayerWeights, rounds: Rounds) -> None:
-        """Make a module bring its weights when called."""
+        """Make a module get its weights from ``rounds``, as layer ``number``, at each call."""
         module = self._modules[name]
         inside = {id(held) for m in module.modules() for held in (m._parameters, m._buffers)}
         places = [
@@ -152,13 +152,13 @@ class TorchModel(ModelAdapter[TorchParameter]):
         self._wrap(torch_modules.StreamedModule(module, number, places, rounds, self._stays))
 
     def stream_experts(self, name: str, layer: int, weights: ExpertWeights, rounds: Rounds) -> None:
-        """Make a module of experts bring those that its router chose."""
+        """Make fused experts fetch those a router chose, as ``layer`` of those in ``rounds``."""
         places = [{key.rpartition(".")[2]: at for key, at in each.items()} for each in weights]
         module, sums = self._modules[name], self._sums[name]
         self._wrap(StreamedExperts(module, layer, sums, places, rounds))
 
     def gather_rows(self, name: str, reader: RowReader, device: Device) -> None:
-        """Make an embedding read the rows that it looks up from the file."""
+        """Make an embedding read only the rows that it looks up, from the file to the device."""
         where = torch.device(device.info.name)
         self._wrap(torch_modules.GatheredEmbedding(self._modules[name], reader, where))
 
@@ -188,7 +188,7 @@ class TorchModel(ModelAdapter[TorchParameter]):
         self._model = nn.Module()
 
     def take_out(self) -> None:
-        """Restore the modules; weights that streamed hold nothing."""
+        """Restore the modules; streamed weights hold no values until the model is loaded again."""
         for name in self._emptied:
             slots = self._parameters[name].slots
             before = self._before.get(name) or [held[key] for held, key in slots]
@@ -201,7 +201,7 @@ class TorchModel(ModelAdapter[TorchParameter]):
 
 
 class Pass(torch_modules.Wrapped):
-    """A substitute for the ``forward`` of a model: counts tokens, and passes if layers stream."""
+    """A substitute for a model's ``forward`` that counts tokens, and passes if layers stream."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class Pass(torch_modules.Wrapped):
         trains: bool = False,
         has_cache: bool = True,
     ) -> None:
-        """Change nothing yet; ``stays`` is None if nothing streams.
+        """Change nothing yet; ``stays`` notes misused weights, None if nothing streams.
 
         ``trains``: whether the model had trainable parameters. ``has_cache``: whether its tokens
         go into the KV cache.
@@ -264,7 +264,7 @@ def _has_integers(value: Any) -> bool:
 
 
 def _modules_by_name(model: nn.Module, unwrapped: Callable[[str], str]) -> dict[str, nn.Module]:
-    """Return modules by their names without wrappers; of a wrapped module, its wrapper."""
+    """Return modules by name without wrappers' parts; for a wrapped module, its wrapper."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         found.setdefault(unwrapped(f"{name}.").removesuffix("."), module)

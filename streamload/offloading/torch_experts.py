@@ -31,7 +31,7 @@ _TRIED = 4  # small experts, of which tokens choose three: sums of two round ali
 
 
 class Routed(NamedTuple):
-    """The input of a module of experts."""
+    """The input of a module of experts: states, each token's chosen experts, their weights."""
 
     states: torch.Tensor  # (tokens, width)
     choices: torch.Tensor  # (tokens, chosen): experts of each token; unknown numbers are left out
@@ -39,7 +39,7 @@ class Routed(NamedTuple):
 
 
 def number_of_experts(module: nn.Module) -> int:
-    """Return how many experts a module has, if its weights are those of all experts; else 0."""
+    """Return the number of experts of a module whose weights have an axis of experts; else 0."""
     count = getattr(module, "num_experts", None)
     own = [*module.parameters(recurse=False)]
     fused = type(count) is int and bool(own) and all(each.shape[:1] == (count,) for each in own)
@@ -54,7 +54,7 @@ def number_chosen(module: nn.Module) -> int:
 
 
 def sums_of(module: nn.Module) -> Sums | None:
-    """Return how fused experts add their outputs; None if a trial finds no known form."""
+    """Return how (`Sums`) fused experts add their outputs, by trials; None if no form matches."""
     eager = getattr(type(module).forward, "__wrapped__", None)
     if eager is None or not hasattr(module, "_apply_gate"):
         return None
@@ -75,7 +75,7 @@ def sums_of(module: nn.Module) -> Sums | None:
 
 
 def _grouped_mm() -> Callable[..., torch.Tensor]:
-    """Return transformers' implementation "grouped_mm", from a module that its models import."""
+    """Return transformers' function that computes experts by the implementation "grouped_mm"."""
     found: Callable[..., torch.Tensor] = sys.modules[
         "transformers.integrations.moe"
     ].grouped_mm_experts_forward
@@ -83,7 +83,7 @@ def _grouped_mm() -> Callable[..., torch.Tensor]:
 
 
 def _sizes(module: nn.Module) -> Callable[[int], int]:
-    """Return a function that maps sizes of axes of a module's weights to small ones, in scale."""
+    """Return a function that scales lengths of axes of a module's weights down, for trials."""
     divisor = math.gcd(*(n for each in module.parameters(recurse=False) for n in each.shape[1:]))
     scale = min(divisor, 8)  # grouped_mm wants rows of whole 16 bytes
     return lambda n: n // divisor * scale
@@ -103,7 +103,7 @@ def _small(module: nn.Module) -> nn.Module:
 
 
 def _trials(module: nn.Module) -> Iterator[Routed]:
-    """Yield inputs for `_small` experts, whose outputs show the dtype of sums."""
+    """Yield inputs for `_small` experts, whose outputs differ with the dtype of sums."""
     random, weight = torch.Generator("cpu").manual_seed(1), module._parameters["down_proj"]
     assert weight is not None
     width = _sizes(module)(weight.shape[2 if getattr(module, "is_transposed", False) else 1])
@@ -120,7 +120,7 @@ _Give = Callable[[Sequence[int]], _Given]  # from numbers of experts
 
 
 def _all_of(module: nn.Module) -> _Give:
-    """Return a function that yields weights of experts, of a module that has them in memory."""
+    """Return a function that yields (expert, weights) of a module that has them in memory."""
     own = dict(module.named_parameters(recurse=False))
 
     def give(chosen: Sequence[int]) -> _Given:
@@ -131,9 +131,9 @@ def _all_of(module: nn.Module) -> _Give:
 
 
 def computed(module: Any, sums: Sums, routed: Routed, give: _Give) -> torch.Tensor:
-    """Return the module's output, (tokens, width), as by transformers' eager implementation.
+    """Return the output of experts, (tokens, width), as transformers' eager implementation does.
 
-    If ``sums`` is "grouped", as by its "grouped_mm". ``give`` yields experts in the order asked.
+    If ``sums`` is "grouped", as its "grouped_mm". ``give`` yields experts' weights, as asked.
     """
     if sums == "grouped":
         return _computed_grouped(module, routed, give)
@@ -154,7 +154,7 @@ def computed(module: Any, sums: Sums, routed: Routed, give: _Give) -> torch.Tens
 
 
 def _parts(flat: torch.Tensor, count: int) -> dict[int, slice]:
-    """Return, by expert below ``count``, its slice of the choices when these are sorted."""
+    """Return for each expert below ``count`` its slice of ``flat``, all choices, once sorted."""
     asked, counts = torch.unique(flat.cpu(), return_counts=True)  # the one wait for the device
     ends = counts.cumsum(0)
     rows = zip(asked.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True)
@@ -199,7 +199,7 @@ def _project(module: Any, states: torch.Tensor, own: _Weights, name: str) -> tor
 
 
 class StreamedExperts(Wrapped):
-    """A substitute for the ``forward`` of fused experts that brings the experts a router chose."""
+    """A substitute for the ``forward`` of fused experts that fetches only the chosen ones."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class StreamedExperts(Wrapped):
         places: Sequence[dict[str, int]],
         rounds: Rounds,
     ) -> None:
-        """Change nothing yet; ``places``: by expert, the index of each weight's buffer by name."""
+        """Change nothing yet; ``places``: for each expert, indices of buffers by weight's name."""
         super().__init__(module)
         self._layer, self._sums, self._places, self._rounds = layer, sums, places, rounds
 

@@ -22,7 +22,7 @@ class Face:
     __slots__ = ("__weakref__", "_call", "_function", "_method", "_refusal")
 
     def __new__(cls, method: Callable[..., Any], call: Any, refusal: str = "") -> Any:
-        """Make a face; if ``method`` is one, bind it to the object ``call``, as WeakMethod does."""
+        """Make a face; if ``method`` is one, bind it to the object ``call`` (for WeakMethod)."""
         if type(method) is Face:
             return MethodType(method, call)
         return object.__new__(cls)
@@ -78,7 +78,7 @@ def _method_of(face: Face) -> Any:
 
 
 def _function_of(method: Any, call: Callable[..., Any], refusal: str) -> Face:
-    """Return a face of a method's function, which calls ``call`` only for the method's object."""
+    """Return a face of a method's function; it calls ``call`` if given the method's own object."""
     function, owner = method.__func__, id(method.__self__)
 
     def called(*args: Any, **kwargs: Any) -> Any:

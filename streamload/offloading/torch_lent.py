@@ -36,7 +36,7 @@ class _Lent:
 
 
 def weight_of(tensor: torch.Tensor) -> nn.Parameter:
-    """Return a parameter to lend to modules over a tensor in a slot, whose storage only it uses."""
+    """Return a parameter over a tensor in a slot, with its own storage, to lend to modules."""
     with torch.inference_mode(False), torch.no_grad():
         made = nn.Parameter(tensor, requires_grad=False)
     del tensor
@@ -64,7 +64,7 @@ def lend(weight: torch.Tensor, stands: torch.Tensor) -> None:
 
 
 def after_error(weights: Sequence[torch.Tensor]) -> None:
-    """Allow one more reference to weights, by a traceback, as notebooks and debuggers keep it."""
+    """Allow one more reference to each weight, by the error's traceback, which may be kept."""
     for weight in weights:
         was: _Lent | None = getattr(weight, _LENT)
         if was is not None:
@@ -103,19 +103,19 @@ def take_back(weight: torch.Tensor) -> None:
 
 
 def forget(weight: torch.Tensor) -> None:
-    """Drop the state of a weight that is lent no more."""
+    """Drop the state that `lend` noted, as the weight is lent no more."""
     weight.__dict__.pop(_LENT, None)
 
 
 def is_kept(weights: Sequence[torch.Tensor], at: int, before: int) -> bool:
-    """Return whether Python has more references to ``weights[at]`` than ``before``."""
+    """Return whether Python has more than ``before`` references to ``weights[at]``: it is kept."""
     if sys.getrefcount(weights[at]) > before:
         gc.collect()  # an unused cycle may hold it
     return sys.getrefcount(weights[at]) > before
 
 
 def why_kept(weight: Any, given: torch.Tensor) -> str:
-    """Return how a module that was given a weight, and now has ``weight``, misused it; or ""."""
+    """Return how a module misused the weight ``given``, in whose place it has ``weight``, or ""."""
     if weight is not given:
         return "puts another tensor in its place"
     was: _Lent = getattr(given, _LENT)

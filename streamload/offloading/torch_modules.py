@@ -53,7 +53,7 @@ _VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 class StreamedParameter(torch.Tensor):
     """Placeholder of a weight that streams: it has a shape and dtype, but no memory.
 
-    Any function that needs values raises, or reports to ``stays`` and computes with zeros.
+    A function that needs values raises, or in a pass gets zeros: the pass raises at its end.
     """
 
     _streamload_streamed: str
@@ -71,7 +71,7 @@ class StreamedParameter(torch.Tensor):
         requires_grad: bool = False,
         stays: Stays | None = None,
     ) -> StreamedParameter:
-        """Make a placeholder; ``name`` is for errors. Without ``stays``, a use raises at once."""
+        """Make a placeholder; ``name``: for errors; ``stays`` collects uses, None: each raises."""
         made: StreamedParameter = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
         )
@@ -85,7 +85,7 @@ class StreamedParameter(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call functions that need no values; others get zeros, and are reported."""
+        """Call functions that need no values; others get zeros, and are noted as errors."""
         name = func.__name__
         if name in ("__get__", "__set__"):  # access to an attribute
             attribute = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -101,7 +101,7 @@ class StreamedParameter(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call operators of autograd and C++ code with zeros, and report the use."""
+        """Call operators of autograd and C++ code with zeros, and note the use as an error."""
         given = tree_map_only(StreamedParameter, partial(_zeros, str(func)), (args, kwargs or {}))
         return func(*given[0], **given[1])
 
@@ -119,7 +119,7 @@ class StreamedParameter(torch.Tensor):
 
 
 def _zeros(what: str, weight: StreamedParameter) -> torch.Tensor:
-    """Report that a function, ``what``, used a weight outside of its layer; return zeros for it."""
+    """Note as an error that function ``what`` used a weight outside of its layer; return zeros."""
     stays = weight._streamload_stays
     reason = (
         f"streams from its file when its layer computes, and is not here now ({what}): a model "
@@ -170,7 +170,7 @@ def _entries(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
 
 
 class TensorSlots(Slots):
-    """Slots with plain tensors of torch over them, for loops of `stream_layers`."""
+    """Slots (parts of device memory) with plain tensors of torch, for loops of `stream_layers`."""
 
     def _view(self, start: int, stop: int, dtype: DType, shape: tuple[int, ...]) -> tuple[Any, Any]:
         with torch.inference_mode(False), torch.no_grad():
@@ -189,7 +189,7 @@ class TensorSlots(Slots):
         self._made.clear()
 
     def lend(self, buffers: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return the tensors themselves; raises OffloadError while computation is recorded."""
+        """Return the buffers as they are; raises OffloadError while torch records computation."""
         refuse_capture()
         return buffers
 
@@ -199,7 +199,7 @@ class TensorSlots(Slots):
 
 
 class TorchSlots(TensorSlots):
-    """Slots with parameters over them, for modules; each has a storage that counts references."""
+    """Slots with parameters over them, for modules; each has its own storage, to count uses."""
 
     weight_of = staticmethod(torch_lent.weight_of)
 
@@ -209,7 +209,7 @@ class TorchSlots(TensorSlots):
 
 
 def refuse_capture() -> None:
-    """Raise OffloadError while torch records computation: a replay would not bring weights."""
+    """Raise OffloadError if torch traces, exports or captures: a replay would not fetch weights."""
     proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     if torch.jit.is_tracing() or proxies or captured:
@@ -226,12 +226,12 @@ def _run(wrapped: Any, args: Any, kwargs: Any) -> Any:
 
 @cache
 def _uncompiled() -> Callable[..., Any]:
-    """Return `_run` as torch.compile leaves it: with nothing compiled."""
+    """Return `_run`, marked so that torch.compile compiles nothing in it."""
     return cast("Callable[..., Any]", torch.compiler.disable(_run))
 
 
 class Wrapped:
-    """A substitute for the ``forward`` of a module, called in its place; subclasses compute.
+    """A substitute for the ``forward`` of a module; subclasses define what it computes.
 
     It keeps no reference to the module, so that a model without users is freed at once.
     """
@@ -248,7 +248,7 @@ class Wrapped:
         return module
 
     def put(self) -> None:
-        """Replace the module's ``forward`` by an object that looks like it."""
+        """Replace the module's ``forward`` by an object that looks like it, and calls this."""
         refusal = "a model that is offloaded cannot be copied or saved"
         face: Any = Face(self._own, self._call, refusal)
         self._module.forward = face
@@ -260,7 +260,7 @@ class Wrapped:
         return cast("Callable[..., Any]", own)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute, and let torch.compile compile nothing of it.
+        """Call the substitute, and let torch.compile compile nothing of it.
 
         Until dynamo is imported, which takes more than a second, nothing is compiled anyway.
         """
@@ -290,12 +290,12 @@ class _NoBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        """Return a view of the output."""
+        """Return a view of ``output``; ``token`` needs gradients, so `backward` gets called."""
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Raise OffloadError."""
+        """Raise OffloadError: gradients do not go through layers that stream."""
         raise OffloadError(
             "a model that is offloaded cannot be trained: no gradients go through layers that "
             "stream; load the model, or call it under torch.no_grad()"
@@ -318,7 +318,7 @@ def no_backward(found: Any) -> Any:
 
 
 class StreamedModule(Wrapped):
-    """A substitute for the ``forward`` of a layer that brings its weights while it computes."""
+    """A substitute for a layer's ``forward`` that has its weights in slots while it computes."""
 
     def __init__(
         self,
@@ -328,7 +328,7 @@ class StreamedModule(Wrapped):
         rounds: Rounds,
         stays: Stays,
     ) -> None:
-        """Change nothing yet; ``places``: of each weight, index of its buffer, and (dict, key)."""
+        """Change nothing yet; ``places``: of each weight, its buffer's index, its (dict, key)."""
         super().__init__(module)
         self._number, self._rounds = number, rounds
         self._places = [(at, held, key, held[key]) for at, (held, key) in places]
@@ -385,7 +385,7 @@ class StreamedModule(Wrapped):
             yield
 
     def _check_given_back(self, buffers: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
-        """Report weights that the module changed or kept: the next pass would not detect it."""
+        """Note as errors weights that the module changed, or has more than ``counts`` uses of."""
         for at, container, key, absent in self._places:
             problem = torch_lent.why_kept(container.get(key), buffers[at])
             if not problem and torch_lent.is_kept(buffers, at, counts[at]):
@@ -396,7 +396,7 @@ class StreamedModule(Wrapped):
                 self._stays.fine.add(absent._streamload_streamed)
 
     def _check_attributes(self, buffers: Sequence[torch.Tensor]) -> None:
-        """After an error, report weights that attributes keep; its traceback may keep others."""
+        """After an error, note weights that attributes keep; its traceback may keep others."""
         if not buffers:
             return
         kept = torch_lent.kept_in(self._module, buffers)
@@ -406,13 +406,13 @@ class StreamedModule(Wrapped):
                 self._cannot(absent, "keeps it or a view of it")
 
     def _cannot(self, absent: Any, problem: str) -> None:
-        """Report a weight with a problem: what the module does with it."""
+        """Note as an error what the module does with the weight of placeholder ``absent``."""
         said = f"streams, and {type(self._module).__name__} {problem} when it computes"
         name = absent._streamload_streamed
         self._stays.cannot(name, f"{said}; the memory is another layer's next")
 
     def _check(self, had: Any, absent: Any) -> None:
-        """Report if another tensor, ``had``, was put in place of a weight."""
+        """Note as an error if ``had``, another tensor, is in place of placeholder ``absent``."""
         if not isinstance(had, StreamedParameter) and not torch_lent.is_lent(had):
             reason = (
                 "streams, and something has put another tensor in its place, which would not be "
@@ -422,15 +422,15 @@ class StreamedModule(Wrapped):
 
 
 class GatheredEmbedding(Wrapped):
-    """A substitute for the ``forward`` of an embedding that reads the needed rows from the file."""
+    """A substitute for an embedding's ``forward`` that reads only the needed rows of the file."""
 
     def __init__(self, module: nn.Embedding, reader: RowReader, device: torch.device) -> None:
-        """Change nothing yet; ``device``: gets the rows."""
+        """Change nothing yet; ``reader`` reads rows of the weight, and ``device`` gets them."""
         super().__init__(module)
         self._reader, self._device = reader, device
 
     def __call__(self, input: torch.Tensor) -> Any:
-        """Look up rows by index, of any shape."""
+        """Return the rows for ``input``, indices in any shape; reads each row once."""
         refuse_training(self._module)
         asked, inverse = torch.unique(input, return_inverse=True)
         read = torch.from_numpy(self._reader.read(asked.tolist()))

@@ -46,7 +46,7 @@ class Viewable(NamedTuple):
 
 
 def can_be_views(plan: Plan, checkpoint: Checkpoint) -> Viewable:
-    """Return whether the CPU can use all tensors of a ``residence="auto"`` plan in their files."""
+    """Return whether the CPU can use tensors of a ``residence="auto"`` plan in files, uncopied."""
     placements = plan.placements
     unaligned, movable = "", True
     for kind, source in zip(placements.kinds, placements.sources, strict=True):
@@ -72,7 +72,7 @@ class FileViews(Slots):
         device: Device,
         weight_of: Callable[[Any], Any],
     ) -> None:
-        """Map the files, and read nothing; ``weight_of``: see `Slots.weight_of`.
+        """Map the files, and read nothing; ``weight_of`` makes a weight over a mapped tensor.
 
         Raises:
             FileChangedError: a file changed since its header was read.
@@ -128,7 +128,7 @@ class FileViews(Slots):
             raise unreadable(shard, OSError(code, "its pages cannot be mapped"))
 
     def let_go(self, layer: int) -> None:
-        """Unmap the pages of a layer; drop them from the page cache, too, if that is short."""
+        """Unmap the pages of a layer; drop them from the page cache, too, if it lacks room."""
         for shard, start, stop in self._ranges[layer]:
             unmap_pages(self._addresses[shard] + start, self._addresses[shard] + stop)
             if not self._keeps and isinstance(shard, Path):
@@ -179,7 +179,7 @@ class FileViews(Slots):
 
 
 def _merged(ranges: Sequence[tuple[Location, int, int]]) -> list[tuple[Location, int, int]]:
-    """Return ranges of files, in order, with adjacent ones merged."""
+    """Return ranges (file, start, stop), in order, with adjacent ones of a file merged."""
     found: list[tuple[Location, int, int]] = []
     for shard, start, stop in ranges:
         if found and (found[-1][0], found[-1][2]) == (shard, start):

@@ -86,7 +86,7 @@ def takes_those_of_transformers(function: _Function) -> _Function:
 def translated(
     given: Mapping[str, Any], known: frozenset[str], path: object = None
 ) -> dict[str, Any]:
-    """Return our arguments, named in `known`, for transformers'; ValueError if one has no equal."""
+    """Return transformers' arguments as ours, in `known`; ValueError if one has no counterpart."""
     rest = {name: value for name, value in given.items() if name not in _WITHOUT_EFFECT}
     out = {name: rest.pop(name) for name in list(rest) if name in known}
     for name, instead in _INSTEAD.items():
@@ -187,7 +187,7 @@ def _check_torch_files(path: Any, out: Mapping[str, Any], known: frozenset[str])
 def _refuse_disk(
     name: str, devices: Sequence[str], known: frozenset[str], budget: object = None
 ) -> None:
-    """Raise ValueError, with the arguments to write, if the disk is among the devices."""
+    """Raise ValueError, with the arguments to write for `name`, if the disk is among `devices`."""
     if _DISK not in devices:
         return
     others = [device for device in devices if device != _DISK]

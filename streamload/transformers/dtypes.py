@@ -67,7 +67,7 @@ class Dtypes:
         return replace(self, main=parse_dtype(str(quantizer.update_dtype(_torch(self.main)))))
 
     def rules(self, names: Names) -> dict[str, Any]:
-        """Return dtypes by pattern: the caller's, and those that transformers fixes."""
+        """Return dtypes by pattern of names: the caller's, and those that transformers fixes."""
         given, rest = split_rules(self.asked, self.main)
         if rest == "checkpoint":
             return {**given, "*": rest}

@@ -27,7 +27,7 @@ from streamload.transformers.saving import METHOD, left_by_theirs, own_config, w
 
 
 def holding(checkpoint: Checkpoint, formats: Mapping[str, str]) -> dict[str, Any] | None:
-    """Find the modules that can hold tensors in these formats; None if the model does not open.
+    """Find which tensors modules can hold in `formats`, by tensor; None if the model does not open.
 
     Returns facts of `streamload.conversion.openable.Verdict`, and ``holders``, the classes of
     modules that can hold such weights, in words.
@@ -75,7 +75,7 @@ def holding(checkpoint: Checkpoint, formats: Mapping[str, str]) -> dict[str, Any
 
 
 def _kept_in_float32(model: Any, tensors: Mapping[str, str], formats: set[str]) -> list[str]:
-    """Return tensors of modules that transformers' quantizer for bitsandbytes does not replace."""
+    """Return tensors that transformers' quantizer for bitsandbytes leaves in float32."""
     said = SCHEMES[next(iter(formats))].config([], "float32") if len(formats) == 1 else None
     kept = list(model._keep_in_fp32_modules or ())
     if said is None or said["quant_method"] != "bitsandbytes" or not kept:

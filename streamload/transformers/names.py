@@ -40,7 +40,7 @@ class Renames:
 
     @classmethod
     def of(cls, model: Any, key_mapping: Mapping[str, str] | None, quantizer: Any) -> Renames:
-        """Get transformers' rules for a model; its quantizers' do not apply to stored values."""
+        """Return transformers' rules for a model, without its quantizers', which change values."""
         transforms = get_model_conversion_mapping(model, key_mapping, quantizer)
         transforms = [
             one
@@ -52,7 +52,7 @@ class Renames:
         return cls(transforms, renamings, converters, model.base_model_prefix, model.state_dict())
 
     def __call__(self, tensor: str) -> tuple[str, str | None]:
-        """Return a tensor's name in the model, and the pattern of its converter or None."""
+        """Return a tensor's name in the model, and its converter's pattern; None if values stay."""
         lists, rest = (self.renamings, self.converters), (self.prefix, self.state)
         found: tuple[str, str | None] = rename_source_key(tensor, *lists, *rest)
         if found[0] not in self.state and tensor in self.state:  # it has its new name already
@@ -112,7 +112,7 @@ class Names:
             self.refused[name] = f"{both} would both become it"
 
     def _convert(self, converter: Any, name: str, members: Sequence[tuple[str, str]]) -> None:
-        """Find the rows of `members` (pattern, tensor) that a converter joins, by row numbers."""
+        """Add to `fill` the rows of `members` (pattern, tensor) that a converter joins."""
         if any(map(_of_quantizer, converter.operations)):
             self.refused[name] = (
                 "transformers dequantises its parts to put them together: such experts are opened "

@@ -185,7 +185,7 @@ def _check_names(folder: Path, given: Mapping[str, Any], place: Mapping[str, Any
 
 
 def _alone(folder: Path, given: Mapping[str, Any], fits: bool, arguments: str) -> str:
-    """Return source text that loads (or offloads) a pipeline's largest model and passes it."""
+    """Return code that loads (offloads unless `fits`) a pipeline's largest model, and passes it."""
     models = {
         name: (sum(file.stat().st_size for file in where.iterdir()), where, found)
         for name, (found, where) in _classes(folder, given).items()
@@ -298,7 +298,7 @@ def _inside(pattern: str, prefix: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Diffused:
-    """A model of diffusers on the meta device, matched to a checkpoint; see `Prepared`."""
+    """A model of diffusers on the meta device, matched to a checkpoint and ready to load."""
 
     model: Any
     checkpoint: Checkpoint
@@ -307,7 +307,7 @@ class _Diffused:
 
     @classmethod
     def of(cls, model_class: Any, checkpoint: Checkpoint, folder: Path, asked: Any) -> _Diffused:
-        """Build and match a model as diffusers does; reads headers only."""
+        """Build and match a model as diffusers does; `asked`: its dtype; reads headers only."""
         config = model_class.load_config(str(folder), local_files_only=True)
         if config.get("quantization_config") is not None:
             raise CheckpointError(folder, "the checkpoint is quantised: diffusers alone loads it")
@@ -359,7 +359,7 @@ class _Diffused:
         return (pair for pair in self.model.named_buffers() if pair[0] not in self.fill)
 
     def untied(self) -> bool:
-        """Return False: models of diffusers have no tied weights."""
+        """Return whether weights were untied: never, as models of diffusers tie none."""
         return False
 
     def finish(self, report: LoadReport) -> None:
@@ -380,7 +380,7 @@ def _part(
     devices: Devices,
     options: PipelineOptions,
 ) -> _Diffused | Prepared:
-    """Build one model of a pipeline on the meta device, and match it to its checkpoint."""
+    """Build one model of a pipeline on the meta device, and match it; `asked`: its ``dtype=``."""
     if issubclass(model_class, diffusers.ModelMixin):
         return _Diffused.of(model_class, checkpoint, folder, asked)
     stored: Counter[str] = Counter()

@@ -93,7 +93,7 @@ class Prepared:
         return beside_nbytes(self.names, devices) + self.quantized.beside_nbytes
 
     def load(self, devices: Devices, adapter_nbytes: int, options: ModelOptions) -> LoadReport:
-        """Load the model and keep `adapter_nbytes` free on each device."""
+        """Load the model, and keep `adapter_nbytes` free on each device for an adapter."""
         asked = self._asked(devices, adapter_nbytes, options)
         try:
             report = load_state_dict(self.model, self.checkpoint, **asked)
@@ -107,7 +107,7 @@ class Prepared:
         return replace(report, notes=(*report.notes, *self.quantized.notes))
 
     def offload(self, devices: Devices, options: ModelOptions, how: Mapping[str, Any]) -> Offloaded:
-        """Offload the model; raises OffloadError if its modules cannot compute on stored bytes."""
+        """Offload the model (`how`: options); OffloadError if quantized weights cannot stream."""
         if self.quantized.stays:
             raise OffloadError(f"{self.checkpoint.path}: {self.quantized.stays}")
         asked = {**how, **self._asked(devices, 0, options)}
@@ -134,7 +134,7 @@ class Prepared:
 
 
 def quantized_as(checkpoint: Checkpoint, config: Any, asked: Any) -> Quantization:
-    """Return the steps for quantized weights: the checkpoint's, else those for `asked`."""
+    """Return a load's steps for quantized weights: as stored, else as `asked`, else none."""
     stored = CodedCheckpoint.of(checkpoint, config) or QuantizedCheckpoint.of(
         checkpoint, config, asked
     )
@@ -146,7 +146,7 @@ def quantized_as(checkpoint: Checkpoint, config: Any, asked: Any) -> Quantizatio
 def filling(
     options: Any, fill: Mapping[str, Source], dtype: DTypeArgument, beside_nbytes: int
 ) -> dict[str, Any]:
-    """Return a load's options for matched names, with `beside_nbytes` more in reserve."""
+    """Return `options` of a load that fills the names in `fill`, with more bytes in reserve."""
     return {
         **options,
         "dtype": dtype,
@@ -171,6 +171,6 @@ def load_untied(load: Callable[[], _Loaded], *models: Any) -> _Loaded:
 
 
 def without_stale_notes(report: LoadReport, model: Any) -> LoadReport:
-    """Return a report without the notes on buffers that get their values after the load."""
+    """Return a report without notes on buffers without values: they get them after the load."""
     stale = on_unstored(framework("torch").unstored(model), report.plan)
     return replace(report, notes=tuple(note for note in report.notes if note not in stale))

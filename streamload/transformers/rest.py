@@ -59,7 +59,7 @@ def untie(names: Names, alike: Callable[[Checkpoint, Source, Source], bool]) -> 
 
 
 def stored_alike(checkpoint: Checkpoint, a: Source, b: Source) -> bool:
-    """Return whether two tied weights may be equal: dtype and shape are; reads no data."""
+    """Return whether both copies of a tied weight have one dtype and shape; reads no data."""
     one, other = (checkpoint.tensors[source.rows[0].tensor].dtype for source in (a, b))
     return a.shape == b.shape and one is other
 
@@ -119,7 +119,7 @@ def initialise_the_rest(model: Any, checkpoint: Checkpoint, report: LoadReport) 
 
 
 def _on(device: torch.device, old: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on a device; one from the meta device is filled with the mark for unset."""
+    """Return a tensor on a device; if it was on the meta device, filled with `_marked`'s marks."""
     if old.device.type == "meta":
         new = torch.empty_like(old, device=device, memory_format=torch.contiguous_format)
         for block, mark in _marked(new):
@@ -142,9 +142,9 @@ def _has_mark(dtype: torch.dtype) -> bool:
 
 
 def _marked(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the bytes of a contiguous tensor in blocks, each with the bytes that mark it as unset.
+    """Yield a contiguous tensor's bytes in blocks, each with the bytes that mark it as unset.
 
-    These are one unlikely value, or a random pattern; for a few elements of other dtypes, zeros.
+    A mark is one unlikely value, if the dtype has one; else a random pattern, or a few zeros.
     """
     dtype = tensor.dtype
     if _has_mark(dtype):

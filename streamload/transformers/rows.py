@@ -25,7 +25,7 @@ COLUMNS = 4
 
 
 class NotRowsError(ValueError):
-    """The result of an operation does not consist of whole rows of its inputs."""
+    """Raised if the result of an operation does not consist of whole rows of its inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Numbered:
         return cls(tuple(tensors), shapes, bases, min(COLUMNS, length), length)
 
     def ids(self, index: int) -> torch.Tensor:
-        """Return a tensor's numbers, in its shape but for the last of several axes."""
+        """Return the numbers of tensor `index` in its shape; the last of several axes is cut."""
         shape = self.shapes[index]
         start, stop = (base * self.columns for base in self.bases[index : index + 2])
         small = self.bases[-1] * self.columns < 2**29  # the other numbers fit too
@@ -63,7 +63,7 @@ class Numbered:
         return numbers.view(*shape[:-1], self.columns) if len(shape) > 1 else numbers.view(shape)
 
     def source(self, ids: torch.Tensor) -> Source:
-        """Return the rows in a result; NotRowsError if it is not whole rows of the first axis."""
+        """Return the source of `ids`, a result; NotRowsError if not rows of the first axis."""
         if ids.dtype not in (torch.int32, torch.int64):
             raise NotRowsError("the dtype changes")
         shape = tuple(ids.shape)
@@ -105,7 +105,7 @@ class Narrow:
         self._model = model
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        """Return an empty stand-in for a parameter, with at most `COLUMNS` columns."""
+        """Return an empty stand-in for a parameter, with as few columns as numbered rows."""
         shape = tuple(self._model.get_parameter(name).shape)
         narrow = (*shape[:-1], min(COLUMNS, shape[-1])) if len(shape) > 1 else shape
         return torch.empty(narrow, device="meta")

@@ -90,7 +90,7 @@ def _holds_codes(model: nn.Module) -> bool:
 
 
 class CodedModel:
-    """The base of models with quantized weights in modules of streamload; see `as_coded`."""
+    """A base for models with quantized weights of streamload: counts, casts and saves them."""
 
     saves_codes = True
 
@@ -182,7 +182,7 @@ class CodedModel:
 
 
 def _set_config(config: Any, said: Any) -> None:
-    """Set a model configuration's ``quantization_config``; None removes it."""
+    """Set a model configuration's ``quantization_config``, or remove it for None."""
     config.quantization_config = said
     if said is None:
         del config.quantization_config
@@ -228,7 +228,7 @@ def _named(
 
 
 def layout(model: Any, state: Mapping[str, Any]) -> tuple[CodedConfig | None, dict[str, Any]]:
-    """Return the ``quantization_config`` of a state dict, and it with shared weights listed once.
+    """Return a state dict's ``quantization_config``, and the state with shared weights once.
 
     None if no weight is quantized; raises ValueError if `state` lacks a part of one.
     """
@@ -272,7 +272,7 @@ def config_of(model: Any, coded: Mapping[str, CodedWeight]) -> CodedConfig:
 
 
 def own_config(coded: Mapping[str, CodedWeight]) -> dict[str, Any]:
-    """Return the configuration that streamload alone opens; `coded` has a checkpoint's names."""
+    """Return a ``quantization_config`` for streamload alone; `coded` has a checkpoint's names."""
     by_format: dict[str, list[str]] = {}
     for name, each in coded.items():
         by_format.setdefault(each.format, []).append(name)
@@ -339,7 +339,7 @@ def _is_product(module: nn.Module) -> bool:
 
 
 def _come_back(model: Any, coded: Mapping[str, CodedWeight]) -> bool:
-    """Return whether a weight's parts still match by name in files that transformers writes."""
+    """Return whether weights' parts keep matching names in files that transformers writes."""
     parts = {
         name: [name.removesuffix("weight") + part for part in said.names("weight")]
         for name, said in coded.items()
@@ -358,7 +358,7 @@ def _come_back(model: Any, coded: Mapping[str, CodedWeight]) -> bool:
 
 
 def formats_of(said: Mapping[str, Any]) -> dict[str, str]:
-    """Return the formats by weight in streamload's own configuration; ValueError if invalid."""
+    """Return the format of each weight by a ``quantization_config``; ValueError if invalid."""
     listed = said.get(_FORMATS)
     if not isinstance(listed, Mapping) or not listed:
         raise ValueError(f"quantization_config has no {_FORMATS}")

@@ -29,10 +29,10 @@ class Maker(ABC):
 
     @abstractmethod
     def make(self, module: Any, parts: dict[str, torch.Tensor]) -> nn.Parameter:
-        """Return a parameter over the parts, which have their names in the module; no copies."""
+        """Return the weight over its parts, by their names in the module, without copies."""
 
     def forget(self, module: Any) -> None:  # noqa: B027
-        """Drop a module's references to parts outside of its parameter."""
+        """Drop references to the parts that a module keeps besides its weight."""
 
     def watch(self, module: Any) -> None:  # noqa: B027
         """Keep calls of a module from changing the stored parts of a weight that is built once."""
@@ -79,7 +79,7 @@ class FourBit(Maker):
         module.quant_state = None
 
     def watch(self, module: Any) -> None:
-        """Let readers other than the module see the stored values after they are repacked."""
+        """Let others read the stored values after bitsandbytes repacks them for a CPU."""
         from streamload.transformers.quantizers import repacked
 
         repacked.watch(module)
@@ -121,7 +121,7 @@ class TorchAo(Maker):
     """Builds a weight of one of torchao's tensor classes, by transformers' own function."""
 
     def __init__(self, quantizer: Any, name: str) -> None:
-        """Take transformers' quantizer, and the name of the weight in the model."""
+        """Keep the metadata that transformers' quantizer has of the weight `name`."""
         said = {name: quantizer.metadata.get(name), "tensor_names": f'["{name}"]'}
         self._name = name
         self._quantizer = SimpleNamespace(  # with one weight: each call iterates over all

@@ -31,7 +31,7 @@ class CodedCheckpoint(QuantizedCheckpoint):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: Any, _: Any = None) -> CodedCheckpoint | None:
-        """Read a configuration; return None for other layouts, CheckpointError if it is invalid."""
+        """Return the steps if `config` is of this layout, else None; CheckpointError if invalid."""
         said, stated = stated_in(config)
         if said is None or method_of(stated) != METHOD:
             return None
@@ -88,4 +88,4 @@ class CodedCheckpoint(QuantizedCheckpoint):
         return out
 
     def finish(self, model: Any) -> None:
-        """Override with nothing: `as_coded` marks the model as quantized."""
+        """Do nothing: `as_coded` marks the model as quantized afterwards."""

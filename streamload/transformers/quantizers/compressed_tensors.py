@@ -23,7 +23,7 @@ def keep_packed(model: nn.Module, compressor: Any) -> list[str]:
     """Let compressed modules decompress their weights in each call.
 
     Returns:
-        The names of compressed modules of other classes: if there are any, nothing is changed.
+        The names of compressed modules that cannot; if there are any, nothing is changed.
     """
     compressed = [
         (name, module)

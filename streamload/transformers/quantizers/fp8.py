@@ -82,7 +82,7 @@ def as_stored(model: nn.Module, quantised: Set[str], dtype: torch.dtype) -> None
 
 
 def dense_numel(model: nn.Module) -> int:
-    """Return the elements of the largest FP8 weight of a model, which a call dequantizes."""
+    """Return the number of elements of the largest FP8 weight that one call dequantizes."""
     linears = (m.weight for m in model.modules() if isinstance(m, PackedLinear))
     experts = (m for m in model.modules() if isinstance(m, PackedExperts))
     fused = (p[0] for m in experts for p in m.parameters(recurse=False) if p.dim() == 3)
@@ -90,7 +90,7 @@ def dense_numel(model: nn.Module) -> int:
 
 
 def keep_packed(model: nn.Module) -> str:
-    """Let FP8 modules compute without kernels; return the class of one that cannot, or ""."""
+    """Let FP8 modules dequantize in calls, without kernels; return a class that cannot, or ""."""
     left = ""
     for module in model.modules():
         if isinstance(module, FP8GroupedLinear):

@@ -42,7 +42,7 @@ class PackedExperts(GptOssExperts):  # type: ignore[misc]
 
 
 def keep_packed(module: nn.Module) -> bool:
-    """Let experts of gpt-oss keep their MXFP4 blocks; return False for any other module."""
+    """Let experts of gpt-oss keep their MXFP4 blocks, and return True; False for other modules."""
     if not isinstance(module, GptOssExperts):
         return False
     module.__class__ = PackedExperts

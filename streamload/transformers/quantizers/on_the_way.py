@@ -44,7 +44,7 @@ class QuantizedOnLoad(QuantizedCheckpoint):
 
     @classmethod
     def asked(cls, checkpoint: Checkpoint, config: Any, asked: Any) -> QuantizedOnLoad:
-        """Read a ``BitsAndBytesConfig``, or a dict of its arguments, into a model's configuration.
+        """Return the steps for a ``BitsAndBytesConfig`` or dict, and put it into `config`.
 
         Raises:
             ValueError: another method, an option that is not supported, or no such package.
@@ -105,7 +105,7 @@ class QuantizedOnLoad(QuantizedCheckpoint):
             self._look_at_repacking(model, names, weights)
 
     def check(self, model: Any, names: Names) -> None:
-        """Transpose the stored weights of modules that replace a Conv1D, as bitsandbytes does."""
+        """Let the load transpose weights of modules that replace a Conv1D, as bitsandbytes does."""
         for prefix in self._modules:
             module, name = model.get_submodule(prefix), f"{prefix}.weight"
             source = names.fill.get(name)

@@ -24,7 +24,7 @@ _ASKED = frozenset(("device", "dtype", "requires_grad", "grad", "grad_fn", "is_l
 
 
 class Params4bit(bitsandbytes.nn.Params4bit):
-    """bitsandbytes' own, repacked only while its module computes; peft tests the class's name."""
+    """bitsandbytes' 4-bit weight, repacked only in calls; has its name, which peft tests."""
 
     @property
     def data(self) -> torch.Tensor:

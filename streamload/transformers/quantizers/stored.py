@@ -87,7 +87,7 @@ class QuantizedCheckpoint(Quantization):
     def of(
         cls, checkpoint: Checkpoint, config: Any, asked: Any = None
     ) -> QuantizedCheckpoint | None:
-        """Read a configuration, merged with the caller's; return None for checkpoints of floats.
+        """Return the steps for a `config`, merged with `asked`; None for checkpoints of floats.
 
         Raises:
             CheckpointError: only transformers opens the method, it needs a package that is not
@@ -209,7 +209,7 @@ class QuantizedCheckpoint(Quantization):
         return max(sizes, default=0) * int(dtype.itemsize)
 
     def _with_shapes(self) -> Iterable[QuantizedWeight]:
-        """Return the quantized weights; reads shapes that only values in files state."""
+        """Return the quantized weights with shapes, read from files if headers lack them."""
         return read_states(self.checkpoint.layouts, self.checkpoint.groups).values()
 
     def _stage(self, model: Any, renames: Renames) -> None:
@@ -242,7 +242,7 @@ class QuantizedCheckpoint(Quantization):
     def _look_at_repacking(
         self, model: Any, devices: list[str], weights: Mapping[str, tuple[tuple[int, ...], int]]
     ) -> None:
-        """Count the bytes to repack weights on a CPU with AVX512-BF16, as bitsandbytes does.
+        """Set `beside_nbytes` for bitsandbytes, which repacks weights on a CPU with AVX512-BF16.
 
         `weights` are those of 4 bits, by name: the shape, and the elements of a block. Raises for
         a weight that bitsandbytes cannot repack.
@@ -290,7 +290,7 @@ class QuantizedCheckpoint(Quantization):
                 parameters[leaf] = nn.Parameter(packed, requires_grad=False)
 
     def _keep_compressed(self, model: Any) -> None:
-        """Let modules decompress in each call; if some cannot, count the bytes of all weights."""
+        """Let modules decompress in each call; if some cannot, reserve bytes for all weights."""
         from streamload.transformers.quantizers import compressed_tensors as packed_compressed
 
         others = packed_compressed.keep_packed(model, self.quantizer.compressor)
