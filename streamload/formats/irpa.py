@@ -116,10 +116,8 @@ class _Contents:
         self._checked_nbytes = 0
 
     def take(self, nbytes: int) -> None:
-        """Count bytes of headers to read; raise HeaderError if they exceed the limit.
-
-        Several archives may refer to the same bytes over and over: they count each time.
-        """
+        """Count bytes of headers, each time they are read; raise HeaderError over the limit."""
+        # several archives may refer to the same bytes over and over
         path, most = self.file.path, self.file.nbytes
         self._read_nbytes += nbytes
         check_nbytes(path, "the headers are too long", self._read_nbytes)
@@ -278,10 +276,7 @@ class _Archive:
         return self._metadata[offset : offset + nbytes]
 
     def _layout(self, name: str, offset: int, length: int, nbytes: int) -> _Layout:
-        """Return the dtype and the shape of an entry of ``nbytes``, by its range of the metadata.
-
-        Without them it is U8, one-dimensional, and listed as untyped.
-        """
+        """Return dtype and shape from an entry's metadata; without them U8, listed as untyped."""
         fail = partial(HeaderError, self._file.path, tensor=name)
         if (offset, length) not in self._said:
             raw = self._text(offset, length, name)

@@ -69,13 +69,10 @@ _GENERATION = {
 
 
 class _Parameter(NamedTuple):
-    """A tensor of MLC's model: the rows of its sources, joined.
-
-    ``sources`` has their shapes by name; the source of a Conv1D is the transpose.
-    """
+    """A tensor of MLC's model: the rows of its sources, joined."""
 
     name: str
-    sources: Mapping[str, tuple[int, ...]]
+    sources: Mapping[str, tuple[int, ...]]  # shapes by name; a Conv1D's is transposed
     is_linear: bool = False
     is_embedding: bool = False
     is_conv1d: bool = False
@@ -233,18 +230,13 @@ def _gpt2_config(model: Model) -> dict[str, Any]:
 
 
 class _Family(NamedTuple):
-    """How to write models of some families for MLC.
+    """Functions and tables by which models of some families are written for MLC."""
 
-    ``parameters`` lists MLC's tensors; ``config`` makes ``model_config``; ``values`` are those of
-    config.json that MLC implements; tensors of ``dropped`` names are left out; ``prefix`` is
-    removed from names of the source.
-    """
-
-    parameters: Callable[[Model], Iterator[_Parameter]]
-    config: Callable[[Model], dict[str, Any]]
-    values: Mapping[str, tuple[object, ...]]
-    dropped: re.Pattern[str]
-    prefix: str
+    parameters: Callable[[Model], Iterator[_Parameter]]  # lists MLC's tensors
+    config: Callable[[Model], dict[str, Any]]  # makes ``model_config``
+    values: Mapping[str, tuple[object, ...]]  # those of config.json that MLC implements
+    dropped: re.Pattern[str]  # names of tensors that are left out
+    prefix: str  # removed from names of the source
 
 
 _LLAMA = _Family(
@@ -286,7 +278,7 @@ class MLC(FormatWriter):
 
     @staticmethod
     def asked(dtype: Any, quant: Any) -> tuple[Any, Any]:
-        """Return dtype and scheme for ``quant``, which decides both; raise ValueError without."""
+        """Return the dtype and scheme that ``quant`` stands for; raise ValueError without it."""
         known = (*_QUANTS, *_PLAIN)
         if quant not in known:
             raise ValueError(f"mlc needs quant=, one of {', '.join(known)}, not {quant!r}")
@@ -353,11 +345,9 @@ def _family(model: Model) -> _Family:
 
 
 def _as_read(model: Model, parameter: _Parameter, parts: Sequence[Target]) -> Target:
-    """Return a tensor as MLC reads it: joined, transposed if from a Conv1D, optionally quantized.
-
-    ``made`` is None, for one contiguous read, if it is quantized in the file's order, except if it
-    is dequantized first or shares its source with another tensor.
-    """
+    """Return ``parameter``, made of ``parts``, as MLC reads it: joined, transposed, quantized."""
+    # ``made`` is None, for one contiguous read, if it is quantized in the file's order, except if
+    # it is dequantized first or shares its source with another tensor
     first, name = parts[0], parameter.name
     dtype = F32 if model.dtype is F32 else F16
     made = parts[0].made if len(parts) == 1 else Joined.joined([each.source for each in parts])
@@ -474,11 +464,9 @@ def _tokenizer_info(raw: bytes) -> dict[str, Any]:
 
 
 def _steps(raw: bytes, key: str, several: str) -> list[Mapping[str, Any]]:
-    """Return the steps of tokenizer.json's ``key`` (a Sequence lists them in ``several``).
-
-    Only this part is parsed: the whole file would take 100 MB. Words of a vocabulary may equal the
-    key, but are not objects.
-    """
+    """Return the steps of tokenizer.json's ``key``, such as "normalizer"; [] without it."""
+    # a Sequence lists its steps in ``several``; only this part is parsed: the whole file would take
+    # 100 MB; words of a vocabulary may equal the key, but are not objects
     for at in re.finditer(rf'(?<!\\)"{key}"\s*:\s*(?=\{{)'.encode(), raw):
         text = raw[at.end() : at.end() + _STEPS_NBYTES].decode(errors="replace")
         try:

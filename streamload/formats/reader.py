@@ -126,10 +126,7 @@ class FormatReader(Protocol):
         return names
 
     def siblings(self, header: Header) -> Sequence[str]:
-        """Return the names of all files of the set that a file belongs to; () for a single file.
-
-        Called if a user opens one file; all are in its folder.
-        """
+        """Return the names of the opened file's set, all in its folder; () for a single file."""
         return ()
 
     def documents(self, headers: Sequence[Header]) -> Mapping[str, bytes]:
@@ -182,10 +179,8 @@ def import_all() -> None:
 
 
 def reader_of(file: File) -> FormatReader:
-    """Return the reader for a file: safetensors by its name, others by the first bytes.
-
-    If no format recognizes the bytes, return the reader for the file's name: it will refuse them.
-    """
+    """Return a file's reader: safetensors by name, others by the first bytes, else by name."""
+    # the reader that only the name suggests will refuse the file
     default = default_reader()
     if file.path.name.endswith(default.suffixes):
         return default

@@ -43,19 +43,13 @@ DEFAULT_SHARD_SIZE = "5GB"
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Elements ``first`` to ``stop`` (exclusive) of a tensor in the model's order, or constants.
+    """Elements ``first`` to ``stop`` (exclusive) of a tensor in the model's order, or constants."""
 
-    Attributes:
-        info: the tensor; None for constants.
-        turn: permutation of the tensor's rows from the file's order to the model's, or None.
-        data: bytes of constants in the dtype that is written; b"" for zeros.
-    """
-
-    info: TensorInfo | None
+    info: TensorInfo | None  # None for constants
     first: int
     stop: int
-    turn: RowTranspose | None = None
-    data: bytes = b""
+    turn: RowTranspose | None = None  # the rows from the file's order to the model's
+    data: bytes = b""  # constants in the dtype that is written; b"" for zeros
 
     @property
     def numel(self) -> int:
@@ -72,15 +66,10 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Joined:
-    """Slices joined in order, optionally permuted.
-
-    Attributes:
-        pieces: the slices.
-        turn: permutation of the rows of the joined elements, see `RowTranspose`, or None.
-    """
+    """Slices joined in order, optionally permuted."""
 
     pieces: tuple[Slice, ...]
-    turn: RowTranspose | None = None
+    turn: RowTranspose | None = None  # of the rows of the joined elements
 
     @classmethod
     def of(cls, info: TensorInfo, turn: RowTranspose | None = None) -> Joined:
@@ -271,10 +260,7 @@ class OutFile:
 def placed(
     path: str, header: bytes, tensors: Sequence[OutTensor], alignment: int = 1, page: int = 1
 ) -> OutFile:
-    """Return a file with its tensors at multiples of ``alignment`` bytes after the header.
-
-    The file's length is a multiple of ``page`` bytes.
-    """
+    """Return a file with aligned tensors after the header; its length is a multiple of ``page``."""
     at, out = len(header), []
     for each in tensors:
         at = round_up(at, alignment)

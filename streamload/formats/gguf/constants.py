@@ -28,7 +28,7 @@ TYPE_NAMES: Mapping[int, str] = {
 
 
 class TensorType(NamedTuple):
-    """A tensor type of GGUF that is read and written; ``dtype`` is in `PACKED` for blocks."""
+    """A GGUF tensor type that is read and written; of blocks if ``dtype`` is a packed one."""
 
     number: int
     name: str

@@ -64,7 +64,7 @@ def architecture_of(path: str | PathLike[str], config: Mapping[str, Any]) -> Arc
 
 
 def type_of(name: str, shape: Sequence[int], asked: TensorType) -> TensorType:
-    """Return the type to write for a tensor, by GGUF's name, if ``asked`` is the model's type."""
+    """Return the type to write for a tensor, by GGUF's name, if matrices are to be ``asked``."""
     if len(shape) < 2 or name == _POSITIONS:
         return _F32
     return _F16 if shape[-1] % asked.dtype.block else asked
@@ -86,7 +86,7 @@ def metadata(
     config: Mapping[str, Any],
     entries: Sequence[Described],
 ) -> dict[str, Any]:
-    """Return all keys of a file except its vocabulary's; raise CheckpointError without one."""
+    """Return a file's metadata but its vocabulary; raise CheckpointError if any is missing."""
     with _naming_config(path):
         settings = metadata_of(config)
     architecture = ARCHITECTURES[settings.pop("general.architecture")]

@@ -78,10 +78,7 @@ class Architecture:
         return name.endswith(".weight") and module in self.transposed
 
     def interleaved(self, name: str, rows: int, config: Mapping[str, Any]) -> RowTranspose | None:
-        """Return the permutation of a tensor's rows from Hugging Face to GGUF; None if equal.
-
-        ``name`` is GGUF's. Raise ValueError if the rows are not whole heads.
-        """
+        """Return the row permutation to GGUF, None if equal; raise ValueError for partial heads."""
         key = self.rotated.get(_template(name)[0])
         if key is None:
             return None
@@ -102,7 +99,7 @@ def _template(name: str) -> tuple[str, str]:
 
 
 def _renamed(name: str, modules: Mapping[str, str]) -> str | None:
-    """Return a tensor's name with its module replaced by the table; None if it is not there."""
+    """Return a tensor's name with its module replaced by the table; None if the table lacks it."""
     module, layer = _template(name)
     found = modules.get(module)
     return None if found is None else f"{found.format(layer)}.{name.rpartition('.')[2]}"
@@ -267,10 +264,7 @@ def config_of(
 
 
 def _of_all_layers(key: str, metadata: Mapping[str, Any]) -> Any:
-    """Return a setting that a file has once or for each layer; None without it.
-
-    Raise ValueError if layers differ.
-    """
+    """Return a setting stored once or per layer, or None; raise ValueError if layers differ."""
     value = metadata.get(key)
     if not isinstance(value, np.ndarray):
         return value
@@ -422,7 +416,7 @@ def _whole_yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str,
 def _rope_of(
     name: str, metadata: Mapping[str, Any], found: Mapping[str, Any], freqs: Sequence[float]
 ) -> dict[str, Any]:
-    """Return rope_theta and rope_scaling of config.json for a GGUF file's metadata."""
+    """Return rope_theta (as in ``found``) and rope_scaling of config.json by a file's metadata."""
     out: dict[str, Any] = {"rope_theta": found.get("rope_theta", 10000.0)}
     kind = metadata.get(f"{name}.rope.scaling.type")
     names = _SCALINGS.get(str(kind), {})
@@ -461,10 +455,8 @@ def unsaid_of(
 
 
 def llama3_factors(config: Mapping[str, Any]) -> list[float] | None:
-    """Return the values of the tensor `ROPE_FREQS`; None if config.json has no Llama 3 scaling.
-
-    Each frequency is divided by its value. Raise ValueError for invalid settings.
-    """
+    """Return the divisor of each frequency (`ROPE_FREQS`) by Llama 3's scaling, None without it."""
+    # raises ValueError for invalid settings
     rope, size = _rope(config), head_size(config)
     if rope.get("rope_type", rope.get("type")) != "llama3" or size is None:
         return None
@@ -494,12 +486,9 @@ def _factors(
 
 
 def llama3_scaling(factors: Sequence[float], base: float) -> dict[str, Any] | None:
-    """Return the rope_scaling of config.json whose factors `ROPE_FREQS` holds; None if unknown.
-
-    The inverse of `llama3_factors`: tries usual factors and contexts that are powers of two. Llama
-    3.1 and 3.2 differ in the factor alone. If several settings fit, the context nearest to 8192 is
-    returned.
-    """
+    """Return the rope_scaling of config.json that `ROPE_FREQS` holds, None if unknown."""
+    # tries usual factors and contexts of powers of two: Llama 3.1 and 3.2 differ in the factor
+    # alone; of several that fit, the context nearest to 8192 is returned
     if not factors or not all(0 < factor < math.inf for factor in factors):
         return None
     if max(factors) <= 1 or not 1 < base < math.inf:

@@ -286,10 +286,8 @@ def _check_distinct(file: File, names: Sequence[str]) -> None:
 
 
 def _placed(file: File, said: Sequence[_Said], alignment: int, data_start: int) -> list[_Tensor]:
-    """Return the tensors of parsed entries with their file bytes; raise if one is not valid.
-
-    One loop, since there may be millions.
-    """
+    """Return the tensors of entries, with file bytes; raise if an entry is not valid."""
+    # one loop, since there may be millions
     name, most = "", file.nbytes
     out: list[_Tensor] = []
 
@@ -373,10 +371,8 @@ class _Cursor:
         return out
 
     def _take_tensors(self, out: list[_Said], count: int) -> None:
-        """Add the entries within the bytes in memory to ``out``: fast, but leaves errors.
-
-        Stops before an entry that is cut off or not valid, for `_tensor`.
-        """
+        """Add entries in memory to ``out``; stop before one that is cut off or not valid."""
+        # fast; `_tensor` reads that one, or raises its error
         raw, at, end = self._raw, self.at - self._start, len(self._raw)
         length, number = struct.Struct("<Q").unpack_from, struct.Struct("<I").unpack_from
         for _ in range(count - len(out)):

@@ -248,10 +248,8 @@ def _byte_level_json(read: _Reader) -> dict[str, Any]:
 
 
 def _sentencepiece_json(read: _Reader) -> dict[str, Any]:
-    """Return tokenizer.json for SentencePiece's BPE with byte fallback (GGUF's "llama").
-
-    All splits of each token become merges, the highest scores first.
-    """
+    """Return tokenizer.json for SentencePiece's BPE with byte fallback (GGUF's "llama")."""
+    # all splits of each token become merges, the highest scores first
     read.read_tokens()
     scores = read.numbers("scores")
     if scores is None:
@@ -293,10 +291,8 @@ def _sentencepiece_json(read: _Reader) -> dict[str, Any]:
 
 
 def _template(around: Mapping[str, tuple[str, int]]) -> dict[str, Any] | None:
-    """Return the post-processor that adds the begin and end tokens to text; None for none.
-
-    ``around`` has token and id by role, "bos" and "eos".
-    """
+    """Return the post-processor that puts tokens (``around``) before and after text, or None."""
+    # ``around`` has token and id by role, "bos" and "eos"
     if not around:
         return None
 

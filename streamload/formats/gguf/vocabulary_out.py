@@ -71,10 +71,7 @@ def parse_tokenizer(raw: bytes) -> dict[str, Any]:
 
 
 def no_vocabulary(rows: int, architecture: str) -> dict[str, Any]:
-    """Return GGUF metadata for a model without a tokenizer: llama.cpp then uses token ids.
-
-    ``rows`` is the number of rows of the embedding.
-    """
+    """Return GGUF metadata without a tokenizer (llama.cpp uses ids) for an embedding's ``rows``."""
     return {"tokenizer.ggml.model": "no_vocab", f"{architecture}.vocab_size": rows}
 
 
@@ -343,7 +340,7 @@ class _Vocabulary:
         }
 
     def _check_spaces(self) -> bool:
-        """Return whether a space is added before text; refuse other spaces than SentencePiece's."""
+        """Return whether a space is added before text; refuse other rules than SentencePiece's."""
         given = self._tokenizer.get("normalizer") or {}
         pre = self._tokenizer.get("pre_tokenizer") or {}
         steps = given["normalizers"] if given.get("type") == "Sequence" else [given]

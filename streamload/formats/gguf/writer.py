@@ -77,7 +77,7 @@ class GGUF(FormatWriter):
 
     @staticmethod
     def asked(dtype: Any, quant: Any) -> tuple[Any, Any]:
-        """Return dtype and quant with "*" for all matrices; raise ValueError for other schemes."""
+        """Return dtype and quant, "*" as all matrices; raise ValueError for other schemes."""
         rules = quant if isinstance(quant, Mapping) else {"*": quant} if quant is not None else {}
         for found in rules.values():
             if found is not None and found not in _QUANTS:
@@ -146,7 +146,7 @@ class GGUF(FormatWriter):
         return stated if isinstance(stated, bool) else None
 
     def _target(self, own: str, name: str, target: Target) -> Target:
-        """Return a tensor under GGUF's name ``own``, in GGUF's order of rows and of its type."""
+        """Return a tensor to write under GGUF's name ``own``, in GGUF's order of rows and type."""
         made, shape, stays = target.made, target.shape, target.stored is not None
         stays = stays and _stored_type(target) is not None
         if self._architecture.is_transposed(own) and not stays:
@@ -221,10 +221,7 @@ class GGUF(FormatWriter):
 
 
 def _check_kind(model: Model, name: str, target: Target) -> None:
-    """Refuse weights stored quantized in a way that GGUF lacks; raise UnsupportedCastError.
-
-    The latter for dtypes that no program that runs GGUF computes with.
-    """
+    """Refuse quantized weights that GGUF lacks; raise UnsupportedCastError for dtypes it lacks."""
     if _stored_type(target) is not None or target.quant is not None:
         return
     if target.dtype.kind != "float":
@@ -260,9 +257,9 @@ def _described(target: Target) -> Described:
 
 
 def _read_tokenizer(model: Model, count: object, architecture: str) -> _Tokenizer:
-    """Return the metadata of the model's tokenizer, which has ``count`` rows of the embedding.
+    """Return the metadata of the model's tokenizer; refuse one without tokenizer.json.
 
-    Refuse a tokenizer without tokenizer.json.
+    ``count`` is the number of rows of the embedding, one a token.
     """
     if type(count) is not int:
         model.refuse("nothing says how many tokens there are", "an embedding, or vocab_size")

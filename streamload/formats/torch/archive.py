@@ -61,13 +61,9 @@ _MOST_NBYTES = 2**62  # end of the last view: fits an int64
 
 @dataclass(frozen=True)
 class TorchZip(FormatReader):
-    """Reads the headers of torch.save's files; see `FormatReader`.
+    """Reads the headers of torch.save's files; see `FormatReader`."""
 
-    Attributes:
-        key: key of the dict whose tensors are the checkpoint; None for the only dict with tensors.
-    """
-
-    key: str | None = None
+    key: str | None = None  # of the dict that is the checkpoint; None: the only one with tensors
 
     name = "torch"
     suffixes = (".pth", ".bin", ".pt", ".ckpt")
@@ -306,10 +302,8 @@ def _chosen(file: File, root: Any, key: str | None) -> Mapping[str, Tensor]:
 
 
 def _holders(root: Any) -> Iterator[tuple[_Way, dict[str, Tensor]]]:
-    """Yield each dict that holds tensors by name, with the keys that lead to it.
-
-    Only string keys are followed: an optimizer's tensors are below numbers of parameters.
-    """
+    """Yield each dict that holds tensors by name, with the string keys that lead to it."""
+    # other keys are not followed: an optimizer's tensors are below numbers of parameters
     seen: set[int] = set()
     level: list[tuple[_Way, Any]] = [(None, root)] if type(root) is dict else []
     for _ in range(_DEEPEST):
@@ -325,10 +319,7 @@ def _holders(root: Any) -> Iterator[tuple[_Way, dict[str, Tensor]]]:
 
 
 def _tensors_at(root: Any, key: str) -> dict[str, Tensor]:
-    """Return the tensors of the dict at a dotted key; {} if there is no such dict.
-
-    Keys of dicts may have dots themselves: each way to cut the key is tried.
-    """
+    """Return the tensors of the dict at a dotted key, whose parts may have dots; {} for none."""
     ends = [at for at, letter in enumerate(key) if letter == "."] + [len(key)]
     level = {(id(root), 0): root} if type(root) is dict else {}
     if key == ROOT:

@@ -43,15 +43,11 @@ class Opaque:
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A global that a pickle may name, as a record: the Python object is never imported.
-
-    ``role`` decides in `called` how its call is read; ``value`` is the dtype of a storage, or why a
-    tensor cannot be read.
-    """
+    """A global that a pickle may name, as a record: the Python object is never imported."""
 
     name: str
-    role: str
-    value: str = ""
+    role: str  # decides in `called` how its call is read
+    value: str = ""  # the dtype of a storage, or why a tensor cannot be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +61,14 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor as the pickle describes it; only the types of the fields are checked.
-
-    ``offset`` and ``strides`` count elements. ``problem`` is why it cannot be read, or "".
-    """
+    """A tensor as the pickle describes it; only the types of the fields are checked."""
 
     storage: Storage | None
     dtype: str
-    offset: int = 0
+    offset: int = 0  # in elements, as strides
     shape: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
-    problem: str = ""
+    problem: str = ""  # why it cannot be read
 
 
 #: By the prefix of a storage class's name, torch's name of its dtype.

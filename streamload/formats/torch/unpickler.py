@@ -106,10 +106,8 @@ class _Machine:
         first_that_fits([(None, needed_nbytes)], [("objects of a pickle", needed_nbytes)])
 
     def count_copied(self, count: int) -> None:
-        """Count the entries of a dict to copy; raise PickleError for more than the file has bytes.
-
-        torch.save's own dicts are copied once at most, so this keeps the time linear.
-        """
+        """Count entries of dicts to copy; raise PickleError for more than the file has bytes."""
+        # torch.save's own dicts are copied once at most, so this keeps the time linear
         before, self._copied = self._copied, self._copied + count
         if self._copied > len(self._data):
             self.refuse("dicts of its own", f"copies of copies, {self._copied} entries")

@@ -70,11 +70,9 @@ class _Listed(NamedTuple):
 
 
 def entries(file: File) -> Mapping[str, Entry]:
-    """Return the entries of an archive by name; raise HeaderError if it is not valid.
-
-    No data is read. Of an archive on a server, an entry's header is read only if the layout differs
-    from torch's: each would be a request.
-    """
+    """Return the entries of an archive by name; no data is read; raise HeaderError if invalid."""
+    # of an archive on a server, an entry's header is read only if the layout differs from torch's:
+    # each would be a request
     file = _WithTail(file)
     start, stop, count = _directory(file)
     check_nbytes(file.path, "its directory is too long", stop - start, "directory")
