@@ -558,7 +558,7 @@ def _indexed(index: Location, weight_map: Mapping[str, str], reader: FormatReade
 def _headers(
     of: Location, folder: Location, names: Sequence[str], reader: FormatReader
 ) -> list[Header]:
-    """Return the files' headers; raise ShardNotFoundError about ``of`` with all missing files."""
+    """Return the files' headers; raise ShardNotFoundError, about ``of``, with all missing ones."""
     headers: list[Header] = []
     missing: list[str] = []
     if isinstance(folder, Path):

@@ -107,7 +107,7 @@ class Room:
         return self._memory[start - first : stop - first].toreadonly()
 
     def _fill(self, reader: Reader, start: int, stop: int) -> None:
-        """Read bytes ``start`` to ``stop`` of a file into the buffer, in whole blocks of a disk."""
+        """Read bytes ``start`` to ``stop`` of a file into the buffer, by whole blocks of a disk."""
         if self._memory is None:
             self._memory = direct_memory(self.block_nbytes + 2 * _PAGE)
         first = start // reader.alignment * reader.alignment

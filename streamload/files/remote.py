@@ -489,7 +489,7 @@ class _File:
         raise self._error("cannot be read", _status(wanted), _status(status))
 
     def _check_range(self, response: httpx2.Response, start: int, stop: int) -> int:
-        """Check a response's range and file version; return its bytes, 0 if past the file's end."""
+        """Return the bytes in a response's range, 0 past the file's end; raise for bad headers."""
         headers = response.headers
         if response.status_code == 416:
             found = _UNSATISFIED.fullmatch(headers.get("Content-Range", ""))

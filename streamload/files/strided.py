@@ -131,7 +131,7 @@ def _kind(itemsize: int) -> str:
 def _boxes(
     at: int, shape: tuple[int, ...], strides: tuple[int, ...], first: int, stop: int
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Yield (first byte, shape, byte strides) of boxes that hold elements ``first`` to ``stop``."""
+    """Yield first byte, shape, byte strides of arrays that cover elements ``first`` to ``stop``."""
     if not shape or (first == 0 and stop == math.prod(shape)):
         yield at, shape, strides
         return

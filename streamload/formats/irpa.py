@@ -356,7 +356,7 @@ def _most_nbytes(tensor: OutTensor) -> int:
 
 
 def _file(path: str, tensors: Sequence[OutTensor]) -> OutFile:
-    """Return a file of these tensors, placed, with its header."""
+    """Return a file of these tensors, with its header and the place of each tensor."""
     table, texts, stop = bytearray(), bytearray(), 0
     for each in tensors:
         name, said = each.name.encode(), _metadata(each)

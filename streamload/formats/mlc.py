@@ -79,7 +79,7 @@ class _Parameter(NamedTuple):
 
 
 def _rows(name: str, *sources: str, rows: Sequence[int], columns: int = 0) -> _Parameter:
-    """Return a linear layer's weight, whose ``sources`` (by default itself) have these rows.
+    """Return a linear layer's weight of ``sources`` (by default itself) with so many ``rows`` each.
 
     Without ``columns`` return a vector, whose sources have this many elements.
     """
@@ -345,7 +345,7 @@ def _family(model: Model) -> _Family:
 
 
 def _as_read(model: Model, parameter: _Parameter, parts: Sequence[Target]) -> Target:
-    """Return ``parameter``, made of ``parts``, as MLC reads it: joined, transposed, quantized."""
+    """Return ``parameter`` of its ``parts`` as MLC reads it: joined, transposed or quantized."""
     # ``made`` is None, for one contiguous read, if it is quantized in the file's order, except if
     # it is dequantized first or shares its source with another tensor
     first, name = parts[0], parameter.name

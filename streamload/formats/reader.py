@@ -126,7 +126,7 @@ class FormatReader(Protocol):
         return names
 
     def siblings(self, header: Header) -> Sequence[str]:
-        """Return the names of the opened file's set, all in its folder; () for a single file."""
+        """Return the file names of an opened file's set, all in its folder; () for a single one."""
         return ()
 
     def documents(self, headers: Sequence[Header]) -> Mapping[str, bytes]:
@@ -239,7 +239,7 @@ class LocalFile:
 
 @contextmanager
 def open_location(path: str | os.PathLike[str]) -> Iterator[LocalFile | remote.RemoteFile]:
-    """Yield an open file of this machine or a server, to read its header; see `open_file`."""
+    """Yield an open file of this machine or a server, to read its header; as `open_file`."""
     if isinstance(path, Url):
         with remote.connections():
             yield remote.RemoteFile(path)

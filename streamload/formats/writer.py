@@ -83,7 +83,7 @@ class Joined:
 
     @classmethod
     def joined(cls, parts: Sequence[Joined]) -> Joined:
-        """Return the elements of several, one after the other, such as rows of equal widths.
+        """Return the elements of ``parts``, one after the other, such as rows of equal widths.
 
         Raises:
             ValueError: a part is permuted, and is not a single tensor.
@@ -138,7 +138,7 @@ class Joined:
         return sum(piece.read_nbytes for piece in self.pieces)
 
     def _flat(self) -> tuple[Slice, ...]:
-        """Return slices without an outer permutation; raise ValueError if that is impossible."""
+        """Return the slices, an outer permutation moved into the only one, or raise ValueError."""
         if self.turn is None:
             return self.pieces
         (piece, *more) = self.pieces
@@ -260,7 +260,7 @@ class OutFile:
 def placed(
     path: str, header: bytes, tensors: Sequence[OutTensor], alignment: int = 1, page: int = 1
 ) -> OutFile:
-    """Return a file with aligned tensors after the header; its length is a multiple of ``page``."""
+    """Return a file, its length a multiple of ``page``, with aligned tensors after the header."""
     at, out = len(header), []
     for each in tensors:
         at = round_up(at, alignment)
@@ -371,7 +371,7 @@ class Model:
                 self.refuse(f"{runtime} has no such {key} in config.json", expected, repr(found))
 
     def take(self, found: Target | None, name: str, shape: tuple[int, ...], problem: str) -> Target:
-        """Return ``found``; refuse the model if it is None or its shape differs (``problem``)."""
+        """Return ``found``; raise CheckpointError if it is None or, by ``problem``, misshapen."""
         if found is None:
             self.refuse("a tensor is missing", name, "no such tensor")
         if found.shape != shape:

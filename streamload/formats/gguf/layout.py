@@ -102,7 +102,7 @@ def header(metadata: bytes, keys: int, entries: Sequence[Described]) -> bytes:
 
 
 def split_metadata(number: int, count: int, tensors: int) -> dict[str, Any]:
-    """Return the metadata that marks file ``number`` (from 0) of a set of ``tensors`` in all."""
+    """Return the keys of file ``number`` (from 0) of ``count``; ``tensors`` counts all files'."""
     return {
         "split.no": np.uint16(number),
         "split.count": np.uint16(count),

@@ -40,7 +40,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def architecture_of(path: str | PathLike[str], config: Mapping[str, Any]) -> Architecture:
-    """Return GGUF's architecture for a config.json; raise CheckpointError if it is not written."""
+    """Return GGUF's architecture for a config.json; raise CheckpointError if none is supported."""
     model = config.get("model_type")
     expected = f"config.json with a model_type of {', '.join(OF_MODEL)}"
     experts = next((key for key in _EXPERTS if config.get(key)), None)
@@ -64,7 +64,7 @@ def architecture_of(path: str | PathLike[str], config: Mapping[str, Any]) -> Arc
 
 
 def type_of(name: str, shape: Sequence[int], asked: TensorType) -> TensorType:
-    """Return the type to write for a tensor, by GGUF's name, if matrices are to be ``asked``."""
+    """Return a tensor's type to write, by GGUF's name; ``asked`` is the type for matrices."""
     if len(shape) < 2 or name == _POSITIONS:
         return _F32
     return _F16 if shape[-1] % asked.dtype.block else asked
@@ -86,7 +86,7 @@ def metadata(
     config: Mapping[str, Any],
     entries: Sequence[Described],
 ) -> dict[str, Any]:
-    """Return a file's metadata but its vocabulary; raise CheckpointError if any is missing."""
+    """Return a file's keys but its vocabulary's; raise CheckpointError for a missing setting."""
     with _naming_config(path):
         settings = metadata_of(config)
     architecture = ARCHITECTURES[settings.pop("general.architecture")]

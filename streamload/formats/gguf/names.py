@@ -455,7 +455,7 @@ def unsaid_of(
 
 
 def llama3_factors(config: Mapping[str, Any]) -> list[float] | None:
-    """Return the divisor of each frequency (`ROPE_FREQS`) by Llama 3's scaling, None without it."""
+    """Return the values of rope_freqs.weight, Llama 3's divisors of frequencies; None for none."""
     # raises ValueError for invalid settings
     rope, size = _rope(config), head_size(config)
     if rope.get("rope_type", rope.get("type")) != "llama3" or size is None:
@@ -486,7 +486,7 @@ def _factors(
 
 
 def llama3_scaling(factors: Sequence[float], base: float) -> dict[str, Any] | None:
-    """Return the rope_scaling of config.json that `ROPE_FREQS` holds, None if unknown."""
+    """Return config.json's rope_scaling for the values of rope_freqs.weight; None if none fits."""
     # tries usual factors and contexts of powers of two: Llama 3.1 and 3.2 differ in the factor
     # alone; of several that fit, the context nearest to 8192 is returned
     if not factors or not all(0 < factor < math.inf for factor in factors):

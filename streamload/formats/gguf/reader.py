@@ -183,7 +183,7 @@ def _turn(
 
 
 def _freqs(file: File, tensors: Sequence[_Tensor]) -> Sequence[float]:
-    """Return the values of the tensor `ROPE_FREQS`; () without it."""
+    """Return the values of rope_freqs.weight, which divide RoPE's frequencies; () without it."""
     found = next((each for each in tensors if each.name == ROPE_FREQS), None)
     if found is None or found.type.name != "F32" or found.stop - found.start > _FIRST_NBYTES:
         return ()
@@ -197,7 +197,7 @@ def _freqs(file: File, tensors: Sequence[_Tensor]) -> Sequence[float]:
 def _of_set(
     file: File, metadata: dict[str, Any], tensors: Sequence[_Tensor]
 ) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    """Return the metadata of the first file of the set, and there the shapes of all files' tensors.
+    """Return the first file's metadata and the shapes of all files' tensors, by GGUF's names.
 
     Raise HeaderError if the files do not belong together. For a single file both are its own.
     """

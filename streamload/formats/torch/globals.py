@@ -52,7 +52,7 @@ class Global:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The memory of tensors: the entry ``data/key`` of the archive, ``numel`` of a torch dtype."""
+    """The memory of tensors: ``numel`` elements of a torch dtype, in the archive's ``data/key``."""
 
     key: str
     dtype: str

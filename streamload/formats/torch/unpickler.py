@@ -176,7 +176,7 @@ class _Machine:
         return found
 
     def refuse(self, expected: str, found: str) -> NoReturn:
-        """Raise PickleError for the current opcode."""
+        """Raise PickleError about the current opcode, with ``expected`` and ``found``."""
         raise PickleError(f"{self.name} at byte {self.at} is not valid", expected, found) from None
 
 
