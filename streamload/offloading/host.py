@@ -72,7 +72,7 @@ class HostFile:
         self.checkpoint = from_headers(checkpoint.path, headers, checkpoint.config)
 
     def close(self) -> None:
-        """Free the memory, which nothing may read any more; may be called twice."""
+        """Free the memory, which nothing may read from now on; may be called twice."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -63,7 +63,7 @@ class Wrapped(Protocol):
         """Put the substitute in place of the method."""
 
     def take_out(self) -> None:
-        """Restore the method."""
+        """Restore the module's own method."""
 
 
 class ModelAdapter(ABC, Generic[P]):

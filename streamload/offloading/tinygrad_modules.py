@@ -43,7 +43,7 @@ class TinygradSlots(Slots):
     """Device memory cut into slots for streamed layers, with buffers of tinygrad over it."""
 
     def __init__(self, memory: Buffer, plan: OffloadPlan) -> None:
-        """Cut ``memory`` into slots; raises OffloadError if the device has no views."""
+        """Cut ``memory`` into slots; OffloadError if the device cannot make views of buffers."""
         super().__init__(memory, plan)
         self._made: dict[Any, tuple[list[Buffer], list[UOp]]] = {}
         view_of(memory, 0, memory.nbytes, memory.dtype)
@@ -289,7 +289,7 @@ def is_training() -> bool:
 
 
 def refuse_capture(name: str) -> None:
-    """Raise OffloadError if a TinyJit around the layer ``name`` captures it."""
+    """Raise OffloadError if a TinyJit captures layer ``name``: a replay would not fetch weights."""
     if capturing:
         raise OffloadError(
             f"a TinyJit captures {name}, whose weights would not be brought when it is run again: "

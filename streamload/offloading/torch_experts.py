@@ -133,7 +133,7 @@ def _all_of(module: nn.Module) -> _Give:
 def computed(module: Any, sums: Sums, routed: Routed, give: _Give) -> torch.Tensor:
     """Return the output of experts, (tokens, width), as transformers' eager implementation does.
 
-    If ``sums`` is "grouped", as its "grouped_mm". ``give`` yields experts' weights, as asked.
+    If ``sums`` is "grouped", as its "grouped_mm" does. ``give`` yields experts' weights, as asked.
     """
     if sums == "grouped":
         return _computed_grouped(module, routed, give)

@@ -440,7 +440,7 @@ class GatheredEmbedding(Wrapped):
 
 
 class Refusals:
-    """Substitutes for methods of an offloaded model, which raise OffloadError at once."""
+    """Substitutes for methods that save, move, copy or load a model, which raise OffloadError."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         """Change nothing yet; ``models``: the model, and its modules that contain layers."""

@@ -27,7 +27,7 @@ from streamload.transformers.saving import METHOD, left_by_theirs, own_config, w
 
 
 def holding(checkpoint: Checkpoint, formats: Mapping[str, str]) -> dict[str, Any] | None:
-    """Find which tensors modules can hold in `formats`, by tensor; None if the model does not open.
+    """Find which tensors modules can hold quantized to `formats`; None if the model does not open.
 
     Returns facts of `streamload.conversion.openable.Verdict`, and ``holders``, the classes of
     modules that can hold such weights, in words.

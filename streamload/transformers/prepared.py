@@ -116,7 +116,7 @@ class Prepared:
         return offloaded
 
     def _asked(self, devices: Devices, beside_nbytes: int, options: ModelOptions) -> dict[str, Any]:
-        """Return the options of the load, which skips mismatches that `Names.check` allowed."""
+        """Return the options of a load, which skips wrong shapes that `Names.check` allowed."""
         beside_nbytes += self.beside_nbytes(devices)
         return {**filling(options, self.fill, self.rules(), beside_nbytes), "shapes": "skip"}
 

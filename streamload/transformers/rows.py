@@ -54,7 +54,7 @@ class Numbered:
         return cls(tuple(tensors), shapes, bases, min(COLUMNS, length), length)
 
     def ids(self, index: int) -> torch.Tensor:
-        """Return the numbers of tensor `index` in its shape; the last of several axes is cut."""
+        """Return tensor `index`'s numbers in its shape; the last of several axes has `columns`."""
         shape = self.shapes[index]
         start, stop = (base * self.columns for base in self.bases[index : index + 2])
         small = self.bases[-1] * self.columns < 2**29  # the other numbers fit too

@@ -34,7 +34,7 @@ class Blocks:
 
 
 class PackedExperts(GptOssExperts):  # type: ignore[misc]
-    """Experts of gpt-oss that hold MXFP4 blocks and compute one after the other."""
+    """Experts of gpt-oss that hold MXFP4 blocks, and dequantize one expert at a time to compute."""
 
     forward = inspect.unwrap(GptOssExperts.forward)
     gate_up_proj = property(partial(Blocks, "gate_up_proj"))
