@@ -469,7 +469,7 @@ class _File:
         return {"Authorization": f"Bearer {token}"}
 
     def _check_status(self, response: httpx2.Response, wanted: int) -> None:
-        """Raise CheckpointError unless a response has the wanted status and no encoding."""
+        """Raise CheckpointError unless a response has the wanted status and no compression."""
         status = response.status_code
         if status == wanted:
             encoding = response.headers.get("Content-Encoding", "identity")

@@ -227,8 +227,8 @@ def config_of(
 ) -> dict[str, Any]:
     """Return the config.json for a GGUF file; {} for an unknown architecture.
 
-    ``shapes`` are by GGUF's names; ``rope_freqs`` are the values of that tensor. Raise ValueError
-    if layers have different settings.
+    ``shapes`` are by GGUF's names; ``rope_freqs`` are the values of rope_freqs.weight. Raise
+    ValueError if layers have different settings.
     """
     architecture = ARCHITECTURES.get(str(metadata.get(ARCHITECTURE)))
     if architecture is None:

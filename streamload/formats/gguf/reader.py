@@ -244,7 +244,7 @@ def _others(path: Location, number: int, count: int) -> list[Location]:
 
 
 def _read_other(path: Location) -> tuple[dict[str, Any], list[_Tensor], int]:
-    """Return `_read` of another file of the set."""
+    """Return metadata, tensors and first data byte of another file of the set; see `_read`."""
     with open_location(path) as file:
         return _read(file)
 

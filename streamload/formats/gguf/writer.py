@@ -249,7 +249,7 @@ def _stored_type(target: Target) -> TensorType | None:
 
 
 def _described(target: Target) -> Described:
-    """Return a tensor for the header, with its shape in elements."""
+    """Return a tensor's entry in a GGUF header, with its shape in elements."""
     if target.stored is not None:
         return Described(target.name, target.stored.shape, BLOCKS_OF[target.stored.kind])
     kind = TENSOR_TYPE_OF[(target.quant or target.dtype.code).upper()]

@@ -198,7 +198,7 @@ def _proto(machine: _Machine, raw: _Raw) -> None:
 
 
 def _pushes(make: Callable[[_Raw], Any]) -> _Action:
-    """Return the action of an opcode that pushes ``make`` of its argument."""
+    """Return an opcode's action: push ``make`` called with the opcode's argument."""
 
     def action(machine: _Machine, raw: _Raw) -> None:
         try:
@@ -236,7 +236,7 @@ def _quoted(raw: _Raw) -> str:
 
 
 def _tuple_of(count: int) -> _Action:
-    """Return the action of an opcode that makes a tuple of the top ``count`` objects."""
+    """Return an opcode's action: replace the top ``count`` objects by a tuple of them."""
 
     def action(machine: _Machine, raw: _Raw) -> None:
         stack = machine.stack
@@ -248,7 +248,7 @@ def _tuple_of(count: int) -> _Action:
 
 
 def _collected(make: Callable[[list[Any]], Any]) -> _Action:
-    """Return the action of an opcode that pushes ``make`` of the objects above the last mark."""
+    """Return an opcode's action: push ``make`` called with the objects above the last mark."""
 
     def action(machine: _Machine, raw: _Raw) -> None:
         found = machine.since_mark()
@@ -321,7 +321,7 @@ def _keep(machine: _Machine, index: int) -> None:
 
 
 def _index(machine: _Machine, raw: _Raw) -> int:
-    """Return a number of the memo, written as text."""
+    """Return a number of the memo from its text, an opcode's argument."""
     digits = bytes(raw[: _MOST_DIGITS + 1]).strip()
     if not digits.isdigit():
         machine.refuse("a number", repr(digits)[1:])
