@@ -16,7 +16,7 @@ _Parameter = TypeVar("_Parameter", bound=Parameter)
 
 
 class EntryParameter(Parameter):
-    """A parameter made of a model's tied entries: tensors, or the slots (dict, key) of tensors."""
+    """A parameter over one or more tied entries of a model: tensors, or slots (dict, key)."""
 
     def __init__(
         self, names: tuple[str, ...], entries: list[Any], collect: Callable[[], object] = gc.collect
@@ -30,7 +30,7 @@ class EntryParameter(Parameter):
 
 
 class SlotParameter(EntryParameter):
-    """A parameter made of slots (dict, key), so that other tensors can be put into the model."""
+    """A parameter over slots (dict, key), so that other tensors can be put into the model."""
 
     def _objects(self) -> list[Any]:
         """Return the tensors that stand in the slots now, each once."""
