@@ -308,7 +308,7 @@ def _layout_of(info: Packed) -> ScaledLayout:
 
 
 class Decoders:
-    """The decoders of the weights that stream, each made by the first thread that needs it."""
+    """The decoders of the weights of a load, each made by the first thread that needs it."""
 
     def __init__(self, out_of_range: OutOfRange) -> None:
         self._out_of_range = out_of_range

@@ -143,7 +143,7 @@ class UnitWriter:
         return v.op("and", self.lane, x, self.source.magnitude)
 
     def scanned(self, v: Vector, x: str, carried: list[str]) -> list[str]:
-        """Write IR that updates (largest finite magnitude, counts of NaN, inf, beyond float16)."""
+        """Write IR that updates (largest finite magnitude, NaN, inf, beyond float16) by ``x``."""
         most, nans, infs, overs = carried
         special, magnitude = self.source.special, self.magnitude(v, x)
         is_finite = v.op("icmp ult", self.lane, magnitude, special)

@@ -46,24 +46,24 @@ class Vector:
         return name
 
     def op(self, name: str, scalar: str, *operands: str | float) -> str:
-        """Add operation ``name`` on operands of one type."""
+        """Add operation ``name`` on operands of one type; return the name of its value."""
         texts = ", ".join(self.operand(scalar, operand) for operand in operands)
         return self.emit(f"{name} {self.type(scalar)} {texts}")
 
     def convert(self, name: str, scalar: str, value: str, target: str) -> str:
-        """Add conversion ``name`` of a value from type ``scalar`` to ``target``."""
+        """Add conversion ``name`` of a value from a type to ``target``; return its value's name."""
         return self.emit(f"{name} {self.type(scalar)} {value} to {self.type(target)}")
 
     def as_bits(self, value: str) -> str:
-        """Add the bitcast of float32 values to i32."""
+        """Add the bitcast of float32 values to i32; return the name of its value."""
         return self.convert("bitcast", "float", value, "i32")
 
     def as_float(self, bits: str) -> str:
-        """Add the bitcast of i32 bits to float32 values."""
+        """Add the bitcast of i32 bits to float32 values; return the name of its value."""
         return self.convert("bitcast", "i32", bits, "float")
 
     def select(self, mask: str, scalar: str, yes: str | float, no: str | float) -> str:
-        """Add the choice of ``yes`` where ``mask`` is set, else ``no``, for each element."""
+        """Add the choice, for each element, of ``yes`` if ``mask`` or ``no``; return its name."""
         texts = (f"{self.type(scalar)} {self.operand(scalar, value)}" for value in (yes, no))
         return self.emit(f"select {self.type('i1')} {mask}, {', '.join(texts)}")
 

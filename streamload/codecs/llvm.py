@@ -187,7 +187,7 @@ compiled: dict[Hashable, Any] = {}
 
 @dataclass(frozen=True)
 class HostFunction:
-    """A C function that a family of kernels defines; calls drop the GIL, and any thread may call.
+    """The C signature of a family of compiled kernels; any thread may call them, without the GIL.
 
     Attributes:
         symbol: the function's name in the IR.

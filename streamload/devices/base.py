@@ -393,8 +393,8 @@ class Parameter(Protocol):
         """Make it hold nothing readable; using it then raises.
 
         Args:
-            keep: keep its memory for `revive`, and report it as held, here and in later loads, so
-                that they write the same memory again. Otherwise the memory is let go of.
+            keep: keep its memory for `revive`, and count it in ``nbytes``, here and in later loads,
+                so that they write the same memory again. Otherwise the memory is let go of.
         """
 
     def revive(self) -> None:

@@ -60,7 +60,7 @@ def _parameters(*names: str) -> str:
 
 
 def _failed(name: str, stage: BulkStage, code: str) -> str:
-    """Return LLVM IR of label ``failed.name``: store a call's ``code``, return the ``stage``."""
+    """Return LLVM IR at ``failed.name``: it stores a call's ``code`` and returns ``stage``."""
     return f"""
 failed.{name}:
   %code.{name} = sext i32 {code} to i64
@@ -70,7 +70,7 @@ failed.{name}:
 
 
 def _checked(name: str, stage: BulkStage, following: str) -> str:
-    """Return IR that goes on at a label if ``%name.code`` is 0; else the loop ends by `_failed`."""
+    """Return LLVM IR that goes on at a label if ``%name.code`` is 0, else to that of `_failed`."""
     return f"""%{name}.failed = icmp ne i32 %{name}.code, 0
   br i1 %{name}.failed, label %failed.{name}, label %{following}
 {_failed(name, stage, f"%{name}.code")}"""

@@ -29,7 +29,7 @@ class _Memory(mmap.mmap):
 
 
 class HostDevice(HeapDevice):
-    """Memory of this process, in numpy arrays."""
+    """The device "host": memory of this process, in numpy arrays."""
 
     name = "host"
 

@@ -104,7 +104,7 @@ def environment(prefixes: tuple[str, ...]) -> dict[str, str]:
 
 
 def environment_device() -> str | None:
-    """Return the value of ``STREAMLOAD_DEVICE``; None if it is not set or empty."""
+    """Return the default device, ``STREAMLOAD_DEVICE``; None if it is not set or empty."""
     return os.environ.get("STREAMLOAD_DEVICE") or None
 
 

@@ -26,7 +26,7 @@ class EntryParameter(Parameter):
 
     @abstractmethod
     def _look(self) -> None:
-        """Read the entries, and set the attributes of `Parameter` from them."""
+        """Read the entries when the parameter is made, and set its attributes from them."""
 
 
 class SlotParameter(EntryParameter):

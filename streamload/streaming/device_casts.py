@@ -200,7 +200,7 @@ class DeviceCasts:
         return info
 
     def _key(self, p: Placement) -> tuple[object, ...]:
-        """Return a key that is equal for placements with the same kernel."""
+        """Return a key of a placement's kernel, so that equal ones are compiled once."""
         info = self._info(p)
         if info is None:
             return p.src, p.dst, p.coding

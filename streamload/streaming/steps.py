@@ -123,7 +123,7 @@ class Decoding(Step):
     def __call__(
         self, data: memoryview, out: memoryview, *, at: int, start: int, lines: int = 1
     ) -> None:
-        """Dequantize the elements of ``lines`` lines from file byte ``start`` on."""
+        """Dequantize the elements in ``data``, whose lines begin at file byte ``start``."""
         first = self._info.dtype.numel(start - self._info.start)
         self.counts += self._decoder.decode(data, out, first, lines, self._pitch)
 

@@ -336,7 +336,7 @@ class Worker:
                     raise
 
     def _scatter(self, reader: Reader, pack: SmallTensorBatch) -> bool:
-        """Read a batch straight to its parameters' addresses by one call; False if impossible."""
+        """Read a batch by one call straight to its parameters' addresses; False if it cannot."""
         addresses = self._job.addresses(pack) if reader.has_file else None
         if addresses is None:
             return False

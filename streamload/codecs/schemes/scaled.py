@@ -283,7 +283,7 @@ def _block(layouts: Layouts, values: TensorInfo, scale: TensorInfo) -> tuple[int
 def _fitting(
     sizes: Sequence[tuple[int, int]], rows: int, columns: int, grid: tuple[int, ...]
 ) -> tuple[int, int] | None:
-    """Return the first size of blocks that divides a matrix into this grid, cut to it, or None."""
+    """Return the first block size that cuts a matrix into ``grid`` blocks, cut to it, or None."""
     for tall, wide in sizes:
         if grid == (-(-rows // tall), -(-columns // wide)):
             return (min(tall, rows), min(wide, columns))

@@ -96,7 +96,7 @@ class TinygradDevice(Device):
     """The base of tinygrad's devices; subclasses write their memory.
 
     Attributes:
-        needs: the allocator's method without which the class is not used; "" for none.
+        needs: name of the allocator's method without which the class is not used, or "".
     """
 
     host_visible = False

@@ -218,7 +218,7 @@ def origin_of(tensor: torch.Tensor) -> Origin | None:
 
 
 def _as_weight(tensor: torch.Tensor, origin: Origin, is_weight: bool) -> DecodedWeight:
-    """Return a tensor as a copy of a weight, or as a view of one."""
+    """Wrap a tensor as a decoded copy of a weight if ``is_weight``, else as a view of one."""
     # torch 2.11 follows `_base` in compiled code: a weight must have None, a view the weight
     made: DecodedWeight = (
         torch.Tensor._make_subclass(DecodedWeight, tensor)

@@ -141,7 +141,7 @@ class TorchParameter(SlotParameter):
         return any(is_computed(name, self.shape) for name in self.names)
 
     def _tensors(self) -> list[torch.Tensor]:
-        """Return the tensors: for invalid ones those before, for a DTensor the local shard."""
+        """Return the tensors; of an invalid one the tensor kept, of a DTensor the local shard."""
         return [_local(getattr(entry, _BEFORE, entry)) for entry in self._objects()]
 
     def memory(self) -> Sequence[tuple[int, int]]:
@@ -187,7 +187,7 @@ class TorchParameter(SlotParameter):
         self._swap(lambda old: _with_data(getattr(old, _BEFORE, old), buffer))
 
     def invalidate(self, keep: bool) -> None:
-        """Replace the tensors by tensors of the meta device, which have no values."""
+        """Replace the tensors by valueless ones of the meta device; ``keep``: for `revive`."""
 
         def meta(old: torch.Tensor) -> torch.Tensor:
             before = getattr(old, _BEFORE, old)
