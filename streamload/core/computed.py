@@ -27,5 +27,5 @@ def is_computed(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def is_statistic(name: str) -> bool:
-    """Whether a tensor is a running mean or variance: learned in training, but no parameter."""
+    """Whether a tensor, by its name, is a running mean or variance: learned, but no parameter."""
     return _STATISTICS.fullmatch(name) is not None

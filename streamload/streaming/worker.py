@@ -130,7 +130,7 @@ class Worker:
         return named
 
     def _parts(self, unit: WorkItem, start: int | None) -> list[WorkItem]:
-        """Cut a unit's bytes from file byte ``start`` on into units that fit into a slot each."""
+        """Cut a unit, from file byte ``start`` on unless None, into units that fit into a slot."""
         plan = self._job.plan
         if start is None:
             sizes = (_slot_nbytes(chunk, plan.placements[chunk.placement]) for chunk in unit)

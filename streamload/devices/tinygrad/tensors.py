@@ -423,7 +423,7 @@ class ShardParameter(_Tensors):
             other._new = None
 
     def invalidate(self, keep: bool) -> None:
-        """Replace the memory of all shards by memory that raises when used."""
+        """Make the memory of all shards raise when used; always keep it for `revive`."""
         first = self._entries[0]
         self._written = False
         if invalid_buffer(first.uop) is None and 0 not in first.shape:

@@ -59,7 +59,7 @@ class _Raises:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call torch's functions about shape, dtype and place; refuse all others."""
+        """Call functions about shape, dtype and place; raise DeviceError for all others."""
         if func.__name__ not in _ASKED:
             raise DeviceError(
                 "torch",
