@@ -1,1 +1,1 @@
-"""What every room uses: dtypes, tensors and row ranges, units, patterns, memory, the system."""
+"""Base of all packages: dtypes, tensor records, byte sizes, name patterns, memory, system calls."""

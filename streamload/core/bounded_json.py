@@ -16,7 +16,7 @@ _AT_ONCE = 2**20
 
 
 def parse_json(text: str | bytes, **hooks: Any) -> Any:
-    """Parse JSON by `json.loads`, with at most `MOST_LEVELS` levels of nesting.
+    """Parse JSON by `json.loads` (its keywords: ``hooks``), up to `MOST_LEVELS` levels of nesting.
 
     The parser recurses for each level: if a program has raised the recursion limit, 180 KB of
     brackets overflow the stack, which ends the process.
@@ -31,9 +31,9 @@ def parse_json(text: str | bytes, **hooks: Any) -> Any:
 
 
 def check_nesting(text: bytes) -> None:
-    """Raise ValueError for too many levels of nesting, in a 20th of the parser's time.
+    """Raise ValueError for more than `MOST_LEVELS` levels of nesting.
 
-    ``text`` is in UTF-8; invalid JSON may pass.
+    Takes a 20th of the time of `json.loads`. ``text`` is JSON in UTF-8; invalid JSON may pass.
     """
     if b"\\" in text:  # escaped quotes end no string
         text = text.replace(rb"\\", b"").replace(rb"\"", b"")

@@ -37,11 +37,11 @@ BLOCKS, ASCII = "\u2588\u2593\u2592\u2591\u00b7", "#=~-."
 def draw_text(
     series: Sequence[str], rows: Sequence[Stack], *, width: int, marks: str = BLOCKS
 ) -> list[str]:
-    """Return bars of parts as lines of text; the last line is the legend.
+    """Return a chart of stacked bars as lines of text; the last line is the legend.
 
-    A line is ``width`` columns wide at most, unless names and labels leave less than eight for the
-    longest bar. There are at most five series; the legend lists those in use. ``marks`` has a
-    character for each: `BLOCKS` or `ASCII`.
+    A line is ``width`` columns wide at most, unless names and labels leave fewer than eight columns
+    for the longest bar. There are at most five series; the legend lists those in use. ``marks`` has
+    a character for each series: `BLOCKS` or `ASCII`.
     """
     name = max((len(row.name) for row in rows), default=0)
     label = max((len(row.label) for row in rows), default=0)
@@ -60,7 +60,7 @@ def draw_text(
 
 
 def draw_stacks(title: str, subtitle: str, series: Sequence[str], rows: Sequence[Stack]) -> str:
-    """Return an SVG file's text with bars of parts, of at most five series, end to end."""
+    """Return the text of an SVG file: a chart of stacked bars, of at most five series."""
     most = max([sum(row.parts) for row in rows] + [1])
     right = max(_RIGHT, 7 * max((len(row.label) for row in rows), default=0) + 20)
     scale = (_WIDTH - _LEFT - right) / most
@@ -77,7 +77,7 @@ def draw_stacks(title: str, subtitle: str, series: Sequence[str], rows: Sequence
 
 
 def as_html(text: str, series: Sequence[str], rows: Sequence[Stack]) -> str:
-    """Return HTML for a notebook: the text, and bars of parts below it."""
+    """Return HTML for a notebook: ``text`` as it is, and a chart of stacked bars below it."""
     bars = draw_stacks("What each device or node holds", "", series, rows)
     return f"<pre>{escape(text)}</pre>\n{bars}"
 
@@ -90,7 +90,7 @@ def draw(
     rows: Sequence[Bars],
     limits: Sequence[tuple[str, float]] = (),
 ) -> str:
-    """Return an SVG file's text with bars, of at most four series a row.
+    """Return the text of an SVG file: a chart with a bar for each series, up to four, in each row.
 
     ``unit`` is written after values and limits; a limit, (name, value), is a vertical line.
     """

@@ -14,9 +14,9 @@ _STATISTICS = re.compile(r"(?:.*\.)?running_(?:mean|var)")
 
 
 def is_computed(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether models compute such a tensor: rotary frequencies, positions, masks, counters.
+    """Whether models compute a tensor themselves: rotary frequencies, positions, masks, counters.
 
-    Either the model or the checkpoint may lack it.
+    Name and shape decide. Either the model or the checkpoint may lack such a tensor.
     """
     if _COMPUTED.fullmatch(name):
         return True

@@ -1,6 +1,6 @@
-"""The disk cache for later processes: probes' results, texts of kernels, the copy loop.
+"""The disk cache for later processes: results of device probes, compiled kernels, the copy loop.
 
-Some of it is machine code, so only files that no other user can have written are read. Without a
+Some files are machine code, so only files that no other user can have written are read. Without a
 writable cache, each process recomputes its contents.
 """
 
@@ -104,11 +104,11 @@ def _seal(path: Path, data: bytes) -> bytes:
 
 @cache
 def lend_caches() -> None:
-    """Give compilers a temporary cache folder if the user's is not writable.
+    """Set a temporary cache folder for PoCL and tinygrad if the user's cache is not writable.
 
-    Without one PoCL (POCL_CACHE_DIR) does not compile at all, and tinygrad (CACHEDB) only if it
-    caches nothing (CACHELEVEL). Call it before they are loaded; in a tinygrad that is loaded
-    already, the settings themselves are changed.
+    Without a writable cache PoCL (POCL_CACHE_DIR) does not compile at all, and tinygrad (CACHEDB)
+    only if caching is disabled (CACHELEVEL). Call this before either is loaded; the settings of a
+    tinygrad that is loaded already are changed, too.
     """
     try:
         _make_private(_cache_home())

@@ -48,7 +48,10 @@ class DType:
         return self.block if self.block > 1 else 8 // math.gcd(8, self.bits)
 
     def span(self, first: int, stop: int) -> tuple[int, int]:
-        """Return (first, stop) bytes of elements ``first`` to ``stop``; stops are exclusive."""
+        """Return the bytes (start, stop) that hold elements ``first`` to ``stop``; stops exclusive.
+
+        The start is rounded down, and the stop up, to whole bytes and blocks.
+        """
         return first // self.unit * self.nbytes(self.unit), self.nbytes(stop)
 
     @property
@@ -75,7 +78,7 @@ class DType:
 
     @property
     def is_packed(self) -> bool:
-        """Whether it is one of `PACKED`: elements of quantized weights."""
+        """Whether this is one of `PACKED`, the dtypes of quantized weights' values."""
         return not self.code
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -184,12 +187,12 @@ _NAMED = {**BY_NAME, **{d.name: d for d in PACKED.values()}}
 
 
 def named(name: str) -> DType:
-    """Return the dtype with a long name, also one of `PACKED`; raises KeyError if unknown."""
+    """Return the dtype with a long name, `PACKED` ones included; raises KeyError if unknown."""
     return _NAMED[name]
 
 
 def add_packed(kind: str, dtype: DType) -> None:
-    """Add a dtype of quantized values to `PACKED` under a layout's name, unless it has one."""
+    """Add ``dtype`` to `PACKED` under ``kind``, a layout's name; does nothing if that has one."""
     _PACKED.setdefault(kind, dtype)
     _NAMED.setdefault(dtype.name, dtype)
 
@@ -197,7 +200,7 @@ def add_packed(kind: str, dtype: DType) -> None:
 def parse_dtype(name: object) -> DType:
     """Return the dtype for a `DType`, a long name, a safetensors code, or a usual short form.
 
-    Dtypes of numpy, ml_dtypes, torch and tinygrad are accepted, too: they print as such names.
+    Dtypes of numpy, ml_dtypes, torch and tinygrad are accepted by the names that they print.
 
     Raises:
         ValueError: there is no such dtype.

@@ -89,7 +89,7 @@ _OUTERMOST = threading.local()
 
 @contextmanager
 def deferred_interrupt() -> Iterator[Interrupt]:
-    """Defer Ctrl-C inside the ``with`` to calls of `Interrupt.check`, and to its end.
+    """Defer Ctrl-C inside the ``with`` to calls of `Interrupt.check`, or to the block's end.
 
     In the main thread, `check` calls the previous handler (Python's or the application's), and so
     does the end of a block that succeeds. A signal during an error is dropped: the block is ending

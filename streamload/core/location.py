@@ -25,15 +25,15 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,4}:(?=/)")  # a longer one may b
 class Url:
     """The URL of a file or folder that is read over HTTP, with some methods of `pathlib.PurePath`.
 
-    It is no `pathlib.Path`, which makes one slash of two and looks on this machine's disk. As text
-    (str, repr, os.fspath, and so in errors, reports and plans) it shows nothing before an @, and
-    not the query, which may be a signature.
+    It is no `pathlib.Path`, which collapses ``//`` to ``/`` and accesses this machine's disk. As
+    text (str, repr, os.fspath, and so in errors, reports and plans) it shows nothing before an @,
+    and not the query, which may be a signature.
 
     Attributes:
         href: the whole URL, with secrets, for requests only.
         version: the file's version when its header was read, a line of the server's response: ETag
             or else Last-Modified; "" if neither was sent, or nothing was read yet.
-        is_shown: it was pickled, which removes its secrets: reading it is an error.
+        is_shown: whether pickling removed secrets from ``href``: reading it is an error then.
     """
 
     href: str
@@ -96,8 +96,8 @@ class Url:
     def listing(self) -> tuple[Url, str] | None:
         """The URL that lists a repository's files, and this folder's path in the repository.
 
-        None if no server like huggingface.co has such a URL. Source: ``HfApi.model_info`` of
-        huggingface_hub, with ``files_metadata``.
+        None unless the URL has the form of huggingface.co, ``HOST/NAME/resolve/REVISION/FOLDER``.
+        Source: ``HfApi.model_info`` of huggingface_hub, with ``files_metadata``.
         """
         parts = self._parts
         match = _REPOSITORY.fullmatch(parts.path)

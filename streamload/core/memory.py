@@ -248,9 +248,9 @@ def overhead_nbytes(free_nbytes: int) -> int:
 def reserve_nbytes(free_nbytes: int) -> int:
     """Return the bytes that a default budget never uses, of ``free_nbytes``; at most half of them.
 
-    16 MiB and 2%, which leaves 94% of 1 GB and 97% of 3 GB. Beyond 4 GiB an eighth more, up to
-    max(5%, 1 GiB), for other users of a large device. Both the reserve and the rest grow with
-    ``free_nbytes``.
+    16 MiB and 2%, which leaves 96% of 1 GB and 97% of 3 GB. Beyond 4 GiB an eighth of the excess is
+    added, up to max(5%, 1 GiB) in all, for other users of a large device. Both the reserve and the
+    rest grow with ``free_nbytes``.
     """
     large = max(free_nbytes // 20, 2**30)
     small = 2**24 + free_nbytes // 50 + max(free_nbytes - 2**32, 0) // 8
@@ -287,8 +287,8 @@ _CONTROLLERS: Mapping[_Hierarchy, _Controller] = MappingProxyType(
 def available_host_nbytes(root: Path = Path("/")) -> int:
     """Return the bytes of host memory that this process can take without swapping or being killed.
 
-    The least of MemAvailable and, over every visible memory cgroup from this process's own up (v1
-    and v2; both in a hybrid system), its limit minus its usage, pages on its file lists excluded:
+    The least of MemAvailable and, for this process's memory cgroup and each visible ancestor (v1
+    and v2; both in a hybrid system), the limit minus the usage without pages on file lists:
 
     - v1: ``memory.usage_in_bytes`` - ``total_inactive_file`` - ``total_active_file``; the limit is
       the lesser of ``memory.limit_in_bytes`` and ``hierarchical_memory_limit``, which includes
@@ -338,10 +338,11 @@ class HostMemory:
 def first_that_fits(
     ways: Sequence[tuple[_Way, int]], largest: Sequence[tuple[str, int]] = ()
 ) -> _Way:
-    """Return the first of several ways to work, each with its bytes, that fits into free memory.
+    """Return the first alternative whose bytes fit into free host memory.
 
-    The first of all if free memory is unknown. ``largest`` lists the largest parts of the last way,
-    for the error.
+    ``ways`` lists (alternative, bytes needed), the preferred one first; it is returned if free
+    memory is unknown. ``largest`` lists (name, bytes) of the last one's largest parts, for the
+    error.
 
     Raises:
         PlanInfeasibleError: none fits.
@@ -378,8 +379,8 @@ def _cgroup_available_nbytes(directory: Path, kind: _Hierarchy) -> int | None:
 def available_cpus(root: Path = Path("/")) -> int:
     """Return how many CPUs this process can keep busy: at least 1.
 
-    The lesser of its affinity and, over every visible cpu cgroup from its own up (v1 and v2), the
-    group's CPU time in a period, in CPUs, rounded up: half a CPU more is worth a thread more.
+    The least of its affinity and, for its cpu cgroup and each visible ancestor (v1 and v2), the
+    group's CPU time in a period, in CPUs, rounded up: half a CPU is worth another thread.
 
     - v1: ``cpu.cfs_quota_us`` / ``cpu.cfs_period_us``; a quota of -1 is no limit;
     - v2: the two numbers of ``cpu.max``, of which the first may be "max".
@@ -454,7 +455,7 @@ class Ledger:
     """
 
     def __init__(self, budgets: Mapping[str, int]) -> None:
-        """Open an account of bytes for each device, or for host staging (`STAGING`).
+        """Open an account for each device, or for host staging (`STAGING`), with its most bytes.
 
         Raises:
             ValueError: a negative budget, or two names of one device.

@@ -1,4 +1,4 @@
-"""Values of ``config.json``: the language model's part, and numbers under any of their names."""
+"""Values of ``config.json``: the language model's part, and numbers under any usual key."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def language_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
 
 
 def stated(values: Mapping[str, Any], key: str) -> Any:
-    """Return the value under a key or one of its other names; None if there is none."""
+    """Return the value under ``key`` or one of its synonyms in `_NAMES`; None if there is none."""
     found = (values.get(name) for name in (key, *_NAMES.get(key, ())))
     return next((value for value in found if value is not None), None)
 
 
 def integer(values: Mapping[str, Any], key: str) -> int | None:
-    """Return the whole number under a key or one of its other names, or None."""
+    """Return the whole number under ``key`` or one of its synonyms in `_NAMES`, or None."""
     value = stated(values, key)
     return value if type(value) is int else None
 

@@ -90,7 +90,10 @@ def _mappings() -> tuple[_Column, _Column]:
 
 
 def _flags(runs: Sequence[tuple[int, int]]) -> tuple[_Flags, _Flags]:
-    """Return two flags for each page of some ranges: reusable if private, reusable if shared."""
+    """Return two flags for each page of ``runs``: reusable if private, reusable if shared.
+
+    ``runs`` are (first, stop exclusive) page numbers.
+    """
     found: list[tuple[_Flags, _Flags]] = [(np.zeros(0, np.bool_), np.zeros(0, np.bool_))]
     fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
     try:

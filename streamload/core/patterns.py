@@ -30,7 +30,10 @@ def check_patterns(what: str, patterns: Iterable[str], names: Collection[str]) -
 
 
 def check_names(what: str, given: Iterable[str], names: Collection[str]) -> None:
-    """Raise ValueError for a ``given`` name that is not in ``names``; it suggests the nearest."""
+    """Raise ValueError, which suggests the nearest name, for a ``given`` name not in ``names``.
+
+    ``what`` is the option with the given names, for the error.
+    """
     for name in given:
         if name not in names:
             said = f"{what}: no tensor's name matches {name!r}"
@@ -48,15 +51,15 @@ class Selection:
     """The tensors that the options ``select`` and ``exclude`` choose by name."""
 
     select: tuple[str, ...] = ()  # patterns of names; all tensors if empty
-    exclude: tuple[str, ...] = ()  # patterns of names that are left out of those
+    exclude: tuple[str, ...] = ()  # patterns of names that are left out of the selected ones
 
     @classmethod
     def parse(cls, select: Patterns = (), exclude: Patterns = ()) -> Self:
-        """Make a selection of patterns; raises ValueError for one that is not a string."""
+        """Make a selection from patterns; raises ValueError for a pattern that is not a string."""
         return cls(_patterns(select), _patterns(exclude))
 
     def check(self, names: Collection[str]) -> None:
-        """Raise ValueError if a pattern of ``select`` matches none of ``names``, all there are."""
+        """Raise ValueError if a pattern matches none of ``names``, the names of all tensors."""
         check_patterns("select", self.select, names)
         check_patterns("exclude", self.exclude, names)
 

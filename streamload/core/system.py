@@ -104,7 +104,7 @@ _PYBUF_WRITE = 0x200
 def bytes_at(address: int, nbytes: int) -> memoryview:
     """Return a writable view of memory that the caller keeps alive.
 
-    ctypes would make a class for each size, of 1.9 kB, until garbage is collected.
+    An array of ctypes would need a class of 1.9 kB for each size, until garbage is collected.
     """
     return _view_at(address, nbytes, _PYBUF_WRITE)
 
@@ -120,7 +120,7 @@ def released(view: memoryview) -> Iterator[memoryview]:
 
 
 def map_file(fd: int, start: int, nbytes: int) -> int:
-    """Map bytes of a file, shared and read-only, and return their address; `munmap` ends it.
+    """Map bytes of a file, shared and read-only; return their address, for ``munmap`` at the end.
 
     ``start`` is a multiple of the page. Raises OSError if the system refuses.
     """
@@ -178,9 +178,9 @@ def trim_heap() -> None:
 
 
 def populate(window: memoryview) -> None:
-    """Give a memory window its pages in one call of the kernel, if it can: faults cost more.
+    """Allocate a memory window's pages by one system call, if possible: page faults cost more.
 
-    Not huge pages, slower in some virtual machines: docs/measurements.md, "Fresh memory".
+    No huge pages, slower in some virtual machines: docs/measurements.md, "Fresh memory".
     """
     if window.nbytes < _MIN_POPULATED_NBYTES or sys.platform != "linux":
         return
@@ -217,10 +217,10 @@ def populate_shared(first: int, stop: int, *, ahead: bool = True) -> int:
 
 
 def unmap_pages(first: int, stop: int) -> None:
-    """Unmap the pages of a mapped file at addresses ``first`` to ``stop``.
+    """Unmap the pages of a mapped file at addresses ``first`` to ``stop`` (exclusive).
 
-    Private writes there are lost. Up to 64 KiB around, the size that a fault maps, may be unmapped,
-    too; touching them maps them again.
+    Private writes there are lost. Pages up to 64 KiB around, the size that a fault maps, may be
+    unmapped, too; touching a page maps it again.
     """
     first = first // mmap.PAGESIZE * mmap.PAGESIZE
     libc().madvise(first, stop - first, mmap.MADV_DONTNEED)
@@ -309,10 +309,11 @@ def scatter(
 ) -> bool:
     """Read consecutive bytes of a file to many addresses at once, by one preadv(2).
 
-    At most 1024 addresses, the least IOV_MAX of the systems that have the call.
+    ``sizes`` has the bytes for each address. At most 1024 addresses, the least IOV_MAX of the
+    systems that have the call.
 
     Returns:
-        Whether all was read. If not, the contents there are undefined.
+        Whether all bytes were read. If not, the contents of the memory are undefined.
     """
     preadv = getattr(libc(), "preadv", None)
     if preadv is None or ctypes.sizeof(ctypes.c_void_p) != 8:

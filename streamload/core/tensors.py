@@ -107,14 +107,14 @@ def whole(info: TensorInfo) -> RowRange:
 
 
 def all_rows(infos: Sequence[TensorInfo]) -> Sequence[RowRange]:
-    """Return `whole` of each tensor."""
+    """Return the range of all rows of each tensor; see `whole`."""
     stops = [info.shape[0] if info.shape else 1 for info in infos]
     names = [info.name for info in infos]
     return records(RowRange, names, repeat(0), stops, repeat(None))
 
 
 def first_byte(info: TensorInfo, rows: RowRange) -> int:
-    """Return the first file byte of a range of rows."""
+    """Return the offset in the file of the first byte of a range of rows."""
     if rows.columns is not None:
         return info.start + info.dtype.nbytes(rows.start * rows.columns.width + rows.columns.start)
     return info.start + rows.start * _row_nbytes(info)
@@ -170,7 +170,7 @@ class Coding:
         src_unit_nbytes: bytes of a unit of the weight.
         dst_unit_nbytes: bytes of a unit's quantized values.
         statistics_nbytes: host memory for statistics until all values are quantized.
-        of_rows: the user's functions change whole rows of the weight first.
+        of_rows: whether functions of the user change whole rows of the weight before quantization.
         device_parts: the other parts that a device's kernels write with the values; None if the
             host quantizes.
     """
@@ -199,8 +199,8 @@ class RowTranspose:
     half-split per head; with ``(heads, 2, head_dim / 2)`` they become interleaved, and with
     ``(heads, head_dim / 2, 2)`` they go back.
 
-    A row of the tensor may hold ``inner`` such rows, or a multiple: a matrix of (r, c) is
-    transposed by ``(1, r, c)``, each of n stacked ones by ``(n, r, c)``.
+    Permuted rows may be parts of the tensor's rows, which then hold ``inner`` of them, or a
+    multiple: ``(1, r, c)`` transposes a matrix of shape (r, c), ``(n, r, c)`` n stacked matrices.
     """
 
     groups: int

@@ -83,7 +83,7 @@ def format_bytes(nbytes: float, *, up: bool = False) -> str:
 def format_table(
     titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: int
 ) -> Iterator[str]:
-    """Yield a table's lines in aligned columns, the last ``right`` of them flush right."""
+    """Yield a table's lines with aligned columns; the last ``right`` columns are flush right."""
     shown = [[printable(cell) for cell in row] for row in (titles, *rows)]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     left = len(titles) - right
