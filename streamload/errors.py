@@ -10,6 +10,7 @@ StreamloadError
 ├─ StateDictMismatchError (ValueError)
 ├─ ResidenceError (ValueError)
 ├─ BudgetError (MemoryError): PlanInfeasibleError, BudgetExceededError, MemoryTakenError
+├─ OffloadError (RuntimeError)
 ├─ CastError (ValueError): UnsupportedCastError, OutOfRangeError
 ├─ DeviceError (RuntimeError): DeviceNotFoundError, AllocationError
 └─ NodeError (RuntimeError): PeerFailedError, PlanMismatchError
@@ -229,7 +230,7 @@ class CheckpointError(StreamloadError, ValueError):
 
 
 class HeaderError(CheckpointError):
-    """A safetensors header or index that breaks the format's rules."""
+    """A file's header, an index or other JSON that breaks its format's rules or exceeds limits."""
 
 
 class TruncatedFileError(CheckpointError):
@@ -294,9 +295,9 @@ class StateDictMismatchError(StreamloadError, ValueError):
         return f"{self.path}: the model and the checkpoint do not match: " + "; ".join(parts)
 
     def or_by(self, call: str) -> StateDictMismatchError:
-        """Return this error with ``instead=call`` if only a rename by that library could help.
+        """Return a copy with ``instead=call``, a call of the library that renames tensors.
 
-        That is: names differ and no suggestion fills all parameters. Else, or for "", return self.
+        Return self if ``call`` is "", no names differ, or a suggestion fills all parameters.
         """
         filled = any(s.filled == s.parameters for s in self.suggestions)
         if not call or filled or not (self.missing or self.unexpected):
@@ -373,7 +374,7 @@ class PlanInfeasibleError(BudgetError):
         return replace(self, would_fit=fits)
 
     def calling(self, call: str, instead: str) -> PlanInfeasibleError:
-        """Return a copy that suggests the function ``instead`` for ``call``; "": neither."""
+        """Return a copy that suggests function ``instead`` in place of ``call``; "": neither."""
         fits = [fit for fit in self.would_fit if isinstance(fit, Fit) and fit.option == call]
         others = [Fit(instead, "", fit.needs) for fit in fits if instead]
         return self.without(call).suggesting(others)
@@ -389,7 +390,7 @@ class BudgetExceededError(BudgetError):
     """A reservation of memory above the budget while a load runs; nothing was allocated for it.
 
     Attributes:
-        device: the device, or "host" for staging.
+        device: the device, or "staging" for host staging.
         requested_nbytes: size of the refused reservation.
         held_nbytes: bytes reserved there already.
         budget_nbytes: most bytes allowed there.
@@ -489,7 +490,7 @@ class OutOfRangeError(CastError):
 
 @dataclass(eq=False, repr=False)
 class OffloadError(StreamloadError, RuntimeError):
-    """An offloaded model, whose layers stream to the device at each pass, cannot be used so.
+    """A model that cannot be offloaded, or a use that offloading (layers stream) forbids.
 
     Attributes:
         problem: the reason, and what to do instead.

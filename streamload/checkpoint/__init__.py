@@ -1,1 +1,1 @@
-"""A path becomes a `Checkpoint`: headers, shards, variants, digests."""
+"""Opens paths as a `Checkpoint`: headers, shards, variants, digests."""

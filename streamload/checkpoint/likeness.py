@@ -1,4 +1,4 @@
-"""Gives files that hold bytes alone the dtypes and shapes of another checkpoint's tensors."""
+"""Assigns the dtypes and shapes of another checkpoint's tensors to files that hold only bytes."""
 
 from __future__ import annotations
 

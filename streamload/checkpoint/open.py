@@ -187,7 +187,7 @@ def open_checkpoint(
             (``http://``, ``https://``) of a file, of an index (it ends with ``.json``) or of a
             folder (it ends with ``/``); the extra ``remote`` reads those. ``~`` is the home folder.
         variant: of a folder, the files that have this in their names: "fp16" for
-            ``model.fp16.safetensors``. None: those without, where it holds the same tensors twice.
+            ``model.fp16.safetensors``. None: if files hold the same tensors, those without variant.
         key: of a file that torch.save wrote, the dict whose tensors are the checkpoint:
             "state_dict", or "ema.state_dict" for one inside another, "." for the outermost. None:
             the only one that holds tensors by name.
@@ -196,8 +196,8 @@ def open_checkpoint(
             one-dimensional U8.
         limits: the most bytes of headers, and tensors, for services that open untrusted files.
 
-    Of a folder, these files are the checkpoint: those that ``model.safetensors.index.json`` names;
-    without an index, or if it does not name it, ``model.safetensors`` alone; else all
+    A folder's checkpoint consists of the files that ``model.safetensors.index.json`` names; or, if
+    ``model.safetensors`` exists and no index names it, of that file alone; or else of all
     ``*.safetensors`` except hidden ones and, if there are others, ``consolidated*``. A server does
     not list its folders: at a URL only the first two are found. A folder without safetensors files
     may hold ``pytorch_model.bin``, its index and its files, or ``*.pth`` and the like.
@@ -275,7 +275,7 @@ def _own_config(headers: Iterable[Header]) -> Mapping[str, Any]:
 
 
 def _with_siblings(header: Header, folder: Location) -> list[Header]:
-    """Return the headers of all files of the set that a file belongs to, as for split GGUF."""
+    """Return ``header`` and those of the other files of its set, such as of a split GGUF."""
     if header.format == default_reader().name:
         return [header]
     reader = readers()[header.format]
@@ -414,7 +414,7 @@ def _reader_of_index(name: str) -> FormatReader:
 
 
 def _plain(folder: Path, headers: Sequence[Header], variant: str | None) -> Sequence[Header]:
-    """Return the headers without files that are variants of others with the same tensors.
+    """Return the headers without variants whose tensors a file without variant holds, too.
 
     Raise HeaderError if a folder holds several variants and no file without one, or a model more
     than once in files of other formats.
@@ -558,7 +558,7 @@ def _indexed(index: Location, weight_map: Mapping[str, str], reader: FormatReade
 def _headers(
     of: Location, folder: Location, names: Sequence[str], reader: FormatReader
 ) -> list[Header]:
-    """Return the files' headers; raise ShardNotFoundError, about ``of``, with all missing ones."""
+    """Return the headers of files; ShardNotFoundError names ``of`` and all missing files."""
     headers: list[Header] = []
     missing: list[str] = []
     if isinstance(folder, Path):

@@ -79,8 +79,8 @@ class Room:
     def __init__(self, block_nbytes: int, *, ahead: bool = False) -> None:
         """Prepare for blocks of at most ``block_nbytes``.
 
-        With ``ahead``, fill the whole buffer if blocks are consecutive, and take the next ones from
-        it: HTTP requests and direct reads cost the same for a few bytes as for many.
+        With ``ahead``, fill the whole buffer if blocks are consecutive, and take the next blocks
+        from it: HTTP requests and direct reads cost the same for a few bytes as for many.
         """
         self.block_nbytes = block_nbytes
         self._ahead = ahead
@@ -193,8 +193,8 @@ class Shards:
     ) -> Iterator[memoryview]:
         """Yield bytes ``start`` to ``stop`` (exclusive) of a file, read-only, valid in the with.
 
-        ``room`` is the calling thread's buffer, which bounds their number and holds one block at a
-        time; ``tensor`` is for errors that name none.
+        ``room`` is the calling thread's buffer, which holds one block at a time; ``tensor`` is the
+        tensor's name, for errors that name none.
         """
         try:
             reader = self.reader(shard)

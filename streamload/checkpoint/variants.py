@@ -26,7 +26,7 @@ def is_of(name: str, variant: str) -> bool:
 
 
 def plain(names: Iterable[str]) -> list[str]:
-    """Return the names except variants ("a.fp16.bin") of files that are listed, too ("a.bin")."""
+    """Return ``names`` without variants ("a.fp16.bin") of files that are also in it ("a.bin")."""
     plainly = {name: _NUMBER.sub("", name) for name in names}
     known = set(plainly.values())
     return [name for name, one in plainly.items() if _without(one) not in known]

@@ -1,1 +1,1 @@
-"""Bytes of files: mapped, read, past the page cache, over HTTP; guarded against change."""
+"""Reads byte ranges of files by mmap, pread, direct I/O or HTTP, and detects changed files."""

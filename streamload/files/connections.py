@@ -101,7 +101,7 @@ class Attempt:
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """Make this the calling thread's try inside the block, whose deadline connections obey."""
+        """Make this the calling thread's try inside the block; connections obey its deadline."""
         _thread.attempt = self
         try:
             yield
@@ -330,7 +330,7 @@ def cause_of(error: BaseException | None) -> OSError | None:
 
 
 def lasting(error: Exception, cause: OSError | None) -> str:
-    """Return the reason of a failed request that no retry can fix; "" if a retry may succeed."""
+    """Return why no retry can fix a failed request, "" if one may; ``cause`` is from `cause_of`."""
     library = httpx()
     if isinstance(error, library.UnsupportedProtocol):
         return "a redirect to something else than HTTP"

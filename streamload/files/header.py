@@ -190,7 +190,7 @@ def check_memory(path: Location, nbytes: int, raw: bytes = b"") -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether a path exists; raise OSError if that is not permitted to know."""
+    """Return whether a path exists; raise OSError if permissions prevent the check."""
     # `Path.exists` suppresses that error from Python 3.14 on
     try:
         os.stat(path)
@@ -235,7 +235,7 @@ def parse_json_object(raw: bytes, path: Location) -> dict[str, Any]:
 
 
 def check_strings(entries: Any, path: Location, what: str) -> dict[str, str]:
-    """Return ``entries`` if a JSON object of strings only; else raise HeaderError on ``what``."""
+    """Return ``entries``, called ``what``; HeaderError unless it is a JSON object of strings."""
     found = check_object(entries, path, what)
     for key, value in found.items():
         if type(value) is not str or not (is_text(key) and is_text(value)):
@@ -246,7 +246,7 @@ def check_strings(entries: Any, path: Location, what: str) -> dict[str, str]:
 
 
 def check_object(value: object, path: Location, what: str) -> dict[str, Any]:
-    """Return ``value`` if a JSON object with unique names; else raise HeaderError on ``what``."""
+    """Return ``value``, called ``what``; HeaderError unless it is a JSON object of unique names."""
     if type(value) is dict:
         return value
     if isinstance(value, RepeatedNames):

@@ -407,7 +407,7 @@ class DirectReader(PreadReader):
         return self._direct.fileno()
 
     def scatter(self, start: int, addresses: Addresses, sizes: Addresses) -> bool:
-        """Scatter through the page cache after `stop_ahead`, when little enters it; else False."""
+        """Read through the page cache if `stop_ahead` was called (few pages enter); else False."""
         exact = self._most_nbytes == EXACT_NBYTES
         return exact and super().scatter(start, addresses, sizes)
 

@@ -219,8 +219,9 @@ class PageCache:
     ) -> None:
         """Prepare for a load; raise ValueError for an unknown kind.
 
-        ``to_read_nbytes`` and ``to_allocate_nbytes`` are those of the whole load. ``available``
-        returns the host memory that is still free in bytes, None if unknown; `open` calls it.
+        ``to_read_nbytes`` are all file bytes that the load will read, ``to_allocate_nbytes`` all
+        host bytes that it will allocate. ``available`` returns the host memory that is still free
+        in bytes, None if unknown; `open` calls it.
         """
         if kind not in get_args(PageCacheKind):
             raise ValueError(
@@ -238,7 +239,7 @@ class PageCache:
         self._lock = threading.Lock()
 
     def open(self, path: Path) -> ShardCache:
-        """Return the `ShardCache` of a shard of which only the header is read; close it later."""
+        """Return the `ShardCache` of a shard, before its data is read; the caller closes it."""
         if not self._decided:
             self._decide()
         return ShardCache(path, self)

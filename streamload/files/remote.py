@@ -411,10 +411,10 @@ class _File:
         return _pool.client().build_request("GET", target, headers=headers, timeout=timeout)
 
     def _call(self, attempt: wire.Attempt, call: Callable[..., T], *arguments: object) -> T:
-        """Return the result of a call of the HTTP library; raise its errors as ours.
+        """Call a function of the HTTP library; raise `_Again` or CheckpointError for its errors.
 
-        They become `_Again` or CheckpointError. Their texts quote requests and responses, which may
-        hold secrets: only an error of the operating system becomes the cause.
+        The library's error texts quote requests and responses, which may hold secrets: only an
+        error of the operating system becomes the cause.
         """
         try:
             return call(*arguments)
@@ -429,7 +429,7 @@ class _File:
     def _failure(
         self, attempt: wire.Attempt, error: Exception, cause: OSError | None
     ) -> _Again | CheckpointError:
-        """Return our error for an error of the HTTP library with its OSError ``cause``."""
+        """Return the error to raise for an error of the HTTP library with its OSError ``cause``."""
         library, seconds = wire.httpx(), self._patience.read_seconds
         if self.stopped.is_set():
             return self._error("reading was stopped")
@@ -569,7 +569,7 @@ class _File:
 
 
 def _version(headers: Mapping[str, str], known: str) -> str:
-    """Return a file's version by a response, such as "ETag: ..."; ``known`` is an earlier one."""
+    """Return a file's version in response headers, as "ETag: ..."; ``known`` is an earlier one."""
     kinds = (known.partition(": ")[0],) if known else _VALIDATORS
     for kind in kinds:
         if value := headers.get(kind, "").removeprefix("W/"):

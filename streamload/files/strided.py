@@ -32,7 +32,7 @@ _HELD = 3  # memory as a multiple of one read: its bytes, a copy, and heap overh
 
 
 def thread_nbytes(views: Iterable[View]) -> int:
-    """Return the bytes that a thread needs to read views, besides its target: 3 MB or less."""
+    """Return the bytes that a thread needs to read views, without the target: 3 MB or less."""
     extents = (zip(view.shape, view.strides, strict=True) for view in views)
     longest = max((sum((n - 1) * step for n, step in each) for each in extents), default=0)
     return _HELD * min(longest, _SPAN_NBYTES)
@@ -44,7 +44,7 @@ class StridedReader(Reader):
     _how = "together with views of it"
 
     def __init__(self, reader: Reader, views: Sequence[View]) -> None:
-        """Take over a reader of the file; ``views`` are in order of their first bytes."""
+        """Wrap a reader of the file, closed by `close`; ``views`` are in order of first bytes."""
         super().__init__(reader.path, views[-1].stop)
         self._reader = reader
         self._views = views
@@ -76,7 +76,7 @@ class StridedReader(Reader):
                 self._fill(view, begin - view.start, end - view.start, part)
 
     def _fill(self, view: View, begin: int, end: int, out: memoryview) -> None:
-        """Fill ``out`` with bytes ``begin`` to ``end`` of a view, which may cut elements."""
+        """Fill ``out`` with bytes ``begin`` to ``end`` of a view; both may be inside an element."""
         n = view.itemsize
         first, last = begin // n, -(-end // n)
         whole = begin % n == 0 and end % n == 0
@@ -112,7 +112,7 @@ class StridedReader(Reader):
 
 
 def _turn(found: _Array, out: _Array) -> None:
-    """Copy ``found`` to ``out``, fast also if it is a transpose."""
+    """Copy ``found`` to ``out`` of equal shape; fast also if ``found`` has transposed strides."""
     # lines a power of two apart share few sets of the CPU's cache: pack, then transpose strips
     lines = found.shape[-1] if found.ndim > 1 else 1
     if lines == 1 or found.strides[-1] <= found.itemsize or 0 in found.strides:
