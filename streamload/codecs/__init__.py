@@ -1,1 +1,1 @@
-"""Bytes to values: casts, and the schemes of quantized weights."""
+"""Converts tensor bytes: dtype casts, and decoding and encoding of quantized weights."""

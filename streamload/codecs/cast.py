@@ -39,7 +39,7 @@ _DIRECT_WITH_NATIVE_HALF = frozenset(
 
 
 def _hub(v: Vector, src: DType, dst: DType, x: str) -> str:
-    """Write LLVM IR that widens elements to float32 bits, from which `NARROW` makes the target."""
+    """Write LLVM IR that converts elements ``x`` to float32 bits, the input of `NARROW`."""
     if dst.code == "F32" and src.code == "F64":
         return nearest_f32(v, x)  # the one rounding there is
     return WIDEN[src.code](v, x)
@@ -48,7 +48,10 @@ def _hub(v: Vector, src: DType, dst: DType, x: str) -> str:
 def _plain(
     v: Vector, src: DType, dst: DType, x: str, sums: list[str], *, direct: bool
 ) -> tuple[str, list[str]]:
-    """Write IR that casts elements, all zero or in `plain_range`; return them and new counts."""
+    """Write IR that casts elements, each zero or in `plain_range`; return them and new counts.
+
+    ``sums`` are the counts so far, none if empty; ``direct``: the CPU has an instruction for this.
+    """
     source, target = FLOATS[src.code], FLOATS[dst.code]
     lost = source.mantissa_bits - target.mantissa_bits
     if sums and lost > 0:

@@ -64,12 +64,12 @@ Cast = Callable[[memoryview, memoryview], CastCounts]
 
 
 def supported(src: DType, dst: DType) -> bool:
-    """Whether `make_cast` has a cast from ``src`` to ``dst``; every dtype goes to itself."""
+    """Whether `make_cast` has a cast from ``src`` to ``dst``; any dtype can be copied to itself."""
     return src == dst or (src, dst) in _SUPPORTED
 
 
 def cast_engine(src: DType, dst: DType, engine: Engine = "auto") -> str:
-    """Return what `make_cast` would use: "copy", "llvm" or "numpy"; raises as `make_cast`."""
+    """Return the engine of `make_cast`: "copy", "llvm" or "numpy"; raises as `make_cast`."""
     return _resolve(src, dst, engine, clamp=False)[0]
 
 

@@ -86,7 +86,7 @@ class Weight:
 
         Args:
             codes: the stored values, one in a byte.
-            first: number in the weight of the first of them.
+            first: index of the first value in the weight.
         """
         at = np.arange(first, first + codes.size)
         row, column = at // self.width, at % self.width
@@ -113,7 +113,7 @@ def check_lengths(
         data: the stored values.
         out: elements of ``dst``, to be written.
         dst: target dtype.
-        first: number in the weight of the first element.
+        first: index of the first element in the weight.
         lines: lines of elements in ``out``.
         fits: whether the lengths of ``data`` and ``out`` belong together.
     """
@@ -214,7 +214,7 @@ class ScaledLayout(Layout):
         """Return how the values of a weight are stored."""
 
     def weight(self, weight: QuantizedWeight, read: Read) -> Weight:
-        """Read all of a weight but its values; raise CheckpointError if that is invalid."""
+        """Read a weight's scales, zero points and table; raise CheckpointError if invalid."""
         scale = weight.members["scale"]
         return by_blocks(weight, self.values(weight), floats(scale, read(scale)))
 

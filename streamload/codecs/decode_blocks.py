@@ -33,7 +33,7 @@ _ORACLE_BLOCKS = 1 << 8
 
 
 class Blocks(Layout):
-    """A layout of blocks that hold their own scales; subclasses decode one.
+    """A layout of blocks that hold their own scales; a subclass decodes the blocks of one format.
 
     Attributes:
         name: `QuantizedWeight.kind` of its weights.
@@ -70,7 +70,7 @@ class Blocks(Layout):
 
 
 class _BlockDecoder(Decoder):
-    """Decodes blocks to float32, and casts those if the target is another dtype."""
+    """Decodes blocks to float32 elements, and casts these if the target is another dtype."""
 
     def __init__(
         self, layout: Blocks, dst: DType, kernel: Kernel | None, cast: Cast | None
@@ -143,7 +143,7 @@ class BlockWriter:
         self._stored = 0
 
     def of(self, width: int) -> Vector:
-        """Return a writer, to the same lines, of instructions on vectors of ``width`` values."""
+        """Return a writer of instructions on vectors of ``width`` values, which adds to `lines`."""
         v = Vector(width, self._native_half)
         v.lines = self.lines
         return v
@@ -159,7 +159,7 @@ class BlockWriter:
         return self.one.as_float(bits)
 
     def picked(self, a: str, b: str, of: str, count: int, order: Sequence[int]) -> str:
-        """Select elements of two vectors of ``count`` values; ``order`` counts b's after a's."""
+        """Select elements of two vectors of ``count`` values; ``order``: indices, b's after a's."""
         return shuffle(self.one, f"<{count} x {of}>", a, b, order)
 
     def joined(self, a: str, b: str, count: int, of: str = "i8") -> str:
@@ -184,7 +184,10 @@ class BlockWriter:
         return v.op("fmul", "float", wide, splat(v, "float", d))
 
     def spread(self, values: str, count: int, first: int, each: int) -> str:
-        """Repeat ``count`` floats from number ``first`` on, ``each`` times each, to `WIDTH`."""
+        """Return a vector of `WIDTH` floats: ``values`` from ``first`` on, each ``each`` times.
+
+        ``count`` is the length of the vector ``values``.
+        """
         order = [first + at // each for at in range(WIDTH)]
         return self.picked(values, values, "float", count, order)
 

@@ -1,6 +1,6 @@
 """Dequantization as CUDA kernels, one for each kind of stored values and each target dtype.
 
-A thread takes the values of a byte, finds their scale by their number in the weight, and goes on in
+A thread takes the values of a byte, finds their scale by their index in the weight, and goes on in
 strides. A kernel may also transpose: the device's cache joins the scattered writes of a chunk. The
 instructions of an element are the host's, and so are elements and counts, but for the sign and
 payload of a NaN.
@@ -39,7 +39,7 @@ def blocks(numel: int, bits: int) -> int:
 
 
 def weight_parts(weight: Weight, turned: tuple[int, int] | None) -> list[Array]:
-    """Return the arrays that the kernel reads besides values: header, scales, zeros and table.
+    """Return the auxiliary arrays that the kernel reads: header, scales, zeros and table.
 
     Args:
         weight: up to `MOST_NUMEL` elements; values that share a byte share their scale.
@@ -62,10 +62,10 @@ def weight_parts(weight: Weight, turned: tuple[int, int] | None) -> list[Array]:
 def dequant_ptx(values: Values, dst: DType, *, clamp: bool, turned: bool) -> str:
     """Return PTX of ``dequantise(src, out, numel, tally, weight, first)``, of 64 bits each.
 
-    The kernel dequantizes ``numel`` elements with values from device address ``src`` on: those from
-    number ``first`` of the weight on, an even one if values have 4 bits. They go to device address
-    ``out`` on, a multiple of the size of an element, in order; or if ``turned``, each to its place
-    in the transpose that `weight_parts` describes, ``out`` being the address of the whole.
+    The kernel dequantizes ``numel`` elements, whose values begin at device address ``src``, from
+    index ``first`` of the weight on, an even index if values have 4 bits. The elements are written
+    in order from device address ``out`` on, a multiple of the size of an element; or if ``turned``,
+    to their places in the transpose (see `weight_parts`) of the whole weight at ``out``.
     ``weight`` (a multiple of 8) is the device address of `weight_parts`. Counts are added to
     ``tally`` as by `cast_cuda.cast_ptx`. It is launched in any number of blocks (`blocks` suggests
     one) of `BLOCK_THREADS` threads, without dynamic shared memory.

@@ -2,9 +2,9 @@
 
 Nearly all vectors multiply in float32 and narrow the product. That is right if the product is
 normal before and after, and no midpoint of the target: float32 then rounds to the same side as one
-rounding of the exact product would. A product that is a midpoint, or a number of the target, may
-have been rounded to it, unless scale and value are short enough. Such vectors, and those with NaN,
-elements out of range or a scale of 0, multiply in float64, which is exact, and take `cast.careful`.
+rounding of the exact product would. A product that is a midpoint, or a value that the target holds,
+may have been rounded to it, unless scale and value are short enough. Such vectors, and those with
+NaN, elements out of range or a scale of 0, multiply in float64 (exact) and take `cast.careful`.
 """
 
 from __future__ import annotations
@@ -262,7 +262,9 @@ after:
 def scale_of(values: Values, one: Vector, index: str = "%index") -> None:
     """Write LLVM IR that loads ``%scale`` and ``%zero`` at ``index`` of ``%scales`` and ``%zeros``.
 
-    ``%guard`` becomes the low bits of products whose float32 rounding is doubtful, or -1.
+    ``one`` receives the instructions. ``%guard`` becomes 0 if a float32 product whose low bits are
+    0 may have been rounded to a midpoint or a value of the target, and -1 if scale and value are so
+    short that all products are exact.
     """
     if values.exponents:
         place = one.emit(f"getelementptr i8, ptr %scales, i64 {index}")

@@ -1,7 +1,7 @@
 """Encoders, which quantize a tensor by units, with a kernel or the numpy oracle.
 
-A unit is what a scheme quantizes on its own: a block of some elements, or a row. The flattened
-tensor may be cut at any multiple of a unit, without a change of its bytes.
+A unit is a run of elements that a scheme quantizes together: a block, or a row. The flattened
+tensor may be cut at any multiple of a unit without a change of the output bytes.
 
 In every scheme NaN is quantized as 0, and an infinity as the largest finite magnitude of its unit,
 with its sign; other elements of the unit lose nothing. Both are counted, and errors are measured
@@ -63,7 +63,7 @@ class Encoder(ABC):
             data: little-endian elements of the source from element ``first`` on, contiguous, any
                 alignment. The last unit of the tensor may be short.
             out: receives their codes (the quantized units); must not overlap ``data``.
-            first: number of the first element, a multiple of the unit.
+            first: index of the first element in the tensor, a multiple of the unit.
 
         Raises:
             ValueError: the elements are not whole units, or ``out`` is not as long as their codes.
@@ -135,13 +135,13 @@ class Quantized(ABC):
     def device_parts(self) -> tuple[str, ...] | None:
         """Suffixes of the parts that CUDA kernels write besides the codes; None if they cannot.
 
-        One part for plain statistics, two (codes and scales) for statistics quantized in turn.
+        One part for plain statistics, two (codes and scales) for quantized statistics.
         """
         return None
 
     @property
     def on_cuda(self) -> tuple[Quantized, ...]:
-        """Variants to compute on the CPU; each unit that CUDA quantizes equals that of one."""
+        """CPU variants of CUDA's arithmetic: each unit of CUDA's output equals a variant's."""
         return ()
 
     def constants(self, offset: float = 0.0) -> dict[str, Array]:
@@ -149,7 +149,7 @@ class Quantized(ABC):
         return {}
 
     def codes_nbytes(self, numel: int) -> int:
-        """Return the bytes of the codes of ``numel`` elements that start with a unit."""
+        """Return the bytes of the codes of ``numel`` elements, which begin at a unit's start."""
         whole, rest = divmod(numel, self.unit_numel)
         return whole * self.unit_nbytes + -(-rest * self.unit_nbytes // self.unit_numel)
 
@@ -165,12 +165,12 @@ class Units(Quantized):
 
     @property
     def device_recipe(self) -> Recipe:
-        """The instructions for CUDA's kernel, which differ if the scheme's library does there."""
+        """The instructions for CUDA's kernel: `recipe`, unless the library differs on CUDA."""
         return self.recipe
 
     @abstractmethod
     def encoded(self, x: Array) -> Encoded:
-        """Quantize finite float32 units, one a row, in numpy; a short last unit comes alone."""
+        """Quantize finite float32 units, one a row, in numpy; a short last unit is passed alone."""
 
     @property
     def device_parts(self) -> tuple[str, ...] | None:
@@ -200,7 +200,7 @@ class Units(Quantized):
 def checked_numel(
     tensor: Quantized, src: DType, data: memoryview, out: memoryview, first: int
 ) -> int:
-    """Return how many elements `Encoder.encode` was given, after the checks that it documents."""
+    """Return the number of elements in ``data``; raise ValueError as `Encoder.encode` documents."""
     unit, total = tensor.unit_numel, tensor.numel
     numel, odd = divmod(data.nbytes, src.itemsize)
     is_last = first + numel == total
@@ -220,7 +220,7 @@ def checked_numel(
 
 
 class _UnitEncoder(Encoder):
-    """Encodes `Units`: whole ones by a kernel, if there is one, and the rest by numpy."""
+    """Encodes `Units`: whole units by a kernel, if it can be compiled, and the rest by numpy."""
 
     def __init__(self, tensor: Units, src: DType, kernel: Kernel | None) -> None:
         self._tensor, self._src, self._kernel = tensor, src, kernel
@@ -276,7 +276,7 @@ def as_bytes(array: Any) -> memoryview:
 
 
 def cleaned(x: Array) -> tuple[Array, int, int]:
-    """In float32 rows make NaN 0 and infinity the row's largest finite; return these and counts."""
+    """Replace NaN by 0, infinity by its row's largest finite magnitude; return rows and counts."""
     finite = np.isfinite(x)
     if finite.all():
         return x, 0, 0

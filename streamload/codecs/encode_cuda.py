@@ -45,10 +45,10 @@ def blocks(tensor: Units, numel: int) -> int:
 def quant_ptx(tensor: Units, src: DType) -> str:
     """Return PTX of a scheme's kernel: ``quantise(src, out, numel, tally, statistics, unit)``.
 
-    All are 64 bits. The kernel quantizes ``numel`` elements from device address ``src`` on (a
-    multiple of the size of an element), which begin with a unit and end with one or with the
-    tensor, to codes from device address ``out`` on (a multiple of 2 for schemes of GGUF). From
-    ``statistics`` on (a multiple of 4) it writes a float32 a unit, if the scheme has statistics.
+    All arguments have 64 bits. The kernel quantizes ``numel`` elements from device address ``src``
+    on (a multiple of the size of an element), whole units but for the tensor's last one, to codes
+    from device address ``out`` on (a multiple of 2 for schemes of GGUF). From ``statistics`` on (a
+    multiple of 4) it writes a float32 a unit, if the scheme has statistics.
     ``unit`` is `Quantized.unit_numel`; kernels of blocks do not use it. Errors and counts are added
     to the `Tally` at device address ``tally`` (a multiple of 8). A launch takes fewer than 2^32
     elements. It is launched in any number of blocks (`blocks` suggests one) of `BLOCK_THREADS`
@@ -211,7 +211,10 @@ class _Writer(UnitWriter):
         return found
 
     def _with_sign(self, source: str, most: str, value: str) -> str:
-        """Write IR of the largest magnitude with its first element's sign; one element a thread."""
+        """Write IR of a unit's largest magnitude with the sign of its first element that has it.
+
+        Each thread of the warp takes one element.
+        """
         t = self.t
         assert self.recipe.numel == WARP
         x = clean(t, self.source, self._load(source, "%member", "%unit"), most)

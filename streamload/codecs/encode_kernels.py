@@ -84,7 +84,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def scalars(self, one: Vector, largest: str) -> Scalars:
-        """Write IR of what a unit's elements share, like its scale, from its largest magnitude."""
+        """Write IR of values that a unit's elements share, as a scale, by its largest magnitude."""
 
     @abstractmethod
     def encode(self, v: Vector, x: str, scalars: Sequence[str]) -> tuple[str, str]:
@@ -143,7 +143,10 @@ class UnitWriter:
         return v.op("and", self.lane, x, self.source.magnitude)
 
     def scanned(self, v: Vector, x: str, carried: list[str]) -> list[str]:
-        """Write IR that updates (largest finite magnitude, NaN, inf, beyond float16) by ``x``."""
+        """Write IR that updates ``carried`` by ``x``: the largest finite magnitude, then counts.
+
+        The counts are of NaN, infinity and finite elements beyond float16.
+        """
         most, nans, infs, overs = carried
         special, magnitude = self.source.special, self.magnitude(v, x)
         is_finite = v.op("icmp ult", self.lane, magnitude, special)
@@ -159,7 +162,7 @@ class UnitWriter:
         return [most, nans, infs, overs]
 
     def with_infinities(self, v: Vector, most: str, infs: str, overs: str) -> str:
-        """Write IR that adds ``infs`` to count ``overs`` if the unit's largest exceeds float16."""
+        """Write IR that adds ``infs`` to ``overs`` if the magnitude ``most`` is beyond float16."""
         if self.half_start is None:
             return overs
         is_over = v.op("icmp uge", self.most, most, self.half_start)
@@ -232,7 +235,7 @@ class _Writer(UnitWriter):
 
         Args:
             wide: (IR type, first value) of each value that the steps by vectors carry.
-            narrow: the same of steps by one element.
+            narrow: (IR type, first value) of each value that the steps by one element carry.
             body: writes a step at an index from carried values, and returns their updates.
 
         Returns:
@@ -266,7 +269,7 @@ class _Writer(UnitWriter):
         return maximum(self.one, self.lane, reduced, narrow)
 
     def _finite(self, source: str, largest: str) -> str:
-        """Write LLVM IR of a unit's largest finite magnitude; it adds other elements to the tally.
+        """Write IR of a unit's largest finite magnitude; it adds NaN, inf, overflow to the tally.
 
         Most units have no NaN, infinity or overflow, and are not read again.
         """

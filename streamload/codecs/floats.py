@@ -87,8 +87,8 @@ def overflow_start(src: DType, dst: DType) -> int | None:
 def flush_stop(src: DType, dst: DType) -> int | None:
     """Return the bits of the smallest magnitude of ``src`` that does not round to zero in ``dst``.
 
-    It follows half of the smallest subnormal, a tie that goes to the even neighbour, zero. None if
-    only zero becomes zero.
+    It is next above half of the smallest subnormal of ``dst``, a tie that rounds to even, to zero.
+    None if only zero becomes zero.
     """
     source, target = FLOATS[src.code], FLOATS[dst.code]
     exponent = source.bias - target.bias - target.mantissa_bits

@@ -209,7 +209,7 @@ ENVIRONMENT: Mapping[str, tuple[str, str]] = {
 
 
 def kernel_text(symbol: str, parameters: str, body: Iterable[str], architecture: str = "") -> str:
-    """Return IR of a kernel; on a known architecture its body has the default float environment."""
+    """Return a kernel's IR; it sets the default float environment if `ENVIRONMENT` has the IR."""
     enter, leave = ENVIRONMENT.get(architecture, ("", ""))
     lines = "\n  ".join((enter, *body, leave))
     return f"define void @{symbol}({parameters}) nounwind {{\nentry:\n  {lines}\n  ret void\n}}\n"
@@ -221,14 +221,14 @@ def numbers(values: Iterable[int]) -> str:
 
 
 def shuffle(v: Vector, of: str, a: str, b: str, order: Sequence[int]) -> str:
-    """Write LLVM IR of elements of two vectors of type ``of``; ``order`` counts b's after a's."""
+    """Write IR that picks elements of two vectors of type ``of``; in ``order``, b's follow a's."""
     return v.emit(f"shufflevector {of} {a}, {of} {b}, <{len(order)} x i32> {numbers(order)}")
 
 
 def chosen(
     v: Vector, scalar: str, masks: Iterable[str], values: Sequence[str | float]
 ) -> str | float:
-    """Write IR of one of 2^n values for each element; n masks are its index's bits, low first."""
+    """Write IR that selects one of 2^n values per element; n ``masks``: index bits, low first."""
     some = list(values)
     for mask in masks:
         pairs = zip(some[1::2], some[::2], strict=True)
@@ -270,7 +270,7 @@ def square_sum(v: Vector, x: str, total: str) -> str:
 
 
 def clean(v: Vector, source: FloatFormat, x: str, largest: str) -> str:
-    """Write LLVM IR of elements, as integers, with 0 for NaN and magnitudes up to ``largest``."""
+    """Write IR that replaces NaN by 0 and limits magnitudes to ``largest``; all are float bits."""
     lane = f"i{source.bits}"
     magnitude = v.op("and", lane, x, source.magnitude)
     is_nan = v.op("icmp ugt", lane, magnitude, source.special)
@@ -285,7 +285,7 @@ def to_float(v: Vector, src: DType, x: str) -> str:
 
 
 def magnitude_bits(v: Vector, x: str) -> str:
-    """Write LLVM IR of the bits of float32 magnitudes, which sort like these, NaN last."""
+    """Write LLVM IR of the bits of float32 magnitudes; these integers sort alike, NaN last."""
     return v.op("and", "i32", v.as_bits(x), 0x7FFFFFFF)
 
 

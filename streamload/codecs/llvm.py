@@ -181,7 +181,7 @@ def link_object(image: bytes, target: Target, symbol: str, prototype: Any) -> An
 
 
 _compiling = threading.Lock()
-#: Kernels of this process by (symbol, key of `HostFunction.kernel`), or the reason that one lacks.
+#: By (symbol, key of `HostFunction.kernel`), this process's kernel, or why there is none.
 compiled: dict[Hashable, Any] = {}
 
 
@@ -254,7 +254,7 @@ class HostFunction:
 
 
 def kernel_for(engine: Engine, compile: Callable[[], _K]) -> _K | None:
-    """Return the kernel of ``compile``; None for "numpy", or if it fails for engine "auto"."""
+    """Return the kernel that ``compile`` returns; None for "numpy", or if "auto" cannot compile."""
     if engine == "numpy":
         return None
     try:

@@ -102,7 +102,7 @@ class QuantCounts:
         return cls(*values)
 
     def rounded(self) -> QuantCounts:
-        """Return the errors with six digits: more depend on where the tensor was cut."""
+        """Return the errors with six digits: further digits depend on where the tensor was cut."""
         return replace(
             self,
             largest_error=float(f"{self.largest_error:.6g}"),

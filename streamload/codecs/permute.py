@@ -1,4 +1,4 @@
-"""Transposition of matrices in tiles while they load, by a kernel if the CPU has one.
+"""Transposition of matrices in tiles while they load, by a kernel if one can be compiled.
 
 A block of 8 lines of 8 elements becomes its transpose in three rounds that interleave the lines of
 its first half with those of its second: each round rotates the bits of an element's number, those
@@ -22,7 +22,7 @@ from streamload.codecs.llvm import HostFunction
 from streamload.errors import UnsupportedCastError
 
 _Array = np.ndarray[Any, Any]
-#: Reads a tile: (number of the first element, elements from one line's start to the next one's, the
+#: Reads a tile: (index of the first element, elements from one line's start to the next line's, the
 #: array of lines of rows to fill); returns the counts of a cast on the way.
 Fill = Callable[[int, int, _Array], CastCounts]
 
@@ -56,7 +56,7 @@ class Permutation:
         """Write a range of the permuted elements; return the counts of their cast.
 
         Args:
-            first: number of the first element, in the order of the output.
+            first: index of the first element, in the order of the output.
             out: receives the elements, as unsigned integers of their width.
             fill: reads a tile of the stored order.
             most_numel: the most elements that `fill` may span, those between lines included; a
@@ -90,7 +90,7 @@ class Permutation:
     def _tiles(
         self, left: int, right: int, itemsize: int, most_numel: int
     ) -> Iterator[tuple[int, int, int, int]]:
-        """Yield tiles to read: (first row, end of rows, first line, end of lines)."""
+        """Yield tiles of rows ``left`` to ``right``: (first row, row end, first line, line end)."""
         step = max(most_numel // (self.row * self.grain), 1) * self.grain
         for start in range(left, right, step):
             stop = min(start + step, right)
@@ -131,7 +131,7 @@ def compile_transpose(itemsizes: Iterable[int]) -> None:
 
 
 def _steps(itemsize: int) -> tuple[int, int]:
-    """Return the numbers of lines and columns that the kernel takes multiples of."""
+    """Return the (lines, columns) of a step: the kernel transposes multiples of both."""
     return _BLOCK, _LINE_NBYTES // itemsize
 
 

@@ -63,28 +63,31 @@ class ThreadWriter(Vector):
         super().__init__(1, native_half=True)
 
     def place(self, base: str, index: str = "0", nbytes: int = 1) -> str:
-        """Write IR of a global pointer to item ``index``, of ``nbytes`` each, from ``base`` on."""
+        """Write IR of a global pointer to item ``index`` of an array at ``base``.
+
+        ``base`` is an address, and items have ``nbytes`` each.
+        """
         at = self.op("add", "i64", base, self.op("mul", "i64", index, nbytes))
         return self.emit(f"inttoptr i64 {at} to ptr addrspace(1)")
 
     def load(self, of: str, nbytes: int, base: str, index: str = "0") -> str:
-        """Write IR that loads item ``index``, aligned, of ``nbytes`` each from address ``base``."""
+        """Write IR that loads an item of IR type ``of`` at an aligned address; see `place`."""
         place = self.place(base, index, nbytes)
         return self.emit(f"load {of}, ptr addrspace(1) {place}, align {nbytes}")
 
     def store(self, of: str, nbytes: int, value: str, base: str, index: str = "0") -> None:
-        """Write IR that stores item ``index``, aligned, of ``nbytes`` each from ``base`` on."""
+        """Write IR that stores ``value``, of IR type ``of``, at an aligned address; see `place`."""
         place = self.place(base, index, nbytes)
         self.lines.append(f"store {of} {value}, ptr addrspace(1) {place}, align {nbytes}")
 
     def shuffled(self, x: str, distance: int) -> str:
-        """Write IR that reads an i32 of the warp's thread whose number differs in ``distance``."""
+        """Write IR that reads i32 ``x`` of the warp's thread in lane (own XOR ``distance``)."""
         return self.emit(
             f"call i32 @llvm.nvvm.shfl.sync.bfly.i32(i32 -1, i32 {x}, i32 {distance}, i32 31)"
         )
 
     def over_warp(self, x: str, join: Callable[[str, str], str]) -> str:
-        """Write IR that reduces an i32 over a warp's threads; ``join`` writes IR that joins two."""
+        """Write IR that reduces an i32 over a warp's threads; ``join`` writes IR to combine two."""
         for distance in (16, 8, 4, 2, 1):
             x = join(x, self.shuffled(x, distance))
         return x
@@ -101,7 +104,7 @@ class ThreadWriter(Vector):
         self.lines += [f"br label %{label}.no", f"{label}.no:"]
 
     def by_threads(self) -> None:
-        """Write IR of ``%first``, a thread's first element, and ``%stride`` to its next ones."""
+        """Write IR of ``%first``, a thread's first element, and ``%stride`` to its next element."""
         self.lines += [
             "%before = mul i64 %block, %threads",
             "%first = add i64 %before, %thread",

@@ -74,8 +74,8 @@ class Decoder(ABC):
             data: the stored values from element ``first`` on, contiguous, line after line; whole
                 blocks if the layout has blocks.
             out: receives the elements; must not overlap ``data``.
-            first: number of the first element in the weight. If values have 4 bits, an odd number
-                is the second value of its byte, and several lines begin at even numbers.
+            first: index of the first element in the weight. If values have 4 bits, an odd index is
+                the second value of its byte, and several lines begin at even indices.
             lines: number of lines.
             pitch: elements of the weight from one line's start to the next one's.
 
@@ -161,8 +161,8 @@ def register(
         schemes: encode tensors to the layouts.
         layouts: decode weights, by `QuantizedWeight.kind`.
         find: recognizes weights in the headers of a checkpoint.
-        marks: whether `find` is asked about a tensor, by its name's last component; None for all
-            components that no other file's ``marks`` accepts.
+        marks: returns, by the last component of a tensor's name, whether to call ``find`` for the
+            tensor; None for all components that no other file's ``marks`` accepts.
         complete: adds shapes that only a tensor's bytes state, by that tensor's role.
         in_models: whether loads can give the schemes to models; others are for `convert` alone.
     """
@@ -190,7 +190,7 @@ def layout_of(kind: str) -> Layout | None:
 
 
 def finder_of(leaf: str) -> Find | None:
-    """Return the `Find` to ask about tensors whose names end in the component ``leaf``, or None."""
+    """Return the `Find` to call for tensors whose names' last component is ``leaf``, or None."""
     _import_all()
     marked = (find for marks, find in _finders if marks is not None and marks(leaf))
     return next(marked, next((find for marks, find in _finders if marks is None), None))

@@ -68,10 +68,10 @@ def groups(layouts: Layouts) -> Mapping[str, QuantizedWeight]:
 def read_states(
     layouts: Layouts, groups: Mapping[str, QuantizedWeight]
 ) -> Mapping[str, QuantizedWeight]:
-    """Return quantized weights with their shapes, after reading the few bytes that hold some.
+    """Return quantized weights with shapes, after reading the small tensors that state some.
 
     Raises:
-        CheckpointError: as of `groups`, or the bytes do not fit the headers.
+        CheckpointError: the bytes cannot be read, are invalid, or do not fit the headers.
     """
     found = dict(groups)
     unknown = [weight for weight in groups.values() if weight.shape is None]

@@ -40,7 +40,7 @@ CONFIG_KEYS = ("quantization_config", "compression_config")
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """The stored tensors of one quantized weight, and what headers and config state of it.
+    """The stored tensors of one quantized weight, and facts from headers and config.
 
     Attributes:
         kind: the layout: "bnb-nf4", "bnb-fp4", "bnb-int8", "ct-packed", "int8", "fp8",
@@ -87,7 +87,7 @@ class Packed(TensorInfo):
 
     Attributes:
         group: the stored tensors of the weight.
-        headers: headers of the files that hold these.
+        headers: headers of the files that hold the stored tensors.
     """
 
     group: QuantizedWeight = field(compare=False, repr=False)
@@ -213,7 +213,7 @@ _VALUES = ("_packed", "_qdata", "_data", "_blocks", "_scale")
 
 
 def scale_of(layouts: Layouts, name: str) -> str | None:
-    """Return why tensor ``name`` must not be cast: cast without its scale it is wrong by a factor.
+    """Return the scale without which tensor ``name`` must not be cast: values would lack a factor.
 
     Returns:
         The name of the scale tensor of floats of at most 8 bits, or the key of ``config.json`` for

@@ -154,7 +154,7 @@ class _Recipe(Recipe):
 
 
 def _code(v: Vector, masks: Sequence[str], order: tuple[int, ...]) -> str:
-    """Write LLVM IR of elements' codes from the bits of their ranks, the highest first."""
+    """Write IR that maps ranks to codes by ``order``; ``masks`` are ranks' bits, highest first."""
     if order != tuple(range(16)):
         return str(chosen(v, "i32", reversed(masks), order))
     bits = [v.select(mask, "i32", 8 >> index, 0) for index, mask in enumerate(masks)]

@@ -47,7 +47,7 @@ def _codes() -> Array:
 
 
 def quantized(x: Array, arithmetic: Arithmetic) -> tuple[Array, Array]:
-    """Quantize float32 values; return a code (uint8) each, and each block's largest magnitude.
+    """Quantize float32 values; return a uint8 code for each, and each block's largest magnitude.
 
     Args:
         x: one-dimensional values; the last block may be short.

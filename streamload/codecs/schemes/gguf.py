@@ -242,7 +242,10 @@ class _Quantized(Units):
 
 
 def _encoded(d: Array, codes: Array, values: Array) -> Encoded:
-    """Join codes and their scales ``d`` to blocks; scales beyond float16 count as overflowed."""
+    """Join codes and scales ``d`` to blocks; ``values`` are the integers that codes stand for.
+
+    All elements of a block whose scale is beyond float16 count as overflowed.
+    """
     header, kept = stored(d)
     with np.errstate(invalid="ignore"):
         decoded = values * kept
@@ -279,7 +282,7 @@ class _Q40(_Quantized):
 
 @dataclass(frozen=True)
 class _Blocks(Scheme):
-    """The scheme of a GGUF block type; transformers reads these from GGUF files alone."""
+    """The scheme of a GGUF block type; transformers reads such blocks only from GGUF files."""
 
     name: str
     quantized: type[_Quantized]

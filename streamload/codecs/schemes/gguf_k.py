@@ -23,7 +23,7 @@ _PARTS = range(_NUMEL // WIDTH)
 
 
 def _at_places(packed: Array, bits: int, width: int) -> Array:
-    """Unpack codes of ``bits`` bits: of each ``width`` bytes the lowest codes come first."""
+    """Unpack codes of ``bits`` bits: of each ``width`` bytes the lowest ones, then the next."""
     groups = packed.reshape(len(packed), -1, 1, width)
     places = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     found: Array = ((groups >> places) & (2**bits - 1)).reshape(len(packed), -1)
@@ -43,7 +43,7 @@ def _parts(blocks: Array, d: Array, scales: Array) -> Array:
 
 
 def _store_affine(b: BlockWriter, codes: str, scale: str, minimum: str) -> None:
-    """Store elements: codes times their scales, less their minima."""
+    """Store elements: codes times ``scale`` less ``minimum``, which have a value per element."""
     v = b.wide
     product = v.op("fmul", "float", v.convert("sitofp", "i8", codes, "float"), scale)
     b.store(v.op("fsub", "float", product, minimum))

@@ -81,7 +81,7 @@ _RECIPES = {4: _Recipe(4, 7, _WORDS * 8, "low pairs"), 3: _Recipe(3, 3, _WORDS *
 
 @dataclass(frozen=True)
 class _Groups(Units):
-    """A tensor encoded as consecutive whole groups, each its scale and its words."""
+    """A tensor encoded as consecutive whole groups, each a scale followed by words of codes."""
 
     bits: int
     unit_nbytes = _GROUP.itemsize
@@ -145,7 +145,7 @@ class _Weight(Quantized):
 
     @property
     def groups(self) -> _Groups:
-        """The tensor with rows filled up to whole groups, for the kernel."""
+        """The tensor with rows padded to whole groups, for the kernel."""
         shape = self.group_count, self.group_numel
         return _Groups(self.format, shape, self.dtype, self.bits)
 
@@ -207,7 +207,7 @@ class _Encoder(Encoder):
         return {SCALES: as_bytes(self._scales)}
 
     def _filled(self, data: memoryview) -> memoryview:
-        """Return rows with zeros up to whole groups."""
+        """Return the rows of ``data``, each padded with zeros to whole groups."""
         tensor = self._tensor
         rows = np.frombuffer(data, f"V{self._src.itemsize}").reshape(-1, tensor.shape[-1])
         filled = np.zeros((len(rows), tensor.row_groups * tensor.group_numel), rows.dtype)
@@ -229,7 +229,7 @@ class _Encoder(Encoder):
 
 @dataclass(frozen=True)
 class _Scheme(Scheme):
-    """A group quantization of MLC-LLM, such as "q4f16_1"; transformers has none."""
+    """A group quantization of MLC-LLM, such as "q4f16_1"; transformers cannot read it."""
 
     name: str
     bits: int

@@ -38,7 +38,10 @@ def _find(layouts: Layouts, info: TensorInfo) -> QuantizedWeight | None:
 
 
 def _compressed(layouts: Layouts, module: str) -> QuantizedWeight | None:
-    """Return a module's weight of compressed-tensors, its shape to be read; None if not known."""
+    """Return a module's weight of compressed-tensors; None if its layout is unknown.
+
+    The shape of a weight of int32 words is None until `_with_shape` adds it.
+    """
     values = layouts.need(f"{module}weight_packed", module, "weight")
     if values.dtype.code not in ("I32", "U8") or layouts.find(f"{module}scale_packed"):
         return None  # marlin-24, for one

@@ -11,8 +11,8 @@ Sources: ``FP8Linear`` and ``Fp8Dequantize`` in transformers/integrations/finegr
 and float-quantized formats (``weight_scale``) and ``dequantize`` in
 compressed_tensors/quantization/lifecycle/forward.py, version 0.20: values less zero points, times
 the scale, in the scale's dtype. If that is the target, the one rounding is the same; libraries that
-multiply in float32 and then round to the target may have the neighbour of ours if the float32
-product is a midpoint of the target, or a number of it that the exact product is not.
+multiply in float32 and then round to the target may return the adjacent value if the float32
+product is a midpoint of the target, or a value of the target that the exact product is not.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ def _block(layouts: Layouts, values: TensorInfo, scale: TensorInfo) -> tuple[int
 def _fitting(
     sizes: Sequence[tuple[int, int]], rows: int, columns: int, grid: tuple[int, ...]
 ) -> tuple[int, int] | None:
-    """Return the first block size that cuts a matrix into ``grid`` blocks, cut to it, or None."""
+    """Return the first block size that cuts a matrix into ``grid``, or None; at most the matrix."""
     for tall, wide in sizes:
         if grid == (-(-rows // tall), -(-columns // wide)):
             return (min(tall, rows), min(wide, columns))
