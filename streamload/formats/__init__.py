@@ -1,1 +1,1 @@
-"""The files that checkpoints are in: one file a format, see `streamload.formats.reader`."""
+"""Checkpoint file formats, a module for each; see `streamload.formats.reader`."""

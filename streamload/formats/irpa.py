@@ -295,7 +295,7 @@ class _Archive:
 
 
 def _said(metadata: bytes, path: Location, fail: _Fail) -> _Layout | None:
-    """Return the dtype and shape in an entry's metadata, None without; raise ``fail(...)``."""
+    """Return dtype and shape from an entry's metadata, None without; ``fail(...)`` if invalid."""
     prefix = next((each for each in _SAYS_TENSOR if metadata.startswith(each)), None)
     if prefix is None:
         return None

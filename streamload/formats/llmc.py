@@ -1,7 +1,7 @@
-"""llm.c: GPT-2 as the one file that its C programs read.
+"""Writes GPT-2 for llm.c: one file, as llm.c's C programs read it.
 
 256 little-endian int32 come first: magic, version, length of the context, vocabulary, layers,
-heads, width, padded vocabulary, and zeros. The version says the dtype of all that follows, 3 is
+heads, width, padded vocabulary, and zeros. The version gives the dtype of all that follows: 3 is
 float32 and 5 is bfloat16. Then the parameters one after the other, each kind of all layers
 together; matrices have a row for each output, where transformers' Conv1D has a column. The
 embedding has rows of zeros up to a multiple of 128, and the head is the embedding.

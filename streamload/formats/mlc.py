@@ -1,13 +1,13 @@
 """Writes the folder of weights that MLC-LLM's compiler, its engines and web-llm read.
 
 ``params_shard_0.bin`` and so on hold tensors one after the other, and nothing else; 32 MiB each
-unless a tensor is larger, which has a file of its own. ``tensor-cache.json`` has the places of all,
-with the md5 sum of each file, ``mlc-chat-config.json`` the model; the tokenizer is in the same
-folder. Names are those of Hugging Face; tensors that are joined by rows have new ones: query, key
+unless a tensor is larger, which has a file of its own. ``tensor-cache.json`` has the places of all
+tensors and the md5 sum of each file, ``mlc-chat-config.json`` the model; the tokenizer is in the
+same folder. Names are those of Hugging Face, except of tensors that are joined by rows: query, key
 and value are ``qkv_proj`` (``c_attn`` of Qwen), gate and up ``gate_up_proj``. With ``--quant``
-q0f16 or q0f32 all have one dtype; with the others, weights of linear layers and embeddings are
+q0f16 or q0f32 all have one dtype; with other values, weights of linear layers and embeddings are
 ``q_weight`` and ``q_scale``, see `streamload.codecs.schemes.mlc`, and the rest is float16. MLC's
-own converter stores float32 as bfloat16; here it stays as it is.
+own converter stores float32 as bfloat16; here it stays float32.
 
 Source: github.com/mlc-ai/mlc-llm, ``*_model.py`` and ``*_loader.py`` of python/mlc_llm/model
 (names, shapes, fields of the configuration), interface/gen_config.py, interface/convert_weight.py,
@@ -79,9 +79,10 @@ class _Parameter(NamedTuple):
 
 
 def _rows(name: str, *sources: str, rows: Sequence[int], columns: int = 0) -> _Parameter:
-    """Return a linear layer's weight of ``sources`` (by default itself) with so many ``rows`` each.
+    """Return a linear layer's weight, joined from ``sources`` (by default ``name`` alone).
 
-    Without ``columns`` return a vector, whose sources have this many elements.
+    ``rows`` has the rows of each source. Without ``columns`` return a vector: ``rows`` has the
+    elements of each source then.
     """
     axes = (columns,) if columns else ()
     shapes = {s: (count, *axes) for s, count in zip(sources or (name,), rows, strict=True)}
@@ -336,7 +337,7 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 def _family(model: Model) -> _Family:
-    """Return how to write this model's family; refuse an unknown one."""
+    """Return the record of a model's family; raise CheckpointError for an unknown family."""
     found = _FAMILIES.get(model.family)
     if found is None:
         expected = f"model_type {', '.join(_FAMILIES)} in config.json"
@@ -345,7 +346,7 @@ def _family(model: Model) -> _Family:
 
 
 def _as_read(model: Model, parameter: _Parameter, parts: Sequence[Target]) -> Target:
-    """Return ``parameter`` of its ``parts`` as MLC reads it: joined, transposed or quantized."""
+    """Return ``parameter``, made of ``parts``, as MLC reads it: joined, transposed or quantized."""
     # ``made`` is None, for one contiguous read, if it is quantized in the file's order, except if
     # it is dequantized first or shares its source with another tensor
     first, name = parts[0], parameter.name

@@ -87,8 +87,8 @@ class FormatReader(Protocol):
         single: usual name of a folder's only file; "" for none.
         index: usual name of the JSON that lists the files of a set, as safetensors has; "" for
             none.
-        untyped: whether files may hold bytes without a dtype and a shape: `open_checkpoint` gives
-            them those of another checkpoint.
+        untyped: whether files may hold bytes without a dtype and a shape: `open_checkpoint` takes
+            both from another checkpoint (``like=``).
     """
 
     name: str
@@ -122,7 +122,7 @@ class FormatReader(Protocol):
         raise ValueError(f"key={key!r} is for files that torch.save writes, not for {self.name}")
 
     def weights(self, names: Sequence[str]) -> Sequence[str]:
-        """Return those of a folder's files of this format that hold weights, by their names."""
+        """Return the files that hold weights among ``names``, a folder's files of this format."""
         return names
 
     def siblings(self, header: Header) -> Sequence[str]:
@@ -200,7 +200,8 @@ def read_header(
 ) -> Header:
     """Return the header of a file of any format; no data is read.
 
-    ``reader`` is found by the file if None; ``key`` chooses a dict of torch.save's.
+    ``reader`` None: `reader_of` the file; ``key``: a dict in a torch.save file, as of
+    `open_checkpoint`.
     """
     with open_location(path) as file:
         header = (reader or reader_of(file)).keyed(key).read_header(file)

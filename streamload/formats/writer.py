@@ -275,13 +275,13 @@ def shards(
     nbytes_of: Callable[[_T], int],
     first_nbytes: int = 0,
 ) -> list[list[Sequence[_T]]]:
-    """Return for each file its lists of tensors, in order and at least one.
+    """Split lists of tensors into files; return the lists of each file, in order, at least one.
 
     Args:
         lists: tensors of one list stay in one file.
         most_nbytes: limit for all tensors of a file.
         nbytes_of: returns the most bytes that a tensor adds to a file.
-        first_nbytes: bytes that the first file holds besides.
+        first_nbytes: bytes that the first file holds in addition.
     """
     out: list[list[Sequence[_T]]] = []
     left = -1
@@ -371,7 +371,10 @@ class Model:
                 self.refuse(f"{runtime} has no such {key} in config.json", expected, repr(found))
 
     def take(self, found: Target | None, name: str, shape: tuple[int, ...], problem: str) -> Target:
-        """Return ``found``; raise CheckpointError if it is None or, by ``problem``, misshapen."""
+        """Return ``found``, the tensor ``name``; raise CheckpointError if it is None.
+
+        Also raise it, with the message ``problem``, if the tensor's shape is not ``shape``.
+        """
         if found is None:
             self.refuse("a tensor is missing", name, "no such tensor")
         if found.shape != shape:
@@ -379,7 +382,7 @@ class Model:
         return found
 
     def by_name(self, prefix: str) -> dict[str, Target]:
-        """Return the tensors by name without the prefix, if they have it."""
+        """Return all tensors by name; ``prefix`` is removed from the names that have it."""
         return {name.removeprefix(prefix): each for name, each in self.tensors.items()}
 
     def refuse(

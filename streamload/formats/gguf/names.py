@@ -78,7 +78,7 @@ class Architecture:
         return name.endswith(".weight") and module in self.transposed
 
     def interleaved(self, name: str, rows: int, config: Mapping[str, Any]) -> RowTranspose | None:
-        """Return the row permutation to GGUF, None if equal; raise ValueError for partial heads."""
+        """Return the row permutation into GGUF's order, or None; ValueError for partial heads."""
         key = self.rotated.get(_template(name)[0])
         if key is None:
             return None
@@ -387,14 +387,14 @@ def _scaling_of(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str,
 
 
 def _yarn_factor(factor: float) -> float:
-    """Return llama.cpp's factor of rotated elements for a YaRN scale, as YaRN's paper suggests."""
+    """Return llama.cpp's multiplier of rotated elements for a YaRN ``factor``, as YaRN's paper."""
     return 0.1 * math.log(factor) + 1
 
 
 def _whole_yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return YaRN's settings with those that transformers computes if they are missing.
 
-    See transformers' `_compute_yarn_parameters`. Raise ValueError for ones that llama.cpp ignores.
+    See transformers' `_compute_yarn_parameters`. Raise ValueError for settings llama.cpp ignores.
     """
     if rope.get("truncate") is False:
         raise ValueError("GGUF has no truncate: llama.cpp rounds YaRN's range (truncate is true)")
@@ -416,7 +416,10 @@ def _whole_yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str,
 def _rope_of(
     name: str, metadata: Mapping[str, Any], found: Mapping[str, Any], freqs: Sequence[float]
 ) -> dict[str, Any]:
-    """Return rope_theta (as in ``found``) and rope_scaling of config.json by a file's metadata."""
+    """Return rope_theta and rope_scaling of config.json by a file's metadata.
+
+    ``name`` is the architecture, ``found`` config.json so far, ``freqs`` rope_freqs.weight.
+    """
     out: dict[str, Any] = {"rope_theta": found.get("rope_theta", 10000.0)}
     kind = metadata.get(f"{name}.rope.scaling.type")
     names = _SCALINGS.get(str(kind), {})

@@ -199,7 +199,7 @@ def _of_set(
 ) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
     """Return the first file's metadata and the shapes of all files' tensors, by GGUF's names.
 
-    Raise HeaderError if the files do not belong together. For a single file both are its own.
+    Raise HeaderError if the files do not belong together. A single file counts as the first.
     """
     number, count = (metadata.get(f"split.{key}", 0) for key in ("no", "count"))
     shapes = {each.name: each.shape for each in tensors}

@@ -187,7 +187,7 @@ class _Reader:
         self.used = {t: i for i, (t, kind) in pairs if kind != TokenType.UNUSED}
 
     def added(self) -> list[dict[str, Any]]:
-        """Return tokenizer.json's ``added_tokens``: those found before text is split."""
+        """Return tokenizer.json's ``added_tokens``: tokens that are found before text is split."""
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         special = {TokenType.CONTROL: True, TokenType.UNKNOWN: True, TokenType.USER_DEFINED: False}
         return [
@@ -198,7 +198,7 @@ class _Reader:
 
 
 def _json(read: _Reader, model: Document, **steps: Any) -> dict[str, Any]:
-    """Return tokenizer.json with a BPE model of these settings and processing steps."""
+    """Return tokenizer.json with a BPE model of the settings ``model`` and processing ``steps``."""
     return {
         "version": "1.0",
         "truncation": None,

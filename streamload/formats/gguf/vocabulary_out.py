@@ -340,7 +340,7 @@ class _Vocabulary:
         }
 
     def _check_spaces(self) -> bool:
-        """Return whether a space is added before text; refuse other rules than SentencePiece's."""
+        """Return whether a space is added before text; refuse rules that SentencePiece lacks."""
         given = self._tokenizer.get("normalizer") or {}
         pre = self._tokenizer.get("pre_tokenizer") or {}
         steps = given["normalizers"] if given.get("type") == "Sequence" else [given]
@@ -366,7 +366,7 @@ class _Vocabulary:
         return True
 
     def _check_splits(self, merges: Sequence[tuple[str, str]], made: Sequence[str]) -> None:
-        """Raise CheckpointError if merges differ from merging to the token of the highest score.
+        """Raise CheckpointError if merging by ``merges`` differs from merging by highest score.
 
         ``made`` are the tokens that the merges make, in order and unique.
         """

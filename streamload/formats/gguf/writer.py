@@ -77,7 +77,7 @@ class GGUF(FormatWriter):
 
     @staticmethod
     def asked(dtype: Any, quant: Any) -> tuple[Any, Any]:
-        """Return dtype and quant ("*" as all matrices); raise ValueError for other schemes."""
+        """Return dtype, and quant with "*" for all matrices; raise ValueError for other schemes."""
         rules = quant if isinstance(quant, Mapping) else {"*": quant} if quant is not None else {}
         for found in rules.values():
             if found is not None and found not in _QUANTS:
@@ -96,7 +96,7 @@ class GGUF(FormatWriter):
 
     @cached_property
     def _targets(self) -> dict[str, Target]:
-        """The tensors to write, by GGUF's names; raises CheckpointError if one has none."""
+        """The tensors to write, by GGUF's names; CheckpointError for a tensor without any."""
         model, architecture = self.model, self._architecture
         kept = {name: t for name, t in model.tensors.items() if not is_computed(name)}
         for name, target in kept.items():
@@ -257,9 +257,10 @@ def _described(target: Target) -> Described:
 
 
 def _read_tokenizer(model: Model, count: object, architecture: str) -> _Tokenizer:
-    """Return the metadata of the model's tokenizer; refuse one without tokenizer.json.
+    """Return the metadata of the model's tokenizer, without a vocabulary if the model has none.
 
-    ``count`` is the number of rows of the embedding, one a token.
+    ``count`` is the number of rows of the embedding, one a token. Raise CheckpointError if the
+    model has tokenizer files but no tokenizer.json.
     """
     if type(count) is not int:
         model.refuse("nothing says how many tokens there are", "an embedding, or vocab_size")

@@ -187,9 +187,10 @@ class _Archive:
             raise HeaderError(self.file.path, problem, f"little: {again}", shown)
 
     def place(self, name: str, tensor: Tensor, after: int) -> tuple[TensorInfo, View | None]:
-        """Return a tensor with its range: in the file, or of the returned view at byte ``after``.
+        """Return a tensor's info, and its `View` if its elements are not contiguous, else None.
 
-        Raise HeaderError if the tensor or its storage is not valid.
+        The view's virtual range begins at byte ``after``. Raise HeaderError if the tensor or its
+        storage is not valid.
         """
         fail = partial(HeaderError, self.file.path, tensor=name)
         check_name(name, self.file.path)
@@ -279,7 +280,7 @@ _Way: TypeAlias = "tuple[str, _Way] | None"
 
 
 def _chosen(file: File, root: Any, key: str | None) -> Mapping[str, Tensor]:
-    """Return the tensors of the dict at ``key``, or of the only one; raise HeaderError."""
+    """Return the tensors of the dict at ``key``, or of the only dict with any; else HeaderError."""
     if key is not None and (tensors := _tensors_at(root, key)):
         return tensors
     found = sorted(_holders(root), key=lambda one: -len(one[1]))

@@ -308,20 +308,20 @@ def _fill(machine: _Machine, target: dict[Any, Any], pairs: list[Any]) -> None:
 
 
 def _push_kept(machine: _Machine, index: int) -> None:
-    """Push the memo's object of this number."""
+    """Push the object at ``index`` of the memo."""
     if index not in machine.memo:
         machine.refuse("an object that was kept", f"number {index}")
     machine.stack.append(machine.memo[index])
 
 
 def _keep(machine: _Machine, index: int) -> None:
-    """Store the top of the stack in the memo under this number."""
+    """Store the top of the stack in the memo at ``index``."""
     machine.stack.append(machine.pop())
     machine.memo[index] = machine.stack[-1]
 
 
 def _index(machine: _Machine, raw: _Raw) -> int:
-    """Return a number of the memo from its text, an opcode's argument."""
+    """Return an index into the memo from its text, an opcode's argument."""
     digits = bytes(raw[: _MOST_DIGITS + 1]).strip()
     if not digits.isdigit():
         machine.refuse("a number", repr(digits)[1:])
@@ -354,7 +354,7 @@ def _stack_global(machine: _Machine, raw: _Raw) -> None:
 
 
 def _build(machine: _Machine, raw: _Raw) -> None:
-    """Drop the attributes of a dict, as state_dict() has (``_metadata``)."""
+    """Run BUILD on a dict by dropping the attributes, as ``_metadata``; refuse other objects."""
     machine.pop()
     machine.top(dict)
 
