@@ -420,7 +420,7 @@ class MemoryTakenError(BudgetError):
         device: the devices that share the host's memory, or "host" for staging.
         needed_nbytes: bytes that the load would still take.
         free_nbytes: free bytes, including page cache that the kernel can reclaim.
-        taken_nbytes: decrease of free bytes since the load began, without those of the load itself.
+        taken_nbytes: decrease of free bytes since the load began, without bytes that it took.
     """
 
     device: str

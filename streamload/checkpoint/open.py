@@ -124,7 +124,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """The quantized weights by name, found in the headers alone.
 
         Raises:
-            CheckpointError: a tensor of a weight is missing, or contradicts the others.
+            CheckpointError: a tensor of a weight is missing, or contradicts its other tensors.
         """
         return stored.groups(self.layouts)
 

@@ -56,7 +56,7 @@ class DType:
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element, for dtypes of whole bytes; 0 for smaller ones."""
+        """Bytes per element, for dtypes of whole bytes; 0 for dtypes below a byte."""
         return self.bits // 8
 
     @cached_property

@@ -23,7 +23,7 @@ def fits(pattern: str, names: Iterable[str]) -> bool:
 
 
 def check_patterns(what: str, patterns: Iterable[str], names: Collection[str]) -> None:
-    """Raise ValueError for a pattern that matches no name; ``what`` is the option with it."""
+    """Raise ValueError for a pattern that matches no name; ``what`` is the option's name."""
     for pattern in patterns:
         if not fits(pattern, names):
             raise ValueError(f"{what}: no tensor's name matches {pattern!r}")
@@ -32,7 +32,7 @@ def check_patterns(what: str, patterns: Iterable[str], names: Collection[str]) -
 def check_names(what: str, given: Iterable[str], names: Collection[str]) -> None:
     """Raise ValueError, which suggests the nearest name, for a ``given`` name not in ``names``.
 
-    ``what`` is the option with the given names, for the error.
+    ``what`` is the name of the option with the given names, for the error.
     """
     for name in given:
         if name not in names:

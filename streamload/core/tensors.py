@@ -157,10 +157,10 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How one tensor of a quantized weight, a "part", is made from the weight.
+    """How one tensor of a quantized weight, a "part", is computed from the weight.
 
     The weight, flattened, is cut into units of equal size, and each is quantized alone. The
-    quantized values are one part; the others (scales, a table) are made after all values.
+    quantized values are one part; the other parts (scales, a table) are computed after all values.
 
     Attributes:
         format: name of the format, one of `streamload.codecs.scheme.ALL_SCHEMES`.

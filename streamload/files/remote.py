@@ -145,8 +145,8 @@ class RemoteFile:
 class HttpReader(Reader):
     """Reads a shard over HTTP; see `Reader`.
 
-    A call sends one request for each 64 MiB; each thread has a connection. Opening sends none: each
-    response shows whether the file is still the same.
+    A call sends one request for each 64 MiB; each thread has a connection. Opening sends no
+    request: each response shows whether the file has changed.
     """
 
     _how = "over HTTP"
