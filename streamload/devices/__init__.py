@@ -1,1 +1,1 @@
-"""Devices: one folder for a framework, imported when it is asked for."""
+"""Devices: one folder for each framework, imported on demand."""

@@ -59,7 +59,7 @@ class ObjectCosts:
 
     Attributes:
         tensor_nbytes: for each tensor.
-        view_nbytes: added for each tensor whose rank is not 1, if it is a view of a flat one.
+        view_nbytes: added for each tensor whose rank is not 1, if it is a view of a flat tensor.
         kind_nbytes: added once for each pair of dtype and shape.
         shape_nbytes: added once for each shape whose rank is not 1.
         size_nbytes: added once for each size in bytes.
@@ -100,7 +100,7 @@ class TensorCosts:
         objects: of tensors in a new state dict.
         parameters: of tensors that fill parameters of a model.
         kernel_nbytes: for each tensor, kernel memory that no counter of the process includes.
-        left_nbytes: for each released tensor, heap that stays used since others share its pages.
+        left_nbytes: for each released tensor, heap that stays in use: other data is on its pages.
     """
 
     objects: ObjectCosts = NO_OBJECTS
@@ -116,7 +116,8 @@ def taken(kind: AllocatorKind, granularity_nbytes: int, sizes: Iterable[int]) ->
     """Yield the bytes that each allocation, of ``sizes`` in order, newly takes from the device.
 
     Nothing is freed in between, and the allocator's cache is empty at first. An allocation that
-    fits into the rest of an earlier block takes nothing. ``granularity_nbytes`` is for "exact".
+    fits into the rest of an earlier block takes nothing. Only "exact" rounds up to a multiple of
+    ``granularity_nbytes``.
     """
     if kind == "exact":
         for nbytes in sizes:
@@ -136,7 +137,7 @@ def taken(kind: AllocatorKind, granularity_nbytes: int, sizes: Iterable[int]) ->
 
 
 class _Pool:
-    """The free blocks of torch's pool for small tensors, or of that for large ones."""
+    """The free blocks of torch's pool for small tensors (``small``), or for large tensors."""
 
     def __init__(self, *, small: bool) -> None:
         self._small = small

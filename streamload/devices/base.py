@@ -38,19 +38,19 @@ class DeviceInfo:
     Attributes:
         name: canonical name, without the framework ("CL", "CPU:1", "host").
         framework: "tinygrad", "host", ....
-        description: the driver's name for it.
+        description: the driver's name for the device.
         host_visible: the CPU can write its memory in place.
-        shared_memory: its memory is the host's.
+        shared_memory: its memory is host memory.
         free_nbytes: free bytes by the driver; None if it does not report them.
         total_nbytes: bytes in all; None if the driver does not report them.
         largest_allocation_nbytes: the largest single allocation; None for no limit.
         max_transfer_nbytes: the largest single transfer; None for no limit.
         granularity_nbytes: allocations are rounded up to a multiple of this.
         allocator: how its allocator takes memory from the device.
-        costs: host memory of each tensor besides its bytes.
+        costs: host memory of each tensor besides its elements.
         max_buffers: how many more buffers it can hold, of any size; None for no limit.
         threads: how many threads may write at once; 0 for the calling thread only.
-        native_bf16: computes in bfloat16 natively, or no better in float16.
+        native_bf16: computes in bfloat16 natively, or float16 is no better there.
         casts: runs streamload's cast kernels, which are exact and count the values they change.
         maps: computes on mapped files in place, see `Device.view`.
         unsupported: names of dtypes that it cannot hold.
@@ -110,10 +110,10 @@ class Staging(Protocol):
 
     @property
     def view(self) -> memoryview:
-        """Its bytes, writable."""
+        """The memory's bytes, writable."""
 
     def close(self) -> None:
-        """Free it; no copy from it may be under way."""
+        """Free the memory; no copy from it may be under way."""
 
 
 class StagedElements(NamedTuple):
@@ -141,8 +141,8 @@ class Copy(NamedTuple):
             zero, and that changed at all; 0 to count none.
         blocks: thread blocks of the kernel.
         statistics: device address of the scales that a kernel reads, or statistics that it writes.
-        unit: elements of a block that share one statistic; the first element's number if the
-            kernel dequantizes.
+        unit: if the kernel quantizes, elements of a block that share one statistic; if it
+            dequantizes, index of the first element in the stored tensor.
     """
 
     at: int
@@ -162,7 +162,7 @@ class CopyTable:
     """Many copies as one table, for the compiled loop; `Copy` objects are made on demand.
 
     Attributes:
-        rows: the fields of a `Copy` each; int64, C-contiguous.
+        rows: a row for each copy, with the fields of `Copy` as columns; int64, C-contiguous.
     """
 
     rows: np.ndarray[Any, np.dtype[np.int64]]
@@ -210,7 +210,7 @@ class BulkFailure:
 class Device(Protocol):
     """A device that holds parameters.
 
-    A host-visible one overrides `window`, a staged one `staging` and `copy`.
+    A host-visible device overrides `window`, a staged device `staging` and `copy`.
     """
 
     #: Runs many reads and copies in one call; None if the device cannot.
@@ -229,8 +229,8 @@ class Device(Protocol):
     def window(self, buffer: Buffer, start: int, stop: int) -> AbstractContextManager[memoryview]:
         """Map bytes ``start`` to ``stop`` (exclusive) of a host-visible buffer for writing.
 
-        Their old values are lost. The view is valid inside the ``with``; several threads may hold
-        windows on different bytes.
+        The bytes' old values are lost. The view is valid inside the ``with``; several threads may
+        hold windows on different bytes.
         """
         _refuse(self, "its memory cannot be written by the CPU")
 
@@ -248,14 +248,14 @@ class Device(Protocol):
         _refuse(self, "its memory is written in place")
 
     def cast_copy(self, source: StagedElements, buffer: Buffer, offset: int, dst: DType) -> None:
-        """Copy elements, and let the device cast them to ``dst``, at byte ``offset`` of the buffer.
+        """Copy elements, cast by the device to ``dst``, to byte ``offset`` of the buffer.
 
         Returns when ``source`` may be written again.
         """
         _refuse(self, "it has no cast of its own")
 
     def view(self, memory: mmap.mmap, start: int, dtype: DType, shape: tuple[int, ...]) -> Buffer:
-        """Return a buffer over a mapped file, which computes in place; it keeps the map open.
+        """Return a buffer over a mapped file, without a copy; the buffer keeps the map open.
 
         Args:
             memory: the map, private and writable.
@@ -278,7 +278,7 @@ class Device(Protocol):
         return None
 
     def follow(self, ticket: Ticket) -> None:
-        """Make work that the calling thread queues from now on wait for a copy of this device."""
+        """Make work that the calling thread queues from now on wait for ``ticket``, a copy."""
         ticket.wait()
 
     def mark(self) -> Ticket | None:
@@ -291,12 +291,12 @@ class Device(Protocol):
         return None
 
     def counters(self) -> Mapping[str, int]:
-        """Return the framework's own counters of memory, in bytes, by its names for them."""
+        """Return the framework's own memory counters, in bytes, by the framework's names."""
         return {}
 
 
 def _refuse(device: Any, problem: str) -> NoReturn:
-    """Raise DeviceError from a method that the device does not have."""
+    """Raise DeviceError with ``problem``, from a method that the device does not support."""
     raise DeviceError(device.info.name, problem)
 
 
@@ -304,14 +304,14 @@ def _refuse(device: Any, problem: str) -> NoReturn:
 class Addressed(Protocol):
     """A device that allocates many buffers in one call, and whose buffers have addresses.
 
-    If it is host-visible, the buffers may be written without a `Device.window`.
+    If the device is host-visible, buffers may be written without a `Device.window`.
     """
 
     def address(self, buffer: Buffer) -> int:
         """Return the address of a buffer's first byte; the buffer is contiguous."""
 
     def allocate_all(self, kinds: Sequence[tuple[DType, tuple[int, ...]]]) -> list[Buffer]:
-        """Allocate several parameters in order; frees all before it raises AllocationError."""
+        """Allocate a buffer for each (dtype, shape); on AllocationError all of them are freed."""
 
 
 class HeapDevice(Addressed, Device, Protocol):
@@ -393,12 +393,12 @@ class Parameter(Protocol):
         """Make it hold nothing readable; using it then raises.
 
         Args:
-            keep: keep its memory for `revive`, and count it in ``nbytes``, here and in later loads,
-                so that they write the same memory again. Otherwise the memory is let go of.
+            keep: keep the memory, and count it in ``nbytes`` now and in later loads, which write it
+                again and call `revive`. Otherwise drop all references to the memory.
         """
 
     def revive(self) -> None:
-        """Use the memory that `invalidate` kept again, since it was written; else do nothing."""
+        """Return to the memory that `invalidate` kept, once a load wrote it; else do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,7 +408,7 @@ class Swap:
     Attributes:
         coded: the weights that will be held quantized, by each of their names.
         put: puts the modules in place, without values, and returns the function that undoes it. A
-            quantized parameter keeps the weight's memory until that is released.
+            quantized parameter keeps the weight's memory until `Parameter.release`.
         dense_nbytes: bytes of the largest weight that a module dequantizes at once, to compute.
         holders: the classes of modules that can hold such weights, in words.
         refused: for each weight that cannot be held quantized, by name, the class of its module.
@@ -434,10 +434,10 @@ class Framework(Protocol):
     name: str
 
     def parameters(self, model: Any) -> Sequence[Parameter]:
-        """Return the model's parameters, tied ones once."""
+        """Return the model's parameters; tied tensors are one parameter."""
 
     def unstored(self, model: Any) -> Mapping[str, str]:
-        """Return devices of tensors that checkpoints never store, by name; "meta": no values."""
+        """Return the device of each tensor that checkpoints never store; "meta": no values."""
         return {}
 
     def coded(self, model: Any) -> Mapping[str, CodedWeight]:
@@ -475,14 +475,17 @@ class Framework(Protocol):
         """Return the names of devices that may exist here, best first."""
 
     def trusted(self, name: str) -> bool:
-        """Whether a probe can run in this process, since it can neither end nor hang it."""
+        """Whether a probe runs in this process, since it can neither crash nor hang it."""
         return False
 
     def probe(self, name: str, full: bool) -> ProbeResult:
-        """Compute on the device, in this process; ``full`` tries every dtype and its own casts."""
+        """Test by an addition whether a device works; a crash ends the calling process.
+
+        ``full``: also test every dtype, and the casts that the framework does itself.
+        """
 
     def dtype_status(self, name: str, dtype: DType) -> DTypeStatus:
-        """Return a dtype's status, by computing on a real buffer in this process."""
+        """Return a dtype's status, found by computing on a real buffer in this process."""
 
     def lasting(self, name: str) -> bool:
         """Whether a probe's result here holds for other processes, so that it is cached on disk."""

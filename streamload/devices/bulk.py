@@ -70,7 +70,7 @@ failed.{name}:
 
 
 def _checked(name: str, stage: BulkStage, following: str) -> str:
-    """Return LLVM IR that goes on at a label if ``%name.code`` is 0, else to that of `_failed`."""
+    """Return LLVM IR that jumps to ``following`` if ``%name.code`` is 0, else to `_failed`."""
     return f"""%{name}.failed = icmp ne i32 %{name}.code, 0
   br i1 %{name}.failed, label %failed.{name}, label %{following}
 {_failed(name, stage, f"%{name}.code")}"""
@@ -253,8 +253,8 @@ def _compiled() -> Any:
 
     Raises:
         ImportError: llvmlite is not installed, and nothing is cached.
-        OSError: its library does not load, or the system refuses executable memory.
-        RuntimeError: it cannot compile for this machine.
+        OSError: llvmlite's library does not load, or the system refuses executable memory.
+        RuntimeError: LLVM cannot compile for this machine.
     """
     pointer, size = ctypes.c_void_p, ctypes.c_uint64
     prototype = ctypes.CFUNCTYPE(size, pointer, size, pointer, pointer, size, pointer, pointer)

@@ -1,6 +1,7 @@
 """Copies to CUDA devices by the driver's own calls, in the context of any framework.
 
-Slots are page-locked and have a stream and an event of their own; kernels on those streams cast.
+Slots are page-locked; each has an event, and shares one of the context's few streams, on which cast
+kernels run, too.
 Calls that return at once keep the interpreter's lock: with many threads, to release and regain it
 takes longer than the call. Source: the CUDA driver API reference.
 """
@@ -183,7 +184,7 @@ _users = Counter[tuple[int, int]]()  # slots by (context, stream), under the loc
 
 
 def _take_stream(context: Context) -> int:
-    """Return a ``CUstream`` for a slot, which a few slots share; the context must be current.
+    """Return a ``CUstream`` for a slot; slots share a few of them. The context must be current.
 
     Raises:
         DeviceError: the driver refused.
@@ -200,7 +201,7 @@ def _take_stream(context: Context) -> int:
 
 
 def _give_back(context: Context, stream: int) -> None:
-    """Take a stream back from a slot whose copies have ended; destroy it after its last slot.
+    """Return the stream of a slot whose copies have ended; the last slot's return destroys it.
 
     The context must be current.
     """
@@ -219,11 +220,11 @@ def _spins() -> bool:
 
 
 class _Stream:
-    """Base of memory with a CUDA stream of its own, on which its copies run one after the other.
+    """Base of memory with an event, and with a CUDA stream that runs its copies in order.
 
     Attributes:
         what: the memory in words, for errors.
-        stream: a ``CUstream``.
+        stream: a ``CUstream``, which other memory may share.
         event: a ``CUevent``, recorded after each copy.
     """
 
@@ -250,7 +251,7 @@ class _Stream:
 
     @contextmanager
     def _allocating(self, name: str, nbytes: int) -> Iterator[None]:
-        """Translate a failure inside the ``with`` to AllocationError, and free what was taken."""
+        """Turn a failure inside the ``with`` into an AllocationError, and close this memory."""
         try:
             yield
         except (DeviceError, OSError) as error:
@@ -408,8 +409,8 @@ class BulkCopier:
             fd: the file.
             reads: read ``i`` goes to slot ``i % len(slots)``.
             slots: `PinnedStaging` each.
-            busy: number of slots, the last ones, from which copies may be running; they are waited
-                for before the slots are filled.
+            busy: how many of the last slots copies may be running from; each such slot is filled
+                after its copies.
 
         Returns:
             The read at which it failed; None if all were read and all copies started.
@@ -436,9 +437,10 @@ class Function(NamedTuple):
 
 
 def load_function(driver: _Driver, device: str, ptx: str, name: str = SYMBOL) -> Function:
-    """Compile PTX for the current context's device, and load and return one function of it.
+    """Compile PTX for the current context's device, load it, and return its function ``name``.
 
-    That takes milliseconds; the driver caches the result for later processes.
+    That takes milliseconds; the driver caches the result for later processes. ``device`` is the
+    device's name, for errors.
 
     Raises:
         DeviceError: the driver refuses, with its compiler's message.

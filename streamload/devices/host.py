@@ -72,7 +72,7 @@ class InvalidArray(np.lib.mixins.NDArrayOperatorsMixin):
     """
 
     def __init__(self, name: str, dtype: str, shape: tuple[int, ...], kept: Any = None) -> None:
-        """Replace a parameter; ``kept`` is its array if another load is to write that again."""
+        """Stand for an array; ``kept``: the array, if a later load is to write it again."""
         self.name, self.dtype_name, self.shape, self._kept = name, dtype, shape, kept
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -123,7 +123,7 @@ def _span(array: np.ndarray[Any, Any]) -> tuple[int, int, int] | None:
 
 
 def _of_map(array: np.memmap[Any, Any]) -> tuple[str, str]:
-    """Return `Parameter.fixed` and `Parameter.refused`, why or "", of an array on a mapped file."""
+    """Return `Parameter.fixed` and `Parameter.refused`, reasons or "", of an np.memmap."""
     if not array.flags.writeable:
         return "", (
             "it is an np.memmap that is open for reading: open it with "
@@ -162,7 +162,7 @@ class HostParameter(SlotParameter):
             self.fixed, self.refused = self.fixed or fixed, refused or self.refused
 
     def _value(self) -> Any:
-        """Return the array in use, else the one that `invalidate` kept; None if there is none."""
+        """Return the array in use, else the array that `invalidate` kept; None if none was."""
         entry = self._objects()[0]
         return entry._kept if isinstance(entry, InvalidArray) else entry
 
@@ -195,7 +195,7 @@ class HostParameter(SlotParameter):
         self._swap(lambda _: buffer)
 
     def invalidate(self, keep: bool) -> None:
-        """Put one `InvalidArray`, with the array if ``keep``, into all slots: they stay tied."""
+        """Put one `InvalidArray`, which keeps the array if ``keep``, into all (tied) slots."""
         kept = self._value() if keep else None
         dtype = self.dtype.partition(" ")[0]
         entry = InvalidArray(self.names[0], dtype, self.shape, kept)
@@ -212,7 +212,7 @@ class HostFramework(Framework):
     name = "host"
 
     def parameters(self, model: Any) -> Sequence[HostParameter]:
-        """Return the arrays of a (nested) dict; entries that are one array are tied.
+        """Return the arrays of a (nested) dict; entries with the same array are one parameter.
 
         Raises:
             ValueError: the model is no dict.
@@ -242,7 +242,10 @@ class HostFramework(Framework):
         return ProbeResult("host", True, dtypes=dtypes)
 
     def dtype_status(self, name: str, dtype: DType) -> DTypeStatus:
-        """Return "absent" if numpy lacks it, "native" for its own but float16, else "emulated"."""
+        """Return "absent" below 8 bits, "native" for numpy's dtypes but float16, else "emulated".
+
+        "emulated" are float16 and the dtypes of ml_dtypes, which compute by conversion.
+        """
         if dtype.name in _UNSUPPORTED:
             return "absent"
         own = type(dtype.numpy.type(0)).__module__ == "numpy" and dtype.name != "float16"

@@ -41,9 +41,9 @@ def framework(name: str) -> Framework:
 
 
 def framework_of(model: Any) -> str | None:
-    """Return the name of the framework of a model's tensors; None if it has none.
+    """Return the name of the framework of a model's tensors; None if there are no tensors.
 
-    Imports none: it reads the classes of the model and of its members, a few levels deep. numpy's
+    No framework is imported: classes of the model and its members are read, 8 levels deep. numpy's
     arrays decide only if there are no other tensors, since models of every framework keep some.
     """
     seen: set[int] = set()
@@ -84,7 +84,7 @@ def split_name(device: str) -> tuple[str | None, str]:
 
 
 def spelled_as(device: str) -> str:
-    """Return the framework that spells a device so: "cuda:0" is torch's, "CUDA" tinygrad's."""
+    """Return the framework by a device's spelling: torch for "cuda:0", tinygrad for "CUDA"."""
     return "torch" if _TORCH_NAME.fullmatch(device) else "tinygrad"
 
 

@@ -33,7 +33,7 @@ class SlotParameter(EntryParameter):
     """A parameter over slots (dict, key), so that other tensors can be put into the model."""
 
     def _objects(self) -> list[Any]:
-        """Return the tensors that stand in the slots now, each once."""
+        """Return the tensors that the slots hold now, each once."""
         if len(self._entries) == 1:
             container, key = self._entries[0]
             return [container[key]]

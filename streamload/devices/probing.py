@@ -1,4 +1,4 @@
-"""Probes of devices: one works if it has computed a correct result.
+"""Probes of devices: a device works if it has computed a correct result.
 
 A framework's claim is no proof, and a compiler or a driver may end the process that calls it.
 """
@@ -34,9 +34,9 @@ _ROOT = str(Path(__file__).absolute().parents[2])
 def probe(
     framework_name: str, device: str, *, full: bool = False, timeout_s: float = _PROBE_TIMEOUT_S
 ) -> ProbeResult:
-    """Compute on a device, in a child process if it is not trusted, and cache the result.
+    """Test whether a device computes, in a child process if it is not trusted; cache the result.
 
-    An addition always; ``full`` adds every dtype and the device's own casts (seconds).
+    The test is an addition; ``full`` adds every dtype and the framework's own casts (seconds).
 
     The child uses no compile caches, since a warm one hides a missing compiler, and its stderr is
     captured. Results are cached on disk under a fingerprint of their dependencies (versions,
@@ -52,7 +52,7 @@ def probe(
 
 
 def _probed(owner: Framework, key: tuple[str, str, bool], timeout_s: float) -> ProbeResult:
-    """Return a probe's result from the disk cache, else by computing here or in a child."""
+    """Return the result of a probe, ``key`` being `probe`'s arguments, from disk or computed."""
     _, device, full = key
     trusted = owner.trusted(device)
     if trusted and not owner.lasting(device):
@@ -82,7 +82,7 @@ def nvidia_parts() -> list[str]:
 
 
 def _probe_in_child(framework_name: str, device: str, full: bool, timeout_s: float) -> ProbeResult:
-    """Probe a device in a child process; a child that dies or hangs is a result, too."""
+    """Probe a device in a child process; if the child crashes or hangs, it does not work."""
     code = (
         "import json, sys; from dataclasses import asdict; from streamload.devices import names; "
         "result = names.framework(sys.argv[1]).probe(sys.argv[2], sys.argv[3] == 'True'); "
@@ -159,7 +159,7 @@ class ComputingFramework(Framework):
     """Base of frameworks whose devices are probed by computing with their tensors.
 
     Attributes:
-        held: the framework's dtypes by their long names; others have the status "absent".
+        held: the framework's dtypes by long name; a dtype that it lacks is "absent".
         casts: (src, dst) dtypes whose casts by the framework are worth a probe.
     """
 
@@ -176,10 +176,10 @@ class ComputingFramework(Framework):
 
     @abstractmethod
     def _double(self, device: Any, dtype: DType, ones: bytes) -> tuple[bytes, DTypeStatus]:
-        """Double elements, ``ones`` of raw bytes, on the device; bools stay as they are.
+        """Double some ones, given as the raw bytes ``ones``, on the device; bools stay True.
 
         Returns:
-            The raw result, and the dtype's status if that is right.
+            The raw bytes of the result, and the dtype's status if these are right.
         """
 
     def probe(self, name: str, full: bool) -> ProbeResult:

@@ -3,7 +3,7 @@
 This file and `tinygrad.tensors` use internals of tinygrad 0.13 and 0.14: ``Buffer``, ``UOp``, the
 allocators' ``_as_buffer``, ``_offset``, ``_copyin``, ``_copyout`` and ``cache``, the context of its
 CUDA devices, and the bindings of OpenCL and CUDA. None is chosen by a version: internals that all
-devices need are checked at import, and a backend that lacks others is written through the public
+devices need are checked at import; if a backend lacks another, it is written through the public
 ``Tensor`` API (`_TensorDevice`), more slowly and within the same bounds.
 """
 
@@ -218,8 +218,8 @@ class _HostVisibleDevice(TinygradDevice):
 class _OpenCLDevice(TinygradDevice):
     """OpenCL: chunks are mapped if memory is unified, else written at an offset.
 
-    Mapping takes tens of microseconds a chunk, works from several threads, and makes a driver that
-    copies maps hold one chunk at most.
+    Mapping takes tens of microseconds a chunk, and works from several threads. A driver that copies
+    on mapping then holds one chunk at most.
     """
 
     threads = 16

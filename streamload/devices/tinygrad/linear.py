@@ -1,8 +1,8 @@
 """Linear layers of tinygrad whose weights stay quantized; the product's kernel dequantizes them.
 
 `replace_linears` puts a `QuantLinear` in place of each `tinygrad.nn.Linear` of a model that has not
-been loaded yet. Its tensors have the names, dtypes and shapes of the format's, so that a load fills
-them like all others::
+been loaded yet. Its tensors have the names, dtypes and shapes that the format defines, so that a
+load fills them like any other tensor::
 
     model = Transformer(...)
     replace_linears(model, lambda name: "q8_0" if ".layers." in name else None)
@@ -103,13 +103,13 @@ def _q4_0(layer: QuantLinear) -> _Decoded:
 
 
 def _blocks(rows: Tensor, code_nbytes: int) -> tuple[Tensor, Tensor]:
-    """Return GGUF blocks as bytes of values (out, blocks, bytes) and scales (out, blocks)."""
+    """Split GGUF blocks into values (out, blocks, ``code_nbytes``) and scales (out, blocks)."""
     blocks = rows.reshape(rows.shape[0], -1, 2 + code_nbytes)
     return blocks[..., 2:], blocks[..., :2].bitcast(dtypes.float16).cast(dtypes.float32).squeeze(-1)
 
 
 def _halves(codes: Tensor) -> list[Tensor]:
-    """Return the first and the second half of each block's values, as float32."""
+    """Slice the values of each block, along the last axis, into two float32 halves."""
     middle = BLOCK // 2
     return [half.cast(dtypes.float32) for half in (codes[..., :middle], codes[..., middle:])]
 
@@ -163,7 +163,7 @@ def replace_linears(model: Any, formats: Callable[[str], str | None]) -> Replace
 
 
 def swapping(model: Any, formats: Mapping[str, str]) -> Swap:
-    """Return the `Swap` that lets Linears of a tinygrad model hold weights quantized.
+    """Return the `Swap` by which Linears of a model hold weights quantized; see `Framework.swap`.
 
     Raises:
         ValueError: there is no layer for a format, or a Linear holds values already.
@@ -196,7 +196,7 @@ def swapping(model: Any, formats: Mapping[str, str]) -> Swap:
 
 
 def _tied(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Return the names of each tensor; tied tensors have several."""
+    """Return a list of names for each tensor; tied names are in one list."""
     key, names = tie_key(tensors.values()), dict[Any, list[str]]()
     for name, tensor in tensors.items():
         names.setdefault(key(tensor), []).append(name)
@@ -206,7 +206,10 @@ def _tied(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 def _chosen(
     model: Any, shared: Iterable[Sequence[str]], wanted: Mapping[str, str | None]
 ) -> tuple[dict[str, str], list[tuple[nn.Linear, QuantLinear]]]:
-    """Return weights' formats by name, and (Linear, its new layer) pairs; change nothing yet."""
+    """Return weights' formats by name, and (Linear, its new layer) pairs; change nothing yet.
+
+    ``shared`` has the names of each tensor, ``wanted`` the requested format of each name.
+    """
     found = _modules(model, nn.Linear)
     linears = {f"{prefix}weight": linear for prefix, linear in found if linear is not model}
     replaced: dict[str, str] = {}
@@ -287,7 +290,7 @@ def _modules(model: Any, kind: type[_Module]) -> list[tuple[str, _Module]]:
 
 
 def put_into(obj: Any, others: Mapping[int, Any]) -> Any:
-    """Replace an object and its members by ``others``, by the old one's id; return the result."""
+    """Replace an object or its members by ``others``, keyed by the old id; return the result."""
     if id(obj) in others:
         return others[id(obj)]
     holder = _holder(obj)

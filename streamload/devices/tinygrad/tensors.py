@@ -84,7 +84,7 @@ def backend_of(name: str) -> str:
 def opened(name: str) -> Any:
     """Open and return tinygrad's device; raises any exception of its backend.
 
-    Opening one on CUDA makes its context current; an earlier one (torch's) is restored afterwards.
+    Opening a CUDA device changes the current context; the earlier context (torch's) is restored.
     """
     if backend_of(name) != "CUDA":
         return _Devices[name]
@@ -119,7 +119,7 @@ def current(device: Any) -> AbstractContextManager[None]:
     """Make a CUDA device's context current inside the ``with``; do nothing for other devices.
 
     tinygrad frees memory in the current context, and leaves contexts current. A thread that has not
-    computed has none.
+    computed has no current context.
     """
     context = context_of(device)
     return nullcontext() if context is None else context.current()
@@ -182,13 +182,13 @@ class _Tensors(EntryParameter):
             tensor.uop = uop if tensor.shape == uop.shape else uop.reshape(tensor.shape)
 
     def _hollow(self, where: str, shape: Sequence[int], kept: UOp | None) -> None:
-        """Give all tensors memory on device ``where`` that raises when used; it holds ``kept``."""
+        """Give all tensors one `InvalidBuffer`, on device ``where`` and holding ``kept``."""
         first, numel = self._entries[0], math.prod(shape)
         buffer = InvalidBuffer(self.names[0], where, numel, first.dtype, kept, self.keeps)
         self._put(UOp.from_buffer(buffer).reshape(shape))
 
     def _shown(self, buffer: Buffer | None) -> Sequence[tuple[int, int]]:
-        """Return (address, bytes) of `Parameter.span` in a buffer; () if the CPU has none."""
+        """Return `Parameter.span` as (address, bytes); () if the CPU cannot address the buffer."""
         address = None if buffer is None else _address(buffer.base)
         if self.span is None or address is None:
             return ()
@@ -259,7 +259,7 @@ class TinygradParameter(_Tensors):
         return not is_parameter or any(is_computed(name, self.shape) for name in self.names)
 
     def hold(self, memory: Iterable[UOp]) -> None:
-        """Count ``memory`` under a lazy graph as this parameter's: it is freed with the graph."""
+        """Count ``memory``, buffers under this parameter's lazy graph: they are freed with it."""
         by_device: dict[str, list[UOp]] = {}
         for uop in memory:
             by_device.setdefault(uop.buffer.device, []).append(uop)
@@ -272,7 +272,7 @@ class TinygradParameter(_Tensors):
         self.dtype += " (of a graph)"
 
     def memory(self) -> Sequence[tuple[int, int]]:
-        """Return (address, bytes) of its or its graph's memory; () if the CPU cannot address it."""
+        """Return (address, bytes) of the tensor's or its graph's memory; () if not addressable."""
         if self._under:
             found = ((_address(uop.buffer), uop.buffer.nbytes) for uop in self._under)
             return [(address, nbytes) for address, nbytes in found if address is not None]
@@ -407,7 +407,7 @@ class ShardParameter(_Tensors):
         return self._whole.is_computed()
 
     def release(self) -> str:
-        """Free nothing, return why: one shard cannot be; "" for a lazy tensor without memory."""
+        """Return why one shard cannot be freed alone; "" for a lazy tensor without memory."""
         return self.fixed
 
     def attach(self, buffer: Buffer, dtype: DType) -> None:
@@ -423,7 +423,7 @@ class ShardParameter(_Tensors):
             other._new = None
 
     def invalidate(self, keep: bool) -> None:
-        """Make the memory of all shards raise when used; always keep it for `revive`."""
+        """Make the memory of all shards raise when used; keep it, even without ``keep``."""
         first = self._entries[0]
         self._written = False
         if invalid_buffer(first.uop) is None and 0 not in first.shape:
@@ -489,13 +489,13 @@ def _alive(buffers: Iterable[weakref.ref[Buffer]]) -> list[Buffer]:
 
 
 def _stands_on(uop: UOp) -> UOp:
-    """Return a tensor's graph; for an invalid tensor, the kept one if any."""
+    """Return a tensor's graph; for an invalid tensor the graph that was kept, if any."""
     invalid = invalid_buffer(uop)
     return uop if invalid is None or invalid.kept is None else invalid.kept
 
 
 def _memory(uop: UOp) -> UOp | None:
-    """Return the memory node that a tensor is all or a view of; None for a lazy graph."""
+    """Return the buffer node that a tensor is, or is a view of; None for a lazy graph."""
     base = uop.base
     while base.op in (Ops.AFTER, Ops.BITCAST):
         base = base.src[0].base
@@ -565,7 +565,7 @@ def tie_key(tensors: Iterable[Tensor]) -> Callable[[Tensor], Any]:
 
 
 def parameters_of(model: Any) -> list[TinygradParameter | ShardParameter]:
-    """Return a model's parameters, as ``nn.state.get_state_dict`` finds them, tied ones once."""
+    """Return a model's parameters, by ``get_state_dict``; tied tensors are one parameter."""
     tensors = tinygrad.nn.state.get_state_dict(model)
     for name, tensor in tensors.items():
         if is_absent(tensor.uop):

@@ -170,7 +170,7 @@ class DecodedWeight(torch.Tensor):
 
 @interpreted
 def _watched(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function of torch on plain tensors; `Origin.write` the weights that it wrote to."""
+    """Call a torch function on plain tensors, then `Origin.write` for each weight it wrote to."""
     weights = list(_weights((args, kwargs)))
     with torch._C.DisableTorchFunctionSubclass():
         before = [(each._version, _key(each)) for each in weights]
@@ -185,7 +185,7 @@ def _watched(func: Any, args: Any, kwargs: Any) -> Any:
 
 @interpreted
 def _set_data(weight: DecodedWeight, new: torch.Tensor) -> None:
-    """Assign ``.data``: a whole weight is quantized anew; a view gets other memory, as in torch."""
+    """Assign ``.data``: a whole weight is quantized again; a view gets the memory of ``new``."""
     plain = plain_of(new) if isinstance(new, DecodedWeight) else new
     if weight._streamload_is_weight:
         origin = weight._streamload_origin
@@ -201,7 +201,10 @@ def _set_data(weight: DecodedWeight, new: torch.Tensor) -> None:
 
 
 def decoded(values: torch.Tensor, origin: Origin) -> torch.Tensor:
-    """Return values as a `DecodedWeight`; a subclass of Tensor (a tracer's) stays unchanged."""
+    """Return ``values``, decoded from the weight ``origin``, as a `DecodedWeight`.
+
+    A subclass of Tensor, such as FakeTensor under torch.compile, is returned unchanged.
+    """
     return values if type(values) is not torch.Tensor else _as_weight(values, origin, True)
 
 

@@ -243,7 +243,7 @@ class CPUDevice(TorchDevice, HeapDevice):
     """torch's CPU, whose memory is written in place.
 
     torch computes in bfloat16 on every CPU. Float16 is no better there, and has less range, unless
-    the CPU multiplies it and lacks bfloat16.
+    the CPU has instructions for float16 and none for bfloat16.
     """
 
     host_visible = True
@@ -366,7 +366,7 @@ class CUDADevice(cuda.Copies, ROCmDevice):
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
         """Return an uninitialized tensor whose memory no queued work uses any more.
 
-        torch hands out memory that kernels on its stream may still use; copies run on others.
+        torch reuses memory that kernels on its stream may still use; copies run on other streams.
         """
         tensor = super().allocate(dtype, shape)
         self.context.finish(_raw_stream(self._index))
@@ -478,13 +478,13 @@ class TorchFramework(ComputingFramework):
         return [*names, "cpu"]
 
     def trusted(self, name: str) -> bool:
-        """Whether it is the CPU, or a backend that this process uses already."""
+        """Whether the device is the CPU, or of a backend that this process uses already."""
         kind = self.canonical(name).partition(":")[0]
         initialized = getattr(getattr(torch, kind, None), "is_initialized", None)
         return kind == "cpu" or (initialized is not None and bool(initialized()))
 
     def lasting(self, name: str) -> bool:
-        """Whether it is an NVIDIA GPU: its fingerprint covers all that a result depends on."""
+        """Whether the device is an NVIDIA GPU, whose fingerprint covers a probe's dependencies."""
         return self.canonical(name).startswith("cuda") and bool(torch.version.cuda)
 
     def fingerprint(self, name: str) -> str:
@@ -494,7 +494,7 @@ class TorchFramework(ComputingFramework):
         return "\n".join(parts)
 
     def probe(self, name: str, full: bool) -> ProbeResult:
-        """Probe; if results are cached on disk, bfloat16, too, which every load asks about."""
+        """Probe; if results are cached on disk, test bfloat16, too, which every load needs."""
         result = super().probe(name, full)
         if full or not result.works or not self.lasting(name):
             return result

@@ -150,9 +150,10 @@ class Coded(nn.Module):
 
     @interpreted
     def shown(self, leaf: str, index: int | None = None, **options: Any) -> torch.Tensor:
-        """Return a weight, or one expert's matrix, in the layout of the module's own class.
+        """Return a weight, or the matrix of expert ``index``, dequantized by `dense`.
 
-        It is a `DecodedWeight`; raises RuntimeError if accelerate is the caller.
+        The result is a `DecodedWeight` in the layout of the module's original class. Raises
+        RuntimeError if accelerate is the caller.
         """
         refuse_moves(self.address(leaf))
         transposed = self._coded[leaf].transposed
@@ -164,7 +165,7 @@ class Coded(nn.Module):
     def requantize(self, leaf: str, values: torch.Tensor) -> QuantCounts:
         """Quantize new values of a weight, on the CPU, into the memory of its parts.
 
-        Returns their errors, which `requantized` counts, too.
+        Returns the quantization errors, which are added to `requantized`.
 
         Raises:
             ValueError: the values are no floats, or of another shape than the quantized weight.
@@ -212,7 +213,7 @@ class Coded(nn.Module):
         return f"{self._streamload_name}.{leaf}" if self._streamload_name else leaf
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Quantize a parameter that is assigned to a weight; tie it to another module's weight."""
+        """Quantize a parameter assigned to a weight; share another module's weight if assigned."""
         if name not in self._coded:
             super().__setattr__(name, value)
             return
@@ -230,7 +231,7 @@ class Coded(nn.Module):
             )
 
     def _share(self, leaf: str, other: Coded, its: str) -> None:
-        """Tie a weight to another module's, named ``its`` there, by holding the same parts."""
+        """Tie weight ``leaf`` to weight ``its`` of module ``other``, by holding the same parts."""
         mine, theirs = self._coded[leaf], other._coded[its]
         if mine != theirs:
             raise TypeError(
@@ -242,7 +243,7 @@ class Coded(nn.Module):
             self._buffers[name] = other._buffers[named]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by the module's own class, since the present one is created at runtime."""
+        """Pickle by the original class: the module's current class is created at runtime."""
         own = type(self).__bases__[1]
         return _empty, (own, frozenset(self._coded)), self.__dict__
 
@@ -274,7 +275,7 @@ class Coded(nn.Module):
         return own
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
-        """Add the parts to a state dict; raise if accelerate asks, to move tensors."""
+        """Add the parts to a state dict; raise if the caller is accelerate, to move tensors."""
         for leaf in self._buffers.keys() & self._coded.keys():  # none inside of `set_aside`
             refuse_moves(self.address(leaf))
         super()._save_to_state_dict(*arguments)
@@ -300,7 +301,7 @@ _ENCODED = {getattr(torch, src.name): src for src in SOURCES}
 
 
 def _source(parts: _Parts) -> DType:
-    """Return the dtype that bitsandbytes' state names as the weight's own; else float32."""
+    """Return the weight's dtype before quantizing by bitsandbytes' state; else float32."""
     for suffix, part in parts.items():
         if suffix.startswith(".quant_state"):
             return BY_NAME[json.loads(bytes(part.cpu().numpy()))["dtype"]]
@@ -318,7 +319,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _moved(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Return the moved tensor, as the old object if torch can: modules may share it."""
+    """Return the moved tensor, in the old object if torch allows it: modules may share it."""
     if old.is_inference() or not torch._has_compatible_shallow_copy_type(old, new):
         return new
     old.data = new
@@ -375,9 +376,9 @@ class _Dense:
 
 @cache
 def _class_of(own: Any, leaves: frozenset[str]) -> type[Any]:
-    """Return the class that replaces ``own`` if these of its parameters are quantized.
+    """Return the subclass that replaces ``own`` if its parameters ``leaves`` are quantized.
 
-    A class of experts computes one expert after the other, as transformers' does without kernels;
+    A class of experts computes one expert after the other, as transformers does without kernels;
     its weights are `_Dense`, so that only the experts in use are dequantized.
     """
     if own is nn.Linear:
@@ -402,9 +403,9 @@ def _empty(own: Any, leaves: frozenset[str]) -> Any:
 
 
 def make_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Replace quantized modules by their own classes, with dequantized weights.
+    """Give quantized modules their original classes back, with dequantized weights.
 
-    ``dtype`` is that of the weights; None: their dtype before quantizing.
+    ``dtype``: of the dequantized weights; None: their dtype before quantizing.
     """
     made: dict[int, nn.Parameter] = {}  # by id of the quantized values, which modules may share
     for module in list(model.modules()):
@@ -424,7 +425,7 @@ def make_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
 
 
 def _become(module: nn.Module, own: type[nn.Module]) -> None:
-    """Give a module its own class back."""
+    """Give a module its original class, ``own``, back."""
     module.__class__ = own
     for key in (CODED, "_streamload_dtype", "_streamload_name"):
         module.__dict__.pop(key, None)
@@ -432,7 +433,7 @@ def _become(module: nn.Module, own: type[nn.Module]) -> None:
 
 @contextmanager
 def set_aside(model: nn.Module) -> Iterator[None]:
-    """Remove all parts from their modules inside the ``with``, while others move tensors."""
+    """Remove all parts from their modules inside the ``with``, so that nothing moves them."""
     held = [
         (module, {name: module._buffers.pop(name) for name in _names(getattr(module, CODED))})
         for module in model.modules()
@@ -454,7 +455,7 @@ _HOLDERS = "torch's Linear, and transformers' Conv1D and fused experts"
 
 
 def _is_experts(module: nn.Module, parameter: torch.Tensor) -> bool:
-    """Whether a module is of transformers' fused experts with a choice of implementations.
+    """Whether a module is one of transformers' fused experts, with several implementations.
 
     Their eager forward indexes one expert's matrix after the other.
     """
@@ -463,7 +464,7 @@ def _is_experts(module: nn.Module, parameter: torch.Tensor) -> bool:
 
 
 def _said(module: nn.Module, leaf: str, format: str) -> CodedWeight | None:
-    """Return the quantized weight that a module would hold; None if it cannot."""
+    """Return the `CodedWeight` by which a module can hold parameter ``leaf``; None if it cannot."""
     parameter = module._parameters[leaf]
     if type(parameter) is not nn.Parameter:  # sharded, quantized by others, or None
         return None
@@ -536,7 +537,10 @@ def swapping(
 def _put(
     model: nn.Module, groups: Iterable[tuple[CodedWeight, Mapping[_Place, str]]]
 ) -> Callable[[], None]:
-    """Change modules to quantized ones without values; return a function that undoes it."""
+    """Make modules quantized, without values yet; return a function that undoes it.
+
+    ``groups``: each weight, with the names of the (module, attribute) places that share it.
+    """
     before: dict[int, tuple[nn.Module, Any, dict[str, Any], dict[str, Any]]] = {}
     for said, holders in groups:
         others = {

@@ -24,7 +24,7 @@ _SAVE = "save_pretrained"
 
 @interpreted
 def refuse_moves(name: str) -> None:
-    """Raise RuntimeError if accelerate reads a weight: it would store decoded values for it."""
+    """Raise RuntimeError if accelerate reads weight ``name``: it would store decoded values."""
     # forwards of torch's modules, which accelerate's hooks call, may read weights
     if caller(("streamload.",)).startswith(_MOVERS) or caller().startswith(_ASKS):
         raise RuntimeError(

@@ -59,7 +59,7 @@ class _Raises:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call functions about shape, dtype and place; raise DeviceError for all others."""
+        """Call functions that read shape, dtype or device; raise DeviceError for all others."""
         if func.__name__ not in _ASKED:
             raise DeviceError(
                 "torch",
@@ -141,7 +141,7 @@ class TorchParameter(SlotParameter):
         return any(is_computed(name, self.shape) for name in self.names)
 
     def _tensors(self) -> list[torch.Tensor]:
-        """Return the tensors; of an invalid one the tensor kept, of a DTensor the local shard."""
+        """Return the tensors: for an invalid tensor the kept one, for a DTensor the local shard."""
         return [_local(getattr(entry, _BEFORE, entry)) for entry in self._objects()]
 
     def memory(self) -> Sequence[tuple[int, int]]:
@@ -183,11 +183,11 @@ class TorchParameter(SlotParameter):
         return "something else still holds its memory (a graph, a view, another tensor)"
 
     def attach(self, buffer: torch.Tensor, dtype: DType) -> None:
-        """Give the tensors new memory, or replace them by tensors like them if torch cannot."""
+        """Give the tensors the buffer's memory; replace tensors for which torch cannot do that."""
         self._swap(lambda old: _with_data(getattr(old, _BEFORE, old), buffer))
 
     def invalidate(self, keep: bool) -> None:
-        """Replace the tensors by valueless ones of the meta device; ``keep``: for `revive`."""
+        """Replace the tensors by meta tensors; ``keep`` their memory for `revive`."""
 
         def meta(old: torch.Tensor) -> torch.Tensor:
             before = getattr(old, _BEFORE, old)
@@ -292,7 +292,7 @@ def _changed(tensor: torch.Tensor) -> None:
 
 
 def _with_data(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Return the old tensor object with new memory, or one like it if torch cannot keep it."""
+    """Return tensor ``old`` with new memory; a similar tensor if torch cannot keep the object."""
     if _is_sharded(old):
         return _with_local(old, new)
     if old.dtype != new.dtype or old.device != new.device:
@@ -311,7 +311,7 @@ def _with_data(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def _with_local(old: Any, new: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor whose local shard is new memory: the old object, or one like it."""
+    """Return a DTensor whose local shard is ``new``: the old object, or a similar DTensor."""
     local = _local(old)
     alike = (local.dtype, local.device) == (new.dtype, new.device)
     if alike and old.is_inference() == new.is_inference():
@@ -359,7 +359,7 @@ def name_of(device: torch.device) -> str:
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules inside of one, with the prefixes of their tensors' names."""
+    """Yield a module and all modules inside it, with the prefixes of their tensors' names."""
     for prefix, child in module.named_modules(remove_duplicate=False):
         yield f"{prefix}." if prefix else "", child
 
@@ -390,9 +390,9 @@ def tie_key(tensor: torch.Tensor) -> Any:
 
 
 def parameters_of(model: Any) -> list[TorchParameter]:
-    """Return parameters and persistent buffers of a module, or a dict's tensors; tied ones once.
+    """Return a module's parameters and persistent buffers, or a dict's tensors, as parameters.
 
-    Names of a module's parameters lack wrappers' prefixes; `Parameter.wrapped` has them.
+    Tied tensors are one. Names lack the prefixes of wrappers; `Parameter.wrapped` has them.
 
     Raises:
         ValueError: the model is neither a module nor a dict.
@@ -446,7 +446,7 @@ def unwrapped_names(model: nn.Module) -> Callable[[str], str]:
 
 
 def places_of(model: Any) -> list[tuple[str, tuple[nn.Module, str]]]:
-    """Return (name, (module, name in it)) of each parameter; shared ones under each name."""
+    """Return (name, (module, name in it)) of each parameter; if shared, under each name."""
     if not isinstance(model, nn.Module):
         return []
     unwrapped = unwrapped_names(model)
