@@ -1,1 +1,1 @@
-"""Deciding, before anything moves, what goes where and how many bytes that takes."""
+"""Planning: the device, dtype and memory of each parameter, before any data is read."""

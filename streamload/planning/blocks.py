@@ -11,7 +11,7 @@ from streamload.core.tensors import Block, Columns, RowRange
 
 
 def cut(rows: Sequence[RowRange], row_numel: int, block: Block) -> tuple[RowRange, ...] | None:
-    """Return row ranges with exactly a block's elements, in order; None if none can express it.
+    """Return row ranges with exactly a block's elements, in order; None if there are none.
 
     Args:
         rows: rows of the whole tensor, in order and without columns.
@@ -42,7 +42,10 @@ def cut(rows: Sequence[RowRange], row_numel: int, block: Block) -> tuple[RowRang
 
 
 def _lines(block: Block, axes: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop exclusive) of runs of a block's lines, numbered in its first ``axes``."""
+    """Yield (start, stop exclusive) of consecutive lines of a block.
+
+    A line is one index into the first ``axes`` axes of the whole tensor, flattened.
+    """
     leading = block.whole[:axes]
     part = tuple(slice(f, f + n) for f, n in zip(block.first, block.shape, strict=True))
     numbers = np.arange(math.prod(leading)).reshape(leading)[part[:axes]].ravel()
@@ -61,7 +64,8 @@ def _within(
 ) -> Iterator[RowRange]:
     """Yield elements ``start`` to ``stop`` of the concatenated rows as row ranges.
 
-    ``unit``: elements of a row of these ranges. A range that would cut such a row is left out.
+    ``unit``: elements of a row of the yielded ranges, which have ``columns``. A range that would
+    cut such a row is left out.
     """
     at = 0
     for r in rows:
@@ -76,7 +80,7 @@ def _within(
 def split(
     rows: Sequence[RowRange], row_numel: int, part_numel: int
 ) -> list[tuple[RowRange, ...]] | None:
-    """Return the row ranges of each part of ``part_numel`` elements; None if parts cut rows."""
+    """Split rows of ``row_numel`` elements into parts of ``part_numel``; None if parts cut rows."""
     count, rest = divmod(part_numel, row_numel)
     if rest or any(r.columns is not None for r in rows):
         return None

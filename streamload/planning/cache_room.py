@@ -19,12 +19,12 @@ from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequests
 
 @dataclass(frozen=True, slots=True)
 class CacheRoom:
-    """The KV cache for which a plan keeps memory free when the load is done.
+    """The KV cache for which a plan leaves memory free after the load.
 
     Attributes:
         cache: the sizes of each layer's cache.
         dtype: the dtype of the cache's tensors.
-        on: the numbers of the layers on each device, by its name; empty until `placed`.
+        on: the layer numbers on each device, by device name; empty until `placed`.
     """
 
     cache: KvCache
@@ -40,12 +40,12 @@ class CacheRoom:
         cache: KvCache,
         native_bf16: bool,
     ) -> CacheRoom:
-        """Return the cache with its dtype: the requested, else most weights', else config.json's.
+        """Return the cache with a dtype: the requested, else the weights', else config.json's.
 
-        The weights' dtype counts only if models compute in it.
+        The weights' dtype is that of most bytes, and counts only if models compute in it.
 
         Raises:
-            CheckpointError: there is none of these.
+            CheckpointError: none of these dtypes is known.
         """
         dtype = cache.request.dtype
         if dtype is None:
@@ -85,7 +85,7 @@ class CacheRoom:
         devices: Sequence[str],
         policy: DTypePolicy,
     ) -> CacheRoom:
-        """Return the cache with each layer on the device that holds most bytes of its weights.
+        """Return the cache with each layer on the device that holds most of the layer's weights.
 
         ``devices`` names the device of each of ``wants``.
 
@@ -128,7 +128,7 @@ class CacheRoom:
         return sum(spec.taken(sizes))
 
     def most_context(self, devices: Iterable[DevicePlan], specs: Mapping[str, DeviceSpec]) -> int:
-        """Return the most tokens, up to the requested ones, whose cache fits on all devices."""
+        """Return the most tokens, up to the requested number, whose cache fits on all devices."""
         rooms = []
         for d in devices:
             spec = specs[d.device]

@@ -31,16 +31,16 @@ _Column = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class StridedRead:
-    """File bytes to read and their places in a parameter: a contiguous line, or equidistant ones.
+    """File bytes to read, a contiguous line or equidistant lines, and their place in a parameter.
 
     Attributes:
         start: first file byte.
         stop: last file byte of the last line, exclusive.
         offset: byte of the parameter at which the first row begins.
         rows: number of rows in a line that are placed apart; 1 if rows stay together.
-        stride: bytes of the parameter from one row's beginning to the next one's.
-        lines: number of lines. When placed, a row of a line follows that of the line before it.
-        pitch: file bytes from one line's beginning to the next one's.
+        stride: bytes of the parameter from the beginning of a row to the next row's.
+        lines: number of lines. When placed, row ``i`` of a line follows that of the line before it.
+        pitch: file bytes from the beginning of a line to the next line's.
     """
 
     start: int
@@ -86,7 +86,7 @@ class Chunk:
         return sum(run.nbytes for run in self.runs)
 
     def staged_nbytes(self, placement: Placement) -> int:
-        """Return the chunk's bytes in a staging slot: uncast ones if the device casts."""
+        """Return the chunk's bytes in a staging slot: before the cast, if the device casts."""
         return self.read_nbytes if placement.cast == "device" else self.stop - self.start
 
     def moved(self, places: int) -> Chunk:
@@ -102,9 +102,9 @@ class SmallTensorBatch:
     steps treat the batch as a whole.
 
     Attributes:
-        first: index in ``Plan.placements`` of the first; the indices of the others follow.
+        first: index in ``Plan.placements`` of the first parameter; the other indices follow.
         shard: index in ``Checkpoint.shards``.
-        bounds: the first file byte of each, and the last one's stop; int64.
+        bounds: the first file byte of each parameter, and the stop of the last; int64.
     """
 
     first: int
@@ -185,10 +185,10 @@ class _Extents(NamedTuple):
         starts: first file byte; 0 of a parameter without elements.
         stops: last file byte, exclusive.
         shards: index in ``Checkpoint.shards``.
-        placements: index in ``Plan.placements``; one with several sources has as many extents.
+        placements: index in ``Plan.placements``; a placement of several sources has several.
         offsets: first byte of the parameter, before its rows are permuted.
         together: a number that parameters share if they may be packed with each other: whole,
-            uncast ones from one shard to one device; `_ALONE` for others.
+            uncast parameters from one shard to one device; `_ALONE` if it is not packed.
     """
 
     starts: _Column
@@ -216,7 +216,7 @@ class Cut:
         self._extents = _Extents(*(column[read] for column in found)) if unread.any() else found
 
     def read_nbytes(self, shards: Collection[int]) -> int:
-        """Return the file bytes to read of shards, which are given by index."""
+        """Return the number of file bytes to read from ``shards``, given by index."""
         of_them = np.isin(self._extents.shards, list(shards))
         return int((self._extents.stops - self._extents.starts)[of_them].sum())
 
@@ -318,7 +318,7 @@ def _push(reached: list[_Reached], at: int, pieces: Iterator[_Piece]) -> None:
 
 
 def _next(reached: list[_Reached]) -> _Piece:
-    """Remove and return the first piece of the heap; add the next one of its iterator."""
+    """Remove and return the first piece of the heap; add the next piece of its iterator."""
     _, at, piece, pieces = heappop(reached)
     _push(reached, at, pieces)
     return piece
@@ -327,7 +327,7 @@ def _next(reached: list[_Reached]) -> _Piece:
 def _extents(
     placements: Placements, checkpoint: Checkpoint, shard_of: Mapping[Location, int]
 ) -> _Extents:
-    """Return the byte ranges of all placements; one of several row ranges has several."""
+    """Return the byte ranges of all placements: one for each of their row ranges."""
     infos = [checkpoint.tensors[source[0].tensor] for source in placements.sources]
     starts, stops = ([*map(attrgetter(edge), infos)] for edge in ("start", "stop"))
     shards = checkpoint.shard_numbers(infos)
@@ -406,7 +406,7 @@ def _contiguous(
 
 
 def _strided(index: int, p: Placement, mine: _Range, chunk_nbytes: int) -> Iterator[Chunk]:
-    """Yield the chunks of some columns of rows: equidistant in the file, contiguous when placed."""
+    """Yield the chunks of some columns of rows: strided in the file, contiguous when placed."""
     dst_row = p.placed_nbytes(p.row_numel)
     src_row = mine.stop - mine.start - (mine.rows - 1) * mine.pitch
     step = chunk_nbytes // max(src_row, dst_row)
@@ -424,7 +424,7 @@ def _strided(index: int, p: Placement, mine: _Range, chunk_nbytes: int) -> Itera
 def _transposed(
     index: int, p: Placement, ranges: Sequence[_Range], mine: _Range, chunk_nbytes: int
 ) -> Iterator[Chunk]:
-    """Yield the chunks of permuted whole rows whose first row in the file is of range ``mine``."""
+    """Yield the chunks of permuted whole rows whose first row in the file is in range ``mine``."""
     t = p.transpose
     assert t is not None
     per_row = p.numel // t.rows

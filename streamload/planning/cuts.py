@@ -1,7 +1,7 @@
-"""Split a sequence of units into one run a node, with the fullest node as empty as can be; exact.
+"""Split units into one run per node such that the fullest node is as empty as possible; exact.
 
-A unit is some bytes that are never split; a run is consecutive units. A `Measure` gives the bytes
-of a run; there may be several, each with an upper bound for each node.
+A unit (such as a layer) is never split; a run is consecutive units. A `Measure` gives the bytes of
+a run; there may be several, each with an upper bound for each node.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from streamload.core.units import merged
 class Measure(ABC):
     """A way to count the bytes of a run of units (layers, ends of a model) that one node holds.
 
-    Of ``count`` units a run is ``start`` to ``stop`` (exclusive). One inside another takes no more.
+    A run is units ``start`` to ``stop`` (exclusive) of ``count``; a run inside takes no more bytes.
     """
 
     count: int
@@ -43,7 +43,7 @@ class Measure(ABC):
 
 
 class Costs(Measure):
-    """The bytes of a run (units on one node), with copies of tensors elsewhere to which it is tied.
+    """The bytes of a run (units on one node), with copies of tied tensors of other nodes.
 
     A stored tensor counts once, whether it is in the run or a name tied to it is. So a run
     inside another never takes more, and both ends can be found by bisection.
@@ -55,7 +55,7 @@ class Costs(Measure):
         home: Mapping[str, tuple[int, int]],
         tied: Iterable[tuple[int, str]],
     ) -> None:
-        """Take bytes by unit, (unit, bytes) by tensor, and (unit of a tied name, its tensor)."""
+        """Take ``sizes`` by unit, (unit, bytes) by tensor, and (unit, tensor) of tied names."""
         self.count = len(sizes)
         self.prefix = [0, *accumulate(sizes)]
         away = sorted({(u, source) for u, source in tied if home[source][0] != u})
@@ -83,7 +83,7 @@ class Costs(Measure):
 
 
 class Need(NamedTuple):
-    """Least memory of a node for a unit, if the rest of its weights streams through slots.
+    """Least memory of a node to run a unit (such as a layer) whose weights stream through slots.
 
     Attributes:
         stays_nbytes: bytes that stay on the node in any case.
@@ -99,7 +99,10 @@ class Need(NamedTuple):
 
 
 class Leasts(Measure):
-    """The least memory of a node whose units stream: weights that stay, a slot, one for experts."""
+    """Least bytes of a node that streams its units through slots.
+
+    Counts all weights that stay, the largest slot, and the largest set of chosen experts.
+    """
 
     def __init__(self, needs: Sequence[Need]) -> None:
         self.count = len(needs)
@@ -135,7 +138,7 @@ _Ranges = list[tuple[int, int]]  # (first, last included), disjoint, ascending
 
 
 def _starts(bounds: _Bounds, stops: _Ranges, too_large: Sequence[int]) -> _Ranges:
-    """Return the starts of all non-empty runs that stop in ``stops``, within a node's bytes.
+    """Return the starts of all non-empty runs that stop in ``stops`` and are within ``bounds``.
 
     Between units that are ``too_large`` alone, the starts for consecutive stops overlap or touch:
     every unit can be a run of its own.
@@ -159,8 +162,8 @@ def _cut(
 ) -> list[int] | None:
     """Return the stop of each node's run of units, within its bytes; None if there is no such cut.
 
-    Each stop is the possible one nearest to the node's share by weight of the remaining bytes, the
-    later of two as near. ``prefix`` is the cumulative sum of the units' bytes.
+    Each stop is the possible stop nearest to the node's share by weight of the remaining bytes; of
+    two equally near, the later. ``prefix`` is the cumulative sum of the units' bytes.
     """
     count = len(prefix) - 1
     reachable: list[_Ranges] = [[(count, count)]]  # starts from which later nodes can take the rest
@@ -207,11 +210,11 @@ def _fullest(costs: Costs, stops: Sequence[int], budgets: Sequence[int]) -> Frac
 def stops_of(
     costs: Costs, budgets: Sequence[int], leasts: Leasts | None = None
 ) -> list[int] | None:
-    """Return the stop of each node's run of units, such that the fullest is as empty as can be.
+    """Return the stop of each node's run such that the largest share of a budget is minimal.
 
     Bisection over the share of a budget: a feasible share is replaced by the share that its cut
     reaches, until nothing strictly below is feasible. With ``leasts`` a node in between may be
-    empty, as it may be too small for any unit. None if no cut leaves each node its run's least.
+    empty, as it may be too small for any unit. None if no cut gives each node its run's `Leasts`.
     """
     count, nodes = costs.count, len(budgets)
     if not count:

@@ -1,7 +1,7 @@
 """The quantized weights that a load dequantizes: those for which `dtype=` names a dtype.
 
-Such a weight is one tensor of the checkpoint then, a `Packed`, under its own name and with its own
-shape; its scales, zero points and quantization state are no tensors of their own.
+Such a weight is then one tensor of the checkpoint, a `Packed` with the weight's name and shape; its
+scales, zero points and quantization state are no longer listed as tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from streamload.planning.requests import DTypePolicy, TensorRequests
 
 
 def asked(checkpoint: Checkpoint, policy: DTypePolicy, *, blocks: bool = False) -> list[str]:
-    """Return weights that ``dtype=`` dequantizes; ``blocks``: also GGUF's that no rule names."""
+    """Return weights that ``dtype=`` dequantizes; ``blocks``: also GGUF weights without a rule."""
     if not policy.rules and not (blocks and checkpoint.stored):
         return []
     return [
@@ -48,7 +48,7 @@ def asked_by_model(
 ) -> list[str]:
     """Return the names of quantized weights to dequantize for a model.
 
-    Weights that the model holds quantized, too, stay as stored. ``fills`` maps each tensor to the
+    Weights that the model also holds quantized stay as stored. ``fills`` maps each tensor to the
     names of the parameters that it fills.
     """
     by_name = _by_name(parameters)
@@ -104,7 +104,7 @@ def dequantized(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
 def holds_transposes(
     checkpoint: Checkpoint, parameters: Iterable[Parameter], fills: Mapping[str, Sequence[str]]
 ) -> bool:
-    """Return whether a model has a dequantized weight transposed (Conv1D); see `as_in_models`."""
+    """Return whether a model holds a weight's transpose (Conv1D); see `as_in_models`."""
     by_name = _by_name(parameters)
     return any(
         info.shape != info.shape[::-1] == by_name[name].shape
@@ -124,7 +124,7 @@ def _is_of_linears(info: Packed) -> bool:
 def as_in_models(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint with dequantized weights in the shapes of the unquantized model.
 
-    For a Conv1D bitsandbytes has a Linear, whose weight is the transpose: see `Checkpoint.turns`.
+    bitsandbytes stores a Conv1D as a Linear, with the transposed weight: see `Checkpoint.turns`.
     """
     turns: dict[Location, dict[str, Turn]] = {}
     for info in checkpoint.tensors.values():

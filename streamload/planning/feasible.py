@@ -20,7 +20,11 @@ from streamload.planning.requests import DeviceSpec
 def check(
     plan: Plan, shares: Sequence[DeviceShare], cache: CacheRoom | None, host_limit: str
 ) -> None:
-    """Raise PlanInfeasibleError if a plan exceeds memory; ``host_limit``: source of host budget."""
+    """Raise PlanInfeasibleError if a plan exceeds the memory of a device or of the host.
+
+    ``shares``: the devices and their placements, in the plan's order; ``cache``: the KV cache to
+    leave room for, or None; ``host_limit``: the source of the host's budget, for the message.
+    """
     specs = {share.spec.name: share.spec for share in shares}
     for mine, share in zip(plan.devices, shares, strict=True):
         _check_device(plan, mine, share, specs, cache)
@@ -91,7 +95,7 @@ def _suggestions(
     needed: int,
     available: int,
 ) -> Iterator[Fit]:
-    """Yield arguments with which a load fits that needs ``needed`` of ``available`` bytes."""
+    """Yield other arguments with which a load fits; it needs ``needed`` of ``available`` bytes."""
     spec, placements = share.spec, share.placements
     sizes = (kind.nbytes // _shrunk(kind) for kind in placements.kinds)
     small = sum(spec.taken(sizes))

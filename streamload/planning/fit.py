@@ -49,7 +49,7 @@ class Timeline(NamedTuple):
 
     held_nbytes: int  # at the beginning
     peak_nbytes: int
-    release_first: bool  # whether all old parameters must go before the first is loaded
+    release_first: bool  # whether all old parameters must be freed before the first is loaded
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class DeviceShare:
     Attributes:
         spec: the device.
         placements: the placements on the device.
-        all_first: whether all old parameters go before the first is loaded, also if they need not.
+        all_first: whether to free all old parameters before the first is loaded, in any case.
     """
 
     spec: DeviceSpec
@@ -147,7 +147,7 @@ class DeviceShare:
 
     @cached_property
     def own_casts(self) -> Sequence[tuple[Placement, int]]:
-        """(placement, count) of each kind of parameter that streamload's kernels cast there."""
+        """(placement, count) of each kind of parameter that the device's cast kernels cast."""
         cast = ((p, n) for p, n in self.placements.counted if p.cast == "device")
         return [*cast] if self.spec.casts else []
 
@@ -192,7 +192,7 @@ class DeviceShare:
     def _statistics(self) -> Sequence[tuple[Placement, int, int]]:
         """(placement, host bytes, count) of each kind of parameter that the device does not cast.
 
-        Bytes are of scales to dequantize, or of block maxima to quantize, until a tensor arrived.
+        They are for scales (to dequantize) or block maxima (to quantize), until the tensor is done.
         """
         return [
             (
@@ -206,7 +206,7 @@ class DeviceShare:
 
     @property
     def tally_nbytes(self) -> int:
-        """Device bytes of counters (overflowed, flushed, changed elements) of casts done there."""
+        """Device bytes of counters (overflowed, flushed, changed) of casts by the device."""
         return sum(p.tally_nbytes * count for p, count in self.own_casts)
 
     @property
@@ -229,10 +229,10 @@ class DeviceShare:
         return min(under_way, total) + senders(sent) * sent
 
     def there_under_way(self, slot_nbytes: int, workers: int) -> int:
-        """Return the most device bytes for scales and maxima of blocks that it (de)quantizes.
+        """Return the most device bytes for scales and block maxima while it (de)quantizes weights.
 
-        Work waits for memory beyond that. A batch always fits: parts of a tensor at either end, and
-        one left free at the end of the memory. Each worker has a slot of ``slot_nbytes``.
+        Work that needs more waits. A batch always fits, with a tensor cut at either end of it, and
+        with a tensor's room lost at the end of the buffer. Workers have slots of ``slot_nbytes``.
         """
         own = self.own_casts
         most = max((p.there_nbytes for p, _ in own), default=0)
@@ -293,7 +293,10 @@ class DeviceShare:
 def fit(
     draft: Plan, shares: Sequence[DeviceShare], parts: Mapping[str, Part], cache: CacheRoom | None
 ) -> Plan:
-    """Return the plan with threads, chunks and peaks that fit; those of ``draft`` are bounds."""
+    """Return the plan with threads, chunk size and peaks that fit; ``draft`` has upper bounds.
+
+    ``parts``: the layers of each device under a split; ``cache``: the KV cache to leave room for.
+    """
     filled = (share.spec.info for share in shares if share.placements)
     threads = min([draft.threads, *(info.threads for info in filled)])
     if any("device" in share.casts and not share.spec.casts for share in shares):

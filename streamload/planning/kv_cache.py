@@ -57,7 +57,7 @@ class CacheRequest:
         """Read the arguments of a load; return None if no cache is requested.
 
         Raises:
-            ValueError: one is invalid, or is given without ``context``.
+            ValueError: an argument is invalid, or is given without ``context``.
         """
         for name, count in (("context", 1 if context is None else context), ("batch", batch)):
             if type(count) is not int or not 1 <= count <= _MOST:
@@ -76,8 +76,8 @@ class LayerCache(NamedTuple):
     """The size of one layer's KV cache.
 
     Attributes:
-        row: elements of a token in each of the cache's tensors; () if the layer uses another's
-            cache.
+        row: elements of a token in each of the cache's tensors; () if the layer uses another
+            layer's cache.
         window: most tokens that the layer attends to, or None. It keeps more after a long prompt.
     """
 
@@ -221,7 +221,7 @@ class _Text:
         return cls(values, kind, where)
 
     def at(self, layer: int, window: str | None) -> _Text:
-        """Return the configuration of one layer; ``window`` is None if it attends to all tokens."""
+        """Return the configuration of one layer; ``window``: key of its window, None for none."""
         other: dict[str, Any]
         given = self.values.get("per_layer_config")
         if isinstance(given, Mapping):
@@ -314,18 +314,18 @@ _Rule = Callable[[_Text, int], bool]  # whether a layer, by number, attends to a
 
 
 def _every(count: int, key: str = "sliding_window_pattern") -> _Rule:
-    """Return a rule that gives all layers but each ``count``-th a window; ``key`` overrides it."""
+    """Return a rule: all layers but each ``count``-th have a window; config's ``key`` overrides."""
     return lambda text, layer: (layer + 1) % text.number(key, count) != 0
 
 
 def _from_layer(text: _Text, layer: int) -> bool:
-    """Return whether a layer has a window: one of the last, from ``max_window_layers`` on."""
+    """Return whether a layer has a window: the layers from ``max_window_layers`` on have."""
     used = bool(text.values.get("use_sliding_window"))
     return used and layer >= text.number("max_window_layers", least=0)
 
 
 def _with_positions(text: _Text, layer: int) -> bool:
-    """Return whether a layer has a window: rotary ones have, by ``no_rope_layers`` or interval."""
+    """Return whether a layer has a window: a rotary layer, by ``no_rope_layers`` or interval."""
     listed = text.values.get("no_rope_layers")
     if isinstance(listed, Sequence) and len(listed) > layer:
         return bool(listed[layer])

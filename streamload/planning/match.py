@@ -37,7 +37,7 @@ _REPLACED = {
 
 
 def shape_of(checkpoint: Checkpoint, source: Source) -> tuple[int, ...]:
-    """Return a source's shape: its ``shape`` if it has one, else that of its concatenated rows."""
+    """Return a source's shape: its ``shape`` if given, else the shape of its concatenated rows."""
     whole = _whole(checkpoint, source)
     if whole is not None:
         return whole.shape
@@ -47,7 +47,7 @@ def shape_of(checkpoint: Checkpoint, source: Source) -> tuple[int, ...]:
 def _whole(checkpoint: Checkpoint, source: Source) -> TensorInfo | None:
     """Return the tensor if a source is one whole tensor, unchanged; else None.
 
-    Most sources are, so that callers skip the checks of the others.
+    Most sources are whole tensors, for which callers skip further checks.
     """
     r = source.rows[0]
     info = checkpoint.tensors[r.tensor]
@@ -183,7 +183,7 @@ class Match:
 
     @property
     def filled(self) -> int:
-        """Number of parameters that are loaded; one of several shards counts once."""
+        """Number of parameters that are loaded; all shards of one count once."""
         return len({parameter.names for parameter in self.parameters.values()})
 
     @property
@@ -200,7 +200,7 @@ class Match:
     ) -> TensorRequests:
         """Return the requests, in parts for weights that the model holds quantized (``coded``).
 
-        ``changed``: tensors that functions change. ``policy``: source of formats, for messages.
+        ``changed``: tensors whose values functions change. ``policy``: the formats, for messages.
         """
         if not coded:
             return TensorRequests.of(checkpoint, self.wants)
@@ -228,7 +228,7 @@ class Match:
         swap: Swap,
         coded: Mapping[str, CodedWeight],
     ) -> list[str]:
-        """Return notes on weights that ``quant=`` names but no module holds; ValueError if all."""
+        """Return notes on weights in ``formats`` that ``swap`` lacks; ValueError if it has none."""
         wants = TensorRequests.of(checkpoint, self.wants)
         kept = {
             name: src.nbytes(math.prod(shape))
@@ -369,8 +369,8 @@ def match(
 ) -> Match:
     """Match parameters to sources by name, and collect all mismatches.
 
-    A parameter with a dtype keeps it unless the policy mentions its tensor. ``blocks`` are the
-    parameters that will hold the stored codes of weights, by name.
+    A parameter with a dtype (`Parameter.keeps`) keeps it unless the policy mentions its tensor.
+    ``blocks`` are the parameters that will hold the stored codes of weights, by name.
     """
     out = Match()
     used: set[str] = set()

@@ -1,4 +1,4 @@
-"""Split tensors over nodes, or devices: contiguous whole layers, the fullest as empty as can be.
+"""Split tensors by layers over nodes or devices, such that the fullest is as empty as possible.
 
 Input are names and sizes, output are parts. Sizes are those after the cast.
 """
@@ -248,9 +248,9 @@ def units_of(
     The order is embedding, layers by number, norm and head. The layer index is the first integer
     component with a prefix that repeats (``model.layers.3``, ``h.3``, ``encoder.block.3``); later
     integers (``experts.17``) stay inside the layer. Several stacks run vision before encoder before
-    others before decoder, else as they first appear. Other tensors go before the layers
-    (embeddings) or after them (the rest): those whose name leads to one stack to the ends of that
-    stack, a unit of its own in the middle of the model. Without layers each tensor is a unit.
+    other stacks before decoder, else as they first appear. Other tensors go before the layers
+    (embeddings) or after them (the rest), or, if their name leads to one stack inside the model, to
+    an end of that stack, which is a separate unit. Without layers each tensor is a unit.
 
     ``tied`` maps names that are not stored to the stored tensor that they share. ``cache`` has the
     extra bytes of each layer of the language model: of the stack with most of these layers, and not
@@ -376,14 +376,14 @@ def partition(
     """Split tensors over nodes, or over devices, in contiguous runs of whole `units_of`.
 
     The largest share that a node takes of its own budget is the least possible; exactly, in
-    integers. Nodes keep their order: the first holds the embedding, the last norm and head; one in
-    between is empty only if there are fewer units than nodes. Of splits as good, one shares the
-    rest by budget, front to back. The same input gives the same parts, on any machine. A part may
-    exceed its node's budget: see `Part.fits`.
+    integers. Nodes keep their order: the first holds the embedding, the last norm and head; a node
+    in between is empty only if there are fewer units than nodes. Of equally good splits, the result
+    shares the rest by budget, front to back. The same input gives the same parts, on any machine. A
+    part may exceed its node's budget: see `Part.fits`.
 
-    A node that holds a ``tied`` name without its tensor holds a copy, which counts there. With
-    ``needs``, the least of each unit on a node if the rest streams, splits that leave each node its
-    least come first, and a node in between that is too small for any unit is empty.
+    A node that holds a ``tied`` name without its tensor holds a copy, which counts there. ``needs``
+    gives the least memory of a unit whose weights stream: splits that leave each node its least
+    memory come first then, and a node in between that is too small for any unit is empty.
     """
     if not nodes:
         raise ValueError("a split needs at least one node")

@@ -48,14 +48,14 @@ class Placement:
             bytes are released first).
         cast: "copy", "llvm", "numpy", "device", "rows" if functions change values, "mapped" for
             a view on the file, which is not read, "quant" for the codes of a weight that is
-            quantized, or "part" for its scales and the like: not read, but made after the codes.
+            quantized, or "part" for its scales and the like: computed after the codes, not read.
         resident_nbytes: bytes that it takes of the device, as the allocator rounds; 0 if it
-            fits into memory that the allocator took for an earlier one.
+            fits into memory that the allocator took for an earlier parameter.
         released_nbytes: bytes that it frees on that device first, under "replace".
         reusable_nbytes: bytes of the old parameter that the load takes over: overwritten, or
             really freed. Memory never written, or shared, does not count.
         coding: which part of a quantized weight it is; None for any other tensor.
-        scales_nbytes: host bytes while its values are dequantized; 0 for any other tensor.
+        scales_nbytes: host bytes of its scales while it is dequantized; 0 for any other tensor.
         there_nbytes: bytes that the casting device holds until the whole tensor has arrived:
             scales, or maxima of blocks that are quantized then.
     """
@@ -186,8 +186,8 @@ class Placements(Table[Placement]):
     They compare, hash and pickle like a tuple of `Placement`.
 
     Attributes:
-        kinds: for each a `Placement` with the facts that are in no other column; one object for all
-            parameters that are alike.
+        kinds: for each parameter a `Placement` with the facts that are in no other column; equal
+            parameters share one object.
         names: the parameters' names.
         sources: the row ranges of each.
         resident_nbytes: bytes that each takes of its device.
@@ -204,7 +204,7 @@ class Placements(Table[Placement]):
 
     @classmethod
     def of(cls, placements: Iterable[Placement]) -> Placements:
-        """Return placements in columns, each as a kind of its own."""
+        """Return placements in columns, without sharing objects in ``kinds``."""
         kinds = tuple(placements)
         return cls(kinds, *(list(map(attrgetter(name), kinds)) for name in _DIFFERENT))
 
@@ -215,7 +215,7 @@ class Placements(Table[Placement]):
 
     @property
     def counted(self) -> tuple[tuple[Placement, int], ...]:
-        """A `Placement` for each kind (alike but for name, source and sizes), and its number."""
+        """(placement, count) of each kind: parameters equal but for name, source and sizes."""
         if self._counted is None:
             keys = list(map(id, self.kinds))
             count, kind = Counter(keys), dict(zip(keys, self.kinds, strict=True))

@@ -59,7 +59,7 @@ _MOST_SENDERS = 4
 
 
 def units_ahead(*, staged: bool) -> int:
-    """Return the most work items that one thread has under way: one a slot, and one that waits.
+    """Return the most work items of one thread at a time: one for each slot, and one that waits.
 
     If the device needs staging (``staged``) there are more: they are handed out in batches.
     """
@@ -67,7 +67,7 @@ def units_ahead(*, staged: bool) -> int:
 
 
 def senders(scales_nbytes: int) -> int:
-    """Return how many threads, 1 to 4, send quantization scales ahead, by a weight's most bytes."""
+    """Return how many threads, 1 to 4, send scales ahead; ``scales_nbytes``: largest weight's."""
     return max(min(_SCALES_NBYTES // max(scales_nbytes, 1), _MOST_SENDERS), 1)
 
 
@@ -88,17 +88,17 @@ class DevicePlan:
         peak_nbytes: predicted peak: parameters, scratch, and old parameters not yet released.
         fresh_nbytes: memory that the load newly takes at its peak, scratch included.
         held_nbytes: bytes that the parameters hold there when the load begins; more than the peak
-            if old parameters are larger than the budget, and go first.
+            if old parameters are larger than the budget, and are freed first.
         layers: first and last (exclusive) layer, under a split; None without one.
         embedding: whether the device holds the embedding, under a split.
         head: whether the device holds the head, under a split.
-        release_first: whether all old parameters go at once before the first is loaded.
-        cache_nbytes: the KV cache of its layers, which is allocated when the load is done.
+        release_first: whether all old parameters are freed before the first is loaded.
+        cache_nbytes: the KV cache of the device's layers, which is allocated after the load.
         reserve_nbytes: bytes kept free in addition, of the budget and of free memory.
         reusable_nbytes: bytes of `held_nbytes` that the load takes over.
         object_nbytes: process memory of tensor objects, besides the tensors' bytes.
         kernel_nbytes: memory of the operating system's kernel for the tensors.
-        shared_memory: whether its memory is the host's.
+        shared_memory: whether the device's memory is host memory.
         mapped_nbytes: bytes that stay in mapped files: the kernel can take their pages back.
     """
 
@@ -138,7 +138,7 @@ class DevicePlan:
 
     @property
     def host_needed_nbytes(self) -> int:
-        """Host bytes for tensors, with their own bytes if the device shares the host's memory."""
+        """Host bytes for tensor objects, and for elements if the device shares host memory."""
         own = self.fresh_needed_nbytes if self.shared_memory else 0
         return self.object_nbytes + self.kernel_nbytes + own
 
@@ -230,7 +230,7 @@ class Plan:
 
     @property
     def reading(self) -> list[str]:
-        """Reader of the shards and its reason, one line for all shards alike."""
+        """A line for each reader and reason, with the number of shards that it reads."""
         reasons = self.reader_reasons or [""] * len(self.readers)
         alike = Counter(zip(self.readers, reasons, strict=True))
         return [
@@ -296,7 +296,7 @@ class Plan:
 
     @property
     def bars(self) -> list[Stack]:
-        """Bars of a chart, one a device: its budget in `PARTS`; a load may use the cache's part."""
+        """Chart bars of the devices' budgets, in `PARTS`; a load may use the cache's part."""
         stacks = []
         for d in self.devices:
             free = d.budget_nbytes - d.needed_nbytes

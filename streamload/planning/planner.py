@@ -51,8 +51,8 @@ class PlanRequest:
         devices: the devices to use; several are split by layers, in this order.
         dtype: the policy that gives each parameter its dtype.
         cast: the engine that casts: "llvm", "numpy" or "device".
-        tied: names that share another name's tensor, for a split: a head on another device than
-            its embedding gets a copy.
+        tied: by name that is not stored, the parameter whose tensor it shares; under a split, a
+            head gets a copy if its embedding is on another device.
         host_limit: the source of `Plan.host_budget_nbytes`: "budget" or "free memory".
         cache: the KV cache for which each device keeps room when the load is done, for the layers
             that it holds; None for none.
@@ -108,8 +108,8 @@ def _place(
 ) -> Placements:
     """Return the placements of requests, in the order of the files; appends to ``notes``.
 
-    ``where`` names the device of each. Requests alike in all but name, source and sizes share one
-    `Placement` as their kind.
+    ``where`` names the device of each request. Requests that are equal but for name, source and
+    sizes share one `Placement` as their kind.
     """
     checkpoint = request.checkpoint
     specs = {spec.name: spec for spec in request.devices}
@@ -171,7 +171,7 @@ def _place(
 
 
 def _scales_nbytes(checkpoint: Checkpoint, wants: TensorRequests) -> Sequence[int]:
-    """Return the host bytes of each request's scales while it is dequantized; 0 for others."""
+    """Return the host bytes of each request's scales while it is dequantized; 0 without scales."""
     if not wants.any_packed:
         return [0] * len(wants)
     found = ([checkpoint.tensors[r.tensor] for r in source] for source in wants.sources)
@@ -179,7 +179,7 @@ def _scales_nbytes(checkpoint: Checkpoint, wants: TensorRequests) -> Sequence[in
 
 
 def _there_nbytes(wants: TensorRequests) -> Sequence[int]:
-    """Return the bytes of each request's scales on a device that (de)quantizes it; 0 for others.
+    """Return the bytes of each request's scales on a device that (de)quantizes it; 0 without.
 
     A device dequantizes only tensors that are read in one piece, in order.
     """
@@ -206,7 +206,7 @@ def _mapped(
     dsts: Sequence[DType],
     changed: Sequence[bool],
 ) -> Sequence[bool]:
-    """Return whether each becomes a view on its file; ResidenceError if one must be but cannot."""
+    """Return whether each request becomes a view on its file; ResidenceError if "mapped" fails."""
     if request.residence == "memory":
         return [False] * len(wants)
     out = []
@@ -265,7 +265,7 @@ def _as_given(nbytes: int, spec: DeviceSpec) -> int:
     """Return the bytes that the allocator took for ``nbytes`` of an old parameter.
 
     Only CUDA's driver rounds: a large allocation has whole blocks, which it keeps or gives back.
-    Small ones share blocks, and count with their own size; see `DeviceShare.timeline`.
+    Small allocations share blocks, and count unrounded; see `DeviceShare.timeline`.
     """
     large = spec.info.allocator == "cuda_driver" and nbytes > DRIVER_SHARED_NBYTES
     return round_up(nbytes, DRIVER_BLOCK_NBYTES) if large else nbytes
@@ -288,8 +288,8 @@ def _settled(
 ) -> Placements:
     """Return placements that replace all parameters of a device if only that fits its budget.
 
-    An allocator with segments frees none in which a tensor stays, nor does CUDA's driver free
-    shared blocks of small ones. So writing some parameters in place may need more memory.
+    An allocator with segments frees no segment in which a tensor stays, nor does CUDA's driver free
+    a block that small tensors share. So writing some parameters in place may need more memory.
     """
     for name, spec in specs.items():
         mine = [kind for kind, _ in placements.counted if kind.device == name]
@@ -343,12 +343,12 @@ def assign(
     cache: Sequence[int] = (),
     needs: Callable[[Unit], Need] | None = None,
 ) -> tuple[dict[str, Part], TensorRequests, list[str]]:
-    """Give each parameter a device: its own, the only one, or by a split over several.
+    """Give each parameter a device: the requested or only device, or by a split over several.
 
     ``cache`` (extra bytes by layer) and ``needs`` (least memory of a unit) are for `partition`.
 
     Returns:
-        The part of each device under a split; the parameters; the name of each one's device.
+        The part of each device under a split; the parameters; each parameter's device name.
     """
     if len(devices) == 1 or None not in wants.devices:
         name = devices[0].name

@@ -48,7 +48,7 @@ class QuantPolicy:
     """The rules of ``quant=``, by which a load quantizes tensors.
 
     Attributes:
-        rules: (pattern, format) in order, the first that matches deciding; None leaves a tensor as
+        rules: (pattern, format) in order; the first match decides; None leaves a tensor as
             it is. The pattern "*" stands for the weights of layers that are no norms or routers.
         tried: the format tried in place of "auto", or "no format"; "" without "auto".
         by_tensor: in place of rules, the format of each quantized tensor, by name.
@@ -61,6 +61,8 @@ class QuantPolicy:
     @classmethod
     def parse(cls, value: QuantArgument, of_files: Sequence[str] = ()) -> QuantPolicy:
         """Read the name of a format, or patterns: ``{"*.mlp.*": "nf4", "*norm*": None}``.
+
+        ``of_files`` names further formats, which files can have but models cannot.
 
         Raises:
             ValueError: the value is invalid, or no format of models or of ``of_files``.
@@ -111,7 +113,7 @@ class QuantPolicy:
 
         Raises:
             PlanInfeasibleError: nothing fits.
-            ValueError: no format can hold the weights, or the attempt without one raises it.
+            ValueError: no format can hold the weights, or the attempt without a format raises it.
         """
         if not self.is_auto:
             return attempt(self), []
@@ -276,7 +278,7 @@ def kinds_of(names: Sequence[str], others: Collection[str]) -> list[str]:
 
 
 def no_holder(names: Sequence[str], holders: str, classes: str) -> str:
-    """Return an error's text: the weights' modules (``classes``) hold no codes; ``holders`` do."""
+    """Return an error's text: ``classes``, modules of ``names``, hold no codes; ``holders`` do."""
     listed = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
     return (
         f"quant: cannot quantise {listed}: the modules that can hold quantised weights are "
@@ -289,9 +291,9 @@ def leaving(
     taken: Collection[str],
     policy: QuantPolicy | None = None,
 ) -> UnsupportedCastError:
-    """Return one error for all ``refused`` tensors, with the ``quant=`` that leaves them alone.
+    """Return one error for all ``refused`` tensors, with the ``quant=`` that leaves these alone.
 
-    ``taken`` are the tensors that can be quantized; without a policy, one format is for all.
+    ``taken`` are the tensors that can be quantized. Without a policy, all have one format.
     """
     first = next(iter(refused.values()))
     rules = dict(policy.rules) if policy is not None and policy.rules else {"*": first.dst}
@@ -309,7 +311,7 @@ def leaving(
 
 
 def check_distinct(names: Collection[str], before: Collection[str]) -> None:
-    """Raise ValueError if two tensors have one name after quantizing, or a new one is taken."""
+    """Raise ValueError if two tensors have one name after quantizing; ``before``: the old names."""
     if len(set(names)) == len(names):
         return
     ((twice, _),) = Counter(names).most_common(1)
@@ -347,7 +349,7 @@ def said_of_dense(nbytes: int) -> str:
 
 
 def held_nbytes(weight: Quantized) -> int:
-    """Return a weight's host bytes until it is written: maxima of blocks, and scales from them."""
+    """Return a weight's host bytes until it is written: maxima of blocks, and their scales."""
     return 2 * weight.statistics_nbytes + sum(part.nbytes for part in weight.parts[1:])
 
 

@@ -36,7 +36,7 @@ class DeviceSpec:
             thread that reads.
         reserve_nbytes: bytes that were subtracted from budget and free memory, to stay free.
         objects: host memory of tensor objects besides their elements.
-        own_host: whether it is a node, on whose memory no other one draws.
+        own_host: whether it is a node, with a host whose memory no other node uses.
         alone: whether the caller can use no other device.
     """
 
@@ -138,7 +138,7 @@ class TensorRequest:
         transpose: a permutation of the concatenated rows, or None.
         device: its device by name; None lets the planner split over the devices.
         held: (device, dtype, bytes) of the parameter in the model now; None if it has no memory.
-        dtype: the dtype it must have; None leaves it to the policy.
+        dtype: the dtype that it must have; None lets the `DTypePolicy` decide.
         reusable_nbytes: bytes of ``held`` that the load takes over; None for all.
         coding: which part of a quantized weight it is; None for any other tensor.
         fixed: why it can only be written in place, or "".
@@ -261,7 +261,7 @@ class TensorRequests(Table[TensorRequest]):
 def _with_kept(
     checkpoint: Checkpoint, infos: Sequence[TensorInfo], dtypes: Sequence[DType | None]
 ) -> Sequence[DType | None]:
-    """Return the requested dtypes, with the stored one for tensors of quantized weights."""
+    """Return the requested dtypes, but the stored dtype for tensors of quantized weights."""
     if not checkpoint.members:
         return dtypes
     kept = (kept_dtype(checkpoint.members, info) for info in infos)

@@ -47,14 +47,14 @@ class Share:
         index: its place in the order of the layers, from 0.
         layers: the model's layers on the node, counted from 0 over all stacks; may be empty, and is
             if the split is not by whole layers.
-        has_embedding: whether it has the embedding (all before the layers).
-        has_head: whether it has the norm and the head (all after the layers).
+        has_embedding: whether it has the embedding (all tensors before the layers).
+        has_head: whether it has the norm and the head (all tensors after the layers).
         parameters: the names of the parameters that it loads.
         nbytes: bytes of these parameters when loaded.
         source_nbytes: bytes of these parameters in the checkpoint.
         budget_nbytes: bytes that the node may hold.
-        previous_rank: the rank that has the layers before its own; None for the first.
-        next_rank: the rank that has the layers after its own; None for the last.
+        previous_rank: the rank that has the layers before this share; None for the first.
+        next_rank: the rank that has the layers after this share; None for the last.
         pass_nbytes: bytes that a forward pass reads, if the share is offloaded and does not fit.
     """
 
@@ -125,7 +125,7 @@ class ClusterPlan:
         return replace(self, shares=tuple(read))
 
     def replicas(self) -> list[tuple[tuple[int, ...], list[str]]]:
-        """Return (ranks, parameters that exactly these ranks have) for sets of several ranks."""
+        """Return (ranks, parameters that exactly these ranks load) for sets of several ranks."""
         lists = {id(share.parameters) for share in self.shares}
         if len(lists) == 1 and len(self.shares) > 1:
             return [(tuple(sorted(s.rank for s in self.shares)), list(self.mine.parameters))]
@@ -140,7 +140,7 @@ class ClusterPlan:
         return sorted(found.items())
 
     def sources(self, share: Share) -> dict[str, Source]:
-        """Return the source of each parameter of a share; only of the codes of quantized ones."""
+        """Return the source of each parameter of a share; of a quantized weight, of the codes."""
         found = ((name, self.placements[name]) for name in share.parameters)
         return {
             name: Source(p.source, p.transpose, p.shape if p.coding is None else p.coding.shape)
@@ -238,8 +238,9 @@ def make_shares(
 ) -> ClusterPlan:
     """Return the shares of all ranks of a group.
 
-    ``budgets`` are by rank. ``planned`` plans a load on some nodes. ``weight_of`` maps tensors of
-    quantized weights to the weight, to stay together. Without ``fits``, shares may exceed budgets.
+    ``budgets`` are by rank. ``planned`` plans a load on some nodes. ``weight_of`` maps each tensor
+    of a quantized weight to the weight, whose tensors stay together. Without ``fits``, shares may
+    exceed budgets.
     """
     for member in members:
         if budgets[member.rank] < 1:
@@ -311,7 +312,7 @@ def _names(
 
 
 def _grouped(nodes: Sequence[Node], owner: Mapping[str, str]) -> Mapping[str, tuple[str, ...]]:
-    """Return the parameters of each node, in order; ``owner`` has the node of each."""
+    """Return the parameters of each node, in order; ``owner``: parameters to nodes."""
     names: dict[str, list[str]] = {node.name: [] for node in nodes}
     for name, node in owner.items():
         names[node].append(name)
@@ -321,7 +322,7 @@ def _grouped(nodes: Sequence[Node], owner: Mapping[str, str]) -> Mapping[str, tu
 def _balanced(
     nodes: Sequence[Node], sizes: Mapping[str, int], of: Mapping[str, str]
 ) -> Mapping[str, tuple[str, ...]]:
-    """Return each node's parameters: the largest first to the emptiest node; ``of`` groups them."""
+    """Return each node's parameters: the largest group, by ``of``, first, to the emptiest node."""
     wholes: Counter[str] = Counter()
     for name, nbytes in sizes.items():
         wholes[of[name]] += nbytes

@@ -49,8 +49,8 @@ class Source:
     Attributes:
         rows: row ranges (along the first dimension), one after the other.
         transpose: a permutation of all those rows.
-        shape: the parameter's shape, if it is not that of the concatenated rows: experts that
-            are stacked, for one. As many elements, in the same order.
+        shape: the parameter's shape, if it differs from the concatenated rows' (stacked experts,
+            for one): as many elements, in the rows' order.
     """
 
     rows: tuple[RowRange, ...]
@@ -102,8 +102,8 @@ class Found(NamedTuple):
 class Unchanged(Mapping[str, Source]):
     """A mapping of every tensor of a checkpoint, unchanged and under its own name.
 
-    Sources are made on demand, all at once: 0.5 microseconds each, one by one 1.4. A load without
-    a model needs none.
+    The first access makes all sources at once: 0.5 microseconds each, one by one 1.4. A load
+    without a model needs none.
     """
 
     __slots__ = ("_sources", "checkpoint")
@@ -130,7 +130,7 @@ class Unchanged(Mapping[str, Source]):
 def parameters_of(
     mapping: MappingArgument | None, rename: Rename | None, tensors: Iterable[str]
 ) -> dict[str, list[str]]:
-    """Return the parameters that each tensor fills, from names alone; else like `sources`."""
+    """Return the parameters that each tensor fills, like `sources`, but from names alone."""
     chosen, layouts = _read(mapping)
     family = FAMILIES.get(chosen, Family(()))
     out: dict[str, list[str]] = {}
@@ -204,7 +204,7 @@ def sources(
 
 
 def _turned(checkpoint: Checkpoint) -> Mapping[str, Source]:
-    """Return sources that permute weights to models' order, if the file has another order."""
+    """Return by tensor the sources that permute weights from the file's to the models' order."""
     packed = (info for info in checkpoint.tensors.values() if isinstance(info, Packed))
     turned = {
         info.name: _with_lengths(checkpoint, info.name, Source(whole(info), transpose=True))
@@ -267,7 +267,7 @@ def renamed(name: str, rename: Rename | None) -> str | None:
 
 
 def _read(mapping: MappingArgument | None) -> tuple[str, Layouts]:
-    """Return the family in a ``mapping=``, "" if there is none, and the user's own sources."""
+    """Return the family in a ``mapping=`` ("" for none) and the sources that the user gave."""
     given: tuple[object, ...] = (mapping,)
     if isinstance(mapping, (tuple, list)) and len(mapping) == 2:
         given = tuple(mapping)
@@ -307,7 +307,10 @@ def _mapped(
 
 
 def _from_file(checkpoint: Checkpoint, source: Source, turned: Mapping[str, Source]) -> Source:
-    """Return a source of models' rows as one of the file; CheckpointError if it permutes twice."""
+    """Return a source with the permutation in ``turned`` from the file's to the models' order.
+
+    Raises CheckpointError if the source takes some of the rows, or permutes them in another way.
+    """
     stored = next((turned[r.tensor] for r in source.rows if r.tensor in turned), None)
     if stored is None:
         return source
@@ -355,7 +358,10 @@ def _source(checkpoint: Checkpoint, parameter: str, given: object) -> Source:
 
 
 def _with_lengths(checkpoint: Checkpoint, parameter: str, source: Source) -> Source:
-    """Return a source whose transpose of the last two axes has their lengths; others unchanged."""
+    """Fill in the axes' lengths of a source that transposes the last two axes.
+
+    Return any other source unchanged. ``parameter`` is for the error.
+    """
     if source.transpose != _LAST_AXES:
         return source
     shape = source.shape
@@ -375,7 +381,7 @@ def _with_lengths(checkpoint: Checkpoint, parameter: str, source: Source) -> Sou
 
 
 def model_shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
-    """Return a tensor's shape in models, which is another one if it is stored transposed."""
+    """Return a tensor's shape in models, which differs from the file's if stored transposed."""
     turn, info = checkpoint.turns.get(name), checkpoint.tensors[name]
     if turn is None or turn.shape is None or _is_blocks(checkpoint, info):
         return info.shape
@@ -438,7 +444,10 @@ def _stack(checkpoint: Checkpoint, parameter: str, parts: Mapping[int, str]) -> 
 
 
 def _in_rows(checkpoint: Checkpoint, name: str, rows: int) -> bool:
-    """Return whether a query or key tensor has a row for each output, to permute, or one value."""
+    """Return whether a query or key tensor has a row for each output, to permute; else one value.
+
+    Raises CheckpointError if its rows are neither.
+    """
     module, _, leaf = name.rpartition(".")
     info = checkpoint.tensors[name]
     packed = info.dtype.kind == "uint" and not _is_blocks(checkpoint, info)

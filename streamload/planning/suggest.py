@@ -74,7 +74,7 @@ class Wanted:
     strict: bool = True
 
     def suggestions(self) -> tuple[Suggestion, ...]:
-        """Return the arguments that fill most parameters, if they fill more than the call's.
+        """Return the arguments that fill most parameters, if more than the call's arguments.
 
         Several, if several parts of the checkpoint fit equally well.
         """
@@ -136,7 +136,7 @@ class Wanted:
         return filled, ", ".join(arguments)
 
     def _turned(self, model: _Model) -> tuple[int, str]:
-        """Return how many parameters transposed matrices fill, and the arguments; -1 for none."""
+        """Return how many parameters are filled by transposing matrices, and how; -1 for none."""
         stored = self._stored(None)
         if stored is None:
             return -1, ""
@@ -158,9 +158,9 @@ class Wanted:
         return filled, ", ".join([mapping, line] if line else [mapping])
 
     def _mappings(self, model: _Model) -> list[MappingArgument | None]:
-        """Return the mappings to try, the call's first; only that one if it names parameters.
+        """Return the mappings to try, the call's first; only the call's if it has a dict.
 
-        A family is tried if most of its new names are the model's.
+        A family is tried if most of its new names are names of the model.
         """
         if self.mapping is not None and not isinstance(self.mapping, str):
             return [self.mapping]
@@ -216,7 +216,7 @@ class _Model:
 
     @classmethod
     def of(cls, parameters: Sequence[Parameter]) -> _Model:
-        """Return the names and shapes of parameters; the shards of one count as one."""
+        """Return the names and shapes of parameters; all shards of a tensor count as one."""
         once = list({p.names: p for p in parameters}.values())
         names = [(n, p, name) for n, p in enumerate(once) for name in (*p.names, *p.wrapped)]
         return cls(
@@ -309,7 +309,7 @@ def _text(name: str) -> str:
 
 
 class _Search:
-    """A search for a renaming of tensors to parameters: rules for most names first, typos last."""
+    """A search for a renaming of tensors to parameters: common prefixes first, typos last."""
 
     def __init__(self, model: _Model, stored: _Stored, given: Callable[[str], str | None]) -> None:
         self._model, self._given = model, given
@@ -427,7 +427,7 @@ def _longest_first(rules: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 def _orders(model: _Model, stored: _Stored) -> list[_Prefixes]:
     """Return pairs of prefixes in the order in which to try them, those of most names first.
 
-    Several orders if parts of the checkpoint, or of the model, are alike: each first once.
+    If parts of the checkpoint, or of the model, are alike, each of them comes first in one order.
     """
     votes = Counter(_different_heads(model, stored))
     likeness = {pair: _likeness(*pair) for pair, _ in votes.most_common(_TRIED)}
@@ -461,16 +461,16 @@ def _different_heads(model: _Model, stored: _Stored) -> Iterator[tuple[str, str]
 
 
 def _either_way(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return shapes, with the axes of matrices sorted: a matrix and its transpose have one."""
+    """Return shapes with matrices' axes sorted: a matrix and its transpose get equal shapes."""
     return {n: tuple(sorted(s)) if len(s) == 2 else s for n, s in shapes.items()}
 
 
 def _stored_transposed(
     stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...] | None]
 ) -> list[str]:
-    """Return the matrices that a checkpoint has transposed; [] if a square one is ambiguous.
+    """Return the matrices that a checkpoint has transposed; [] if a square matrix is ambiguous.
 
-    A square matrix is transposed if all others of its layer are.
+    A square matrix counts as transposed if all oblong matrices of its stack of layers are.
     """
     layers: dict[str, list[str]] = defaultdict(list)
     for name, shape in stored.items():
@@ -512,7 +512,7 @@ def _ends(name: str, other: str) -> bool:
 
 
 def _split(name: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (components before, component, components after) for each one of a dotted name."""
+    """Yield (components before, component, components after) by component of a dotted name."""
     parts = name.split(".")
     for at, part in enumerate(parts):
         yield ".".join(parts[:at]), part, ".".join(parts[at + 1 :])

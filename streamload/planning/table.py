@@ -1,4 +1,4 @@
-"""`Table`: records as columns, since a load has many tensors and needs few as single objects."""
+"""`Table`: records as columns, since a load has many tensors and rarely needs single objects."""
 
 from __future__ import annotations
 

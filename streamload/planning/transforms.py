@@ -32,7 +32,7 @@ class Changes:
     Attributes:
         by_tensor: functions by name of tensor, applied in order.
         nbytes: bytes that the functions hold for all threads.
-        thread_nbytes: bytes that each thread needs for them besides the rows.
+        thread_nbytes: bytes that the functions need in each thread besides the rows.
     """
 
     by_tensor: Mapping[str, Sequence[Change]] = field(default_factory=dict)
