@@ -96,7 +96,10 @@ def _pack_reads(
 def copy_of(
     job: Job, device: str, chunk: Chunk, start: int, nbytes: int, at: int, scratch: int
 ) -> Copy:
-    """Return the copy of a chunk's ``nbytes`` from file byte ``start`` on, at ``at`` in a slot."""
+    """Return the copy of a chunk's ``nbytes`` from file byte ``start`` on, at ``at`` in a slot.
+
+    ``scratch``: device address of memory for the cast, or 0.
+    """
     bulk, casts = job.devices[device].bulk, job.casts.get(device)
     assert bulk is not None, device
     p = job.plan.placements[chunk.placement]

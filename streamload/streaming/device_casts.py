@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 class DeviceCasts:
     """The kernels, scratch memory and counts of one device's casts, until `close`.
 
-    Elements that keep their width are cast in place. Others are copied to scratch, a part of it for
-    each staging slot, and cast from there. Raises AllocationError if the device lacks the memory.
+    Elements that keep their width are cast in place. Other elements are copied to scratch, a part
+    for each staging slot, and cast from there. Raises AllocationError if device memory is short.
 
     The streaming thread takes and frees memory in it; workers ask for addresses; a thread
     "streamload-scales" sends scales. They share no lock: a placement's entries are written before
@@ -95,7 +95,7 @@ class DeviceCasts:
         return self._memory.address + at
 
     def hold(self, index: int, p: Placement, make: Callable[[], Weight]) -> bool:
-        """Reserve memory for the scales or statistics of a placement; False if it is full now.
+        """Reserve memory for a placement's scales or statistics; False if the memory is full.
 
         Another thread reads the scales by ``make`` and sends them.
         """
@@ -130,10 +130,10 @@ class DeviceCasts:
             at += part.nbytes
 
     def nest(self, index: int, codes: int, scales: int) -> float:
-        """Quantize a placement's statistics; write codes and scales at these device addresses.
+        """Quantize a placement's statistics; write them to device addresses ``codes``, ``scales``.
 
         Returns:
-            Their mean, which was subtracted first.
+            The mean of the statistics, which was subtracted first.
         """
         p = self._tallies[index][1]
         units = _made(p).units
@@ -147,8 +147,8 @@ class DeviceCasts:
     def copy(self, index: int, copy: Copy, scratch: int, auxiliary: int, first: int) -> Copy:
         """Return a copy of whole elements with the kernel that casts them to the copy's address.
 
-        ``first`` is the number of the placement's first element in it, ``auxiliary`` the address of
-        scales or statistics, ``scratch`` that of the slot's scratch.
+        ``first``: index in the placement of the first element copied; ``auxiliary``: device address
+        of scales or statistics; ``scratch``: device address of the slot's scratch.
         """
         at, nbytes, address = copy[:3]
         base, p = self._tallies[index]
@@ -200,7 +200,7 @@ class DeviceCasts:
         return info
 
     def _key(self, p: Placement) -> tuple[object, ...]:
-        """Return a key of a placement's kernel, so that equal ones are compiled once."""
+        """Return a key of a placement's kernel, so that equal kernels are compiled once."""
         info = self._info(p)
         if info is None:
             return p.src, p.dst, p.coding
@@ -253,7 +253,7 @@ def _kernel(bulk: BulkCopier, p: Placement, info: Packed | None, *, clamp: bool)
 
 
 def _made(p: Placement) -> Units:
-    """Return how a placement that a device quantizes is stored: its format with units."""
+    """Return the quantized layout of a placement that a device quantizes."""
     assert p.coding is not None, p.name
     made = coded(p.coding, p.src)
     assert isinstance(made, Units), p.name

@@ -1,9 +1,9 @@
-"""The loop of a load, read, cast, place, and the threads that run it.
+"""The loop of a load (read, cast, place) and the threads that run it.
 
 The calling thread prepares parameters in plan order (it releases old memory and allocates new
 memory, since frameworks are not thread-safe) and hands units of work to a few workers (`worker`);
-it reports progress and finishes parameters, too (`state`). With no workers, the calling thread does
-their work as well.
+it reports progress and finishes parameters, too (`state`). Without workers, the calling thread also
+does the work of a worker.
 """
 
 from __future__ import annotations
@@ -175,9 +175,9 @@ class Crew:
         self._work.put((reader, batch))
 
     def _start(self) -> None:
-        """Start one more worker: called for each batch, so that the first read waits for one only.
+        """Start one more worker; called for each batch, so that the first read waits for one start.
 
-        Starting eight takes 8 ms while the first works, on one H200's host.
+        Starting eight workers takes 8 ms while the first works, on one H200's host.
         """
         number = len(self._threads)
         self._threads.append(threading.Thread(target=self._serve, name=f"streamload-{number}"))
@@ -199,7 +199,7 @@ class Crew:
             self._receive()
 
     def is_enough(self, units: int) -> bool:
-        """Whether so many units keep all workers busy: no more are under way at once."""
+        """Whether ``units`` units keep all workers busy: at most so many are under way at once."""
         return units >= self._most_in_flight
 
     def has_done(self, shard: int) -> bool:
@@ -220,7 +220,7 @@ class Crew:
             raise self._failures.get()
 
     def join(self) -> None:
-        """Wait for units under way, drop the others, close all staging and end all threads.
+        """Wait for units under way, drop queued units, close all staging and end all threads.
 
         May be called again; raises nothing.
         """
@@ -240,14 +240,14 @@ class Crew:
             self._failures.put(failure)
 
     def wake(self) -> None:
-        """Wake the streaming thread for Ctrl-C; called between any two of its instructions."""
+        """Wake the streaming thread for Ctrl-C; may interrupt that thread at any instruction."""
         self._done.put(None)
         # this thread may be waiting for a server, and hold its locks
         if self._inline is not None and self._interrupt.will_raise:
             threading.Thread(target=self.job.shards.stop, name="streamload-stop").start()
 
     def listen(self, seconds: float) -> bool:
-        """Wait for a finished unit or `wake`; return whether one came within ``seconds``."""
+        """Wait for a finished unit or `wake`; return whether either came within ``seconds``."""
         if self._inline is not None:
             self._take_all(self._inline.settle())
         try:

@@ -36,8 +36,8 @@ os.register_at_fork(after_in_child=_is_forked)
 class Headroom:
     """Compares the host memory that a load has still to touch with the memory that is free.
 
-    Made before the load touches memory. The process's growth since then counts as touched, up to
-    the bytes that workers were given: more was taken by other threads, which count as others. Page
+    Create it before the load touches memory. Growth of the process since then counts as touched by
+    the load, up to the bytes that workers were given; more counts as taken by other threads. Page
     cache that the kernel can reclaim is free. Nothing is checked if free memory is unknown.
     """
 

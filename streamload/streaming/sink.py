@@ -62,7 +62,7 @@ class ModelTarget(Sink):
         return self._parameters[self._plan.placements[index].name]
 
     def begin_all(self) -> None:
-        """Count the model's memory in the ledger; release it now if the plan wants that first."""
+        """Count the model's memory in the ledger; release it if the plan releases all first."""
         made = self._plan
         held = () if self._all_new else made.placements
         for p in held:
@@ -76,7 +76,7 @@ class ModelTarget(Sink):
                 self._devices[d.device].trim()
 
     def map_all(self, checkpoint: Checkpoint) -> None:
-        """Make the parameters that stay in their file views on it, without reading."""
+        """Make the parameters that stay in their file views on the mapped file, without reading."""
         placements = self._plan.placements
         maps: dict[Location, mmap.mmap] = {}
         for index, kind in enumerate(placements.kinds):
@@ -229,7 +229,7 @@ class ModelTarget(Sink):
 
 
 def _poison(device: Device, buffer: Buffer, nbytes: int) -> None:
-    """Fill half-written memory that others may still hold, so that every float in it is NaN.
+    """Fill half-written memory, which may still be in use, so that every float in it is NaN.
 
     Blocks whose pages hold no memory yet are left out: writing would take memory.
     """

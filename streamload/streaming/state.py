@@ -68,7 +68,7 @@ WorkItem = tuple[Chunk, ...] | SmallTensorBatch
 
 
 class Sink(ABC):
-    """The receiver of a stream, called by the streaming thread: it allocates and makes parameters.
+    """The receiver of a stream: allocates and makes parameters, called by the streaming thread.
 
     Attributes:
         bring: maps file bytes (path, start, stop exclusive) that buffers are views on; if it is
@@ -88,12 +88,12 @@ class Sink(ABC):
     def sent(self, unit: WorkItem, tickets: Sequence[Ticket]) -> None:
         """Note that a unit's copies have started; ``tickets`` are those still running.
 
-        Called by a worker. An error may still come: `finish` confirms.
+        Called by a worker. The copies may still fail; only `finish` confirms that they succeeded.
         """
         return None
 
     def revoke(self, indices: Iterable[int]) -> None:
-        """Invalidate the finished placements among these: the load fails, and they may be wrong."""
+        """Invalidate the finished placements among ``indices``: their bytes may be wrong."""
         return None
 
 
@@ -108,7 +108,7 @@ class Transfer:
         opener: opens a file of the checkpoint.
         headroom: checks that promised memory is still free; None checks nothing.
         progress: called with the file bytes read so far, often.
-        refills: the same memory is filled repeatedly, so its pages exist already.
+        refills: earlier streams filled the same buffers, so that their pages exist already.
     """
 
     plan: Plan
@@ -145,7 +145,7 @@ class StreamStats:
 
 
 class Job:
-    """A running transfer and its progress; tables above list its states and who changes them."""
+    """A running transfer and its progress; the module's tables list its states and their owners."""
 
     def __init__(self, transfer: Transfer, sink: Sink) -> None:
         self.transfer, self.sink = transfer, sink
@@ -232,7 +232,7 @@ class Job:
     def has_begun(self, shard: int) -> None:
         """Note that all units of a shard have begun: its file closes as soon as they are done.
 
-        Until then its lease keeps others from writing it.
+        Until then the file's lease keeps other processes from writing it.
         """
         self._begun.add(shard)
         self._close_if_done(shard)
@@ -301,9 +301,9 @@ class Job:
         return [[unit] for unit in _units(chunks, self)]
 
     def is_bulk(self, p: Placement) -> bool:
-        """Whether file bytes go unchanged to a device that copies many chunks in one call.
+        """Whether a placement's file bytes go to its device unchanged, many chunks in one call.
 
-        The device may cast them.
+        The device may cast them there.
         """
         as_they_are = p.cast == "copy" or (p.cast == "device" and p.device in self.casting)
         in_order = (p.transpose is None or p.turned_there) and not p.strided
@@ -347,9 +347,9 @@ class Job:
                     self._begin_auxiliary(index)
 
     def has_room(self, batch: Sequence[WorkItem]) -> bool:
-        """Whether devices could take memory for scales and statistics of all placements of a batch.
+        """Reserve device memory for scales and statistics of a batch; return whether all fit.
 
-        If not, some is taken: call again when a unit is done.
+        If not, what fits stays reserved: call again when a unit is done.
         """
         if not self.holds:
             return True
@@ -362,13 +362,13 @@ class Job:
         return True
 
     def _hold(self, index: int, p: Placement) -> bool:
-        """Reserve device memory for a placement's scales or statistics; False if it is full now."""
+        """Reserve device memory for a placement's scales or statistics; False if it is full."""
         source = self.plan.placements.sources[index][0]
         info = self._checkpoint.tensors[source.tensor]
         return self.casts[p.device].hold(index, p, partial(self._weight, info))
 
     def _weight(self, info: TensorInfo) -> Weight:
-        """Read the scales of a quantized weight, by the open file if they are in the same one."""
+        """Read a quantized weight's scales, through the open file if the values are in it, too."""
         assert isinstance(info, Packed), info.name
 
         def read(member: TensorInfo) -> bytes:
@@ -464,7 +464,7 @@ class Job:
         self.values.pop(index, None)
 
     def _let_go(self, index: int, p: Placement) -> float:
-        """Free a complete placement's scales or statistics; return the mean of nested ones or 0."""
+        """Free a complete placement's scales or statistics; return nested statistics' mean or 0."""
         casts, mean = self.casts[p.device], 0.0
         if p.coding is not None:
             mean = casts.nest(index, *map(self._address_of, self._auxiliary[index]))
@@ -536,7 +536,7 @@ def written_nbytes(unit: WorkItem) -> int:
 
 
 def file_ranges(unit: WorkItem) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of file bytes that a unit reads, stop exclusive; adjoining ones joined."""
+    """Yield a unit's file bytes as (start, stop exclusive), with adjoining ranges joined."""
     if isinstance(unit, SmallTensorBatch):
         yield unit.start, unit.stop
         return

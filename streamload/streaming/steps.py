@@ -36,7 +36,7 @@ class Step(ABC):
         return None
 
     def changed(self, data: memoryview, start: int) -> memoryview:
-        """Return whole rows, from file byte ``start`` on, after the user's functions for them."""
+        """Return whole rows, from file byte ``start`` on, changed by the user's functions."""
         return data
 
     @abstractmethod
@@ -129,7 +129,7 @@ class Decoding(Step):
 
 
 def step_of(job: Job, chunk: Chunk, p: Placement) -> Step:
-    """Return the step that converts a chunk on the host; not for scales made while loading."""
+    """Return the step that converts a chunk on the host; not for scales that the load computes."""
     if p.cast == "device":
         return Casting(job.cast(p), moves=True)
     if p.cast == "rows":

@@ -80,7 +80,11 @@ class Transposer:
     def _windows(
         self, reader: Reader, run: StridedRead, source: memoryview, cell_nbytes: int
     ) -> Iterator[tuple[int, int, _Array | None]]:
-        """Yield (first line, stop, view of them in the file); None for lines to read in pieces."""
+        """Yield (first line, stop exclusive, array of cells) for groups of a run's lines.
+
+        Lines are mapped, or read into ``source``. The array is None if lines, or the gaps between
+        them, are long: then the caller reads pieces of lines. A cell has ``cell_nbytes``.
+        """
         lines = self._plan.slot_nbytes // max(run.pitch, run.line_nbytes)
         pieces = reader.has_file and run.pitch - run.line_nbytes > _MOST_BETWEEN_NBYTES
         if not reader.mapped and (pieces or not lines):

@@ -60,7 +60,7 @@ class _UnderWay:
 
 
 class Worker:
-    """Reads, casts and places units in one thread; owns its staging slots and its source buffer.
+    """Reads, casts and places units in one thread; owns staging slots and a source buffer.
 
     `run`, `run_batch` and `settle` raise nothing: they yield exactly one outcome for each unit.
     """
@@ -87,7 +87,7 @@ class Worker:
             self._fresh = True
 
     def close(self) -> BaseException | None:
-        """Free all staging slots; return the last error of that, if any."""
+        """Free all staging slots; return the last error in doing so, if any."""
         for _ in self.settle():
             pass  # after a failure, too, the copies must have ended
         failure: BaseException | None = None
@@ -168,7 +168,7 @@ class Worker:
         """Read units into the slots in order, and start their copies, without the interpreter.
 
         Returns:
-            The number of units started, or ended with an error. If the next one could not be read
+            The number of units started, or ended with an error. If the next unit could not be read
             to its end, also the file byte up to which it has been copied.
         """
         job = self._job
@@ -248,7 +248,7 @@ class Worker:
         )
 
     def _refilled(self, stagings: Sequence[Staging]) -> None:
-        """Note that copies from these slots have ended; finish units that waited for no others."""
+        """Note that copies from these slots have ended; finish units without other copies."""
         left: deque[_UnderWay] = deque()
         for entry in self._under_way:
             entry.tickets = [t for t in entry.tickets if all(t.staging is not s for s in stagings)]
@@ -447,7 +447,7 @@ class Worker:
         whole: memoryview | None,
         base: int,
     ) -> Counts:
-        """Read and convert a chunk into ``out``, its memory; return the counts of its values.
+        """Read and convert a chunk into ``out``, its memory; return counts of changed values.
 
         ``whole`` and ``base``: see `_shared_view`.
         """
@@ -496,7 +496,7 @@ class Worker:
     def _encode_turned(
         self, reader: Reader, chunk: Chunk, p: Placement, step: Encoding, out: memoryview
     ) -> None:
-        """Transpose a chunk in memory of its own, then quantize it into ``out``."""
+        """Transpose a chunk in a temporary buffer, then quantize it into ``out``."""
         raw = memoryview(bytearray(chunk.read_nbytes))
         begin = p.src.nbytes(p.numel_at(chunk.start))
         move = Casting(self._job.cast_of(p.src, p.src), moves=True)
@@ -547,7 +547,7 @@ class Worker:
         return source
 
     def _memory(self, reader: Reader) -> memoryview:
-        """Return a slot's size of memory to read into; empty if the file is mapped."""
+        """Return the worker's source buffer of one slot's size; empty if the file is mapped."""
         if not self._source and not reader.mapped:
             self._source = memoryview(bytearray(self._job.plan.slot_nbytes))
         return self._source
