@@ -41,8 +41,8 @@ def iterate(path: CheckpointLike, **options: Unpack[IterateOptions]) -> Iterator
 
     Raises:
         CheckpointError: the checkpoint is invalid; at a step, a file cannot be read or has changed.
-        PlanInfeasibleError: the largest tensor does not fit; before any data is read. Others may
-            have taken memory at a step.
+        PlanInfeasibleError: the largest tensor does not fit (before any data is read), or other
+            processes have taken memory (at a step).
         UnsupportedCastError: a dtype cannot be cast or held.
         DeviceNotFoundError: the device is not there, or does not work.
         ValueError: an argument is invalid.

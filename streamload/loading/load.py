@@ -81,7 +81,7 @@ class Infeasible:
         return self.error.suggesting([fit for suggest in _SUGGESTERS for fit in suggest(self)])
 
 
-#: Returns calls that would work instead, as source text.
+#: A function that returns calls that would fit instead, as source text.
 Suggester = Callable[[Infeasible], list[Fit]]
 _SUGGESTERS: list[Suggester] = []
 
@@ -114,12 +114,12 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
 
     Raises:
         CheckpointError: the checkpoint is invalid; names file and tensor.
-        FileChangedError: one of its files is not what it was when its header was read, or another
-            process wants to write it; it is a CheckpointError.
+        FileChangedError: a file has changed since its header was read, or another process wants to
+            write it; a subclass of CheckpointError.
         StateDictMismatchError: model and checkpoint do not match; before any data is read.
         PlanInfeasibleError: it does not fit; before any data is read or memory allocated.
         BudgetExceededError: something still holds memory that had to be released first.
-        MemoryTakenError: others took memory during the load, and it does not fit any more.
+        MemoryTakenError: other processes or threads took memory that the load needs.
         UnsupportedCastError: a dtype cannot be cast or held; before any data is read.
         OutOfRangeError: under ``out_of_range="error"``.
         DeviceError: the device is not there, does not work, or failed.
@@ -152,7 +152,7 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
 
 
 def _matched(place: Place, call: Call, given: LoadOptions) -> Match | None:
-    """Return the match of the model, or None without one; errors suggest other arguments."""
+    """Return the match of the model, None without a model; errors suggest other arguments."""
     names = given["mapping"], given["rename"]
     wanted = Wanted(call.checkpoint, place.parameters, *names, strict=call.options.strict)
     try:
@@ -321,9 +321,9 @@ def read_call(path: CheckpointLike, model: Any = None, **options: Unpack[LoadOpt
 def _as_held(
     model: Any, checkpoint: Checkpoint, read: Options, given: LoadOptions
 ) -> tuple[Checkpoint, Options]:
-    """Decide which quantized weights a model gets as stored, which dequantized.
+    """Decide which quantized weights a model gets as stored, and which dequantized.
 
-    Those stored in the format of ``quant=`` stay blocks if a module can hold them.
+    Weights stored in the format of ``quant=`` keep their stored bytes if a module can hold these.
     """
     owner = framework(framework_of(model) or default_framework())
     parameters = owner.parameters(model)

@@ -109,7 +109,7 @@ class LoadOptions(PlanOptions, ModelOptions, total=False):
             memory; elsewhere staging counts against ``Budget(host=...)``.
         device: "cuda:0", "cpu", "torch:xpu:0" (torch's), "CL", "CPU", "CPU:1", "tinygrad:CUDA"
             (tinygrad's), "host" (numpy's), a list of devices to split the layers over, or "auto"
-            for the first that works. None: where the model's parameters are, else
+            for the first device that works. None: where the model's parameters are, else
             ``STREAMLOAD_DEVICE``, else the default of the model's framework; without a model
             tinygrad's, or torch's where tinygrad is not installed.
         residence: "memory" loads all weights. If the CPU computes (torch's CPU, the host), "mapped"
@@ -130,8 +130,8 @@ class LoadOptions(PlanOptions, ModelOptions, total=False):
             ``dtype``, where None leaves a tensor as it is: ``{"*.mlp.*": "nf4", "*": "q8_0"}``.
             Formats: "nf4" and "fp4" (bitsandbytes' 4 bits), "int8" (by rows), "q8_0" and "q4_0"
             (GGUF's). Norms, routers, the embedding and the head stay as they are unless a pattern
-            other than "*" names them, and so does what has one axis. Each weight becomes several
-            tensors; see `streamload.codecs`. The report has the error of each. In a model of torch,
+            other than "*" names them, and so do tensors with one axis. Each weight becomes several
+            tensors; see `streamload.codecs`. The report has each weight's error. In a torch model,
             Linears (and transformers' Conv1D and fused experts) hold them, and dequantize a weight
             to compute; a weight that no module can hold stays as it is, and a note names it.
         out_of_range: finite values beyond the target dtype become infinite ("inf", with a
@@ -155,10 +155,10 @@ class LoadOptions(PlanOptions, ModelOptions, total=False):
             numpy array, in the dtype of the checkpoint and read-only, and returns as many, which
             are cast once: ``{"*norm.weight": lambda rows: rows + 1}``. The first pattern that
             matches decides. Threads call it, with at most 1 MiB at a time (or one row); the plan
-            counts three such arrays for each thread, in float32 or what is wider.
+            counts three such arrays for each thread, in float32 or a wider dtype.
         adapters: folders of LoRA adapters as peft saves them, merged into the weights on the way,
-            in float64, and rounded once. Others than plain LoRA (DoRA, biases, whole modules) are
-            refused. ``transform`` comes after them, and gets float64.
+            in float64, and rounded once. Anything but plain LoRA (DoRA, biases, whole modules) is
+            refused. ``transform`` comes after the adapters, and gets float64.
         strict: every parameter must be in the checkpoint and the other way round, but for tensors
             that models compute (positions, masks, rotary frequencies). With False, matches are
             loaded and the report names the rest; a warning follows if few match.

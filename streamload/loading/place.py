@@ -82,7 +82,7 @@ class Devices:
     notes: list[str] = field(default_factory=list)
 
     def _native_bf16(self, name: str) -> bool:
-        """Return whether a device computes in bfloat16 by its claim and by a probe."""
+        """Return whether a device reports, and a probe confirms, that it computes in bfloat16."""
         if not self.opened[name].info.native_bf16:
             return False
         seen = probe(self.framework.name, name).dtypes.get("bfloat16")
@@ -175,9 +175,9 @@ class Devices:
         return out, notes
 
     def widened(self) -> Iterator[Devices]:
-        """Yield these devices with one more of the machine's each time, to find a load that fits.
+        """Yield these devices with one more of this machine each time, to find a load that fits.
 
-        Only devices on which the framework may compute without a probe, which would cost seconds.
+        Only devices whose probe runs in this process are added: a child process takes seconds.
         """
         opened = dict(self.opened)
         for name in self.framework.candidates():
@@ -343,6 +343,8 @@ def host_engine(
     clamp: bool,
 ) -> tuple[CastChoice, list[str]]:
     """Choose LLVM for host casts, or numpy if kernels do not compile, and compile the kernels.
+
+    ``asked``: the option ``cast=``.
 
     Returns:
         The engine, and notes if it is not LLVM.

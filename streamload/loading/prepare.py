@@ -92,7 +92,7 @@ class Options:
 
     @classmethod
     def read(cls, **given: Unpack[LoadOptions]) -> Options:
-        """Parse a call's options, with defaults for the others; ValueError if one is invalid."""
+        """Parse a call's options, with defaults for missing ones; ValueError if invalid."""
         options: LoadOptions = {**DEFAULTS, **given}
         return cls(
             budget=Budget.parse(options["budget"]),
@@ -110,7 +110,7 @@ class Options:
         return quantised(checkpoint, wants, formats, self.changes.by_tensor, policy=self.quant)
 
     def check_names(self, names: Iterable[str], device: object) -> None:
-        """Raise ValueError for a budget of a device that the load lacks: it would limit nothing."""
+        """Raise ValueError if the budget names a device that is not in ``names``."""
         known = {canonical_device(name) for name in names}
         unknown = [name for name in self.budget.devices if name not in known]
         if unknown and device != "auto":
@@ -261,7 +261,7 @@ def host_nbytes(made: Plan) -> int:
 
 
 def _mapped_in_little(made: Plan, taken_nbytes: int, free_nbytes: int) -> Plan:
-    """Return a plan that maps files with one thread; PlanInfeasibleError if even so too large."""
+    """Return a plan that maps files with one thread; PlanInfeasibleError if that is too large."""
     if free_nbytes - taken_nbytes >= _LEAST_MAP_ROOM_NBYTES:
         note = "one thread: files are mapped, and the host has little memory"
         return replace(made, threads=min(made.threads, 1), notes=(*made.notes, note))
@@ -289,10 +289,10 @@ class Place(ModelParameters):
     Attributes:
         model: the model, or None.
         owner: the model's framework, or None.
-        unstored: names of tensors of the model that no checkpoint has, to their devices.
+        unstored: the device of each tensor of the model that no checkpoint has, by name.
         held: bytes of the model's old weights that the load takes over, by device.
         pages_are_known: whether the system reports those bytes; if not, they count as 0.
-        devices: of the load.
+        devices: the load's devices, opened.
     """
 
     model: Any
@@ -507,7 +507,7 @@ def _check_changes(made: Plan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Demand:
-    """A load with one choice of quantization, to be planned on devices that may vary."""
+    """A load with one choice of quantization, to be planned on different sets of devices."""
 
     place: Place
     call: Call

@@ -66,16 +66,16 @@ class LoadReport:
         held_nbytes: the most that the ledger held on each device and in "staging".
         measured_nbytes: peaks by other counters, above their values at the beginning:
             "process" is RssAnon + RssShmem (Linux), a device's name its framework's own count.
-        counts: overflowed, flushed and rounded values of each tensor whose cast changed one.
+        counts: overflowed, flushed and rounded values of each tensor whose cast changed values.
         errors: the error of each tensor that was quantized.
         skipped: checkpoint names that were not loaded.
         missing: parameter names that were not loaded (``strict=False``).
-        tied: parameter names that share another's tensor.
+        tied: names of parameters that share the tensor of another name.
         device_map: the devices of the model's modules, in the form of accelerate: the name of the
             largest modules on one device ("" for the whole model) to the device, a number for
             CUDA's.
-        allocators: of each device whose framework has counters of its own, those after the load
-            ("max_memory_allocated", ...), which count the whole process.
+        allocators: by device, the framework's own memory counters after the load
+            ("max_memory_allocated", ...), which count the whole process, if it has any.
         notes: choices of the load, one sentence each.
         page_cache: the treatment of the page cache, and its reason; "" if none was used.
         dropped_nbytes: file bytes that were dropped from the page cache.
@@ -114,9 +114,9 @@ class LoadReport:
         Weights that are views on mapped files change with these.
 
         Raises:
-            FileChangedError: one was written, or is another file.
-            TruncatedFileError: one is shorter.
-            ShardNotFoundError: one is gone.
+            FileChangedError: a file was written or replaced.
+            TruncatedFileError: a file is shorter.
+            ShardNotFoundError: a file is gone.
         """
         for path, state in self.files.items():
             with open_regular(Path(path)) as file:
@@ -236,8 +236,10 @@ def _also(report: LoadReport) -> str:
 def device_map(devices: Mapping[str, str], others: Iterable[str] = ()) -> dict[str, str | int]:
     """Return accelerate's ``device_map``: the largest modules on one device, with their devices.
 
+    ``devices``: the device of each loaded tensor; ``others``: names of tensors that are not loaded.
+
     Returns:
-        Module names to devices, in the order of the tensors; a number for one of CUDA. A tensor
+        Module names to devices, in the order of the tensors; CUDA devices are numbers. A tensor
         of a module on several devices is named itself.
     """
     places = {device: _accelerate_name(device) for device in devices.values()}

@@ -149,15 +149,15 @@ def diff(
     Args:
         a: the first checkpoint, as in `open_checkpoint`.
         b: the second.
-        dtype: what the floats of the first become: one dtype, or patterns of names; None to leave
+        dtype: the dtype that floats of the first are cast to, or patterns of names; None to leave
             them. Weights that are stored quantized are dequantized, as by `convert`.
         quant: the formats that weights of the first are quantized to, as in `streamload.convert`.
-        out_of_range: what becomes of finite values that the dtype cannot represent: "inf",
+        out_of_range: the result of finite values that the dtype cannot represent: "inf",
             "clamp", or "error".
-        rename: what the names of the first become: a dict (others stay), or a callable that gives
-            a name, or None to skip.
+        rename: new names for tensors of the first: a dict (missing names stay), or a callable that
+            returns a name, or None to skip the tensor.
         select: only tensors with a name that matches, as the first has it; none for all.
-        exclude: not those with a name that matches.
+        exclude: leave out tensors with a name that matches.
         progress: how progress is shown; see `load_state_dict`.
 
     Returns:
@@ -166,7 +166,7 @@ def diff(
     Raises:
         CheckpointError: a checkpoint is not valid or cannot be read.
         PlanInfeasibleError: there is too little memory.
-        UnsupportedCastError: a tensor cannot be cast so.
+        UnsupportedCastError: a tensor cannot be cast to its dtype.
         OutOfRangeError: under "error", a value cannot be represented.
         ValueError: an argument is invalid.
     """

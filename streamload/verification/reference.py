@@ -41,7 +41,7 @@ class Expected:
     Attributes:
         sources: the rows of tensors that are joined, in order.
         dtype: the dtype of floats and dequantized weights, before any quantization.
-        out_of_range: what becomes of values that `dtype` cannot represent.
+        out_of_range: the result of values that `dtype` cannot represent.
         order: permutes the joined rows.
         coding: how the result is quantized.
         on_cuda: whether kernels of CUDA may have quantized the tensor.
@@ -83,8 +83,8 @@ class Expected:
     ) -> Iterator[bytes]:
         """Yield the codes of a quantized weight, in blocks of whole units; then fill `parts`.
 
-        Kernels of CUDA multiply by a reciprocal that may be one step from the nearest. If codes
-        by one of them equal the device's, which ``found`` reads, a unit yields these.
+        CUDA kernels multiply by a reciprocal that may be one rounding step off. If a unit's codes
+        by a CUDA variant equal the device's, which ``found(start, stop)`` reads, yield these.
         """
         assert self.coding is not None
         info, src = self.sources[0][0], self.src

@@ -52,7 +52,7 @@ _CAST_NBYTES = 4 * 2**20  # numpy's temporaries
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A parameter whose bytes on the device are not the expected.
+    """A parameter whose bytes on the device differ from the expected bytes.
 
     Attributes:
         name: the parameter's name.
@@ -152,7 +152,7 @@ def _blocks(
 
 
 def checksums(report: LoadReport, names: Set[str], model: Any = None) -> dict[str, int]:
-    """Return by name the CRC-32 of the bytes of ``names`` on the device; the rest as `verify`."""
+    """Return by name the CRC-32 of the device bytes of parameters ``names``; see `verify`."""
     if not names:
         return {}
     threads = max(report.plan.threads, 1)  # 0: only the calling thread may use the devices
@@ -193,7 +193,7 @@ def _buffers(report: LoadReport, model: Any) -> Iterator[tuple[Placement, Device
 def _of_state(
     report: LoadReport, owner: Framework, model: Any, found: Mapping[str, Parameter]
 ) -> dict[str, Parameter]:
-    """Return by name tensors not in ``found``: those of quantized modules, from the state dict."""
+    """Return, by name, the parameters that ``found`` lacks, from the model's state dict."""
     names = [name for name in report.plan.placements.names if name not in found]
     state = model.state_dict() if names and hasattr(model, "state_dict") else {}
     out = {name: owner.parameters({"it": state[name]})[0] for name in names if name in state}
@@ -344,7 +344,7 @@ def verify_checkpoint(
     Args:
         path: the checkpoint, as in `open_checkpoint`; `streamload.json` is in its folder.
         select: only tensors with a name that matches; none for all.
-        exclude: not those with a name that matches.
+        exclude: leave out tensors with a name that matches.
         progress: how progress is shown; see `load_state_dict`.
 
     Returns:
