@@ -1,4 +1,4 @@
-"""Compute elements of output tensors that are joined from slices: see `Joined`."""
+"""Compute elements of output tensors that join slices of source tensors: see `Joined`."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Assembler:
     room: Room  # the thread's memory for blocks
 
     def read(self, info: TensorInfo, start: int, stop: int) -> AbstractContextManager[memoryview]:
-        """Read file bytes ``start`` to ``stop`` (exclusive) of a tensor, valid inside the with."""
+        """Read file bytes ``start`` to ``stop`` (exclusive) of a tensor; yields a view of them."""
         return self.shards.block(info.shard, start, stop, self.room, info.name)
 
     def elements(self, made: Joined, first: int, stop: int, out: memoryview) -> CastCounts:
-        """Write elements ``first`` to ``stop`` (exclusive); returns counts of changed values."""
+        """Write elements ``first`` to ``stop`` (exclusive), cast; returns counts of changes."""
         if made.turn is not None:
             row, fill = made.numel // made.turn.rows, partial(self._lines, made)
             return self._permuted(made.turn, row, made.infos, fill, first, out)
@@ -51,11 +51,11 @@ class Assembler:
     def straight(
         self, made: Joined, first: int, stop: int
     ) -> Iterator[tuple[int, int, TensorInfo | None, int]]:
-        """Split elements ``first`` to ``stop`` into parts that files hold as they are, and others.
+        """Split elements ``first`` to ``stop`` (exclusive) into ranges to copy and to compute.
 
         Yields:
-            The first element, the last (exclusive), the tensor whose file has them ready, and its
-            first byte there; None and 0 if `elements` has to write them.
+            First element and stop (exclusive) of a range; then the tensor whose file holds it in
+            final form, and the range's first byte there; None and 0 if `elements` must compute it.
         """
         if made.turn is not None:
             yield first, stop, None, 0
@@ -68,7 +68,7 @@ class Assembler:
                 yield begin, end, info, info.start + (begin + shift) * self.dtype.itemsize
 
     def _piece(self, piece: Slice, first: int, stop: int, out: memoryview) -> CastCounts:
-        """Write elements ``first`` to ``stop`` (exclusive) of a slice's tensor, or constants."""
+        """Write elements ``first`` to ``stop`` (exclusive) of a slice, counted in its tensor."""
         info, order, n = piece.info, _order(piece), self.dtype.itemsize
         if info is None:
             out[:] = piece.data[first * n : stop * n] or bytes(len(out))
@@ -94,7 +94,10 @@ class Assembler:
         first: int,
         out: memoryview,
     ) -> CastCounts:
-        """Write permuted rows of ``row`` elements, read by ``fill``, from element ``first`` on."""
+        """Write rows of ``row`` elements to ``out``, permuted by ``order``, from ``first`` on.
+
+        ``fill`` reads rows in file order, by whole units of the dtypes of ``infos``.
+        """
         n, most = self.dtype.itemsize, self.room.block_nbytes
         grain = math.lcm(*(info.dtype.unit // math.gcd(info.dtype.unit, row) for info in infos))
         most = min((info.dtype.numel(most) for info in infos), default=most)
@@ -111,7 +114,7 @@ class Assembler:
         return self.casts[info.dtype, self.dtype](data, out)
 
     def _lines(self, made: Joined, start: int, pitch: int, to: _Array) -> CastCounts:
-        """Fill ``to[i]`` from element ``start + i * pitch`` of the joined slices on."""
+        """Fill the row ``to[i]`` with cast elements of ``made`` from ``start + i * pitch`` on."""
         lines, numel = len(to), to.shape[1] * to.itemsize // self.dtype.itemsize
         counts, line = ZERO, memoryview(bytearray(numel * self.dtype.itemsize))
         joined = Joined(made.pieces)
@@ -133,7 +136,7 @@ class Assembler:
         return counts
 
     def _read_lines(self, info: TensorInfo, first: int, pitch: int, to: _Array) -> CastCounts:
-        """Fill ``to[i]`` from element ``first + i * pitch`` of a tensor, by whole dtype units."""
+        """Fill row ``to[i]`` with cast elements from ``first + i * pitch`` on, by whole blocks."""
         lines, numel = len(to), to.shape[1] * to.itemsize // self.dtype.itemsize
         nbytes, step = info.dtype.nbytes(numel), info.dtype.nbytes(pitch)
         begin = info.start + info.dtype.nbytes(first)
@@ -153,9 +156,9 @@ class Assembler:
 
 
 def _overlaps(made: Joined, first: int, stop: int) -> Iterator[tuple[Slice, int, int, int]]:
-    """Yield the slices that hold elements ``first`` to ``stop``, and each one's range (exclusive).
+    """Yield (slice, begin, end, shift) for each slice that holds some of ``first`` to ``stop``.
 
-    The last number is the shift from these to element numbers of the slice's own tensor.
+    Ends are exclusive. Element i of ``made`` is element i + shift of the slice's tensor.
     """
     at = 0
     for piece in made.pieces:
@@ -166,7 +169,7 @@ def _overlaps(made: Joined, first: int, stop: int) -> Iterator[tuple[Slice, int,
 
 
 def _order(piece: Slice) -> RowTranspose | None:
-    """Return the row permutation from a slice's file to the order of models; None if equal."""
+    """Return the permutation from a slice's row order in the file to the model's; None if equal."""
     info = piece.info
     if piece.turn is None and isinstance(info, Packed) and info.group.is_transposed:
         return RowTranspose(math.prod(info.shape[:-2]), *info.shape[-2:])

@@ -48,7 +48,7 @@ class Writing:
 
     @property
     def is_alone(self) -> bool:
-        """Whether its blocks hold no other tensor: codes of a weight, or permuted rows."""
+        """Whether its blocks hold this tensor alone: codes of a quantized weight, permuted rows."""
         return self.out.coding is not None or (self.out.turn is not None and self.out.nbytes > 0)
 
     @property
@@ -62,7 +62,8 @@ class Writing:
 class Part:
     """Bytes ``start`` to ``stop`` of an output file, from bytes of a source file; ends exclusive.
 
-    Bytes ``read`` to ``read_stop`` are of the source; if it is assembled, only their number counts.
+    ``read`` to ``read_stop``: byte range in the source file; if the tensor is assembled from
+    several, only the length of the range has a meaning, for progress.
     """
 
     tensor: Writing
@@ -84,7 +85,10 @@ class Block:
     windows: list[list[Part]] = field(default_factory=list)
 
     def add(self, tensor: Writing | None, start: int, stop: int, block_nbytes: int) -> None:
-        """Add bytes ``start`` to ``stop`` (exclusive) of the file; ``tensor`` None: the header."""
+        """Add bytes ``start`` to ``stop`` (exclusive) of the file; ``tensor`` None: the header.
+
+        ``block_nbytes``: most source bytes of one read.
+        """
         if self.runs and self.runs[-1][1] == start:
             self.runs[-1] = (self.runs[-1][0], stop)
         else:
@@ -117,7 +121,7 @@ class Block:
                 self.windows.append([part])
 
     def _add_gathered(self, tensor: Writing, start: int, stop: int, block_nbytes: int) -> None:
-        """Add bytes of a tensor assembled from slices; their ``read`` only counts progress."""
+        """Add bytes of a tensor assembled from slices; `Part.read` then only counts progress."""
         out, nbytes = tensor.out, tensor.out.read_nbytes
         step = stop - start if out.coding is None else most_codes(out, out.coding, block_nbytes)
         for first, last in cut(start, stop, step):
@@ -126,7 +130,7 @@ class Block:
 
 
 def most_codes(out: OutTensor, coding: Coding, most_nbytes: int) -> int:
-    """Return the most bytes of codes to write at once, made from ``most_nbytes`` of the weight."""
+    """Return bytes of codes to write at once, from ``most_nbytes`` of a weight or from one unit."""
     unit_nbytes = least_nbytes(out, most_nbytes)
     read_nbytes = unit_nbytes // coding.dst_unit_nbytes * coding.src_unit_nbytes
     return max(most_nbytes // read_nbytes, 1) * unit_nbytes

@@ -19,9 +19,10 @@ class FileSum:
     """
 
     def __init__(self, nbytes: int, coming: Iterable[tuple[int, int]]) -> None:
-        """Expect parts ``coming`` (first byte, last exclusive), in order, of ``nbytes`` in all.
+        """Start the sum of a file of ``nbytes``.
 
-        Bytes between these are in the file already, or zeros.
+        ``coming``: parts to expect, as ascending (first byte, stop exclusive). Bytes between these
+        parts are in the file already, or zeros.
         """
         self._done = 0  # all before this byte is in the sum
         self._waiting: dict[int, int] = {}  # ranges written and not in the sum: first byte, last
@@ -35,7 +36,7 @@ class FileSum:
             at = stop
 
     def add(self, start: int, data: memoryview, read: Callable[[int, memoryview], None]) -> None:
-        """Add a part that is written; ``read`` fills memory from a byte of the file on."""
+        """Add ``data``, written at byte ``start``; ``read(byte, out)`` reads the file back."""
         with self._lock:
             self._waiting[start] = start + data.nbytes
             if self._is_busy:  # the thread that updates the sum adds this part, too

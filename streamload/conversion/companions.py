@@ -89,9 +89,9 @@ def document(path: str, data: bytes, mode: int | None = None) -> SmallFile:
 
 
 def files_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str]]:
-    """Return a checkpoint's small files by name, and names of others that are not copied.
+    """Return a checkpoint's files without tensors by name, and names of files not copied.
 
-    Configuration and vocabulary that a tensor file holds itself (GGUF) become files as well.
+    Configuration and vocabulary inside a tensor file (GGUF) become files as well.
     """
     found, left = _lying_beside(checkpoint)
     made = _said_inside(checkpoint)
@@ -112,7 +112,7 @@ def _said_inside(checkpoint: Checkpoint) -> dict[str, SmallFile]:
 
 
 def _lying_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str]]:
-    """Return small files to copy from the checkpoint's folder by name, and names of others."""
+    """Return small files to copy from a checkpoint's folder by name; names of files not copied."""
     path = checkpoint.path
     if isinstance(path, Url):
         owns = path.name in ("", SINGLE, INDEX)
@@ -162,7 +162,7 @@ def _is_weights(name: str) -> bool:
 def _belongs(name: str, *, owns: bool) -> bool:
     """Whether a file or folder next to the tensors may be copied, judging by its name.
 
-    ``owns`` if all of their folder is the model's: else only files of usual names belong to it.
+    ``owns``: whether all of the folder is the model's; else only files of usual names are copied.
     """
     ours = name in (SIDECAR, NODE_PLAN) or name.startswith(".")
     return not ours and not _is_weights(name) and (owns or bool(_OF_A_MODEL.fullmatch(name)))
@@ -182,8 +182,8 @@ def _module_folders(folder: Location) -> frozenset[str]:
 def _bounds(folder: Path) -> Sequence[str]:
     """Return the real folders that links in a checkpoint's folder may lead into.
 
-    Others are not copied, since users publish copies. In the Hugging Face cache, files of a
-    snapshot are links to blobs of the same repository.
+    Links to other folders are refused: users publish copies, which could leak private files. In the
+    Hugging Face cache, files of a snapshot are links to blobs of the same repository.
     """
     real = Path(os.path.realpath(folder))
     repositories = (
@@ -215,7 +215,10 @@ def _real(bounds: Sequence[str], path: Path) -> Path:
 def _small_folder(
     folder: Path, name: str, bounds: Sequence[str], *, holds_weights: bool
 ) -> dict[str, SmallFile]:
-    """Return a folder's files by path, {} if not copied; ``holds_weights``: it may have weights."""
+    """Return the files of subfolder ``name`` by path; {} if it is not copied.
+
+    ``bounds``: see `_bounds`; ``holds_weights``: whether a folder with weights is copied, too.
+    """
     found: dict[str, SmallFile] = {}
     _real(bounds, folder / name)
     for root, inner, names in os.walk(folder / name):
@@ -252,7 +255,7 @@ def _go_together(lengths: Mapping[str, int], *, holds_weights: bool) -> bool:
 
 
 def _listed(folder: Url) -> dict[str, int] | None:
-    """Return the lengths of all files in a server's folder by path; None if it lists none."""
+    """Return lengths in bytes of files in a server's folder, by path; None without a listing."""
     if (where := folder.listing) is None:
         return None
     listing, inside = where
@@ -276,7 +279,10 @@ def _listed(folder: Url) -> dict[str, int] | None:
 
 
 def _chosen(folder: Url, listed: Mapping[str, int], *, owns: bool) -> tuple[list[str], list[str]]:
-    """Return a server's paths to copy, and folders left out; ``owns`` if all are the model's."""
+    """Return paths to copy of ``listed`` (path to length), and folders left out.
+
+    ``owns``: whether all files are the model's.
+    """
     names = [path for path in listed if "/" not in path and _belongs(path, owns=owns)]
     left: list[str] = []
     modules = _module_folders(folder) if MODULES in names else frozenset()
@@ -291,7 +297,7 @@ def _chosen(folder: Url, listed: Mapping[str, int], *, owns: bool) -> tuple[list
 
 
 def _served(folder: Url, *, owns: bool) -> tuple[dict[str, SmallFile], list[str]]:
-    """Return small files of a server's folder, as `files_beside`; ``owns`` if all are the model's.
+    """Return the result of `files_beside` for a server's folder; ``owns``: all are the model's.
 
     Some servers answer with a page and status 200 for a missing file: that page is left out.
     """
@@ -334,7 +340,7 @@ def _is_json(head: bytes, *, whole: bool) -> bool:
 
 
 def main_dtype(checkpoint: Checkpoint, dtypes: Mapping[str, DType]) -> str:
-    """Return the name of the dtype that most bytes of floats get; "" if there are no floats."""
+    """Return the name of the float dtype with most bytes in ``dtypes`` (by tensor); "" if none."""
     overall: Counter[str] = Counter()
     for name, dtype in dtypes.items():
         if dtype.kind == "float":
@@ -345,7 +351,7 @@ def main_dtype(checkpoint: Checkpoint, dtypes: Mapping[str, DType]) -> str:
 def followed_config(
     checkpoint: Checkpoint, dtypes: Mapping[str, DType], said: Mapping[str, Any]
 ) -> bytes | None:
-    """Return config.json with the output dtypes and the keys of ``said``; None if unchanged.
+    """Return config.json with the output ``dtypes`` and the new keys ``said``; None if unchanged.
 
     Quantization settings are removed if all quantized weights are dequantized.
     """

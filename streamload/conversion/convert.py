@@ -63,11 +63,11 @@ class ConvertReport:
         plan: the files and tensors written.
         seconds: wall time of the whole call.
         read_nbytes: bytes of the source's data that this call read.
-        counts: of each tensor whose cast changed a value, by its name in the output.
-        errors: of each weight that was quantized, how far its codes are from it, to six digits; by
-            the name of its codes in the output.
-        digests: of each tensor's bytes, by its name in the output ("node/name" with nodes).
-        resumed: how many tensors earlier calls had finished.
+        counts: counts of changed values of each tensor whose cast changed any, by output name.
+        errors: quantization errors of each weight (codes against source values), to six digits, by
+            output name of the codes.
+        digests: digest of each tensor's bytes, by output name ("node/name" with nodes).
+        resumed: number of tensors that earlier calls had finished.
         verified: whether the files were read back and compared.
         dry_run: whether nothing was written.
     """
@@ -159,52 +159,52 @@ def convert(
     Hugging Face, with the other files of the checkpoint's folder (configuration, tokenizer) and
     small folders (``1_Pooling/``; as they are), the new dtype in config.json, and the digests of
     all tensors in ``streamload.json``. Servers other than huggingface.co do not list their files:
-    from these come files of usual names, and notes name folders that are missing.
+    from these servers, files of usual names are copied, and notes name missing folders.
 
-    Nothing in the destination looks finished before all is: files are written in a folder
-    ``.streamload`` there, and named at the end, the index last. After a failure or a kill, that
-    folder holds the finished tensors, and ``resume=True`` does the rest.
+    Nothing in the destination looks finished before all is: files are written to its subfolder
+    ``.streamload``, and moved to their paths at the end, indexes last. After a failure or a kill,
+    ``.streamload`` holds the finished tensors, and ``resume=True`` does the rest.
 
     These files count as a checkpoint in the destination, in a folder that is written there, and in
     a node's folder of an earlier conversion: ``*.safetensors``, their indexes, config.json, a
     sidecar and the files that it lists, and any file of a name that is written. Without
-    ``overwrite`` they are an error. With it, they are removed before the first new file gets its
-    name, so that only one conversion is there, and so are folders that this leaves empty. Nothing
-    else in the destination is touched.
+    ``overwrite`` they are an error. With it, they are removed before the first new file is moved to
+    its path, so that two checkpoints never mix, and so are folders that this empties. Nothing else
+    in the destination is touched.
 
     Args:
-        source: the checkpoint, as in `open_checkpoint`, or an open one: of a variant, for one.
-        destination: a folder; it is made if there is none.
+        source: the checkpoint, as in `open_checkpoint`, or an open one, such as a variant.
+        destination: a folder; created if missing.
         to: the format of the files: "safetensors", or another one of `streamload.formats`. The
             result above is that of safetensors: the module of a format describes its files and
             limits; config.json and tokenizer are copied for safetensors alone.
-        runtime: "candle" or "mlx", which read safetensors: their other needs are met, and notes
-            name them: float16 unless ``dtype`` is given, and keys of config.json.
+        runtime: adapt the files to "candle" or "mlx", which read safetensors: float16 unless
+            ``dtype`` is given, and more keys in config.json. Notes list the changes.
         dtype: a dtype for all floats, or patterns of names (the first that matches decides):
             ``{"*norm*": "float32", "*": "float16"}``. None, and "checkpoint" in a pattern, is as
             in the checkpoint.
-            Weights that are stored quantized are dequantized, as by `load_state_dict`; blocks of
-            GGUF files to float16 without a rule, but for ``to="gguf"``.
+            Weights that are stored quantized are dequantized, as by `load_state_dict`. Blocks of
+            GGUF files that no pattern matches become float16, or stay with ``to="gguf"``.
         quant: quantize the weights of layers: a format, or patterns by name, as in
             `load_state_dict`; not "auto". The checkpoint's own values are quantized, before any
             cast to ``dtype``; weights that ``dtype`` dequantizes cannot be quantized in one call.
             config.json gets the ``quantization_config`` by which transformers opens them (nf4,
             fp4, int8, bitsandbytes-int8).
-        out_of_range: what becomes of finite values that a dtype cannot represent: infinity
-            ("inf"), the largest finite value ("clamp"), or an error ("error").
-        max_shard_size: most bytes of a file, unless one tensor alone is larger; None is what is
-            usual for the format: 5 GB of safetensors.
-        nodes: one folder for each, with the layers that fit its budget and their ``plan.json``.
-        select: patterns of the tensors to be converted, by their names in the checkpoint; none
-            stands for all.
+        out_of_range: replace finite values that a dtype cannot represent by infinity ("inf") or by
+            the largest finite value ("clamp"), or raise OutOfRangeError ("error").
+        max_shard_size: most bytes of a file, unless one tensor alone is larger; None: the usual
+            limit of the format, 5 GB for safetensors.
+        nodes: split the model: a folder per node, with the layers that fit the node's budget, and
+            a ``plan.json``.
+        select: patterns of the tensors to convert, by their names in the checkpoint; () for all.
         exclude: patterns of tensors to leave out.
-        rename: what names become: a dict (others stay), or a callable that returns a name, or
-            None to leave the tensor out.
-        resume: continue an unfinished call with the same source and options; begin where there is
-            nothing, and do nothing where all is finished.
-        overwrite: replace a finished checkpoint as above, or begin an unfinished one again.
-            The old one stays until the new one is whole.
-        verify: read all files back from the disk, before they get their names.
+        rename: new names: a dict from old to new (others stay), or a callable that returns a name,
+            or None to leave the tensor out.
+        resume: continue an unfinished call with the same source and options; start a new one if
+            there is none; do nothing if it is finished.
+        overwrite: replace a finished checkpoint as above, or restart an unfinished conversion.
+            The old checkpoint stays until the new one is whole.
+        verify: read all files back from the disk, and compare digests, before they are moved.
         dry_run: plan, and check all that can be checked without writing.
         progress: as in `load_state_dict`.
 
@@ -309,7 +309,7 @@ class _Conversion:
                 header.state.check(now, header.path)
 
     def check(self, *, resume: bool, overwrite: bool) -> dict[str, Finished] | None:
-        """Check that the destination can be written; if ``resume``, return records if finished."""
+        """Check that the destination can be written; if ``resume``, return `_finished()`."""
         found = self._finished() if resume else None
         self.destination.check(resume=resume, overwrite=overwrite, finished=found is not None)
         return found
@@ -418,7 +418,7 @@ class _Conversion:
                 )
 
     def _forget_lost(self, journal: Journal) -> None:
-        """Remove tensors of lost or short files from the journal, which writes them again."""
+        """Remove tensors of missing or short files from the journal, to write them again."""
         found = {file.path: _length(self.destination.out / file.path) for file in self._plan.files}
         lost: set[int] = set()
         weights: dict[tuple[str, object], set[int]] = {}  # by folder and `weight_of`
@@ -450,7 +450,7 @@ class _Conversion:
         return {key: journal.finished[i] for i, (key, _, _) in enumerate(self._plan.tensors())}
 
     def _verify(self, finished: Mapping[str, Finished], folder: Path, progress: Progress) -> None:
-        """Read the files in a folder back; CheckpointError if their digests are not the written."""
+        """Read files in ``folder`` back; CheckpointError if a digest differs from its record."""
         total = sum(t.nbytes for _, _, t in self._plan.tensors())
         done = 0
         with reporting(progress, total, "checked") as tell:
@@ -515,7 +515,7 @@ class _Conversion:
         self.destination.root.write(f"{OUT}/{in_folder(folder, SIDECAR)}", lines)
 
     def _publish(self, journal: Journal, *, replaces: bool) -> None:
-        """Move all files to their paths; CheckpointError if one that was moved has changed."""
+        """Move all files to their paths; CheckpointError if a file moved earlier has changed."""
         published = journal.published or {}
         wanted = {in_folder(folder, SIDECAR) for folder in self._plan.folders}
         wanted |= {file.path for file in self._plan.files}

@@ -152,7 +152,7 @@ class Destination:
     # --- old checkpoints --------------------------------------------------------------------------
 
     def folders(self) -> tuple[str, ...]:
-        """Return the checkpoints' folders: the destination, the plan's, and earlier nodes'."""
+        """Return folders of checkpoints: the destination, the plan's, those of earlier nodes."""
         earlier = []
         for name in self._listed(""):
             # links are not followed
@@ -175,8 +175,8 @@ class Destination:
     def _old(self) -> list[str]:
         """Return the paths of old checkpoints' files, in the order in which to remove them.
 
-        Indexes come first, so that no set of shards looks whole; then weights, then their small
-        files; sidecars, which list the others, last.
+        Indexes come first, so that no set of shards looks whole; then weights, then small files;
+        sidecars, which list all these files, last.
         """
         found = []
         for folder in self.folders():
@@ -227,6 +227,8 @@ class Destination:
 
     def publish(self, published: Mapping[str, str], *, replaces: bool) -> None:
         """Remove an old checkpoint, and move all files to their paths, indexes last.
+
+        ``published``: digests of all files of the plan, by path.
 
         Raises:
             CheckpointError: there is an old checkpoint, and ``replaces`` is not set.

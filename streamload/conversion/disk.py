@@ -1,7 +1,7 @@
 """Write files of a conversion to the disk, and lock its destination.
 
-Written pages leave memory soon: the disk starts with them at once, and is waited for a few blocks
-later. So dirty pages never fill a small machine, and the last fsync has little to do.
+The kernel starts to write pages to the disk at once, and a thread waits for them a few blocks
+later. So dirty pages never fill a small machine's memory, and the last fsync is short.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class Output:
             self._fd = folder.open(path, os.O_RDWR | os.O_CREAT)
 
     def write(self, start: int, data: memoryview) -> None:
-        """Write bytes from ``start`` on, and let the disk start with them."""
+        """Write bytes from ``start`` on, and start their transfer to the disk."""
         done = 0
         with writing_to(self._name):
             while done < data.nbytes:
@@ -259,7 +259,7 @@ class Output:
 
 
 def _sync_range(fd: int, start: int, nbytes: int, flags: int) -> None:
-    """Start writing part of a file to the disk, or wait for it: sync_file_range(2), if Linux."""
+    """Call sync_file_range(2) with ``flags``, which start a transfer or wait for it; on Linux."""
     if not _WRITES_BEHIND or libc().sync_file_range(fd, start, nbytes, flags) == 0:
         return
     code = ctypes.get_errno()

@@ -139,14 +139,14 @@ class Journal:
         self.finished.update(finished)
 
     def forget(self, indices: Sequence[int]) -> None:
-        """Record that tensors are not finished after all; raises OSError."""
+        """Record that the tensors ``indices`` are not finished after all; raises OSError."""
         if indices:
             self._write([{"lost": list(indices)}])
             for index in indices:
                 self.finished.pop(index, None)
 
     def publish(self, files: Mapping[str, str]) -> None:
-        """Record that all tensors are finished, and digests by path to publish ("" for tensors)."""
+        """Record that all is finished, and ``files`` to publish: digests by path ("": tensors)."""
         self._write([{"publish": dict(files)}])
         self.published = dict(files)
 
@@ -189,7 +189,7 @@ class Journal:
 
 
 def _whole_lines(raw: bytes) -> list[tuple[dict[str, Any], int]]:
-    """Return lines up to the first incomplete one, each with its last byte (exclusive)."""
+    """Parse lines up to the first incomplete one; return each with its end in bytes, exclusive."""
     out: list[tuple[dict[str, Any], int]] = []
     end = 0
     for line in raw.splitlines(keepends=True):

@@ -1,8 +1,8 @@
 """Ask transformers which weights of a conversion its model can hold quantized.
 
-`streamload.transformers`, which decides that for `from_pretrained`, registers a `Judge`. It imports
-torch and transformers, which take more memory than a conversion: if this process has not imported
-them, a child process does.
+`streamload.transformers` registers a `Judge` that answers as `from_pretrained` decides. The judge
+imports torch and transformers, which take more memory than a conversion: if this process has not
+imported them, a child process does.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Judge(Protocol):
     """Answers questions about a checkpoint's model in transformers."""
 
     def holding(self, checkpoint: Checkpoint, formats: Mapping[str, str], /) -> Any:
-        """Return JSON for a `Verdict` on quantizing tensors to ``formats``; None if no model."""
+        """Return JSON for a `Verdict` on quantizing to ``formats``, by tensor; None if no model."""
 
     def why_not_opened(self, folder: Path, /) -> str:
         """Return the reason why `from_pretrained` cannot open a folder; "" if it can."""
@@ -70,10 +70,10 @@ class Verdict:
     """The judge's answer: weights that cannot be quantized, and how the others are opened.
 
     Attributes:
-        left: by tensor that no module can hold quantized, the class of its module.
-        modules: modules that transformers' quantizer has to leave as they are to open the others;
-            None if it has no modules for these.
-        said: the ``quantization_config`` with which streamload alone opens them, or None.
+        left: tensors that no module can hold quantized: name to class of the module.
+        modules: modules that transformers' quantizer must not replace, so that it opens the other
+            weights; None if transformers cannot open these weights quantized.
+        said: the ``quantization_config`` with which only streamload opens the weights, or None.
         known: whether there was a model to ask.
         kinds: patterns of the names in ``left``.
         notes: sentences for users.
@@ -152,7 +152,10 @@ class Judging:
         return found["why"] if isinstance(found, dict) else ""
 
     def ask(self, question: str, **given: Any) -> Any:
-        """Return the judge's answer as JSON values, or a text that explains its absence."""
+        """Call the `Judge` method named ``question``; return JSON values, or a text why it cannot.
+
+        ``given``: JSON values, the method's arguments, with ``path`` of the checkpoint or folder.
+        """
         if _is_imported():
             return _answered(question, **given)
         if self._ask_child is None and (free_nbytes := _free_nbytes()) < _CHILD_NBYTES:

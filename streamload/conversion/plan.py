@@ -355,7 +355,8 @@ def plan_conversion(
             checkpoint's folder cannot be listed.
         PlanInfeasibleError: a node cannot hold its tensors.
         UnsupportedCastError: a dtype cannot be cast, or must not be.
-        ValueError: a pattern matches no tensor, none is left, or a node's name is no folder's.
+        ValueError: a pattern matches no tensor, no tensor is left, or a node's name cannot be that
+            of a folder.
     """
     if options.nodes and options.writer.name != SAFETENSORS:
         raise ValueError(f"{options.writer.name} files are not split over nodes")
@@ -427,7 +428,7 @@ def _check_names(
 
 
 def _documents(writer: FormatWriter, files: Sequence[OutFile], folder: str) -> Iterator[SmallFile]:
-    """Yield the format's own small files; if they hold md5 sums, bytes are made at the end."""
+    """Yield small files that ``writer`` creates; those with md5 sums get their bytes at the end."""
 
     def late(name: str, sums: Mapping[str, str]) -> bytes:
         return writer.documents(files, sums)[name]
@@ -447,9 +448,10 @@ def _follow(
     left: Sequence[str],
     options: ConvertOptions,
 ) -> list[str]:
-    """Adapt config.json in the small files ``beside`` to the output tensors ``made``.
+    """Adapt config.json in the small files ``beside`` (by name) to the output tensors.
 
-    Returns sentences for users on that, and on ``left``, names of files that are not copied.
+    ``made``: output tensors by source tensor; ``left``: names of files that are not copied. Returns
+    sentences for users.
     """
     notes = []
     if left:
@@ -501,7 +503,7 @@ def _chosen(
 
 
 def _dtype(checkpoint: Checkpoint, name: str, policy: DTypePolicy) -> DType:
-    """Return the output dtype of a source tensor; UnsupportedCastError if it cannot have it."""
+    """Return a source tensor's output dtype; UnsupportedCastError if it cannot be cast to it."""
     info = checkpoint.tensors[name]
     # without a rule a tensor stays as it is
     dst = policy.resolve(name, info.dtype, native_bf16=True)
@@ -521,7 +523,7 @@ def _dtype(checkpoint: Checkpoint, name: str, policy: DTypePolicy) -> DType:
 def _parts(
     chosen: Checkpoint, options: ConvertOptions, lists: Sequence[Sequence[Sequence[OutTensor]]]
 ) -> tuple[dict[str, list[Sequence[OutTensor]]], dict[str, Any]]:
-    """Return output tensors by folder ("" if there are no nodes), and `DevicePlan`s by node."""
+    """Return the tensors of ``lists`` by folder ("" without nodes), and `DevicePlan`s by node."""
     if not options.nodes:
         return {"": [[*chain(*listed)] for listed in lists]}, {}
     made = {entries[0].info.name: entries for listed in lists for entries in listed}
@@ -553,7 +555,7 @@ def _parts(
 def _node_plan(
     folder: str, files: Sequence[OutFile], destination: Path, options: ConvertOptions, held: Any
 ) -> SmallFile:
-    """Return ``plan.json`` of a node's folder: its load plan, with layers of the `DevicePlan`."""
+    """Return a node's ``plan.json``: its load plan, with layers of ``held`` (a `DevicePlan`)."""
     headers = [parse_header(file.header, destination / file.path, file.nbytes) for file in files]
     node = next(node for node in options.nodes if node.name == folder)
     made = split(from_headers(destination / folder, headers), nodes=[node], dtype="checkpoint")

@@ -47,7 +47,8 @@ def wanted_of(
 ) -> dict[str, Target]:
     """Return by output name the `Target` of each tensor to write: its source, dtype and format.
 
-    ``fill`` has their sources by that name, ``dtypes`` the dtypes by source unless quantized.
+    ``fill``: sources by output name; ``dtypes``: by source tensor, dtypes of weights that are not
+    quantized.
     """
     formats: Sequence[str | None] = [None] * len(fill)
     if policy:  # else tensors may belong to a quantized weight that is not selected whole
@@ -73,7 +74,7 @@ def wanted_of(
 def all_entries(
     lists: Iterable[Sequence[Target]], policy: QuantPolicy
 ) -> list[list[list[OutTensor]]]:
-    """Return all tensors' output entries; one UnsupportedCastError names all refused weights."""
+    """Return `entries_of` all targets; one UnsupportedCastError names all refused weights."""
     refused: dict[str, UnsupportedCastError] = {}
     taken: list[str] = []
     out: list[list[list[OutTensor]]] = []
@@ -168,7 +169,8 @@ def described(
 
     Raises:
         CheckpointError: config.json already has settings of weights that stay quantized.
-        UnsupportedCastError: transformers would read a weight as another one.
+        UnsupportedCastError: transformers would read a transposed weight (Conv1D) as another one.
+        ValueError: transformers opens no weights of this format in the model.
     """
     codes = {p[0].name: p[0] for p in made.values() if p[0].coding is not None}
     if not codes:
@@ -230,7 +232,7 @@ def described(
 def _check_transposed(
     checkpoint: Checkpoint, codes: Mapping[str, OutTensor], policy: QuantPolicy
 ) -> None:
-    """Raise UnsupportedCastError for a Conv1D weight if its format has no module for these."""
+    """Raise UnsupportedCastError for transposed (Conv1D) weights in formats without a module."""
     refused: dict[str, UnsupportedCastError] = {}
     taken: list[str] = []
     for each in codes.values():

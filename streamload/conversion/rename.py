@@ -12,17 +12,17 @@ from streamload.planning.sources import Rename
 
 @dataclass(frozen=True, slots=True)
 class RenamePatterns:
-    """Renames by patterns: the first that matches a whole name decides; others keep theirs.
+    """Renames by patterns: the first that matches a whole name decides; other names stay.
 
-    A ``*`` in a pattern stands for any text, and each ``*`` in what it becomes for the text of
-    the ``*`` at the same place: ``model.*`` to ``*`` takes a prefix away.
+    A ``*`` in a pattern stands for any text, and the n-th ``*`` in the new name for the text of
+    the pattern's n-th ``*``: ``model.*`` to ``*`` removes a prefix.
     """
 
-    rules: tuple[tuple[str, str], ...]  # (pattern, what it becomes), in order
+    rules: tuple[tuple[str, str], ...]  # (pattern, new name), in order
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> RenamePatterns:
-        """Parse ``FROM=TO`` texts; ValueError for any other text, and for more ``*`` in TO."""
+        """Parse ``FROM=TO`` texts; ValueError for another text, or more ``*`` in TO than FROM."""
         rules = []
         for text in texts:
             before, equals, after = text.partition("=")
@@ -35,7 +35,7 @@ class RenamePatterns:
 
     @staticmethod
     def match(before: str, name: str) -> re.Match[str] | None:
-        """Match a name with a pattern; the result has a group for each ``*``."""
+        """Match a name with the pattern ``before``; the result has a group for each ``*``."""
         pattern = "(.*)".join(re.escape(part) for part in before.split("*"))
         return re.fullmatch(pattern, name, re.DOTALL)
 

@@ -1,4 +1,4 @@
-"""``--for``: keys of config.json and dtypes that runtimes need which read safetensors.
+"""Keys of config.json and dtypes for runtimes that read safetensors: ``streamload convert --for``.
 
 Sources: ``Config`` of models in mistralrs 0.9 and of candle's examples, which need ``rope_theta``
 at the top of config.json, and ``ModelArgs`` of models in mlx-lm 0.32, which default to 10,000 for
@@ -32,7 +32,7 @@ def dtype_for(
 ) -> tuple[DTypeArgument, list[str]]:
     """Return the dtype of floats for a runtime, by default float16, and sentences for users.
 
-    Raises ValueError if the runtime is unknown, or takes no files ``to`` this format, or ``quant``.
+    Raises ValueError if the runtime is unknown, cannot read the format ``to``, or ``quant`` is set.
     """
     if runtime not in RUNTIMES:
         known, meant = ", ".join(RUNTIMES), did_you_mean(runtime, RUNTIMES)
@@ -50,9 +50,9 @@ def dtype_for(
 def config_for(
     runtime: str, config: Mapping[str, Any], names: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return keys that a runtime needs in ``config``, that of the model, and sentences for users.
+    """Return keys to add to the model's ``config`` for a runtime, and sentences for users.
 
-    ``names`` are those of all output tensors.
+    ``names``: names of all output tensors.
     """
     said = _rope(config)
     keys = list(said)

@@ -4,8 +4,8 @@ A few threads take blocks of the output files: each reads and casts a block's by
 its own, adds them to the tensors' digests in order, and writes them at their place. The calling
 thread syncs finished bytes to the disk, writes the journal, and reports progress.
 
-It is not a sink of `streamload.streaming.loop`: that reads in the order of the source, a weight's
-rows at a time, and this writes in the order of the output, with bytes of many tensors in one call
+`Writer` is no sink of `streamload.streaming.loop`: the loop reads in the order of the source, a
+weight's rows at a time; `Writer` writes in output order, with bytes of many tensors in one call
 and tensors joined from several, so that digests and checksums are computed from memory. The loop's
 calling thread hands out each unit; here threads take blocks while it waits for the disk, and a
 queue in between took 3 to 4% more CPU time (docs/measurements.md). Kernels, decoders, encoders and
@@ -195,7 +195,7 @@ class Writer:
         return None
 
     def _cut_units(self, tensor: Writing) -> Iterator[Block]:
-        """Yield blocks of one tensor alone, of whole units and rows, unless one is too long."""
+        """Yield blocks of one tensor alone, of whole units and rows; too long rows are cut."""
         out = tensor.out
         nbytes = self._way.block_nbytes if out.turn is None else self._way.turned_nbytes
         if out.coding is not None:
@@ -213,7 +213,7 @@ class Writer:
     def run(self, tell: Callable[[int], None]) -> None:
         """Write all unfinished tensors to the disk and into the journal.
 
-        After an error, the journal lists finished ones. ``tell`` is called with source bytes read.
+        After an error, the journal lists the finished tensors. ``tell`` gets source bytes read.
         """
         crew = ThreadPoolExecutor(self._way.threads, "convert")
         with deferred_interrupt() as interrupt, crew:
@@ -336,7 +336,7 @@ class Writer:
             self._shards.close(shard)
 
     def _gather(self, part: Part, out: memoryview, room: Room) -> _Counted:
-        """Dequantize, permute, cast, quantize to ``out``; returns cast counts, errors of codes."""
+        """Dequantize, permute, cast and quantize ``part`` to ``out``; returns counts and errors."""
         tensor, t = part.tensor, part.tensor.out
         made = t.made or Joined.of(t.info)
         dtype = t.dtype if t.coding is None else t.src
@@ -516,7 +516,7 @@ def check_written(
     ``tell`` is called with ``done`` (bytes of earlier files) plus bytes read; returns the last sum.
 
     Raises:
-        CheckpointError: the header differs, or a digest from that in ``finished``.
+        CheckpointError: the header differs, or a digest differs from its record in ``finished``.
     """
     header = Header(path, file.nbytes, len(file.header), (), {})
     room = Room(block_nbytes, ahead=True)
