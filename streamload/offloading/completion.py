@@ -18,7 +18,7 @@ _RUNNING: dict[threading.Thread, Callable[[], None]] = {}
 
 
 def started(run: Callable[[], None], name: str, stop: Callable[[], None]) -> threading.Thread:
-    """Run ``run`` in a daemon thread, and return that; process exit calls ``stop`` to end it."""
+    """Start and return a daemon thread that runs ``run``; process exit calls ``stop`` to end it."""
 
     def body() -> None:
         try:
@@ -62,7 +62,7 @@ class Reaper:
         self._threads: list[threading.Thread] = []
 
     def follow(self, numbers: Sequence[int], ticket: Ticket, has_ended: HasEnded) -> None:
-        """Call ``has_ended(numbers)``, of layers, in the thread once the ticket has ended."""
+        """Call ``has_ended(numbers)`` (of layers) in the thread once the ticket has ended."""
         if not self._runs:
             self._runs = True
             alive = [thread for thread in self._threads if thread.is_alive()]
@@ -70,7 +70,7 @@ class Reaper:
         self._tickets.put((numbers, ticket, has_ended))
 
     def end(self) -> None:
-        """Let the thread end after all tickets that it follows; does not wait for that."""
+        """Let the thread end after all tickets that it follows; return at once."""
         if self._runs:
             self._tickets.put(None)
             self._runs = False

@@ -69,7 +69,7 @@ class ExpertCache:
         self.asked = [expert for expert in self.asked if expert not in experts]
 
     def next(self, busy: Collection[int] = ()) -> tuple[int, int] | None:
-        """Return (expert to read next, its slot); None if all are read, or all slots in use."""
+        """Return (expert to read next, its slot); None if all are read, or all slots ``busy``."""
         for place, expert in enumerate(self.asked[: 2 * self.together]):
             if expert not in self._slot:
                 slot = self._slot_for(place, busy)
@@ -77,7 +77,7 @@ class ExpertCache:
         return None
 
     def _slot_for(self, place: int, busy: Collection[int]) -> int | None:
-        """Return the slot of the lowest score, to hold ``asked[place]``; None if all are in use."""
+        """Return the slot of lowest score for ``asked[place]``; None if all are ``busy``."""
         scores = np.where(self._held < 0, -1.0, self._scores[self._held])
         for expert in (*busy, *self.asked):
             if expert in self._slot:

@@ -56,8 +56,8 @@ def groups_by_name(
 ) -> list[Module]:
     """Return the modules that hold tensors of these names, in the order in which they run.
 
-    If ``layers``, patterns of names of layers, are given, the order is that of ``names``. Raises
-    ValueError for a pattern that no module matches.
+    ``nbytes``: bytes of each tensor. ``layers``: patterns of names of layers; with these, the order
+    is that of ``names``. Raises ValueError for a pattern that no module matches.
     """
     number_of = {name: number for number, name in enumerate(names)}
     stated, items = _stated(names, nbytes, layers)
@@ -73,9 +73,9 @@ def groups_by_name(
 
 
 def _layers_in(layer: str, names: Sequence[str]) -> dict[str, str]:
-    """Return the layer of each tensor: ``layer``, or layers inside if that is a list of modules.
+    """Return the layer of each tensor: ``layer``, or its items if ``layer`` is a list of modules.
 
-    A list has each of its tensors in a numbered module, and some of these contain modules.
+    In a list, each tensor is in a numbered module, and some of these modules contain modules.
     """
     rest = {name: name[len(layer) + 1 :].split(".") for name in names}
     numbered = all(parts[0].isdigit() and len(parts) > 1 for parts in rest.values())
@@ -91,7 +91,7 @@ def _layers_in(layer: str, names: Sequence[str]) -> dict[str, str]:
 
 
 def outer_modules(groups: Sequence[Module]) -> set[str]:
-    """Return names of all modules that contain one of these, and so use its weights."""
+    """Return names of all modules that contain a module of ``groups``, and so use its weights."""
     paths = [group.name.split(".") for group in groups if group.name]
     return {".".join(path[:stop]) for path in paths for stop in range(len(path))}
 
@@ -142,9 +142,10 @@ def grouped(
     *,
     marked: bool = False,
 ) -> Iterator[LayerGroup]:
-    """Yield for each module a group of its tensors that stay, and one by ``group_of`` of the rest.
+    """Yield for each module a group of its tensors that stay, and a group of the rest.
 
-    The first is named "NAME (stays)" if there is a rest, or always if ``marked``.
+    ``stays`` takes a tensor's index. ``group_of`` makes the second group, of a module's name, the
+    indices, and `Module.in_layer`. The first is named "NAME (stays)" if both exist, or ``marked``.
     """
     for name, numbers, in_layer in found:
         fixed = dict.fromkeys(filter(stays, numbers))
@@ -157,7 +158,7 @@ def grouped(
 
 
 def without(found: Sequence[Module], taken: Collection[int]) -> list[Module]:
-    """Return the modules without the tensors whose indices are taken."""
+    """Return the modules without the tensors whose indices are in ``taken``."""
     return [each._replace(numbers=[n for n in each.numbers if n not in taken]) for each in found]
 
 
@@ -172,8 +173,10 @@ def groups_of_checkpoint(
     """Return the layers of a checkpoint without a model, found by the names of its tensors.
 
     A weight with "emb" in the name of its module, and two axes, is an embedding. A tensor below
-    "experts" that is numbered, or has three axes, belongs to experts. ``tied``: names that are not
-    stored, and the stored tensor of each.
+    "experts" that is numbered, or has three axes, belongs to experts.
+
+    ``nbytes``: bytes of each tensor; ``tied``: names that are not stored, and the stored tensor of
+    each; ``stay``: patterns of tensors that stay; ``layers``: patterns of names of layers.
     """
     experts = _experts_by_name(wants, experts_chosen(config or {}), stay)
     by_name = groups_by_name(wants.names, nbytes, layers)
@@ -211,8 +214,9 @@ def steps_of_checkpoint(
 ) -> tuple[list[Step], list[LayerGroup]]:
     """Return the steps of a loop over `stream_layers`, in running order, and their groups.
 
-    Outside of layers, the embedding, the head with the modules before it, and the inner ends of
-    stacks are steps. A weight that two steps use stays. Arguments as of `groups_of_checkpoint`.
+    Outside of layers, steps are the embedding, the head with the modules before it, and the end of
+    an inner stack (an encoder's last norm). A weight that two steps use stays. For arguments see
+    `groups_of_checkpoint`.
     """
     number_of = {name: number for number, name in enumerate(wants.names)}
     stated, items = _stated(wants.names, nbytes, layers)
@@ -242,7 +246,10 @@ def steps_of_checkpoint(
 
 
 def _experts_by_name(wants: TensorRequests, chosen: int, stay: Sequence[str]) -> list[LayerGroup]:
-    """Return a group for each layer's experts, fused or apart; ``chosen``: experts of a token."""
+    """Return a group for each layer's experts, stored fused or one by one.
+
+    ``chosen``: number of experts that a token chooses; ``stay``: patterns of tensors that stay.
+    """
     apart: dict[str, dict[int, list[tuple[str, int]]]] = {}
     fused: dict[str, list[int]] = {}
     for at, name in enumerate(wants.names):
@@ -270,7 +277,7 @@ def _experts_by_name(wants: TensorRequests, chosen: int, stay: Sequence[str]) ->
 
 
 def rows_of_experts(want: TensorRequest, experts: int) -> list[tuple[RowRange, ...]] | None:
-    """Return the file's rows of each expert of a parameter; None if experts are not whole rows."""
+    """Return rows in the file for each of ``experts`` experts; None if these are no whole rows."""
     plain, numel = want.transpose is None and want.coding is None, math.prod(want.shape)
     if not plain or want.shape[:1] != (experts,) or not numel:
         return None

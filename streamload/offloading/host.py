@@ -22,15 +22,15 @@ class HostFile:
     """Tensors of a checkpoint kept in host memory, until `close`; for ``host=`` of `offload`.
 
     Attributes:
-        checkpoint: the whole checkpoint, which has these tensors in this file.
+        checkpoint: the whole checkpoint, in which these tensors are read from host memory.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, names: Collection[str], *, keeps: bool, ahead: bool = True
     ) -> None:
-        """Read the tensors of these names, with the kernel's read-ahead if ``ahead``.
+        """Read the tensors ``names``, with the kernel's read-ahead if ``ahead``.
 
-        If ``keeps``, they are left in the page cache, too.
+        If ``keeps``, the page cache keeps their files, too.
 
         Raises:
             CheckpointError: they cannot be read.

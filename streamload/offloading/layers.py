@@ -25,7 +25,7 @@ class Layer:
 
 
 class LayerState(Enum):
-    """Whether a layer in slots is being filled, all its copies are started, or it may be wrong."""
+    """State of a layer in slots: being filled, all copies started, or bytes possibly wrong."""
 
     FILLING = auto()
     SENT = auto()

@@ -121,11 +121,11 @@ class ModelAdapter(ABC, Generic[P]):
         """Make a module get its weights from ``rounds``, as layer ``number``, at each call."""
 
     def experts(self, problem: Problem, stay: Sequence[str]) -> list[LayerGroup]:
-        """Return layers whose experts can be cached singly; ``stay``: weights not to stream."""
+        """Return groups of experts that can be cached one by one; ``stay``: patterns that stay."""
         return []
 
     def stream_experts(self, name: str, layer: int, weights: ExpertWeights, rounds: Rounds) -> None:
-        """Make a module fetch the experts its router chose, as ``layer`` of those in ``rounds``."""
+        """Make a module fetch the experts its router chose; ``layer``: as in `Rounds.ask`."""
         raise AssertionError(f"{type(self).__name__} has no experts")
 
     @abstractmethod
@@ -219,7 +219,10 @@ class ModelAdapter(ABC, Generic[P]):
     def _head_with(
         self, at: int, names: Sequence[str], problem: Problem, layers: Sequence[str]
     ) -> LayerGroup | None:
-        """Return the head that shares weight ``at`` with an embedding; None if it has to stay."""
+        """Return the head that shares weight ``at`` with an embedding; None if it has to stay.
+
+        ``names``: the modules that hold the weight; ``layers``: names of layers.
+        """
         rows = [n for n in names if self._is_gathered(self._modules.get(n), [at], problem)]
         heads = [name for name in names if name not in rows]
         if len(rows) != 1 or len(heads) != 1 or heads[0] in layers:

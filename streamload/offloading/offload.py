@@ -119,7 +119,7 @@ class OffloadAsked:
         options: Mapping[str, Any],
         on_overrun: OnOverrun = "warn",
     ) -> Self:
-        """Check arguments of `offload`; ValueError if one, or one of ``options``, is invalid."""
+        """Check arguments of `offload`; ValueError if any, or any of ``options``, is invalid."""
         if tokens is not None and (type(tokens) is not int or tokens < 1):
             raise ValueError(f"tokens is a whole number above 0, or None, not {tokens!r}")
         if options["quant"] is not None:
@@ -252,9 +252,9 @@ def offload(
         stay: patterns of names of parameters that stay on the device.
         layers: patterns of names of the modules that are layers ("encoder.stage_*"), if these names
             do not show it ("layers.3", "h.3", "blocks.3").
-        host: most bytes of layers that host memory keeps, as "8GB": as stored in the files, and all
-            experts of a layer if no other layer is left. The rest comes from the page cache if all
-            that streams fits into free memory, else from the disk.
+        host: most bytes of streamed layers to keep in host memory ("8GB"), as stored in the files;
+            experts last, all of a layer together. The rest comes from the page cache if all that
+            streams fits into free memory, else from the disk.
         on_overrun: the effect of a pass of more tokens than ``tokens`` or ``context`` leave room
             for, in the pass itself or in the KV cache: "warn" once (RuntimeWarning), with a line in
             the report, or "error" for an OffloadError before it computes.
@@ -365,7 +365,7 @@ def load_of_stays(made: OffloadPlan, problem: Problem, place: Place, found: Foun
 
 
 def begin(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slots]) -> Streaming:
-    """Read host-kept layers, allocate slots of class ``kind``, return both; starts no thread."""
+    """Read layers to keep in host memory, allocate slots of class ``kind``; start no thread."""
     if made.stream is None:
         return Streaming(made)
     if not made.host:

@@ -30,7 +30,7 @@ class OffloadPlan:
         budget_nbytes: budget of the device, as given.
         residency: which layers stay and which stream.
         groups: the layers, in the order in which they run.
-        sizes: of each layer.
+        sizes: sizes of each layer in ``groups``.
         stream: the plan of streaming, in the order of the layers, and then of the experts; None if
             all layers stay.
         load_nbytes: peak device bytes of loading the resident layers, before there are slots.

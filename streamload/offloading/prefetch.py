@@ -171,7 +171,7 @@ class Rounds(Sink):
                 self._wake()
 
     def acquire_experts(self, layer: int, chosen: Sequence[int]) -> list[list[Buffer]]:
-        """Wait until some of the experts of an `ask` are in slots; return the buffers of each."""
+        """Wait until experts of an earlier `ask` are in slots; return the buffers of each."""
         return self._acquire(self._numbers(layer, chosen), self.experts.stalls, layer)
 
     def release_experts(self, layer: int, chosen: Sequence[int]) -> None:
@@ -329,9 +329,10 @@ class Rounds(Sink):
         return None
 
     def _room_for(self, number: int, at: int, distance: Mapping[int, int]) -> int | None:
-        """Return the first of adjacent slots whose layers are needed later; None if none are.
+        """Return the first of adjacent slots for a layer, whose layers are needed latest.
 
-        ``at`` is the layer's place in the order of use, ``distance`` that of each other layer.
+        None if all are in use, or needed before the layer. ``at``: the layer's position in the
+        order of use; ``distance``: the position of each layer by number.
         """
         best, best_distance = None, at
         slots = self._layers[number].slots
@@ -430,7 +431,11 @@ class Rounds(Sink):
             self._settle(number)
 
     def _leave_files(self, _: Any, error: BaseException | None, __: Any) -> None:
-        """Exit an `ExitStack`, with its error: close mapped files once no layer is in use."""
+        """Close mapped files once no layer is in use: exit callback of an `ExitStack`.
+
+        ``error`` ended the stack's ``with`` block, or is None. A thread that waits for a layer
+        inside another one raises it; without an error, the files stay open for the next thread.
+        """
         with self._changed:
             while self._users:
                 if self._wanted and error is None:  # inside a layer: the next thread closes them

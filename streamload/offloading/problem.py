@@ -54,7 +54,7 @@ class Problem:
         wants: requests of all parameters.
         spec: the device; its budget is without the reserve.
         groups: the layers, in the order in which they run.
-        tokens: of a pass to leave room for; None: leave no room.
+        tokens: most tokens of a pass to leave room for; None: leave no room.
         has_layers: whether some layers, with their KV cache, are among the parameters.
         has_head: whether a pass computes logits.
         held_nbytes: device bytes that the model frees before the load.
@@ -122,7 +122,7 @@ class Problem:
         """The KV cache to leave room for: that of the options, else of ``tokens``; None: no room.
 
         Raises:
-            CheckpointError: the options name one, and its size is unknown.
+            CheckpointError: the options ask for a KV cache whose size is unknown.
         """
         asked, config, path = self.options.cache, self.checkpoint.config, self.checkpoint.path
         if asked is not None:
@@ -179,10 +179,11 @@ class Problem:
     # --- planning -----------------------------------------------------------------------------
 
     def decide(self) -> OffloadPlan:
-        """Return the plan: as many layers stay as fit, by the cost of passes.
+        """Return the plan with the cheapest passes: as many layers stay as fit.
 
         Raises:
-            PlanInfeasibleError: not even the least fits, or the host lacks memory for ``host=``.
+            PlanInfeasibleError: not even the least fits (a slot for the largest layer, and weights
+                that must stay), or the host lacks memory for ``host=``.
             CheckpointError: the size of the KV cache, or of activations, is unknown.
         """
         spec, options = self.spec, self.options
@@ -236,7 +237,7 @@ class Problem:
     def _within(
         self, room_nbytes: int, chunk_nbytes: int | None, reading: Reading
     ) -> OffloadPlan | int:
-        """Return a plan within ``room_nbytes`` of the device, or the bytes that it needs more."""
+        """Return a plan within ``room_nbytes`` of the device, or the number of missing bytes."""
         sizes, spec = self.sizes, self.spec
         scratch, limit, stream = 0, room_nbytes, None
         while True:  # the layers that stay set the size of scratch, and that sets which stay
@@ -320,7 +321,7 @@ class Problem:
     def _streamed(
         self, found: Residency, chunk_nbytes: int | None, reading: Reading = "ahead"
     ) -> Plan:
-        """Return the plan to read and cast the layers that stream, without a budget for slots."""
+        """Return the plan to read and cast the layers that stream, under an unlimited budget."""
         by_name = {group.name: group for group in self.groups}
         layers = [self._requests(by_name[name].wants) for name in found.streams]
         for name in found.experts:
@@ -393,9 +394,10 @@ class Problem:
         return free is None or found.file_nbytes + taken + MARGIN_NBYTES <= free
 
     def _viewable(self, found: Residency, stream: Plan | None) -> Viewable:
-        """Return whether the device can compute on the files of all that streams.
+        """Return a `Viewable`: whether the device can compute on mapped files of all that streams.
 
-        It cannot if the host has so little memory that files are read past the page cache.
+        It cannot if the host has so little memory that files are read bypassing the page cache.
+        ``stream``: the plan of `_streamed`; None if nothing streams, which gives ``Viewable()``.
         """
         if stream is None or not self.spec.info.maps:
             return Viewable()

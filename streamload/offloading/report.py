@@ -46,10 +46,10 @@ class OffloadReport:
         load: the report of loading the layers that stay.
         passes: number of passes.
         read_nbytes: file bytes that passes read, without single rows of embeddings.
-        seconds: wall time of the passes; 0 if the model's own call is not one.
+        seconds: wall time of the passes; 0 if only parts of the model were called.
         stalls: by layer, seconds that passes waited for it.
         misses: how often another layer was asked for than expected.
-        wire_nbytes_per_s: the rate at which layers came while some were being read.
+        wire_nbytes_per_s: file bytes read per second while any layer was being read.
         experts: by layer whose experts are in a cache, their counts.
         overrun: in words, the passes with more tokens than the plan has room for; "" if none.
     """

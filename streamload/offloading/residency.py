@@ -56,7 +56,7 @@ class Residency:
         slot_nbytes: bytes of a slot. A larger layer takes several adjacent ones.
         resident_nbytes: device bytes of the layers that stay.
         pass_nbytes: file bytes that a pass reads, without single rows and experts.
-        experts: names of the layers whose experts are in the cache's slots when they are needed.
+        experts: names of the layers whose experts stream through the slots of a cache.
         cache_slots: number of experts that the cache holds.
         cache_slot_nbytes: bytes of the slot of an expert.
         experts_total: number of experts of all these layers.
@@ -143,7 +143,7 @@ def choose(layers: Sequence[LayerSize], room_nbytes: int) -> Residency | None:
 
 
 def held(layers: Sequence[LayerSize], names: Collection[str], room_nbytes: int) -> tuple[str, ...]:
-    """Return the layers of ``names`` that fit into host memory, as stored and spread evenly."""
+    """Return the layers of ``names`` to keep in ``room_nbytes`` of host memory, spread evenly."""
     among = {*names}
     streams = [
         replace(layer, resident_nbytes=layer.read_nbytes)
@@ -204,7 +204,10 @@ def _sorted_out(
 def _filled(
     layers: Sequence[LayerSize], room_nbytes: int, slots: int, slot_nbytes: int, most_nbytes: int
 ) -> Residency | None:
-    """Return the residency with these slots; None if they do not fit, or no layer would stream."""
+    """Return the residency with these slots; None if they do not fit, or no layer would stream.
+
+    ``most_nbytes``: layers with more bytes stay.
+    """
     must, may = _sorted_out(layers, most_nbytes)
     room = room_nbytes - slots * slot_nbytes - _resident_nbytes(must)
     if room < 0:

@@ -1,4 +1,4 @@
-"""Collect weights that cannot stream, as passes show, and write patterns of them for ``stay=``."""
+"""Collect weights that turn out unable to stream in a pass; suggest ``stay=`` patterns of them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Stays:
     def cannot(self, name: str, reason: str, *, outside: bool = False) -> None:
         """Note why a weight cannot stream: raises OffloadError now, or in a pass at its end.
 
-        If ``outside``, a module other than its layer used it: that holds for this pass only.
+        ``outside``: a module outside of the weight's layer used it, an error in this pass only.
         """
         (self._outside if outside else self._kept).setdefault(name, reason)
         if not self._passes:
@@ -79,7 +79,10 @@ class Stays:
 
 
 def _patterns(found: Iterable[str], streams: Mapping[str, str], fine: Container[str]) -> list[str]:
-    """Return patterns of the weights ``found``, with "*" for numbers unless that hits ``fine``."""
+    """Return patterns of the weights ``found``, with "*" for numbers unless that hits ``fine``.
+
+    ``fine``: weights that can stream; ``streams``: by each name of a weight, its name in errors.
+    """
     mine = {*found}
     out: list[str] = []
     for name in found:

@@ -72,7 +72,7 @@ class LayerStream:
         """Yield name and tensors of each layer, for one pass; valid until the next step.
 
         Raises:
-            OffloadError: this is closed, another pass is under way, or another thread runs it.
+            OffloadError: this is closed, another pass is under way, or another thread has a layer.
             CheckpointError: a file cannot be read, or has changed.
         """
         if self._timed.running:
@@ -158,8 +158,8 @@ def stream_layers(
 ) -> LayerStream:
     """Stream the layers of a checkpoint through a budget, for a loop of your own over them.
 
-    Layers that fit stay on the device. The others share slots of it, at fixed addresses, and the
-    next are on their way while you compute. A loop is one pass, in the order in which layers run:
+    Layers that fit stay on the device. The others share slots of device memory at fixed addresses;
+    the next are prefetched while you compute. A loop is one pass, in the order in which layers run:
 
         for name, tensors in streamload.stream_layers("Llama-3-8B/", budget="3GB", device="cuda:0"):
             x = layer(x, tensors)
@@ -171,8 +171,8 @@ def stream_layers(
                 for name, tensors in layers:
                     ...
 
-    The tensors of a layer are valid until the next step: its slot goes to another layer then. Work
-    queued on the device before that is waited for; tinygrad computes its pending graphs of them.
+    The tensors of a layer are valid until the next step: its slot goes to another layer then, after
+    the work queued on the device. In tinygrad, pending graphs over them are computed at that step.
     Tensors that stay are in ``resident`` all the time.
 
     Tensors outside of layers have steps of their own: "embedding" first, "head" last (with the norm

@@ -1,4 +1,4 @@
-"""Offload models of tinygrad: find their layers, and make these bring their weights."""
+"""Offload models of tinygrad: find their layers, and make the layers fetch their weights."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
         super().empty(plan, wants)
 
     def begin_streaming(self, plan: OffloadPlan, problem: Problem, device: Device) -> None:
-        """Let streamed weights raise if used; let resident layers compute as their calls end."""
+        """Make streamed weights raise if used; make resident layers compute before they return."""
         self._device, names = device, problem.wants.names
         dtypes = dict(zip(names, problem.dsts, strict=True))
         for name in self._emptied:
@@ -110,7 +110,7 @@ class TinygradModel(ModelAdapter[TinygradParameter]):
 
 
 class Pass(tinygrad_modules.Wrapped):
-    """A substitute for a model's call that counts passes and their tokens, not the KV cache's."""
+    """A substitute for a model's call: counts passes and new tokens, not those in the KV cache."""
 
     def __init__(self, model: Any, room: TokenRoom, timed: Timed | None = None) -> None:
         """Change nothing yet; ``room`` checks tokens; ``timed``: None if nothing streams."""

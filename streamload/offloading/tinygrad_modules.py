@@ -1,4 +1,4 @@
-"""tinygrad's layers whose weights are in slots: brought before a call, and released after it.
+"""tinygrad's layers whose weights are in slots: fetched before a call, and released after it.
 
 tinygrad computes late: a call returns a graph, whose kernels run when something asks for values. So
 all tensors that depend on a layer's weights are computed at the end of its call (`settle`).
@@ -77,7 +77,7 @@ class LentSlots(TinygradSlots):
         return tensors
 
     def take_back(self) -> None:
-        """Compute all tensors that depend on lent ones, which raise when used from now on."""
+        """Compute all tensors that depend on lent tensors; the lent tensors raise from now on."""
         (tensors, graphs), self._lent = self._lent, ((), ())
         for tensor in tensors:
             shape = tuple(map(int, tensor.shape))
@@ -124,13 +124,13 @@ def _sub_buffer(buffer: Buffer, start: int, numel: int, dtype: Any) -> Buffer:
 
 
 class Wrapped:
-    """A substitute for the ``__call__`` of an object, which gets a class derived from its own."""
+    """A substitute for an object's ``__call__``; the object gets a class derived from its class."""
 
     def __init__(self, module: Any) -> None:
         self._module, self._class = module, type(module)
 
     def put(self) -> None:
-        """Give the object the derived class, whose ``__call__`` is this."""
+        """Give the object the derived class, whose ``__call__`` calls this substitute."""
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
@@ -367,7 +367,7 @@ def jits_in(obj: Any) -> list[Any]:
 def set_aside(model: Any, layers: Collection[Any]) -> Callable[[], None]:
     """Replace TinyJits outside of layers by their functions, and return a function that undoes it.
 
-    All TinyJits of the model drop what they captured.
+    All TinyJits of the model drop their captures.
     """
     inside = {id(jit) for layer in layers for jit in jits_in(layer)}
     found = jits_in(model)

@@ -1,4 +1,4 @@
-"""Offload modules of torch: find their layers, and make these bring their weights."""
+"""Offload modules of torch: find their layers, and make the layers fetch their weights."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TorchModel(ModelAdapter[TorchParameter]):
     # --- planning -----------------------------------------------------------------------------
 
     def can_stream(self, module: Any) -> bool:
-        """Whether a module has a ``forward``, and no other uses its weights without that."""
+        """Whether a module has a ``forward``, and no other uses its weights without calling it."""
         return _computes(module) and id(module) not in self._elsewhere
 
     def only_holds(self, module: Any) -> bool:
@@ -152,7 +152,7 @@ class TorchModel(ModelAdapter[TorchParameter]):
         self._wrap(torch_modules.StreamedModule(module, number, places, rounds, self._stays))
 
     def stream_experts(self, name: str, layer: int, weights: ExpertWeights, rounds: Rounds) -> None:
-        """Make fused experts fetch those a router chose, as ``layer`` of those in ``rounds``."""
+        """Make fused experts fetch those that a router chose; ``layer``: as in `Rounds.ask`."""
         places = [{key.rpartition(".")[2]: at for key, at in each.items()} for each in weights]
         module, sums = self._modules[name], self._sums[name]
         self._wrap(StreamedExperts(module, layer, sums, places, rounds))
@@ -264,7 +264,7 @@ def _has_integers(value: Any) -> bool:
 
 
 def _modules_by_name(model: nn.Module, unwrapped: Callable[[str], str]) -> dict[str, nn.Module]:
-    """Return modules by name without wrappers' parts; for a wrapped module, its wrapper."""
+    """Return modules by name without the parts that wrappers add; a wrapper replaces its module."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         found.setdefault(unwrapped(f"{name}.").removesuffix("."), module)
@@ -286,7 +286,7 @@ def _used_elsewhere(model: nn.Module) -> set[int]:
 def _looked_at(model: nn.Module) -> set[int]:
     """Return ids of dicts of parameters that other modules read before they call the owner.
 
-    `nn.TransformerEncoder` packs padded sequences if those of its first layer are plain tensors.
+    `nn.TransformerEncoder` packs padded sequences if its first layer's weights are plain tensors.
     """
     encoders = (m for m in model.modules() if isinstance(m, nn.TransformerEncoder))
     nested = (m for m in encoders if m.enable_nested_tensor and len(m.layers))

@@ -1,10 +1,11 @@
 """Stream the experts that a router chose, of transformers' fused experts.
 
 The classes that transformers registers (`use_experts_implementation`) have all experts of a layer
-in one tensor for each projection, and an "eager" loop over the chosen experts. This is that loop,
-with the same arithmetic in the same order. It asks for all chosen experts at once, the one wait for
-the device, and computes with a few while others come. If the configuration names "grouped_mm", each
-expert is a group of that. A trial with small weights shows whether a class computes in this form.
+in one tensor for each projection, and an "eager" loop over the chosen experts. `computed` is that
+loop, with equal arithmetic in equal order. It requests all chosen experts at once, after the one
+wait for the device, and computes with a few while others are read. If the configuration names
+"grouped_mm", each expert is a group of a grouped matrix product. A trial with small weights shows
+whether a class computes in this form.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ def _all_of(module: nn.Module) -> _Give:
 def computed(module: Any, sums: Sums, routed: Routed, give: _Give) -> torch.Tensor:
     """Return the output of experts, (tokens, width), as transformers' eager implementation does.
 
-    If ``sums`` is "grouped", as its "grouped_mm" does. ``give`` yields experts' weights, as asked.
+    If ``sums`` is "grouped", as "grouped_mm" does. ``give`` takes numbers of experts, and yields
+    each number with the expert's weights.
     """
     if sums == "grouped":
         return _computed_grouped(module, routed, give)

@@ -1,4 +1,4 @@
-"""Objects that replace methods of users' objects, and look like them."""
+"""Substitutes for methods of users' objects that look like these methods."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Face:
     __slots__ = ("__weakref__", "_call", "_function", "_method", "_refusal")
 
     def __new__(cls, method: Callable[..., Any], call: Any, refusal: str = "") -> Any:
-        """Make a face; if ``method`` is one, bind it to the object ``call`` (for WeakMethod)."""
+        """Make a face; if ``method`` is a face, bind it to the object ``call`` (for WeakMethod)."""
         if type(method) is Face:
             return MethodType(method, call)
         return object.__new__(cls)

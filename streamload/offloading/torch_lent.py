@@ -52,7 +52,7 @@ def is_lent(value: object) -> bool:
 def lend(weight: torch.Tensor, stands: torch.Tensor) -> None:
     """Note the state of a weight before a module gets it, in place of the placeholder ``stands``.
 
-    It gets the placeholder's ``requires_grad``, by which kernels are chosen, too.
+    The weight gets the placeholder's ``requires_grad``, by which kernels are chosen, too.
     """
     if weight.requires_grad != stands.requires_grad:
         weight.requires_grad_(stands.requires_grad)
@@ -115,7 +115,7 @@ def is_kept(weights: Sequence[torch.Tensor], at: int, before: int) -> bool:
 
 
 def why_kept(weight: Any, given: torch.Tensor) -> str:
-    """Return how a module misused the weight ``given``, in whose place it has ``weight``, or ""."""
+    """Return how a module misused the lent weight ``given``, or ""; it has ``weight`` there now."""
     if weight is not given:
         return "puts another tensor in its place"
     was: _Lent = getattr(given, _LENT)

@@ -1,4 +1,4 @@
-"""torch's modules whose weights are in slots: brought before a module computes, then released."""
+"""torch's modules whose weights are in slots: fetched before a module computes, then released."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class TensorSlots(Slots):
 
 
 class TorchSlots(TensorSlots):
-    """Slots with parameters over them, for modules; each has its own storage, to count uses."""
+    """Slots with parameters over them, for modules; a storage per parameter, to count its uses."""
 
     weight_of = staticmethod(torch_lent.weight_of)
 
@@ -385,7 +385,7 @@ class StreamedModule(Wrapped):
             yield
 
     def _check_given_back(self, buffers: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
-        """Note as errors weights that the module changed, or has more than ``counts`` uses of."""
+        """Note as errors weights that a call changed or keeps; ``counts``: references before it."""
         for at, container, key, absent in self._places:
             problem = torch_lent.why_kept(container.get(key), buffers[at])
             if not problem and torch_lent.is_kept(buffers, at, counts[at]):
@@ -396,7 +396,7 @@ class StreamedModule(Wrapped):
                 self._stays.fine.add(absent._streamload_streamed)
 
     def _check_attributes(self, buffers: Sequence[torch.Tensor]) -> None:
-        """After an error, note weights that attributes keep; its traceback may keep others."""
+        """After a failed call, note weights that attributes keep; the traceback may keep others."""
         if not buffers:
             return
         kept = torch_lent.kept_in(self._module, buffers)
@@ -406,7 +406,7 @@ class StreamedModule(Wrapped):
                 self._cannot(absent, "keeps it or a view of it")
 
     def _cannot(self, absent: Any, problem: str) -> None:
-        """Note as an error what the module does with the weight of placeholder ``absent``."""
+        """Note ``problem``, a misuse of the weight of placeholder ``absent``, as an error."""
         said = f"streams, and {type(self._module).__name__} {problem} when it computes"
         name = absent._streamload_streamed
         self._stays.cannot(name, f"{said}; the memory is another layer's next")

@@ -46,7 +46,10 @@ class Viewable(NamedTuple):
 
 
 def can_be_views(plan: Plan, checkpoint: Checkpoint) -> Viewable:
-    """Return whether the CPU can use tensors of a ``residence="auto"`` plan in files, uncopied."""
+    """Check if the CPU can use all tensors of ``plan`` in their files, without copies.
+
+    ``plan``: one under ``residence="auto"``, in which ``cast`` is "mapped" where that is possible.
+    """
     placements = plan.placements
     unaligned, movable = "", True
     for kind, source in zip(placements.kinds, placements.sources, strict=True):
@@ -156,7 +159,7 @@ class FileViews(Slots):
         return reader
 
     def leave(self, layers: Sequence[int]) -> None:
-        """End `enter` for each of some layers; raises CheckpointError if a file has changed."""
+        """End `enter` for each of ``layers``; raises CheckpointError if a file has changed."""
         with ExitStack() as left:  # leaves all, even if one raises
             for layer in layers:
                 left.callback(self._entered[layer].pop().close)
