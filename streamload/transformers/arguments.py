@@ -67,7 +67,7 @@ _EVERYWHERE = ("auto", "balanced", "balanced_low_0", "sequential")
 def takes_those_of_transformers(function: _Function) -> _Function:
     """Let a function take the arguments of transformers' own ``from_pretrained``, too.
 
-    Unknown arguments reach it as one dict: ``config_changes``, or ``components`` of diffusers.
+    Unknown arguments reach the function as a dict: ``config_changes``, of diffusers ``components``.
     """
     known = frozenset(inspect.signature(function).parameters)
 
@@ -86,7 +86,10 @@ def takes_those_of_transformers(function: _Function) -> _Function:
 def translated(
     given: Mapping[str, Any], known: frozenset[str], path: object = None
 ) -> dict[str, Any]:
-    """Return transformers' arguments as ours, in `known`; ValueError if one has no counterpart."""
+    """Translate transformers' arguments to those in `known`; ValueError if one has no counterpart.
+
+    `path`: the checkpoint, for error messages.
+    """
     rest = {name: value for name, value in given.items() if name not in _WITHOUT_EFFECT}
     out = {name: rest.pop(name) for name in list(rest) if name in known}
     for name, instead in _INSTEAD.items():

@@ -82,7 +82,7 @@ def configuration_of(checkpoint: Checkpoint, wanted: Wanted) -> Any:
 def _read(
     checkpoint: Checkpoint, given: Any, changes: dict[str, Any], trust_remote_code: bool
 ) -> tuple[Any, list[str]]:
-    """Read the configuration of a file with changes; return it and the names of unknown changes."""
+    """Read the configuration at `given` (None: the checkpoint's); return it and unknown changes."""
     if given is None and checkpoint.says_config:
         config_class = transformers.AutoConfig.for_model(checkpoint.config["model_type"]).__class__
         said = dict(checkpoint.config)

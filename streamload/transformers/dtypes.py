@@ -86,7 +86,7 @@ class Dtypes:
 
 
 def split_rules(asked: DTypeArgument, otherwise: DType | None) -> tuple[dict[str, Any], Any]:
-    """Split a ``dtype=`` into dtypes by pattern, and the one of other tensors (or `otherwise`)."""
+    """Split a ``dtype=`` into dtypes by pattern, and the dtype of the rest, or `otherwise`."""
     if isinstance(asked, Mapping):
         given = dict(asked)
         return given, given.pop("*", otherwise)

@@ -27,10 +27,10 @@ from streamload.transformers.saving import METHOD, left_by_theirs, own_config, w
 
 
 def holding(checkpoint: Checkpoint, formats: Mapping[str, str]) -> dict[str, Any] | None:
-    """Find which tensors modules can hold quantized to `formats`; None if the model does not open.
+    """Find tensors that modules can hold quantized to `formats` (format by name of the tensor).
 
-    Returns facts of `streamload.conversion.openable.Verdict`, and ``holders``, the classes of
-    modules that can hold such weights, in words.
+    Returns fields of `streamload.conversion.openable.Verdict`, and ``holders``, the classes of
+    modules that can hold such weights, in words; None if the model cannot be built or matched.
     """
     try:
         config = configuration_of(checkpoint, Wanted())
@@ -75,7 +75,7 @@ def holding(checkpoint: Checkpoint, formats: Mapping[str, str]) -> dict[str, Any
 
 
 def _kept_in_float32(model: Any, tensors: Mapping[str, str], formats: set[str]) -> list[str]:
-    """Return tensors that transformers' quantizer for bitsandbytes leaves in float32."""
+    """Return the `tensors` (by parameter) that transformers leaves in float32 for bitsandbytes."""
     said = SCHEMES[next(iter(formats))].config([], "float32") if len(formats) == 1 else None
     kept = list(model._keep_in_fp32_modules or ())
     if said is None or said["quant_method"] != "bitsandbytes" or not kept:

@@ -1,4 +1,4 @@
-"""`from_pretrained` for models of transformers, and `streamed`, which replaces theirs by it."""
+"""`from_pretrained` for models of transformers; `streamed` makes other packages call it."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def from_pretrained(
 
     A quantized checkpoint stays quantized: of bitsandbytes, compressed-tensors, torchao, GPTQ, AWQ,
     FP8 and MXFP4 the stored bytes go into the modules of transformers' own quantizer, and ``dtype``
-    is that of the rest. Where transformers would dequantize the model (FP8 and MXFP4 without their
-    kernels, compressed-tensors), each module dequantizes its own weight when it computes.
+    applies to all other weights. Where transformers would dequantize the model (FP8 and MXFP4
+    without their kernels, compressed-tensors), each module dequantizes its weight when it computes.
 
     Args:
         path: a folder with ``config.json`` and safetensors files (or those that torch.save writes),
@@ -88,17 +88,16 @@ def from_pretrained(
         model_class: a class of transformers, an Auto class or one of your own; None takes the one
             that ``config.json`` names.
             A model without a head may be taken out of the checkpoint of one that has it.
-        config: a configuration to use in place of ``config.json``, which is copied, or the path of
-            one.
+        config: a configuration (copied) to use in place of ``config.json``, or the path of one.
         attn_implementation: "eager", "sdpa", ...; None lets transformers choose.
-        experts_implementation: the same for mixtures of experts.
+        experts_implementation: "eager", "grouped_mm", ...; None lets transformers choose.
         revision: of ``org/name``: a branch, a tag or a commit. A folder has none.
         subfolder: the folder in ``path`` that holds the checkpoint.
         variant: as in `streamload.open_checkpoint`.
         trust_remote_code: run the code in the checkpoint's folder if ``config.json`` names a
             class in it.
         key_mapping: patterns of names in the checkpoint to their replacements, as in transformers.
-        generation_config: in place of the one in the checkpoint's folder.
+        generation_config: generation settings to use in place of those in the checkpoint's folder.
         quantization_config: a ``BitsAndBytesConfig``: weights are quantized on the way into the
             modules of bitsandbytes that transformers chooses, to bitsandbytes' own bytes; fused
             experts, which it leaves at 16 bits, into modules of streamload.
@@ -108,15 +107,15 @@ def from_pretrained(
         config_changes: attributes of the configuration. They are taken as arguments, too:
             ``num_labels=3``.
         offload: if the model does not fit, layers stream through the budget at every pass, as with
-            `streamload.offload`; the model's ``streamload_offload`` lists what streams, and its
-            ``close()`` ends that. Quantized weights stream as they are stored, except GPTQ's and
-            AWQ's, which are refused.
+            `streamload.offload`; the model's ``streamload_offload`` is the handle that this
+            returns, with ``plan``, ``report`` and ``close()``. Quantized weights stream as they are
+            stored, except GPTQ's and AWQ's, which are refused.
         tokens: with ``offload``, leave room for the activations of a pass of so many tokens.
         stay: with ``offload``, patterns of names of parameters that stay on the device.
         layers: with ``offload``, patterns of names of the modules that are layers.
         host: with ``offload``, most bytes of layers that host memory keeps.
-        on_overrun: with ``offload``, what happens if a pass has more tokens than room; see
-            `streamload.offload`.
+        on_overrun: with ``offload``, the effect of a pass with more tokens than there is room for:
+            "warn" or "error"; see `streamload.offload`.
         strict: missing and unexpected names are an error, except those that the model's class
             ignores. With False, matching weights are loaded, the rest is initialized at random as
             by transformers, and the report names it; a warning follows if little matches.
@@ -129,7 +128,7 @@ def from_pretrained(
 
     Returns:
         The model, a ``transformers.PreTrainedModel``; its ``streamload_report`` is the
-        `LoadReport`, and with several devices its ``hf_device_map`` says what is where.
+        `LoadReport`, and with several devices its ``hf_device_map`` has the device by module.
 
     Raises:
         CheckpointError: there is no configuration or no class for it, the checkpoint needs code of
@@ -215,10 +214,10 @@ def from_pretrained(
 
 @contextmanager
 def streamed(**options: Unpack[ModelOptions]) -> Iterator[None]:
-    """Replace transformers' own ``from_pretrained`` by ours inside a ``with`` block.
+    """Replace transformers' own ``from_pretrained`` by streamload's inside a ``with`` block.
 
     For packages that call it: ``with streamed(budget="3GB"): model = SentenceTransformer(path)``;
-    likewise ``transformers.pipeline`` and others. It holds for all threads, until the block ends.
+    likewise ``transformers.pipeline`` and others. All threads are affected until the block ends.
 
     Args:
         **options: those of `from_pretrained`; they override the arguments that the package passes.

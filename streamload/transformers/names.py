@@ -112,7 +112,7 @@ class Names:
             self.refused[name] = f"{both} would both become it"
 
     def _convert(self, converter: Any, name: str, members: Sequence[tuple[str, str]]) -> None:
-        """Add to `fill` the rows of `members` (pattern, tensor) that a converter joins."""
+        """Add to `fill`, for parameter `name`, rows of `members` (pattern, tensor) to be joined."""
         if any(map(_of_quantizer, converter.operations)):
             self.refused[name] = (
                 "transformers dequantises its parts to put them together: such experts are opened "
@@ -186,9 +186,9 @@ class Names:
             warn_of_little(path, loaded, loaded + left_out, tensors)
 
     def _of_the_body(self, unexpected: list[str]) -> list[str]:
-        """Return unexpected tensors, without a head's if the model is the body of the one stored.
+        """Return unexpected tensors, without those of a head if only the body is to be loaded.
 
-        In such a checkpoint the names of the body have a prefix that those of the head lack.
+        In a checkpoint with a head, names of the body have a prefix that names of the head lack.
         """
         prefix = f"{self.model.base_model_prefix}."
         is_body = bool(self.model.base_model_prefix) and self.model.base_model is self.model

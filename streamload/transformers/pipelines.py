@@ -100,12 +100,12 @@ def from_pretrained(
             else torch's default, else the first accelerator, else the CPU.
         dtype: a dtype or its name, "checkpoint", or patterns by component and name:
             ``{"vae.*": "float32", "*": "float16"}``; diffusers' ``{"vae": ..., "default": ...}`` is
-            taken too. None: as each is stored (diffusers makes float32 of all), and bfloat16
+            taken too. None: each tensor as stored (diffusers casts all to float32), and bfloat16
             becomes float16 where a device does not compute in it. Weights that diffusers and
             transformers keep in float32 in a 16-bit model stay so, except under "checkpoint".
         pipeline_class: a class of diffusers; None takes the one that ``model_index.json`` names.
-        variant: "fp16" for files with that in their names; a model without such files is loaded
-            from its plain ones.
+        variant: "fp16" for files with "fp16" in their names; a model without such files is loaded
+            from files without it.
         revision: of ``org/name``: a branch, a tag or a commit.
         subfolder: the folder in ``path`` to take.
         components: objects to use in place of components, or None to leave one out. They are taken
@@ -185,7 +185,7 @@ def _check_names(folder: Path, given: Mapping[str, Any], place: Mapping[str, Any
 
 
 def _alone(folder: Path, given: Mapping[str, Any], fits: bool, arguments: str) -> str:
-    """Return code that loads (offloads unless `fits`) a pipeline's largest model, and passes it."""
+    """Return code that loads (offloads unless `fits`) the largest model, for an error message."""
     models = {
         name: (sum(file.stat().st_size for file in where.iterdir()), where, found)
         for name, (found, where) in _classes(folder, given).items()
@@ -208,7 +208,7 @@ def _alone(folder: Path, given: Mapping[str, Any], fits: bool, arguments: str) -
 
 
 def _classes(folder: Path, given: Mapping[str, Any]) -> dict[str, tuple[Any, Path]]:
-    """Return the class and the folder of each model in a pipeline, or of the one in a folder."""
+    """Return class and folder of each model in a pipeline, except `given` ones, or of one model."""
     path = folder / _PIPELINE
     if not path.is_file():
         config = folder / "config.json"

@@ -61,7 +61,10 @@ class Prepared:
         dtype: DTypeArgument,
         options: Options,
     ) -> Prepared:
-        """Build a model on the meta device, and match it to a checkpoint; reads headers only."""
+        """Build a model on the meta device, and match it to a checkpoint; reads headers only.
+
+        `name`: the configuration's ``name_or_path``; `dtype`: the caller's ``dtype=``.
+        """
         config = configuration_of(checkpoint, wanted)
         checkpoint = dequantized(checkpoint, asked(checkpoint, DTypePolicy(), blocks=True))
         if wanted.config is not None or wanted.changes:  # the size of the KV cache depends on it
@@ -146,7 +149,7 @@ def quantized_as(checkpoint: Checkpoint, config: Any, asked: Any) -> Quantizatio
 def filling(
     options: Any, fill: Mapping[str, Source], dtype: DTypeArgument, beside_nbytes: int
 ) -> dict[str, Any]:
-    """Return `options` of a load that fills the names in `fill`, with more bytes in reserve."""
+    """Return `options` of a load that fills the names in `fill`, reserving `beside_nbytes` more."""
     return {
         **options,
         "dtype": dtype,
@@ -160,7 +163,7 @@ def filling(
 def load_untied(load: Callable[[], _Loaded], *models: Any) -> _Loaded:
     """Call `load`; if that fails because tied weights are stored with two values, untie and repeat.
 
-    A load compares them after planning, before it reads or allocates anything else.
+    A load compares the two copies after planning, before it reads or allocates anything else.
     """
     try:
         return load()
@@ -171,6 +174,6 @@ def load_untied(load: Callable[[], _Loaded], *models: Any) -> _Loaded:
 
 
 def without_stale_notes(report: LoadReport, model: Any) -> LoadReport:
-    """Return a report without notes on buffers without values: they get them after the load."""
+    """Return a report without notes on buffers that are empty now, and computed after the load."""
     stale = on_unstored(framework("torch").unstored(model), report.plan)
     return replace(report, notes=tuple(note for note in report.notes if note not in stale))

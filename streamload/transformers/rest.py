@@ -1,4 +1,4 @@
-"""Untie weights, initialize what the checkpoint lacks, and finish a loaded model."""
+"""Untie weights, initialize tensors that the checkpoint lacks, and finish a loaded model."""
 
 from __future__ import annotations
 

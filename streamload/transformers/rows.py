@@ -63,7 +63,7 @@ class Numbered:
         return numbers.view(*shape[:-1], self.columns) if len(shape) > 1 else numbers.view(shape)
 
     def source(self, ids: torch.Tensor) -> Source:
-        """Return the source of `ids`, a result; NotRowsError if not rows of the first axis."""
+        """Return the `Source` of an operation's result `ids`; NotRowsError if not whole rows."""
         if ids.dtype not in (torch.int32, torch.int64):
             raise NotRowsError("the dtype changes")
         shape = tuple(ids.shape)

@@ -66,9 +66,9 @@ class CodedQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def as_coded(model: Any, quantizer: Any = None) -> None:
-    """Let a loaded model, and those in it, count and save quantized weights of streamload.
+    """Let a loaded model, and models inside it, count and save quantized weights of streamload.
 
-    `quantizer` is that of the library whose modules hold the other weights, if any.
+    `quantizer`: transformers' quantizer of the other quantized weights, if any.
     """
     if not _holds_codes(model):
         return
@@ -190,7 +190,7 @@ def _set_config(config: Any, said: Any) -> None:
 
 @cache
 def _class_of(own: Any) -> type[Any]:
-    """Return the subclass of `CodedModel` for models of a class, with its name and signatures."""
+    """Return a subclass of `CodedModel` and of a class, with that class's name and signatures."""
     if issubclass(own, CodedModel):
         return cast(type[Any], own)
     names = ("__module__", "__qualname__", "__doc__")
@@ -218,7 +218,7 @@ def _empty(own: Any) -> Any:
 def _named(
     model: nn.Module, *, shared: bool = False
 ) -> Iterator[tuple[str, Any, str, CodedWeight]]:
-    """Yield each quantized weight: its name, its module, its name there, and its layout.
+    """Yield (name in the model, module, name in the module, layout) of each quantized weight.
 
     If `shared`, a module is listed under each of its names.
     """
@@ -261,8 +261,8 @@ def layout(model: Any, state: Mapping[str, Any]) -> tuple[CodedConfig | None, di
 def config_of(model: Any, coded: Mapping[str, CodedWeight]) -> CodedConfig:
     """Return the ``quantization_config`` that opens these quantized weights of a model.
 
-    It is that of a quantizer of transformers, if this has modules for exactly these weights and
-    finds them by their names; else that of streamload.
+    It names a quantizer of transformers, if this quantizer has modules for exactly these weights
+    and finds them by their names; else streamload's `METHOD`.
     """
     left = left_by_theirs(model, coded)
     if left is not None and _come_back(model, coded):
@@ -290,7 +290,7 @@ def would_be_floats(coded: Iterable[CodedWeight]) -> bool:
 def left_by_theirs(model: Any, coded: Mapping[str, CodedWeight]) -> list[str] | None:
     """Return the modules that transformers' quantizer must skip to open exactly these weights.
 
-    None if it cannot. The names are the model's, which may be on the meta device.
+    None if the quantizer cannot. `coded` has names of the model, which may be on the meta device.
     """
     names = {each.format for each in coded.values()}
     format = SCHEMES[next(iter(names))]

@@ -2,7 +2,7 @@
 
 A module holds the parts as buffers during the load, and gets the weight after it. If the parts
 stream, each call builds the weight anew and drops it: on a CPU with AVX512-BF16, bitsandbytes
-repacks it, and the slots keep the stored parts.
+repacks the weight, while the slots keep the stored parts.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class FourBit(Maker):
         module.quant_state = None
 
     def watch(self, module: Any) -> None:
-        """Let others read the stored values after bitsandbytes repacks them for a CPU."""
+        """Let other code read the stored values after bitsandbytes repacks them for a CPU."""
         from streamload.transformers.quantizers import repacked
 
         repacked.watch(module)

@@ -75,7 +75,7 @@ class CodedCheckpoint(QuantizedCheckpoint):
             buffers.update(zip(said.names(leaf), parts, strict=True))
 
     def _empty(self, said: CodedWeight, tensor: str) -> list[torch.Tensor]:
-        """Return empty parts of a weight on the meta device, in the shapes that are stored."""
+        """Return empty parts of a weight (layout `said`) on the meta device, in stored shapes."""
         out = []
         for part in said.made.parts:
             info = self.checkpoint.tensors.get(part.name(tensor))

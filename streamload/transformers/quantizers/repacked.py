@@ -1,8 +1,8 @@
 """Undo the repacking of 4-bit weights by bitsandbytes in their first call on an AVX512-BF16 CPU.
 
-Only that product can use a repacked weight, and `_convert_weight_packed_for_cpu_inverse` rounds
-statistics to bfloat16 and transposes them. Other readers (peft, a state dict, a copy) get the
-stored parts.
+Only the matrix product of a call can use a repacked weight. Other readers (peft, a state dict, a
+copy) get the stored parts, from a copy of the statistics: bitsandbytes'
+`_convert_weight_packed_for_cpu_inverse` rounds these to bfloat16 and transposes them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ASKED = frozenset(("device", "dtype", "requires_grad", "grad", "grad_fn", "is_l
 
 
 class Params4bit(bitsandbytes.nn.Params4bit):
-    """bitsandbytes' 4-bit weight, repacked only in calls; has its name, which peft tests."""
+    """bitsandbytes' 4-bit weight, repacked only in calls; named alike, as peft tests the name."""
 
     @property
     def data(self) -> torch.Tensor:

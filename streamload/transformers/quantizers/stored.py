@@ -60,7 +60,11 @@ class Quantization:
     stays: str = ""  # why the model cannot be offloaded
 
     def prepare(self, model: Any, devices: Devices, renames: Callable[[], Renames]) -> None:
-        """Put modules for quantized weights into a model on the meta device, before matching."""
+        """Put modules for quantized weights into a model on the meta device.
+
+        Called before tensors are matched to parameters. `devices`: those of the load; `renames`:
+        returns the rules from names of tensors to names of the model, if they are needed.
+        """
 
     def check(self, model: Any, names: Names) -> None:
         """Raise an error if tensors that match modules for quantized weights do not fit."""
@@ -213,7 +217,7 @@ class QuantizedCheckpoint(Quantization):
         return read_states(self.checkpoint.layouts, self.checkpoint.groups).values()
 
     def _stage(self, model: Any, renames: Renames) -> None:
-        """Put the stored tensors of each weight into its module as buffers, for `assemble`."""
+        """Put empty buffers for the stored tensors of each weight into its module, to be loaded."""
         wrong = []
         for group in self._with_shapes():
             name, _ = renames(group.name)
