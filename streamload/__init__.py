@@ -51,7 +51,7 @@ __version__ = "0.1.0"
 
 
 def _suggest_offload(call: Infeasible) -> list[errors.Fit]:
-    """Return changes with which a load that does not fit runs offloaded; imports that code late."""
+    """Return the `Fit` of offloading a load that does not fit; imports that code when called."""
     from streamload.offloading.suggest import suggest_offload
 
     return suggest_offload(call)
@@ -86,7 +86,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _judge() -> Judge:
-    """Return the function by which `convert` tests whether transformers can open its files."""
+    """Return the module by which `convert` tests whether transformers can open its files."""
     from streamload.transformers import holding
 
     return holding

@@ -147,7 +147,7 @@ RUNTIMES: dict[str, Runtime] = {"torch": _Torch(), "tinygrad": _Tinygrad(), "hos
 
 
 def _to(dtype: str) -> Callable[[Any], Any]:
-    """Return a function that casts floating tensors of torch to a dtype, and returns others."""
+    """Return a function that casts torch tensors of floats to a dtype, and keeps all others."""
     if dtype == "checkpoint":
         return lambda tensor: tensor
     import torch

@@ -1,4 +1,4 @@
-"""Measure seconds a pass by budget, of an offloaded model of transformers, and of other libraries.
+"""Measure seconds a pass by budget, of an offloaded transformers model, and with other libraries.
 
 Each budget and each other library (peer) has its own process.
 """
@@ -133,7 +133,7 @@ def measure(options: PassOptions) -> OffloadBench:
     """Measure passes under several budgets, and of peers; return the figures.
 
     Raises:
-        PlanInfeasibleError: not even the least fits.
+        PlanInfeasibleError: the largest layer and the weights that must stay do not fit.
         CheckpointError: the checkpoint is invalid.
     """
     path, device, tokens = options.path, options.device, options.tokens

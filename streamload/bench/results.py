@@ -94,7 +94,7 @@ class Comparison:
         return self.nbytes / 1e9 / seconds if seconds else None
 
     def times(self, name: str, state: str, *, again: bool = False) -> float | None:
-        """Return streamload's speed over a loader's, by medians of whole calls; None if unknown."""
+        """Return streamload's speed divided by a loader's, by median calls; None if unknown."""
         ours, other = (self.rate(n, state, again=again) for n in (OURS, name))
         return ours / other if ours and other else None
 

@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open closed standard streams, whose numbers other files would get, and C code's output."""
+    """Open closed standard streams on /dev/null: else other files get their descriptors 0 to 2."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)

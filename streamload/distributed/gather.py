@@ -149,7 +149,7 @@ class CollectiveReader:
             thread.start()
 
     def open(self, header: Header, kind: ResolvedKind) -> Reader:
-        """Return a reader of a file: it copies exchanged blocks, and reads others from the file."""
+        """Return a reader that copies bytes of exchanged blocks, and reads others from the file."""
         return _CollectiveShard(self, header, kind)
 
     def __enter__(self) -> Self:

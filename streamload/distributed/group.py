@@ -248,5 +248,5 @@ def poll(
 
 
 def lost(problem: str, rank: int | None = None) -> PeerFailedError:
-    """Return a PeerFailedError of a lost rank; None: unknown, as engines often lack its number."""
+    """Return the error for a lost rank; None: unknown, as engines often do not report the rank."""
     return PeerFailedError("unknown" if rank is None else f"rank {rank}", problem)

@@ -128,7 +128,7 @@ class Heartbeat:
                 self._listener = _ignore
 
     def arrive(self) -> None:
-        """Wait until all ranks have called this as often as this one, however long that takes.
+        """Wait until all ranks have called this as often as this rank, however long that takes.
 
         Raises:
             PeerFailedError: a rank was lost.
@@ -147,12 +147,12 @@ class Heartbeat:
                     self._news.wait(self._every_s)
 
     def fail(self, error: BaseException) -> None:
-        """Let all ranks raise PeerFailedError: this one gives up, unless one was lost before."""
+        """Report this rank as lost by ``error``; all raise PeerFailedError, of the first loss."""
         reason = ": ".join(filter(None, (type(error).__name__, str(error))))
         self._lose(self._group.rank, f"gave up: {reason}")
 
     def identify(self, error: PeerFailedError) -> PeerFailedError:
-        """Wait for the lost rank's name; return the error that has it, or ``error`` if none comes.
+        """Wait for the lost rank's name; return an error with it, or ``error`` if it stays unknown.
 
         An engine notices a broken connection before the lost rank is known.
         """
@@ -163,8 +163,8 @@ class Heartbeat:
     def close(self) -> None:
         """Write that this rank has ended, and stop the threads.
 
-        Rank 0 may keep the store in its own process. So it waits until the others have ended, or,
-        after a loss, until they can have read it.
+        Rank 0 may keep the store in its own process. So it waits until the other ranks have ended,
+        or, after a loss, until they can have read of it in the store.
         """
         with self._news:
             if self._closing_s is None:

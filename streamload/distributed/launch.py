@@ -195,7 +195,7 @@ def _meeting(env: Mapping[str, str]) -> str:
 
 
 def _engine(name: str) -> Any:
-    """Import the engine's module, without warnings of torch: they are errors of one line here."""
+    """Import the engine's module, without torch's log output: errors of streamload replace it."""
     quiet = _TORCH_LOG not in os.environ and "torch" not in sys.modules
     if quiet:
         os.environ[_TORCH_LOG] = "ERROR"

@@ -130,7 +130,7 @@ def load_state_dict(
 ) -> LoadReport:
     """Stream a checkpoint into a model that is spread over several nodes; all ranks call it.
 
-    Outside a launcher it is `streamload.load_state_dict`, checked likewise.
+    Without a launcher it works like `streamload.load_state_dict`, with the checks of ``verify``.
 
     Args:
         model: as in `streamload.load_state_dict`: the whole model, where this rank leaves the
@@ -320,7 +320,7 @@ def _agreed(
 
 
 def _gathered(agreed: Agreement, load: Decision) -> AbstractContextManager[CollectiveReader | None]:
-    """Return a context with a reader for all ranks together, or None if their tensors differ."""
+    """Return a context: a reader for all ranks under "replicate", or None if each reads alone."""
     group = agreed.session.group
     if agreed.plan.split != "replicate" or group.size == 1:
         return nullcontext()
@@ -341,8 +341,8 @@ def _loaded(
 ) -> LoadReport:
     """Load this rank's part, wait until all ranks have theirs; return the report, with all notes.
 
-    ``begin`` runs the load and reports progress to its argument; ``total`` is the file bytes that
-    all ranks load.
+    ``begin`` runs the load and reports progress to its argument; ``total``: file bytes that all
+    ranks load; ``gatherer``: the collective reader, or None.
     """
     session = agreed.session
     heartbeat, progress = session.heartbeat, agreed.asked.given["progress"]

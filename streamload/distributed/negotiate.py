@@ -447,7 +447,7 @@ class Agreement:
 def own_device(device: str | None, me: Member) -> str | None:
     """Return a device of torch with the number of this rank on its host ("cuda" as "cuda:1").
 
-    Return any other device unchanged, and one with a number or for which there are too few.
+    Return other devices unchanged: of another framework, with a number, or too few for all ranks.
     """
     if not isinstance(device, str) or me.local_size == 1:
         return device

@@ -51,7 +51,7 @@ class OffloadSplit:
     def to_json(self, rate: float | None = None) -> str:
         """Return the plan as JSON, keyed by node.
 
-        ``rate``, in bytes a second, adds the seconds of a pass on each.
+        ``rate``, in bytes a second, adds the seconds of a pass on each node.
         """
         nodes = {}
         for mine, made in zip(self.plan.devices, self.offloads, strict=True):

@@ -1,4 +1,4 @@
-"""The session of a load: ranks go through its stages together, and one's error ends it for all."""
+"""The session of a load: ranks run its stages together; an error of one rank ends it for all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Session:
     """
 
     def __init__(self, group: ProcessGroup, node: str, host: str, *, timeout_s: float) -> None:
-        """Meet the others.
+        """Meet the other ranks.
 
         Args:
             group: the ranks; the session does not close it.
@@ -100,11 +100,11 @@ class Session:
         self.heartbeat.close()
 
     def exchange(self, what: str, make: Callable[[], Any]) -> list[Any]:
-        """Return the JSON values that ``make`` returns on all ranks, by rank; errors as `stage`."""
+        """Return the JSON values of ``make`` by rank; for ``what`` and errors see `stage`."""
         return self.stage(what, lambda: (None, make()))[1]
 
     def step(self, what: str, make: Callable[[], T]) -> T:
-        """Return the value of ``make`` once all ranks have run theirs; errors as in `stage`."""
+        """Return ``make()`` once all ranks have run it; for ``what`` and errors see `stage`."""
         return self.stage(what, lambda: (make(), None))[0]
 
     def stage(self, what: str, make: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:

@@ -55,7 +55,7 @@ class _Channel:
         self.allow(seconds)
 
     def allow(self, seconds: float | None) -> None:
-        """Let all following calls together take so many seconds; None: any time."""
+        """Set the deadline of all following calls, ``seconds`` from now; None: no deadline."""
         self._end = None if seconds is None else time.monotonic() + seconds
 
     def send_bytes(self, data: bytes) -> None:
