@@ -77,7 +77,7 @@ def draw_stacks(title: str, subtitle: str, series: Sequence[str], rows: Sequence
 
 
 def as_html(text: str, series: Sequence[str], rows: Sequence[Stack]) -> str:
-    """Return HTML for a notebook: ``text`` as it is, and a chart of stacked bars below it."""
+    """Return HTML for a notebook: ``text``, escaped, as <pre>; below it a chart of stacked bars."""
     bars = draw_stacks("What each device or node holds", "", series, rows)
     return f"<pre>{escape(text)}</pre>\n{bars}"
 

@@ -23,7 +23,7 @@ _SEAL_NBYTES = hashlib.sha256().digest_size
 
 
 def read_kept(kind: str, *depends_on: str) -> bytes | None:
-    """Return the data that `keep` stored under the same ``kind`` and texts, or None.
+    """Return the data that `keep` stored under the same ``kind`` and ``depends_on``, or None.
 
     Like ssh's keys, the file and its folder must belong to this user or to root, and be writable
     for nobody else. The file begins with a digest of its data and name: damaged and renamed files
@@ -42,7 +42,7 @@ def read_kept(kind: str, *depends_on: str) -> bytes | None:
 
 
 def keep(data: bytes, kind: str, *depends_on: str) -> None:
-    """Store data for `read_kept` under a kind and all texts that it depends on.
+    """Store ``data`` for `read_kept` under ``kind`` and all texts that the data depends on.
 
     Does nothing if the folder is not private or not writable. A reader sees the whole file or none.
     """
@@ -63,7 +63,7 @@ def keep(data: bytes, kind: str, *depends_on: str) -> None:
 
 
 def kept(make: Callable[[], bytes], kind: str, *depends_on: str) -> bytes:
-    """Return the data stored under the same ``kind`` and texts, else make and store it."""
+    """Return the data stored under ``kind`` and ``depends_on``, else call ``make`` and store it."""
     found = read_kept(kind, *depends_on)
     if found is None:
         found = make()

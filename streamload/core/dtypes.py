@@ -192,7 +192,7 @@ def named(name: str) -> DType:
 
 
 def add_packed(kind: str, dtype: DType) -> None:
-    """Add ``dtype`` to `PACKED` under ``kind``, a layout's name; does nothing if that has one."""
+    """Add ``dtype`` to `PACKED` under ``kind``, a layout's name, unless ``kind`` is in `PACKED`."""
     _PACKED.setdefault(kind, dtype)
     _NAMED.setdefault(dtype.name, dtype)
 

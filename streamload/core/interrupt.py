@@ -27,7 +27,10 @@ class Interrupt:
         self._error: BaseException | None = None
 
     def check(self) -> None:
-        """Raise the error of `cancel`, or call the previous handler of SIGINT, which may raise."""
+        """Raise the error of `cancel`, or else call SIGINT's previous handler for each signal.
+
+        The handler may raise. Without an error or a signal since the last call, do nothing.
+        """
         error, self._error = self._error, None
         if error is not None:
             raise error

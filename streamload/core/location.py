@@ -170,7 +170,7 @@ def local(path: str | os.PathLike[str]) -> Path:
 
 
 def without_secrets(text: str) -> str:
-    """Return the part of a possibly broken URL that is safe to show: passwords may end anywhere."""
+    """Return a perhaps broken URL with "..." for possible secrets: passwords may end anywhere."""
     if _PLAIN.fullmatch(text):
         return text
     scheme = _SCHEME.match(text.lstrip())

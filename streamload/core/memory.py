@@ -191,7 +191,7 @@ class Budget:
         return Size(self.host_nbytes) if key == STAGING else self.devices.get(key, self.default)
 
     def with_host(self, nbytes: int) -> Fit:
-        """Return an error's advice: write this budget with at least ``nbytes`` of host staging."""
+        """Return an error's suggestion: this budget with at least ``nbytes`` of host staging."""
         given = [str(self.default)] if self.default is not None else []
         if self.named:
             given = ["{" + ", ".join(f'"{name}": {size}' for name, size in self.named) + "}"]
@@ -340,9 +340,9 @@ def first_that_fits(
 ) -> _Way:
     """Return the first alternative whose bytes fit into free host memory.
 
-    ``ways`` lists (alternative, bytes needed), the preferred one first; it is returned if free
-    memory is unknown. ``largest`` lists (name, bytes) of the last one's largest parts, for the
-    error.
+    ``ways`` lists (alternative, bytes needed), the preferred one first, which is returned if free
+    memory is unknown. ``largest`` lists (name, bytes) of the largest allocations of the last
+    alternative, for the error.
 
     Raises:
         PlanInfeasibleError: none fits.
@@ -440,7 +440,7 @@ def _decimal(text: str) -> int | None:
 
 
 def proc_fields(path: Path) -> dict[str, int]:
-    """Return the numbers by name of a file with lines such as ``name 12`` or ``name: 12 kB``."""
+    """Return a file's numbers by name; 12 for a line ``name 12`` or ``name: 12 kB``."""
     lines = (line.split() for line in file_text(path).split("\n"))
     return {
         line[0].rstrip(":"): int(line[1]) for line in lines if len(line) > 1 and line[1].isdecimal()

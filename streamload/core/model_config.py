@@ -23,7 +23,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def language_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """Return the language model's part of a configuration, and its ``model_type``."""
+    """Return the language model's settings, nested in ``config`` or all, and its ``model_type``."""
     values, kind = config, str(config.get("model_type"))
     while part := next((v for k in _PARTS if isinstance(v := values.get(k), Mapping)), None):
         # a part without a type: the text model of "gemma3" is "gemma3_text"

@@ -13,12 +13,12 @@ Patterns = str | Sequence[str]
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a name matches at least one pattern."""
+    """Whether a name matches at least one glob pattern (case-sensitive)."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def fits(pattern: str, names: Iterable[str]) -> bool:
-    """Whether a pattern matches at least one name, or is "*"."""
+    """Whether a glob pattern (case-sensitive) matches at least one name, or is "*"."""
     return pattern == "*" or any(fnmatchcase(name, pattern) for name in names)
 
 

@@ -151,7 +151,7 @@ class Block(NamedTuple):
 
     @property
     def is_all(self) -> bool:
-        """Whether it is the whole tensor."""
+        """Whether the block is the whole tensor."""
         return self.shape == self.whole
 
 
@@ -199,8 +199,9 @@ class RowTranspose:
     half-split per head; with ``(heads, 2, head_dim / 2)`` they become interleaved, and with
     ``(heads, head_dim / 2, 2)`` they go back.
 
-    Permuted rows may be parts of the tensor's rows, which then hold ``inner`` of them, or a
-    multiple: ``(1, r, c)`` transposes a matrix of shape (r, c), ``(n, r, c)`` n stacked matrices.
+    A permuted row may be shorter than a row of the tensor, which then holds ``inner`` permuted
+    rows, or a multiple of ``inner``. So ``(1, r, c)`` transposes a matrix of shape (r, c), with
+    single elements as rows, and ``(n, r, c)`` transposes n stacked matrices.
     """
 
     groups: int
@@ -209,5 +210,5 @@ class RowTranspose:
 
     @property
     def rows(self) -> int:
-        """Number of rows that the permutation needs."""
+        """Number of permuted rows: groups times outer times inner."""
         return self.groups * self.outer * self.inner
