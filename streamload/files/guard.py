@@ -84,7 +84,8 @@ class Guard:
     """Detects changes of an open file: write ``with guard:`` around reads of its bytes.
 
     Any number of threads may be inside at once. Entering and leaving raise CheckpointError if the
-    file has changed or a writer waits for it; every later use raises it again.
+    file has changed, or another process waits, blocked by the lease, to write to it or truncate it.
+    Every later use raises the error again.
     """
 
     def __init__(

@@ -148,7 +148,11 @@ class Header:
         return Header, tuple(dict(v) if isinstance(v, MappingProxyType) else v for v in values)
 
     def fingerprint(self) -> dict[str, str | int]:
-        """Return a JSON object that changes with the file, unless it only moves; reads no file."""
+        """Return the file's length, times and inode as a JSON object; reads no file.
+
+        The object changes if the file is changed or replaced, but not if the file is moved. If
+        `state` is None it has the path instead, with the length, and of a URL the version.
+        """
         # both times, since users can set only one; no device number, since many filesystems get
         # another one at each mount
         found: dict[str, str | int] = {"nbytes": self.file_nbytes}
@@ -182,7 +186,10 @@ def open_regular(path: Path) -> FileIO:
 
 
 def check_memory(path: Location, nbytes: int, raw: bytes = b"") -> None:
-    """Raise PlanInfeasibleError if free memory is too small to parse ``nbytes`` of JSON."""
+    """Raise PlanInfeasibleError if free memory is too small to parse ``nbytes`` of JSON.
+
+    ``raw`` is the JSON, if it was read already: its members are counted, too.
+    """
     # ``raw`` is the JSON itself if it was read already: its colons give the number of members
     if nbytes >= _LONG_NBYTES:
         needed_nbytes = _COPIES * nbytes + _MEMBER_NBYTES * raw.count(b":")
@@ -235,7 +242,7 @@ def parse_json_object(raw: bytes, path: Location) -> dict[str, Any]:
 
 
 def check_strings(entries: Any, path: Location, what: str) -> dict[str, str]:
-    """Return ``entries``, called ``what``; HeaderError unless it is a JSON object of strings."""
+    """Return ``entries``; raise HeaderError about ``what`` unless a JSON object of strings."""
     found = check_object(entries, path, what)
     for key, value in found.items():
         if type(value) is not str or not (is_text(key) and is_text(value)):
@@ -246,7 +253,7 @@ def check_strings(entries: Any, path: Location, what: str) -> dict[str, str]:
 
 
 def check_object(value: object, path: Location, what: str) -> dict[str, Any]:
-    """Return ``value``, called ``what``; HeaderError unless it is a JSON object of unique names."""
+    """Return ``value``; raise HeaderError about ``what`` unless an object with unique names."""
     if type(value) is dict:
         return value
     if isinstance(value, RepeatedNames):

@@ -407,7 +407,7 @@ class DirectReader(PreadReader):
         return self._direct.fileno()
 
     def scatter(self, start: int, addresses: Addresses, sizes: Addresses) -> bool:
-        """Read through the page cache if `stop_ahead` was called (few pages enter); else False."""
+        """After `stop_ahead`, read through the page cache (few pages enter); else return False."""
         exact = self._most_nbytes == EXACT_NBYTES
         return exact and super().scatter(start, addresses, sizes)
 

@@ -50,10 +50,10 @@ MARGIN_NBYTES = 2**28
 def resident_fraction(file: str | os.PathLike[str] | int) -> float | None:
     """Return the fraction of a file in the page cache; takes about 0.7 ms for any length.
 
-    It is 1 for an empty file, and None if the system gives none or there is no such file. Files of
-    up to 4 MiB are measured whole, longer ones in 64 samples. No byte is touched, unless the user
-    neither owns the file nor may write it: mincore(2) would answer "all resident". There RWF_NOWAIT
-    reads 64 single bytes; pages that it brings in are dropped again.
+    The result is 1 for an empty file, and None if the system gives no information or there is no
+    such file. Files of up to 4 MiB are measured whole, longer ones in 64 samples, by mincore(2),
+    which touches no byte. If the user neither owns the file nor may write it, mincore would answer
+    "all resident": then RWF_NOWAIT reads 64 single bytes; pages brought in by it are dropped again.
     """
     try:
         if not stat.S_ISREG(os.stat(file).st_mode):
@@ -263,7 +263,7 @@ class PageCache:
         )
 
     def count(self, *, read_nbytes: int = 0, dropped_nbytes: int = 0) -> None:
-        """Add to the bytes of the load that were read so far and to those that were dropped."""
+        """Add bytes to the load's two counts: file bytes read, and bytes dropped from the cache."""
         with self._lock:
             self._read_nbytes += read_nbytes
             self.dropped_nbytes += dropped_nbytes
@@ -288,7 +288,7 @@ class ShardCache:
 
     @property
     def drops(self) -> bool:
-        """Whether `done` may drop pages; if not, only the length of its range counts."""
+        """Whether `done` may drop pages; if not, it only counts the bytes of its range."""
         return bool(self._absent)
 
     def done(self, start: int, stop: int) -> None:
@@ -319,7 +319,7 @@ class ShardCache:
                 self._fd = -1
 
     def _add(self, start: int, stop: int) -> list[int]:
-        """Merge a range that was read into `_read`, as not dropped, and return its entry there."""
+        """Merge a range, read but not dropped, into `_read`; return [start, stop, end of drop]."""
         first = bisect_left(self._read, start, key=lambda span: span[1])
         last = bisect_right(self._read, stop, key=lambda span: span[0])
         touched = self._read[first:last]

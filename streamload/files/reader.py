@@ -19,10 +19,10 @@ Addresses: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 class Reader(ABC):
     """One open shard, read by byte range. Any number of threads may use it at once.
 
-    Close it after their calls. Subclasses implement `_read`. Reads raise TruncatedFileError or
-    FileChangedError if the file has changed or a writer waits for it, CheckpointError if the bytes
-    cannot be read (the target's content is undefined then), and ValueError if the range is not
-    within the file or the reader is closed.
+    Close it after the calls of all threads. Subclasses implement `_read`. Reads raise
+    TruncatedFileError or FileChangedError if the file has changed or another process waits to write
+    to it, CheckpointError if the bytes cannot be read (the target's content is undefined then), and
+    ValueError if the range is not within the file or the reader is closed.
 
     Attributes:
         path: the file.
@@ -137,10 +137,11 @@ class Reader(ABC):
         """
 
     def unchanged(self) -> AbstractContextManager[None]:
-        """Return a context for reads from `fileno` or a map of it, which detects changes.
+        """Return a context that detects changes, for reads from `fileno` or from a map of the file.
 
         Entering and leaving raise CheckpointError if the file has changed since its header was
-        read, or a writer waits for it. `view`, `read_into` and `read_aligned` enter it themselves.
+        read, or another process waits to write to it. `view`, `read_into` and `read_aligned` enter
+        the context themselves.
         """
         return nullcontext()
 

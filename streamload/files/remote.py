@@ -83,7 +83,7 @@ def read_file(url: Url, most_nbytes: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The beginning of a file on a server, and facts from the response's headers."""
+    """The beginning of a file on a server, with the file's length, version and content type."""
 
     url: Url  # with the file's version
     nbytes: int | None  # the file's length; None if unknown
@@ -278,7 +278,7 @@ class _File:
         return self._insist(attempt, gave_up)
 
     def look(self, most_nbytes: int) -> Look:
-        """Return the first ``most_nbytes`` bytes of the file, and facts from the headers."""
+        """Return the file's first ``most_nbytes`` bytes, its length, version and content type."""
 
         def attempt() -> Look:
             with self._response(None) as (response, body):
@@ -323,7 +323,10 @@ class _File:
     def _insist(
         self, attempt: Callable[[], T], gave_up: Callable[[str], CheckpointError] | None = None
     ) -> T:
-        """Return ``attempt()``, retried after `_Again`; raise ``gave_up(reason)`` at the limit."""
+        """Return ``attempt()``, retried after `_Again` up to the limit of tries without progress.
+
+        Then raise ``gave_up(reason)``, or without ``gave_up`` a CheckpointError with the reason.
+        """
         tries = in_a_row = 0
         while True:
             self._check_stopped()
@@ -347,7 +350,7 @@ class _File:
     def _response(
         self, byte_range: str | None
     ) -> Iterator[tuple[httpx2.Response, Iterator[bytes]]]:
-        """Send a GET request; yield response and body, or raise `_Again` for a passing status."""
+        """Send a GET request; yield response and body, or raise `_Again` for a transient status."""
         moved = self._moved
         with (
             self._attempt() as attempt,
@@ -569,7 +572,7 @@ class _File:
 
 
 def _version(headers: Mapping[str, str], known: str) -> str:
-    """Return a file's version in response headers, as "ETag: ..."; ``known`` is an earlier one."""
+    """Return a file's version, such as "ETag: ...", of the kind of ``known``; "" without any."""
     kinds = (known.partition(": ")[0],) if known else _VALIDATORS
     for kind in kinds:
         if value := headers.get(kind, "").removeprefix("W/"):
