@@ -39,7 +39,7 @@ _DIRECT_WITH_NATIVE_HALF = frozenset(
 
 
 def _hub(v: Vector, src: DType, dst: DType, x: str) -> str:
-    """Write LLVM IR that converts elements ``x`` to float32 bits, the input of `NARROW`."""
+    """Write IR that converts elements to float32 bits, the input of `NARROW`; return their name."""
     if dst.code == "F32" and src.code == "F64":
         return nearest_f32(v, x)  # the one rounding there is
     return WIDEN[src.code](v, x)
@@ -50,7 +50,8 @@ def _plain(
 ) -> tuple[str, list[str]]:
     """Write IR that casts elements, each zero or in `plain_range`; return them and new counts.
 
-    ``sums`` are the counts so far, none if empty; ``direct``: the CPU has an instruction for this.
+    ``sums`` are counts so far of elements that overflowed, became zero, and changed in value; empty
+    if nothing is counted. ``direct``: the CPU has an instruction for the cast.
     """
     source, target = FLOATS[src.code], FLOATS[dst.code]
     lost = source.mantissa_bits - target.mantissa_bits
@@ -257,7 +258,7 @@ FUNCTION = HostFunction("cast", (c_void_p, c_void_p, c_uint64, c_void_p), is_kep
 
 
 def compile_kernel(src: DType, dst: DType, *, clamp: bool = False) -> Kernel:
-    """Compile the cast of a pair of `floats.PAIRS`; see `HostFunction.kernel` and `kernel_ir`."""
+    """Return the compiled `kernel_ir` of a pair of `floats.PAIRS`; see `HostFunction.kernel`."""
     clamp = clamp and overflow_start(src, dst) is not None
     ir = partial(kernel_ir, src, dst, clamp=clamp)
     return FUNCTION.kernel((src, dst, clamp), (src.name, dst.name), ir)

@@ -58,14 +58,14 @@ def blocks(numel: int) -> int:
 def cast_ptx(src: DType, dst: DType, *, clamp: bool) -> str:
     """Return PTX of the cast kernel `SYMBOL`: ``cast(u64 src, u64 out, u64 numel, u64 tally)``.
 
-    The kernel casts ``numel`` elements from device address ``src`` on to device address ``out`` on,
-    each a multiple of the size of an element there. If those sizes are equal ``out`` may be
-    ``src``; otherwise the two do not overlap. To the three 64-bit counts at device address
-    ``tally`` (a multiple of 8) it adds how many finite elements overflowed, how many nonzero ones
-    became zero, and how many changed in value at all, those two included; a lossless pair does not
-    use it. A launch that counts takes fewer than 2^32 elements. It is launched in any number of
-    blocks (`blocks` suggests one) of `BLOCK_THREADS` threads in one dimension, without dynamic
-    shared memory.
+    The kernel reads ``numel`` elements from device address ``src`` on, and writes them cast from
+    device address ``out`` on. Each address is a multiple of the size of its elements. If both sizes
+    are equal ``out`` may be ``src``; otherwise the two do not overlap. To the three 64-bit counts
+    at device address ``tally`` (a multiple of 8) it adds how many finite elements overflowed, how
+    many nonzero ones became zero, and how many changed in value at all, those two included; a
+    lossless pair does not use it. A launch that counts takes fewer than 2^32 elements. It is
+    launched in any number of blocks (`blocks` suggests one) of `BLOCK_THREADS` threads in one
+    dimension, without dynamic shared memory.
 
     Args:
         src: dtype of the source.

@@ -90,8 +90,8 @@ def make_cast(
             knows the tensor, and raises if ``overflowed``.
 
     Returns:
-        A function that any thread may call, several at once. Copies and
-        kernels drop the GIL and allocate nothing; "numpy" takes a few MB.
+        A function (source bytes, target memory) -> `CastCounts`, for any threads at once. Copies
+        and kernels drop the GIL and allocate nothing; "numpy" takes a few MB.
 
     Raises:
         UnsupportedCastError: there is no such cast, or this machine cannot do it.

@@ -205,7 +205,7 @@ class ScaledLayout(Layout):
         self.dtype = PACKED[kind]
 
     def refused(self, weight: QuantizedWeight) -> str:
-        """Return why a weight is refused, an extra tensor that is not decoded, or "" if none is."""
+        """Return why a weight is refused (it has a tensor that no decoder reads), or ""."""
         more = [role for role in self.other_roles if role in weight.members]
         return f"it has {more[0]} beside its scales" if more else ""
 

@@ -52,7 +52,7 @@ class Blocks(Layout):
 
     @abstractmethod
     def instructions(self, b: BlockWriter) -> None:
-        """Write IR that decodes a block, and `BlockWriter.store` all of its elements in order."""
+        """Write IR that decodes a block and stores all elements in order (`BlockWriter.store`)."""
 
     def decoder(
         self, info: Packed, dst: DType, read: Read, engine: Engine, out_of_range: OutOfRange
@@ -223,5 +223,5 @@ def kernel_ir(layout: Blocks, *, native_half: bool, architecture: str) -> str:
 
 
 def compile_kernel(layout: Blocks) -> Kernel:
-    """Compile the kernel that decodes a layout's blocks; see `HostFunction.kernel`."""
+    """Return the compiled kernel that decodes blocks; see `kernel_ir`, `HostFunction.kernel`."""
     return FUNCTION.kernel(layout, (layout.name, F32.name), partial(kernel_ir, layout))

@@ -123,7 +123,7 @@ def _kernel_ir(values: Values, dst: DType, clamp: bool, turned: bool) -> str:
 
 
 def _scale_index(t: ThreadWriter, number: str) -> str:
-    """Write LLVM IR that computes the index of the scale of element ``number`` of the weight."""
+    """Write IR of the index of the scale of element ``number`` of the weight; return its name."""
     row_number, column = _divided(t, number, "%width")
     matrix, row = _divided(t, row_number, "%rows")
     down, across = t.op("udiv", "i32", row, "%tall"), t.op("udiv", "i32", column, "%wide")
@@ -133,7 +133,7 @@ def _scale_index(t: ThreadWriter, number: str) -> str:
 
 
 def _moved(t: ThreadWriter, number: str) -> str:
-    """Write IR that computes the index of element ``number`` of the weight in its transpose."""
+    """Write IR of the index of element ``number`` in the transposed weight; return its name."""
     line, column = _divided(t, number, "%inner")
     group, line = _divided(t, line, "%outer")
     row = t.op("add", "i32", t.op("mul", "i32", group, "%inner"), column)
@@ -147,5 +147,5 @@ def _divided(t: ThreadWriter, x: str, by: str) -> tuple[str, str]:
 
 
 def _generic(t: ThreadWriter, address: str, offset: str = "0") -> str:
-    """Write LLVM IR that makes an address a generic pointer, as the host's instructions use."""
+    """Return the instruction that makes an address a generic pointer, as the host's IR uses."""
     return f"addrspacecast ptr addrspace(1) {t.place(address, offset)} to ptr"

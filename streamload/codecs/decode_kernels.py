@@ -48,7 +48,7 @@ class Values(ABC):
 
     @abstractmethod
     def instructions(self, v: Vector, codes: str) -> str:
-        """Write LLVM IR from codes (i8) to float32 values; ``%table`` points to `Weight.table`."""
+        """Write IR from codes (i8) to float32, by ``%table`` (`Weight.table`); return its name."""
 
     @abstractmethod
     def decoded(self, codes: Array, table: Array) -> Array:
@@ -325,6 +325,6 @@ def kernel_ir(
 
 
 def compile_kernel(values: Values, dst: DType, *, clamp: bool) -> Kernel:
-    """Compile the kernel that dequantizes values to ``dst``; see `HostFunction.kernel`."""
+    """Return the compiled kernel that dequantizes; see `kernel_ir`, `HostFunction.kernel`."""
     ir = partial(kernel_ir, values, dst, clamp=clamp)
     return FUNCTION.kernel((values, dst, clamp), (values.name, dst.name), ir)

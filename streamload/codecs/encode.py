@@ -31,7 +31,7 @@ _NO_STATISTICS: Array = np.empty(0, np.float32)
 
 
 class Encoded(NamedTuple):
-    """The result of quantizing units in numpy.
+    """The result of quantizing units (see `Quantized`) in numpy.
 
     Attributes:
         codes: the quantized units as bytes, one unit a row.
@@ -77,6 +77,8 @@ class Encoder(ABC):
 @dataclass(frozen=True)
 class Quantized(ABC):
     """How one tensor is quantized: its units and the arrays stored for it; see `Scheme.of`.
+
+    A unit is a run of elements that is quantized on its own, such as a block, a group or a row.
 
     Attributes:
         format: the scheme's name.
@@ -145,7 +147,7 @@ class Quantized(ABC):
         return ()
 
     def constants(self, offset: float = 0.0) -> dict[str, Array]:
-        """Return the parts, by suffix, that depend on no statistics but their mean, ``offset``."""
+        """Return arrays by suffix of the parts that use no statistic but their mean, ``offset``."""
         return {}
 
     def codes_nbytes(self, numel: int) -> int:
@@ -156,7 +158,7 @@ class Quantized(ABC):
 
 @dataclass(frozen=True)
 class Units(Quantized):
-    """A `Quantized` whose units kernels encode, on the host and on CUDA."""
+    """A tensor whose units are quantized by kernels on the host and CUDA; see `Quantized`."""
 
     @property
     @abstractmethod
@@ -174,12 +176,12 @@ class Units(Quantized):
 
     @property
     def device_parts(self) -> tuple[str, ...] | None:
-        """The part of the statistics, if units have any; see `Quantized.device_parts`."""
+        """The suffix of the statistics' array, if units have statistics, in a tuple; else ()."""
         return (self.parts[1].suffix,) if self.has_statistics else ()
 
     @property
     def on_cuda(self) -> tuple[Quantized, ...]:
-        """This variant, since CUDA computes alike; see `Quantized.on_cuda`."""
+        """This tensor alone: CUDA's output equals the CPU's; see `Quantized.on_cuda`."""
         return (self,)
 
     def finished(self, statistics: Array) -> dict[str, Array]:
@@ -276,7 +278,7 @@ def as_bytes(array: Any) -> memoryview:
 
 
 def cleaned(x: Array) -> tuple[Array, int, int]:
-    """Replace NaN by 0, infinity by its row's largest finite magnitude; return rows and counts."""
+    """Set NaN to 0, inf to its row's largest finite magnitude; return rows, counts of NaN, inf."""
     finite = np.isfinite(x)
     if finite.all():
         return x, 0, 0

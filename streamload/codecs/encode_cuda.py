@@ -156,7 +156,7 @@ class _Writer(UnitWriter):
         return loop(self.t, "%start", stop, self.members * self.each, carried, body)
 
     def _scan(self, source: str, stop: str, counts: list[str]) -> tuple[str, list[str]]:
-        """Write IR of a unit's largest finite magnitude, for all threads; return it and counts."""
+        """Write IR of a unit's largest finite magnitude, for all threads; return it, new counts."""
         t = self.t
 
         def body(at: str, carried: list[str]) -> list[str]:
@@ -213,7 +213,7 @@ class _Writer(UnitWriter):
     def _with_sign(self, source: str, most: str, value: str) -> str:
         """Write IR of a unit's largest magnitude with the sign of its first element that has it.
 
-        Each thread of the warp takes one element.
+        ``value`` is that magnitude as float32. Each thread of the warp takes one element.
         """
         t = self.t
         assert self.recipe.numel == WARP

@@ -84,7 +84,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def scalars(self, one: Vector, largest: str) -> Scalars:
-        """Write IR of values that a unit's elements share, as a scale, by its largest magnitude."""
+        """Write IR of a unit's common values, such as its scale, from its largest magnitude."""
 
     @abstractmethod
     def encode(self, v: Vector, x: str, scalars: Sequence[str]) -> tuple[str, str]:
@@ -297,7 +297,7 @@ class _Writer(UnitWriter):
         one.lines.append(f"store i64 {one.op('add', 'i64', before, value)}, ptr {place}")
 
     def _with_sign(self, source: str, largest: str, value: str) -> str:
-        """Write LLVM IR of the largest magnitude with the sign of the first element that has it."""
+        """Write IR of ``value``, the largest magnitude, with the sign of its first element."""
         v, one, lane = self.wide, self.one, self.lane
         assert self.recipe.numel == _WIDTH
         most = splat(v, lane, largest)
@@ -410,5 +410,5 @@ def kernel_ir(recipe: Recipe, src: DType, *, native_half: bool, architecture: st
 
 
 def compile_kernel(recipe: Recipe, src: DType, name: str) -> Kernel:
-    """Compile the kernel of the scheme ``name`` from its recipe; see `HostFunction.kernel`."""
+    """Return the compiled kernel of scheme ``name``; see `kernel_ir`, `HostFunction.kernel`."""
     return FUNCTION.kernel((recipe, src), (src.name, name), partial(kernel_ir, recipe, src))

@@ -221,14 +221,14 @@ def numbers(values: Iterable[int]) -> str:
 
 
 def shuffle(v: Vector, of: str, a: str, b: str, order: Sequence[int]) -> str:
-    """Write IR that picks elements of two vectors of type ``of``; in ``order``, b's follow a's."""
+    """Write IR of elements ``order`` of ``a`` joined with ``b`` (type ``of``); return its name."""
     return v.emit(f"shufflevector {of} {a}, {of} {b}, <{len(order)} x i32> {numbers(order)}")
 
 
 def chosen(
     v: Vector, scalar: str, masks: Iterable[str], values: Sequence[str | float]
 ) -> str | float:
-    """Write IR that selects one of 2^n values per element; n ``masks``: index bits, low first."""
+    """Write IR of one of 2^n values per element; n ``masks``: index bits, low first; return it."""
     some = list(values)
     for mask in masks:
         pairs = zip(some[1::2], some[::2], strict=True)
@@ -270,7 +270,7 @@ def square_sum(v: Vector, x: str, total: str) -> str:
 
 
 def clean(v: Vector, source: FloatFormat, x: str, largest: str) -> str:
-    """Write IR that replaces NaN by 0 and limits magnitudes to ``largest``; all are float bits."""
+    """Write IR on float bits: NaN becomes 0, magnitudes at most ``largest``; return its name."""
     lane = f"i{source.bits}"
     magnitude = v.op("and", lane, x, source.magnitude)
     is_nan = v.op("icmp ugt", lane, magnitude, source.special)

@@ -49,12 +49,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class QuantCounts:
-    """Errors and counts of quantized elements; ``+`` joins those of two sets of elements.
+    """Errors and counts of quantized elements; ``+`` joins the counts of two sets of elements.
 
     Attributes:
-        largest_error: the largest difference between an element and its codes, decoded; infinite
-            if they decode to infinity or NaN.
-        squared_error: sum of the squares of those differences.
+        largest_error: the largest difference between an element and its decoded code; infinite if
+            a code decodes to infinity or NaN.
+        squared_error: sum of the squares of all such differences.
         squared: sum of the squares of the elements.
         largest: the largest magnitude of an element.
         numel: elements.
@@ -137,7 +137,7 @@ def stepped(x: Array, steps: int) -> Array:
 
 
 def check_source(name: str, shape: tuple[int, ...], src: DType) -> None:
-    """Raise ValueError if a scheme cannot quantize: no elements, or not float32, bf16, float16."""
+    """Raise ValueError, naming scheme ``name``, for no elements or not float32, bf16, float16."""
     if src not in SOURCES:
         raise ValueError(
             f"{name} is made from {', '.join(d.name for d in SOURCES)}, not from {src.name}"

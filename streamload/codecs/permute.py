@@ -58,7 +58,8 @@ class Permutation:
         Args:
             first: index of the first element, in the order of the output.
             out: receives the elements, as unsigned integers of their width.
-            fill: reads a tile of the stored order.
+            fill: called with (first element, elements from a line to the next, tile); fills the
+                tile from the stored order, and returns the counts of its cast.
             most_numel: the most elements that `fill` may span, those between lines included; a
                 single row may be longer.
         """
@@ -172,7 +173,7 @@ def _kernel_ir(itemsize: int) -> str:
 
 
 def _transposed(v: Vector, of: str, rows: list[str]) -> list[str]:
-    """Write LLVM IR that transposes a block of 8 x 8, a vector of type ``of`` for each row."""
+    """Write IR that transposes 8 x 8 elements, ``rows`` of vector type ``of``; return new rows."""
     half = _BLOCK // 2
     every = [number for i in range(_BLOCK) for number in (i, i + _BLOCK)]
     for _ in range(_BLOCK.bit_length() - 1):

@@ -197,7 +197,7 @@ def finder_of(leaf: str) -> Find | None:
 
 
 def complete_of(weight: QuantizedWeight) -> tuple[TensorInfo, Complete] | None:
-    """Return the tensor whose bytes state a weight's shape, and the function that adds it."""
+    """Return the tensor that states a weight's shape and the function to add it, or None."""
     _import_all()
     found = ((weight.members.get(role), add) for role, add in _complete.items())
     return next(((info, add) for info, add in found if info is not None), None)
@@ -232,7 +232,7 @@ class CodedWeight(NamedTuple):
         return _made(self.format, self.matrix)
 
     def names(self, codes: str) -> list[str]:
-        """Return the names of all arrays of the weight if that of the codes is ``codes``."""
+        """Return the names of all arrays of the weight, given the name of the array of codes."""
         return [part.name(codes) for part in self.made.parts]
 
 

@@ -154,7 +154,7 @@ class _Recipe(Recipe):
 
 
 def _code(v: Vector, masks: Sequence[str], order: tuple[int, ...]) -> str:
-    """Write IR that maps ranks to codes by ``order``; ``masks`` are ranks' bits, highest first."""
+    """Write IR of ranks' codes by ``order``; ``masks``: ranks' bits, highest first; return name."""
     if order != tuple(range(16)):
         return str(chosen(v, "i32", reversed(masks), order))
     bits = [v.select(mask, "i32", 8 >> index, 0) for index, mask in enumerate(masks)]
@@ -400,7 +400,7 @@ def _marks(leaf: str) -> bool:
 
 
 def _find(layouts: Layouts, info: TensorInfo) -> QuantizedWeight | None:
-    """Return the 4-bit weight of a tensor, or None; `_with_state` adds its shape later."""
+    """Return the 4-bit weight that a tensor is part of, or None; `_with_state` adds its shape."""
     leaf = info.name.rpartition(".")[2]
     weight = info.name.removesuffix(f".{leaf}")
     if leaf.startswith("bitsandbytes__"):
@@ -449,7 +449,7 @@ def _find(layouts: Layouts, info: TensorInfo) -> QuantizedWeight | None:
 
 
 def _with_state(layouts: Layouts, weight: QuantizedWeight, data: bytes) -> QuantizedWeight:
-    """Return the weight with the shape, block and dtype of its state's JSON, checked by headers."""
+    """Return the weight with shape, block, dtype of ``data``, its state's JSON, once checked."""
     info = weight.members["quant_state"]
 
     def refuse(problem: str, expected: object, found: object) -> NoReturn:

@@ -57,7 +57,7 @@ def nested_ptx() -> str:
 
 
 def _nest(t: ThreadWriter, block: str) -> list[str]:
-    """Write LLVM IR of one thread of the warp that quantizes a block of values."""
+    """Write a loop's body, in which a warp quantizes block number ``block``; nothing is carried."""
     begin = t.op("mul", "i64", block, BLOCK)
     values, places = [], []
     most = "0"
@@ -84,7 +84,7 @@ def _nest(t: ThreadWriter, block: str) -> list[str]:
 
 
 def _searched(t: ThreadWriter, x: str) -> str:
-    """Write LLVM IR of the code of a scaled value, found as by bitsandbytes' `dQuantize`."""
+    """Write IR of a scaled value's code, found as by bitsandbytes' `dQuantize`; return its name."""
 
     def value(index: str) -> str:
         return t.load("float", 4, "%map", t.convert("zext", "i32", index, "i64"))

@@ -23,7 +23,7 @@ _PARTS = range(_NUMEL // WIDTH)
 
 
 def _at_places(packed: Array, bits: int, width: int) -> Array:
-    """Unpack codes of ``bits`` bits: of each ``width`` bytes the lowest ones, then the next."""
+    """Unpack codes: of each ``width`` bytes the lowest ``bits`` bits, then the next, and so on."""
     groups = packed.reshape(len(packed), -1, 1, width)
     places = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     found: Array = ((groups >> places) & (2**bits - 1)).reshape(len(packed), -1)

@@ -215,7 +215,7 @@ class _Encoder(Encoder):
         return as_bytes(filled)
 
     def _emptied(self, found: Array, counts: QuantCounts, numel: int) -> QuantCounts:
-        """Clear the bits of the zeros that `_filled` added, and return counts without them."""
+        """Clear in ``found`` the codes of zeros from `_filled`; return ``counts`` without them."""
         tensor = self._tensor
         last = found.reshape(-1, tensor.row_groups)[:, -1]
         per_word = 32 // tensor.bits

@@ -53,7 +53,7 @@ _OTHERS = (
 
 
 def nearest(v: Vector, x: str) -> tuple[str, str]:
-    """Write LLVM IR that rounds float32 values below 2^22, ties to even, to i32 and to float32."""
+    """Write IR that rounds float32 values below 2^22, ties to even; return i32s and float32s."""
     raised = v.op("fadd", "float", x, _ROUNDER)
     bits = v.as_bits(raised)
     return v.op("sub", "i32", bits, _ROUNDER_BITS), v.op("fsub", "float", raised, _ROUNDER)
