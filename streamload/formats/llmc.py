@@ -77,7 +77,7 @@ class LlmC(FormatWriter):
 
     @staticmethod
     def asked(dtype: Any, quant: Any) -> tuple[Any, Any]:
-        """Return one dtype for all tensors, float32 by default; raise ValueError for ``quant``."""
+        """Return (name of one dtype, None), float32 by default; raise ValueError for ``quant``."""
         if quant is not None:
             raise ValueError(f'llm.c reads no quantised weights: dtype="bfloat16", not {quant!r}')
         found = F32 if dtype is None else None

@@ -279,7 +279,7 @@ class MLC(FormatWriter):
 
     @staticmethod
     def asked(dtype: Any, quant: Any) -> tuple[Any, Any]:
-        """Return the dtype and scheme that ``quant`` stands for; raise ValueError without it."""
+        """Return (dtype, scheme or None) of ``quant``; ValueError for None, or for a ``dtype``."""
         known = (*_QUANTS, *_PLAIN)
         if quant not in known:
             raise ValueError(f"mlc needs quant=, one of {', '.join(known)}, not {quant!r}")
@@ -346,7 +346,7 @@ def _family(model: Model) -> _Family:
 
 
 def _as_read(model: Model, parameter: _Parameter, parts: Sequence[Target]) -> Target:
-    """Return ``parameter``, made of ``parts``, as MLC reads it: joined, transposed or quantized."""
+    """Return MLC's tensor to write: the sources ``parts`` joined, transposed or quantized."""
     # ``made`` is None, for one contiguous read, if it is quantized in the file's order, except if
     # it is dequantized first or shares its source with another tensor
     first, name = parts[0], parameter.name
@@ -372,7 +372,10 @@ def _as_read(model: Model, parameter: _Parameter, parts: Sequence[Target]) -> Ta
 def _strips(
     model: Model, parameter: _Parameter, made: Joined, first: Target, shape: tuple[int, ...]
 ) -> tuple[Joined, tuple[int, ...]]:
-    """Return a weight reordered as q4f16_0 stores it, and the shape (groups of a row, rows, 32)."""
+    """Return a weight reordered as q4f16_0 stores it, and the shape (groups of a row, rows, 32).
+
+    ``made`` has the weight's elements, ``shape`` is (rows, columns); errors name ``first``.
+    """
     rows, columns = shape
     groups, rest = divmod(columns, _GROUP)
     if rest:

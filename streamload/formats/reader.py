@@ -112,7 +112,7 @@ class FormatReader(Protocol):
         """
 
     def keyed(self, key: str | None) -> FormatReader:
-        """Return the reader of the dict at ``key`` in a file; see `open_checkpoint`.
+        """Return a reader of the dict at ``key`` in files (see `open_checkpoint`), self for None.
 
         Raises:
             ValueError: there is a key, and files of this format have none.
@@ -130,9 +130,9 @@ class FormatReader(Protocol):
         return ()
 
     def documents(self, headers: Sequence[Header]) -> Mapping[str, bytes]:
-        """Return other files of a checkpoint that these contain, by name, except config.json.
+        """Return the bytes of other files that a checkpoint's files contain, by file name.
 
-        A tokenizer, for example; for conversion to safetensors.
+        A tokenizer, for example, but not config.json; for conversion to safetensors.
 
         Raises:
             CheckpointError: the files cannot be read.
@@ -240,7 +240,7 @@ class LocalFile:
 
 @contextmanager
 def open_location(path: str | os.PathLike[str]) -> Iterator[LocalFile | remote.RemoteFile]:
-    """Yield an open file of this machine or a server, to read its header; as `open_file`."""
+    """Yield an open file, a local one by `open_file` or one on a server, to read its header."""
     if isinstance(path, Url):
         with remote.connections():
             yield remote.RemoteFile(path)

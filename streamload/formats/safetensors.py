@@ -101,7 +101,7 @@ def parse_header(raw: bytes, path: Location, file_nbytes: int) -> Header:
 
 
 def _plain(text: bytes, path: Location, file_nbytes: int) -> Header | None:
-    """Return the header if it is as libraries write it, else None for the slower `_strict`."""
+    """Return the header if it is in the usual form; None if `_strict`, slower, has to parse it."""
     # Libraries write tensors that are not empty, in the order of their bytes, with three keys each.
     # By columns a tensor takes 2.6 microseconds, 0.9 of them for the JSON, with `_strict` 3.9.
     data_start = PREFIX_NBYTES + len(text)
@@ -163,9 +163,9 @@ def _strict(text: bytes, path: Location, file_nbytes: int) -> Header:
 
 
 def json_nbytes(raw: bytes, path: Location, file_nbytes: int) -> int:
-    """Return the bytes of the header's JSON, by the first 8 bytes of the file; raise HeaderError.
+    """Return the length in bytes of the header's JSON, from ``raw``, the first bytes of the file.
 
-    Raise TruncatedFileError if the file ends before.
+    Raise HeaderError for more than a header may have, TruncatedFileError if the file is shorter.
     """
     if len(raw) < PREFIX_NBYTES or file_nbytes < PREFIX_NBYTES:
         problem, found = "is too short for a safetensors file", min(len(raw), file_nbytes)

@@ -138,7 +138,7 @@ class Joined:
         return sum(piece.read_nbytes for piece in self.pieces)
 
     def _flat(self) -> tuple[Slice, ...]:
-        """Return the slices, an outer permutation moved into the only one, or raise ValueError."""
+        """Return slices, `turn` moved into the only one; ValueError unless it is a whole tensor."""
         if self.turn is None:
             return self.pieces
         (piece, *more) = self.pieces
@@ -152,10 +152,10 @@ class Target:
     """A tensor to write; in a `Model`, a tensor of the source with the model's shape.
 
     Attributes:
-        info: the source tensor for error messages; without ``made`` it is the whole source.
+        info: the source tensor for error messages; without ``made``, the whole source.
         dtype: dtype to write, unless quantized.
         quant: scheme to quantize to; None for none.
-        made: the source; None for ``info`` in the order of its file.
+        made: the source elements, joined or permuted; None for ``info`` in the order of its file.
         stored: how ``info`` stores blocks that are copied as they are; ``shape`` counts bytes then.
     """
 
@@ -305,7 +305,10 @@ def numbered(count: int, suffix: str, stem: str = "model") -> list[str]:
 def index_document(
     name: str, files: Sequence[OutFile], **metadata: Mapping[str, int]
 ) -> Mapping[str, bytes]:
-    """Return the index of several files as a document, as Hugging Face has it; {} for one file."""
+    """Return {name: JSON bytes} of Hugging Face's index of several files; {} for one file.
+
+    ``metadata`` are further members of the JSON, by name.
+    """
     if len(files) == 1:
         return {}
     weight_map = {t.name: file.path for file in files for t in file.tensors}
@@ -422,7 +425,10 @@ class FormatWriter(ABC):
 
     @staticmethod
     def asked(dtype: Any, quant: Any) -> tuple[Any, Any]:
-        """Return `convert`'s ``dtype=`` and ``quant=`` as this format understands them.
+        """Return (dtype, quant) to convert to, from `convert`'s ``dtype=`` and ``quant=``.
+
+        Formats fill in defaults and resolve their own schemes; the base class changes nothing.
+
 
         Raises:
             ValueError: the format lacks the dtype or scheme; the message names those it has.

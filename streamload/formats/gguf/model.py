@@ -64,7 +64,7 @@ def architecture_of(path: str | PathLike[str], config: Mapping[str, Any]) -> Arc
 
 
 def type_of(name: str, shape: Sequence[int], asked: TensorType) -> TensorType:
-    """Return a tensor's type to write, by GGUF's name; ``asked`` is the type for matrices."""
+    """Return the type to write for GGUF's tensor ``name``; ``asked`` is the type for matrices."""
     if len(shape) < 2 or name == _POSITIONS:
         return _F32
     return _F16 if shape[-1] % asked.dtype.block else asked
@@ -86,7 +86,11 @@ def metadata(
     config: Mapping[str, Any],
     entries: Sequence[Described],
 ) -> dict[str, Any]:
-    """Return a file's keys but its vocabulary's; raise CheckpointError for a missing setting."""
+    """Return the metadata of a model's GGUF file, except the vocabulary's keys.
+
+    ``entries`` are the model's tensors: the type with the most bytes becomes the file's type. Raise
+    CheckpointError, which names ``path``, for a missing setting.
+    """
     with _naming_config(path):
         settings = metadata_of(config)
     architecture = ARCHITECTURES[settings.pop("general.architecture")]

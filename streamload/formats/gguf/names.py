@@ -474,7 +474,11 @@ def llama3_factors(config: Mapping[str, Any]) -> list[float] | None:
 def _factors(
     base: float, count: int, factor: float, low: float, high: float, context: float
 ) -> list[float]:
-    """Return Llama 3's divisor of each of ``count`` frequencies; see `llama3_factors`."""
+    """Return Llama 3's divisor of each of ``count`` frequencies; see `llama3_factors`.
+
+    ``low`` and ``high`` are config.json's low_freq_factor and high_freq_factor, ``context`` is
+    original_max_position_embeddings, ``base`` rope_theta.
+    """
     out = []
     for at in range(count):
         turns = context * base ** (-at / count) / (2 * math.pi)  # within the original context

@@ -291,7 +291,10 @@ def _sentencepiece_json(read: _Reader) -> dict[str, Any]:
 
 
 def _template(around: Mapping[str, tuple[str, int]]) -> dict[str, Any] | None:
-    """Return the post-processor that puts tokens (``around``) before and after text, or None."""
+    """Return the post-processor that adds the tokens ``around`` text, or None without any.
+
+    ``around`` has (token, id) by role: "bos" goes before the text, "eos" after it.
+    """
     # ``around`` has token and id by role, "bos" and "eos"
     if not around:
         return None

@@ -77,7 +77,7 @@ class GGUF(FormatWriter):
 
     @staticmethod
     def asked(dtype: Any, quant: Any) -> tuple[Any, Any]:
-        """Return dtype, and quant with "*" for all matrices; raise ValueError for other schemes."""
+        """Return dtype and quant by pattern, "*" for all matrices; ValueError for other schemes."""
         rules = quant if isinstance(quant, Mapping) else {"*": quant} if quant is not None else {}
         for found in rules.values():
             if found is not None and found not in _QUANTS:
@@ -244,7 +244,7 @@ def _check_kind(model: Model, name: str, target: Target) -> None:
 
 
 def _stored_type(target: Target) -> TensorType | None:
-    """Return the GGUF type of a weight's blocks, which are copied; None if not stored as such."""
+    """Return the GGUF type of a weight's blocks, which are copied; None for any other tensor."""
     return BLOCKS_OF.get(target.stored.kind) if target.stored is not None else None
 
 

@@ -260,7 +260,7 @@ def _check_layout(fail: Callable[..., HeaderError], tensor: Tensor) -> None:
 
 
 def _axes(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """Return lengths and strides of as few axes as possible: one of stride 1 if contiguous."""
+    """Join axes if possible; return (length, stride) of each: one of stride 1 if contiguous."""
     axes: list[tuple[int, int]] = []
     for n, stride in zip(shape, strides, strict=True):
         if n == 1:

@@ -22,7 +22,7 @@ _SCALARS = frozenset((str, int, float, bool, type(None)))
 
 
 class PickleError(ValueError):
-    """Raised for a pickle that is no torch checkpoint; ``named``: ``found`` is a global's name."""
+    """Raised for a pickle that is no torch checkpoint; if ``named``, ``found`` names a global."""
 
     def __init__(self, problem: str, expected: str, found: str, *, named: bool = False) -> None:
         super().__init__(problem)
@@ -176,7 +176,10 @@ def storage_of(found: Any, refuse: Refuse) -> Storage:
 
 
 def called(function: Any, arguments: Any, refuse: Refuse) -> Any:
-    """Return the record of a function's result without calling it; ``refuse`` invalid arguments."""
+    """Return the result of a call in a pickle as a `Tensor`, `Opaque`, dict or tuple; call nothing.
+
+    ``refuse`` raises PickleError for an unknown function or invalid arguments.
+    """
     if type(arguments) is not tuple or not isinstance(function, Global):
         found = f"{kind_of(function)} and {kind_of(arguments)}"
         refuse("one of torch's functions, and a tuple", found)
