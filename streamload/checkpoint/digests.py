@@ -49,7 +49,7 @@ HEX = re.compile("[0-9a-f]{32}", re.ASCII)
 def digest_of(
     pieces: Iterable[memoryview], tell: Callable[[int], None] = lambda done: None, done: int = 0
 ) -> str:
-    """Return the digest of the joined pieces; each is read before the next one is requested.
+    """Return the XXH3-128 digest of the joined pieces; each is read before the next is requested.
 
     ``tell`` is called after each piece with the bytes so far, counted from ``done``.
     """

@@ -116,7 +116,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
     @cached_property
     def layouts(self) -> Layouts:
-        """The headers, in the form that `streamload.codecs.stored` takes."""
+        """The tensors, headers and configuration, in which quantized weights are recognized."""
         return Layouts(self.path, self.tensors, self.shards, self.config)
 
     @cached_property
@@ -185,9 +185,10 @@ def open_checkpoint(
             nothing of that name exists, ``org/name`` or ``org/name@revision`` in the local Hugging
             Face cache (``HF_HUB_CACHE``, ``HF_HOME``, ``XDG_CACHE_HOME``). Or the URL
             (``http://``, ``https://``) of a file, of an index (it ends with ``.json``) or of a
-            folder (it ends with ``/``); the extra ``remote`` reads those. ``~`` is the home folder.
+            folder (it ends with ``/``); URLs need the extra ``remote``. ``~`` is the home folder.
         variant: of a folder, the files that have this in their names: "fp16" for
-            ``model.fp16.safetensors``. None: if files hold the same tensors, those without variant.
+            ``model.fp16.safetensors``. None: the files without variant, if several files hold the
+            same tensors.
         key: of a file that torch.save wrote, the dict whose tensors are the checkpoint:
             "state_dict", or "ema.state_dict" for one inside another, "." for the outermost. None:
             the only one that holds tensors by name.
@@ -214,7 +215,7 @@ def open_checkpoint(
         HeaderError: a header, the index or ``config.json`` is not valid, or they do not agree; or
             they are more than ``limits`` allow.
         TruncatedFileError: a file is shorter than its header says.
-        CheckpointError: something cannot be read, or a tensor is not as long as that of ``like``.
+        CheckpointError: something cannot be read, or a tensor has another length in ``like``.
         ValueError: ``key`` or ``like`` is given, and files of this format cannot use it.
     """
     with limited(limits):
@@ -275,7 +276,7 @@ def _own_config(headers: Iterable[Header]) -> Mapping[str, Any]:
 
 
 def _with_siblings(header: Header, folder: Location) -> list[Header]:
-    """Return ``header`` and those of the other files of its set, such as of a split GGUF."""
+    """Return ``header`` and the headers of its set's other files, such as those of a split GGUF."""
     if header.format == default_reader().name:
         return [header]
     reader = readers()[header.format]
@@ -414,10 +415,10 @@ def _reader_of_index(name: str) -> FormatReader:
 
 
 def _plain(folder: Path, headers: Sequence[Header], variant: str | None) -> Sequence[Header]:
-    """Return the headers without variants whose tensors a file without variant holds, too.
+    """Return the headers without variants (``a.fp16.bin``) of files that exist, too (``a.bin``).
 
-    Raise HeaderError if a folder holds several variants and no file without one, or a model more
-    than once in files of other formats.
+    All stay with a ``variant`` or if no tensor repeats. Raise HeaderError if a folder holds several
+    variants and no file without one, or a model more than once in files of other formats.
     """
     counts = Counter(info.name for header in headers for info in header.tensors)
     if max(counts.values(), default=0) < 2:
@@ -516,7 +517,7 @@ def _read_config(folder: Location) -> dict[str, Any]:
 
 
 def _read_weight_map(index: Location, reader: FormatReader) -> dict[str, str]:
-    """Return file names by tensor, from an index; raise HeaderError if they leave its folder."""
+    """Return an index's file names by tensor; raise HeaderError for a file of another folder."""
     document = parse_json_object(read_json_file(index), index)
     if isinstance(document, RepeatedNames):
         found = f"{describe(document.name)} more than once"
@@ -537,7 +538,7 @@ def _read_weight_map(index: Location, reader: FormatReader) -> dict[str, str]:
 
 
 def _indexed(index: Location, weight_map: Mapping[str, str], reader: FormatReader) -> list[Header]:
-    """Return the headers of an index's shards; raise HeaderError if they hold other tensors."""
+    """Return the headers of an index's shards; HeaderError if tensors contradict ``weight_map``."""
     headers = _headers(index, index.parent, sorted(set(weight_map.values())), reader)
     found: set[str] = set()
     for header in headers:

@@ -226,7 +226,7 @@ class Shards:
         return cache is not None and cache.drops
 
     def check(self) -> None:
-        """Raise CheckpointError if an open file has changed, or a writer waits for it."""
+        """Raise CheckpointError if an open file has changed or a process waits to write to it."""
         # to call now and then while nothing is read; any thread may do so
         with self._lock:
             for reader in self._open.values():

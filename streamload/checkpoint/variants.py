@@ -26,7 +26,7 @@ def is_of(name: str, variant: str) -> bool:
 
 
 def plain(names: Iterable[str]) -> list[str]:
-    """Return ``names`` without variants ("a.fp16.bin") of files that are also in it ("a.bin")."""
+    """Return ``names`` without each variant ("a.fp16.bin") whose plain name ("a.bin") is listed."""
     plainly = {name: _NUMBER.sub("", name) for name in names}
     known = set(plainly.values())
     return [name for name, one in plainly.items() if _without(one) not in known]
