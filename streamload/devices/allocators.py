@@ -97,8 +97,8 @@ class TensorCosts:
     """Host memory that tensors of one framework take besides their data.
 
     Attributes:
-        objects: of tensors in a new state dict.
-        parameters: of tensors that fill parameters of a model.
+        objects: host memory of the tensor objects in a new state dict.
+        parameters: host memory of the tensor objects that fill parameters of a model.
         kernel_nbytes: for each tensor, kernel memory that no counter of the process includes.
         left_nbytes: for each released tensor, heap that stays in use: other data is on its pages.
     """

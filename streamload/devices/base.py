@@ -376,7 +376,7 @@ class Parameter(Protocol):
         return ((first, stop - first),)
 
     def buffer(self) -> Buffer:
-        """Return its memory, to be written in place."""
+        """Return the parameter's memory as a device's buffer, to be written in place."""
 
     def release(self) -> str:
         """Free its memory; it then holds nothing readable.
@@ -387,10 +387,10 @@ class Parameter(Protocol):
         """
 
     def attach(self, buffer: Buffer, dtype: DType) -> None:
-        """Make it a tensor over the buffer."""
+        """Make the parameter a tensor of ``dtype`` over the buffer's memory."""
 
     def invalidate(self, keep: bool) -> None:
-        """Make it hold nothing readable; using it then raises.
+        """Leave the parameter without readable values; using it then raises.
 
         Args:
             keep: keep the memory, and count it in ``nbytes`` now and in later loads, which write it
@@ -398,7 +398,7 @@ class Parameter(Protocol):
         """
 
     def revive(self) -> None:
-        """Return to the memory that `invalidate` kept, once a load wrote it; else do nothing."""
+        """Use the memory that `invalidate` kept again, once a load wrote it; else do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,7 +437,7 @@ class Framework(Protocol):
         """Return the model's parameters; tied tensors are one parameter."""
 
     def unstored(self, model: Any) -> Mapping[str, str]:
-        """Return the device of each tensor that checkpoints never store; "meta": no values."""
+        """Return the device, by name, of tensors that no checkpoint stores; "meta": no values."""
         return {}
 
     def coded(self, model: Any) -> Mapping[str, CodedWeight]:
@@ -475,7 +475,7 @@ class Framework(Protocol):
         """Return the names of devices that may exist here, best first."""
 
     def trusted(self, name: str) -> bool:
-        """Whether a probe runs in this process, since it can neither crash nor hang it."""
+        """Whether a device is probed in this process: the probe can neither crash nor hang."""
         return False
 
     def probe(self, name: str, full: bool) -> ProbeResult:

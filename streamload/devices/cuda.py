@@ -251,7 +251,7 @@ class _Stream:
 
     @contextmanager
     def _allocating(self, name: str, nbytes: int) -> Iterator[None]:
-        """Turn a failure inside the ``with`` into an AllocationError, and close this memory."""
+        """Close this memory and raise AllocationError for ``name`` if the ``with`` block fails."""
         try:
             yield
         except (DeviceError, OSError) as error:
@@ -381,6 +381,8 @@ class BulkCopier:
 
     def kernel(self, src: DType, dst: DType, clamp: bool) -> int:
         """Return the handle of a cast kernel, compiled once; any thread may call this.
+
+        With ``clamp``, finite values beyond the range of ``dst`` become its largest finite value.
 
         Raises:
             UnsupportedCastError: it cannot be compiled.

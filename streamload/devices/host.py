@@ -112,7 +112,7 @@ def _is_own(view: np.ndarray[Any, Any]) -> bool:
 
 
 def _span(array: np.ndarray[Any, Any]) -> tuple[int, int, int] | None:
-    """Return an array's memory for `Parameter.span`; None if it has no elements."""
+    """Return an array's memory as (0, first address, stop); None if it has no elements."""
     if array.size == 0:
         return None
     first = stop = array.ctypes.data
@@ -123,7 +123,7 @@ def _span(array: np.ndarray[Any, Any]) -> tuple[int, int, int] | None:
 
 
 def _of_map(array: np.memmap[Any, Any]) -> tuple[str, str]:
-    """Return `Parameter.fixed` and `Parameter.refused`, reasons or "", of an np.memmap."""
+    """Return (why an np.memmap is only written in place, why it cannot be written), or ""."""
     if not array.flags.writeable:
         return "", (
             "it is an np.memmap that is open for reading: open it with "

@@ -60,7 +60,7 @@ def dict_slots(
     prefix: str = "",
     inside: tuple[int, ...] = (),
 ) -> Iterator[tuple[str, Slot]]:
-    """Yield (dotted name, slot) for values of these classes in a nested dict.
+    """Yield (dotted name, slot) for values of the classes ``kinds`` in a nested dict.
 
     ``prefix`` and ``inside`` are for recursion: the name so far, and the ids of the outer dicts.
 

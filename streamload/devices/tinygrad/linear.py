@@ -229,7 +229,7 @@ def _chosen(
 
 
 def coded(model: Any) -> dict[str, CodedWeight]:
-    """Return the weights that a model's layers hold quantized; see `Framework.coded`."""
+    """Return format and shape of each weight that a `QuantLinear` of the model holds, by name."""
     found = _modules(model, QuantLinear)
     return {f"{prefix}weight": CodedWeight(layer.format, layer.shape) for prefix, layer in found}
 

@@ -150,7 +150,7 @@ def empty_cache(allocator: Any, keep_nbytes: int = 0) -> None:
 
 
 def has(allocator: Any, method: str) -> bool:
-    """Whether an allocator overrides a method of its base class, where some only raise."""
+    """Whether an allocator's class implements a method itself: inherited ones may only raise."""
     own = getattr(type(allocator), method, None)
     return own is not None and own is not getattr(Allocator, method, None)
 
@@ -188,7 +188,7 @@ class _Tensors(EntryParameter):
         self._put(UOp.from_buffer(buffer).reshape(shape))
 
     def _shown(self, buffer: Buffer | None) -> Sequence[tuple[int, int]]:
-        """Return `Parameter.span` as (address, bytes); () if the CPU cannot address the buffer."""
+        """Return (CPU address, bytes) of the parameter in a buffer; () without a CPU address."""
         address = None if buffer is None else _address(buffer.base)
         if self.span is None or address is None:
             return ()

@@ -31,7 +31,7 @@ _TRACED = frozenset(("__get__", "size", "dim", "numel", "element_size", "linear"
 
 
 def interpreted(function: _Function) -> _Function:
-    """Decorate a function that torch.compile leaves to the interpreter, with all that it calls.
+    """Decorator: torch.compile leaves the function, and all that it calls, to the interpreter.
 
     `torch.compiler.disable` does so, too, and imports the compiler for it: 2.5 s.
     """
@@ -141,7 +141,7 @@ class DecodedWeight(torch.Tensor):
         self.__dict__.clear()
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``set_`` as intercepted functions are, since torch does not intercept it."""
+        """Call ``set_`` as `__torch_function__` calls others, since torch does not intercept it."""
         return _watched(torch.Tensor.set_, (self, *args), kwargs)
 
     def numpy(self, *, force: bool = False) -> Any:

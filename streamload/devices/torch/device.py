@@ -494,7 +494,7 @@ class TorchFramework(ComputingFramework):
         return "\n".join(parts)
 
     def probe(self, name: str, full: bool) -> ProbeResult:
-        """Probe; if results are cached on disk, test bfloat16, too, which every load needs."""
+        """Probe a device; if results are cached on disk, test bfloat16, too: each load needs it."""
         result = super().probe(name, full)
         if full or not result.works or not self.lasting(name):
             return result

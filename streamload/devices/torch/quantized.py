@@ -57,7 +57,10 @@ def _int8(parts: _Parts, start: int, stop: int) -> torch.Tensor:
 def _gguf_blocks(
     parts: _Parts, start: int, stop: int, nbytes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return GGUF blocks as float32 scales (blocks, 1) and bytes of values (blocks, bytes)."""
+    """Return float32 scales (blocks, 1) and value bytes (blocks, bytes) of whole GGUF blocks.
+
+    ``start`` and ``stop`` (exclusive) count elements; ``nbytes``: bytes of a block.
+    """
     blocks = parts[""].view(-1, nbytes)[start // BLOCK : stop // BLOCK]
     return blocks[:, :2].contiguous().view(torch.float16).float(), blocks[:, 2:]
 
@@ -88,7 +91,7 @@ def _four_bit(parts: _Parts, start: int, stop: int) -> torch.Tensor:
 
 
 def _offset(state: torch.Tensor) -> float:
-    """Return bitsandbytes' mean of nested scales, cached until the state is written again."""
+    """Return the mean of nested scales in bitsandbytes' state; cached until it is rewritten."""
     version = None if state.is_inference() else state._version
     known = getattr(state, "_streamload_offset", None)
     if known is None or version is None or known[0] != version:
@@ -110,6 +113,8 @@ _DECODERS: Mapping[str, Callable[[_Parts, int, int], torch.Tensor]] = {
 
 class Coded(nn.Module):
     """Base of modules that hold weights quantized.
+
+    The parts of a weight are its tensors in the module: the quantized values, scales and tables.
 
     Attributes:
         requantized: errors of quantizing weights that were written since they were loaded.
@@ -150,7 +155,7 @@ class Coded(nn.Module):
 
     @interpreted
     def shown(self, leaf: str, index: int | None = None, **options: Any) -> torch.Tensor:
-        """Return a weight, or the matrix of expert ``index``, dequantized by `dense`.
+        """Return a weight, or the matrix of expert ``index``, dequantized by `dense` (``options``).
 
         The result is a `DecodedWeight` in the layout of the module's original class. Raises
         RuntimeError if accelerate is the caller.
@@ -269,13 +274,13 @@ class Coded(nn.Module):
         return self
 
     def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the parameters, without quantized weights; raise if peft wants to wrap those."""
+        """Yield parameters, but no quantized weights; raise if peft calls to wrap such a weight."""
         refuse_wrapping({self.address(leaf) for leaf in self._coded})
         own: Iterator[tuple[str, Any]] = super().named_parameters(*arguments, **options)
         return own
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
-        """Add the parts to a state dict; raise if the caller is accelerate, to move tensors."""
+        """Add all parts to a state dict; raise if accelerate calls, which would move them."""
         for leaf in self._buffers.keys() & self._coded.keys():  # none inside of `set_aside`
             refuse_moves(self.address(leaf))
         super()._save_to_state_dict(*arguments)
@@ -301,7 +306,7 @@ _ENCODED = {getattr(torch, src.name): src for src in SOURCES}
 
 
 def _source(parts: _Parts) -> DType:
-    """Return the weight's dtype before quantizing by bitsandbytes' state; else float32."""
+    """Return a weight's dtype before quantizing, from bitsandbytes' state; float32 without one."""
     for suffix, part in parts.items():
         if suffix.startswith(".quant_state"):
             return BY_NAME[json.loads(bytes(part.cpu().numpy()))["dtype"]]
@@ -309,7 +314,7 @@ def _source(parts: _Parts) -> DType:
 
 
 def _steps(made: Quantized, numel: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop exclusive) of pieces of ``numel`` elements, each of whole blocks."""
+    """Cut ``numel`` elements into pieces of whole blocks; yield (start, stop exclusive) of each."""
     step = max(_STEP_NUMEL // made.unit_numel, 1) * made.unit_numel
     return pairwise([*range(0, numel, step), numel])
 
@@ -433,7 +438,7 @@ def _become(module: nn.Module, own: type[nn.Module]) -> None:
 
 @contextmanager
 def set_aside(model: nn.Module) -> Iterator[None]:
-    """Remove all parts from their modules inside the ``with``, so that nothing moves them."""
+    """Remove quantized weights' parts from all modules inside the ``with``: nothing moves them."""
     held = [
         (module, {name: module._buffers.pop(name) for name in _names(getattr(module, CODED))})
         for module in model.modules()

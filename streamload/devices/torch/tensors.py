@@ -221,7 +221,7 @@ def _empty(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor; if so, torch's module of these is imported already."""
+    """Whether a tensor is a DTensor; does not import ``torch.distributed.tensor``."""
     found = sys.modules.get("torch.distributed.tensor")
     return found is not None and isinstance(tensor, found.DTensor)
 
