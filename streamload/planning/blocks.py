@@ -64,8 +64,8 @@ def _within(
 ) -> Iterator[RowRange]:
     """Yield elements ``start`` to ``stop`` of the concatenated rows as row ranges.
 
-    ``unit``: elements of a row of the yielded ranges, which have ``columns``. A range that would
-    cut such a row is left out.
+    ``unit``: elements of a row of the result, which has ``columns`` of the tensor's rows. A range
+    that would cut a row of the result is left out.
     """
     at = 0
     for r in rows:

@@ -37,9 +37,9 @@ class StridedRead:
         start: first file byte.
         stop: last file byte of the last line, exclusive.
         offset: byte of the parameter at which the first row begins.
-        rows: number of rows in a line that are placed apart; 1 if rows stay together.
+        rows: number of equal rows of a line, placed ``stride`` apart; 1 if the line stays whole.
         stride: bytes of the parameter from the beginning of a row to the next row's.
-        lines: number of lines. When placed, row ``i`` of a line follows that of the line before it.
+        lines: number of lines. Row ``i`` of a line is placed right after the previous line's.
         pitch: file bytes from the beginning of a line to the next line's.
     """
 
@@ -266,7 +266,10 @@ class Cut:
         pack_nbytes: Callable[[Placement], int],
         most: int,
     ) -> Iterator[_Piece]:
-        """Yield small tensors ``first`` to ``end`` in batches; ``taken``: sums of slot bytes."""
+        """Yield small tensors, of extents ``first`` to ``end`` (exclusive), in batches.
+
+        ``taken``: cumulative bytes of all extents in a slot. Others: as in `packs_and_chunks`.
+        """
         starts, stops, shards, placements = self._extents[:4]
         room = pack_nbytes(self._plan.placements.kinds[int(placements[first])])
         while first < end:
@@ -529,7 +532,7 @@ def _turned(
 def _locate(
     ranges: Sequence[_Range], row: int, count: int, src_row: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield (file byte, number of rows) for ``count`` rows of the concatenation from ``row`` on."""
+    """Yield (file byte, rows) for ``count`` joined rows from ``row`` on, of ``src_row`` bytes."""
     for r in ranges:
         n = min(row + count, r.first + r.rows) - max(row, r.first)
         if n > 0:

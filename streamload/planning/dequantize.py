@@ -26,7 +26,10 @@ from streamload.planning.requests import DTypePolicy, TensorRequests
 
 
 def asked(checkpoint: Checkpoint, policy: DTypePolicy, *, blocks: bool = False) -> list[str]:
-    """Return weights that ``dtype=`` dequantizes; ``blocks``: also GGUF weights without a rule."""
+    """Return the names of quantized weights that ``dtype=`` dequantizes.
+
+    ``blocks``: also of GGUF weights whose dtype no rule decides.
+    """
     if not policy.rules and not (blocks and checkpoint.stored):
         return []
     return [

@@ -95,7 +95,7 @@ def _suggestions(
     needed: int,
     available: int,
 ) -> Iterator[Fit]:
-    """Yield other arguments with which a load fits; it needs ``needed`` of ``available`` bytes."""
+    """Yield arguments that would fit: the load takes ``needed`` of ``available`` device bytes."""
     spec, placements = share.spec, share.placements
     sizes = (kind.nbytes // _shrunk(kind) for kind in placements.kinds)
     small = sum(spec.taken(sizes))

@@ -218,7 +218,7 @@ class DeviceShare:
         return objects + parts * _PART_NBYTES
 
     def statistics_under_way(self, nbytes: int) -> int:
-        """Return the most host bytes of scales at a time; ``nbytes``: one slot of each thread."""
+        """Return the most host bytes of scales and maxima; ``nbytes``: one slot of each thread."""
         most = max((n for _, n, _ in self._statistics), default=0)
         share = max((n / max(p.src_nbytes, 1) for p, n, _ in self._statistics), default=0)
         total = sum(n * count for _, n, count in self._statistics)
@@ -229,10 +229,10 @@ class DeviceShare:
         return min(under_way, total) + senders(sent) * sent
 
     def there_under_way(self, slot_nbytes: int, workers: int) -> int:
-        """Return the most device bytes for scales and block maxima while it (de)quantizes weights.
+        """Return the most bytes of scales and maxima on the device while it (de)quantizes weights.
 
-        Work that needs more waits. A batch always fits, with a tensor cut at either end of it, and
-        with a tensor's room lost at the end of the buffer. Workers have slots of ``slot_nbytes``.
+        Work that needs more waits. A batch always fits, with the tensors cut at its two ends, and
+        with a tensor's room lost at the ring buffer's end. Workers have slots of ``slot_nbytes``.
         """
         own = self.own_casts
         most = max((p.there_nbytes for p, _ in own), default=0)

@@ -78,7 +78,7 @@ class LayerCache(NamedTuple):
     Attributes:
         row: elements of a token in each of the cache's tensors; () if the layer uses another
             layer's cache.
-        window: most tokens that the layer attends to, or None. It keeps more after a long prompt.
+        window: most tokens that the layer attends to, or None; a long prompt caches more.
     """
 
     row: tuple[int, ...]

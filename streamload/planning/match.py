@@ -198,7 +198,7 @@ class Match:
         changed: Collection[str],
         policy: QuantPolicy | None = None,
     ) -> TensorRequests:
-        """Return the requests, in parts for weights that the model holds quantized (``coded``).
+        """Return the requests; each weight held quantized (``coded``) has one for each part.
 
         ``changed``: tensors whose values functions change. ``policy``: the formats, for messages.
         """
@@ -228,7 +228,11 @@ class Match:
         swap: Swap,
         coded: Mapping[str, CodedWeight],
     ) -> list[str]:
-        """Return notes on weights in ``formats`` that ``swap`` lacks; ValueError if it has none."""
+        """Return notes on weights in ``formats`` that no module in ``swap`` can hold quantized.
+
+        ``coded``: weights that the model holds quantized. Raises ValueError if a weight has no
+        module, and both ``swap`` and ``coded`` are empty.
+        """
         wants = TensorRequests.of(checkpoint, self.wants)
         kept = {
             name: src.nbytes(math.prod(shape))
@@ -349,8 +353,8 @@ class ModelParameters:
     Attributes:
         parameters: all of them.
         keep: names of devices on which the parameters stay if they are there.
-        reusable: bytes of a parameter that the load takes over, by its index; all of them if the
-            index is missing.
+        reusable: bytes of a parameter that the load takes over, by the parameter's index; if the
+            index is missing, all its bytes.
         coded: parameters that hold the codes of weights, by name; a load of floats quantizes them.
     """
 
@@ -481,7 +485,7 @@ def fits(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 def _overlaps(parameters: Mapping[str, Parameter]) -> list[str]:
-    """Return a problem for each parameter whose memory overlaps that of another one."""
+    """Return an error's line for each parameter whose memory overlaps another parameter's."""
     spans = sorted((p.span, name) for name, p in parameters.items() if p.span is not None)
     out = []
     last, owner = (0, 0, 0), ""

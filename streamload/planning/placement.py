@@ -136,19 +136,19 @@ class Placement:
 
     @property
     def part_numel(self) -> int:
-        """Elements that the transpose moves together."""
+        """Elements that the transpose moves together, as one part."""
         assert self.transpose is not None, self.name
         return self.numel // self.transpose.rows
 
     @property
     def column_numel(self) -> int:
-        """Elements of a column: the parts at one position of all lines that are transposed."""
+        """Elements of a column of the stored matrix: ``outer`` parts, one from each line."""
         assert self.transpose is not None, self.name
         return self.part_numel * self.transpose.outer
 
     @property
     def least_columns(self) -> int:
-        """Fewest columns to read at once when transposing, such that they are whole units."""
+        """Fewest columns to read at once when transposing, to have whole units (`unit_numel`)."""
         unit = self.unit_numel
         if self.coding is not None:
             return max(unit // self.column_numel, 1)

@@ -296,7 +296,7 @@ class Plan:
 
     @property
     def bars(self) -> list[Stack]:
-        """Chart bars of the devices' budgets, in `PARTS`; a load may use the cache's part."""
+        """Chart bars, one a device: its budget by `PARTS`; a load may use the KV cache's bytes."""
         stacks = []
         for d in self.devices:
             free = d.budget_nbytes - d.needed_nbytes

@@ -196,10 +196,10 @@ def coded(coding: Coding, src: DType) -> Quantized:
 
 
 def coded_want(coded: CodedWeight, want: TensorRequest) -> TensorRequest:
-    """Return the request for a weight as the matrix that the model's module holds quantized.
+    """Return ``want`` with the matrix shape and the transpose in which a module quantizes it.
 
     Raises:
-        ValueError: both the mapping and the module transpose it.
+        ValueError: both the mapping and the module transpose the weight.
     """
     turned = want.transpose
     if coded.transposed and turned == RowTranspose(1, *coded.shape):  # the file has it so, too
@@ -278,7 +278,7 @@ def kinds_of(names: Sequence[str], others: Collection[str]) -> list[str]:
 
 
 def no_holder(names: Sequence[str], holders: str, classes: str) -> str:
-    """Return an error's text: ``classes``, modules of ``names``, hold no codes; ``holders`` do."""
+    """Return an error's text: modules of ``names`` are ``classes``; only ``holders`` hold codes."""
     listed = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
     return (
         f"quant: cannot quantise {listed}: the modules that can hold quantised weights are "
@@ -338,7 +338,7 @@ def compile_encoders(wants: TensorRequests) -> None:
 
 
 def encoder_of(coding: Coding, src: DType) -> Encoder:
-    """Return the encoder of a coding for rows of ``src``, of float32 if functions change them."""
+    """Return the encoder that quantizes ``src`` elements, or float32 ones if ``coding.of_rows``."""
     return coded(coding, src).encoder(F32 if coding.of_rows else src)
 
 

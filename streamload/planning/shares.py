@@ -140,7 +140,10 @@ class ClusterPlan:
         return sorted(found.items())
 
     def sources(self, share: Share) -> dict[str, Source]:
-        """Return the source of each parameter of a share; of a quantized weight, of the codes."""
+        """Return the source of each parameter of a share, by name.
+
+        A quantized weight has one source, by the name of its codes and in the weight's shape.
+        """
         found = ((name, self.placements[name]) for name in share.parameters)
         return {
             name: Source(p.source, p.transpose, p.shape if p.coding is None else p.coding.shape)
@@ -322,7 +325,7 @@ def _grouped(nodes: Sequence[Node], owner: Mapping[str, str]) -> Mapping[str, tu
 def _balanced(
     nodes: Sequence[Node], sizes: Mapping[str, int], of: Mapping[str, str]
 ) -> Mapping[str, tuple[str, ...]]:
-    """Return each node's parameters: the largest group, by ``of``, first, to the emptiest node."""
+    """Return each node's parameters: whole groups (``of``), largest first, to the emptiest node."""
     wholes: Counter[str] = Counter()
     for name, nbytes in sizes.items():
         wholes[of[name]] += nbytes

@@ -444,9 +444,9 @@ def _stack(checkpoint: Checkpoint, parameter: str, parts: Mapping[int, str]) -> 
 
 
 def _in_rows(checkpoint: Checkpoint, name: str, rows: int) -> bool:
-    """Return whether a query or key tensor has a row for each output, to permute; else one value.
+    """Return whether a tensor of a query or key layer has a row for each output, to permute.
 
-    Raises CheckpointError if its rows are neither.
+    False: one value for all outputs. Raises CheckpointError if its ``rows`` rows are neither.
     """
     module, _, leaf = name.rpartition(".")
     info = checkpoint.tensors[name]
@@ -471,7 +471,10 @@ def _in_rows(checkpoint: Checkpoint, name: str, rows: int) -> bool:
 def _rotation(
     checkpoint: Checkpoint, name: str, kind: str, rows: int, interleave: bool
 ) -> RowTranspose:
-    """Return the permutation of query or key rows (``kind``) for rotary embeddings, by head."""
+    """Return the permutation, inside each head, of ``rows`` rows for rotary embeddings.
+
+    ``kind``: "q" or "k". ``interleave``: to interleaved order; False: back to half-split.
+    """
     config: Mapping[str, Any] = checkpoint.config
     heads = stated(config, "num_attention_heads")
     if kind == "k":  # null: as many as there are queries

@@ -46,7 +46,7 @@ _ALSO = {"gamma": "weight", "beta": "bias"}  # TensorFlow's names for parameters
 
 
 def call_of_library(model: object, path: Location, *, offload: bool = False) -> str:
-    """Return the call, as text, for models whose library renames tensors; "" if there is none."""
+    """Return the call for a model whose library renames tensors, as source text; "" for others."""
     bases = (f"{base.__module__}.{base.__qualname__}" for base in type(model).__mro__)
     calls = _OFFLOADING_CALLS if offload else _CALLS
     call = next((calls[base] for base in bases if base in calls), "")
@@ -136,7 +136,7 @@ class Wanted:
         return filled, ", ".join(arguments)
 
     def _turned(self, model: _Model) -> tuple[int, str]:
-        """Return how many parameters are filled by transposing matrices, and how; -1 for none."""
+        """Return (parameters filled if matrices are transposed, arguments as text), or (-1, "")."""
         stored = self._stored(None)
         if stored is None:
             return -1, ""
@@ -445,7 +445,10 @@ def _orders(model: _Model, stored: _Stored) -> list[_Prefixes]:
 
 
 def _different_heads(model: _Model, stored: _Stored) -> Iterator[tuple[str, str]]:
-    """Yield (prefix of a tensor, prefix of a parameter) before their longest common ending."""
+    """Yield (prefix of a tensor, prefix of a parameter) for pairs with the same rest of the name.
+
+    A parameter is paired with the tensors of fitting shape that share its longest ending.
+    """
     heads: dict[str, list[str]] = defaultdict(list)
     for name in stored.shapes:
         for at in _starts(name):
