@@ -220,7 +220,7 @@ class _Ring:
         self.taken: dict[int, int] = {}
 
     def take(self, index: int, nbytes: int) -> bool:
-        """Take ``nbytes`` under a number; False if there is no room."""
+        """Reserve ``nbytes`` as range number ``index``; return False if there is no room."""
         start, stop = 0, self._nbytes
         if self._order:
             (_, first, _), (_, last, start) = self._order[0], self._order[-1]
@@ -236,7 +236,7 @@ class _Ring:
         return True
 
     def give_back(self, index: int) -> None:
-        """Give back the range taken under a number."""
+        """Free the range number ``index``."""
         del self.taken[index]
         while self._order and self._order[0][0] not in self.taken:
             self._order.popleft()
@@ -253,7 +253,7 @@ def _kernel(bulk: BulkCopier, p: Placement, info: Packed | None, *, clamp: bool)
 
 
 def _made(p: Placement) -> Units:
-    """Return the quantized layout of a placement that a device quantizes."""
+    """Return the description of the quantized weight for a placement that a device quantizes."""
     assert p.coding is not None, p.name
     made = coded(p.coding, p.src)
     assert isinstance(made, Units), p.name

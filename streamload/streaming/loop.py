@@ -191,7 +191,7 @@ class Crew:
             self._most_in_flight = self._ahead * number
 
     def wait(self) -> None:
-        """Wait until some unit under way has finished; raises workers' errors."""
+        """Wait until some work item under way has finished; raises workers' errors."""
         if self._inline is not None:
             self._take_all(self._inline.settle())
         else:
@@ -199,28 +199,28 @@ class Crew:
             self._receive()
 
     def is_enough(self, units: int) -> bool:
-        """Whether ``units`` units keep all workers busy: at most so many are under way at once."""
+        """Whether ``units`` work items keep all workers busy: no more are under way at once."""
         return units >= self._most_in_flight
 
     def has_done(self, shard: int) -> bool:
-        """Whether no unit of a shard, given by index, is under way."""
+        """Whether no work item of a shard, given by index, is under way."""
         return not self._in_flight[shard]
 
     def drain(self, shard: int | None = None) -> None:
-        """Wait for all units under way, or those of one shard; raises workers' errors."""
+        """Wait for all work items under way, or all of one shard; raises workers' errors."""
         if self._inline is not None:
             self._take_all(self._inline.settle())
         while self._in_flight[shard] if shard is not None else self._in_flight.total():
             self._receive()
 
     def end(self) -> None:
-        """End the threads after the last unit; raises the error of closing their staging."""
+        """End the threads after the last work item; raises the error of closing their staging."""
         self.join()
         if not self._failures.empty():
             raise self._failures.get()
 
     def join(self) -> None:
-        """Wait for units under way, drop queued units, close all staging and end all threads.
+        """Wait for work items under way, drop queued ones, close all staging and end all threads.
 
         May be called again; raises nothing.
         """
@@ -247,7 +247,7 @@ class Crew:
             threading.Thread(target=self.job.shards.stop, name="streamload-stop").start()
 
     def listen(self, seconds: float) -> bool:
-        """Wait for a finished unit or `wake`; return whether either came within ``seconds``."""
+        """Wait for a finished work item or `wake`; return whether one came within ``seconds``."""
         if self._inline is not None:
             self._take_all(self._inline.settle())
         try:
@@ -290,7 +290,7 @@ class Crew:
         self._close(worker)
 
     def _wait_for_work(self) -> _Batch | None:
-        """Return the next item, or None to end; while waiting, check that files are unchanged."""
+        """Return the next batch, or None to end; raise if files change while the thread waits."""
         while True:
             with suppress(queue.Empty):
                 return self._work.get(timeout=_LOOK_S)

@@ -230,7 +230,7 @@ class Job:
             )
 
     def has_begun(self, shard: int) -> None:
-        """Note that all units of a shard have begun: its file closes as soon as they are done.
+        """Note that all work items of a shard have begun: its file closes once they are done.
 
         Until then the file's lease keeps other processes from writing it.
         """
@@ -310,7 +310,7 @@ class Job:
         return as_they_are and in_order and self.devices[p.device].bulk is not None
 
     def unit_nbytes(self, p: Placement) -> int:
-        """Return the most bytes of a unit of a placement's chunks, each rounded up as in a slot."""
+        """Return the most bytes of a placement's work item, its chunks rounded up as in a slot."""
         return self._most_of(p) if self.is_bulk(p) else self.plan.slot_nbytes
 
     def _chunk_nbytes(self, p: Placement) -> int:
@@ -320,10 +320,10 @@ class Job:
         return self._most_of(p) if self.is_bulk(p) else self.plan.chunk_nbytes
 
     def _most_of(self, p: Placement) -> int:
-        """Return the most bytes of a unit that a device copies in bulk.
+        """Return the most bytes of a work item that a device copies in bulk.
 
         If a device quantizes statistics, too, it holds them until the weight is complete: small
-        units are complete sooner.
+        work items are complete sooner.
         """
         if p.coding is not None and p.coding.nests:
             return min(self._bulk_nbytes, STAGING_SLOTS * self.plan.slot_nbytes)

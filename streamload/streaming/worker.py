@@ -42,14 +42,14 @@ class _SlotTicket(NamedTuple):
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A unit that has been read, and the tickets of its copies that may be running."""
+    """A work item that has been read, and the tickets of its copies that may be running."""
 
     unit: WorkItem
     counts: list[Counts]
     tickets: list[_SlotTicket]
 
     def outcome(self) -> Outcome:
-        """Wait for the copies, and return the unit's outcome."""
+        """Wait for the copies; return the work item, its counts, and a copy's error or None."""
         failure: BaseException | None = None
         for _, ticket in self.tickets:
             try:
@@ -60,9 +60,10 @@ class _UnderWay:
 
 
 class Worker:
-    """Reads, casts and places units in one thread; owns staging slots and a source buffer.
+    """Reads, casts and places work items in one thread; owns staging slots and a source buffer.
 
-    `run`, `run_batch` and `settle` raise nothing: they yield exactly one outcome for each unit.
+    `run`, `run_batch` and `settle` raise nothing: they yield exactly one outcome, (work item,
+    counts, error or None), for each.
     """
 
     def __init__(self, job: Job) -> None:
@@ -165,7 +166,7 @@ class Worker:
     def _run_bulk(
         self, reader: Reader, units: Sequence[WorkItem]
     ) -> Generator[Outcome, None, tuple[int, int | None]]:
-        """Read units into the slots in order, and start their copies, without the interpreter.
+        """Read units into slots in order and start their copies, without the interpreter's lock.
 
         Returns:
             The number of units started, or ended with an error. If the next unit could not be read
@@ -248,7 +249,7 @@ class Worker:
         )
 
     def _refilled(self, stagings: Sequence[Staging]) -> None:
-        """Note that copies from these slots have ended; finish units without other copies."""
+        """Note that copies from these slots have ended; finish work items without other copies."""
         left: deque[_UnderWay] = deque()
         for entry in self._under_way:
             entry.tickets = [t for t in entry.tickets if all(t.staging is not s for s in stagings)]
@@ -281,7 +282,7 @@ class Worker:
         return Slot(staging, casts.scratch() if casts is not None else 0)
 
     def settle(self) -> Iterator[Outcome]:
-        """Wait for all copies under way, and yield their units' outcomes."""
+        """Wait for all copies under way, and yield their work items' outcomes."""
         while self._under_way:
             yield self._under_way.popleft().outcome()
 
@@ -363,7 +364,8 @@ class Worker:
     ) -> bool:
         """Read file bytes ``start`` to ``stop`` into a slot by one pread, which needs no map.
 
-        False if bytes of several chunks are missing: read one by one, the error names the tensor.
+        Returns False if the file ends too soon for a unit of several chunks: read chunk by chunk,
+        the error names the right tensor.
         """
         try:
             with released(slot.staging.view[: stop - start]) as out:
@@ -377,7 +379,7 @@ class Worker:
     def _send(
         self, name: str, unit: WorkItem, slot: Slot, at: int, tickets: list[_SlotTicket]
     ) -> None:
-        """Start copying chunks from a slot's byte ``at`` on, without gaps; append their tickets."""
+        """Start copying chunks, joined from slot byte ``at``, to device ``name``; add tickets."""
         job, device = self._job, self._job.devices[name]
         bulk = device.bulk
         copies = []
