@@ -64,11 +64,13 @@ from streamload.streaming.state import StreamStats, Transfer
 
 @dataclass(frozen=True, slots=True)
 class Infeasible:
-    """A load into a model, or a plan without one, that does not fit.
+    """A call that does not fit: a load into a model, or a plan without a model.
 
     Attributes:
+        error: the planner's error.
+        call: the parsed arguments.
         given: the arguments as written, with the checkpoint as "path".
-        target: the model with its match; of a plan, the only device.
+        target: for a load, the model and its match; for a plan, its only device.
     """
 
     error: PlanInfeasibleError
@@ -324,6 +326,9 @@ def _as_held(
     """Decide which quantized weights a model gets as stored, and which dequantized.
 
     Weights stored in the format of ``quant=`` keep their stored bytes if a module can hold these.
+
+    Returns:
+        The changed checkpoint, and the options, with `blocks` for weights that ``quant=`` keeps.
     """
     owner = framework(framework_of(model) or default_framework())
     parameters = owner.parameters(model)

@@ -241,7 +241,7 @@ def unseen_spec(name: str, budget_nbytes: int) -> DeviceSpec:
 
 
 def host_room_nbytes(parameters: int = 0) -> int | None:
-    """Return the free host bytes for a load, or None; PlanInfeasibleError if too few to plan."""
+    """Return free host bytes, or None; PlanInfeasibleError if too few to plan so many."""
     free = _host_free_nbytes(needed=False)
     needed = parameters * PLANNING_NBYTES
     if free is not None and free <= needed:

@@ -104,7 +104,7 @@ class Options:
         )
 
     def quantised(self, checkpoint: Checkpoint, fill: Mapping[str, Source]) -> TensorRequests:
-        """Return requests for all of a checkpoint, with each weight to quantize as its parts."""
+        """Return a request for each source in ``fill``, or for each part of a quantized weight."""
         wants = wants_of(checkpoint, fill)
         formats = self.quant.formats(checkpoint, wants)
         return quantised(checkpoint, wants, formats, self.changes.by_tensor, policy=self.quant)
@@ -261,7 +261,10 @@ def host_nbytes(made: Plan) -> int:
 
 
 def _mapped_in_little(made: Plan, taken_nbytes: int, free_nbytes: int) -> Plan:
-    """Return a plan that maps files with one thread; PlanInfeasibleError if that is too large."""
+    """Return a plan that maps files with one thread; PlanInfeasibleError if that is too large.
+
+    ``taken_nbytes``: host bytes that ``made`` needs, of ``free_nbytes``.
+    """
     if free_nbytes - taken_nbytes >= _LEAST_MAP_ROOM_NBYTES:
         note = "one thread: files are mapped, and the host has little memory"
         return replace(made, threads=min(made.threads, 1), notes=(*made.notes, note))
@@ -467,7 +470,7 @@ class Decision:
         )
 
     def swapped(self) -> tuple[Decision, Callable[[], None]]:
-        """Put modules for quantized weights into the model; return the load and an undo call."""
+        """Put modules for quantized weights into the model; return the new load and `undo()`."""
         place, match = self.place, self.match
         if not self.swap.coded or match is None or place.owner is None:
             return self, nothing
@@ -559,7 +562,7 @@ class _Demand:
 
 
 def has_room_to_try(parameters: int) -> bool:
-    """Return whether the host has the memory to plan again for a suggestion, and to compile."""
+    """Return whether the host can plan so many parameters again, for a suggestion, and compile."""
     try:
         free = host_room_nbytes(parameters)
     except PlanInfeasibleError:
