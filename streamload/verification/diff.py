@@ -315,7 +315,10 @@ class Pair:
 
     @property
     def compared(self) -> bool:
-        """Whether the values can be compared: the shapes are equal, and the dtypes fit."""
+        """Whether the values can be compared: the shapes are equal, and so are the dtypes.
+
+        Unquantized floats of whole bytes may differ in dtype. Scales need codes that are compared.
+        """
         if self.shape != self.right.shape:
             return False
         if self.dtype is self.right.dtype:
@@ -397,7 +400,8 @@ def _pairs(
 ) -> Iterator[Pair]:
     """Yield a `Pair` for each tensor that both checkpoints have; codes before their scales.
 
-    ``infos`` are the first's by their names in the second; ``wants``: these, to be quantized.
+    ``infos``: tensors of the first, by their names in the second. ``wants``: with ``quant=``, the
+    tensors (codes, scales) that quantization makes of them; else None.
     """
     codes: Pair | None = None
     quantized: Iterable[tuple[Coding | None, RowTranspose | None]] = repeat((None, None))

@@ -132,7 +132,7 @@ class ValueComparison:
         )
 
     def _note(self, where: Array, x: Array, y: Array, first: int) -> None:
-        """Count elements at the indices ``where``, which differ, and keep the tensor's first."""
+        """Count the differing elements, at indices ``where``; record the tensor's first."""
         self._count += len(where)
         if self._first is None and len(where):
             at = int(where[0])

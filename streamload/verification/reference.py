@@ -83,6 +83,8 @@ class Expected:
     ) -> Iterator[bytes]:
         """Yield the codes of a quantized weight, in blocks of whole units; then fill `parts`.
 
+        A unit is the elements that are quantized together.
+
         CUDA kernels multiply by a reciprocal that may be one rounding step off. If a unit's codes
         by a CUDA variant equal the device's, which ``found(start, stop)`` reads, yield these.
         """
@@ -217,7 +219,9 @@ class Expected:
 def _spans(
     pieces: Iterable[_Piece], most: int
 ) -> Iterator[tuple[TensorInfo, int, int, list[tuple[int, int]]]]:
-    """Yield reads of at most ``most`` bytes: tensor, first byte, last (exclusive), and its ranges.
+    """Join byte ranges of a tensor to reads; yield (tensor, start, stop exclusive, ranges) of each.
+
+    A read has at most ``most`` bytes, unless one range has more.
 
     Dequantizing takes longer than any number of reads: packed tensors' ranges stay alone.
     """

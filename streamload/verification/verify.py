@@ -193,7 +193,7 @@ def _buffers(report: LoadReport, model: Any) -> Iterator[tuple[Placement, Device
 def _of_state(
     report: LoadReport, owner: Framework, model: Any, found: Mapping[str, Parameter]
 ) -> dict[str, Parameter]:
-    """Return, by name, the parameters that ``found`` lacks, from the model's state dict."""
+    """Return, by name, parameters not in ``found`` from the state dict; ValueError if absent."""
     names = [name for name in report.plan.placements.names if name not in found]
     state = model.state_dict() if names and hasattr(model, "state_dict") else {}
     out = {name: owner.parameters({"it": state[name]})[0] for name in names if name in state}
