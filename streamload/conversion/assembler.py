@@ -38,7 +38,10 @@ class Assembler:
         return self.shards.block(info.shard, start, stop, self.room, info.name)
 
     def elements(self, made: Joined, first: int, stop: int, out: memoryview) -> CastCounts:
-        """Write elements ``first`` to ``stop`` (exclusive), cast; returns counts of changes."""
+        """Assemble elements ``first`` to ``stop`` (exclusive) of an output tensor in ``out``.
+
+        Elements are cast; returns the counts of values that the cast changed.
+        """
         if made.turn is not None:
             row, fill = made.numel // made.turn.rows, partial(self._lines, made)
             return self._permuted(made.turn, row, made.infos, fill, first, out)
@@ -68,7 +71,7 @@ class Assembler:
                 yield begin, end, info, info.start + (begin + shift) * self.dtype.itemsize
 
     def _piece(self, piece: Slice, first: int, stop: int, out: memoryview) -> CastCounts:
-        """Write elements ``first`` to ``stop`` (exclusive) of a slice, counted in its tensor."""
+        """Write a slice's cast elements; ``first``, ``stop`` (exclusive): indices in its tensor."""
         info, order, n = piece.info, _order(piece), self.dtype.itemsize
         if info is None:
             out[:] = piece.data[first * n : stop * n] or bytes(len(out))
@@ -94,9 +97,10 @@ class Assembler:
         first: int,
         out: memoryview,
     ) -> CastCounts:
-        """Write rows of ``row`` elements to ``out``, permuted by ``order``, from ``first`` on.
+        """Fill ``out`` with elements from ``first`` on of a tensor, its rows permuted by ``order``.
 
-        ``fill`` reads rows in file order, by whole units of the dtypes of ``infos``.
+        ``fill`` reads rows of ``row`` elements in file order; each read begins and ends on whole
+        blocks of the dtypes of ``infos`` (quantized dtypes have several elements in one).
         """
         n, most = self.dtype.itemsize, self.room.block_nbytes
         grain = math.lcm(*(info.dtype.unit // math.gcd(info.dtype.unit, row) for info in infos))
@@ -108,7 +112,10 @@ class Assembler:
     def _make(
         self, info: TensorInfo, data: memoryview, out: memoryview, first: int, *lines: int
     ) -> CastCounts:
-        """Dequantize or cast ``data`` to ``out``; ``first`` and ``lines``: see `Decoder.decode`."""
+        """Dequantize or cast ``data``, elements of ``info`` from ``first`` on, to ``out``.
+
+        ``lines``: number of equal lines in ``data``, and elements of ``info`` between their starts.
+        """
         if isinstance(info, Packed):
             return self.decoders.of(info, self.dtype).decode(data, out, first, *lines)
         return self.casts[info.dtype, self.dtype](data, out)
@@ -136,7 +143,7 @@ class Assembler:
         return counts
 
     def _read_lines(self, info: TensorInfo, first: int, pitch: int, to: _Array) -> CastCounts:
-        """Fill row ``to[i]`` with cast elements from ``first + i * pitch`` on, by whole blocks."""
+        """Fill row ``to[i]`` with cast elements from ``first + i * pitch`` (a block's start) on."""
         lines, numel = len(to), to.shape[1] * to.itemsize // self.dtype.itemsize
         nbytes, step = info.dtype.nbytes(numel), info.dtype.nbytes(pitch)
         begin = info.start + info.dtype.nbytes(first)

@@ -48,7 +48,7 @@ class Writing:
 
     @property
     def is_alone(self) -> bool:
-        """Whether its blocks hold this tensor alone: codes of a quantized weight, permuted rows."""
+        """Whether no `Block` of this tensor holds another: it is permuted, or quantized here."""
         return self.out.coding is not None or (self.out.turn is not None and self.out.nbytes > 0)
 
     @property
@@ -63,7 +63,7 @@ class Part:
     """Bytes ``start`` to ``stop`` of an output file, from bytes of a source file; ends exclusive.
 
     ``read`` to ``read_stop``: byte range in the source file; if the tensor is assembled from
-    several, only the length of the range has a meaning, for progress.
+    several slices, only the length of the range has a meaning, for progress.
     """
 
     tensor: Writing
@@ -130,16 +130,20 @@ class Block:
 
 
 def most_codes(out: OutTensor, coding: Coding, most_nbytes: int) -> int:
-    """Return bytes of codes to write at once, from ``most_nbytes`` of a weight or from one unit."""
+    """Return the bytes of quantized values to write at once, a multiple of `least_nbytes`.
+
+    At most ``most_nbytes`` of the source are quantized at once, unless `least_nbytes` takes more.
+    """
     unit_nbytes = least_nbytes(out, most_nbytes)
     read_nbytes = unit_nbytes // coding.dst_unit_nbytes * coding.src_unit_nbytes
     return max(most_nbytes // read_nbytes, 1) * unit_nbytes
 
 
 def least_nbytes(out: OutTensor, most_nbytes: int) -> int:
-    """Return the fewest bytes to write at once: whole quantization units and permuted rows.
+    """Return the fewest bytes to write at once: whole permuted rows, and whole quantization units.
 
-    Rows of more than ``most_nbytes`` are cut, and read twice.
+    A unit is the elements that are quantized together. Rows of more than ``most_nbytes`` are cut,
+    and read twice.
     """
     row_numel = 0
     if out.made is not None and out.turn is not None:

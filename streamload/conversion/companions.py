@@ -217,7 +217,7 @@ def _small_folder(
 ) -> dict[str, SmallFile]:
     """Return the files of subfolder ``name`` by path; {} if it is not copied.
 
-    ``bounds``: see `_bounds`; ``holds_weights``: whether a folder with weights is copied, too.
+    ``bounds``: folders that links may lead into; ``holds_weights``: copy also one with weights.
     """
     found: dict[str, SmallFile] = {}
     _real(bounds, folder / name)
@@ -242,10 +242,10 @@ def _small_folder(
 
 
 def _go_together(lengths: Mapping[str, int], *, holds_weights: bool) -> bool:
-    """Whether a folder next to the tensors is copied, judging by the lengths of its files by path.
+    """Whether to copy a folder next to the tensors; ``lengths``: its files' bytes by path.
 
-    Not if it is large, is a conversion, or holds weights in another format (``onnx/``); modules of
-    sentence-transformers (``holds_weights``) have weights of their own.
+    A folder is left out if it is large, is a conversion, or holds weights in another format
+    (``onnx/``). ``holds_weights``: a module of sentence-transformers, copied with its weights.
     """
     if sum(lengths.values()) > LARGEST_COPIED_NBYTES:
         return False
@@ -297,9 +297,10 @@ def _chosen(folder: Url, listed: Mapping[str, int], *, owns: bool) -> tuple[list
 
 
 def _served(folder: Url, *, owns: bool) -> tuple[dict[str, SmallFile], list[str]]:
-    """Return the result of `files_beside` for a server's folder; ``owns``: all are the model's.
+    """Return small files to copy from a server's folder by name; names of files not copied.
 
-    Some servers answer with a page and status 200 for a missing file: that page is left out.
+    ``owns``: all files of the folder are the model's; else only usual names are copied. Some
+    servers answer with a page and status 200 for a missing file: that page is left out.
     """
     found: dict[str, SmallFile] = {}
     with remote.connections():

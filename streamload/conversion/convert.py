@@ -309,13 +309,16 @@ class _Conversion:
                 header.state.check(now, header.path)
 
     def check(self, *, resume: bool, overwrite: bool) -> dict[str, Finished] | None:
-        """Check that the destination can be written; if ``resume``, return `_finished()`."""
+        """Raise CheckpointError if the options do not allow to write the destination.
+
+        Returns the tensors' records by key if ``resume`` and this conversion was finished.
+        """
         found = self._finished() if resume else None
         self.destination.check(resume=resume, overwrite=overwrite, finished=found is not None)
         return found
 
     def _finished(self) -> dict[str, Finished] | None:
-        """Return all records by key if this very conversion was finished before; else None."""
+        """Return the tensors' records by key if this conversion was finished before; else None."""
         finished = {}
         for folder in self._plan.folders:
             found = self.destination.sidecar(folder)

@@ -152,7 +152,7 @@ class Destination:
     # --- old checkpoints --------------------------------------------------------------------------
 
     def folders(self) -> tuple[str, ...]:
-        """Return folders of checkpoints: the destination, the plan's, those of earlier nodes."""
+        """Return checkpoint folders: "" (the root), the plan's, node folders of earlier calls."""
         earlier = []
         for name in self._listed(""):
             # links are not followed

@@ -222,7 +222,7 @@ class Output:
         out[done:] = bytes(out.nbytes - done)
 
     def drop(self, start: int, nbytes: int, checksum: FileSum | None) -> None:
-        """Wait until bytes written a while ago are on the disk, and drop them from the page cache.
+        """Wait until written bytes from ``start`` on are on disk; drop them from the page cache.
 
         Bytes that ``checksum`` has yet to read again stay cached until the file is closed.
         """

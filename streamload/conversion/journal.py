@@ -146,7 +146,7 @@ class Journal:
                 self.finished.pop(index, None)
 
     def publish(self, files: Mapping[str, str]) -> None:
-        """Record that all is finished, and ``files`` to publish: digests by path ("": tensors)."""
+        """Record that all is written; ``files`` to publish: digest by path ("": tensor files)."""
         self._write([{"publish": dict(files)}])
         self.published = dict(files)
 

@@ -48,7 +48,7 @@ class Way:
 
     @property
     def turned_nbytes(self) -> int:
-        """Most bytes of a permuted tensor that a thread writes at once, from parts of all rows."""
+        """Most bytes of a permuted tensor that a thread writes at once, gathered from all rows."""
         # blocks that a long unit made longer are long enough
         usual_nbytes = min(self.block_nbytes, BLOCK_NBYTES)
         return max(_TURNED_BLOCKS // self.threads * usual_nbytes, self.block_nbytes)

@@ -51,7 +51,10 @@ class Judge(Protocol):
     """Answers questions about a checkpoint's model in transformers."""
 
     def holding(self, checkpoint: Checkpoint, formats: Mapping[str, str], /) -> Any:
-        """Return JSON for a `Verdict` on quantizing to ``formats``, by tensor; None if no model."""
+        """Find tensors that modules can hold in ``formats`` (by tensor); None without a model.
+
+        Returns fields of a `Verdict`, and ``holders``: classes of such modules, in words.
+        """
 
     def why_not_opened(self, folder: Path, /) -> str:
         """Return the reason why `from_pretrained` cannot open a folder; "" if it can."""
@@ -93,7 +96,8 @@ def asked_of_models(
     """Ask transformers for weights that its modules cannot hold in the formats of ``policy``.
 
     Returns:
-        None if there is no model to ask: no class in config.json, no transformers.
+        The answer; if transformers could not be asked, a verdict with a note. None if nothing is
+        to quantize, or there is no model to ask: no class in config.json, no transformers.
 
     Raises:
         ValueError: modules can hold none of these weights.
@@ -152,7 +156,7 @@ class Judging:
         return found["why"] if isinstance(found, dict) else ""
 
     def ask(self, question: str, **given: Any) -> Any:
-        """Call the `Judge` method named ``question``; return JSON values, or a text why it cannot.
+        """Call the `Judge` method named ``question``; return its result, or an error as text.
 
         ``given``: JSON values, the method's arguments, with ``path`` of the checkpoint or folder.
         """
@@ -180,7 +184,7 @@ class Judging:
 
 @contextmanager
 def _child() -> Iterator[Callable[[str], Any]]:
-    """Run a process that answers questions until this ends; yields the function that asks one."""
+    """Run a child process in a ``with``; yields a function from a JSON question to its answer."""
     paths = [*filter(os.path.isabs, sys.path), _ROOT]  # without the current folder
     command = [sys.executable, "-P", "-c", _CODE, json.dumps(paths)]
     pipe = subprocess.PIPE

@@ -188,7 +188,7 @@ class ConvertPlan:
         path: the source.
         destination: the folder of the output.
         files: the files of tensors, in the order in which they are written.
-        small: the other files: copies, config.json, and the plans of nodes.
+        small: the other files: copies, config.json, and each node's ``plan.json``.
         indexes: one for each folder that has several files; they are published last.
         options: the options as plain JSON values.
         notes: sentences for users.
@@ -428,7 +428,7 @@ def _check_names(
 
 
 def _documents(writer: FormatWriter, files: Sequence[OutFile], folder: str) -> Iterator[SmallFile]:
-    """Yield small files that ``writer`` creates; those with md5 sums get their bytes at the end."""
+    """Yield small files that ``writer`` creates; contents with md5 sums are computed at the end."""
 
     def late(name: str, sums: Mapping[str, str]) -> bytes:
         return writer.documents(files, sums)[name]
@@ -523,7 +523,10 @@ def _dtype(checkpoint: Checkpoint, name: str, policy: DTypePolicy) -> DType:
 def _parts(
     chosen: Checkpoint, options: ConvertOptions, lists: Sequence[Sequence[Sequence[OutTensor]]]
 ) -> tuple[dict[str, list[Sequence[OutTensor]]], dict[str, Any]]:
-    """Return the tensors of ``lists`` by folder ("" without nodes), and `DevicePlan`s by node."""
+    """Split output tensors over nodes: return them by folder, and `DevicePlan`s by node.
+
+    ``lists``: for each file, the entries of each tensor. Without nodes, all go to folder "".
+    """
     if not options.nodes:
         return {"": [[*chain(*listed)] for listed in lists]}, {}
     made = {entries[0].info.name: entries for listed in lists for entries in listed}

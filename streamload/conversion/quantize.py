@@ -74,7 +74,10 @@ def wanted_of(
 def all_entries(
     lists: Iterable[Sequence[Target]], policy: QuantPolicy
 ) -> list[list[list[OutTensor]]]:
-    """Return `entries_of` all targets; one UnsupportedCastError names all refused weights."""
+    """Return the output tensors of each target, as `entries_of` does, nested like ``lists``.
+
+    One UnsupportedCastError names all weights that cannot be quantized.
+    """
     refused: dict[str, UnsupportedCastError] = {}
     taken: list[str] = []
     out: list[list[list[OutTensor]]] = []

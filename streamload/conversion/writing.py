@@ -195,7 +195,7 @@ class Writer:
         return None
 
     def _cut_units(self, tensor: Writing) -> Iterator[Block]:
-        """Yield blocks of one tensor alone, of whole units and rows; too long rows are cut."""
+        """Yield blocks of an `is_alone` tensor: whole quantization units, and rows if they fit."""
         out = tensor.out
         nbytes = self._way.block_nbytes if out.turn is None else self._way.turned_nbytes
         if out.coding is not None:
@@ -213,7 +213,8 @@ class Writer:
     def run(self, tell: Callable[[int], None]) -> None:
         """Write all unfinished tensors to the disk and into the journal.
 
-        After an error, the journal lists the finished tensors. ``tell`` gets source bytes read.
+        After an error, the journal lists the finished tensors. ``tell`` is called with all source
+        bytes read so far.
         """
         crew = ThreadPoolExecutor(self._way.threads, "convert")
         with deferred_interrupt() as interrupt, crew:
@@ -513,7 +514,8 @@ def check_written(
 ) -> int:
     """Read the planned ``file`` back from ``path``, past the page cache if possible.
 
-    ``tell`` is called with ``done`` (bytes of earlier files) plus bytes read; returns the last sum.
+    ``tell`` is called with ``done`` (bytes of earlier files) plus bytes read; returns ``done`` plus
+    the bytes of all tensors of this file.
 
     Raises:
         CheckpointError: the header differs, or a digest differs from its record in ``finished``.
