@@ -21,7 +21,7 @@ _LARGEST = 1e200  # scores are scaled down once a choice counts more
 
 
 class ExpertCache:
-    """A cache of experts: which one each device slot holds, and which the computing layer asks for.
+    """A cache of experts: the expert in each device slot, and those that the computing layer needs.
 
     Experts are numbered over all layers: those of the first layer, then of the second, and so on.
 
@@ -29,7 +29,7 @@ class ExpertCache:
         count: number of experts of all layers.
         slots: number of slots, each for one expert.
         asked: experts that the computing layer still needs, in the order in which it uses them.
-        together: number of experts that a layer uses at once while as many are read.
+        together: number of experts that a layer uses at once; as many more are read meanwhile.
         hits: by layer, number of chosen experts that were in a slot when asked for.
         misses: by layer, number of chosen experts that were not.
         stalls: by layer, seconds of waiting for experts.
@@ -69,7 +69,7 @@ class ExpertCache:
         self.asked = [expert for expert in self.asked if expert not in experts]
 
     def next(self, busy: Collection[int] = ()) -> tuple[int, int] | None:
-        """Return (expert to read next, its slot); None if all are read, or all slots ``busy``."""
+        """Return (expert to read, slot), or None: all are read, or ``busy`` experts fill slots."""
         for place, expert in enumerate(self.asked[: 2 * self.together]):
             if expert not in self._slot:
                 slot = self._slot_for(place, busy)
@@ -77,7 +77,11 @@ class ExpertCache:
         return None
 
     def _slot_for(self, place: int, busy: Collection[int]) -> int | None:
-        """Return the slot of lowest score for ``asked[place]``; None if all are ``busy``."""
+        """Return the slot to read ``asked[place]`` into; ``busy``: experts that must stay.
+
+        A free slot, else that of the least chosen expert, else of the last needed after
+        ``asked[place]``; None if there is none.
+        """
         scores = np.where(self._held < 0, -1.0, self._scores[self._held])
         for expert in (*busy, *self.asked):
             if expert in self._slot:

@@ -119,7 +119,7 @@ def finer_layers(
 def _stated(
     names: Sequence[str], nbytes: Sequence[int], layers: Sequence[str]
 ) -> tuple[dict[str, list[int]], list[Item]]:
-    """Return tensors by the outermost module that matches ``layers``, and all other tensors."""
+    """Return tensor indices by outermost module that matches ``layers``, and the other tensors."""
     found: dict[str, list[int]] = {}
     rest, left = [], {*layers}
     for at, name in enumerate(names):
@@ -144,8 +144,9 @@ def grouped(
 ) -> Iterator[LayerGroup]:
     """Yield for each module a group of its tensors that stay, and a group of the rest.
 
-    ``stays`` takes a tensor's index. ``group_of`` makes the second group, of a module's name, the
-    indices, and `Module.in_layer`. The first is named "NAME (stays)" if both exist, or ``marked``.
+    ``stays``: whether the tensor with an index stays. ``group_of`` makes the group of the rest,
+    from the module's name, the tensors' indices, and `Module.in_layer`. The group that stays is
+    named like the module; "NAME (stays)" if both groups exist, or ``marked`` is set.
     """
     for name, numbers, in_layer in found:
         fixed = dict.fromkeys(filter(stays, numbers))

@@ -125,7 +125,7 @@ class ModelAdapter(ABC, Generic[P]):
         return []
 
     def stream_experts(self, name: str, layer: int, weights: ExpertWeights, rounds: Rounds) -> None:
-        """Make a module fetch the experts its router chose; ``layer``: as in `Rounds.ask`."""
+        """Make a module fetch only chosen experts; ``layer``: its number among such modules."""
         raise AssertionError(f"{type(self).__name__} has no experts")
 
     @abstractmethod

@@ -365,7 +365,7 @@ def load_of_stays(made: OffloadPlan, problem: Problem, place: Place, found: Foun
 
 
 def begin(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slots]) -> Streaming:
-    """Read layers to keep in host memory, allocate slots of class ``kind``; start no thread."""
+    """Return a `Streaming` without threads: slots of class ``kind``, layers read to host memory."""
     if made.stream is None:
         return Streaming(made)
     if not made.host:

@@ -329,10 +329,11 @@ class Rounds(Sink):
         return None
 
     def _room_for(self, number: int, at: int, distance: Mapping[int, int]) -> int | None:
-        """Return the first of adjacent slots for a layer, whose layers are needed latest.
+        """Return the first of the adjacent slots that layer ``number`` gets.
 
-        None if all are in use, or needed before the layer. ``at``: the layer's position in the
-        order of use; ``distance``: the position of each layer by number.
+        Free slots, else the slots of layers that are needed latest; None if all hold layers in use,
+        or needed earlier than this layer. ``at``: this layer's position in the order of use;
+        ``distance``: the position of each layer by number.
         """
         best, best_distance = None, at
         slots = self._layers[number].slots
@@ -433,8 +434,9 @@ class Rounds(Sink):
     def _leave_files(self, _: Any, error: BaseException | None, __: Any) -> None:
         """Close mapped files once no layer is in use: exit callback of an `ExitStack`.
 
-        ``error`` ended the stack's ``with`` block, or is None. A thread that waits for a layer
-        inside another one raises it; without an error, the files stay open for the next thread.
+        ``error``: the exception that ended the ``with`` block, or None. If a thread waits for a
+        layer inside another one, that thread raises ``error``; if there is no error, the files stay
+        open for the next thread of `_bring`.
         """
         with self._changed:
             while self._users:

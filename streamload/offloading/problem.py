@@ -228,6 +228,7 @@ class Problem:
         """Return a plan with read-ahead if the host has memory for that, else by ``reading``.
 
         Returns the bytes that are missing if nothing fits into ``room_nbytes`` of the device.
+        ``chunk_nbytes``: most bytes read and cast at once; None: by the options.
         """
         plan = self._within(room_nbytes, chunk_nbytes, "ahead")
         if isinstance(plan, int) or self._has_ahead(plan):
@@ -416,7 +417,7 @@ def engine_of(options: Options) -> CastChoice:
 def decide_by_layers(
     layers: Sequence[str], grouped: Callable[[Sequence[str]], Problem]
 ) -> OffloadPlan:
-    """Plan ``grouped(layers)``; if it does not fit, the error suggests smaller layers that do."""
+    """Return the plan of ``grouped(layers)``; if none fits, the error suggests smaller layers."""
     problem = grouped(layers)
     try:
         return problem.decide()

@@ -31,7 +31,7 @@ class RowReader:
         self._cast = make_cast(info.dtype, dst, out_of_range=out_of_range)
 
     def read(self, rows: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-        """Return the bytes of rows, cast to ``dst``; ``rows`` are in ascending order.
+        """Return rows as a flat array of bytes, cast to the reader's `dst`; ``rows``: ascending.
 
         Raises:
             CheckpointError: they cannot be read, or the file has changed.

@@ -79,9 +79,10 @@ class Stays:
 
 
 def _patterns(found: Iterable[str], streams: Mapping[str, str], fine: Container[str]) -> list[str]:
-    """Return patterns of the weights ``found``, with "*" for numbers unless that hits ``fine``.
+    """Return patterns of names that match the weights ``found``, for ``stay=``.
 
-    ``fine``: weights that can stream; ``streams``: by each name of a weight, its name in errors.
+    A pattern has "*" for numbers, unless that matches a weight of ``fine``, which can stream.
+    ``streams``: by each name of a weight, its name in errors.
     """
     mine = {*found}
     out: list[str] = []

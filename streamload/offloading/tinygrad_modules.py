@@ -259,7 +259,7 @@ class GatheredEmbedding(Wrapped):
         self._name, self._reader, self._device = name, reader, device
 
     def __call__(self, idx: Tensor) -> Tensor:
-        """Look up rows ``idx``, of any shape; bound variables in it become values in the result."""
+        """Return the rows ``idx`` (indices in any shape); values replace its bound variables."""
         refuse_capture(self._name)
         graph, values = idx.uop.unbind_all()
         if values:

@@ -152,7 +152,7 @@ class TorchModel(ModelAdapter[TorchParameter]):
         self._wrap(torch_modules.StreamedModule(module, number, places, rounds, self._stays))
 
     def stream_experts(self, name: str, layer: int, weights: ExpertWeights, rounds: Rounds) -> None:
-        """Make fused experts fetch those that a router chose; ``layer``: as in `Rounds.ask`."""
+        """Make a module fetch only chosen experts; ``layer``: its number among such modules."""
         places = [{key.rpartition(".")[2]: at for key, at in each.items()} for each in weights]
         module, sums = self._modules[name], self._sums[name]
         self._wrap(StreamedExperts(module, layer, sums, places, rounds))

@@ -55,7 +55,7 @@ def number_chosen(module: nn.Module) -> int:
 
 
 def sums_of(module: nn.Module) -> Sums | None:
-    """Return how (`Sums`) fused experts add their outputs, by trials; None if no form matches."""
+    """Find by trials the `Sums` with which `computed` equals the module; None if there is none."""
     eager = getattr(type(module).forward, "__wrapped__", None)
     if eager is None or not hasattr(module, "_apply_gate"):
         return None
@@ -121,7 +121,7 @@ _Give = Callable[[Sequence[int]], _Given]  # from numbers of experts
 
 
 def _all_of(module: nn.Module) -> _Give:
-    """Return a function that yields (expert, weights) of a module that has them in memory."""
+    """Return a function from expert numbers to (number, weights) pairs of a module in memory."""
     own = dict(module.named_parameters(recurse=False))
 
     def give(chosen: Sequence[int]) -> _Given:
@@ -156,7 +156,10 @@ def computed(module: Any, sums: Sums, routed: Routed, give: _Give) -> torch.Tens
 
 
 def _parts(flat: torch.Tensor, count: int) -> dict[int, slice]:
-    """Return for each expert below ``count`` its slice of ``flat``, all choices, once sorted."""
+    """Return by chosen expert the slice of its choices, once ``flat`` is sorted.
+
+    ``flat``: the experts that all tokens chose; experts from ``count`` on are left out.
+    """
     asked, counts = torch.unique(flat.cpu(), return_counts=True)  # the one wait for the device
     ends = counts.cumsum(0)
     rows = zip(asked.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True)
@@ -164,7 +167,10 @@ def _parts(flat: torch.Tensor, count: int) -> dict[int, slice]:
 
 
 def _computed_grouped(module: Any, routed: Routed, give: _Give) -> torch.Tensor:
-    """Return the output by "grouped_mm": one group per expert, then a sum over those of a token."""
+    """Return the output (tokens, width) of experts by "grouped_mm", one group per expert.
+
+    A token gets the sum of its experts' outputs by the router's weights; ``give``: see `computed`.
+    """
     states, choices, weights = routed
     grouped, flat = _grouped_mm(), choices.reshape(-1)
     _, order = torch.sort(flat)  # the same sort as there
@@ -218,7 +224,7 @@ class StreamedExperts(Wrapped):
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Compute with the chosen experts, ``top_k_index``, and their ``top_k_weights``."""
+        """Return the outputs of experts ``top_k_index``, summed by ``top_k_weights`` per token."""
         refuse_training(self._module)
         with torch.no_grad():
             routed = Routed(hidden_states, top_k_index, top_k_weights)

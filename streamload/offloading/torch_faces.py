@@ -78,7 +78,7 @@ def _method_of(face: Face) -> Any:
 
 
 def _function_of(method: Any, call: Callable[..., Any], refusal: str) -> Face:
-    """Return a face of a method's function; it calls ``call`` if given the method's own object."""
+    """Return a `Face` of a method's function; for the method's own object it runs ``call``."""
     function, owner = method.__func__, id(method.__self__)
 
     def called(*args: Any, **kwargs: Any) -> Any:

@@ -115,7 +115,7 @@ def is_kept(weights: Sequence[torch.Tensor], at: int, before: int) -> bool:
 
 
 def why_kept(weight: Any, given: torch.Tensor) -> str:
-    """Return how a module misused the lent weight ``given``, or ""; it has ``weight`` there now."""
+    """Return the misuse of lent ``given``, in words, or ""; the module now has ``weight``."""
     if weight is not given:
         return "puts another tensor in its place"
     was: _Lent = getattr(given, _LENT)

@@ -226,7 +226,7 @@ def _run(wrapped: Any, args: Any, kwargs: Any) -> Any:
 
 @cache
 def _uncompiled() -> Callable[..., Any]:
-    """Return `_run`, marked so that torch.compile compiles nothing in it."""
+    """Return a function that calls a substitute; torch.compile compiles nothing in it."""
     return cast("Callable[..., Any]", torch.compiler.disable(_run))
 
 
@@ -412,7 +412,7 @@ class StreamedModule(Wrapped):
         self._stays.cannot(name, f"{said}; the memory is another layer's next")
 
     def _check(self, had: Any, absent: Any) -> None:
-        """Note as an error if ``had``, another tensor, is in place of placeholder ``absent``."""
+        """Note an error if ``had``, found in place of placeholder ``absent``, is no lent weight."""
         if not isinstance(had, StreamedParameter) and not torch_lent.is_lent(had):
             reason = (
                 "streams, and something has put another tensor in its place, which would not be "

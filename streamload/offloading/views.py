@@ -46,9 +46,9 @@ class Viewable(NamedTuple):
 
 
 def can_be_views(plan: Plan, checkpoint: Checkpoint) -> Viewable:
-    """Check if the CPU can use all tensors of ``plan`` in their files, without copies.
+    """Return a `Viewable`: whether the CPU can compute on the files, without copies of tensors.
 
-    ``plan``: one under ``residence="auto"``, in which ``cast`` is "mapped" where that is possible.
+    ``plan``: for ``residence="auto"``; its ``cast`` is "mapped" where a tensor can be mapped.
     """
     placements = plan.placements
     unaligned, movable = "", True
@@ -141,7 +141,7 @@ class FileViews(Slots):
         """Guard the files of a layer against changes while it computes, until `leave`.
 
         Raises:
-            CheckpointError: a file has changed, or a writer waits for it.
+            CheckpointError: a file has changed, or another process waits to change it.
         """
         with ExitStack() as entered:
             for shard in {shard for shard, _, _ in self._ranges[layer]}:
