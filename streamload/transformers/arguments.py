@@ -65,9 +65,9 @@ _EVERYWHERE = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def takes_those_of_transformers(function: _Function) -> _Function:
-    """Let a function take the arguments of transformers' own ``from_pretrained``, too.
+    """Return a function that takes arguments of transformers' own ``from_pretrained``, too.
 
-    Unknown arguments reach the function as a dict: ``config_changes``, of diffusers ``components``.
+    Others reach ``function`` as its dict ``config_changes`` (for diffusers, ``components``).
     """
     known = frozenset(inspect.signature(function).parameters)
 

@@ -52,7 +52,7 @@ class Renames:
         return cls(transforms, renamings, converters, model.base_model_prefix, model.state_dict())
 
     def __call__(self, tensor: str) -> tuple[str, str | None]:
-        """Return a tensor's name in the model, and its converter's pattern; None if values stay."""
+        """Return a tensor's name in the model, and the pattern of its value conversion or None."""
         lists, rest = (self.renamings, self.converters), (self.prefix, self.state)
         found: tuple[str, str | None] = rename_source_key(tensor, *lists, *rest)
         if found[0] not in self.state and tensor in self.state:  # it has its new name already

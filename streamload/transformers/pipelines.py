@@ -363,7 +363,7 @@ class _Diffused:
         return False
 
     def finish(self, report: LoadReport) -> None:
-        """Move buffers that the model computes to the device; set evaluation mode and report."""
+        """Move computed buffers to the device; set evaluation mode and ``streamload_report``."""
         device = torch.device(report.plan.devices[0].device)
         for name, buffer in list(self._computed()):
             module, _, leaf = name.rpartition(".")

@@ -110,7 +110,7 @@ class Prepared:
         return replace(report, notes=(*report.notes, *self.quantized.notes))
 
     def offload(self, devices: Devices, options: ModelOptions, how: Mapping[str, Any]) -> Offloaded:
-        """Offload the model (`how`: options); OffloadError if quantized weights cannot stream."""
+        """Call `offload` with arguments `how`; OffloadError if quantized weights cannot stream."""
         if self.quantized.stays:
             raise OffloadError(f"{self.checkpoint.path}: {self.quantized.stays}")
         asked = {**how, **self._asked(devices, 0, options)}
@@ -137,7 +137,7 @@ class Prepared:
 
 
 def quantized_as(checkpoint: Checkpoint, config: Any, asked: Any) -> Quantization:
-    """Return a load's steps for quantized weights: as stored, else as `asked`, else none."""
+    """Return the `Quantization` of stored weights, else of the caller's `asked`, else no steps."""
     stored = CodedCheckpoint.of(checkpoint, config) or QuantizedCheckpoint.of(
         checkpoint, config, asked
     )
@@ -161,7 +161,7 @@ def filling(
 
 
 def load_untied(load: Callable[[], _Loaded], *models: Any) -> _Loaded:
-    """Call `load`; if that fails because tied weights are stored with two values, untie and repeat.
+    """Return `load()`; if tied weights are stored with two values, untie `models` and load again.
 
     A load compares the two copies after planning, before it reads or allocates anything else.
     """

@@ -282,7 +282,7 @@ def own_config(coded: Mapping[str, CodedWeight]) -> dict[str, Any]:
 def would_be_floats(coded: Iterable[CodedWeight]) -> bool:
     """Return whether transformers would load all quantized values as floats.
 
-    It ignores a quantization_config that it does not know, and refuses tensors of another shape.
+    transformers ignores an unknown quantization_config, and refuses tensors of another shape.
     """
     return all(each.made.parts[0].shape == each.stored_shape for each in coded)
 
@@ -339,7 +339,7 @@ def _is_product(module: nn.Module) -> bool:
 
 
 def _come_back(model: Any, coded: Mapping[str, CodedWeight]) -> bool:
-    """Return whether weights' parts keep matching names in files that transformers writes."""
+    """Return whether transformers saves codes and scales under names of the same weight."""
     parts = {
         name: [name.removesuffix("weight") + part for part in said.names("weight")]
         for name, said in coded.items()

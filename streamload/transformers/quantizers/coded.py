@@ -31,7 +31,7 @@ class CodedCheckpoint(QuantizedCheckpoint):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: Any, _: Any = None) -> CodedCheckpoint | None:
-        """Return the steps if `config` is of this layout, else None; CheckpointError if invalid."""
+        """Return the steps for streamload's layout, or None; CheckpointError if `config` is bad."""
         said, stated = stated_in(config)
         if said is None or method_of(stated) != METHOD:
             return None
@@ -47,7 +47,7 @@ class CodedCheckpoint(QuantizedCheckpoint):
         return cls(checkpoint, CodedQuantizer(CodedConfig(**stated)), formats=formats)
 
     def prepare(self, model: Any, devices: Devices, renames: Callable[[], Renames]) -> None:
-        """Put empty parts of weights into modules; CheckpointError if no module can hold one."""
+        """Put meta buffers for weights into modules; CheckpointError if no module can hold one."""
         named = renames()
         formats = {named(tensor)[0]: format for tensor, format in self.formats.items()}
         swap = framework("torch").swap(model, formats)
@@ -75,7 +75,7 @@ class CodedCheckpoint(QuantizedCheckpoint):
             buffers.update(zip(said.names(leaf), parts, strict=True))
 
     def _empty(self, said: CodedWeight, tensor: str) -> list[torch.Tensor]:
-        """Return empty parts of a weight (layout `said`) on the meta device, in stored shapes."""
+        """Return meta tensors for a weight's codes and scales (layout `said`), in stored shapes."""
         out = []
         for part in said.made.parts:
             info = self.checkpoint.tensors.get(part.name(tensor))

@@ -44,7 +44,7 @@ class QuantizedOnLoad(QuantizedCheckpoint):
 
     @classmethod
     def asked(cls, checkpoint: Checkpoint, config: Any, asked: Any) -> QuantizedOnLoad:
-        """Return the steps for a ``BitsAndBytesConfig`` or dict, and put it into `config`.
+        """Return the steps for `asked`, a ``BitsAndBytesConfig`` or dict; set it in `config`.
 
         Raises:
             ValueError: another method, an option that is not supported, or no such package.
@@ -117,7 +117,7 @@ class QuantizedOnLoad(QuantizedCheckpoint):
             )
 
     def stage(self, model: Any, names: Names) -> None:
-        """Put empty parts of weights into bitsandbytes' modules; fused experts into streamload's.
+        """Put meta buffers for weights into modules of bitsandbytes (fused experts: streamload).
 
         Raises:
             ValueError: the checkpoint does not fill one of bitsandbytes' modules.
@@ -173,7 +173,7 @@ class QuantizedOnLoad(QuantizedCheckpoint):
         ) from cause
 
     def assemble(self, model: Any) -> None:
-        """Build bitsandbytes' weights over the loaded parts, without copies."""
+        """Build bitsandbytes' weights over the loaded buffers, without copies."""
         for prefix in self._modules:
             module = model.get_submodule(prefix)
             said = getattr(module, CODED)["weight"]

@@ -24,7 +24,7 @@ _ASKED = frozenset(("device", "dtype", "requires_grad", "grad", "grad_fn", "is_l
 
 
 class Params4bit(bitsandbytes.nn.Params4bit):
-    """bitsandbytes' 4-bit weight, repacked only in calls; named alike, as peft tests the name."""
+    """bitsandbytes' 4-bit weight, repacked only during calls. peft tests the name of the class."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -66,7 +66,7 @@ class Params4bit(bitsandbytes.nn.Params4bit):
 
 
 def watch(module: nn.Module) -> None:
-    """Let a `Linear4bit` on a CPU with AVX512-BF16 keep its stored parts for other readers."""
+    """Keep stored values of a `Linear4bit` readable between calls, on a CPU with AVX512-BF16."""
     if module.support_avx512bf16_for_cpu and module.weight.device.type == "cpu":
         module.register_forward_pre_hook(_before)
         module.register_forward_hook(_after, always_call=True)

@@ -70,10 +70,10 @@ class Quantization:
         """Raise an error if tensors that match modules for quantized weights do not fit."""
 
     def stage(self, model: Any, names: Names) -> None:
-        """Put empty parts of quantized weights into modules after matching, for the load."""
+        """Put meta buffers for codes and scales into modules after matching, for the load."""
 
     def assemble(self, model: Any) -> None:
-        """Build the modules' quantized weights over the loaded parts, without copies."""
+        """Build the modules' quantized weights over the loaded buffers, without copies."""
 
     def finish(self, model: Any) -> None:
         """Mark a loaded model as quantized."""
@@ -217,7 +217,7 @@ class QuantizedCheckpoint(Quantization):
         return read_states(self.checkpoint.layouts, self.checkpoint.groups).values()
 
     def _stage(self, model: Any, renames: Renames) -> None:
-        """Put empty buffers for the stored tensors of each weight into its module, to be loaded."""
+        """Put meta buffers for the stored tensors of each weight into its module, to be loaded."""
         wrong = []
         for group in self._with_shapes():
             name, _ = renames(group.name)
@@ -246,7 +246,7 @@ class QuantizedCheckpoint(Quantization):
     def _look_at_repacking(
         self, model: Any, devices: list[str], weights: Mapping[str, tuple[tuple[int, ...], int]]
     ) -> None:
-        """Set `beside_nbytes` for bitsandbytes, which repacks weights on a CPU with AVX512-BF16.
+        """Set `beside_nbytes`, memory for bitsandbytes' repacking on a CPU with AVX512-BF16.
 
         `weights` are those of 4 bits, by name: the shape, and the elements of a block. Raises for
         a weight that bitsandbytes cannot repack.
@@ -342,7 +342,7 @@ class QuantizedCheckpoint(Quantization):
                 )
 
     def assemble(self, model: Any) -> None:
-        """Build transformers' quantized weights over the loaded parts, without copies."""
+        """Build transformers' quantized weights over the loaded buffers, without copies."""
         for prefix, leaf, group in self._staged:
             name = f"{prefix}.{leaf}"
             maker: Maker = FourBit() if group.bits == 4 else EightBit()
