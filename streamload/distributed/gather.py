@@ -74,7 +74,7 @@ def shared_ranges(
 
 
 def _apart(ranges: Ranges) -> list[tuple[int, int]]:
-    """Return the ranges without those that overlap another; ``ranges`` is sorted."""
+    """Return the ranges that overlap no other range; ``ranges`` is sorted by start."""
     ends = list(accumulate((stop for _, stop in ranges), max, initial=0))
     nexts = [*(start for start, _ in ranges[1:]), sys.maxsize]
     rows = zip(ranges, ends, nexts, strict=False)
@@ -93,7 +93,7 @@ class _Block:
 
 
 class CollectiveReader:
-    """Read files once for all ranks, by threads that exchange blocks; hold these until copied."""
+    """Read files once for all ranks: threads exchange blocks, and keep each until it is copied."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class CollectiveReader:
             thread.start()
 
     def open(self, header: Header, kind: ResolvedKind) -> Reader:
-        """Return a reader that copies bytes of exchanged blocks, and reads others from the file."""
+        """Return a reader that copies exchanged blocks, and reads all other bytes from the file."""
         return _CollectiveShard(self, header, kind)
 
     def __enter__(self) -> Self:

@@ -61,7 +61,7 @@ class ProcessGroup(Protocol):
         """Return the small messages of all ranks, by rank; their lengths may differ."""
 
     def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
-        """Return the data of rank ``root``, of any length; that of other ranks is ignored."""
+        """Return ``data`` of rank ``root``, of any length; ``data`` of other ranks is ignored."""
 
     def all_gather_into(self, mine: memoryview, out: memoryview) -> None:
         """Write the blocks of all ranks into one buffer, ordered by rank.

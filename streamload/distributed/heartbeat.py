@@ -147,7 +147,7 @@ class Heartbeat:
                     self._news.wait(self._every_s)
 
     def fail(self, error: BaseException) -> None:
-        """Report this rank as lost by ``error``; all raise PeerFailedError, of the first loss."""
+        """Report this rank lost by ``error``; all ranks raise PeerFailedError of the first loss."""
         reason = ": ".join(filter(None, (type(error).__name__, str(error))))
         self._lose(self._group.rank, f"gave up: {reason}")
 
@@ -164,7 +164,7 @@ class Heartbeat:
         """Write that this rank has ended, and stop the threads.
 
         Rank 0 may keep the store in its own process. So it waits until the other ranks have ended,
-        or, after a loss, until they can have read of it in the store.
+        or, after a loss, for as long as they need to read of the loss in the store.
         """
         with self._news:
             if self._closing_s is None:

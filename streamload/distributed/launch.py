@@ -195,7 +195,7 @@ def _meeting(env: Mapping[str, str]) -> str:
 
 
 def _engine(name: str) -> Any:
-    """Import the engine's module, without torch's log output: errors of streamload replace it."""
+    """Import the module of engine ``name``, with torch's log off: streamload raises its errors."""
     quiet = _TORCH_LOG not in os.environ and "torch" not in sys.modules
     if quiet:
         os.environ[_TORCH_LOG] = "ERROR"

@@ -233,7 +233,8 @@ def offload(
             hidden = part(hidden)
 
     Args:
-        model: as in `load_state_dict`, and never None: layers stream when the model computes.
+        model: this rank's part, as `plan` gives it, or the whole model with the parts of other
+            ranks on the meta device; never None, since layers stream when the model computes.
         path: as in `load_state_dict`. Each rank reads it at every pass.
         device: as in `load_state_dict`.
         group: as in `load_state_dict`; passes do not use it.
@@ -255,8 +256,8 @@ def offload(
         OffloadError: the model cannot be offloaded.
         PeerFailedError: as `load_state_dict` does; so do PlanMismatchError, NodeError and others.
 
-    A pass of a rank raises errors of its own layers. Passes have no group: the program informs the
-    other ranks.
+    A pass raises errors of this rank's own layers alone. Passes do not use the group: the program
+    has to inform the other ranks.
     """
     clock = Clock()
 
@@ -339,7 +340,7 @@ def _loaded(
     total: int,
     gatherer: CollectiveReader | None,
 ) -> LoadReport:
-    """Load this rank's part, wait until all ranks have theirs; return the report, with all notes.
+    """Load this rank's part, wait for all ranks; return this rank's report, with the plan's notes.
 
     ``begin`` runs the load and reports progress to its argument; ``total``: file bytes that all
     ranks load; ``gatherer``: the collective reader, or None.

@@ -158,9 +158,10 @@ class Agreement:
         self.options = session.step("its options", self._mine)
 
     def _offer(self, model: Any) -> dict[str, Any]:
-        """Return this rank's budget and memory for exchanged blocks ("room"), both in bytes.
+        """Return this rank's "budget", its "room" (memory for exchanged blocks), and its "bf16".
 
-        And, as "bf16", whether its device computes in bfloat16; None if no dtype depends on that.
+        Both sizes are in bytes. "bf16": whether its device computes in bfloat16; None if no dtype
+        depends on that.
         """
         options, name = self.asked.options, self.asked.device or "device"
         checkpoint, sharing = self.index.checkpoint, self.session.me.local_size
