@@ -295,7 +295,7 @@ class StateDictMismatchError(StreamloadError, ValueError):
         return f"{self.path}: the model and the checkpoint do not match: " + "; ".join(parts)
 
     def or_by(self, call: str) -> StateDictMismatchError:
-        """Return a copy with ``instead=call``, a call of the library that renames tensors.
+        """Return a copy with ``instead=call``, a call of the model's own library, which renames.
 
         Return self if ``call`` is "", no names differ, or a suggestion fills all parameters.
         """
@@ -374,7 +374,7 @@ class PlanInfeasibleError(BudgetError):
         return replace(self, would_fit=fits)
 
     def calling(self, call: str, instead: str) -> PlanInfeasibleError:
-        """Return a copy that suggests function ``instead`` in place of ``call``; "": neither."""
+        """Return a copy with suggestions of ``call`` replaced by ``instead``; "": removed."""
         fits = [fit for fit in self.would_fit if isinstance(fit, Fit) and fit.option == call]
         others = [Fit(instead, "", fit.needs) for fit in fits if instead]
         return self.without(call).suggesting(others)

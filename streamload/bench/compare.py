@@ -322,7 +322,7 @@ class _Comparing:
             self.found.notes.append(note)
 
     def _limits_of(self, state: str, where: str) -> list[str]:
-        """Return limits to measure, first tuning threads and blocks; ``where``: for messages."""
+        """Return names of limits, after tuning threads and blocks; ``where``: starts messages."""
         name = {"warm": "cached", "cold": "direct"}[state]
         if name not in self._ways and f"limit: {name}" not in self.found.skipped:
             self.options.say(f"{where}: looking for the fastest way of {_LIMITS[name]}")

@@ -75,7 +75,7 @@ def group_passes(path: str, device: str, budget: int, tokens: int, low_memory: b
 
 
 def layered_passes(path: str, device: str, budget: int, tokens: int) -> Lap:
-    """Return a function that runs a pass of AirLLM, which reads each layer from files it wrote."""
+    """Return a function that runs a pass by AirLLM, from a file per layer that it writes first."""
     from airllm import AutoModel
     from airllm.airllm_base import AirLLMBaseModel
 

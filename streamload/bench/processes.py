@@ -122,9 +122,9 @@ def open_context(index: int) -> Context:
 
 
 def call(function: str, **arguments: Any) -> dict[str, Any]:
-    """Return a job for `Child`: it calls "module:function" once, and its result at each lap.
+    """Return a job for `Child`: call "module:function" once, then the returned function each lap.
 
-    A dict that a lap returns is added to its answer, which has "seconds" and "cpu_s".
+    A dict that a lap returns is added to the lap's answer, which has "seconds" and "cpu_s".
     """
     return {"kind": "call", "function": function, "arguments": arguments}
 
@@ -152,7 +152,7 @@ class Child:
         timeout_s: most seconds for each answer.
         sites: folders that come first on its import path.
         device_nbytes: returns the bytes in use on the device.
-        prefix: a command that runs the child's command, which follows.
+        prefix: arguments to put before the child's command, such as a tool that runs it.
         sample_s: seconds between samples of its memory.
 
     Attributes:

@@ -76,7 +76,7 @@ def verify(
 ) -> None:
     """Check a checkpoint's digests, or a conversion.
 
-    Reads every byte. A conversion is compared with the first checkpoint as numpy converts it.
+    Reads every byte. CONVERTED is compared with the conversion of PATH by numpy.
     """
     checkpoint = flags.read_path(path, variant, key, like)
     progress: Progress = False if no_progress or quiet else "auto"
@@ -235,8 +235,8 @@ def convert(
 ) -> None:
     """Write a checkpoint in other dtypes, files, names or formats.
 
-    Or split over nodes; in little memory, whatever its size. A conversion that was interrupted
-    continues with --resume.
+    With --nodes, split the checkpoint over nodes. Takes little memory for any size. An interrupted
+    conversion continues with --resume.
     """
     if budget is not None and nodes is None and "," not in budget:
         raise typer.BadParameter("--budget needs --nodes")

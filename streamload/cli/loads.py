@@ -45,7 +45,7 @@ def inspect(
 ) -> None:
     """List the tensors of a checkpoint. Reads headers only.
 
-    And of quantized weights the few bytes that hold their shapes; the tensors of each are one line.
+    The tensors of a quantized weight are one line; the few bytes with its shape are read, too.
     """
     checkpoint = open_checkpoint(path, variant=variant, key=key, like=like)
     remote = isinstance(checkpoint.path, Url)  # there each shape would be a request
