@@ -195,7 +195,7 @@ class Writer:
         return None
 
     def _cut_units(self, tensor: Writing) -> Iterator[Block]:
-        """Yield blocks of an `is_alone` tensor: whole quantization units, and rows if they fit."""
+        """Yield blocks of one large tensor: whole quantization units, whole rows if they fit."""
         out = tensor.out
         nbytes = self._way.block_nbytes if out.turn is None else self._way.turned_nbytes
         if out.coding is not None:

@@ -299,7 +299,7 @@ def _latent_row(text: _Text) -> tuple[int, int]:
 
 
 def _expanded(text: _Text) -> str:
-    """Return a note: where every head's keys and values are kept, the cache is larger."""
+    """Return a note for runtimes that expand latent attention to keys and values: times larger."""
     keys = text.number("qk_nope_head_dim") + text.number("qk_rope_head_dim")
     whole = text.number("num_attention_heads") * (keys + text.number("v_head_dim"))
     return (

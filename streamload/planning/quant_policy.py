@@ -365,9 +365,10 @@ def turned(checkpoint: Checkpoint, want: TensorRequest, format: str | None) -> T
 def _codings(
     name: str, shape: tuple[int, ...], src: DType, *, of_rows: bool, in_order: bool
 ) -> tuple[tuple[Part, Coding], ...]:
-    """Return the tensors (codes, scales, ...) that a weight becomes in a format; cached.
+    """Return the tensors (codes, scales, ...) that a weight becomes in the format ``name``; cached.
 
-    ``of_rows``: functions change its rows. ``in_order``: a device may quantize it as it is read.
+    ``of_rows``: the user's functions change its rows. ``in_order``: a device may quantize it as it
+    is read.
     """
     made = ALL_SCHEMES[name].of(shape, src)
     coding = Coding(

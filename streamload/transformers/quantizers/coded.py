@@ -25,7 +25,7 @@ from streamload.transformers.saving import METHOD, CodedConfig, CodedQuantizer, 
 
 @dataclass(slots=True)
 class CodedCheckpoint(QuantizedCheckpoint):
-    """The steps for a checkpoint in streamload's own quantized layout."""
+    """The steps of `from_pretrained` for a checkpoint in streamload's own quantized layout."""
 
     formats: dict[str, str] = field(default_factory=dict)  # by tensor
 
