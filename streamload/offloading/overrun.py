@@ -17,6 +17,8 @@ OnOverrun = Literal["warn", "error"]
 # Arguments of models with a shape (sequences, tokens), or with one axis more.
 _IDS, _STATES = ("input_ids", "decoder_input_ids"), ("inputs_embeds", "decoder_inputs_embeds")
 
+# The KV cache: transformers 5.24 renamed it.
+_CACHES = ("past_key_values", "cache")
 # The output of an encoder, for the decoder.
 _ENCODED = "encoder_outputs"
 
@@ -99,7 +101,7 @@ def tokens_of(arguments: Mapping[str, Any], is_ids: Callable[[Any], bool]) -> tu
     counts = [math.prod(map(int, shape)) for _, shape in shapes]
     decoded = [shape for name, shape in shapes if name.startswith("decoder")]
     shape = (decoded or [shape for _, shape in shapes])[-1]
-    past = arguments.get("past_key_values")
+    past = next((arguments[name] for name in _CACHES if arguments.get(name) is not None), None)
     if past is None and arguments.get("use_cache") is False:
         return max(counts), 0
     sequences = math.prod(map(int, shape[:-1]))

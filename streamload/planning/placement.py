@@ -237,8 +237,13 @@ class Placements(Table[Placement]):
         """Return the `Placement` of index ``at``; the same object each time."""
         found = self._rows.get(at)
         if found is None:
-            kind, *own = (column[at] for column in self._columns)
-            found = self._rows[at] = replace(kind, **dict(zip(_DIFFERENT, own, strict=True)))
+            found = self._rows[at] = replace(
+                self.kinds[at],
+                name=self.names[at],
+                source=self.sources[at],
+                resident_nbytes=self.resident_nbytes[at],
+                reusable_nbytes=self.reusable_nbytes[at],
+            )
         return found
 
     def __iter__(self) -> Iterator[Placement]:

@@ -31,7 +31,7 @@ class Table(Sequence[_Row]):
     @overload
     def __getitem__(self, at: slice) -> Self: ...
     def __getitem__(self, at: int | slice) -> _Row | Self:
-        return self.chosen(range(len(self))[at]) if isinstance(at, slice) else self.row(at)
+        return self.row(at) if isinstance(at, int) else self.chosen(range(len(self))[at])
 
     def chosen(self, places: Sequence[int]) -> Self:
         """Return a table of the rows of these indices, in this order."""
