@@ -136,21 +136,22 @@ class BlockWriter:
         lines: the instructions so far.
     """
 
-    def __init__(self, native_half: bool) -> None:
-        self._native_half = native_half
+    def __init__(self, native_half: bool, lanes: int = 0) -> None:
+        self._native_half, self._lanes = native_half, lanes
+        self.block = "%block"
         self.lines: list[str] = []
         self.one, self.wide = self.of(1), self.of(WIDTH)
         self._stored = 0
 
     def of(self, width: int) -> Vector:
         """Return a writer of instructions on vectors of ``width`` values, which adds to `lines`."""
-        v = Vector(width, self._native_half)
+        v = Vector(width, self._native_half, self._lanes)
         v.lines = self.lines
         return v
 
     def load(self, offset: int, count: int = 1, of: str = "i8") -> str:
         """Load ``count`` little-endian values of type ``of`` from byte ``offset`` of the block."""
-        place = self.one.emit(f"getelementptr i8, ptr %block, i64 {offset}")
+        place = self.one.emit(f"getelementptr i8, ptr {self.block}, i64 {offset}")
         return self.one.emit(f"load {self.of(count).type(of)}, ptr {place}, align 1")
 
     def half(self, offset: int) -> str:
@@ -190,6 +191,12 @@ class BlockWriter:
         """
         order = [first + at // each for at in range(WIDTH)]
         return self.picked(values, values, "float", count, order)
+
+    def flags(self, offset: int) -> str:
+        """Load `WIDTH` bits from byte ``offset`` on, the lowest bit first, as i1 values."""
+        return self.wide.emit(
+            f"bitcast i32 {self.load(offset, of='i32')} to {self.wide.type('i1')}"
+        )
 
     def chosen(self, codes: str, table: Sequence[int]) -> str:
         """Look `WIDTH` codes of 4 bits up in a table of 16 bytes."""

@@ -37,6 +37,8 @@ class Values(ABC):
         significant_bits: significant bits of the number that a code stands for.
         exponents: scales are bytes b for 2^(b - 127), else float32.
         has_zeros: a zero point is subtracted from each value.
+        has_table: values are those of `Weight.table`.
+        nested: how many scales share a nested one; 0 if scales are stored as they are.
     """
 
     name: str
@@ -45,6 +47,8 @@ class Values(ABC):
     high_first: bool = False
     exponents: bool = False
     has_zeros: bool = False
+    has_table: bool = False
+    nested: int = 0
 
     @abstractmethod
     def instructions(self, v: Vector, codes: str) -> str:
@@ -259,6 +263,36 @@ after:
 """
 
 
+def scale_at(values: Values, one: Vector, index: str) -> tuple[str, str]:
+    """Write LLVM IR that loads the scale and the zero point at ``index``; return their names.
+
+    Nested scales are codes at ``%scales``, for values at ``%map``, times ``%nested``, plus
+    ``%offset``.
+    """
+    if values.nested:
+        place = one.emit(f"getelementptr i8, ptr %scales, i64 {index}")
+        code = one.emit(f"zext i8 {one.emit(f'load i8, ptr {place}')} to i64")
+        outer = one.op("udiv", "i64", index, values.nested)
+        found = (
+            one.emit(f"load float, ptr {one.emit(f'getelementptr float, ptr {of}, i64 {at}')}")
+            for of, at in (("%map", code), ("%nested", outer))
+        )
+        scale = one.op("fadd", "float", one.op("fmul", "float", *found), "%offset")
+    elif values.exponents:
+        place = one.emit(f"getelementptr i8, ptr %scales, i64 {index}")
+        wide = one.emit(f"zext i8 {one.emit(f'load i8, ptr {place}')} to i32")
+        shifted = one.op("shl", "i32", wide, 23)
+        is_least = one.op("icmp eq", "i32", wide, 0)
+        scale = one.as_float(one.select(is_least, "i32", 1 << 22, shifted))  # 2^-127: subnormal
+    else:
+        place = one.emit(f"getelementptr float, ptr %scales, i64 {index}")
+        scale = one.emit(f"load float, ptr {place}")
+    if not values.has_zeros:
+        return scale, "0.0"
+    place = one.emit(f"getelementptr float, ptr %zeros, i64 {index}")
+    return scale, one.emit(f"load float, ptr {place}")
+
+
 def scale_of(values: Values, one: Vector, index: str = "%index") -> None:
     """Write LLVM IR that loads ``%scale`` and ``%zero`` at ``index`` of ``%scales`` and ``%zeros``.
 
@@ -266,25 +300,11 @@ def scale_of(values: Values, one: Vector, index: str = "%index") -> None:
     0 may have been rounded to a midpoint or a value of the target, and -1 if scale and value are so
     short that all products are exact.
     """
-    if values.exponents:
-        place = one.emit(f"getelementptr i8, ptr %scales, i64 {index}")
-        wide = one.emit(f"zext i8 {one.emit(f'load i8, ptr {place}')} to i32")
-        shifted = one.op("shl", "i32", wide, 23)
-        is_least = one.op("icmp eq", "i32", wide, 0)
-        bits = one.select(is_least, "i32", 1 << 22, shifted)  # 2^-127 is subnormal
-        one.lines.append(f"%scale = bitcast i32 {bits} to float")
-    else:
-        place = one.emit(f"getelementptr float, ptr %scales, i64 {index}")
-        one.lines.append(f"%scale = load float, ptr {place}")
-        bits = one.emit("bitcast float %scale to i32")
-    if values.has_zeros:
-        place = one.emit(f"getelementptr float, ptr %zeros, i64 {index}")
-        one.lines.append(f"%zero = load float, ptr {place}")
-    else:
-        one.lines.append("%zero = fadd float 0.0, 0.0")
+    scale, zero = scale_at(values, one, index)
+    one.lines += [f"%scale = fadd float {scale}, -0.0", f"%zero = fadd float {zero}, -0.0"]
     # a value and a scale of 24 bits together have an exact product
     mask = (1 << min(values.significant_bits, 23)) - 1
-    is_short = one.op("icmp eq", "i32", one.op("and", "i32", bits, mask), 0)
+    is_short = one.op("icmp eq", "i32", one.op("and", "i32", one.as_bits("%scale"), mask), 0)
     one.lines.append(f"%guard = select i1 {is_short}, i32 -1, i32 0")
 
 

@@ -16,7 +16,7 @@ import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from streamload.codecs.llvm import Engine, Kernel, kernel_for
 from streamload.codecs.parts import Array, Part, QuantCounts, check_source
 from streamload.core.dtypes import DType
 from streamload.errors import UnsupportedCastError
+
+if TYPE_CHECKING:
+    from streamload.codecs.product import Form
 
 _ORACLE_NUMEL = 1 << 16  # elements that the oracle encodes at once, which bounds temporaries
 _NO_STATISTICS: Array = np.empty(0, np.float32)
@@ -97,6 +100,11 @@ class Quantized(ABC):
     @abstractmethod
     def parts(self) -> tuple[Part, ...]:
         """The arrays stored for the tensor; the first holds the codes (the quantized units)."""
+
+    @property
+    def form(self) -> Form | None:
+        """How products read the weight; None if no kernel can."""
+        return None
 
     @property
     @abstractmethod

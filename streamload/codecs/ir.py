@@ -26,12 +26,14 @@ class Vector:
     Attributes:
         width: elements of a vector; 1 for scalars.
         native_half: whether the CPU converts between float16 and float32.
+        lanes: float32 lanes of registers in which the CPU permutes: 16, 8 (AVX-512, AVX2), or 0.
         lines: the instructions so far.
     """
 
-    def __init__(self, width: int, native_half: bool) -> None:
+    def __init__(self, width: int, native_half: bool, lanes: int = 0) -> None:
         self.width = width
         self.native_half = native_half
+        self.lanes = lanes
         self.lines: list[str] = []
 
     def type(self, scalar: str) -> str:
@@ -236,6 +238,53 @@ def chosen(
     return some[0]
 
 
+def looked_up(v: Vector, table: str, codes: str) -> str:
+    """Write IR of the float32 values at i8 codes of 4 bits in a table of 16; return its name.
+
+    Args:
+        v: receives the instructions.
+        table: a pointer to the table.
+        codes: i8 values below 16.
+    """
+    if v.width == 1:
+        index = v.convert("zext", "i8", codes, "i64")
+        place = v.emit(f"getelementptr float, ptr {table}, i64 {index}")
+        return v.emit(f"load float, ptr {place}")
+    if v.lanes < 8 or v.width % v.lanes:
+        values = []
+        for code in range(16):
+            place = v.emit(f"getelementptr float, ptr {table}, i64 {code}")
+            values.append(splat(v, "float", v.emit(f"load float, ptr {place}")))
+        bits = (v.op("icmp ne", "i8", v.op("and", "i8", codes, 1 << n), 0) for n in range(4))
+        return str(chosen(v, "float", list(bits), values))
+    n = v.lanes
+    permute = {16: "@llvm.x86.avx512.permvar.sf.512", 8: "@llvm.x86.avx2.permps"}[n]
+    some = Vector(n, v.native_half, n)
+    some.lines = v.lines
+    of, ints = some.type("float"), some.type("i32")
+    parts = []
+    for start in range(0, 16, n):
+        place = v.emit(f"getelementptr float, ptr {table}, i64 {start}")
+        parts.append(v.emit(f"load {of}, ptr {place}, align 4"))
+    found = []
+    for start in range(0, v.width, n):
+        order = numbers(range(start, start + n))
+        piece = v.emit(
+            f"shufflevector {v.type('i8')} {codes}, {v.type('i8')} poison, <{n} x i32> {order}"
+        )
+        wide = some.convert("zext", "i8", piece, "i32")
+        each = [v.emit(f"call {of} {permute}({of} {part}, {ints} {wide})") for part in parts]
+        if len(each) == 2:
+            is_high = some.op("icmp ugt", "i32", wide, 7)
+            each = [some.select(is_high, "float", each[1], each[0])]
+        found.append(each[0])
+    while len(found) > 1:
+        pairs = zip(found[::2], found[1::2], strict=True)
+        found = [shuffle(v, f"<{n} x float>", a, b, range(2 * n)) for a, b in pairs]
+        n *= 2
+    return found[0]
+
+
 def splat(v: Vector, scalar: str, value: str) -> str:
     """Write LLVM IR of a vector that has a scalar in every element; return the result's name."""
     if v.width == 1:
@@ -257,10 +306,15 @@ def minimum(v: Vector, scalar: str, a: str, b: str | int) -> str:
 
 def _intrinsic(v: Vector, name: str, scalar: str, *operands: str | float) -> str:
     of = v.type(scalar)
-    short = {"double": "f64"}.get(scalar, scalar)
+    short = {"double": "f64", "float": "f32"}.get(scalar, scalar)
     suffix = short if v.width == 1 else f"v{v.width}{short}"
     listed = ", ".join(f"{of} {v.operand(scalar, operand)}" for operand in operands)
     return v.emit(f"call {of} @llvm.{name}.{suffix}({listed})")
+
+
+def fused(v: Vector, a: str, b: str, c: str) -> str:
+    """Write LLVM IR of ``a * b + c`` in float32, rounded once if the CPU can; return its name."""
+    return _intrinsic(v, "fmuladd", "float", a, b, c)
 
 
 def square_sum(v: Vector, x: str, total: str) -> str:

@@ -51,6 +51,14 @@ class Target:
         """Whether the CPU is known to convert between float16 and float32."""
         return self.architecture == "aarch64" or "+f16c" in self.features.split(",")
 
+    @property
+    def lanes(self) -> int:
+        """Float32 lanes of registers in which the CPU permutes: 16, 8, or 0 for none."""
+        features = self.features.split(",")
+        found = {"+avx512f": 16, "+avx2": 8}
+        known = (lanes for name, lanes in found.items() if name in features)
+        return next(known, 0) if self.architecture == "x86_64" else 0
+
 
 def host_target() -> Target:
     """Return this CPU, with the features that the operating system enables.

@@ -34,6 +34,8 @@ declare i32 @llvm.nvvm.read.ptx.sreg.ntid.x()
 declare i32 @llvm.nvvm.read.ptx.sreg.ctaid.x()
 declare i32 @llvm.nvvm.read.ptx.sreg.nctaid.x()
 declare i32 @llvm.nvvm.shfl.sync.bfly.i32(i32, i32, i32, i32) convergent
+declare i32 @llvm.nvvm.shfl.sync.idx.i32(i32, i32, i32, i32) convergent
+declare i32 @llvm.nvvm.prmt(i32, i32, i32)
 declare i32 @llvm.nvvm.vote.ballot.sync(i32, i1) convergent
 declare void @llvm.nvvm.barrier0() convergent
 declare float @llvm.nvvm.rcp.approx.ftz.f(float)

@@ -231,6 +231,10 @@ class CodedWeight(NamedTuple):
         """The description of the quantized weight; its unknown source dtype counts as float32."""
         return _made(self.format, self.matrix)
 
+    def operands(self, codes: str) -> list[str]:
+        """Return the names of the arrays that products read: codes, and those of `Form.parts`."""
+        return _operands(self, codes)
+
     def names(self, codes: str) -> list[str]:
         """Return the names of all arrays of the weight, given the name of the array of codes."""
         return [part.name(codes) for part in self.made.parts]
@@ -239,3 +243,11 @@ class CodedWeight(NamedTuple):
 @cache
 def _made(format: str, shape: tuple[int, int]) -> Quantized:
     return SCHEMES[format].of(shape, F32)
+
+
+@cache
+def _operands(coded: CodedWeight, codes: str) -> list[str]:
+    made = coded.made
+    parts = {part.suffix: part for part in made.parts}
+    others = () if made.form is None else made.form.parts
+    return [parts[suffix].name(codes) for suffix in ("", *(suffix for _, suffix in others))]

@@ -9,6 +9,7 @@ takes longer than the call. Source: the CUDA driver API reference.
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from abc import abstractmethod
 from collections import Counter
@@ -351,11 +352,8 @@ class DeviceMemory(_Stream):
 
     def run(self, kernel: int, blocks: int, arguments: Sequence[int]) -> None:
         """Run a kernel, a `BulkCopier.function`, with 64-bit arguments, and wait for its end."""
-        values = [ctypes.c_uint64(value) for value in arguments]
-        places = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        shape = (blocks, 1, 1, BLOCK_THREADS, 1, 1)
         with self._context.current():
-            self._context.call("cuLaunchKernel", kernel, *shape, 0, self.stream, places, None)
+            run_kernel(self._context.name, kernel, blocks, self.stream, arguments)
             self._context.call("cuStreamSynchronize", self.stream)
 
     def _free(self) -> int:
@@ -392,8 +390,7 @@ class BulkCopier:
 
     def function(self, ptx: str, symbol: str) -> int:
         """Return the handle of a function in PTX, loaded once; any thread may call this."""
-        with _compiling:
-            return _function(self._context, ptx, symbol)
+        return load_kept(self._context, ptx, symbol)
 
     def ticket(self, slot: Staging) -> Ticket:
         """Return the ticket of the last copies started from a slot."""
@@ -466,6 +463,47 @@ def load_function(driver: _Driver, device: str, ptx: str, name: str = SYMBOL) ->
 
 
 _compiling = threading.Lock()
+
+
+def load_kept(context: Context, ptx: str, symbol: str) -> int:
+    """Return the handle of a function in PTX, loaded once a context; any thread may call this.
+
+    Raises:
+        DeviceError: the driver refuses it.
+    """
+    with _compiling:
+        return _function(context, ptx, symbol)
+
+
+def run_kernel(name: str, kernel: int, blocks: int, stream: int, arguments: Sequence[int]) -> None:
+    """Launch a kernel with 64-bit arguments on a stream, in the thread's current context.
+
+    Raises:
+        DeviceError: the driver refuses it; ``name`` is the device's name in the message.
+    """
+    packed = struct.pack(f"{len(arguments)}Q", *arguments)
+    # as one buffer: its address, then that of its length
+    extra = (ctypes.c_void_p * 5)(1, _address(packed), 2, _lengths(len(packed)), 0)
+    shape = (blocks, 1, 1, BLOCK_THREADS, 1, 1)
+    status = _driver().quick.cuLaunchKernel(kernel, *shape, 0, stream, None, extra)
+    if status:
+        raise DeviceError(name, f"cuLaunchKernel: {_driver().reason(status)}")
+
+
+def _address(data: bytes) -> int | None:
+    """Return the address of bytes, which the caller keeps."""
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value
+
+
+_kept_lengths: dict[int, Any] = {}
+
+
+def _lengths(nbytes: int) -> int:
+    """Return the address of a ``size_t`` that holds a length."""
+    found = _kept_lengths.get(nbytes)
+    if found is None:
+        found = _kept_lengths[nbytes] = ctypes.c_size_t(nbytes)
+    return ctypes.addressof(found)
 
 
 @cache

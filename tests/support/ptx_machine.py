@@ -198,14 +198,20 @@ class Machine:
             to_zero = rest[0] == "rzi" and x.dtype.kind == "f" and target.kind == "i"
             exact = len(rest) == 2 and _exact(x.dtype, target)
             assert rest[0] == "rn" or to_zero or exact, name
-            self._set(operands[0], x.astype(target), who)
+            made = x.astype(target)
+            if made.dtype.kind == "i" and made.itemsize == 1:  # a register has 16 bits at least
+                made = made.astype(np.int16)
+            self._set(operands[0], made, who)
         elif name == "bfe.u32":
             x, start, length = (self._get(text, "u32", who) for text in operands[1:])
             self._set(operands[0], x >> start & ((np.uint32(1) << length) - np.uint32(1)), who)
+        elif name == "bfe.s32":
+            x, start, length = (self._get(text, "s32", who) for text in operands[1:])
+            self._set(operands[0], x << (32 - start - length) >> (32 - length), who)
         elif name == "prmt.b32":
             x, y, chosen = (self._get(text, "u32", who) for text in operands[1:])
             self._set(operands[0], _permute(x, y, chosen), who)
-        elif name in ("shfl.sync.down.b32", "shfl.sync.bfly.b32"):
+        elif name in ("shfl.sync.down.b32", "shfl.sync.bfly.b32", "shfl.sync.idx.b32"):
             self._shuffle(name.split(".")[2], operands, who)
         elif name == "vote.sync.ballot.b32":
             self._vote(operands, who)
@@ -214,6 +220,14 @@ class Machine:
 
     def _shuffle(self, kind: str, operands: tuple[str, ...], who: Array) -> None:
         target, source, by, clamp, members = operands
+        if kind == "idx":  # of a lane of the same segment
+            segment = int(clamp) >> 8 & 31
+            assert (int(clamp) & 31, members) == (31, "-1"), operands
+            values = self._get(source, "u32", who).reshape(_whole_warps(who), WARP)
+            chosen = self._get(by, "u32", who).reshape(values.shape).astype(np.int64)
+            there = np.arange(WARP) & segment | chosen & (31 & ~segment)
+            self._set(target, np.take_along_axis(values, there, axis=1).reshape(-1), who)
+            return
         assert (clamp, members) == ("31", "-1"), operands
         values = self._get(source, "u32", who).reshape(_whole_warps(who), WARP)
         lanes = np.arange(WARP)

@@ -42,8 +42,9 @@ from streamload.codecs.decode import ScaledLayout, Weight, check_finite, floats
 from streamload.codecs.decode_kernels import Values
 from streamload.codecs.encode import Encoded, Units
 from streamload.codecs.encode_kernels import Recipe, Scalars
-from streamload.codecs.ir import Vector, chosen, flushed_ir, splat
+from streamload.codecs.ir import Vector, chosen, flushed_ir, looked_up
 from streamload.codecs.parts import Arithmetic, Array, Part, check_source, flushed, stepped
+from streamload.codecs.product import Form
 from streamload.codecs.scheme import Read, Scheme, register
 from streamload.codecs.schemes import bitsandbytes_nested as dynamic
 from streamload.codecs.weights import Layouts, QuantizedWeight
@@ -190,6 +191,15 @@ class _Blocks(Units):
         return tuple(replace(self, arithmetic="cuda", steps=steps) for steps in (0, -1, 1))
 
     @property
+    def form(self) -> Form:
+        """Blocks of values of 4 bits; nested scales are decoded where they are used."""
+        parts = [("scales", ".absmax"), ("table", ".quant_map")]
+        if self.nested:
+            parts += [("nested", ".nested_absmax"), ("map", ".nested_quant_map")]
+            parts += [("state", self._state)]
+        return Form(_Values(nested=dynamic.BLOCK * self.nested), tuple(parts), self.block)
+
+    @property
     def _state(self) -> str:
         return f".quant_state.bitsandbytes__{self.kind}"
 
@@ -331,22 +341,13 @@ class FourBit(Scheme):
 
 @dataclass(frozen=True)
 class _Values(Values):
+    nested: int = 0
     name = "nf4 or fp4"
     significant_bits = 24
-    bits, high_first = 4, True
+    bits, high_first, has_table = 4, True, True
 
     def instructions(self, v: Vector, codes: str) -> str:
-        if v.width == 1:
-            index = v.convert("zext", "i8", codes, "i64")
-            place = v.emit(f"getelementptr float, ptr %table, i64 {index}")
-            return v.emit(f"load float, ptr {place}")
-        values = []
-        for code in range(16):
-            place = v.emit(f"getelementptr float, ptr %table, i64 {code}")
-            values.append(splat(v, "float", v.emit(f"load float, ptr {place}")))
-        wide = v.convert("zext", "i8", codes, "i32")
-        bits = (v.op("icmp ne", "i32", v.op("and", "i32", wide, 1 << n), 0) for n in range(4))
-        return str(chosen(v, "float", bits, values))
+        return looked_up(v, "%table", codes)
 
     def decoded(self, codes: Array, table: Array) -> Array:
         return table[codes]

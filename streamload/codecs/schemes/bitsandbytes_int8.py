@@ -29,8 +29,9 @@ from streamload.codecs.encode import Encoded
 from streamload.codecs.encode_kernels import Recipe, Scalars
 from streamload.codecs.ir import NARROW, WIDEN, Vector, magnitude_bits
 from streamload.codecs.parts import Array, Part, check_source, stepped
+from streamload.codecs.product import Form
 from streamload.codecs.scheme import Read, Scheme, register
-from streamload.codecs.schemes.scaled import Int8Layout, Rows, nearest
+from streamload.codecs.schemes.scaled import Int8Layout, Int8Values, Rows, nearest
 from streamload.codecs.weights import Layouts, QuantizedWeight
 from streamload.core.dtypes import BY_CODE, F32, DType
 from streamload.core.tensors import TensorInfo
@@ -87,6 +88,7 @@ class _Rows(Rows):
     steps: int = 0
     recipe = _Recipe()
     device_recipe = _Recipe(approximates=True)
+    form = Form(Int8Values(), (("scales", "SCB"),), factor=float(STEP))
 
     @property
     def parts(self) -> tuple[Part, ...]:

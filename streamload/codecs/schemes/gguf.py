@@ -33,6 +33,7 @@ from streamload.codecs.encode import Encoded, Units
 from streamload.codecs.encode_kernels import Recipe, Scalars
 from streamload.codecs.ir import NARROW, WIDEN, Vector, magnitude_bits, minimum, splat
 from streamload.codecs.parts import Array, Part, check_source
+from streamload.codecs.product import Form
 from streamload.codecs.scheme import Scheme, register
 from streamload.core.dtypes import BY_CODE, DType
 
@@ -86,9 +87,7 @@ class _Linear(Blocks):
         v = b.wide
         codes = b.joined(*b.halves(b.load(self._codes, _HALF), _HALF), _HALF)
         if self._fifth:
-            bits = b.load(self._high, of="i32")
-            is_set = v.emit(f"bitcast i32 {bits} to {v.type('i1')}")
-            codes = v.op("or", "i8", codes, v.select(is_set, "i8", 16, 0))
+            codes = v.op("or", "i8", codes, v.select(b.flags(self._high), "i8", 16, 0))
         if self._least is not None:
             b.store(b.scaled(v.op("add", "i8", codes, self._least), b.half(0), WIDTH))
         else:
@@ -255,6 +254,7 @@ def _encoded(d: Array, codes: Array, values: Array) -> Encoded:
 
 class _Q80(_Quantized):
     recipe = _Q80Recipe()
+    form = Form(_BY_NAME["q8_0"])
     unit_nbytes = _BY_NAME["q8_0"].nbytes
 
     def encoded(self, x: Array) -> Encoded:
@@ -268,6 +268,7 @@ class _Q80(_Quantized):
 
 class _Q40(_Quantized):
     recipe = _Q40Recipe()
+    form = Form(_BY_NAME["q4_0"])
     unit_nbytes = _BY_NAME["q4_0"].nbytes
 
     def encoded(self, x: Array) -> Encoded:

@@ -31,6 +31,7 @@ from streamload.codecs.encode_kernels import Recipe, Scalars
 from streamload.codecs.floats import FLOATS
 from streamload.codecs.ir import WIDEN, Vector
 from streamload.codecs.parts import Array, Part, check_source
+from streamload.codecs.product import Form
 from streamload.codecs.scheme import Read, Scheme, register
 from streamload.codecs.weights import Layouts, QuantizedWeight, scale_beside
 from streamload.core.dtypes import BY_CODE, F32, DType
@@ -94,8 +95,26 @@ class Rows(Units):
         return self.unit_numel
 
 
+@dataclass(frozen=True)
+class Int8Values(Values):
+    """Signed integers of 8 bits, with or without zero points."""
+
+    has_zeros: bool = False
+    name = "int8"
+    significant_bits = 8
+
+    def instructions(self, v: Vector, codes: str) -> str:
+        """Write LLVM IR from bytes to float32; see `Values.instructions`."""
+        return v.convert("sitofp", "i8", codes, "float")
+
+    def decoded(self, codes: Array, table: Array) -> Array:
+        """Return bytes as float32; see `Values.decoded`."""
+        return codes.view(np.int8).astype(np.float32)
+
+
 class _Int8Rows(Rows):
     recipe = _Recipe()
+    form = Form(Int8Values(), (("scales", "_scale"),))
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -135,21 +154,6 @@ class _Int8(Scheme):
 # --- decoding ---
 
 
-@dataclass(frozen=True)
-class _Int8Values(Values):
-    """Signed integers of 8 bits, with or without zero points."""
-
-    has_zeros: bool = False
-    name = "int8"
-    significant_bits = 8
-
-    def instructions(self, v: Vector, codes: str) -> str:
-        return v.convert("sitofp", "i8", codes, "float")
-
-    def decoded(self, codes: Array, table: Array) -> Array:
-        return codes.view(np.int8).astype(np.float32)
-
-
 class Int8Layout(ScaledLayout):
     """Decodes int8 values with float scales, and zero points if there are any."""
 
@@ -157,7 +161,7 @@ class Int8Layout(ScaledLayout):
 
     def values(self, weight: QuantizedWeight) -> Values:
         """Return int8 storage, with zero points if the weight has a tensor of them."""
-        return _Int8Values(has_zeros="zero_point" in weight.members)
+        return Int8Values(has_zeros="zero_point" in weight.members)
 
     def weight(self, weight: QuantizedWeight, read: Read) -> Weight:
         """Read scales and zero points of a weight; raise CheckpointError if they are invalid."""

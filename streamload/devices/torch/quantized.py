@@ -18,17 +18,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from streamload.codecs.encode import Quantized
 from streamload.codecs.parts import SOURCES, QuantCounts
 from streamload.codecs.scheme import SCHEMES, CodedWeight
-from streamload.codecs.schemes import bitsandbytes_nested as dynamic
-from streamload.codecs.schemes.bitsandbytes_int8 import STEP
-from streamload.codecs.schemes.gguf import BLOCK
 from streamload.core.dtypes import BY_NAME, F32, DType
 from streamload.devices.base import Swap
 from streamload.devices.torch.decoded import Origin, decoded, interpreted, origin_of
+from streamload.devices.torch.product import TILE_NBYTES, Operand, dense, linear
 from streamload.devices.torch.refused import (
     allow_saving,
     refuse_moves,
@@ -39,73 +36,7 @@ from streamload.devices.torch.tensors import CODED, tie_key
 
 _Parts = Mapping[str, torch.Tensor]
 
-_STEP_NUMEL = 2**20  # elements dequantized at once: with 4 bits 16 MB besides the weight
-
-
-# --- decoding: elements `start` to `stop` of the flattened weight, whole units, in float32 --------
-
-
-def _int8(parts: _Parts, start: int, stop: int) -> torch.Tensor:
-    width = parts[""].shape[1]
-    rows = slice(start // width, stop // width)
-    codes = parts[""][rows].flatten(1)
-    if "SCB" in parts:  # bitsandbytes'
-        return codes * parts["SCB"][rows, None] * float(STEP)
-    return codes * parts["_scale"][rows]
-
-
-def _gguf_blocks(
-    parts: _Parts, start: int, stop: int, nbytes: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float32 scales (blocks, 1) and value bytes (blocks, bytes) of whole GGUF blocks.
-
-    ``start`` and ``stop`` (exclusive) count elements; ``nbytes``: bytes of a block.
-    """
-    blocks = parts[""].view(-1, nbytes)[start // BLOCK : stop // BLOCK]
-    return blocks[:, :2].contiguous().view(torch.float16).float(), blocks[:, 2:]
-
-
-def _q8_0(parts: _Parts, start: int, stop: int) -> torch.Tensor:
-    scales, codes = _gguf_blocks(parts, start, stop, 2 + BLOCK)
-    return codes.view(torch.int8) * scales
-
-
-def _q4_0(parts: _Parts, start: int, stop: int) -> torch.Tensor:
-    scales, packed = _gguf_blocks(parts, start, stop, 2 + BLOCK // 2)
-    codes = torch.cat([packed & 15, packed >> 4], 1)
-    return (codes.float() - 8) * scales
-
-
-def _four_bit(parts: _Parts, start: int, stop: int) -> torch.Tensor:
-    packed = parts[""].view(-1)[start // 2 : -(-stop // 2)]
-    codes = torch.stack([packed >> 4, packed & 15], 1).view(-1)[: stop - start]
-    values = parts[".quant_map"][codes.int()]
-    first, end = start // 64, -(-stop // 64)
-    absmax = parts[".absmax"][first:end]
-    if ".nested_absmax" in parts:
-        blocks = torch.arange(first, end, device=absmax.device) // dynamic.BLOCK
-        absmax = parts[".nested_quant_map"][absmax.int()] * parts[".nested_absmax"][blocks]
-        (state,) = (part for suffix, part in parts.items() if suffix.startswith(".quant_state"))
-        absmax = absmax + _offset(state)
-    return values * absmax.repeat_interleave(64)[: stop - start]
-
-
-def _offset(state: torch.Tensor) -> float:
-    """Return the mean of nested scales in bitsandbytes' state; cached until it is rewritten."""
-    version = None if state.is_inference() else state._version
-    known = getattr(state, "_streamload_offset", None)
-    if known is None or version is None or known[0] != version:
-        offset = json.loads(bytes(state.cpu().numpy()))["nested_offset"]
-        state._streamload_offset = known = (version, offset)
-    return float(known[1])
-
-
-_DECODERS: Mapping[str, Callable[[_Parts, int, int], torch.Tensor]] = {
-    **dict.fromkeys(("int8", "bitsandbytes-int8"), _int8),
-    "q8_0": _q8_0,
-    "q4_0": _q4_0,
-    **dict.fromkeys(("nf4", "nf4-nested", "fp4", "fp4-nested"), _four_bit),
-}
+_STEP_NUMEL = 2**20  # elements quantized at once
 
 
 # --- modules --------------------------------------------------------------------------------------
@@ -131,7 +62,7 @@ class Coded(nn.Module):
         index: int | None = None,
         device: torch.device | None = None,
     ) -> torch.Tensor:
-        """Return a weight dequantized in pieces, so that no other memory of its size is used.
+        """Return a weight dequantized; no other memory of its size is used.
 
         Args:
             leaf: last part of the weight's name.
@@ -139,19 +70,28 @@ class Coded(nn.Module):
             index: index along the weight's first axis; None for all of it.
             device: computes the result, after the parts are moved there; None: where they are.
         """
+        of = self.operand(leaf, index, device)
+        dtype = dtype or self._streamload_dtype
+        found = dense(of, dtype)
+        shape = self._coded[leaf].shape
+        return found.view(shape if index is None else shape[1:])
+
+    def operand(
+        self, leaf: str, index: int | None = None, device: torch.device | None = None
+    ) -> Operand:
+        """Return a weight for products; see `dense` for ``index`` and ``device``."""
         coded = self._coded[leaf]
-        device = device or self._buffers[leaf].device
-        parts = {suffix: part.to(device) for suffix, part in self._parts(leaf).items()}
-        shape = coded.shape if index is None else coded.shape[1:]
-        first, count = 0, math.prod(shape)
+        rows, width = coded.matrix
+        first, stop = 0, rows
         if index is not None:
-            first = range(math.prod(coded.shape) // count)[index] * count
-        out = torch.empty(count, dtype=dtype or self._streamload_dtype, device=device)
-        with torch.no_grad():
-            for at, end in _steps(coded.made, count):
-                piece = _DECODERS[coded.format](parts, first + at, first + end)
-                out[at:end] = piece.reshape(-1)
-        return out.view(shape)
+            each = rows // coded.shape[0]
+            first = range(coded.shape[0])[index] * each
+            stop = first + each
+        of = _traced_operands if torch.compiler.is_compiling() else CodedWeight.operands
+        parts = [self._buffers[name] for name in of(coded, leaf)]
+        if device is not None and parts[0].device != device:
+            parts = [part.to(device) for part in parts]
+        return Operand(coded.format, parts, first, stop, width)
 
     @interpreted
     def shown(self, leaf: str, index: int | None = None, **options: Any) -> torch.Tensor:
@@ -302,15 +242,26 @@ class Coded(nn.Module):
         unexpected[:] = [name for name in unexpected if name not in own]
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _traced_operands(coded: CodedWeight, leaf: str) -> list[str]:
+    """Return `CodedWeight.operands`, which a compiler takes as a constant."""
+    return coded.operands(leaf)
+
+
 _ENCODED = {getattr(torch, src.name): src for src in SOURCES}
 
 
 def _source(parts: _Parts) -> DType:
     """Return a weight's dtype before quantizing, from bitsandbytes' state; float32 without one."""
     for suffix, part in parts.items():
-        if suffix.startswith(".quant_state"):
+        if _is_state(suffix):
             return BY_NAME[json.loads(bytes(part.cpu().numpy()))["dtype"]]
     return F32
+
+
+def _is_state(suffix: str) -> bool:
+    """Whether the suffix of a part's name is that of bitsandbytes' state."""
+    return suffix.startswith(".quant_state")
 
 
 def _steps(made: Quantized, numel: int) -> Iterator[tuple[int, int]]:
@@ -345,15 +296,13 @@ class _Product(Coded):
         return self.shown("weight")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the input multiplied by the weight, which is dequantized for the call."""
+        """Return the input multiplied by the weight; see `product.linear`."""
         if isinstance(input, torch.fx.Proxy):  # one node in its graph, like torch's own modules
             tracer: Any = input.tracer
             path = tracer.path_of_module(self)
             node: torch.Tensor = tracer.create_proxy("call_module", path, (input,), {})
             return node
-        bias = None if self.bias is None else self.bias.to(input.dtype)
-        weight = self.dense("weight", input.dtype, device=input.device)
-        return functional.linear(input, weight, bias)
+        return linear(input, self.operand("weight", device=input.device), self.bias)
 
 
 class QuantLinear(_Product, nn.Linear):
@@ -453,6 +402,13 @@ def set_aside(model: nn.Module) -> Iterator[None]:
 
 # --- the place of modules in a model --------------------------------------------------------------
 
+
+@cache
+def computed() -> tuple[str, ...]:
+    """Return the names of the formats that modules compute with."""
+    return tuple(name for name in SCHEMES if CodedWeight(name, (64, 64)).made.form is not None)
+
+
 _Place = tuple[nn.Module, str]
 _CONV1D = "transformers.pytorch_utils.Conv1D"
 #: The classes that can hold quantized weights, for errors.
@@ -507,9 +463,9 @@ def swapping(
     Raises:
         ValueError: there is no module for a format.
     """
-    unknown = next((format for format in formats.values() if format not in _DECODERS), None)
+    unknown = next((format for format in formats.values() if format not in computed()), None)
     if unknown is not None:
-        raise ValueError(f"quant: torch computes with {', '.join(_DECODERS)}, not with {unknown}")
+        raise ValueError(f"quant: torch computes with {', '.join(computed())}, not with {unknown}")
     by_name: dict[str, _Place] = {}
     shared: dict[Any, dict[_Place, str]] = {}
     for name, (module, leaf) in places:
@@ -534,8 +490,8 @@ def swapping(
         coded |= dict.fromkeys((*holders.values(), name), weight)
         groups.append((weight, holders))
         itemsize = module._parameters[leaf].itemsize
-        # one expert at a time
-        dense_nbytes = max(dense_nbytes, math.prod(weight.shape[-2:]) * itemsize)
+        one = math.prod(weight.shape[-2:]) * itemsize  # one expert at a time, of others a tile
+        dense_nbytes = max(dense_nbytes, one if len(weight.shape) > 2 else min(one, TILE_NBYTES))
     return Swap(coded, lambda: _put(model, groups), dense_nbytes, _HOLDERS, refused)
 
 

@@ -1,0 +1,288 @@
+"""Products of a quantized weight with a few vectors, and its decoding, on the host.
+
+A kernel computes ``out[t, r] = sum over k of weight[r, k] * x[t, k]``, or writes rows of the weight
+as floats. It decodes in registers, with the instructions that decode the layout elsewhere: scales
+are exact, and sums are in float32. Threads call it with one job, and claim rows until none is left.
+`product_cuda` has the same for CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import c_void_p
+from dataclasses import dataclass
+from functools import partial
+
+from streamload.codecs.decode_blocks import WIDTH, Blocks, BlockWriter
+from streamload.codecs.decode_kernels import Values, load, scale_at
+from streamload.codecs.ir import NARROW, Vector, fused, kernel_text, loop, splat
+from streamload.codecs.llvm import HostFunction, Kernel, host_target
+from streamload.core.dtypes import DType
+
+FUNCTION = HostFunction("product", (c_void_p,))
+#: The fields of a job, of 64 bits each: see `kernel_ir`.
+JOB = (
+    *("src", "x", "out", "scales", "zeros", "table", "nested", "map", "offset", "factor"),
+    *("stop", "width", "tall", "per.row", "pitch", "claim", "next"),
+)
+#: The most vectors that a kernel multiplies; for more, decoding is faster.
+MOST_TOKENS = 4
+_POINTERS = JOB[:8]
+_FLOATS = ("offset", "factor")
+_UNROLLED = 8 * WIDTH  # columns of a block of `Values` whose steps are unrolled
+
+
+@dataclass(frozen=True)
+class Form:
+    """How products read a quantized weight.
+
+    Attributes:
+        codes: its blocks, or its values with scales in other arrays.
+        parts: the suffix of the part (`Quantized.parts`) that holds each other array: "scales",
+            "table", and of nested scales "nested", "map", and "state", JSON with their offset.
+        wide: columns that share a scale, for `Values`; 0 for all of a row.
+        factor: multiplies each scale.
+    """
+
+    codes: Blocks | Values
+    parts: tuple[tuple[str, str], ...] = ()
+    wide: int = 0
+    factor: float = 1.0
+
+    def per_row(self, width: int) -> int:
+        """Return the blocks or scales of a row of ``width`` columns; 0 if no kernel reads it."""
+        wide = self.codes.numel if isinstance(self.codes, Blocks) else self.wide
+        return 0 if width % max(wide, WIDTH) else width // (wide or width)
+
+    def row_nbytes(self, width: int) -> int:
+        """Return the bytes of a row's codes."""
+        if isinstance(self.codes, Blocks):
+            return self.per_row(width) * self.codes.nbytes
+        return width * self.codes.bits // 8
+
+
+class _Rows(BlockWriter):
+    """Multiplies the elements of blocks by the vectors, or stores them, as they are decoded."""
+
+    def __init__(self, native_half: bool, lanes: int, tokens: int, dst: DType) -> None:
+        super().__init__(native_half, lanes)
+        self._tokens, self._dst = tokens, dst
+        self.sums: list[list[str]] = []
+        self._column = self._to = ""
+
+    def begin(self, block: str, column: str, to: str, sums: list[list[str]]) -> None:
+        """Continue with a block.
+
+        Args:
+            block: pointer to it.
+            column: the first of its columns.
+            to: pointer to the place of its elements, if they are stored.
+            sums: of each token, sums of products of vectors of `WIDTH`; blocks of several vectors
+                use them in turn. `store` replaces them.
+        """
+        self.block, self._column, self._to, self.sums, self._stored = block, column, to, sums, 0
+
+    def store(self, x: str) -> None:
+        """Multiply or store the block's next `WIDTH` elements."""
+        v = self.wide
+        if not self._tokens:
+            self.write(self._to, x, self._stored)
+        for token in range(self._tokens):
+            sums, column = self.sums[token], self.one.op("add", "i64", self._column, self._stored)
+            at = self._stored // WIDTH % len(sums)
+            sums[at] = fused(v, x, self.vector(token, column), sums[at])
+        self._stored += WIDTH
+
+    def vector(self, token: int, column: str) -> str:
+        """Load the elements of a token's vector from ``column`` on."""
+        place = self.one.emit(f"getelementptr float, ptr %x.{token}, i64 {column}")
+        return self.one.emit(f"load {self.wide.type('float')}, ptr {place}, align 4")
+
+    def write(self, to: str, x: str, index: int = 0) -> None:
+        """Store `WIDTH` float32 elements as the target dtype, from element ``index`` of ``to``."""
+        v, of = self.wide, f"i{self._dst.bits}"
+        bits = NARROW[self._dst.code](v, v.as_bits(x))
+        place = self.one.emit(f"getelementptr {of}, ptr {to}, i64 {index}")
+        self.lines.append(f"store {v.type(of)} {bits}, ptr {place}, align 1")
+
+
+class _Kernel:
+    """Writes the IR of a kernel."""
+
+    def __init__(self, form: Form, tokens: int, dst: DType, lanes: int, native_half: bool) -> None:
+        self.form, self.tokens, self.dst = form, tokens, dst
+        self.b = _Rows(native_half, lanes, tokens, dst)
+        self.is_blocks = isinstance(form.codes, Blocks)
+        several = isinstance(form.codes, Blocks) and form.codes.numel > WIDTH
+        # sums that do not wait for each other: of rows at once, or of vectors of a block
+        self.chains = 2 if several and tokens else 1
+        at_once = 4 if lanes >= 16 else 2
+        self.at_once = 1 if several else max(2 * at_once // tokens, 1) if tokens > 1 else at_once
+
+    def text(self, architecture: str) -> str:
+        """Return the IR of the whole kernel."""
+        b, one = self.b, self.b.one
+        for slot, name in enumerate(JOB):
+            place = one.emit(f"getelementptr i64, ptr %job, i64 {slot}")
+            of = "ptr" if name in _POINTERS else "float" if name in _FLOATS else "i64"
+            if name != "next":
+                b.lines.append(f"%{name} = load {of}, ptr {place}")
+        for token in range(self.tokens):
+            offset = one.op("mul", "i64", "%width", token)
+            b.lines.append(f"%x.{token} = getelementptr float, ptr %x, i64 {offset}")
+        b.lines += ["%last = sub i64 %stop, 1", "br label %claiming", "claiming:"]
+        first = one.emit(f"atomicrmw add ptr {place}, i64 %claim monotonic")
+        stop = one.op("add", "i64", first, "%claim")
+        stop = one.emit(f"call i64 @llvm.umin.i64(i64 {stop}, i64 %stop)")
+        is_left = one.emit(f"icmp ult i64 {first}, %stop")
+        b.lines += [f"br i1 {is_left}, label %claimed, label %done", "claimed:"]
+        loop(one, first, stop, self.at_once, (), self._rows)
+        b.lines += ["br label %claiming", "done:"]
+        return kernel_text(FUNCTION.symbol, "ptr noalias %job", b.lines, architecture)
+
+    def _rows(self, row: str, _: Sequence[str]) -> Sequence[str]:
+        """Write IR for `at_once` rows from ``row`` on; a row past the end is the last one again."""
+        one = self.b.one
+        more = [one.op("add", "i64", row, index) for index in range(1, self.at_once)]
+        rows = [row, *(one.emit(f"call i64 @llvm.umin.i64(i64 {n}, i64 %last)") for n in more)]
+        sums = (self._of_blocks if self.is_blocks else self._of_values)(rows)
+        for index, total in enumerate(sums):
+            each, token = divmod(index, self.tokens)
+            at = one.op("add", "i64", rows[each], one.op("mul", "i64", "%pitch", token))
+            to = one.emit(f"getelementptr float, ptr %out, i64 {at}")
+            self.b.lines.append(f"store float {self._total(total)}, ptr {to}, align 4")
+        return ()
+
+    def _total(self, x: str) -> str:
+        """Write IR of the sum of a vector's elements."""
+        v = self.b.wide
+        name = f"@llvm.vector.reduce.fadd.v{WIDTH}f32"
+        return v.emit(f"call reassoc float {name}(float 0.0, {v.type('float')} {x})")
+
+    def _zeros(self, rows: Sequence[str]) -> list[tuple[str, str]]:
+        count = len(rows) * self.tokens * self.chains
+        return [(self.b.wide.type("float"), "zeroinitializer")] * count
+
+    def _places(self, rows: Sequence[str]) -> list[str]:
+        """Write IR of pointers to the elements of rows in the output."""
+        one, of = self.b.one, f"i{self.dst.bits}"
+        starts = (one.op("mul", "i64", row, "%width") for row in rows)
+        return [one.emit(f"getelementptr {of}, ptr %out, i64 {start}") for start in starts]
+
+    def _of_blocks(self, rows: Sequence[str]) -> Sequence[str]:
+        """Write IR that reads rows of blocks; return the names of the sums of rows and tokens."""
+        b, one, layout, chains = self.b, self.b.one, self.form.codes, self.chains
+        assert isinstance(layout, Blocks)
+        row_nbytes = one.op("mul", "i64", "%per.row", layout.nbytes)
+        offsets = [one.op("mul", "i64", row, row_nbytes) for row in rows]
+        starts = [one.emit(f"getelementptr i8, ptr %src, i64 {offset}") for offset in offsets]
+        places = self._places(rows)
+
+        def block(at: str, carried: Sequence[str]) -> Sequence[str]:
+            offset = one.op("mul", "i64", at, layout.nbytes)
+            column = one.op("mul", "i64", at, layout.numel)
+            ends: list[str] = []
+            for index, (start, place) in enumerate(zip(starts, places, strict=True)):
+                source = one.emit(f"getelementptr i8, ptr {start}, i64 {offset}")
+                to = one.emit(f"getelementptr i{self.dst.bits}, ptr {place}, i64 {column}")
+                each = self.tokens * chains
+                mine = carried[index * each : (index + 1) * each]
+                sums = [list(mine[n : n + chains]) for n in range(0, each, chains)]
+                b.begin(source, column, to, sums)
+                layout.instructions(b)
+                ends += [name for some in b.sums for name in some]
+            return ends
+
+        found = loop(one, "0", "%per.row", 1, self._zeros(rows), block)
+        if chains == 1:
+            return found
+        pairs = zip(found[::2], found[1::2], strict=True)
+        return [b.wide.op("fadd", "float", *pair) for pair in pairs]
+
+    def _of_values(self, rows: Sequence[str]) -> Sequence[str]:
+        """Write IR that reads rows of values; return the names of the sums of rows and tokens."""
+        b, one, v, values, form = self.b, self.b.one, self.b.wide, self.form.codes, self.form
+        assert isinstance(values, Values)
+        starts = [one.op("mul", "i64", row, "%width") for row in rows]
+        places = self._places(rows)
+        scales = [
+            one.op("mul", "i64", one.op("udiv", "i64", row, "%tall"), "%per.row") for row in rows
+        ]
+        zeros = self._zeros(rows)
+
+        def step(column: str, sums: Sequence[str], found: Sequence[tuple[str, str]]) -> list[str]:
+            vectors = [b.vector(token, column) for token in range(self.tokens)]
+            ends: list[str] = []
+            for index, (start, (scale, zero)) in enumerate(zip(starts, found, strict=True)):
+                codes = load(v, values, one.op("add", "i64", start, column))
+                x = values.instructions(v, codes)
+                if values.has_zeros:
+                    x = v.op("fsub", "float", x, splat(v, "float", zero))
+                if not self.tokens:
+                    to = one.emit(
+                        f"getelementptr i{self.dst.bits}, ptr {places[index]}, i64 {column}"
+                    )
+                    x = v.op("fmul", "float", x, splat(v, "float", scale))
+                    b.write(to, self._factored(v, x))
+                mine = sums[index * self.tokens : (index + 1) * self.tokens]
+                ends += [fused(v, x, y, total) for y, total in zip(vectors, mine, strict=True)]
+            return ends
+
+        def block(at: str, carried: Sequence[str]) -> Sequence[str]:
+            found = [scale_at(values, one, one.op("add", "i64", base, at)) for base in scales]
+            begin = one.op("mul", "i64", at, form.wide) if form.wide else "0"
+            parts: Sequence[str] = [start for _, start in zeros]
+            if form.wide and form.wide <= _UNROLLED:
+                for offset in range(0, form.wide, WIDTH):
+                    parts = step(one.op("add", "i64", begin, offset), parts, found)
+            else:
+                end = one.op("add", "i64", begin, form.wide) if form.wide else "%width"
+                parts = loop(one, begin, end, WIDTH, zeros, lambda n, sums: step(n, sums, found))
+            return [
+                fused(v, splat(v, "float", found[index // self.tokens][0]), part, total)
+                for index, (part, total) in enumerate(zip(parts, carried, strict=True))
+            ]
+
+        sums = (
+            loop(one, "0", "%per.row", 1, zeros, block)
+            if form.wide
+            else block("0", [start for _, start in zeros])
+        )
+        return [self._factored(v, total) for total in sums]
+
+    def _factored(self, v: Vector, x: str) -> str:
+        factor = self.form.factor
+        return x if factor == 1.0 else v.op("fmul", "float", x, splat(v, "float", "%factor"))
+
+
+def kernel_ir(
+    form: Form, tokens: int, dst: DType, *, lanes: int, native_half: bool, architecture: str
+) -> str:
+    """Return LLVM IR of ``void product(job)``.
+
+    A job (`JOB`) has addresses of the weight's codes, of the vectors (float32, contiguous), of the
+    output, and of scales, zero points, the table, nested scales and their map, where `form`
+    has such; two float32; the end of the rows, exclusive, the columns, the rows that share a scale,
+    and the scales or blocks of a row; elements from one token's output to the next one's; the rows
+    that a thread claims at once, and the next row to claim, at first the first row. The output is
+    that of row 0, and is written from the first row on.
+
+    Args:
+        form: how the weight is stored.
+        tokens: vectors that it is multiplied with, to float32; 0 to decode it.
+        dst: the dtype of decoded elements.
+        lanes: as `Target.lanes`.
+        native_half: whether the CPU converts between float16 and float32.
+        architecture: as in `kernel_text`.
+    """
+    return _Kernel(form, tokens, dst, lanes, native_half).text(architecture)
+
+
+def compile_product(form: Form, tokens: int, dst: DType) -> Kernel:
+    """Compile the kernel of `kernel_ir` for this CPU; see `HostFunction.kernel`."""
+    try:
+        lanes = host_target().lanes
+    except (ImportError, OSError):  # `kernel` says so
+        lanes = 0
+    ir = partial(kernel_ir, form, tokens, dst, lanes=lanes)
+    return FUNCTION.kernel((form, tokens, dst), (form.codes.name, dst.name), ir)
