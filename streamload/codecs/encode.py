@@ -23,7 +23,7 @@ import numpy as np
 from streamload.codecs.encode_kernels import Recipe, Tally, compile_kernel
 from streamload.codecs.llvm import Engine, Kernel, kernel_for
 from streamload.codecs.parts import Array, Part, QuantCounts, check_source
-from streamload.core.dtypes import DType
+from streamload.core.dtypes import BY_CODE, PACKED, DType
 from streamload.errors import UnsupportedCastError
 
 if TYPE_CHECKING:
@@ -162,6 +162,47 @@ class Quantized(ABC):
         """Return the bytes of the codes of ``numel`` elements, which begin at a unit's start."""
         whole, rest = divmod(numel, self.unit_numel)
         return whole * self.unit_nbytes + -(-rest * self.unit_nbytes // self.unit_numel)
+
+
+@dataclass(frozen=True)
+class StoredBlocks(Quantized):
+    """A tensor of blocks along the last axis, in one array of bytes as GGUF stores it."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if rows are not whole blocks."""
+        if not self.shape or self.shape[-1] % self.unit_numel:
+            raise ValueError(
+                f"{self.format} has blocks of {self.unit_numel} elements along the last axis, "
+                f"which does not divide shape {self.shape}"
+            )
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """One array of bytes, a row of blocks for each row."""
+        *rows, last = self.shape
+        return (Part("", BY_CODE["U8"], (*rows, PACKED[self.format].nbytes(last))),)
+
+    @property
+    def form(self) -> Form | None:
+        """Blocks, which each format of this class is."""
+        from streamload.codecs.product import Form  # imports this file
+        from streamload.codecs.scheme import layout_of
+
+        return Form.of(layout_of(self.format))
+
+    @property
+    def unit_numel(self) -> int:
+        """Elements of a block."""
+        return PACKED[self.format].block
+
+    @property
+    def unit_nbytes(self) -> int:
+        """Bytes of a block."""
+        return PACKED[self.format].nbytes(1)
+
+    def encoder(self, src: DType, engine: Engine = "auto") -> Encoder:
+        """Raise ValueError: there is no encoder, only files have such blocks."""
+        raise ValueError(f"nothing here quantizes to {self.format}")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from streamload.codecs.decode_blocks import WIDTH, Blocks, BlockWriter
 from streamload.codecs.decode_kernels import Values, load, scale_at
 from streamload.codecs.ir import NARROW, Vector, fused, kernel_text, loop, splat
 from streamload.codecs.llvm import HostFunction, Kernel, host_target
+from streamload.codecs.scheme import Layout
 from streamload.core.dtypes import DType
 
 FUNCTION = HostFunction("product", (c_void_p,))
@@ -48,6 +49,11 @@ class Form:
     parts: tuple[tuple[str, str], ...] = ()
     wide: int = 0
     factor: float = 1.0
+
+    @classmethod
+    def of(cls, layout: Layout | None) -> Form | None:
+        """Return the form of blocks; None for another layout."""
+        return cls(layout) if isinstance(layout, Blocks) else None
 
     def per_row(self, width: int) -> int:
         """Return the blocks or scales of a row of ``width`` columns; 0 if no kernel reads it."""

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from streamload.codecs.cast_table import CastCounts, OutOfRange
-from streamload.codecs.encode import Quantized
+from streamload.codecs.encode import Quantized, StoredBlocks
 from streamload.codecs.llvm import Engine
 from streamload.codecs.weights import Layouts, Packed, QuantizedWeight
 from streamload.core.dtypes import F32, DType, add_packed
@@ -189,6 +189,12 @@ def layout_of(kind: str) -> Layout | None:
     return _layouts.get(kind)
 
 
+def is_blocks(kind: str) -> bool:
+    """Return whether weights of a kind are blocks that hold their scales, as in GGUF files."""
+    layout = layout_of(kind)
+    return layout is not None and layout.dtype.block > 1
+
+
 def finder_of(leaf: str) -> Find | None:
     """Return the `Find` to call for tensors whose names' last component is ``leaf``, or None."""
     _import_all()
@@ -207,7 +213,7 @@ class CodedWeight(NamedTuple):
     """A weight that a model's parameter holds quantized.
 
     Attributes:
-        format: the name of the scheme.
+        format: the name of the scheme, or of a layout of blocks (`is_blocks`).
         shape: the weight's shape when it is quantized.
         transposed: whether the checkpoint has the transpose of that shape.
     """
@@ -242,7 +248,9 @@ class CodedWeight(NamedTuple):
 
 @cache
 def _made(format: str, shape: tuple[int, int]) -> Quantized:
-    return SCHEMES[format].of(shape, F32)
+    if format in SCHEMES:
+        return SCHEMES[format].of(shape, F32)
+    return StoredBlocks(format, shape, F32)
 
 
 @cache

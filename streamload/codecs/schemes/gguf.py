@@ -29,13 +29,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from streamload.codecs.decode_blocks import WIDTH, Blocks, BlockWriter
-from streamload.codecs.encode import Encoded, Units
+from streamload.codecs.encode import Encoded, StoredBlocks, Units
 from streamload.codecs.encode_kernels import Recipe, Scalars
 from streamload.codecs.ir import NARROW, WIDEN, Vector, magnitude_bits, minimum, splat
-from streamload.codecs.parts import Array, Part, check_source
-from streamload.codecs.product import Form
+from streamload.codecs.parts import Array, check_source
 from streamload.codecs.scheme import Scheme, register
-from streamload.core.dtypes import BY_CODE, DType
+from streamload.core.dtypes import DType
 
 #: Elements of a block.
 BLOCK = WIDTH
@@ -228,16 +227,9 @@ class _Q40Recipe(Recipe):
         return code, v.op("fmul", "float", value, d)
 
 
-class _Quantized(Units):
+@dataclass(frozen=True)
+class _Quantized(Units, StoredBlocks):
     """A tensor quantized by blocks of 32 along the last axis, stored as one array."""
-
-    unit_numel = BLOCK
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """One array of bytes, a row of blocks for each row: GGUF's own form."""
-        *rows, last = self.shape
-        return (Part("", BY_CODE["U8"], (*rows, last // BLOCK * self.unit_nbytes)),)
 
 
 def _encoded(d: Array, codes: Array, values: Array) -> Encoded:
@@ -254,8 +246,6 @@ def _encoded(d: Array, codes: Array, values: Array) -> Encoded:
 
 class _Q80(_Quantized):
     recipe = _Q80Recipe()
-    form = Form(_BY_NAME["q8_0"])
-    unit_nbytes = _BY_NAME["q8_0"].nbytes
 
     def encoded(self, x: Array) -> Encoded:
         d = np.abs(x).max(axis=1, keepdims=True) / np.float32(127)
@@ -268,8 +258,6 @@ class _Q80(_Quantized):
 
 class _Q40(_Quantized):
     recipe = _Q40Recipe()
-    form = Form(_BY_NAME["q4_0"])
-    unit_nbytes = _BY_NAME["q4_0"].nbytes
 
     def encoded(self, x: Array) -> Encoded:
         first = np.abs(x).argmax(axis=1)[:, None]
@@ -290,11 +278,6 @@ class _Blocks(Scheme):
 
     def of(self, shape: tuple[int, ...], src: DType) -> _Quantized:
         check_source(self.name, shape, src)
-        if not shape or shape[-1] % BLOCK:
-            raise ValueError(
-                f"{self.name} has blocks of {BLOCK} elements along the last axis, which does not "
-                f"divide shape {shape}"
-            )
         return self.quantized(self.name, shape, src)
 
 
