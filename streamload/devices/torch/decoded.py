@@ -74,11 +74,10 @@ class Origin:
                 the weight was written since it was decoded.
         """
         name = self.holder.address(self.leaf)
-        new = f"module.{self.leaf} = torch.nn.Parameter(new)"
         if self.partial or not caller().startswith(_TAKEN):
             raise RuntimeError(
                 f"cannot write to {name} ({what}): {type(self.holder).__name__} holds codes, and "
-                f"the tensor is a decoded copy of them; write {new}, which quantizes it again, or "
+                f"the tensor is a decoded copy of them; {self.holder.advice(self.leaf)}, or "
                 "clone() the tensor first"
             )
         if self._stamp != self.holder.stamp(self.leaf):

@@ -21,7 +21,7 @@ from torch import nn
 
 from streamload.codecs.encode import Quantized
 from streamload.codecs.parts import SOURCES, QuantCounts
-from streamload.codecs.scheme import SCHEMES, CodedWeight
+from streamload.codecs.scheme import SCHEMES, CodedWeight, is_blocks
 from streamload.core.dtypes import BY_NAME, F32, DType
 from streamload.devices.base import Swap
 from streamload.devices.torch.decoded import Origin, decoded, interpreted, origin_of
@@ -113,9 +113,12 @@ class Coded(nn.Module):
         Returns the quantization errors, which are added to `requantized`.
 
         Raises:
-            ValueError: the values are no floats, or of another shape than the quantized weight.
+            ValueError: the values are no floats, or of another shape than the quantized weight;
+                or nothing here quantizes to its format.
         """
         coded, found = self._coded[leaf], tuple(values.shape)
+        if coded.format not in SCHEMES:
+            raise ValueError(f"cannot write to {self.address(leaf)}: {self.advice(leaf)}")
         if found != coded.shape or not values.is_floating_point():
             raise ValueError(
                 f"cannot quantize {self.address(leaf)} again: expected floats of the shape "
@@ -157,6 +160,16 @@ class Coded(nn.Module):
         """Return the name of a weight in the model, as it was loaded."""
         return f"{self._streamload_name}.{leaf}" if self._streamload_name else leaf
 
+    def advice(self, leaf: str) -> str:
+        """Return what to write in place of a write to a decoded copy, for errors."""
+        format = self._coded[leaf].format
+        if format in SCHEMES:
+            return f"write module.{leaf} = torch.nn.Parameter(new), which quantizes it again"
+        return (
+            f"nothing here quantizes to {format}, as it is stored; load it as floats: "
+            f'quant={{"{self.address(leaf)}": None, "*": "stored"}}'
+        )
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Quantize a parameter assigned to a weight; share another module's weight if assigned."""
         if name not in self._coded:
@@ -171,8 +184,7 @@ class Coded(nn.Module):
         else:
             raise TypeError(
                 f"cannot assign a {type(value).__name__} to {self.address(name)}, which is held as "
-                f"{coded.format}: write module.{name} = torch.nn.Parameter(new), which "
-                "quantizes it again"
+                f"{coded.format}: {self.advice(name)}"
             )
 
     def _share(self, leaf: str, other: Coded, its: str) -> None:
@@ -234,8 +246,8 @@ class Coded(nn.Module):
                 # 8-bit values may have its shape, and copying would round it to integers
                 state = {key: value for key, value in state.items() if key != prefix + leaf}
                 others[4].append(
-                    f"{prefix}{leaf} is held as {each.format}, and {codes.dtype} was given: write "
-                    f"module.{leaf} = torch.nn.Parameter(new), or streamload.load_state_dict"
+                    f"{prefix}{leaf} is held as {each.format}, and {codes.dtype} was given: "
+                    f"{self.advice(leaf)}"
                 )
         super()._load_from_state_dict(state, prefix, *others)
         unexpected = others[3]
