@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from streamload.codecs.scheme import SCHEMES, CodedWeight
+from streamload.codecs.scheme import SCHEMES, CodedWeight, is_blocks
 from streamload.devices.torch.quantized import Coded, make_dense
 from streamload.devices.torch.refused import allow_saving
 from streamload.devices.torch.tensors import CODED
@@ -293,11 +293,11 @@ def left_by_theirs(model: Any, coded: Mapping[str, CodedWeight]) -> list[str] | 
     None if the quantizer cannot. `coded` has names of the model, which may be on the meta device.
     """
     names = {each.format for each in coded.values()}
-    format = SCHEMES[next(iter(names))]
-    said = format.config([], "float32")
+    format = SCHEMES.get(next(iter(names)))
+    said = None if format is None else format.config([], "float32")
     kinds = {n: m for n, m in model.named_modules() if _is_product(m)}
     taken = {name.removesuffix(_WEIGHT) for name in coded}
-    if said is None or len(names) > 1 or not taken <= kinds.keys():
+    if format is None or said is None or len(names) > 1 or not taken <= kinds.keys():
         return None
     if not format.transposes_conv1d and any(isinstance(kinds[name], Conv1D) for name in taken):
         return None
@@ -364,7 +364,8 @@ def formats_of(said: Mapping[str, Any]) -> dict[str, str]:
         raise ValueError(f"quantization_config has no {_FORMATS}")
     out: dict[str, str] = {}
     for format, names in listed.items():
-        if format not in SCHEMES or not isinstance(names, list):
+        is_known = format in SCHEMES or is_blocks(str(format))
+        if not is_known or not isinstance(names, list):
             raise ValueError(f"quantization_config: {format!r} is no format with a list of names")
         out.update(dict.fromkeys(map(str, names), str(format)))
     return out
