@@ -58,6 +58,7 @@ class Placement:
         scales_nbytes: host bytes of its scales while it is dequantized; 0 for any other tensor.
         there_nbytes: bytes that the casting device holds until the whole tensor has arrived:
             scales, or maxima of blocks that are quantized then.
+        stored: the block type of a quantized weight that stays as it is stored, else "".
     """
 
     name: str
@@ -75,6 +76,7 @@ class Placement:
     coding: Coding | None = None
     scales_nbytes: int = 0
     there_nbytes: int = 0
+    stored: str = ""
 
     @property
     def numel(self) -> int:

@@ -256,8 +256,10 @@ class Plan:
         mapped = sum(d.mapped_nbytes for d in self.devices)
         count: Counter[str] = Counter()
         casts: Counter[tuple[str, str, str]] = Counter()
+        stored: Counter[str] = Counter()
         for p, n in self.placements.counted:
             count[p.device] += n
+            stored[p.stored] += n
             casts[p.src.name, p.dst.name, p.cast] += n
         up = partial(format_bytes, up=True)  # a budget of what is shown is enough
         taken = [(d.needed_nbytes + d.reserve_nbytes, d.stated_nbytes) for d in self.devices]
@@ -282,6 +284,7 @@ class Plan:
                     for (src, dst, by), n in casts.items()
                     if src != dst
                 ),
+                *(f"{n} tensors stay {kind}, as stored" for kind, n in stored.items() if kind),
                 *([f"{format_bytes(mapped)} stay in the mapped files"] if mapped else []),
                 f"{format_bytes(self.resident_nbytes)} in all; {self.threads} threads, chunks of "
                 f"{format_bytes(self.chunk_nbytes)}, host staging "

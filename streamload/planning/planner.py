@@ -122,13 +122,18 @@ def _place(
     if request.changed:
         changed = [any(r.tensor in request.changed for r in rows) for rows in wants.sources]
     mapped = _mapped(request, wants, where, dsts, changed)
+    stored = checkpoint.stored  # blocks that are no floats of this load
+    kept = [
+        stored[info.name].kind if info.name in stored and not src.is_packed else ""
+        for info, src in zip(wants.infos, wants.srcs, strict=True)
+    ]
     scales = _scales_nbytes(checkpoint, wants)
     there = _there_nbytes(wants)
     keys = list(
         zip(
             *(map(id, wants.srcs), map(id, dsts)),
             *(where, wants.shapes, wants.transposes, wants.held, wants.codings),
-            *(mapped, changed, scales, there),
+            *(mapped, changed, scales, there, kept),
             strict=True,
         )
     )
@@ -149,6 +154,7 @@ def _place(
             cast = _engine(request, wants.srcs[at], dsts[at], spec, notes)
         kinds[key] = kind = replace(
             _kind(wants[at], wants.srcs[at], dsts[at], spec, cast),
+            stored=kept[at],
             scales_nbytes=scales[at],
             there_nbytes=there[at] if cast == "device" else 0,
         )
