@@ -163,8 +163,9 @@ class LoadFlags(TypedDict, total=False):
         list[str] | None,
         option(
             "FORMAT",
-            "Quantize the weights of layers: q8_0, int8, nf4, fp4, q4_0, auto (what fits and "
-            "loses least), or PATTERN=FORMAT (or =none) by tensor name; repeatable.",
+            "Quantize the weights of layers: q8_0, int8, nf4, fp4, q4_0, stored (GGUF's blocks as "
+            "they are), auto (what fits and loses least), or PATTERN=FORMAT (or =none) by tensor "
+            "name; repeatable.",
         ),
     ]
     out_of_range: OutOfRangeOption

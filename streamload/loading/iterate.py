@@ -13,6 +13,7 @@ from streamload.loading.prepare import Call, Decision, Place
 from streamload.loading.report import Clock
 from streamload.planning.requests import DeviceSpec
 from streamload.planning.sources import Found
+from streamload.planning.stored_blocks import keep_blocks
 
 # Most bytes of tensors that are read at once: planning and starting threads takes milliseconds.
 _TOGETHER_NBYTES = 2**26
@@ -54,6 +55,7 @@ def iterate(path: CheckpointLike, **options: Unpack[IterateOptions]) -> Iterator
     if read.quant.is_auto:
         raise ValueError('quant="auto" is for loads of all at once: name a format')
     read = replace(read, one_device=True)
+    checkpoint, found, *_ = keep_blocks(checkpoint, found, read.quant, read.changes.by_tensor)
     place = Place.look(None, checkpoint, read, device)
     wants = read.quantised(checkpoint, found.fill)
     needs_native = wants.needs_native_bf16(read.policy)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -12,7 +11,6 @@ from typing import Any, Unpack
 
 from streamload.checkpoint.open import Checkpoint, CheckpointLike, opened
 from streamload.checkpoint.shards import Opener, open_shard
-from streamload.codecs.weights import Packed
 from streamload.core.interrupt import deferred_interrupt
 from streamload.core.memory import STAGING, Ledger, canonical_device
 from streamload.core.patterns import check_patterns
@@ -45,15 +43,15 @@ from streamload.planning.dequantize import (
     asked_by_model,
     dequantized,
     holds_transposes,
-    with_blocks,
 )
 from streamload.planning.match import Match, wants_of
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
 from streamload.planning.planner import CastChoice
 from streamload.planning.quant_policy import QuantPolicy
-from streamload.planning.requests import DeviceSpec, TensorRequests
+from streamload.planning.requests import DeviceSpec
 from streamload.planning.sources import parameters_of, sources
+from streamload.planning.stored_blocks import Kept, keep_blocks
 from streamload.planning.suggest import Wanted, call_of_library
 from streamload.planning.transforms import NO_CHANGES
 from streamload.streaming.loop import stream
@@ -208,7 +206,7 @@ def plan(path: CheckpointLike, **options: Unpack[PlanOptions]) -> Plan:
     checkpoint, read, found = call
     specs = partial(described, read, options["device"])
     try:
-        return _planned(call, specs)
+        return _planned(call, specs, stored=bool(checkpoint.stored))
     except PlanInfeasibleError as error:
         native = wants_of(checkpoint, found.fill).needs_native_bf16(read.policy)
         spec, *others = read.casting(specs(native))
@@ -259,7 +257,12 @@ def split(
     check_nodes(nodes)
     call = read_call(path, **options)
     specs = node_specs(call.options, nodes)
-    return _planned(call, lambda _: specs)
+    if call.options.quant.keeps_stored:
+        raise ValueError(
+            'quant="stored" keeps blocks in the modules of one process: nodes load floats, or '
+            "quantize them to a format"
+        )
+    return _planned(call, lambda _: specs, stored=False)
 
 
 def check_nodes(nodes: Sequence[Node]) -> None:
@@ -281,20 +284,29 @@ def _check_distinct(names: Sequence[str]) -> None:
         raise ValueError(f"expected devices or nodes of different names, found {names}")
 
 
-def _planned(call: Call, specs: Callable[[bool], Sequence[DeviceSpec]]) -> Plan:
-    """Plan a load of all of a checkpoint; `specs` describes devices, given `bf16_undecided`."""
-    checkpoint, read, (fill, _, tied) = call
+def _planned(call: Call, specs: Callable[[bool], Sequence[DeviceSpec]], *, stored: bool) -> Plan:
+    """Plan a load of all of a checkpoint; `specs` describes devices, given `bf16_undecided`.
+
+    `stored`: whether weights may stay in their file's blocks.
+    """
+    read, changed = call.options, call.options.changes.by_tensor
     engine: CastChoice = "llvm" if read.cast == "auto" else read.cast
 
     def planned(quant: QuantPolicy) -> Plan:
+        kept = Kept(call.checkpoint, call.found)
+        if stored:
+            kept = keep_blocks(*kept[:2], quant, changed)
+        checkpoint, (fill, _, tied), _, notes = kept
         wants = replace(read, quant=quant).quantised(checkpoint, fill)
         casting = read.casting(specs(wants.needs_native_bf16(read.policy)))
-        return read.plan(read.request(checkpoint, wants, casting, engine, tied))
+        made = read.plan(read.request(checkpoint, wants, casting, engine, tied))
+        return replace(made, notes=(*made.notes, *notes))
 
     try:
-        made, notes = read.quant.least_loss(planned)
+        made, notes = read.quant.least_loss(planned, stored=stored)
     except PlanInfeasibleError as error:
-        raise error.suggesting([] if read.quant else QuantPolicy.that_fits(planned)) from None
+        fits = [] if read.quant else QuantPolicy.that_fits(planned, stored=stored)
+        raise error.suggesting(fits) from None
     return replace(made, notes=(*made.notes, *notes))
 
 
@@ -306,6 +318,7 @@ def read_call(path: CheckpointLike, model: Any = None, **options: Unpack[LoadOpt
     given: LoadOptions = {**DEFAULTS, **options}
     read = Options.read(**given)
     checkpoint = opened(path)
+    read.quant.check_stored(checkpoint)
     if read.policy.rules or read.quant.rules:
         names = all_names(checkpoint)
         check_patterns("dtype", (pattern for pattern, _ in read.policy.rules), names)
@@ -313,22 +326,17 @@ def read_call(path: CheckpointLike, model: Any = None, **options: Unpack[LoadOpt
     if model is None:
         checkpoint = dequantized(checkpoint, asked(checkpoint, read.policy))
     elif checkpoint.groups or checkpoint.stored:
-        checkpoint, read = _as_held(model, checkpoint, read, given)
+        checkpoint = _as_held(model, checkpoint, read, given)
     found = sources(checkpoint, given["mapping"], given["rename"], all_match=True)
     if read.changes is NO_CHANGES:
         read = replace(read, changes=changes_of(checkpoint, given["transform"], given["adapters"]))
     return Call(checkpoint, read, found)
 
 
-def _as_held(
-    model: Any, checkpoint: Checkpoint, read: Options, given: LoadOptions
-) -> tuple[Checkpoint, Options]:
-    """Decide which quantized weights a model gets as stored, and which dequantized.
+def _as_held(model: Any, checkpoint: Checkpoint, read: Options, given: LoadOptions) -> Checkpoint:
+    """Decide which quantized weights a model gets as it holds them, and dequantize the others.
 
-    Weights stored in the format of ``quant=`` keep their stored bytes if a module can hold these.
-
-    Returns:
-        The changed checkpoint, and the options, with `blocks` for weights that ``quant=`` keeps.
+    `keep_blocks` undoes that for blocks that ``quant=`` keeps.
     """
     owner = framework(framework_of(model) or default_framework())
     parameters = owner.parameters(model)
@@ -337,27 +345,7 @@ def _as_held(
     checkpoint = dequantized(checkpoint, asked_by_model(checkpoint, read.policy, parameters, fills))
     if holds_transposes(checkpoint, parameters, fills):
         checkpoint = as_in_models(checkpoint)
-    if not read.quant or not checkpoint.stored:
-        return checkpoint, read
-    read = replace(read, changes=changes_of(checkpoint, given["transform"], given["adapters"]))
-    every = TensorRequests.every(checkpoint)
-    pieces = Counter(name for names in fills.values() for name in names)
-    weights = {
-        name: (info, format)
-        for info, format in zip(every.infos, read.quant.formats(checkpoint, every), strict=True)
-        if isinstance(info, Packed) and info.group.kind == format
-        if info.name not in read.changes.by_tensor
-        for name in fills.get(info.name, ())
-        if pieces[name] == 1
-    }
-    swap = owner.swap(model, {name: format for name, (_, format) in weights.items()})
-    blocks = {
-        name: coded
-        for name, coded in swap.coded.items()
-        if name in weights and coded.made.parts[0].shape == weights[name][0].group.values.shape
-    }
-    stored = {weights[name][0].name for name in blocks}
-    return with_blocks(checkpoint, stored), replace(read, blocks=blocks)
+    return checkpoint
 
 
 def run(

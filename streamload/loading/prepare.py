@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple, Unpack
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.codecs.cast_table import OutOfRange
-from streamload.codecs.scheme import CodedWeight
 from streamload.core.interrupt import nothing
 from streamload.core.location import Location, Url
 from streamload.core.memory import STAGING, Budget, available_cpus, canonical_device
@@ -50,6 +50,7 @@ from streamload.planning.planner import (
 from streamload.planning.quant_policy import NO_QUANT, QuantPolicy, quantised, said_of_dense
 from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest, TensorRequests
 from streamload.planning.sources import Found, Source
+from streamload.planning.stored_blocks import keep_blocks
 from streamload.planning.transforms import NO_CHANGES, Changes
 from streamload.streaming.memory_watch import process_nbytes
 
@@ -83,8 +84,6 @@ class Options:
     cache: CacheRequest | None = None
     changes: Changes = NO_CHANGES
     quant: QuantPolicy = NO_QUANT
-    # by parameter, weights whose quantized blocks stay as stored, in modules for these
-    blocks: Mapping[str, CodedWeight] = field(default_factory=dict)
     cpus: int | None = None  # most for this load; None: all
     is_part: bool = False  # whether the budget is a rank's part of the one that the call states
     host_held_nbytes: int = 0  # free memory of the host that something else of the load takes
@@ -350,7 +349,7 @@ class Place(ModelParameters):
         if self.owner is None:
             return None
         checkpoint, options, found = call
-        match = match_parameters(checkpoint, self, found, options.policy, options.blocks)
+        match = match_parameters(checkpoint, self, found, options.policy)
         match.check(checkpoint.path, options.strict, options.shapes, suggest)
         if found.fill or found.skipped:  # a rank may have nothing to load
             match.warn_of_little(checkpoint.path, suggest)
@@ -411,25 +410,32 @@ class Decision:
         offers: Collection[str] = ("quant", "residence", "device"),
     ) -> Decision:
         """Plan the load of a call; a PlanInfeasibleError suggests the options named in `offers`."""
-        checkpoint, options, (fill, _, _) = call
+        options, stored, holds = call.options, bool(call.checkpoint.stored), bool(place.coded)
+        swapping = None if place.owner is None else partial(place.owner.swap, place.model)
 
         def demanded(quant: QuantPolicy) -> _Demand:
+            changed = options.changes.by_tensor
+            kept = keep_blocks(call.checkpoint, call.found, quant, changed, swapping, holds=holds)
+            checkpoint, _, found = own = call._replace(checkpoint=kept.checkpoint, found=kept.found)
+            notes = list(kept.notes)
             if match is None:
-                return _Demand(
-                    place, call, replace(options, quant=quant).quantised(checkpoint, fill)
-                )
-            swap, notes = NO_SWAP, []
-            if (quant or options.blocks) and place.owner is not None:
-                asked = match.formats(checkpoint, quant, place.coded)
-                asked |= {name: one.format for name, one in options.blocks.items()}
-                swap = place.owner.swap(place.model, asked)
-                notes = match.not_swapped(checkpoint, asked, swap, place.coded)
+                wants = replace(options, quant=quant).quantised(checkpoint, found.fill)
+                return _Demand(place, own, wants, notes=notes)
+            matched, swap = match, NO_SWAP
+            if kept.blocks:
+                matched = match_parameters(checkpoint, place, found, options.policy, kept.blocks)
+            if quant and swapping is not None:
+                asked = matched.formats(checkpoint, quant, place.coded)
+                asked |= {name: one.format for name, one in kept.blocks.items()}
+                swap = swapping(asked)
+                if asked or not notes:
+                    notes += matched.not_swapped(checkpoint, asked, swap, place.coded)
                 if swap.dense_nbytes:
                     said = said_of_dense(swap.dense_nbytes)
                     notes.append(f"a module dequantises its own weight to compute: {said}")
             coded = {**place.coded, **swap.coded}
-            wants = match.quantised(checkpoint, coded, options.changes.by_tensor, quant)
-            return _Demand(place, call, wants, swap, notes)
+            wants = matched.quantised(checkpoint, coded, options.changes.by_tensor, quant)
+            return _Demand(place, own, wants, swap, notes, matched)
 
         demand = demanded(NO_QUANT)
         try:
@@ -437,7 +443,8 @@ class Decision:
                 lambda quant: (
                     (found := demanded(quant) if quant else demand),
                     found.planned(place.devices),
-                )
+                ),
+                stored=stored,
             )
         except PlanInfeasibleError as error:
             if error.reason and not place.pages_are_known:
@@ -445,10 +452,14 @@ class Decision:
             fits = []
             may_quantize = "quant" in offers and not options.quant and not place.coded
             if may_quantize and has_room_to_try(len(demand.wants)):
-                fits = QuantPolicy.that_fits(lambda q: demanded(q).planned(place.devices)[0])
+                fits = QuantPolicy.that_fits(
+                    lambda q: demanded(q).planned(place.devices)[0], stored=stored
+                )
             fits += demand.mapped() if "residence" in offers else []
             fits += demand.wider() if "device" in offers else []
             raise error.suggesting(fits) from None
+        call, match = demand.call, demand.match
+        checkpoint = call.checkpoint
         place.devices.check_buffers(made)
         if options.changes.by_tensor:
             _check_changes(made)
@@ -517,6 +528,7 @@ class _Demand:
     wants: TensorRequests
     swap: Swap = NO_SWAP
     notes: Sequence[str] = ()  # on that choice, for the report
+    match: Match | None = None
 
     def planned(self, devices: Devices) -> tuple[Plan, int | None]:
         """Return the plan for `devices`, and the process's bytes before it; None if unknown."""

@@ -12,7 +12,7 @@ from typing import Literal
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.checkpoint.shards import open_shard
-from streamload.codecs.scheme import CodedWeight
+from streamload.codecs.scheme import SCHEMES, CodedWeight
 from streamload.core.computed import is_computed
 from streamload.core.location import Location
 from streamload.core.system import callers_level
@@ -412,6 +412,8 @@ def match(
         stored = _whole(checkpoint, source)  # most are: they need no further checks
         problem = "" if stored is not None else incoherent(checkpoint, source)
         problem = problem or parameter.refused
+        if model.coded and not problem:
+            problem = _held_otherwise(checkpoint, source, parameter, model)
         if problem:
             out.problems.append(f"{name}: {problem}")
             continue
@@ -472,6 +474,23 @@ def match(
         if name not in used and not is_computed(name, shape_of(checkpoint, fill[name]))
     ]
     return out
+
+
+def _held_otherwise(
+    checkpoint: Checkpoint, source: Source, parameter: Parameter, model: ModelParameters
+) -> str:
+    """Explain why a source cannot overwrite a parameter's blocks of another type; "" if it can."""
+    held = next((model.coded[n] for n in parameter.names if n in model.coded), None)
+    if held is None:
+        return ""
+    info = checkpoint.tensors[source.rows[0].tensor]
+    kind = info.dtype.name
+    if info.dtype.kind == "float":
+        same = held.format in SCHEMES
+    else:
+        kind = checkpoint.stored[info.name].kind if info.name in checkpoint.stored else held.format
+        same = kind == held.format
+    return "" if same else f"it holds {held.format} as stored, not {kind}: load it into a new model"
 
 
 def whole_shape(parameter: Parameter) -> tuple[int, ...]:

@@ -35,6 +35,8 @@ QuantArgument: TypeAlias = str | Mapping[str, str | None] | None
 _Made = TypeVar("_Made")
 
 _AUTO = "auto"
+#: Leaves weights in the blocks in which a file has them.
+STORED = "stored"
 # Formats that "auto" tries if the stored weights do not fit, least loss first: see
 # docs/measurements.md, "Quality of formats".
 _TRIED = ("q8_0", "int8", "nf4", "nf4-nested")
@@ -49,7 +51,8 @@ class QuantPolicy:
 
     Attributes:
         rules: (pattern, format) in order; the first match decides; None leaves a tensor as
-            it is. The pattern "*" stands for the weights of layers that are no norms or routers.
+            it is. The pattern "*" stands for the weights of layers that are no norms or routers,
+            and with "stored" for all weights.
         tried: the format tried in place of "auto", or "no format"; "" without "auto".
         by_tensor: in place of rules, the format of each quantized tensor, by name.
     """
@@ -74,7 +77,7 @@ class QuantPolicy:
             if not isinstance(pattern, str):
                 raise ValueError(f"a pattern of names is a string, not {pattern!r}")
             is_text = isinstance(name, str)
-            known = *SCHEMES, *of_files, _AUTO
+            known = *SCHEMES, *of_files, STORED, _AUTO
             if name is not None and not (is_text and name in known):
                 hint = did_you_mean(name, SCHEMES) if is_text else ""
                 raise ValueError(f"quant is one of {', '.join(known)}, not {name!r}{hint}")
@@ -88,8 +91,13 @@ class QuantPolicy:
 
     @classmethod
     def named(cls, value: QuantArgument, of_files: Sequence[str] = ()) -> QuantPolicy:
-        """Like `parse`, for calls without a budget: raises ValueError for "auto", too."""
+        """Like `parse`, for files: raises ValueError for "auto" and "stored", too."""
         policy = cls.parse(value, of_files)
+        if policy.keeps_stored:
+            raise ValueError(
+                'quant="stored" leaves blocks of a file in the modules of a model; files keep '
+                "theirs without quant="
+            )
         if policy.is_auto:
             raise ValueError(
                 'quant="auto" takes what fits a budget, and there is none here: name the format, '
@@ -105,8 +113,19 @@ class QuantPolicy:
         """Whether a rule has the format "auto": the one of least loss that fits."""
         return any(name == _AUTO for _, name in self.rules)
 
-    def least_loss(self, attempt: Callable[[QuantPolicy], _Made]) -> tuple[_Made, list[str]]:
+    @property
+    def keeps_stored(self) -> bool:
+        """Whether a rule has the format "stored"."""
+        return any(name == STORED for _, name in self.rules)
+
+    def least_loss(
+        self, attempt: Callable[[QuantPolicy], _Made], *, stored: bool
+    ) -> tuple[_Made, list[str]]:
         """Plan by ``attempt``; "auto" becomes the format of least loss that fits.
+
+        Args:
+            attempt: plans with a policy without "auto".
+            stored: whether "stored" is tried before weights are quantized again.
 
         Returns:
             The result of the attempt, and notes that explain the choice.
@@ -119,7 +138,7 @@ class QuantPolicy:
             return attempt(self), []
         reasons: list[str] = []
         failures: list[Exception] = []
-        for name in (None, *_TRIED):
+        for name in (None, *[STORED] * stored, *_TRIED):
             rules = tuple((p, name if found == _AUTO else found) for p, found in self.rules)
             tried = name or "no format"
             try:
@@ -140,9 +159,12 @@ class QuantPolicy:
         raise infeasible[-1] if infeasible else failures[-1]
 
     @classmethod
-    def that_fits(cls, attempt: Callable[[QuantPolicy], Plan]) -> list[Fit]:
-        """Return as a suggestion the ``quant=`` of least loss that fits, and its bytes; or []."""
-        for name in _TRIED:
+    def that_fits(cls, attempt: Callable[[QuantPolicy], Plan], *, stored: bool) -> list[Fit]:
+        """Return as a suggestion the ``quant=`` of least loss that fits, and its bytes; or [].
+
+        ``stored``: whether "stored" is tried first.
+        """
+        for name in (*[STORED] * stored, *_TRIED):
             # MemoryError: the plan, or the statistics alone, do not fit
             with suppress(MemoryError, UnsupportedCastError, ValueError):
                 devices = attempt(cls.parse(name)).devices
@@ -151,6 +173,24 @@ class QuantPolicy:
                     need = [f"{d.device} {n}" for d, n in zip(devices, need, strict=True)]
                 return [Fit("quant", f'="{name}"', ", ".join(need))]
         return []
+
+    def check_stored(self, checkpoint: Checkpoint) -> None:
+        """Raise ValueError if a rule is "stored", and a checkpoint has no blocks of GGUF."""
+        if not self.keeps_stored or checkpoint.stored:
+            return
+        method = checkpoint.layouts.method
+        kinds = dict.fromkeys(g.kind for g in checkpoint.groups.values()) or [method] * bool(method)
+        problem = "no weight is stored quantised: leave quant= out"
+        if kinds:
+            problem = (
+                f"its quantised weights ({', '.join(kinds)}) are no blocks of GGUF: leave quant= "
+                "out, and from_pretrained keeps them as they are stored"
+            )
+        raise ValueError(f'quant="stored": {checkpoint.path}: {problem}')
+
+    def stores(self, name: str) -> bool:
+        """Return whether the rule for a tensor is "stored"."""
+        return (self.rule(name) or ("", None))[1] == STORED
 
     def leaving(self, patterns: Sequence[str]) -> QuantPolicy:
         """Return the policy with tensors that match ``patterns`` left as they are."""
@@ -173,19 +213,22 @@ class QuantPolicy:
             name = info.name
             pattern, found = self.rule(name) or ("", None)
             is_matrix = info.dtype.kind == "float" and len(shape) > 1 and 0 not in shape
-            if not is_matrix or name in already:
+            if not is_matrix or name in already or found == STORED:
                 found = None
             elif pattern == "*" and found is not None:
-                layers = _of_layers(checkpoint.tensors) if layers is None else layers
+                layers = of_layers(checkpoint.tensors) if layers is None else layers
                 found = found if name in layers and not _SPARED.search(name) else None
             out.append(found)
         return out
 
 
-def _of_layers(names: Iterable[str]) -> frozenset[str]:
-    """Return the names of tensors in layers; without layers, of all but embeddings and heads."""
+def of_layers(names: Iterable[str], *more: str) -> frozenset[str]:
+    """Return the names of tensors in layers; without layers, of all but embeddings and heads.
+
+    ``more``: other kinds of units to include; see `partition.Unit`.
+    """
     units = units_of([Item(name, 0) for name in dict.fromkeys(names)])
-    inside = ("layer", "inner", "tensor")
+    inside = ("layer", "inner", "tensor", *more)
     return frozenset(item.name for unit in units if unit.kind in inside for item in unit.items)
 
 

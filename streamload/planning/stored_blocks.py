@@ -1,0 +1,139 @@
+"""Weights that a load keeps in the blocks of a GGUF file, by ``quant=``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from itertools import islice
+from types import MappingProxyType
+from typing import NamedTuple
+
+from streamload.checkpoint.open import Checkpoint
+from streamload.codecs.scheme import CodedWeight
+from streamload.codecs.weights import Packed
+from streamload.core.tensors import RowTranspose, TensorInfo, whole
+from streamload.devices.base import NO_SWAP, Swap
+from streamload.planning.dequantize import with_blocks
+from streamload.planning.quant_policy import STORED, QuantPolicy, no_holder, of_layers
+from streamload.planning.requests import TensorRequests
+from streamload.planning.sources import Found, Source
+
+_LISTED = 8  # weights named in a note
+
+
+class Kept(NamedTuple):
+    """A checkpoint with weights that stay in blocks.
+
+    Attributes:
+        checkpoint: has those weights as bytes.
+        found: the sources by parameter name, and names that have none.
+        blocks: the parameters that hold blocks, by name; empty without a model.
+        notes: names dequantized weights that ``quant="stored"`` covers.
+    """
+
+    checkpoint: Checkpoint
+    found: Found
+    blocks: Mapping[str, CodedWeight] = MappingProxyType({})
+    notes: tuple[str, ...] = ()
+
+
+def keep_blocks(
+    checkpoint: Checkpoint,
+    found: Found,
+    quant: QuantPolicy,
+    changed: Collection[str],
+    swap: Callable[[Mapping[str, str]], Swap] | None = None,
+    *,
+    holds: bool = False,
+) -> Kept:
+    """Undo the dequantization of weights that ``quant`` keeps as stored.
+
+    Args:
+        checkpoint: the headers, with dequantized weights.
+        found: the sources by parameter name.
+        quant: keeps weights by "stored", or by their own block type.
+        changed: tensors whose rows functions change on the way.
+        swap: returns modules for formats by parameter name; None without a model.
+        holds: whether the model holds quantized weights already.
+
+    Raises:
+        ValueError: no module of the model holds or can hold any.
+    """
+    asked, left = _asked(checkpoint, quant, of_model=swap is not None)
+    if not (asked or left):
+        return Kept(checkpoint, found)
+    fill = found.fill
+    alone = {
+        name: checkpoint.tensors[tensor]
+        for name, source in fill.items()
+        if (tensor := source.rows[0].tensor) in asked and tensor not in changed
+    }
+    made = NO_SWAP
+    if swap is not None and alone:
+        made = swap({name: asked[info.name] for name, info in alone.items()})
+    sources = {
+        name: source
+        for name, info in alone.items()
+        if swap is None or name in made.coded
+        if (source := _as_blocks(info, fill[name], made.coded.get(name))) is not None
+    }
+    # a tensor that fills another parameter, too, is dequantized for both
+    others = {r.tensor for name, source in fill.items() if name not in sources for r in source.rows}
+    sources = {name: s for name, s in sources.items() if s.rows[0].tensor not in others}
+    kept = {source.rows[0].tensor for source in sources.values()}
+    left |= {name: asked[name] for name in asked if name not in kept and quant.stores(name)}
+    if swap is not None and alone and left and not (made.coded or holds):
+        classes = ", ".join(dict.fromkeys(made.refused.values()))
+        raise ValueError(no_holder(list(left), made.holders, classes))
+    listed = ", ".join(f"{name} ({kind})" for name, kind in islice(left.items(), _LISTED))
+    more = ", ..." * (len(left) > _LISTED)
+    note = f"dequantised, for no module holds their blocks as they are: {listed}{more}"
+    return Kept(
+        with_blocks(checkpoint, kept) if kept else checkpoint,
+        found._replace(fill={**fill, **sources}) if kept else found,
+        {name: made.coded[name] for name in sources if swap is not None},
+        (note,) if left else (),
+    )
+
+
+def _asked(
+    checkpoint: Checkpoint, quant: QuantPolicy, *, of_model: bool
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the block types of dequantized weights that may stay in blocks, by tensor name.
+
+    And those of weights that "stored" cannot keep: without a model, "*" leaves out embeddings,
+    whose modules need floats.
+    """
+    kept: dict[str, str] = {}
+    left: dict[str, str] = {}
+    if not (quant and checkpoint.stored):
+        return kept, left
+    wants = TensorRequests.every(checkpoint)
+    inside = of_layers(checkpoint.tensors, "head")
+    for info, format in zip(wants.infos, quant.formats(checkpoint, wants), strict=True):
+        if not isinstance(info, Packed) or info.name not in checkpoint.stored:
+            continue
+        by_star = quant.rule(info.name) == ("*", STORED)
+        if by_star and not of_model and info.name not in inside:
+            left[info.name] = info.group.kind
+        elif quant.stores(info.name) or info.group.kind == format:
+            kept[info.name] = info.group.kind
+    return kept, left
+
+
+def _as_blocks(info: TensorInfo, source: Source, held: CodedWeight | None) -> Source | None:
+    """Return the source of a weight's blocks; None if they would have to be cut.
+
+    Args:
+        info: the dequantized weight.
+        source: fills the parameter with its floats.
+        held: what the parameter holds instead; None without a model.
+    """
+    turned, of_matrix = source.transpose, len(info.shape) == 2
+    # then the file has the order of the blocks
+    is_turned = of_matrix and turned == RowTranspose(1, *info.shape)
+    fits = held is None or (held.shape, held.transposed) == (info.shape, is_turned)
+    by_rows = turned is None or (of_matrix and turned.rows == info.shape[0])
+    if source.rows != (whole(info),) or not fits or not (is_turned or by_rows):
+        return None
+    shape = None if held is None or of_matrix else held.made.parts[0].shape
+    return Source(source.rows, None if is_turned else turned, shape)
