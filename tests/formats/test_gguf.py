@@ -11,7 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf_files import MODELS, gguf, quantized_types, small_model, tensors_of, write
+from gguf_files import (
+    MODELS,
+    gguf,
+    quantized_types,
+    random_blocks,
+    small_model,
+    tensors_of,
+    write,
+)
 from needs import module
 from parameters import product
 from remote_server import serve
@@ -30,22 +38,6 @@ Array = np.ndarray[Any, np.dtype[Any]]
 IDS = torch.arange(40)[None] % 96
 #: Types that gguf-py can quantise to.
 MADE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")
-
-
-def random_blocks(kind: str, rows: int, width: int, seed: int = 0) -> Array:
-    """Blocks of random codes, with scales that make ordinary weights."""
-    dtype = PACKED[kind if kind != "mxfp4" else "gguf-mxfp4"]
-    rng = np.random.default_rng(seed)
-    blocks = rng.integers(0, 256, (rows * width // dtype.block, dtype.nbytes(1)), np.uint8)
-    places = {"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,), "q4_1": (0, 2), "q5_1": (0, 2)}
-    places |= dict.fromkeys(("q4_k", "q5_k"), (0, 2))
-    for at in places.get(kind, (0,)):
-        if kind == "mxfp4":
-            blocks[:, 0] = rng.integers(118, 124, len(blocks))
-            break
-        scales = rng.uniform(2e-5, 5e-5, len(blocks)).astype("<f2")
-        blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
-    return blocks.reshape(rows, -1)
 
 
 def logits(model: Any) -> Any:
@@ -244,7 +236,11 @@ def test_modules_of_tinygrad_take_blocks_as_they_are(tmp_path: Path) -> None:
         def __init__(self) -> None:
             self.l = tinygrad.nn.Linear(128, 64, bias=False)
 
-    for coded, options in ((True, {}), (False, {}), (True, {"quant": {"l.weight": "q8_0"}})):
+    quants: list[Any] = [{"l.weight": "q8_0"}, "stored"]
+    for coded, options in (
+        *((True, {}), (False, {})),
+        *((True, {"quant": quant}) for quant in quants),
+    ):
         model = Model()
         if coded and not options:
             replace_linears(model, lambda name: "q8_0")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from needs import module
+
+from streamload.core.dtypes import PACKED
 
 gguf = module("gguf")
 
@@ -62,6 +64,41 @@ def tensors_of(model: Any) -> dict[str, np.ndarray[Any, Any]]:
             array = array.T
         out[names.get_name(name, try_suffixes=(".weight", ".bias"))] = np.ascontiguousarray(array)
     return out
+
+
+def random_blocks(kind: str, rows: int, width: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    """Blocks of random codes, with scales that make ordinary weights."""
+    dtype = PACKED[kind if kind != "mxfp4" else "gguf-mxfp4"]
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (rows * width // dtype.block, dtype.nbytes(1)), np.uint8)
+    places = {"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,), "q4_1": (0, 2), "q5_1": (0, 2)}
+    places |= dict.fromkeys(("q4_k", "q5_k"), (0, 2))
+    for at in places.get(kind, (0,)):
+        if kind == "mxfp4":
+            blocks[:, 0] = rng.integers(118, 124, len(blocks))
+            break
+        scales = rng.uniform(2e-5, 5e-5, len(blocks)).astype("<f2")
+        blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+    return blocks.reshape(rows, -1)
+
+
+def in_blocks(
+    tensors: Mapping[str, np.ndarray[Any, Any]], kind_of: Callable[[str], str]
+) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, str]]:
+    """Random blocks in place of each matrix, and the type of each, both by gguf-py's names."""
+    out, types = dict(tensors), {n: kind_of(n) for n, a in tensors.items() if a.ndim == 2}
+    for seed, (name, kind) in enumerate(types.items()):
+        out[name] = random_blocks(kind.lower(), *tensors[name].shape, seed)
+    return out, types
+
+
+def q4_k_m(name: str) -> str:
+    """The type of a matrix in a mixture such as llama.cpp's Q4_K_M: half of the values have 6 bits.
+
+    Embeddings have 4 bits here, the head 6.
+    """
+    wide = "attn_v" in name or "ffn_down" in name
+    return "Q6_K" if name.startswith("output") or (wide and ".0." in name) else "Q4_K"
 
 
 def settings_of(writer: Any, config: Any) -> None:
