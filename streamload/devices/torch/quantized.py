@@ -21,7 +21,7 @@ from torch import nn
 
 from streamload.codecs.encode import Quantized
 from streamload.codecs.parts import SOURCES, QuantCounts
-from streamload.codecs.scheme import SCHEMES, CodedWeight, is_blocks
+from streamload.codecs.scheme import SCHEMES, CodedWeight
 from streamload.core.dtypes import BY_NAME, F32, DType
 from streamload.devices.base import Swap
 from streamload.devices.torch.decoded import Origin, decoded, interpreted, origin_of
