@@ -107,6 +107,7 @@ def _arguments() -> argparse.Namespace:
     add("--ways", nargs="+", default=[], metavar="NAME", help=ways)
     small = "small ones, of the sections many and gpu-small (%(default)s)"
     add("--tensors", type=int, default=50_000, help=small)
+    add("--run", action="store_true", help="of the section quant: products, not quantising")
     # not the system's temporary folder: that may be in memory
     add(
         "--work",

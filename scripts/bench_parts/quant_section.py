@@ -31,6 +31,12 @@ _SHAPE = (4096, 4096)
 
 def quant(options: Options) -> Section:
     """GB/s of bfloat16 that one core quantises, beside bitsandbytes and gguf-py."""
+    if options.run:
+        try:
+            from bench_parts.products_section import products
+        except ImportError as error:
+            raise NotHereError(str(error)) from error
+        return products(options)
     section = Section(
         "quant",
         f"GB/s of bfloat16, one core, {' x '.join(map(str, _SHAPE))}, medians of {options.runs} in "

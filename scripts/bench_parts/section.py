@@ -87,6 +87,7 @@ class Options:
     devices: tuple[str, ...] = ()  # names of the devices, as far as they work here
     ways: Sequence[str] = ()
     tensors: int = 50_000
+    run: bool = False  # the section quant: products of quantised weights
     cold_nbytes: int = 4_000_000_000
     shards: int = 4
     seconds: float = 60.0

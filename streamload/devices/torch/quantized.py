@@ -21,7 +21,7 @@ from torch import nn
 
 from streamload.codecs.encode import Quantized
 from streamload.codecs.parts import SOURCES, QuantCounts
-from streamload.codecs.scheme import SCHEMES, CodedWeight
+from streamload.codecs.scheme import SCHEMES, CodedWeight, is_blocks
 from streamload.core.dtypes import BY_NAME, F32, DType
 from streamload.devices.base import Swap
 from streamload.devices.torch.decoded import Origin, decoded, interpreted, origin_of
@@ -475,9 +475,10 @@ def swapping(
     Raises:
         ValueError: there is no module for a format.
     """
-    unknown = next((format for format in formats.values() if format not in computed()), None)
-    if unknown is not None:
-        raise ValueError(f"quant: torch computes with {', '.join(computed())}, not with {unknown}")
+    known = computed()
+    for format in formats.values():
+        if format not in known and not is_blocks(format):
+            raise ValueError(f"quant: torch computes with {', '.join(known)}, not with {format}")
     by_name: dict[str, _Place] = {}
     shared: dict[Any, dict[_Place, str]] = {}
     for name, (module, leaf) in places:
