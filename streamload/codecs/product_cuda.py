@@ -1,19 +1,20 @@
 """Products of a quantized weight with a few vectors, and its decoding, as CUDA kernels.
 
 A warp multiplies a few rows. Of blocks, eight lanes decode one: each vector of 32 elements in a
-layout's instructions is spread over them, four elements a lane (`_Lanes`). Of values with separate
+layout's instructions is spread over them, four elements a lane (`Lanes`). Of values with separate
 scales, each lane decodes consecutive ones. Sums are float32, joined over the warp at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
-from streamload.codecs.decode_blocks import WIDTH, Blocks, BlockWriter
+from streamload.codecs.decode_blocks import WIDTH, Blocks
 from streamload.codecs.decode_kernels import Values, scale_at
-from streamload.codecs.ir import NARROW, WIDEN, Vector, fused, loop
+from streamload.codecs.ir import NARROW, WIDEN, fused, loop
+from streamload.codecs.lanes_cuda import EACH, GROUP, Lanes
 from streamload.codecs.product import Form
 from streamload.codecs.ptx import BLOCK_THREADS, WARP, ThreadWriter, kept_ptx
 from streamload.core.dtypes import DType
@@ -28,12 +29,8 @@ _ADDRESSES = ("scales", "zeros", "nested", "map")  # of arrays that `scale_at` r
 _FLOATS = ("offset", "factor")
 _COUNTS = ("first", "stop", "tall", "per.row", "splits")
 _WARPS = BLOCK_THREADS // WARP
-_EACH = 4  # elements of a vector of `WIDTH` that one lane has
 _UNROLLED = 4 * WIDTH  # elements of blocks that lanes decode before the next step
-_GROUP = WIDTH // _EACH  # lanes that decode a block
-_BLOCKS = WARP // _GROUP  # blocks that a warp decodes at once
-
-
+_BLOCKS = WARP // GROUP  # blocks that a warp decodes at once
 _WANTED_WARPS = 1 << 13  # enough to keep every current device busy
 _STEP = 16 * WARP  # columns that a warp reads at once, about
 
@@ -64,223 +61,6 @@ def launch(form: Form, rows: int, width: int, tokens: int) -> Launch:
     return Launch(splits, -(-rows // (_WARPS // splits * each)))
 
 
-class _Spread(Vector):
-    """Writes instructions on a lane's four elements of a vector that `_GROUP` lanes share."""
-
-    def convert(self, name: str, scalar: str, value: str, target: str) -> str:
-        if (name, scalar, target) != ("sitofp", "i8", "float"):
-            return super().convert(name, scalar, value, target)
-        # the bits of 2^23 + n are those of 2^23 plus n: faster than a conversion
-        bits = self.emit(f"bitcast {self.type('i8')} {value} to i32")
-        bits = self.emit(f"xor i32 {bits}, {0x80808080}")
-        found = "poison"
-        for at in range(_EACH):
-            call = f"call i32 @llvm.nvvm.prmt(i32 {bits}, i32 {0x4B000000}, i32 {0x7540 | at})"
-            one = self.emit(f"bitcast i32 {self.emit(call)} to float")
-            found = self.emit(f"insertelement <4 x float> {found}, float {one}, i32 {at}")
-        return super().op("fsub", "float", found, 2.0**23 + 128)
-
-    def op(self, name: str, scalar: str, *operands: str | float) -> str:
-        # four bytes are one register: LLVM would split them
-        value, other = (*operands, "")[:2]
-        is_packed = name in ("and", "or", "xor")
-        if scalar != "i8" or not (is_packed or isinstance(other, int)):
-            return super().op(name, scalar, *operands)
-        a = self.emit(f"bitcast {self.type('i8')} {value} to i32")
-        if name in ("add", "sub"):  # no carry leaves a byte
-            more = (int(other) if name == "add" else -int(other)) % 256 * 0x01010101
-            low = self.emit(f"and i32 {a}, {0x7F7F7F7F}")
-            total = self.emit(f"add i32 {low}, {more & 0x7F7F7F7F}")
-            high = self.emit(f"and i32 {self.emit(f'xor i32 {a}, {more}')}, {0x80808080}")
-            found = self.emit(f"xor i32 {total}, {high}")
-        elif name in ("and", "or", "xor"):
-            b = f"{int(other) * 0x01010101}" if not isinstance(other, str) else ""
-            b = b or self.emit(f"bitcast {self.type('i8')} {other} to i32")
-            found = self.emit(f"{name} i32 {a}, {b}")
-        else:
-            shift = int(other)
-            mask = (0xFF >> shift if name == "lshr" else 0xFF << shift & 0xFF) * 0x01010101
-            found = self.emit(f"and i32 {self.emit(f'{name} i32 {a}, {shift}')}, {mask}")
-        return self.emit(f"bitcast i32 {found} to {self.type('i8')}")
-
-
-#: Takes a lane group's next elements: the index of the first, this lane's, and if these are numbers
-#: times one scale, the numbers and the scale, else "".
-_Put = Callable[[int, str, str, str], None]
-
-
-class _Lanes(BlockWriter):
-    """Writes a layout's instructions for the eight lanes that share a block.
-
-    Element e of a vector of n values, n at least 4, belongs to the lanes whose number in the group
-    is ``e // 4`` modulo ``n / 4``, as their element ``e % 4``.
-
-    Attributes:
-        lane: name of a lane's number in its group, i32.
-    """
-
-    def __init__(self, t: ThreadWriter, aligned: int, put: _Put) -> None:
-        """Write to ``t``; blocks begin at multiples of ``aligned`` bytes."""
-        self._t = t
-        super().__init__(native_half=True)
-        self.lines = t.lines
-        self.one, self.wide = t, self.of(WIDTH)
-        self._aligned, self._put = aligned, put
-        self.lane = "%sub"
-        self._scaled: dict[str, tuple[str, str]] = {}
-
-    def of(self, width: int) -> Vector:
-        if width == 1:
-            return self._t
-        v = _Spread(_EACH, native_half=True)
-        v.lines = self._t.lines
-        return v
-
-    def begin(self, block: str) -> None:
-        """Continue with the block at address ``block``."""
-        self.block, self._stored = block, 0
-
-    def load(self, offset: int, count: int = 1, of: str = "i8") -> str:
-        t = self._t
-        if count == 1:
-            nbytes = int(of[1:]) // 8
-            at = t.op("add", "i64", self.block, offset)
-            return self._joined_load(at, offset, nbytes)
-        at = t.op("add", "i64", self.block, offset)
-        if count > _EACH:
-            lane = t.op("and", "i32", self.lane, count // _EACH - 1)
-            lane = t.convert("zext", "i32", lane, "i64")
-            at = t.op("add", "i64", at, t.op("mul", "i64", lane, _EACH))
-        return t.emit(f"bitcast i32 {self._joined_load(at, offset, 4)} to <4 x i8>")
-
-    def _joined_load(self, at: str, offset: int, nbytes: int) -> str:
-        """Load an integer of ``nbytes`` from an address, in aligned pieces."""
-        t = self._t
-        piece = next(n for n in (4, 2, 1) if n <= nbytes and not (offset % n or self._aligned % n))
-        found = ""
-        for index in range(0, nbytes, piece):
-            some = t.load(f"i{8 * piece}", piece, t.op("add", "i64", at, index))
-            if piece == nbytes:
-                return some
-            some = t.emit(f"zext i{8 * piece} {some} to i{8 * nbytes}")
-            if index:
-                some = t.emit(f"shl i{8 * nbytes} {some}, {8 * index}")
-            found = t.emit(f"or i{8 * nbytes} {found}, {some}") if found else some
-        return found
-
-    def _by_lane(self, numbers: Sequence[int]) -> str:
-        """Write IR of the number of this lane, below 16: those of its group are given."""
-        t = self._t
-        if len(set(numbers)) == 1:
-            return str(numbers[0])
-        packed = sum(number << 4 * at for at, number in enumerate(numbers))
-        shifted = t.emit(f"lshr i32 {packed}, {t.op('mul', 'i32', self.lane, 4)}")
-        return t.op("and", "i32", shifted, 15)
-
-    def _elements(self, x: str, of: str) -> list[str]:
-        """Write IR of the four elements of a lane."""
-        return [self._t.emit(f"extractelement <4 x {of}> {x}, i32 {at}") for at in range(_EACH)]
-
-    def _vector(self, elements: Sequence[str], of: str) -> str:
-        """Write IR of the vector of a lane's four elements."""
-        found = "poison"
-        for at, each in enumerate(elements):
-            found = self._t.emit(f"insertelement <4 x {of}> {found}, {of} {each}, i32 {at}")
-        return found
-
-    def picked(self, a: str, b: str, of: str, count: int, order: Sequence[int]) -> str:
-        t = self._t
-        if list(order) == list(range(2 * count)):  # joined: lanes of the upper half take b's
-            upper = t.op("and", "i32", self.lane, count // _EACH)
-            is_upper = t.op("icmp ne", "i32", upper, 0)
-            return t.emit(f"select i1 {is_upper}, <4 x {of}> {b}, <4 x {of}> {a}")
-        sources = [
-            [order[(_EACH * lane + at) % len(order)] for lane in range(_GROUP)]
-            for at in range(_EACH)
-        ]
-        if count == _EACH:  # each lane has all of both
-            elements = self._elements(a, of) + self._elements(b, of)
-            return self._vector([self._selected(elements, each, of) for each in sources], of)
-        assert a == b and of == "float"
-        known: dict[tuple[int, ...], str] = {}
-        for each in map(tuple, sources):
-            if each not in known:
-                known[each] = self._from_lanes(a, each)
-        return self._vector([known[tuple(each)] for each in sources], of)
-
-    def _selected(self, elements: Sequence[str], sources: Sequence[int], of: str) -> str:
-        """Write IR of the element of this lane, where ``sources`` has those of the group's."""
-        t, first = self._t, sources[0]
-        found = elements[first]
-        for other in sorted(set(sources) - {first}):
-            mask = sum(1 << lane for lane, source in enumerate(sources) if source == other)
-            bit = t.op("and", "i32", t.emit(f"lshr i32 {mask}, {self.lane}"), 1)
-            is_other = t.op("icmp ne", "i32", bit, 0)
-            found = t.emit(f"select i1 {is_other}, {of} {elements[other]}, {of} {found}")
-        return found
-
-    def _from_lanes(self, x: str, sources: Sequence[int]) -> str:
-        """Write IR of a float32 that other lanes hold: element ``sources[lane]`` of ``x``."""
-        t = self._t
-        elements = self._elements(x, "float")
-        from_lane = self._by_lane([source // _EACH for source in sources])
-        found: dict[int, str] = {}
-        for at in sorted({source % _EACH for source in sources}):
-            bits = t.as_bits(elements[at])
-            call = "call i32 @llvm.nvvm.shfl.sync.idx.i32"
-            segment = (WARP - _GROUP) << 8 | 31  # lanes are numbered within groups
-            name = t.emit(f"{call}(i32 -1, i32 {bits}, i32 {from_lane}, i32 {segment})")
-            found[at] = t.as_float(name)
-        if len(found) == 1:
-            return next(iter(found.values()))
-        listed = [found.get(at, next(iter(found.values()))) for at in range(_EACH)]
-        return self._selected(listed, [source % _EACH for source in sources], "float")
-
-    def shifted(self, x: str, shifts: Sequence[int], of: str = "i8") -> str:
-        out = []
-        for at, each in enumerate(self._elements(x, of)):
-            own = [shifts[(_EACH * lane + at) % len(shifts)] for lane in range(_GROUP)]
-            shift = self._by_lane(own)
-            if not shift.isdigit():
-                narrow = "trunc" if int(of[1:]) < 32 else "bitcast"
-                shift = self._t.emit(f"{narrow} i32 {shift} to {of}")
-            out.append(self._t.emit(f"lshr {of} {each}, {shift}"))
-        return self._vector(out, of)
-
-    def flags(self, offset: int) -> str:
-        t = self._t
-        bits = self.load(offset, of="i32")
-        bits = t.op("lshr", "i32", bits, t.op("mul", "i32", self.lane, _EACH))
-        each = (t.op("and", "i32", t.op("lshr", "i32", bits, at), 1) for at in range(_EACH))
-        return self._vector([t.op("icmp ne", "i32", one, 0) for one in each], "i1")
-
-    def chosen(self, codes: str, table: Sequence[int]) -> str:
-        t = self._t
-        halves = [
-            sum((value & 255) << 8 * at for at, value in enumerate(table[half : half + 8]))
-            for half in (0, 8)
-        ]
-        out = []
-        for code in self._elements(codes, "i8"):
-            wide = t.emit(f"zext i8 {code} to i64")
-            is_high = t.emit(f"icmp ugt i8 {code}, 7")
-            half = t.emit(f"select i1 {is_high}, i64 {halves[1]}, i64 {halves[0]}")
-            shift = t.op("shl", "i64", t.op("and", "i64", wide, 7), 3)
-            out.append(t.emit(f"trunc i64 {t.op('lshr', 'i64', half, shift)} to i8"))
-        return self._vector(out, "i8")
-
-    def scaled(self, codes: str, d: str, width: int = 1) -> str:
-        product = super().scaled(codes, d, width)
-        # the product's instruction is dropped if `store` multiplies a sum by the scale instead
-        wide = self.of(width).convert("sitofp", "i8", codes, "float")
-        self._scaled[product] = wide, d
-        return product
-
-    def store(self, x: str) -> None:
-        self._put(self._stored, x, *self._scaled.get(x, ("", "")))
-        self._stored += WIDTH
-
-
 class _Kernel:
     """Collects the IR of one kernel."""
 
@@ -292,7 +72,7 @@ class _Kernel:
     def text(self) -> str:
         """Return the IR of the whole kernel."""
         t = self.t
-        t.lines += [f"%sub = and i32 %lane, {_GROUP - 1}", "%group = lshr i32 %lane, 3"]
+        t.lines += [f"%sub = and i32 %lane, {GROUP - 1}", "%group = lshr i32 %lane, 3"]
         for name in _COUNTS:
             t.lines.append(f"%{name} = trunc i64 %{name}.wide to i32")
         for name in _FLOATS:
@@ -370,12 +150,6 @@ class _Kernel:
                 f"store <{most} x {of}> {vector}, ptr addrspace(1) {place}, align {most * n}"
             )
 
-    def _vector_at(self, token: int, column: str) -> str:
-        """Write IR of the number of the element of a token's vector in an i32 column."""
-        t = self.t
-        wide = t.convert("zext", "i32", column, "i64")
-        return t.op("add", "i64", wide, t.op("mul", "i64", "%width", token)) if token else wide
-
     def _row_start(self, row: str) -> str:
         """Write IR of the number of the first element of an i32 row, as i64."""
         t = self.t
@@ -386,7 +160,7 @@ class _Kernel:
         t, layout, tokens = self.t, self.form.codes, self.tokens
         assert isinstance(layout, Blocks)
         count = len(rows) * tokens
-        starts = [t.op("mul", "i64", self._row_start(row), 1) for row in rows]
+        starts = [self._row_start(row) for row in rows]
         row_nbytes = t.op("mul", "i64", "%per.row.wide", layout.nbytes)
         bases = []
         for row in rows:
@@ -411,7 +185,7 @@ class _Kernel:
                 exists = t.op("icmp ule", "i64", number, end)
                 # all lanes take part in shuffles: those without a block read the last one
                 number = t.emit(f"call i64 @llvm.umin.i64(i64 {number}, i64 {end})")
-            own = t.op("mul", "i32", "%sub", _EACH)
+            own = t.op("mul", "i32", "%sub", EACH)
             column = t.op("mul", "i64", number, layout.numel)
             column = t.op("add", "i64", column, t.convert("zext", "i32", own, "i64"))
             known: dict[tuple[int, int], list[str]] = {}
@@ -429,7 +203,7 @@ class _Kernel:
                 ) -> None:
                     elements = [
                         t.emit(f"extractelement <4 x float> {values or x}, i32 {i}")
-                        for i in range(_EACH)
+                        for i in range(EACH)
                     ]
                     at = t.op("add", "i64", column, first)
                     if not tokens:
@@ -442,13 +216,13 @@ class _Kernel:
                         if key not in known:
                             number = t.op("mul", "i64", "%width", token)
                             number = t.op("add", "i64", at, number)
-                            known[key] = self._loaded("%x", number, _EACH)
+                            known[key] = self._loaded("%x", number, EACH)
                         total = "0.0" if scale else totals[token]
                         for value, other in zip(elements, known[key], strict=True):
                             total = fused(t, value, other, total)
                         totals[token] = fused(t, scale, total, totals[token]) if scale else total
 
-                lanes = _Lanes(t, layout.nbytes & -layout.nbytes, put)
+                lanes = Lanes(t, layout.nbytes & -layout.nbytes, put)
                 place = t.op("add", "i64", base, t.op("mul", "i64", number, layout.nbytes))
                 lanes.begin(place)
                 layout.instructions(lanes)
