@@ -37,8 +37,10 @@ class _Spread(Vector):
     def op(self, name: str, scalar: str, *operands: str | float) -> str:
         # four bytes are one register: LLVM would split them
         value, other = (*operands, "")[:2]
-        is_packed = name in ("and", "or", "xor")
-        if scalar != "i8" or not (is_packed or isinstance(other, int)):
+        is_known = name in ("and", "or", "xor")
+        if name in ("add", "sub", "lshr", "shl"):
+            is_known = isinstance(other, int)
+        if scalar != "i8" or not is_known:
             return super().op(name, scalar, *operands)
         a = self.emit(f"bitcast {self.type('i8')} {value} to i32")
         if name in ("add", "sub"):  # no carry leaves a byte

@@ -409,6 +409,8 @@ class Swap:
         coded: the weights that will be held quantized, by each of their names.
         put: puts the modules in place, without values, and returns the function that undoes it. A
             quantized parameter keeps the weight's memory until `Parameter.release`.
+        compile: compiles the kernels with which weights are multiplied, from the device of each by
+            its name; before bytes move, since compilers take memory.
         dense_nbytes: bytes of the largest weight that a module dequantizes at once, to compute.
         holders: the classes of modules that can hold such weights, in words.
         refused: for each weight that cannot be held quantized, by name, the class of its module.
@@ -416,6 +418,7 @@ class Swap:
 
     coded: Mapping[str, CodedWeight]
     put: Callable[[], Callable[[], None]]
+    compile: Callable[[Mapping[str, str]], None] = lambda _: None
     dense_nbytes: int = 0
     holders: str = "none"
     refused: Mapping[str, str] = field(default_factory=dict)

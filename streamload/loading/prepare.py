@@ -485,6 +485,9 @@ class Decision:
         place, match = self.place, self.match
         if not self.swap.coded or match is None or place.owner is None:
             return self, nothing
+        placements = self.plan.placements
+        pairs = zip(placements.names, placements.kinds, strict=True)
+        self.swap.compile({name: kind.device for name, kind in pairs})
         undo = self.swap.put()
         found = {
             name + p.shard: p

@@ -192,7 +192,7 @@ def swapping(model: Any, formats: Mapping[str, str]) -> Swap:
     others = (name for name in formats if name in tensors and name not in coded)
     plain = type(model).__name__  # of a flat dict, whose names may have dots
     refused = {name: owners.get("".join(name.rpartition(".")[:2]), plain) for name in others}
-    return Swap(coded, put, 0, "tinygrad's nn.Linear", refused)
+    return Swap(coded, put, holders="tinygrad's nn.Linear", refused=refused)
 
 
 def _tied(tensors: Mapping[str, Tensor]) -> list[list[str]]:

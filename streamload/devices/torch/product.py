@@ -172,14 +172,16 @@ def _host_kernel_of(of: Operand, tokens: int, dst: torch.dtype) -> Any:
     return None if form is None or target is None else _host_kernel(form, tokens, target)
 
 
-def compile_kernels(of: Operand, dtype: torch.dtype) -> None:
-    """Compile the kernels of an operand's format ahead of their use; failures are ignored."""
-    codes = of.parts[0]
-    for tokens in (0, *_TOKENS) if dtype in _DTYPES else ():
-        if codes.is_cuda:
-            _launch(of.format, (of.first, of.stop), of.width, tokens, dtype, codes.get_device())
-        elif codes.is_cpu:
-            _host_kernel_of(of, tokens, torch.float32 if tokens else dtype)
+def compile_kernels(coded: CodedWeight, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile the kernels for a weight ahead of their use; failures are ignored."""
+    rows, width = coded.matrix
+    form, target = form_of(coded.format, width), _DTYPES.get(dtype)
+    for tokens in (0, *_TOKENS) if form is not None and target is not None else ():
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            _launch(coded.format, (0, rows), width, tokens, dtype, index)
+        elif device.type == "cpu":
+            _host_kernel(form, tokens, F32 if tokens else target)
 
 
 @cache

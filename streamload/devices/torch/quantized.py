@@ -25,7 +25,7 @@ from streamload.codecs.scheme import SCHEMES, CodedWeight, is_blocks
 from streamload.core.dtypes import BY_NAME, F32, DType
 from streamload.devices.base import Swap
 from streamload.devices.torch.decoded import Origin, decoded, interpreted, origin_of
-from streamload.devices.torch.product import TILE_NBYTES, Operand, dense, linear
+from streamload.devices.torch.product import TILE_NBYTES, Operand, compile_kernels, dense, linear
 from streamload.devices.torch.refused import (
     allow_saving,
     refuse_moves,
@@ -505,7 +505,16 @@ def swapping(
         itemsize = module._parameters[leaf].itemsize
         one = math.prod(weight.shape[-2:]) * itemsize  # one expert at a time, of others a tile
         dense_nbytes = max(dense_nbytes, one if len(weight.shape) > 2 else min(one, TILE_NBYTES))
-    return Swap(coded, lambda: _put(model, groups), dense_nbytes, _HOLDERS, refused)
+
+    def compile(devices: Mapping[str, str]) -> None:
+        for weight, holders in groups:
+            name = next((name for name in holders.values() if name in devices), None)
+            if name is not None:
+                module, leaf = next(iter(holders))
+                dtype = module._parameters[leaf].dtype
+                compile_kernels(weight, dtype, torch.device(devices[name]))
+
+    return Swap(coded, lambda: _put(model, groups), compile, dense_nbytes, _HOLDERS, refused)
 
 
 def _put(
