@@ -485,9 +485,12 @@ class Decision:
         place, match = self.place, self.match
         if not self.swap.coded or match is None or place.owner is None:
             return self, nothing
-        placements = self.plan.placements
+        placements, before = self.plan.placements, process_nbytes()
         pairs = zip(placements.names, placements.kinds, strict=True)
         self.swap.compile({name: kind.device for name, kind in pairs})
+        after, begun = process_nbytes(), self.process_nbytes
+        if before is not None and after is not None and begun is not None:
+            begun += max(after - before, 0)  # the compiler belongs to the process, not to the load
         undo = self.swap.put()
         found = {
             name + p.shard: p
@@ -496,7 +499,7 @@ class Decision:
         }
         names = (*match.parameters, *self.plan.placements.names)
         match = replace(match, parameters={name: found[name] for name in names})
-        return replace(self, match=match), undo
+        return replace(self, match=match, process_nbytes=begun), undo
 
     @property
     def read_nbytes(self) -> int:

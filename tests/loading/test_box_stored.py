@@ -18,6 +18,8 @@ needs.module("torch")
 KINDS = ("Q4_K", "Q6_K", "Q3_K", "IQ4_XS")
 #: Beside what was predicted: what a load leaves free, and the compiler of the first cast.
 ROOM_NBYTES = 30_000_000
+#: What llvmlite and the kernels of products take, once in a process.
+COMPILER_NBYTES = 8_000_000
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,8 @@ def test_blocks_take_what_was_predicted(cgroup: Boxes, path: Path) -> None:
     found = run(cgroup, path, None, quant="stored", budget="1GB")
     assert (found["outcome"], found["why"]) == ("loaded", ""), found
     predicted, needed = (found["said"][f"{key}_nbytes"] for key in ("predicted", "needed"))
-    assert 78_000_000 < found["taken_nbytes"] <= predicted < 85_000_000
+    taken = found["taken_nbytes"]
+    assert 78_000_000 < taken <= predicted + COMPILER_NBYTES < 85_000_000 + COMPILER_NBYTES
     assert 0 < path.stat().st_size - needed < 1000  # the header
     found = run(cgroup, path, predicted + ROOM_NBYTES, quant="auto", budget=needed)
     assert (found["outcome"], found["why"]) == ("loaded", ""), found
