@@ -9,7 +9,6 @@ takes longer than the call. Source: the CUDA driver API reference.
 from __future__ import annotations
 
 import ctypes
-import struct
 import threading
 from abc import abstractmethod
 from collections import Counter
@@ -481,29 +480,13 @@ def run_kernel(name: str, kernel: int, blocks: int, stream: int, arguments: Sequ
     Raises:
         DeviceError: the driver refuses it; ``name`` is the device's name in the message.
     """
-    packed = struct.pack(f"{len(arguments)}Q", *arguments)
-    # as one buffer: its address, then that of its length
-    extra = (ctypes.c_void_p * 5)(1, _address(packed), 2, _lengths(len(packed)), 0)
+    values = (ctypes.c_uint64 * len(arguments))(*arguments)
+    first = ctypes.addressof(values)
+    places = (ctypes.c_void_p * len(values))(*range(first, first + 8 * len(values), 8))
     shape = (blocks, 1, 1, BLOCK_THREADS, 1, 1)
-    status = _driver().quick.cuLaunchKernel(kernel, *shape, 0, stream, None, extra)
+    status = _driver().quick.cuLaunchKernel(kernel, *shape, 0, stream, places, None)
     if status:
         raise DeviceError(name, f"cuLaunchKernel: {_driver().reason(status)}")
-
-
-def _address(data: bytes) -> int | None:
-    """Return the address of bytes, which the caller keeps."""
-    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value
-
-
-_kept_lengths: dict[int, Any] = {}
-
-
-def _lengths(nbytes: int) -> int:
-    """Return the address of a ``size_t`` that holds a length."""
-    found = _kept_lengths.get(nbytes)
-    if found is None:
-        found = _kept_lengths[nbytes] = ctypes.c_size_t(nbytes)
-    return ctypes.addressof(found)
 
 
 @cache
