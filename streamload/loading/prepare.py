@@ -485,18 +485,15 @@ class Decision:
         place, match = self.place, self.match
         if not self.swap.coded or match is None or place.owner is None:
             return self, nothing
-        placements, before = self.plan.placements, process_nbytes()
+        placements, before = self.plan.placements, process_nbytes() or 0
         pairs = zip(placements.names, placements.kinds, strict=True)
         self.swap.compile({name: kind.device for name, kind in pairs})
-        after, begun = process_nbytes(), self.process_nbytes
-        if before is not None and after is not None and begun is not None:
-            begun += max(after - before, 0)  # the compiler belongs to the process, not to the load
+        begun = self.process_nbytes
+        if begun is not None:  # the compiler belongs to the process, not to the load
+            begun += max((process_nbytes() or 0) - before, 0)
         undo = self.swap.put()
-        found = {
-            name + p.shard: p
-            for p in place.owner.parameters(place.model)
-            for name in (*p.names, *p.wrapped)
-        }
+        parameters = place.owner.parameters(place.model)
+        found = {name + p.shard: p for p in parameters for name in (*p.names, *p.wrapped)}
         names = (*match.parameters, *self.plan.placements.names)
         match = replace(match, parameters={name: found[name] for name in names})
         return replace(self, match=match, process_nbytes=begun), undo
@@ -504,8 +501,8 @@ class Decision:
     @property
     def read_nbytes(self) -> int:
         """File bytes that the load will read."""
-        counted = self.plan.placements.counted
-        return sum(p.src_nbytes * count for p, count in counted if p.cast != "mapped")
+        kinds = self.plan.placements.counted
+        return sum(kind.src_nbytes * n for kind, n in kinds if kind.cast != "mapped")
 
 
 def _check_changes(made: Plan) -> None:
