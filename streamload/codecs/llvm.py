@@ -52,6 +52,11 @@ class Target:
         return self.architecture == "aarch64" or "+f16c" in self.features.split(",")
 
     @property
+    def native_bf16(self) -> bool:
+        """Whether the CPU converts float32 to bfloat16; its instruction flushes subnormals."""
+        return "+avx512bf16" in self.features.split(",")
+
+    @property
     def lanes(self) -> int:
         """Float32 lanes of registers in which the CPU permutes: 16, 8, or 0 for none."""
         features = self.features.split(",")

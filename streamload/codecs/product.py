@@ -16,9 +16,9 @@ from functools import partial
 from streamload.codecs.decode_blocks import WIDTH, Blocks, BlockWriter
 from streamload.codecs.decode_kernels import Values, load, scale_at
 from streamload.codecs.ir import NARROW, Vector, fused, kernel_text, loop, splat
-from streamload.codecs.llvm import HostFunction, Kernel, host_target
+from streamload.codecs.llvm import HostFunction, Kernel, Target, host_target
 from streamload.codecs.scheme import Layout
-from streamload.core.dtypes import DType
+from streamload.core.dtypes import BF16, DType
 
 FUNCTION = HostFunction("product", (c_void_p,))
 #: The fields of a job, of 64 bits each: see `kernel_ir`.
@@ -30,6 +30,7 @@ JOB = (
 MOST_TOKENS = 4
 _POINTERS = JOB[:8]
 _FLOATS = ("offset", "factor")
+_SUBNORMAL = 0x90  # of `llvm.is.fpclass`: of both signs
 _UNROLLED = 8 * WIDTH  # columns of a block of `Values` whose steps are unrolled
 
 
@@ -70,9 +71,12 @@ class Form:
 class _Rows(BlockWriter):
     """Multiplies the elements of blocks by the vectors, or stores them, as they are decoded."""
 
-    def __init__(self, native_half: bool, lanes: int, tokens: int, dst: DType) -> None:
+    def __init__(
+        self, native_half: bool, native_bf16: bool, lanes: int, tokens: int, dst: DType
+    ) -> None:
         super().__init__(native_half, lanes)
         self._tokens, self._dst = tokens, dst
+        self._native = native_bf16 and dst is BF16
         self.sums: list[list[str]] = []
         self._column = self._to = ""
 
@@ -107,17 +111,32 @@ class _Rows(BlockWriter):
     def write(self, to: str, x: str, index: int = 0) -> None:
         """Store `WIDTH` float32 elements as the target dtype, from element ``index`` of ``to``."""
         v, of = self.wide, f"i{self._dst.bits}"
-        bits = NARROW[self._dst.code](v, v.as_bits(x))
+        bits = self._native_bits(x) if self._native else NARROW[self._dst.code](v, v.as_bits(x))
         place = self.one.emit(f"getelementptr {of}, ptr {to}, i64 {index}")
         self.lines.append(f"store {v.type(of)} {bits}, ptr {place}, align 1")
+
+    def _native_bits(self, x: str) -> str:
+        """Write IR of bfloat16 elements by the CPU's instruction, if none is subnormal."""
+        v, label = self.wide, f"n{len(self.lines)}"
+        ones = f"<{WIDTH} x i1>"
+        name = f"{ones} @llvm.is.fpclass.v{WIDTH}f32({v.type('float')} {x}, i32 {_SUBNORMAL})"
+        any_small = v.emit(v.reduced("or", "i1", v.emit(f"call {name}")))
+        v.lines += [
+            f"br i1 {any_small}, label %{label}.slow, label %{label}.fast",
+            f"{label}.slow:",
+        ]
+        slow = NARROW["BF16"](v, v.as_bits(x))
+        v.lines += [f"br label %{label}.join", f"{label}.fast:"]
+        fast = v.convert("bitcast", "bfloat", v.convert("fptrunc", "float", x, "bfloat"), "i16")
+        v.lines += [f"br label %{label}.join", f"{label}.join:"]
+        return v.emit(f"phi {v.type('i16')} [{slow}, %{label}.slow], [{fast}, %{label}.fast]")
 
 
 class _Kernel:
     """Writes the IR of a kernel."""
 
-    def __init__(self, form: Form, tokens: int, dst: DType, lanes: int, native_half: bool) -> None:
-        self.form, self.tokens, self.dst = form, tokens, dst
-        self.b = _Rows(native_half, lanes, tokens, dst)
+    def __init__(self, form: Form, tokens: int, dst: DType, b: _Rows, lanes: int) -> None:
+        self.form, self.tokens, self.dst, self.b = form, tokens, dst, b
         self.is_blocks = isinstance(form.codes, Blocks)
         several = isinstance(form.codes, Blocks) and form.codes.numel > WIDTH
         # sums that do not wait for each other: of rows at once, or of vectors of a block
@@ -262,7 +281,14 @@ class _Kernel:
 
 
 def kernel_ir(
-    form: Form, tokens: int, dst: DType, *, lanes: int, native_half: bool, architecture: str
+    form: Form,
+    tokens: int,
+    dst: DType,
+    *,
+    lanes: int,
+    native_bf16: bool = False,
+    native_half: bool,
+    architecture: str,
 ) -> str:
     """Return LLVM IR of ``void product(job)``.
 
@@ -278,17 +304,19 @@ def kernel_ir(
         tokens: vectors that it is multiplied with, to float32; 0 to decode it.
         dst: the dtype of decoded elements.
         lanes: as `Target.lanes`.
+        native_bf16: as `Target.native_bf16`.
         native_half: whether the CPU converts between float16 and float32.
         architecture: as in `kernel_text`.
     """
-    return _Kernel(form, tokens, dst, lanes, native_half).text(architecture)
+    b = _Rows(native_half, native_bf16, lanes, tokens, dst)
+    return _Kernel(form, tokens, dst, b, lanes).text(architecture)
 
 
 def compile_product(form: Form, tokens: int, dst: DType) -> Kernel:
     """Compile the kernel of `kernel_ir` for this CPU; see `HostFunction.kernel`."""
     try:
-        lanes = host_target().lanes
+        target = host_target()
     except (ImportError, OSError):  # `kernel` says so
-        lanes = 0
-    ir = partial(kernel_ir, form, tokens, dst, lanes=lanes)
+        target = Target("")
+    ir = partial(kernel_ir, form, tokens, dst, lanes=target.lanes, native_bf16=target.native_bf16)
     return FUNCTION.kernel((form, tokens, dst), (form.codes.name, dst.name), ir)
