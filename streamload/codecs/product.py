@@ -15,7 +15,7 @@ from functools import partial
 
 from streamload.codecs.decode_blocks import WIDTH, Blocks, BlockWriter
 from streamload.codecs.decode_kernels import Values, load, scale_at
-from streamload.codecs.ir import NARROW, Vector, fused, kernel_text, loop, splat
+from streamload.codecs.ir import NARROW, Vector, fused, kernel_text, loop, shuffle, splat
 from streamload.codecs.llvm import HostFunction, Kernel, Target, host_target
 from streamload.codecs.scheme import Layout
 from streamload.core.dtypes import BF16, DType
@@ -27,9 +27,10 @@ JOB = (
     *("stop", "width", "tall", "per.row", "pitch", "claim", "next"),
 )
 #: The most vectors that a kernel multiplies; for more, decoding is faster.
-MOST_TOKENS = 4
+MOST_TOKENS = 8
 _POINTERS = JOB[:8]
 _FLOATS = ("offset", "factor")
+_LINE_NBYTES = 64  # of the CPU's cache
 _SUBNORMAL = 0x90  # of `llvm.is.fpclass`: of both signs
 _UNROLLED = 8 * WIDTH  # columns of a block of `Values` whose steps are unrolled
 
@@ -77,6 +78,8 @@ class _Rows(BlockWriter):
         super().__init__(native_half, lanes)
         self._tokens, self._dst = tokens, dst
         self._native = native_bf16 and dst is BF16
+        # many sums are vectors of one register each
+        self.total = self.of(lanes if lanes and tokens >= MOST_TOKENS // 2 else WIDTH)
         self.sums: list[list[str]] = []
         self._column = self._to = ""
 
@@ -87,21 +90,44 @@ class _Rows(BlockWriter):
             block: pointer to it.
             column: the first of its columns.
             to: pointer to the place of its elements, if they are stored.
-            sums: of each token, sums of products of vectors of `WIDTH`; blocks of several vectors
-                use them in turn. `store` replaces them.
+            sums: of each token, vectors of sums of products (`total` writes them); blocks of
+                several vectors use them in turn. `store` replaces them.
         """
         self.block, self._column, self._to, self.sums, self._stored = block, column, to, sums, 0
 
     def store(self, x: str) -> None:
         """Multiply or store the block's next `WIDTH` elements."""
-        v = self.wide
         if not self._tokens:
             self.write(self._to, x, self._stored)
         for token in range(self._tokens):
             sums, column = self.sums[token], self.one.op("add", "i64", self._column, self._stored)
             at = self._stored // WIDTH % len(sums)
-            sums[at] = fused(v, x, self.vector(token, column), sums[at])
+            sums[at] = self.added(x, token, column, sums[at])
         self._stored += WIDTH
+
+    def added(self, x: str, token: int, column: str, total: str) -> str:
+        """Add the products of `WIDTH` elements with a token's vector to a sum's elements."""
+        y, v = self.vector(token, column), self.wide
+        if self.total.width == WIDTH:
+            return fused(v, x, y, total)
+        for start in range(0, WIDTH, self.total.width):
+            order = range(start, start + self.total.width)
+            a, b = (shuffle(v, v.type("float"), each, each, order) for each in (x, y))
+            total = fused(self.total, a, b, total)
+        return total
+
+    def prefetch(self, place: str, offset: str, nbytes: int, level: int) -> None:
+        """Fetch ``nbytes`` that will be read soon, from ``offset`` bytes after a pointer on.
+
+        The CPU's own prefetching ends with a page of memory, which may hold a single row.
+        ``level`` is that of the cache, 1 or 2, the faster one for the form.
+        """
+        there = self.one.emit(f"getelementptr i8, ptr {place}, i64 {offset}")
+        for at in range(0, nbytes, _LINE_NBYTES):
+            line = self.one.emit(f"getelementptr i8, ptr {there}, i64 {at}")
+            self.lines.append(
+                f"call void @llvm.prefetch.p0(ptr {line}, i32 0, i32 {4 - level}, i32 1)"
+            )
 
     def vector(self, token: int, column: str) -> str:
         """Load the elements of a token's vector from ``column`` on."""
@@ -141,8 +167,9 @@ class _Kernel:
         several = isinstance(form.codes, Blocks) and form.codes.numel > WIDTH
         # sums that do not wait for each other: of rows at once, or of vectors of a block
         self.chains = 2 if several and tokens else 1
-        at_once = 4 if lanes >= 16 else 2
-        self.at_once = 1 if several else max(2 * at_once // tokens, 1) if tokens > 1 else at_once
+        registers = 16 if lanes >= 16 else 8  # for sums
+        each = max(tokens, 1) * self.chains * (b.total.width // (lanes or 4))
+        self.at_once = 1 if several and tokens < 4 else max(min(registers // each, 4), 1)
 
     def text(self, architecture: str) -> str:
         """Return the IR of the whole kernel."""
@@ -180,13 +207,13 @@ class _Kernel:
 
     def _total(self, x: str) -> str:
         """Write IR of the sum of a vector's elements."""
-        v = self.b.wide
-        name = f"@llvm.vector.reduce.fadd.v{WIDTH}f32"
+        v = self.b.total
+        name = f"@llvm.vector.reduce.fadd.v{v.width}f32"
         return v.emit(f"call reassoc float {name}(float 0.0, {v.type('float')} {x})")
 
     def _zeros(self, rows: Sequence[str]) -> list[tuple[str, str]]:
         count = len(rows) * self.tokens * self.chains
-        return [(self.b.wide.type("float"), "zeroinitializer")] * count
+        return [(self.b.total.type("float"), "zeroinitializer")] * count
 
     def _places(self, rows: Sequence[str]) -> list[str]:
         """Write IR of pointers to the elements of rows in the output."""
@@ -199,6 +226,7 @@ class _Kernel:
         b, one, layout, chains = self.b, self.b.one, self.form.codes, self.chains
         assert isinstance(layout, Blocks)
         row_nbytes = one.op("mul", "i64", "%per.row", layout.nbytes)
+        ahead = one.op("mul", "i64", row_nbytes, self.at_once)
         offsets = [one.op("mul", "i64", row, row_nbytes) for row in rows]
         starts = [one.emit(f"getelementptr i8, ptr %src, i64 {offset}") for offset in offsets]
         places = self._places(rows)
@@ -209,6 +237,7 @@ class _Kernel:
             ends: list[str] = []
             for index, (start, place) in enumerate(zip(starts, places, strict=True)):
                 source = one.emit(f"getelementptr i8, ptr {start}, i64 {offset}")
+                b.prefetch(source, ahead, layout.nbytes, 1)
                 to = one.emit(f"getelementptr i{self.dst.bits}, ptr {place}, i64 {column}")
                 each = self.tokens * chains
                 mine = carried[index * each : (index + 1) * each]
@@ -222,7 +251,7 @@ class _Kernel:
         if chains == 1:
             return found
         pairs = zip(found[::2], found[1::2], strict=True)
-        return [b.wide.op("fadd", "float", *pair) for pair in pairs]
+        return [b.total.op("fadd", "float", *pair) for pair in pairs]
 
     def _of_values(self, rows: Sequence[str]) -> Sequence[str]:
         """Write IR that reads rows of values; return the names of the sums of rows and tokens."""
@@ -234,12 +263,19 @@ class _Kernel:
             one.op("mul", "i64", one.op("udiv", "i64", row, "%tall"), "%per.row") for row in rows
         ]
         zeros = self._zeros(rows)
+        shift = (8 // values.bits).bit_length() - 1
+        row_nbytes = one.op("lshr", "i64", "%width", shift)
+        ahead = one.op("mul", "i64", row_nbytes, self.at_once)
 
         def step(column: str, sums: Sequence[str], found: Sequence[tuple[str, str]]) -> list[str]:
-            vectors = [b.vector(token, column) for token in range(self.tokens)]
             ends: list[str] = []
             for index, (start, (scale, zero)) in enumerate(zip(starts, found, strict=True)):
-                codes = load(v, values, one.op("add", "i64", start, column))
+                first = one.op("add", "i64", start, column)
+                codes = load(v, values, first)
+                place = one.emit(
+                    f"getelementptr i8, ptr %src, i64 {one.op('lshr', 'i64', first, shift)}"
+                )
+                b.prefetch(place, ahead, 1, 2)
                 x = values.instructions(v, codes)
                 if values.has_zeros:
                     x = v.op("fsub", "float", x, splat(v, "float", zero))
@@ -250,7 +286,7 @@ class _Kernel:
                     x = v.op("fmul", "float", x, splat(v, "float", scale))
                     b.write(to, self._factored(v, x))
                 mine = sums[index * self.tokens : (index + 1) * self.tokens]
-                ends += [fused(v, x, y, total) for y, total in zip(vectors, mine, strict=True)]
+                ends += [b.added(x, n, column, total) for n, total in enumerate(mine)]
             return ends
 
         def block(at: str, carried: Sequence[str]) -> Sequence[str]:
@@ -263,8 +299,9 @@ class _Kernel:
             else:
                 end = one.op("add", "i64", begin, form.wide) if form.wide else "%width"
                 parts = loop(one, begin, end, WIDTH, zeros, lambda n, sums: step(n, sums, found))
+            t = b.total
             return [
-                fused(v, splat(v, "float", found[index // self.tokens][0]), part, total)
+                fused(t, splat(t, "float", found[index // self.tokens][0]), part, total)
                 for index, (part, total) in enumerate(zip(parts, carried, strict=True))
             ]
 
@@ -273,7 +310,7 @@ class _Kernel:
             if form.wide
             else block("0", [start for _, start in zeros])
         )
-        return [self._factored(v, total) for total in sums]
+        return [self._factored(b.total, total) for total in sums]
 
     def _factored(self, v: Vector, x: str) -> str:
         factor = self.form.factor
