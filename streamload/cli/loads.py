@@ -21,6 +21,7 @@ from streamload.codecs.weights import QuantizedWeight
 from streamload.core.chart import ASCII, BLOCKS, Stack, draw_stacks, draw_text
 from streamload.core.location import Url
 from streamload.core.memory import available_host_nbytes
+from streamload.core.memory_rate import kept_rate
 from streamload.core.units import format_bytes, format_table, parse_bytes
 from streamload.devices.names import framework, installed, spelled_as, split_name
 from streamload.devices.probing import probe
@@ -30,6 +31,7 @@ from streamload.loading.load import load_state_dict, split
 from streamload.loading.load import plan as plan_load
 from streamload.loading.options import takes
 from streamload.planning.plan import PARTS, Plan
+from streamload.planning.tokens import speed_line
 
 #: A suggestion of the command ``plan``, if a load does not fit: no command runs a model.
 _PLAN_OFFLOAD = "streamload.offload in Python, which plan shows with --offload"
@@ -217,7 +219,8 @@ def plan(
     if as_json:
         print_lines(made.to_json())
         return
-    print_lines(*str(made).splitlines())
+    rates = {d.device: kept_rate(d.device) for d in made.devices} if over is None else {}
+    print_lines(*str(made).splitlines(), *filter(None, [speed_line(made, rates)]))
     if bars if bars is not None else sys.stdout is not None and sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
         print_lines("", *draw_text(PARTS, _stacks(made), width=width, marks=_marks()))

@@ -563,7 +563,9 @@ def _node_plan(
     node = next(node for node in options.nodes if node.name == folder)
     made = split(from_headers(destination / folder, headers), nodes=[node], dtype="checkpoint")
     (device,) = made.devices
-    device = replace(device, layers=held.layers, embedding=held.embedding, head=held.head)
+    ends = {"embedding": held.embedding, "head": held.head}
+    # config.json, which decides on the bytes a token, is not in the headers
+    device = replace(device, layers=held.layers, token_nbytes=held.token_nbytes, **ends)
     # it holds on any machine: the load chooses path and reader
     pread: ResolvedKind = "pread"
     readers = tuple(pread for _ in files)

@@ -18,6 +18,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "num_attention_heads": ("n_head", "n_heads", "num_heads"),
         "num_key_value_heads": ("num_kv_heads", "n_head_kv", "n_kv_heads"),
         "num_experts_per_tok": (*("num_experts_per_token", "moe_top_k", "moe_k", "top_k_experts"),),
+        "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
     }
 )
 

@@ -100,6 +100,7 @@ class DevicePlan:
         kernel_nbytes: memory of the operating system's kernel for the tensors.
         shared_memory: whether the device's memory is host memory.
         mapped_nbytes: bytes that stay in mapped files: the kernel can take their pages back.
+        token_nbytes: bytes of weights that a forward pass of one token reads; see `tokens`.
     """
 
     device: str
@@ -120,6 +121,7 @@ class DevicePlan:
     kernel_nbytes: int = 0
     shared_memory: bool = True
     mapped_nbytes: int = 0
+    token_nbytes: int = 0
 
     @property
     def run_nbytes(self) -> int:
@@ -220,6 +222,11 @@ class Plan:
         return sum(d.resident_nbytes for d in self.devices)
 
     @property
+    def token_nbytes(self) -> int:
+        """Bytes of weights that a forward pass of one token reads, on all devices."""
+        return sum(d.token_nbytes for d in self.devices)
+
+    @property
     def process_nbytes(self) -> int:
         """Most bytes by which the process will grow: RssAnon + RssShmem."""
         fresh = sum(d.fresh_nbytes for d in self.devices if d.shared_memory)
@@ -254,6 +261,7 @@ class Plan:
         cached = any(d.cache_nbytes for d in self.devices)
         reserved = any(d.reserve_nbytes for d in self.devices)
         mapped = sum(d.mapped_nbytes for d in self.devices)
+        read = self.token_nbytes > 0
         count: Counter[str] = Counter()
         casts: Counter[tuple[str, str, str]] = Counter()
         stored: Counter[str] = Counter()
@@ -273,12 +281,13 @@ class Plan:
             "reserve": [up(d.reserve_nbytes) for d in self.devices if reserved],
             "budget": [format_bytes(stated) for _, stated in taken],
             "share": [f"{n / stated:.0%}" if stated else "-" for n, stated in taken],
+            "per token": [up(d.token_nbytes) for d in self.devices if read],
         }
         columns = {title: column for title, column in columns.items() if column}
         rows = list(zip(*columns.values(), strict=True))
         return printed(
             [
-                *format_table(list(columns), rows, right=5 + cached + reserved),
+                *format_table(list(columns), rows, right=5 + read + cached + reserved),
                 *(
                     f"{n} tensors from {src} to {dst} by {by}"
                     for (src, dst, by), n in casts.items()
@@ -324,6 +333,7 @@ class Plan:
     def to_json(self) -> str:
         """Write the plan as JSON; `Plan.from_json` reads it back equal."""
         fields = _plain(self) | {"placements": list(self.placements)}
+        fields["token_nbytes"] = self.token_nbytes
         return json.dumps(fields, default=_plain, separators=(",", ":"))
 
     @classmethod
@@ -335,6 +345,7 @@ class Plan:
         """
         try:
             data = parse_json(text)
+            data.pop("token_nbytes", None)  # the sum over devices
             data["placements"] = Placements.of(
                 Placement(
                     **p

@@ -31,6 +31,7 @@ from streamload.planning.partition import Item, Node, Part, Unit, partition
 from streamload.planning.placement import Action, Placement, Placements
 from streamload.planning.plan import Plan
 from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest, TensorRequests
+from streamload.planning.tokens import token_nbytes
 
 CastChoice = Literal["llvm", "numpy", "device"]
 #: Where weights stay: in memory of their own, in the mapped file, or mapped if possible.
@@ -96,6 +97,9 @@ def make_plan(request: PlanRequest) -> Plan:
     draft = replace(request.draft, placements=placements, notes=tuple(notes), cache=kept)
     shares = [DeviceShare(spec, placements.on(spec.name)) for spec in devices]
     plan = fit(draft, shares, parts, room)
+    read = token_nbytes(checkpoint, placements)
+    mine = (replace(d, token_nbytes=read.get(d.device, 0)) for d in plan.devices)
+    plan = replace(plan, devices=tuple(mine))
     check(plan, shares, room, request.host_limit)
     return plan
 

@@ -168,13 +168,13 @@ def sources(
     """
     turned = _turned(checkpoint)
     if mapping is None and rename is None and not turned:
-        return Found(Unchanged(checkpoint), [], dict(_tied_names(checkpoint)))
+        return Found(Unchanged(checkpoint), [], dict(tied_names(checkpoint)))
     chosen, layouts = _read(mapping)
     family = FAMILIES.get(chosen, Family(()))
     named = _mapped(checkpoint, family, layouts, turned)
     if all_match and chosen and not any(map(family.matches, checkpoint.tensors)):
         raise ValueError(f"mapping {chosen!r} matches no tensor of {checkpoint.path}")
-    heads = _tied_names(checkpoint)
+    heads = tied_names(checkpoint)
     if all_match and isinstance(rename, Mapping):
         there = dict.fromkeys([name for name, _ in named] + [family.name(n) for n, _ in heads])
         check_names("rename", rename, there)
@@ -232,15 +232,17 @@ _EMBEDDINGS = re.compile(
 )
 
 
-def _tied_names(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+def tied_names(
+    checkpoint: Checkpoint, kinds: tuple[str, ...] = ("ForCausalLM", "LMHeadModel")
+) -> list[tuple[str, str]]:
     """Return [(head, embedding)] for a language model that stores its embedding alone; else [].
 
     ``tie_word_embeddings`` is true unless config.json has another value: the default of
-    transformers' configurations.
+    transformers' configurations. ``kinds``: ends of names of language models' classes.
     """
     architectures = checkpoint.config.get("architectures")
     language_model = isinstance(architectures, list) and any(
-        str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures
+        str(name).endswith(kinds) for name in architectures
     )
     if not language_model or checkpoint.config.get("tie_word_embeddings", True) is not True:
         return []

@@ -447,8 +447,9 @@ def test_bytes_in_reserve_on_nodes(saved: Saved) -> None:
     made = streamload.split(path, nodes=[Node("a", 20_000)], reserve=3616)
     (a,) = made.devices
     assert (a.reserve_nbytes, a.budget_nbytes, a.stated_nbytes) == (3616, 16384, 20_000)
-    assert str(made).splitlines()[0].split()[-3:] == ["reserve", "budget", "share"]
-    assert str(made).splitlines()[1].endswith("3.62 kB  20.00 kB   100%")
+    titles, row, *_ = str(made).splitlines()
+    assert titles.split()[-5:] == ["reserve", "budget", "share", "per", "token"]
+    assert "3.62 kB  20.00 kB   100%" in row
     with pytest.raises(PlanInfeasibleError, match="kept free"):
         streamload.split(path, nodes=[Node("a", 20_000)], reserve=3617)
 

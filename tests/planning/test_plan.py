@@ -100,6 +100,7 @@ device_plans = st.builds(
     embedding=st.booleans(),
     head=st.booleans(),
     release_first=st.booleans(),
+    token_nbytes=sizes,
 )
 plans = st.builds(
     Plan,
