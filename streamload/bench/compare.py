@@ -19,6 +19,7 @@ from streamload.bench.loaders import LOADERS, OURS, Loader
 from streamload.bench.processes import Child, DriverMeter, MeasurementError, call
 from streamload.bench.results import Comparison, Limit, Of, Run
 from streamload.checkpoint.open import Checkpoint, open_checkpoint
+from streamload.core.memory_rate import UNNAMED, keep_rate
 from streamload.devices.names import environment_device, installed, spelled_as, split_name
 from streamload.devices.probing import probe
 from streamload.errors import CheckpointError, DeviceError, DeviceNotFoundError
@@ -197,6 +198,8 @@ class _Comparing:
 
     def run(self) -> Comparison:
         """Measure all states of the page cache, and return the figures."""
+        if self.options.limits and not self.options.cores:
+            self._measure_memory()
         for state in self.options.states:
             try:
                 self._state(state)
@@ -351,6 +354,22 @@ class _Comparing:
         limit = self.found.limits.setdefault(f"{state}, {_LIMITS[name]}", Limit(""))
         limit.how = rate["how"]
         limit.rates.append(rate["nbytes"] / 1e9 / rate["seconds"])
+
+    def _measure_memory(self) -> None:
+        """Measure the rate of the device's memory, and keep it for plans."""
+        self.options.say(f"memory of {self.device}")
+        how = {"owner": self.framework, "device": self.device, "index": self._index}
+        try:
+            with self._child(call("streamload.bench.limits:memory", **how)) as child:
+                child.ready()
+                rate = child.lap()[0]
+        except MeasurementError as error:
+            self.found.skipped["limit: memory"] = str(error)
+            return
+        measured = rate["nbytes"] / 1e9 / rate["seconds"]
+        self.found.memory = Limit(rate["how"], [measured])
+        for name in (self.device, UNNAMED)[: 1 if self.options.device else 2]:
+            keep_rate(name, measured)
 
     def _child(self, job: Mapping[str, Any], sites: Sequence[str] = ()) -> Child:
         """Start a process for ``job``; ``sites``: folders that come first on its import path."""

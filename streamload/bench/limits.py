@@ -1,4 +1,4 @@
-"""Measure the machine's limits: reading the page cache and the disk, and copying to CUDA.
+"""Measure the machine's limits: reading page cache, disk and memory, and copying to CUDA.
 
 No loader runs here: only reads into small buffers, and copies from pinned memory.
 """
@@ -12,16 +12,23 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
+
 from streamload.bench.processes import open_context
+from streamload.core.memory import available_cpus, available_host_nbytes
 from streamload.core.system import read_at
 from streamload.devices.cuda import Context, PinnedStaging
+from streamload.devices.names import framework
+from streamload.errors import DeviceError
 
 _MIB = 2**20
 # between reads threads wait for the GIL, which large blocks hide; small ones stay in a core's cache
@@ -32,6 +39,7 @@ _RING_NBYTES = 64 * _MIB  # pinned memory that is copied from
 _SLOTS = (4 * _MIB, 16 * _MIB)  # sizes of a copy to try
 _TARGET_NBYTES = 512 * _MIB  # device memory that is copied to
 _MOST_ROUNDS = 8  # most times that small files are read
+_COPIES = 8  # inside device memory, between two clocks
 _SPEED = attrgetter("gigabytes_per_second")
 _WINDOW_S = 0.4  # time of a measurement of memory; disks take longer
 
@@ -168,6 +176,70 @@ def _copy(context: Context, address: int, slot_nbytes: int) -> Rate:
         took = time.perf_counter() - begun
     how = f"{len(slots)} pinned slots of {slot_nbytes // _MIB} MiB"
     return Rate(moved, took, how, 1, slot_nbytes)
+
+
+def memory(owner: str, device: str, index: int | None) -> Callable[[], dict[str, Any]]:
+    """Return a function that measures reading a device's memory; a job of `processes.call`.
+
+    CUDA's by copies inside it, which read and write; memory that is the host's by sums over it.
+    ``owner``: the device's framework; ``index``: the number of a CUDA device.
+
+    Raises:
+        DeviceError: its memory is not the host's, nor a CUDA device's.
+    """
+    if index is not None:
+        return lambda: asdict(_device_memory(index))
+    if not framework(owner).device(device).info.shared_memory:
+        raise DeviceError(device, "the rate of its memory is not measured")
+    return lambda: asdict(_host_memory())
+
+
+def _device_memory(index: int) -> Rate:
+    """Return the best rate of copies from one half of 512 MiB of device memory to the other."""
+    context = open_context(index)
+    half = _TARGET_NBYTES // 2
+    address = ctypes.c_uint64()
+    with context.current():
+        context.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(_TARGET_NBYTES))
+        try:
+            source, nbytes = ctypes.c_uint64(address.value + half), ctypes.c_size_t(half)
+
+            def copies() -> Iterable[object]:
+                for _ in range(_COPIES):
+                    context.call("cuMemcpyDtoD_v2", address, source, nbytes)
+                context.call("cuCtxSynchronize")
+                return ()
+
+            seconds = _least_s(copies)
+        finally:
+            context.call("cuMemFree_v2", address)
+    return Rate(_COPIES * _TARGET_NBYTES, seconds, "copies of 256 MiB inside it, both ways")
+
+
+def _host_memory() -> Rate:
+    """Return the best rate of sums over 512 MiB, or an eighth of what is free if that is less."""
+    nbytes = min(_TARGET_NBYTES, (available_host_nbytes() or _TARGET_NBYTES) // 8)
+    values = np.ones(max(nbytes // 8, 1), dtype=np.int64)
+    rates: list[Rate] = []
+    cpus = available_cpus()
+    for threads in sorted({n for n in (1, 2, 4, 8, 16, cpus) if n <= cpus}):
+        parts = np.array_split(values, threads)
+        with ThreadPoolExecutor(threads) as crew:
+            seconds = _least_s(partial(crew.map, np.sum, parts))
+        how = f"sums by {threads} thread{'s' * (threads != 1)}"
+        rates.append(Rate(values.nbytes, seconds, how, threads))
+    return max(rates, key=_SPEED)
+
+
+def _least_s(once: Callable[[], Iterable[object]]) -> float:
+    """Return the least seconds of a call and all its results, over the calls of a window."""
+    seconds: list[float] = []
+    until = time.perf_counter() + _WINDOW_S
+    while not seconds or time.perf_counter() < until:
+        begun = time.perf_counter()
+        deque(once(), 0)
+        seconds.append(time.perf_counter() - begun)
+    return min(seconds)
 
 
 def limit(index: int | None = None, **how: Any) -> Callable[[], dict[str, Any]]:

@@ -79,6 +79,7 @@ class Comparison:
     machine: dict[str, str]  # facts about the machine, by name
     loaders: dict[str, Of] = field(default_factory=dict)  # by name; streamload first
     limits: dict[str, Limit] = field(default_factory=dict)  # by "state, name" ("warm, cached")
+    memory: Limit | None = None  # reading the device's memory
     skipped: dict[str, str] = field(default_factory=dict)  # why a loader or limit is missing
     notes: list[str] = field(default_factory=list)
 
@@ -161,6 +162,9 @@ class Comparison:
             out.append("")
         for key, limit in self.limits.items():
             out.append(f"limit, {key}: {limit.median:.3g} GB/s ({limit.how})")
+        if self.memory is not None:
+            rate = f"{self.memory.median:,.{0 if self.memory.median >= 100 else 1}f} GB/s"
+            out.append(f"memory of {self.device}: {rate} ({self.memory.how})")
         for state in self.states():
             share, transfer = self.share(state), self.transfer(state)
             if share and transfer:

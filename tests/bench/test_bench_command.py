@@ -24,6 +24,9 @@ from streamload.bench.loaders import CHECKED_TENSORS, LOADERS, OURS, sample
 from streamload.bench.processes import Child, MeasurementError, call, measure, process_memory
 from streamload.bench.worker import _Load
 from streamload.core.chart import Bars, draw
+from streamload.core.memory_rate import kept_rate
+from streamload.devices.host import HostDevice
+from streamload.errors import DeviceError
 from streamload.files.page_cache import resident_fraction
 
 MIB = 2**20
@@ -325,6 +328,42 @@ def test_a_plain_reader_reads_every_byte(
     longer = limits.read(paths, threads, MIB, direct=direct, seconds=60, first_block=2)
     assert longer.nbytes == pytest.approx(8 * rate.nbytes, abs=2 * MIB)  # round and round
     assert limits.read(paths, threads, MIB, direct=direct, seconds=0).nbytes == 0
+
+
+def test_the_rate_of_memory_is_kept_for_plans(
+    small_checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    here: Callable[..., tuple[str, str]],
+) -> None:
+    """A plan for the device shows the most tokens a second; without limits, nothing is measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plan = ("plan", small_checkpoint, "--budget", "1GB", "--dtype", "float16", "--device")
+    assert "; streamload bench PATH --device host measures" in here(*plan, "host")[0]
+    options = Options(str(small_checkpoint), device="host", runs=1, peers=(), limits=False)
+    assert compare(options).memory is None
+    assert compare(replace(options, limits=True, cores=1)).memory is None
+    assert kept_rate("host") is None
+    found = compare(replace(options, limits=True))
+    assert found.memory is not None and found.skipped == {}
+    rate = kept_rate("host")
+    assert rate == pytest.approx(found.memory.median, rel=1e-5)
+    assert found.wire("warm") == found.limits["warm, reading the page cache"].median
+    assert f"memory of host: {rate:,.{0 if rate >= 100 else 1}f} GB/s (sums by " in "\n".join(
+        found.lines()
+    )
+    for device in ("host", "cpu"):
+        assert "GB/s measured by streamload bench)" in here(*plan, device)[0]
+    assert "streamload bench" not in here(*plan, "host", "--json")[0]
+    assert kept_rate("device") is None  # the device was named
+
+
+def test_memory_of_other_devices_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the host's, and CUDA's."""
+    info = replace(HostDevice().info, shared_memory=False)
+    monkeypatch.setattr(HostDevice, "info", info)
+    with pytest.raises(DeviceError, match="not measured"):
+        limits.memory("host", "host", None)
 
 
 def test_a_plain_reader_says_what_fails(tmp_path: Path) -> None:

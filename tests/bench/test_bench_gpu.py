@@ -138,6 +138,8 @@ before = meter.used_nbytes()
 rate = limits.copy(1)
 assert rate.nbytes > 0 and rate.seconds > 0, rate
 assert "pinned slots" in rate.how, rate
+memory = limits.memory("torch", "cuda:1", 1)()
+assert memory["nbytes"] == 8 * 2**29 and memory["seconds"] > 0, memory
 assert meter.used_nbytes() == before
 wrong = (ctypes.c_char * 256).in_dll(driver, "violation").value.decode()
 assert not wrong, wrong

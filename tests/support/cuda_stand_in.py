@@ -286,6 +286,11 @@ int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t n) {
 int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t n, Stream *stream) {
     return cuMemcpyDtoH_v2(to, from, n);
 }
+int cuMemcpyDtoD_v2(uint64_t to, uint64_t from, size_t n) {
+    if (!current()) return wrong(NO_CONTEXT, "cuMemcpyDtoD without a context");
+    memcpy((void *)to, (void *)from, n);
+    return 0;
+}
 int cuMemsetD8Async(uint64_t to, unsigned char value, size_t n, Stream *stream) {
     if (!current()) return wrong(NO_CONTEXT, "cuMemsetD8Async without a context");
     memset((void *)to, value, n);
