@@ -630,3 +630,36 @@ def test_shared_weights_are_held_once_and_right_in_each_use(tmp_path: Path, name
     for other in (model, copy.deepcopy(model).to(torch.bfloat16).to(torch.float32)):
         other.layers[0].up.weight = nn.Parameter(torch.zeros(WIDE, NARROW))
         assert not other.layers[1].up.weight.any()
+
+
+def test_parts_of_another_dtype_are_computed_with(saved: tuple[Any, Path]) -> None:
+    """What ``load_state_dict(assign=True)`` puts in their place, kernels do not read as their own."""
+    _, path = saved
+    model = empty()
+    load(model, path, quant="int8", device="cpu")
+    module = model.layers[0].up
+    expected = module.weight
+    module._buffers["weight_scale"] = module.weight_scale.double()
+    assert torch.equal(module.weight, expected)
+    x = torch.randn(1, NARROW)
+    with torch.inference_mode():
+        assert worst(module(x), x, expected, module.bias) < 1
+
+
+def test_compiled_products_have_no_break(saved: tuple[Any, Path]) -> None:
+    """One graph, with the module's own results and gradients; so within vmap and autocast."""
+    _, path = saved
+    model = empty()
+    load(model, path, quant="nf4-nested", device="cpu")
+    up = model.layers[0].up
+    x = torch.randn(3, 2, NARROW)
+    compiled = torch.compile(up, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(x), up(x))
+    ours, theirs = (x.clone().requires_grad_() for _ in range(2))
+    compiled(ours).sum().backward()
+    nn.functional.linear(theirs, up.weight.clone()).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    torch.testing.assert_close(torch.vmap(up)(x), up(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert up(x).dtype is torch.bfloat16

@@ -1,8 +1,8 @@
 """Products with quantized weights, by compiled kernels: operators of torch, and their launches.
 
-One to four vectors are multiplied by a kernel that decodes as it reads. More, or a CPU or device
-without such a kernel, decode the weight in tiles, which `torch.nn.functional.linear` multiplies:
-no other memory is used than that of a tile.
+A few vectors are multiplied by a kernel that decodes as it reads. For more, and where there is no
+such kernel, tiles of the weight are decoded and multiplied by torch: no other memory is used than
+that of a tile.
 """
 
 from __future__ import annotations
@@ -77,6 +77,24 @@ def form_of(format: str, width: int) -> Form | None:
     """Return how kernels read weights of a format and a width; None if none can."""
     form = CodedWeight(format, (1, width)).made.form
     return form if form is not None and form.per_row(width) else None
+
+
+@cache
+def _dtypes(format: str, width: int) -> list[torch.dtype]:
+    """Return the dtypes of `Operand.parts`."""
+    made = CodedWeight(format, (1, width)).made
+    parts = {part.suffix: getattr(torch, part.dtype.name) for part in made.parts}
+    others = () if made.form is None else made.form.parts
+    return [parts[suffix] for suffix in ("", *(suffix for _, suffix in others))]
+
+
+def _is_readable(of: Operand) -> bool:
+    """Whether parts are as kernels expect them; ``load_state_dict(assign=True)`` takes any."""
+    expected = _dtypes(of.format, of.width)
+    return all(
+        part.dtype is dtype and part.is_contiguous()
+        for part, dtype in zip(of.parts, expected, strict=True)
+    )
 
 
 def offset_of(state: torch.Tensor) -> float:
@@ -170,7 +188,9 @@ def _device_kernel(form: Form, tokens: int, dtype: DType, exact: bool, index: in
 def _host_kernel_of(of: Operand, tokens: int, dst: torch.dtype) -> Any:
     """Return the kernel for an operand on the host, or None."""
     form, target = form_of(of.format, of.width), _DTYPES.get(dst)
-    return None if form is None or target is None else _host_kernel(form, tokens, target)
+    if form is None or target is None or not _is_readable(of):
+        return None
+    return _host_kernel(form, tokens, target)
 
 
 def compile_kernels(coded: CodedWeight, dtype: torch.dtype, device: torch.device) -> None:
@@ -283,7 +303,7 @@ def _on_cuda(
             values[place] = part.data_ptr()
         else:
             values[_OFFSET] = _bits(offset_of(part))
-    if values[_SRC] % _ALIGNMENT:
+    if values[_SRC] % _ALIGNMENT or not _is_readable(of):
         return False
     stream = torch._C._cuda_getCurrentRawStream(index)
     with nullcontext() if torch._C._cuda_getDevice() == index else torch.cuda.device(index):
