@@ -633,7 +633,7 @@ def test_shared_weights_are_held_once_and_right_in_each_use(tmp_path: Path, name
 
 
 def test_parts_of_another_dtype_are_computed_with(saved: tuple[Any, Path]) -> None:
-    """What ``load_state_dict(assign=True)`` puts in their place, kernels do not read as their own."""
+    """What ``load_state_dict(assign=True)`` puts in place of parts, kernels do not read."""
     _, path = saved
     model = empty()
     load(model, path, quant="int8", device="cpu")
