@@ -36,6 +36,7 @@ class Values(ABC):
         high_first: whether the first of the two codes in a byte has the high bits.
         significant_bits: significant bits of the number that a code stands for.
         exponents: scales are bytes b for 2^(b - 127), else float32.
+        has_nan: an exponent of 255 is NaN, else infinity.
         has_zeros: a zero point is subtracted from each value.
         has_table: values are those of `Weight.table`.
         nested: how many scales share a nested one; 0 if scales are stored as they are.
@@ -46,6 +47,7 @@ class Values(ABC):
     bits: int = 8
     high_first: bool = False
     exponents: bool = False
+    has_nan: bool = False
     has_zeros: bool = False
     has_table: bool = False
     nested: int = 0
@@ -283,7 +285,10 @@ def scale_at(values: Values, one: Vector, index: str) -> tuple[str, str]:
         wide = one.emit(f"zext i8 {one.emit(f'load i8, ptr {place}')} to i32")
         shifted = one.op("shl", "i32", wide, 23)
         is_least = one.op("icmp eq", "i32", wide, 0)
-        scale = one.as_float(one.select(is_least, "i32", 1 << 22, shifted))  # 2^-127: subnormal
+        bits = one.select(is_least, "i32", 1 << 22, shifted)  # 2^-127: subnormal
+        if values.has_nan:
+            bits = one.select(one.op("icmp eq", "i32", wide, 255), "i32", 0x7FC00000, bits)
+        scale = one.as_float(bits)
     else:
         place = one.emit(f"getelementptr float, ptr %scales, i64 {index}")
         scale = one.emit(f"load float, ptr {place}")

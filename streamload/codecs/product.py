@@ -44,6 +44,7 @@ class Form:
         parts: the suffix of the part (`Quantized.parts`) that holds each other array: "scales",
             "table", and of nested scales "nested", "map", and "state", JSON with their offset.
         wide: columns that share a scale, for `Values`; 0 for all of a row.
+        tall: rows that share their scales, for `Values`; 0 for all of the matrix.
         factor: multiplies each scale.
     """
 
@@ -51,6 +52,7 @@ class Form:
     parts: tuple[tuple[str, str], ...] = ()
     wide: int = 0
     factor: float = 1.0
+    tall: int = 1
 
     @classmethod
     def of(cls, layout: Layout | None) -> Form | None:
@@ -60,7 +62,7 @@ class Form:
     def per_row(self, width: int) -> int:
         """Return the blocks or scales of a row of ``width`` columns; 0 if no kernel reads it."""
         wide = self.codes.numel if isinstance(self.codes, Blocks) else self.wide
-        return 0 if width % max(wide, WIDTH) else width // (wide or width)
+        return 0 if width % max(wide, WIDTH) or wide % WIDTH else width // (wide or width)
 
     def row_nbytes(self, width: int) -> int:
         """Return the bytes of a row's codes."""

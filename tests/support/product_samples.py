@@ -25,6 +25,12 @@ _HALVES = {
     **dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2)),
     **{"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,), "gguf-mxfp4": ()},
 }
+#: Layouts without a scheme, and their forms.
+_DETAILS = (
+    *(("fp8", "F8_E4M3:F32:2:128"), ("fp8", "F8_E5M2:F32:0:0")),
+    *(("fp8", "F8_E4M3:F8_E8M0:4:256"), ("fp8", "F8_E5M2:U8:1:32"), ("mxfp4", "")),
+)
+_ALL_ROWS = 2**31 - 1
 
 
 def forms() -> Iterator[tuple[str, Form]]:
@@ -33,6 +39,11 @@ def forms() -> Iterator[tuple[str, Form]]:
         form = SCHEMES[name].of((64, 64), F32).form
         assert form is not None
         yield name, form
+    for name, detail in _DETAILS:
+        layout = layout_of(name)
+        form = None if layout is None else layout.form(detail)
+        assert form is not None
+        yield f"{name}:{detail}" if detail else name, form
     for name in _HALVES:
         layout = layout_of(name)
         assert isinstance(layout, Blocks)
@@ -54,7 +65,8 @@ class Matrix:
     def fields(self, **others: int) -> dict[str, int]:
         """The fields of a job, or the parameters of a kernel, but for addresses."""
         rows, width = self.exact.shape
-        found = {"stop": rows, "width": width, "tall": 1, "pitch": rows, "claim": 4}
+        tall = self.form.tall or _ALL_ROWS
+        found = {"stop": rows, "width": width, "tall": tall, "pitch": rows, "claim": 4}
         found["per.row"] = self.form.per_row(width)
         return found | {"offset": bits(self.offset), "factor": bits(self.form.factor)} | others
 
@@ -87,7 +99,10 @@ def _of_values(
     form: Form, values: Values, rows: int, width: int, random: np.random.Generator, *, finite: bool
 ) -> Matrix:
     codes = random.integers(0, 256, rows * width * values.bits // 8, np.uint8)
-    count = rows * (width // form.wide if form.wide else 1)
+    if values.name == "fp8":  # finite
+        codes[codes & 0x7C == 0x7C] ^= 0x40
+    tall = form.tall or rows
+    count = -(-rows // tall) * form.per_row(width)
     arrays: dict[str, Array] = {"src": codes}
     scales = (random.random(count) * 0.01).astype(np.float32)
     offset = 0.0
@@ -97,16 +112,23 @@ def _of_values(
         arrays["map"], arrays["nested"], offset = dynamic_map(), outer, 1.25
         each = np.repeat(outer, values.nested)[:count]
         scales = arrays["map"][arrays["scales"]] * each + np.float32(offset)
+    elif values.exponents:
+        exponents = random.integers(100, 118, count, np.uint8)
+        scales = np.exp2(exponents.astype(np.float32) - 127)
+        if not finite:
+            exponents[:2], scales[:2] = 255, np.nan if values.has_nan else np.inf
+        arrays["scales"] = exponents
     else:
         if not finite:
-            scales[:2] = np.inf, np.nan
+            scales[:2] = (np.inf, np.nan) if count > 1 else np.nan
         arrays["scales"] = scales
     table = np.array(VALUES["nf4"], np.float32)
     if values.has_table:
         arrays["table"] = table
     with np.errstate(invalid="ignore"):
         exact = values.decoded(values.unpacked(codes), table).astype(np.float64)
-        exact = exact.reshape(rows, -1, form.wide or width) * scales.reshape(rows, -1, 1)
+        each = scales.reshape(-1, form.per_row(width), 1).repeat(tall, 0)[:rows]
+        exact = exact.reshape(rows, -1, form.wide or width) * each
         exact = exact.reshape(rows, width) * form.factor
     return Matrix(form, arrays, exact, offset)
 

@@ -16,6 +16,7 @@ from streamload.codecs.decode import ScaledLayout, Weight, by_blocks, check_fini
 from streamload.codecs.decode_kernels import Values
 from streamload.codecs.ir import Vector
 from streamload.codecs.parts import Array
+from streamload.codecs.product import Form
 from streamload.codecs.scheme import Read, register
 from streamload.codecs.weights import Layouts, QuantizedWeight
 from streamload.core.tensors import TensorInfo
@@ -49,6 +50,9 @@ class _Values(Values):
 class _Layout(ScaledLayout):
     def values(self, weight: QuantizedWeight) -> _Values:
         return _Values()
+
+    def form(self, detail: str) -> Form:
+        return Form(_Values(), (("scales", "_scales"),), _BLOCK)
 
     def weight(self, weight: QuantizedWeight, read: Read) -> Weight:
         scale = weight.members["scale"]

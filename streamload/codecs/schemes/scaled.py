@@ -184,6 +184,8 @@ class _FP8Values(Values):
 
     code: str
     significant_bits: int
+    exponents: bool = False
+    has_nan: bool = False
     name = "fp8"
 
     def instructions(self, v: Vector, codes: str) -> str:
@@ -205,6 +207,15 @@ class _FP8Layout(ScaledLayout):
     def values(self, weight: QuantizedWeight) -> Values:
         code = weight.values.dtype.code
         return _FP8Values(code, FLOATS[code].mantissa_bits + 1)
+
+    def form(self, detail: str) -> Form:
+        """Return the form of "values:scales:tall:wide": codes of dtypes, and `Form`'s sizes."""
+        code, scale, tall, wide = detail.split(":")
+        is_float = scale == F32.code
+        values = _FP8Values(
+            code, FLOATS[code].mantissa_bits + 1, not is_float, has_nan=scale == "F8_E8M0"
+        )
+        return Form(values, (("scales", "_scale"),), int(wide), tall=int(tall))
 
 
 # --- recognizing ---

@@ -16,13 +16,15 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 from streamload.codecs.decode_blocks import Blocks
+from streamload.codecs.decode_kernels import Values
 from streamload.codecs.product import JOB, MOST_TOKENS, Form, compile_product
 from streamload.codecs.product_cuda import PARAMETERS, SYMBOL, is_exact, launch, product_ptx
-from streamload.codecs.scheme import CodedWeight
+from streamload.codecs.scheme import CodedWeight, layout_of
 from streamload.codecs.schemes import bitsandbytes_nested as dynamic
 from streamload.core.dtypes import BF16, F16, F32, DType
 from streamload.devices.cuda import Context, load_kept, run_kernel
@@ -35,6 +37,7 @@ _CLAIM_NBYTES = 2**16  # of codes that a thread of the host claims at once, abou
 _PIECE_NUMEL = 2**20  # elements that torch's operations decode at once
 _ALIGNMENT = 16  # of the addresses that kernels read
 _BLOCK = 64  # elements of a block of bitsandbytes' modules
+_ALL_ROWS = 2**31 - 1
 _TOKENS = (1, 2, 4, 8)  # vectors that there are kernels for
 _MOST_ON_CUDA = 4  # vectors; for more, tiles are faster there
 _SRC, _X, _OUT, _BIAS, _OFFSET = map(PARAMETERS.index, ("src", "x", "out", "bias", "offset"))
@@ -49,7 +52,8 @@ class Operand(NamedTuple):
     """A quantized matrix, or some rows of one.
 
     Attributes:
-        format: the name of its format.
+        format: the name of its format; or of a layout without a scheme, with a colon and its
+            details, if it has such (`Layout.form`).
         parts: its codes, and the other arrays in the order of `Form.parts`, all on one device.
         first: the first row.
         stop: the end of the rows, exclusive.
@@ -75,13 +79,15 @@ class Operand(NamedTuple):
 @cache
 def form_of(format: str, width: int) -> Form | None:
     """Return how kernels read weights of a format and a width; None if none can."""
-    form = CodedWeight(format, (1, width)).made.form
+    form = _form(format, width)
     return form if form is not None and form.per_row(width) else None
 
 
 @cache
 def _dtypes(format: str, width: int) -> list[torch.dtype]:
-    """Return the dtypes of `Operand.parts`."""
+    """Return the dtypes of `Operand.parts`; none for a format whose name states them."""
+    if _stored_form(format) is not None:
+        return []
     made = CodedWeight(format, (1, width)).made
     parts = {part.suffix: getattr(torch, part.dtype.name) for part in made.parts}
     others = () if made.form is None else made.form.parts
@@ -91,10 +97,20 @@ def _dtypes(format: str, width: int) -> list[torch.dtype]:
 def _is_readable(of: Operand) -> bool:
     """Whether parts are as kernels expect them; ``load_state_dict(assign=True)`` takes any."""
     expected = _dtypes(of.format, of.width)
-    return all(
-        part.dtype is dtype and part.is_contiguous()
-        for part, dtype in zip(of.parts, expected, strict=True)
-    )
+    is_own = not expected or [part.dtype for part in of.parts] == expected
+    return is_own and all(part.is_contiguous() for part in of.parts)
+
+
+def _stored_form(format: str) -> Form | None:
+    """Return the form of weights that modules of a library hold as stored; None for others."""
+    kind, _, detail = format.partition(":")
+    layout = layout_of(kind)
+    return None if layout is None else layout.form(detail)
+
+
+@cache
+def _form(format: str, width: int) -> Form | None:
+    return _stored_form(format) or CodedWeight(format, (1, width)).made.form
 
 
 def offset_of(state: torch.Tensor) -> float:
@@ -110,12 +126,24 @@ def offset_of(state: torch.Tensor) -> float:
 # --- without a kernel -----------------------------------------------------------------------------
 
 
-def _by_rows(of: Operand) -> torch.Tensor:
-    """Return int8 codes times the scales of their rows."""
-    codes, scales = (part.reshape(part.shape[0], -1)[of.first : of.stop] for part in of.parts)
-    form = CodedWeight(of.format, (1, of.width)).made.form
-    assert form is not None
-    return codes * scales * form.factor if form.factor != 1.0 else codes * scales
+def _by_scales(of: Operand) -> torch.Tensor:
+    """Return values times the scales of blocks of rows and columns."""
+    codes, scales = of.parts
+    form = _form(of.format, of.width)
+    assert form is not None and isinstance(form.codes, Values)
+    nbytes = form.row_nbytes(of.width)
+    x = codes.reshape(-1)[of.first * nbytes : of.stop * nbytes]
+    if form.codes.bits == 4:
+        every = np.arange(16, dtype=np.uint8)
+        table = torch.from_numpy(form.codes.decoded(every, every)).to(x.device)
+        x = table[torch.stack([x & 15, x >> 4], 1).view(-1).int()]
+    if scales.dtype == torch.uint8:
+        scales = torch.exp2(scales.float() - 127)
+    across = of.width // (form.wide or of.width)
+    down = torch.arange(of.first, of.stop, device=x.device) // (form.tall or of.stop)
+    each = scales.float().reshape(-1, across)[down].unsqueeze(-1)
+    found = (x.float().view(of.rows, across, -1) * each).view(of.rows, of.width)
+    return found * form.factor if form.factor != 1.0 else found
 
 
 def _by_blocks(of: Operand) -> torch.Tensor:
@@ -154,10 +182,10 @@ def _by_table(of: Operand) -> torch.Tensor:
 
 def _without_kernel(of: Operand, out: torch.Tensor) -> None:
     """Decode by torch's operations, in pieces of whole rows, each rounded once to ``out``."""
-    form = CodedWeight(of.format, (1, of.width)).made.form
+    form = _form(of.format, of.width)
     assert form is not None, of.format
     names = [role for role, _ in form.parts]
-    decode = _by_blocks if not names else _by_table if "table" in names else _by_rows
+    decode = _by_blocks if not names else _by_table if "table" in names else _by_scales
     step = max(_PIECE_NUMEL // max(of.width, 1), 1)
     for start, stop in pairwise([*range(0, of.rows, step), of.rows]):
         out[start:stop] = decode(of.between(start, stop))
@@ -226,7 +254,7 @@ def _constants(format: str, width: int) -> tuple[tuple[str, ...], dict[str, int]
     """Return the roles of parts, fields of every job, and the bytes of a row's codes."""
     form = form_of(format, width)
     assert form is not None
-    fields = {"factor": _bits(form.factor), "width": width, "tall": 1}
+    fields = {"factor": _bits(form.factor), "width": width, "tall": form.tall or _ALL_ROWS}
     fields["per.row"] = form.per_row(width)
     return ("src", *(role for role, _ in form.parts)), fields, form.row_nbytes(width)
 
