@@ -29,8 +29,12 @@ from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 torch = needs.module("torch")
 transformers = needs.module("transformers")
 
+from product_bounds import worst  # noqa: E402
+from torch.nn import functional  # noqa: E402
 from transformers_quantizing_helpers import EXPERTS, error, gpt2, make  # noqa: E402
 
+from streamload.devices.torch.decoded import DecodedWeight  # noqa: E402
+from streamload.devices.torch.deferred import Deferred  # noqa: E402
 from streamload.devices.torch.quantized import CODED, Coded, QuantLinear, set_aside  # noqa: E402
 from streamload.transformers.quantizers import on_the_way as quantizing  # noqa: E402
 
@@ -77,21 +81,114 @@ def test_experts_are_found_by_plain_numbers(tmp_path: Path) -> None:
 def test_each_way_to_compute_experts_takes_those_that_are_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One expert's matrices are decoded at a time, whatever implementation was chosen."""
+    """One expert's matrices are read at a time, whatever implementation was chosen."""
     make(tmp_path, "Mixtral")
     model = load(tmp_path, quant="q8_0", experts_implementation="grouped_mm")
     asked: list[tuple[str, int | None]] = []
-    dense = Coded.dense
+    operand = Coded.operand
 
-    def recorded(self: Any, leaf: str, index: int | None = None, **rest: Any) -> Any:
+    def recorded(self: Any, leaf: str, index: int | None = None, device: Any = None) -> Any:
         asked.append((leaf, index))
-        return dense(self, leaf, index=index, **rest)
+        return operand(self, leaf, index, device)
 
-    monkeypatch.setattr(Coded, "dense", recorded)
+    monkeypatch.setattr(Coded, "operand", recorded)
     experts = model.model.layers[0].mlp.experts
     x, chosen = torch.randn(3, 64, dtype=torch.bfloat16), torch.tensor([[2, 0], [2, 0], [0, 2]])
     experts(x, chosen, torch.full((3, 2), 0.5, dtype=torch.bfloat16))
     assert asked == [(leaf, i) for i in (0, 2) for leaf in ("gate_up_proj", "down_proj")]
+
+
+@pytest.mark.parametrize("format", ["q8_0", "nf4", "int8"])
+def test_an_expert_is_multiplied_as_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    """Nothing is decoded for it; products are within rounding, and have gradients."""
+    make(tmp_path, "Mixtral")
+    experts = load(tmp_path, quant=format).model.layers[0].mlp.experts
+    weight = experts.gate_up_proj[1].clone()
+    exact = experts.dense("gate_up_proj", torch.float32, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Coded, "dense", None)
+        matrix = experts.gate_up_proj[torch.tensor(1)]
+        assert (matrix.shape, matrix.dtype, matrix.dim()) == (weight.shape, weight.dtype, 2)
+        for tokens in (1, 3, 4):
+            x = torch.randn(tokens, 64, dtype=torch.bfloat16)
+            assert worst(functional.linear(x, matrix), x, exact) < 1
+        with torch.autocast("cpu", torch.bfloat16):
+            assert functional.linear(x.float(), matrix).dtype is torch.bfloat16
+        x.requires_grad_()
+        y = functional.linear(x, matrix)
+    y.sum().backward()
+    assert torch.allclose(x.grad, weight.sum(0).expand_as(x), rtol=0.02, atol=0.02)
+    assert type(matrix) is Deferred
+    wide = torch.randn(1, 64)
+    with pytest.raises(RuntimeError, match="dtype"):
+        functional.linear(wide, matrix)
+    with pytest.raises(IndexError):
+        experts.gate_up_proj[4]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_other_functions_decode_an_expert(tmp_path: Path, inference: bool) -> None:
+    """Once, to a copy in which no write is lost."""
+    make(tmp_path, "Mixtral")
+    experts = load(tmp_path, quant="q8_0").model.layers[0].mlp.experts
+    weight = experts.dense("gate_up_proj", index=1)
+
+    def one() -> Any:
+        found = experts.gate_up_proj[1]
+        assert type(found) is Deferred
+        return found
+
+    x = torch.randn(2, 64, dtype=torch.bfloat16)
+    with torch.inference_mode(inference):
+        matrix = one()
+        assert torch.equal(x @ matrix.T, x @ weight.T)
+        assert type(matrix) is DecodedWeight
+        memory = matrix.data_ptr()
+        assert torch.equal(matrix, weight) and matrix.data_ptr() == memory
+        assert torch.equal(one()[2:5], weight[2:5])
+        assert torch.equal(one().to(torch.float32), weight.float())
+        assert all(map(torch.equal, one().chunk(2, 0), weight.chunk(2, 0)))
+        assert torch.equal(torch.cat([one(), one()]), torch.cat([weight, weight]))
+        assert type(copy.deepcopy(one())) is torch.Tensor
+        assert type(pickle.loads(pickle.dumps(one()))) is torch.Tensor
+        with torch._C.DisableTorchFunctionSubclass():
+            assert torch.equal(one() + 0, weight)
+    writes: list[Any] = [
+        lambda w: w.mul_(2),
+        lambda w: w.data.mul_(2),
+        lambda w: w.t().mul_(2),
+        lambda w: w[0].zero_(),
+        lambda w: w.__setitem__(0, 0),
+        lambda w: setattr(w, "data", torch.zeros(3)),
+        lambda w: w.set_(torch.zeros(3, dtype=weight.dtype)),
+        lambda w: torch.add(w, 1, out=w),
+        torch.nn.init.zeros_,
+    ]
+    for write in writes:
+        with pytest.raises(RuntimeError, match="cannot write to"):
+            write(one())
+    with pytest.raises(BufferError, match="clone"):
+        torch.from_dlpack(one())
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_compiled_experts_compute_the_same(tmp_path: Path, name: str) -> None:
+    """Around matrices that are multiplied as stored, or decoded."""
+    make(tmp_path, name)
+    layer = load(tmp_path, quant="q8_0").model.layers[0].mlp
+    x = torch.randn(1, 2, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = layer(x)
+        found = torch.compile(layer, backend="eager")(x)
+    for one, other in zip(found, expected, strict=True):
+        assert error(one, other) < 0.01
+    product = torch.matmul if layer.experts.is_transposed else functional.linear
+    for function in (product, lambda x, w: x @ w[:64, :64]):
+        right = function(x, layer.experts.gate_up_proj[1])
+        compiled = torch.compile(function, backend="eager")
+        assert torch.equal(compiled(x, layer.experts.gate_up_proj[1]), right)
 
 
 def test_experts_are_decoded_to_the_dtype_of_the_activations(tmp_path: Path) -> None:

@@ -25,7 +25,15 @@ from streamload.codecs.scheme import SCHEMES, CodedWeight, is_blocks
 from streamload.core.dtypes import BY_NAME, F32, DType
 from streamload.devices.base import Swap
 from streamload.devices.torch.decoded import Origin, decoded, interpreted, origin_of
-from streamload.devices.torch.product import TILE_NBYTES, Operand, compile_kernels, dense, linear
+from streamload.devices.torch.deferred import deferred
+from streamload.devices.torch.product import (
+    TILE_NBYTES,
+    Operand,
+    compile_kernels,
+    dense,
+    form_of,
+    linear,
+)
 from streamload.devices.torch.refused import (
     allow_saving,
     refuse_moves,
@@ -322,7 +330,7 @@ class QuantLinear(_Product, nn.Linear):
 
 
 class _Dense:
-    """The quantized weights of all experts of a module; indexing dequantizes one."""
+    """The quantized weights of all experts of a module; indexing returns one, `deferred`."""
 
     _is_hf_initialized = True  # transformers leaves it as it is
 
@@ -330,10 +338,22 @@ class _Dense:
         refuse_moves(module.address(leaf))
         self._leaf, self._module = leaf, module
 
+    @interpreted
     def __getitem__(self, expert: torch.Tensor | int) -> torch.Tensor:
         """Return an expert's matrix, on the device of ``expert`` if that is a tensor."""
-        device = getattr(expert, "device", None)
-        return self._module.shown(self._leaf, int(expert), device=device)
+        device, module, leaf = getattr(expert, "device", None), self._module, self._leaf
+        coded = module._coded[leaf]
+        index = range(coded.shape[0])[int(expert)]
+        if form_of(coded.format, coded.shape[-1]) is None:
+            return module.shown(leaf, index, device=device)
+        return deferred(
+            coded.shape[1:],
+            module._streamload_dtype,
+            device or module._buffers[leaf].device,
+            partial(module.operand, leaf, index, device),
+            partial(module.shown, leaf, index, device=device),
+            transposed=False,
+        )
 
     def __setitem__(self, expert: Any, values: Any) -> None:
         """Raise RuntimeError: one expert cannot be quantized again alone."""
