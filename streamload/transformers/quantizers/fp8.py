@@ -1,4 +1,6 @@
-"""Modules that keep FP8 weights packed, and dequantize them in each call.
+"""Modules that keep FP8 weights packed, and multiply by them as they are stored.
+
+Blocks that no kernel reads are dequantized in each call.
 
 Without its kernels, transformers would hold the weights dequantized. The parameters have the names
 of those in transformers' own FP8 modules.
@@ -14,7 +16,14 @@ from torch import nn
 from torch.nn import functional
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8GroupedLinear, FP8Linear
 
+from streamload.codecs.decode_blocks import WIDTH
+from streamload.devices.torch.product import Operand, linear
+
 _ROWS_NBYTES = 2**24  # of float32, in which values are multiplied by their scales
+_CODES = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+_SCALES = {torch.float32: "F32", torch.uint8: "U8"}
+if hasattr(torch, "float8_e8m0fnu"):
+    _SCALES[torch.float8_e8m0fnu] = "F8_E8M0"
 
 
 def dequantized(
@@ -47,17 +56,52 @@ def dequantized(
     return out
 
 
+def operand(
+    values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None
+) -> Operand | None:
+    """Return a matrix for products; None if no kernel reads it. Arguments as of `dequantized`."""
+    rows, columns = values.shape
+    tall, wide = block if block is not None and scale.numel() > 1 else (0, 0)
+    wide = 0 if wide >= columns else wide
+    scales = -(-rows // (tall or rows or 1)) * (columns // (wide or columns or 1))
+    if (
+        values.dtype not in _CODES
+        or not values.is_contiguous()
+        or columns % (wide or WIDTH)
+        or wide % WIDTH
+        or scale.numel() != scales
+    ):
+        return None
+    if scale.dtype not in _SCALES:
+        scale = scale.to(torch.float32)
+    format = f"fp8:{_CODES[values.dtype]}:{_SCALES[scale.dtype]}:{tall}:{wide}"
+    return Operand(format, [values, scale.contiguous()], 0, rows, columns)
+
+
+def multiplied(
+    input: torch.Tensor,
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    block: tuple[int, int] | None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply `input` by a matrix (see `dequantized`), and add a bias."""
+    of = operand(values, scale, block)
+    if of is None or input.device != values.device:
+        return functional.linear(input, dequantized(values, scale, block, input.dtype), bias)
+    return linear(input, of, bias)
+
+
 class PackedLinear(FP8Linear):  # type: ignore[misc]
-    """A Linear of FP8 weights, which each call dequantizes."""
+    """A Linear of FP8 weights, which stay as they are stored."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Multiply `input` by the dequantized weight."""
-        weight = dequantized(self.weight, self.weight_scale_inv, self.block_size, input.dtype)
-        return functional.linear(input, weight, self.bias)
+        """Multiply `input` by the weight."""
+        return multiplied(input, self.weight, self.weight_scale_inv, self.block_size, self.bias)
 
 
 class PackedExperts(FP8Experts):  # type: ignore[misc]
-    """Experts of FP8 weights; each expert is dequantized when it computes."""
+    """Experts of FP8 weights, which stay as they are stored."""
 
     forward = inspect.unwrap(FP8Experts.forward)
 
@@ -68,9 +112,8 @@ class PackedExperts(FP8Experts):  # type: ignore[misc]
         weight_scale_inv: torch.Tensor,
         activation_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Multiply `input` by the dequantized weight of one expert."""
-        dense = dequantized(weight, weight_scale_inv, self.block_size, input.dtype)
-        return functional.linear(input, dense)
+        """Multiply `input` by the weight of one expert."""
+        return multiplied(input, weight, weight_scale_inv, self.block_size)
 
 
 def as_stored(model: nn.Module, quantised: Set[str], dtype: torch.dtype) -> None:
@@ -82,7 +125,7 @@ def as_stored(model: nn.Module, quantised: Set[str], dtype: torch.dtype) -> None
 
 
 def dense_numel(model: nn.Module) -> int:
-    """Return the number of elements of the largest FP8 weight that one call dequantizes."""
+    """Return the number of elements of the largest FP8 weight, which a call may dequantize."""
     linears = (m.weight for m in model.modules() if isinstance(m, PackedLinear))
     experts = (m for m in model.modules() if isinstance(m, PackedExperts))
     fused = (p[0] for m in experts for p in m.parameters(recurse=False) if p.dim() == 3)

@@ -1,4 +1,4 @@
-"""Experts of gpt-oss that keep their MXFP4 blocks, and dequantize one expert at a time.
+"""Experts of gpt-oss that keep their MXFP4 blocks, and multiply by them as they are stored.
 
 Without its kernels, transformers would hold all experts dequantized. The buffers have the names of
 the checkpoint.
@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+from streamload.devices.torch.decoded import interpreted
+from streamload.devices.torch.deferred import deferred
+from streamload.devices.torch.product import Operand, dense
 
 
 class Blocks:
-    """The weights of all experts of a module; indexing dequantizes one expert."""
+    """The weights of all experts of a module; indexing returns one expert's, `deferred`."""
 
     _is_hf_initialized = True  # transformers leaves it as it is
 
@@ -26,15 +29,24 @@ class Blocks:
         self._blocks, self._scales, bias = (getattr(module, f"{leaf}_{part}") for part in parts)
         self._dtype = bias.dtype
 
+    @interpreted
     def __getitem__(self, expert: int) -> torch.Tensor:
-        """Return the dequantized matrix of an expert, with the inputs on its first axis."""
-        blocks, scales = self._blocks[expert][None], self._scales[expert][None]
-        dense: torch.Tensor = convert_moe_packed_tensors(blocks, scales, dtype=self._dtype)
-        return dense[0]
+        """Return the matrix of an expert, with the inputs on its first axis."""
+        experts, rows, blocks, nbytes = self._blocks.shape
+        first, width = range(experts)[int(expert)] * rows, 2 * blocks * nbytes
+        of = Operand("mxfp4", [self._blocks, self._scales], first, first + rows, width)
+        return deferred(
+            (width, rows),
+            self._dtype,
+            self._blocks.device,
+            lambda: of,
+            lambda: dense(of, self._dtype).t(),
+            transposed=True,
+        )
 
 
 class PackedExperts(GptOssExperts):  # type: ignore[misc]
-    """Experts of gpt-oss that hold MXFP4 blocks, and dequantize one expert at a time to compute."""
+    """Experts of gpt-oss that hold MXFP4 blocks."""
 
     forward = inspect.unwrap(GptOssExperts.forward)
     gate_up_proj = property(partial(Blocks, "gate_up_proj"))
