@@ -466,6 +466,19 @@ def test_an_exponent_of_nan_makes_its_block_nan() -> None:
         assert (each[2:, :32] == 2.0**-127).all()
 
 
+@pytest.mark.parametrize("name", ["fp8-blocks", "fp8-cut-blocks", "fp8-tensor"])
+def test_fp8_compiles_to_one_graph(tmp_path: Path, name: str) -> None:
+    """With an operator, or with what dequantises."""
+    OWN[name](tmp_path)
+    module = load(tmp_path).model.layers[0].mlp.up_proj.requires_grad_(False)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    for tokens in (1, 5):
+        x = torch.randn(tokens, 64, dtype=torch.bfloat16, requires_grad=True)
+        assert torch.equal(compiled(x), module(x))
+        compiled(x).sum().backward()
+        assert x.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("name", ["fp8", "mxfp4"])
 def test_experts_multiply_a_few_tokens_as_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
