@@ -51,14 +51,22 @@ class Slots:
 
     Attributes:
         count: number of slots, of layers and of experts.
+        layers: number of those of layers, which come first.
     """
 
     def __init__(self, memory: Any, plan: OffloadPlan) -> None:
         """Cut ``memory``, the bytes of all slots, by the sizes in ``plan``."""
         assert plan.stream is not None
         self._memory, self._starts = memory, plan.residency.slot_starts
+        self._residency, self.layers = plan.residency, plan.residency.slots
         self.count, kinds = len(self._starts), plan.stream.placements.kinds
         self._layers = [[kinds[at] for at in each] for each in plan.layer_placements]
+        # of each layer a number that those with the same dtypes and shapes share
+        numbers: dict[Hashable, int] = {}
+        self._alike = [
+            numbers.setdefault(tuple((kind.dst.name, kind.shape) for kind in each), len(numbers))
+            for each in self._layers
+        ]
         # By slot and kinds of tensors: tensors to compute with, and the same for workers.
         self._made: dict[Hashable, tuple[list[Any], list[Any]]] = {}
 
@@ -71,7 +79,7 @@ class Slots:
         return self._of(layer, slot)[1]
 
     def _of(self, layer: int, slot: int) -> tuple[list[Any], list[Any]]:
-        key = slot, *((kind.dst.name, kind.shape) for kind in self._layers[layer])
+        key = slot, self._alike[layer]
         if key not in self._made:
             found, at = [], self._starts[slot]
             for kind in self._layers[layer]:

@@ -19,6 +19,7 @@ thread "streamload-rounds", W a worker of the crew, C the thread that waits for 
 | field | meaning | changed by |
 |---|---|---|
 | `_users`, `_runner`, `_wanted` | layers in use, their thread, layers that it waits for | R |
+| `_used`, `_active_s`, `_workers` | experts that the device may compute with until the next `ask` | R |
 | `_held`, `_holds`, `_busy` | layers with slots; by slot; filled or computed with | S, W, C, R |
 | `_error`, `_raised` | the error that ended S, for R to raise; the one that R raised | S, R |
 | `_thread`, `_crew` | S and its crew, while they run | R starts, S ends |
@@ -31,7 +32,8 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from itertools import chain
 from typing import Any
 
 from streamload.checkpoint.open import Checkpoint
@@ -79,7 +81,6 @@ class Rounds(Sink):
         self.stats = RoundStats(stalls=[0.0] * ring)
         self._plan, self._checkpoint, self._device = plan, checkpoint, device
         self._layers, self.memory = layers, memory
-        self._buffers: dict[int, Buffer] = {}  # by placement, while workers fill it
         self._changes = changes
         self._layer_of = {p: n for n, layer in enumerate(layers) for p in layer.placements}
         self._order = Order(ring)
@@ -88,10 +89,15 @@ class Rounds(Sink):
         self._busy: set[int] = set()  # layers that are filled or computed with
         self._busy_since = 0.0
         self._users: list[int] = []  # layers in use, each called inside the one before
+        self._used: list[tuple[Sequence[int], Ticket]] = []  # experts that may be computed with
+        self._active_s = 0.0  # when experts were asked for last
         self._unproved: set[int] = set()  # layers in use or used, whose copies may still fail
         self._runner: int | None = None
         self._wanted: Sequence[int] = ()
-        self._work: dict[int, list[Sequence[WorkItem]]] = {}  # by layer
+        # by layer, and by the number of workers that read it
+        self._work: dict[tuple[int, int], list[Sequence[WorkItem]]] = {}
+        self._workers = 1  # that read an expert now
+        self._sizes: dict[int, int] = {}  # bytes to copy, by layer
         self._error: BaseException | None = None
         self._raised: BaseException | None = None
         self._closed = ""
@@ -113,10 +119,13 @@ class Rounds(Sink):
             StreamloadError: the layer could not be brought; the next call tries again.
         """
         self._check_process()
-        return self._acquire([number], self.stats.stalls, number)[0]
+        with self._changed:
+            (first,) = self._acquire([number], self.stats.stalls, number)
+            self._wake()  # the next may go where the one before was
+            return self.memory.buffers(number, first)
 
-    def _acquire(self, numbers: Sequence[int], stalls: list[float], at: int) -> list[list[Buffer]]:
-        """Wait until layers are in slots; return their buffers, add the time to ``stalls[at]``."""
+    def _acquire(self, numbers: Sequence[int], stalls: list[float], at: int) -> list[int]:
+        """Wait until layers are in slots; return the first of each, add the time to ``stalls[at]``."""
         begun = time.perf_counter()
         with self._changed:
             self._check_usable()
@@ -133,9 +142,8 @@ class Rounds(Sink):
                 self._wanted = ()
                 self._leave_if_done()
             self._unproved.update(n for n in numbers if self._held[n].unsure_nbytes)
-            self._wake()  # the next may go where the one before was
             stalls[at] += time.perf_counter() - begun
-            return [self.memory.buffers(number, self._held[number].first) for number in numbers]
+            return [self._held[number].first for number in numbers]
 
     def _leave_if_done(self) -> None:
         """Let other threads run the model if this one uses no layer, and waits for no experts."""
@@ -160,19 +168,31 @@ class Rounds(Sink):
             OffloadError: this was closed, or another thread computes with a layer now.
         """
         self._check_process()
+        for _, ticket in self._used:  # it has ended: the router's choice was computed after it
+            with suppress(Exception):  # the thread that computes gets the same error
+                ticket.wait()
         with self._changed:
             self._check_usable()
+            used, self._used = self._used, []
+            for number in chain.from_iterable(numbers for numbers, _ in used):
+                self._settle(number)
             there = [self._is_there(number) for number in self._numbers(layer, chosen)]
             self.experts.ask(layer, chosen, sum(there))
-            self._runner = threading.get_ident()
+            share = max(self._plan.threads // max(there.count(False), 1), 1)
+            self._workers = 1 << share.bit_length() - 1  # a power of 2: units are kept for each
+            self._runner, self._active_s = threading.get_ident(), time.monotonic()
             self._leave_if_done()
             if not all(there):
                 self._start()
                 self._wake()
 
-    def acquire_experts(self, layer: int, chosen: Sequence[int]) -> list[list[Buffer]]:
-        """Wait until experts of an earlier `ask` are in slots; return the buffers of each."""
-        return self._acquire(self._numbers(layer, chosen), self.experts.stalls, layer)
+    def acquire_experts(self, layer: int, chosen: Sequence[int]) -> list[tuple[int, int]]:
+        """Wait until some experts of an `ask` are in slots; return each one's number and slot.
+
+        The number is that among all layers and experts, for `memory`.
+        """
+        numbers = self._numbers(layer, chosen)
+        return [*zip(numbers, self._acquire(numbers, self.experts.stalls, layer), strict=True)]
 
     def release_experts(self, layer: int, chosen: Sequence[int]) -> None:
         """End `acquire_experts`: the slots may be refilled after the work queued until now."""
@@ -215,14 +235,17 @@ class Rounds(Sink):
         self._leave_if_done()
         if not self._users:
             self._changed.notify_all()
-        if ticket is not None:
+        if ticket is not None and numbers[0] >= self._first_expert and not self.experts.asked:
+            self._used.append((numbers, ticket))  # until the next `ask`: no thread has to wait
+        else:
+            if ticket is not None:
+                for number in numbers:
+                    self._held[number].computing += 1
+                self._busy.update(numbers)
+                self._reaper.follow(numbers, ticket, self._has_computed)
             for number in numbers:
-                self._held[number].computing += 1
-            self._busy.update(numbers)
-            self._reaper.follow(numbers, ticket, self._has_computed)
-        for number in numbers:
-            self._settle(number)
-        self._wake()
+                self._settle(number)
+            self._wake()
         if self._views is not None:
             self._views.leave(numbers)
 
@@ -285,8 +308,13 @@ class Rounds(Sink):
             self._start()
             for number in numbers:
                 self._check_room(number)
-            self._wake()
+            if numbers[0] < self._first_expert:  # `ask` has woken S
+                self._wake()
             self._changed.wait()
+
+    def _waits_inside(self) -> bool:
+        """Whether R waits for a layer inside of another, and has to check whether it has room."""
+        return bool(self._users and self._wanted and self._wanted[0] < self._first_expert)
 
     def _is_there(self, number: int) -> bool:
         held = self._held.get(number)
@@ -316,7 +344,7 @@ class Rounds(Sink):
         """Return (layer to read next, its first slot); None if none is needed, or no slot free."""
         if self.experts.asked:  # a layer waits for them, or is about to
             base = self._first_expert
-            expert = self.experts.next({number - base for number in {*self._busy, *self._users}})
+            expert = self.experts.next({number - base for number in self._in_use()})
             if expert is not None:
                 return base + expert[0], len(self._holds) + expert[1]
         wanted = [number for number in self._wanted[:1] if number < self._first_expert]
@@ -360,15 +388,25 @@ class Rounds(Sink):
             for at in range(first, first + self._layers[number].slots):
                 self._drop(self._holds[at])
                 self._holds[at] = number
-        kinds = [self._plan.placements.kinds[at] for at in self._layers[number].placements]
-        nbytes = sum(kind.nbytes for kind in kinds if kind.cast not in UNREAD)
+        nbytes = self._nbytes(number)
         if not self._fills():
             self._busy_since = time.perf_counter()
         self._held[number] = HeldLayer(first, nbytes, nbytes)
         self._busy.add(number)
 
+    def _nbytes(self, number: int) -> int:
+        """Return the bytes to copy of a layer."""
+        if (found := self._sizes.get(number)) is None:
+            kinds = [self._plan.placements.kinds[at] for at in self._layers[number].placements]
+            found = sum(kind.nbytes for kind in kinds if kind.cast not in UNREAD)
+            self._sizes[number] = found
+        return found
+
     def _fills(self) -> bool:
         return any(self._held[number].state is LayerState.FILLING for number in self._busy)
+
+    def _in_use(self) -> set[int]:
+        return {*self._busy, *self._users, *chain.from_iterable(each for each, _ in self._used)}
 
     def _drop(self, number: int | None) -> None:
         if number is None:
@@ -387,7 +425,7 @@ class Rounds(Sink):
         if held is None or held.state is LayerState.FILLING or held.unsure_nbytes or held.computing:
             return
         self._busy.discard(number)
-        if held.state is LayerState.SPOILED and number not in self._users:
+        if held.state is LayerState.SPOILED and number not in self._in_use():
             self._drop(number)
 
     # --- the thread that brings layers --------------------------------------------------------
@@ -417,7 +455,6 @@ class Rounds(Sink):
             waits = bool(self._wanted or self._unproved) and error is not self._raised
             self._error, self._raised = error if waits else None, None
             self._unproved.clear()
-            self._buffers.clear()
             self._changed.notify_all()
 
     def _forget(self, *, everything: bool) -> None:
@@ -498,31 +535,37 @@ class Rounds(Sink):
                 if crew.listen(_LOOK_S):
                     idle_since = time.monotonic()
                 continue
-            number, first = picked
-            buffers = self.memory.to_fill(number, first)
-            self._buffers.update(zip(self._layers[number].placements, buffers, strict=True))
-            if number not in self._work:  # made late: of very many experts few are chosen
-                units = job.units(self._layers[number].placements)
-                self._work[number] = list(batches(units, job, self._plan.threads))
-            if not self._work[number]:
-                self._filled(number)
-            for batch in self._work[number]:
-                crew.hand_out(job.open(batch[0][0].shard), batch)
-            read_nbytes = self._layers[number].read_nbytes
-            self.stats.read_nbytes += read_nbytes
-            if number >= self._first_expert:
-                self.experts.count_read(number - self._first_expert, read_nbytes)
+            self._hand_out(*picked, job, crew)
             idle_since = time.monotonic()
         crew.drain()
+
+    def _hand_out(self, number: int, first: int, job: Job, crew: Crew) -> None:
+        """Let workers fill the slots of a layer."""
+        layer = self._layers[number]
+        buffers = self.memory.to_fill(number, first)
+        job.buffers.update(zip(layer.placements, buffers, strict=True))
+        workers = self._plan.threads if number < self._first_expert else self._workers
+        work = self._work.get((number, workers))
+        if work is None:  # made late: of very many experts few are chosen
+            units = job.units(layer.placements, workers)
+            work = self._work[number, workers] = list(batches(units, job, self._plan.threads))
+        if not work:
+            self._filled(number)
+        for batch in work:
+            crew.hand_out(job.open(batch[0][0].shard), batch)
+        self.stats.read_nbytes += layer.read_nbytes
+        if number >= self._first_expert:
+            self.experts.count_read(number - self._first_expert, layer.read_nbytes)
 
     def _is_idle(self, since: float) -> bool:
         computing = any(self._held[number].computing for number in self._busy)
         busy = self._runner is not None or self._fills() or computing
-        return _program_ends() or (not busy and time.monotonic() - since >= _IDLE_S)
+        idle_s = time.monotonic() - max(since, self._active_s)
+        return _program_ends() or (not busy and idle_s >= _IDLE_S)
 
     def begin(self, indices: Sequence[int]) -> list[Buffer]:
-        """Return the buffers in slots that workers fill, for placements by index (`Sink`)."""
-        return [self._buffers[index] for index in indices]
+        """Raise AssertionError (`Sink`): buffers are in slots before units are handed out."""
+        raise AssertionError(f"placements {indices} have no slots")
 
     def sent(self, unit: WorkItem, tickets: Sequence[Ticket]) -> None:
         """Note that a unit's copies have been started (`Sink`); ``tickets``: those not ended."""
@@ -545,23 +588,26 @@ class Rounds(Sink):
                 if not self._fills():
                     self.stats.busy_s += time.perf_counter() - self._busy_since
             self._settle(number)
-            self._changed.notify_all()
+            if self._waits_inside() or all(map(self._is_there, self._wanted)):
+                self._changed.notify_all()
+
+    def ended(self, unit: WorkItem) -> None:
+        """Note that a unit's copies have ended (`Sink`)."""
+        number = self._layer_of[unit[0].placement]
+        with self._changed:
+            held = self._held.get(number)
+            if held is None:  # forgotten
+                return
+            held.unsure_nbytes -= written_nbytes(unit)
+            if not held.unsure_nbytes:  # until then the device waits before each use
+                held.tickets.clear()
+                self._unproved.discard(number)
+                self._settle(number)
+            if self._waits_inside():
+                self._changed.notify_all()
 
     def finish(self, indices: Sequence[int]) -> None:
-        """Note that all copies of placements, given by index, have ended (`Sink`)."""
-        with self._changed:
-            for placement in indices:
-                number = self._layer_of[placement]
-                held = self._held.get(number)
-                if held is None:  # forgotten
-                    continue
-                held.unsure_nbytes -= self._plan.placements.kinds[placement].nbytes
-                if not held.unsure_nbytes:  # until then the device waits before each use
-                    held.tickets.clear()
-                    self._unproved.discard(number)
-                    self._settle(number)
-            if self._users and self._wanted:
-                self._changed.notify_all()  # to check the room for a layer inside another
+        """Do nothing (`Sink`): `ended` counts."""
 
     def _has_computed(self, numbers: Sequence[int]) -> None:
         """Note that the device has computed with layers, so that their slots can be filled."""

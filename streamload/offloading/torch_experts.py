@@ -15,19 +15,24 @@ import math
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import cache, partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from streamload.offloading.prefetch import Rounds
-from streamload.offloading.torch_modules import Wrapped, refuse_training
+from streamload.offloading.torch_modules import TorchSlots, Wrapped, refuse_training
 from streamload.planning.room import experts_chosen
 
 #: The dtype in which outputs of experts are added, one expert after the other: that of the states,
 #: float32, or that of the router's weights. "grouped": all of a token at once, as by "grouped_mm".
 Sums = Literal["states", "float32", "weights", "grouped"]
 
+_GROUPS = 1023  # the most of a kernel of torch's grouped_mm
+_FEW_ROWS = 128  # of a group, for which that has another kernel than for more
 _TRIED = 4  # small experts, of which tokens choose three: sums of two round alike in all dtypes
 
 
@@ -116,17 +121,25 @@ def _trials(module: nn.Module) -> Iterator[Routed]:
 
 
 _Weights = Mapping[str, torch.Tensor]  # of one expert, by the names of the module's parameters
-_Given = Generator[tuple[int, _Weights], None, None]  # experts with their weights
-_Give = Callable[[Sequence[int]], _Given]  # from numbers of experts
+
+
+class Given(NamedTuple):
+    """Experts to compute with now."""
+
+    experts: Sequence[int]
+    places: Sequence[int]  # of each expert, its index along the first axis of all weights
+    weights: Mapping[str, torch.Tensor]  # by the names of the module's parameters
+
+
+_Give = Callable[[Sequence[int]], Generator[Given, None, None]]  # from numbers of experts
 
 
 def _all_of(module: nn.Module) -> _Give:
-    """Return a function from expert numbers to (number, weights) pairs of a module in memory."""
+    """Return a function that yields experts, given by number, of a module in memory."""
     own = dict(module.named_parameters(recurse=False))
 
-    def give(chosen: Sequence[int]) -> _Given:
-        for expert in chosen:
-            yield expert, {name: each[expert] for name, each in own.items()}
+    def give(chosen: Sequence[int]) -> Generator[Given, None, None]:
+        yield Given(chosen, chosen, own)
 
     return give
 
@@ -147,12 +160,18 @@ def computed(module: Any, sums: Sums, routed: Routed, give: _Give) -> torch.Tens
     mine = _parts(flat, module.num_experts)
     dtypes = {"states": states.dtype, "float32": torch.float32, "weights": weights.dtype}
     out = torch.zeros_like(states, dtype=dtypes[sums])
-    with closing(give([*mine])) as experts:  # closed after an error, too
-        for expert, own in experts:
+    with closing(give([*mine])) as some:  # closed after an error, too
+        for expert, own in chain.from_iterable(map(_one_by_one, some)):
             token, place = numbers[mine[expert]], places[mine[expert]]
             found = _output(module, states[token], own) * weights[token, place, None]
             out.index_add_(0, token, found.to(out.dtype))
     return out.to(states.dtype)
+
+
+def _one_by_one(given: Given) -> Iterator[tuple[int, _Weights]]:
+    """Yield each expert with its weights."""
+    for expert, place in zip(given.experts, given.places, strict=True):
+        yield expert, {name: each[place] for name, each in given.weights.items()}
 
 
 def _parts(flat: torch.Tensor, count: int) -> dict[int, slice]:
@@ -160,8 +179,9 @@ def _parts(flat: torch.Tensor, count: int) -> dict[int, slice]:
 
     ``flat``: the experts that all tokens chose; experts from ``count`` on are left out.
     """
-    asked, counts = torch.unique(flat.cpu(), return_counts=True)  # the one wait for the device
-    ends = counts.cumsum(0)
+    # the one wait for the device; torch would wake threads for so little
+    asked, counts = np.unique(flat.cpu().numpy(), return_counts=True)
+    ends = counts.cumsum()
     rows = zip(asked.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True)
     return {expert: slice(first, end) for expert, first, end in rows if expert < count}
 
@@ -174,19 +194,30 @@ def _computed_grouped(module: Any, routed: Routed, give: _Give) -> torch.Tensor:
     states, choices, weights = routed
     grouped, flat = _grouped_mm(), choices.reshape(-1)
     _, order = torch.sort(flat)  # the same sort as there
-    numbers, mine = order // choices.shape[-1], _parts(flat, module.num_experts)
+    mine = _parts(flat, module.num_experts)
     out = states.new_zeros(len(flat), states.shape[-1])
     one = copy.copy(module)
-    one.__dict__.update(num_experts=1, _parameters={})
-    with closing(give([*mine])) as experts:
-        for expert, own in experts:
-            one._parameters.update({name: each[None] for name, each in own.items()})
-            rows = states[numbers[mine[expert]]]
-            alone = torch.zeros(len(rows), 1, dtype=torch.int64, device=states.device)
-            found = grouped(one, rows, alone, torch.ones_like(alone, dtype=states.dtype))
-            out[order[mine[expert]]] = found
+    with closing(give([*mine])) as some:
+        for experts, places, own in some:
+            counts = [mine[expert].stop - mine[expert].start for expert in experts]
+            which = torch.from_numpy(np.repeat(np.array(places, np.int64), counts)[:, None])
+            which = which.to(states.device, non_blocking=True)
+            rows = _joined(order, [mine[expert] for expert in experts])
+            one.__dict__.update(
+                num_experts=len(next(iter(own.values()))), _parameters=dict(own)
+            )
+            ones = torch.ones_like(which, dtype=states.dtype)
+            out[rows] = grouped(one, states[rows // choices.shape[-1]], which, ones)
     weighted = out * weights.reshape(-1, 1)
     return weighted.view(*choices.shape, -1).sum(dim=1).to(states.dtype)
+
+
+def _joined(order: torch.Tensor, parts: Sequence[slice]) -> torch.Tensor:
+    """Return the elements of ascending slices, which are mostly adjacent."""
+    first, stop = parts[0].start, parts[-1].stop
+    if stop - first == sum(part.stop - part.start for part in parts):
+        return order[first:stop]
+    return torch.cat([order[part] for part in parts])
 
 
 def _output(module: Any, states: torch.Tensor, own: _Weights) -> torch.Tensor:
@@ -226,22 +257,63 @@ class StreamedExperts(Wrapped):
     ) -> torch.Tensor:
         """Return the outputs of experts ``top_k_index``, summed by ``top_k_weights`` per token."""
         refuse_training(self._module)
+        module, routed = self._module, Routed(hidden_states, top_k_index, top_k_weights)
+        most = 1
+        if self._sums == "grouped" and top_k_index.numel() <= _FEW_ROWS * module.num_experts:
+            most = _most_groups(module)
         with torch.no_grad():
-            routed = Routed(hidden_states, top_k_index, top_k_weights)
-            return computed(self._module, self._sums, routed, self._give)
+            return computed(module, self._sums, routed, partial(self._give, most))
 
-    def _give(self, chosen: Sequence[int]) -> _Given:
-        """Yield experts with their weights in slots, a few of them acquired while others come."""
+    def _give(self, most: int, chosen: Sequence[int]) -> Generator[Given, None, None]:
+        """Yield experts with their weights in slots, a few of them acquired while others come.
+
+        Up to ``most`` slots are in the weights that are yielded.
+        """
         together = self._rounds.experts.together
         self._rounds.ask(self._layer, chosen)
         try:
             for first in range(0, len(chosen), together):
                 some = chosen[first : first + together]
                 try:  # before acquiring: after an error some may be acquired
-                    buffers = self._rounds.acquire_experts(self._layer, some)
-                    for expert, own in zip(some, buffers, strict=True):
-                        yield expert, {name: own[at] for name, at in self._places[expert].items()}
+                    held = self._rounds.acquire_experts(self._layer, some)
+                    yield from self._given(some, held, most)
                 finally:
                     self._rounds.release_experts(self._layer, some)
         finally:
             self._rounds.end_asking()
+
+    def _given(
+        self, some: Sequence[int], held: Sequence[tuple[int, int]], most: int
+    ) -> Iterator[Given]:
+        """Yield acquired experts; ``held``: the number of each among all layers, and its slot."""
+        memory = self._rounds.memory
+        together: dict[Any, list[tuple[int, int, int]]] = {}  # experts, their numbers and places
+        for expert, (number, slot) in zip(some, held, strict=True):
+            places = self._places[expert]
+            if most == 1 or not isinstance(memory, TorchSlots):
+                own = memory.buffers(number, slot)
+                yield Given([expert], [0], {name: own[at][None] for name, at in places.items()})
+                continue
+            window, place = divmod(slot - memory.layers, most)
+            key = window * most, *places.values()
+            together.setdefault(key, []).append((expert, number, place))
+        for (first, *_), found in together.items():
+            experts, (number, *_), at = zip(*found, strict=True)
+            pools, places = memory.pools(number), self._places[experts[0]]
+            own = {name: pools[at][first : first + most] for name, at in places.items()}
+            yield Given(experts, at, own)
+
+
+def _most_groups(module: nn.Module) -> int:
+    """Return how many experts one kernel of torch's grouped_mm can have; 1 if it loops over them.
+
+    Source: aten/src/ATen/native/cuda/GroupedBlas.cpp and GroupMM.cu of torch 2.11.
+    """
+    weights = [each for each in module._parameters.values() if each is not None]
+    fast = weights[0].is_cuda and all(each.dtype == torch.bfloat16 for each in weights)
+    return _GROUPS if fast and _capability(weights[0].device)[0] in (9, 10) else 1
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if torch.version.cuda else (0, 0)

@@ -19,12 +19,14 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from streamload.core.dtypes import DType
+from streamload.core.units import round_up
 from streamload.devices.parameters import Slot
 from streamload.devices.torch.tensors import TO_TORCH, changes_nothing
 from streamload.errors import OffloadError
 from streamload.offloading import torch_lent
 from streamload.offloading.layers import Slots
 from streamload.offloading.prefetch import Rounds
+from streamload.offloading.residency import SLOT_ALIGNMENT_NBYTES
 from streamload.offloading.rows import RowReader
 from streamload.offloading.stays import Stays
 from streamload.offloading.torch_faces import Face
@@ -206,6 +208,26 @@ class TorchSlots(TensorSlots):
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
         own = from_dlpack(to_dlpack(tensor.reshape(-1).view(torch.uint8)))
         return torch_lent.weight_of(own.view(tensor.dtype).view(tensor.shape))
+
+    def pools(self, expert: int) -> list[torch.Tensor]:
+        """Return a tensor for each weight of an expert: that weight in all slots, on a first axis.
+
+        ``expert``: its number among all layers. Experts of equal shapes share the tensors.
+        """
+        kinds, found = self._layers[expert], list[torch.Tensor]()
+        key = "all slots", self._alike[expert]
+        if key not in self._made:
+            count, nbytes = self._residency.cache_slots, self._residency.cache_slot_nbytes
+            at = self._starts[self.layers]
+            with torch.inference_mode(False), torch.no_grad():
+                for kind in kinds:
+                    one = self._memory[at : at + kind.nbytes].view(TO_TORCH[kind.dst.name])
+                    strides = one.view(kind.shape).stride()
+                    pitch = nbytes // one.element_size()
+                    found.append(one.as_strided((count, *kind.shape), (pitch, *strides)))
+                    at = round_up(at + kind.nbytes, SLOT_ALIGNMENT_NBYTES)
+            self._made[key] = found, []
+        return self._made[key][0]
 
 
 def refuse_capture() -> None:

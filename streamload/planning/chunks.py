@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from operator import attrgetter
@@ -89,9 +90,14 @@ class Chunk:
         """Return the chunk's bytes in a staging slot: before the cast, if the device casts."""
         return self.read_nbytes if placement.cast == "device" else self.stop - self.start
 
-    def moved(self, places: int) -> Chunk:
-        """Return the chunk with its placement's index raised by ``places``, for a longer plan."""
-        return replace(self, placement=self.placement + places)
+    def halves(self, nbytes: int) -> tuple[Chunk, Chunk]:
+        """Cut a chunk of one read that is copied unchanged: its first ``nbytes``, and the rest."""
+        (run,) = self.runs
+        middle, at = run.start + nbytes, self.start + nbytes
+        return (
+            Chunk(self.placement, self.shard, self.start, at, (replace(run, stop=middle),)),
+            Chunk(self.placement, self.shard, at, self.stop, (replace(run, start=middle, offset=at),)),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,10 +121,6 @@ class SmallTensorBatch:
     def placements(self) -> range:
         """Indices of the batch's parameters in ``Plan.placements``."""
         return range(self.first, self.first + len(self))
-
-    def moved(self, places: int) -> SmallTensorBatch:
-        """Return the batch with its placements' indices raised by ``places``, for a longer plan."""
-        return replace(self, first=self.first + places)
 
     @property
     def start(self) -> int:
@@ -214,6 +216,18 @@ class Cut:
         unread = np.array([kind.cast in UNREAD for kind in plan.placements.kinds], bool)
         read = ~unread[found.placements]
         self._extents = _Extents(*(column[read] for column in found)) if unread.any() else found
+
+    def of(self, some: range) -> Cut:
+        """Return the cut of some placements, given by index."""
+        made = copy(self)
+        bounds = np.searchsorted(self._extents.placements, (some.start, some.stop))
+        made._extents = _Extents(*(column[slice(*bounds)] for column in self._extents))
+        return made
+
+    @property
+    def nbytes(self) -> int:
+        """File bytes to read in all."""
+        return int((self._extents.stops - self._extents.starts).sum())
 
     def read_nbytes(self, shards: Collection[int]) -> int:
         """Return the number of file bytes to read from ``shards``, given by index."""

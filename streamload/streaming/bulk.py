@@ -14,7 +14,11 @@ from streamload.devices.allocators import DRIVER_BLOCK_NBYTES
 from streamload.devices.base import Copy, CopyTable, Read, Staging
 from streamload.planning.chunks import Chunk, SmallTensorBatch
 from streamload.planning.plan import SEGMENTS
-from streamload.streaming.state import Job, WorkItem
+from streamload.streaming.state import Job, Refill, WorkItem
+
+
+# Most bytes between tensors that are read though nobody needs them, if memory is filled repeatedly.
+_GAP_NBYTES = 2**17
 
 
 class Slot(NamedTuple):
@@ -32,35 +36,61 @@ def reads_of(
     The reads begin and end at multiples of ``alignment``. The first has the number ``index``; read
     ``i`` goes to slot ``i % len(slots)``.
     """
+    if isinstance(unit, SmallTensorBatch):
+        whole = unit.read_nbytes
+        return list(_pack_reads(job, device, unit, alignment, _read_nbytes(job, whole)))
+    kinds, refills = job.plan.placements.kinds, job.transfer.refills
+    address = job.address_of(unit[0].placement)
+    if (known := job.refills.get(id(unit))) is not None:
+        return known.moved_to(address)
+    size = _read_nbytes(job, sum(chunk.read_nbytes for chunk in unit))
+    gap_nbytes = _GAP_NBYTES if refills else 0
     reads: list[Read] = []
     copies: list[Copy] = []
     start = at = unit[0].runs[0].start  # first byte of this read, and of its next copy
-    whole = unit[-1].runs[0].stop - start
-    # reads of one size: a small one at the end would cost as much as the others
-    size = round_up(-(-whole // -(-whole // job.plan.slot_nbytes)), mmap.PAGESIZE)
-    size = min(size, job.plan.slot_nbytes)
-    if isinstance(unit, SmallTensorBatch):
-        return list(_pack_reads(job, device, unit, alignment, size))
     for chunk in unit:
-        p = job.plan.placements[chunk.placement]
-        width = p.src.nbytes(p.unit_numel) if p.cast == "device" else 1
-        if at != chunk.runs[0].start:  # a gap is not read
+        (run,) = chunk.runs
+        width = 1
+        if kinds[chunk.placement].cast == "device":
+            p = job.plan.placements[chunk.placement]
+            width = p.src.nbytes(p.unit_numel)
+        if at != run.start and not at < run.start <= min(at + gap_nbytes, start + size - width):
             reads.append(_read(start, at, alignment, copies))
-            copies, start = [], chunk.runs[0].start
-            at = start
-        while at < chunk.runs[0].stop:
+            copies, start = [], run.start
+        at = run.start
+        while at < run.stop:
             room = (size - (at - start)) // width * width
             if not room:
                 reads.append(_read(start, at, alignment, copies))
                 copies, start = [], at
                 continue
-            n = min(room, chunk.runs[0].stop - at)
+            n = min(room, run.stop - at)
             scratch = slots[(index + len(reads)) % len(slots)].scratch
             lead = start % alignment
-            copies.append(copy_of(job, device, chunk, at, n, at - start + lead, scratch))
+            copy = copy_of(job, device, chunk, at, n, at - start + lead, scratch)
+            if refills and copies and _follows(copies[-1], copy):
+                copies[-1] = copies[-1]._replace(nbytes=copies[-1].nbytes + n)
+            else:
+                copies.append(copy)
             at += n
     reads.append(_read(start, at, alignment, copies))
+    if refills and all(kinds[chunk.placement].cast == "copy" for chunk in unit):
+        job.refills[id(unit)] = Refill(unit, address, reads)
     return reads
+
+
+def _read_nbytes(job: Job, whole: int) -> int:
+    """Return the bytes of each read of a unit of ``whole`` bytes, at most a slot.
+
+    They are of one size: a small one at the end would cost as much as the others.
+    """
+    count = -(-whole // job.plan.slot_nbytes)
+    return min(round_up(-(-whole // count), mmap.PAGESIZE), job.plan.slot_nbytes)
+
+
+def _follows(a: Copy, b: Copy) -> bool:
+    """Whether two uncast copies are adjacent, in the slot and on the device."""
+    return not (a.kernel or b.kernel) and a.nbytes == b.at - a.at == b.address - a.address
 
 
 def _pack_reads(
@@ -102,10 +132,10 @@ def copy_of(
     """
     bulk, casts = job.devices[device].bulk, job.casts.get(device)
     assert bulk is not None, device
-    p = job.plan.placements[chunk.placement]
     address = bulk.address(job.buffers[chunk.placement]) + chunk.start
     offset = start - chunk.runs[0].start if chunk.runs else 0
-    if p.cast == "device" and casts is not None:
+    if job.plan.placements.kinds[chunk.placement].cast == "device" and casts is not None:
+        p = job.plan.placements[chunk.placement]
         numel = p.src.numel(offset)
         first = chunk.start // p.dst.itemsize if p.coding is None else p.numel_at(chunk.start)
         first += numel

@@ -29,7 +29,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -44,7 +44,7 @@ from streamload.codecs.weights import Packed, read_whole
 from streamload.core.dtypes import DType
 from streamload.core.location import Location
 from streamload.core.tensors import TensorInfo
-from streamload.devices.base import Addressed, Buffer, Device, Ticket
+from streamload.devices.base import Addressed, Buffer, Device, Read, Ticket
 from streamload.errors import FileChangedError, OutOfRangeError, TruncatedFileError
 from streamload.files.local import Reader
 from streamload.files.page_cache import PageCache
@@ -65,6 +65,25 @@ _MAX_UNIT_CHUNKS = 256  # so that a unit of tiny tensors does not keep the other
 
 #: A unit of work: chunks of one file for one device, in the order of the file.
 WorkItem = tuple[Chunk, ...] | SmallTensorBatch
+
+
+class Refill(NamedTuple):
+    """The reads of a unit that is copied unchanged to memory that is filled again and again.
+
+    ``address``: that of the first buffer, from which the others have the same distances each time.
+    """
+
+    unit: WorkItem
+    address: int
+    reads: list[Read]
+
+    def moved_to(self, address: int) -> list[Read]:
+        """Return the reads, with copies to buffers of which the first is at ``address``."""
+        by = address - self.address
+        return [
+            replace(read, copies=[c._replace(address=c.address + by) for c in read.copies])
+            for read in self.reads
+        ]
 
 
 class Sink(ABC):
@@ -90,6 +109,10 @@ class Sink(ABC):
 
         Called by a worker. The copies may still fail; only `finish` confirms that they succeeded.
         """
+        return None
+
+    def ended(self, unit: WorkItem) -> None:
+        """Note that all copies of a unit have ended."""
         return None
 
     def revoke(self, indices: Iterable[int]) -> None:
@@ -154,6 +177,7 @@ class Job:
         self.stats = StreamStats()
         self.first_reads: list[float] = []  # when workers began to read; the least counts
         self.buffers: dict[int, Buffer] = {}
+        self.refills: dict[int, Refill] = {}  # by id of the unit
         self.infos = infos = {name: device.info for name, device in devices.items()}
         cast_there = {p.device for p, _ in plan.placements.counted if p.cast == "device"}
         self.casting = [name for name, info in infos.items() if info.casts and name in cast_there]
@@ -166,7 +190,7 @@ class Job:
                 self._address[name] = device.address
         self.casts: dict[str, DeviceCasts] = {}  # by device, for devices that cast
         nbytes = sum(p.nbytes * count for p, count in plan.placements.counted)
-        share = nbytes // (_LEAST_SHARE * max(plan.threads, 1))
+        share = nbytes if transfer.refills else nbytes // (_LEAST_SHARE * max(plan.threads, 1))
         # whole slots: the rest of each unit would be a small copy
         slots = max(min(share, BULK_NBYTES) // max(plan.slot_nbytes, 1), 1)
         slots = min(slots, _MAX_UNIT_CHUNKS)  # each is a read, which takes memory too
@@ -203,14 +227,27 @@ class Job:
         self._auxiliary: dict[int, list[int]] = {}
         self.holds = any(p.there_nbytes for p, _ in plan.placements.counted)
 
-    def units(self, some: range | None = None) -> Iterator[WorkItem]:
-        """Cut the plan into units in the order of reading; ``some`` selects placements by index."""
-        cut, first = self._cut, 0
+    def units(self, some: range | None = None, workers: int = 1) -> Iterator[WorkItem]:
+        """Cut the plan into units in the order of reading.
+
+        ``some`` selects placements by index: a layer that is read again and again, by so many
+        workers, in units of one size.
+        """
+        cut, most = self._cut, self._bulk_nbytes
         if some is not None:
-            first, placements = some.start, self.plan.placements[some.start : some.stop]
-            cut = Cut(replace(self.plan, placements=placements), self._checkpoint)
-        pieces = cut.packs_and_chunks(self._chunk_nbytes, self.unit_nbytes, _MAX_UNIT_CHUNKS)
-        return _units((piece.moved(first) for piece in pieces) if first else pieces, self)
+            cut = self._cut.of(some)
+            count = max(min(workers, cut.nbytes // max(self.plan.slot_nbytes, 1)), 1)
+            most = slot_nbytes(-(-cut.nbytes // max(count, -(-cut.nbytes // most))))
+
+        def unit_nbytes(p: Placement) -> int:
+            nbytes = self.unit_nbytes(p)
+            return min(nbytes, most) if self.is_bulk(p) else nbytes
+
+        def chunk_nbytes(p: Placement) -> int:
+            return min(self._chunk_nbytes(p), unit_nbytes(p))
+
+        pieces = cut.packs_and_chunks(chunk_nbytes, unit_nbytes, _MAX_UNIT_CHUNKS)
+        return _units(pieces, self, unit_nbytes)
 
     def open(self, shard: int) -> Reader:
         """Return the open file of a shard, given by index; open it if needed."""
@@ -298,7 +335,7 @@ class Job:
                     stop = min(start + self.plan.chunk_nbytes, len(value))
                     chunks.append(Chunk(index, chunk.shard, start, stop, ()))
         self._coded.clear()
-        return [[unit] for unit in _units(chunks, self)]
+        return [[unit] for unit in _units(chunks, self, self.unit_nbytes)]
 
     def is_bulk(self, p: Placement) -> bool:
         """Whether a placement's file bytes go to its device unchanged, many chunks in one call.
@@ -398,9 +435,9 @@ class Job:
         if p.there_nbytes:
             return casts.held(index)
         found = self._auxiliary.get(index)
-        return self._address_of(found[0]) if found else 0
+        return self.address_of(found[0]) if found else 0
 
-    def _address_of(self, index: int) -> int:
+    def address_of(self, index: int) -> int:
         """Return the address of a placement's buffer."""
         return self._address[self.plan.placements.kinds[index].device](self.buffers[index])
 
@@ -434,26 +471,30 @@ class Job:
         if isinstance(unit, SmallTensorBatch):
             self.stats.read_nbytes += unit.read_nbytes
             self._finish(unit.placements)
+        elif id(unit) in self.refills:  # unchanged, into buffers that stay
+            self.stats.read_nbytes += written_nbytes(unit)
         else:
             for chunk, count in zip(unit, counts, strict=True):
                 self._chunk_done(chunk, count)
+        self.sink.ended(unit)
         self._account(unit, self.stats.read_nbytes - before)
 
     def _chunk_done(self, chunk: Chunk, count: Counts) -> None:
         """Add a placed chunk's counts; finish its placement if the chunk was the last."""
         index = chunk.placement
-        p = self.plan.placements[index]
+        p = self.plan.placements.kinds[index]
         self.stats.read_nbytes += chunk.read_nbytes
         if p.cast in HOST_CASTS:
             self.count(index, count)
-        self._check_range(chunk, p, count)
+        self._check_range(chunk, count)
         left = self._left.pop(index, p.nbytes) - (chunk.stop - chunk.start)
         if left:
             self._left[index] = left
             return
+        p = self.plan.placements[index]
         strict = self.plan.out_of_range == "error"  # otherwise it is not read for each
         if strict and p.cast == "device" and p.device in self.casts:
-            self._check_range(chunk, p, self.casts[p.device].counts(index))
+            self._check_range(chunk, self.casts[p.device].counts(index))
         mean = self._let_go(index, p) if p.there_nbytes else 0.0
         if p.coding is not None and not p.coding.part:
             self._coded.append((chunk, mean))
@@ -467,7 +508,7 @@ class Job:
         """Free a complete placement's scales or statistics; return nested statistics' mean or 0."""
         casts, mean = self.casts[p.device], 0.0
         if p.coding is not None:
-            mean = casts.nest(index, *map(self._address_of, self._auxiliary[index]))
+            mean = casts.nest(index, *map(self.address_of, self._auxiliary[index]))
         casts.let_go(index)
         return mean
 
@@ -493,15 +534,21 @@ class Job:
         self._to_come[unit[0].shard] -= 1
         self._close_if_done(unit[0].shard)
 
-    def _check_range(self, chunk: Chunk, p: Placement, counts: Counts) -> None:
+    def _check_range(self, chunk: Chunk, counts: Counts) -> None:
         """Raise OutOfRangeError for values that overflowed, if ``out_of_range`` is "error"."""
         if counts.overflowed and self.plan.out_of_range == "error":
+            p = self.plan.placements.kinds[chunk.placement]
             info, names = self.tensor(chunk), (p.src.name, p.dst.name)
             raise OutOfRangeError(info.name, info.shard, *names, counts.overflowed)
 
 
-def _units(cut: Iterable[Chunk | SmallTensorBatch], job: Job) -> Iterator[WorkItem]:
-    """Group neighbouring chunks of one shard into units; a batch of small tensors is a unit."""
+def _units(
+    cut: Iterable[Chunk | SmallTensorBatch], job: Job, unit_nbytes: Callable[[Placement], int]
+) -> Iterator[WorkItem]:
+    """Group neighbouring chunks of one shard into units; a batch of small tensors is a unit.
+
+    ``unit_nbytes`` gives the most bytes of a unit of a placement's chunks. If memory is filled repeatedly, chunks for bulk copies are cut so that all units are full.
+    """
     unit: list[Chunk] = []
     size = most = 0
     for chunk in cut:
@@ -512,18 +559,24 @@ def _units(cut: Iterable[Chunk | SmallTensorBatch], job: Job) -> Iterator[WorkIt
             yield chunk
             continue
         p = job.plan.placements[chunk.placement]
-        grows = slot_nbytes(max(chunk.stop - chunk.start, chunk.read_nbytes))
-        if unit and (
-            size + grows > most
-            or len(unit) == _MAX_UNIT_CHUNKS
+        fills = job.transfer.refills and p.cast == "copy" and job.is_bulk(p)
+        grows = max(chunk.stop - chunk.start, chunk.read_nbytes)
+        grows = grows if fills else slot_nbytes(grows)
+        alike = bool(unit) and not (
+            len(unit) == _MAX_UNIT_CHUNKS
             or chunk.shard != unit[0].shard
             or p.device != job.plan.placements[unit[0].placement].device
-            or most != job.unit_nbytes(p)
-        ):
+            or most != unit_nbytes(p)
+        )
+        if unit and (not alike or size + grows > most):
+            if alike and fills and size < most:
+                head, chunk = chunk.halves(most - size)
+                unit.append(head)
+                grows = chunk.read_nbytes
             yield tuple(unit)
             unit, size = [], 0
         unit.append(chunk)
-        size, most = size + grows, job.unit_nbytes(p)
+        size, most = size + grows, unit_nbytes(p)
     if unit:
         yield tuple(unit)
 

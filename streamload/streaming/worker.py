@@ -173,7 +173,7 @@ class Worker:
             to its end, also the file byte up to which it has been copied.
         """
         job = self._job
-        name = job.plan.placements[units[0][0].placement].device
+        name = job.plan.placements.kinds[units[0][0].placement].device
         bulk = job.devices[name].bulk
         alignment = reader.alignment
         room = job.plan.staging_nbytes - job.plan.slot_nbytes
@@ -241,7 +241,9 @@ class Worker:
 
     def _goes_in_bulk(self, unit: WorkItem, device: str) -> bool:
         """Whether a bulk copy can take a unit: its chunks are unchanged, and in file order."""
-        on = self._job.plan.placements[unit[0].placement].device
+        if id(unit) in self._job.refills:
+            return True
+        on = self._job.plan.placements.kinds[unit[0].placement].device
         if on != device or isinstance(unit, SmallTensorBatch):
             return on == device
         return all(self._file_range((chunk,)) is not None for chunk in unit) and all(
@@ -265,10 +267,10 @@ class Worker:
 
     def _prepare(self, device: str, count: int) -> None:
         """Allocate staging slots for a device, until it has ``count``."""
-        job = self._job
+        kinds = self._job.plan.placements.kinds
         slots = self._slots.setdefault(device, deque())
         if any(
-            job.plan.placements[entry.unit[0].placement].device != device
+            kinds[entry.unit[0].placement].device != device
             for entry in self._under_way
         ):
             self._finished += self.settle()  # those are in slots of another device
@@ -349,7 +351,7 @@ class Worker:
             return unit.start, unit.stop
         start = stop = -1
         for chunk in unit:
-            p = self._job.plan.placements[chunk.placement]
+            p = self._job.plan.placements.kinds[chunk.placement]
             as_it_is = p.cast == "copy" or (p.cast == "device" and p.device in self._job.casts)
             if len(chunk.runs) != 1 or not as_it_is:
                 return None

@@ -167,6 +167,22 @@ def test_the_grouped_implementation(saved: Saved) -> None:
         saved.config._experts_implementation = "eager"
 
 
+@pytest.mark.parametrize("most", [2, 1023])
+def test_experts_in_one_kernel(saved: Saved, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a kernel takes groups of any slots, logits are the same: experts have no call each."""
+    saved.config._experts_implementation = "grouped_mm"
+    monkeypatch.setattr("streamload.offloading.torch_experts._most_groups", lambda module: most)
+    try:
+        wanted, least = logits(saved.resident()), saved.least
+        for budget in (least, least + 150_000, (least + saved.nbytes) // 2):
+            with saved.offloaded(budget, reader="pread") as (model, offloaded):
+                assert offloaded.plan.residency.experts
+                for _ in range(2):
+                    assert torch.equal(logits(model), wanted), budget
+    finally:
+        saved.config._experts_implementation = "eager"
+
+
 @pytest.mark.parametrize("share", [0.0, 0.4])
 def test_generate_with_a_cache(saved: Saved, share: float) -> None:
     """The same tokens as the resident model generates."""
