@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from streamload.core.dtypes import DType
+from streamload.core.location import Location
 from streamload.core.units import round_up
 from streamload.devices.base import Ticket
 from streamload.offloading.plan import OffloadPlan
 from streamload.offloading.residency import SLOT_ALIGNMENT_NBYTES
+from streamload.planning.placement import Placement
+
+# Parts of quantized weights begin at multiples of this in slots: kernels read vectors.
+_PART_ALIGNMENT_NBYTES = 64
+
+
+class FileRange(NamedTuple):
+    """Bytes ``start`` to ``stop`` (exclusive) of a file."""
+
+    shard: Location
+    start: int
+    stop: int
+
+
+NO_PARTS: Mapping[int, FileRange] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +71,51 @@ class Slots:
         layers: number of those of layers, which come first.
     """
 
-    def __init__(self, memory: Any, plan: OffloadPlan) -> None:
-        """Cut ``memory``, the bytes of all slots, by the sizes in ``plan``."""
+    #: Whether tensors may begin at any multiple of 64, and short ones of bytes anywhere.
+    packs = True
+
+    def __init__(
+        self, memory: Any, plan: OffloadPlan, parts: Mapping[int, FileRange] = NO_PARTS
+    ) -> None:
+        """Cut ``memory``, the bytes of all slots, by the sizes in ``plan``.
+
+        ``parts``, by placement: the file bytes of parts of quantized weights. In a slot they are
+        adjacent where they are in the file, so that one copy brings them.
+        """
         assert plan.stream is not None
         self._memory, self._starts = memory, plan.residency.slot_starts
         self._residency, self.layers = plan.residency, plan.residency.slots
         self.count, kinds = len(self._starts), plan.stream.placements.kinds
         self._layers = [[kinds[at] for at in each] for each in plan.layer_placements]
-        # of each layer a number that those with the same dtypes and shapes share
+        self._offsets = [self._packed(each, kinds, parts) for each in plan.layer_placements]
+        # of each layer a number that those with the same dtypes, shapes and offsets share
         numbers: dict[Hashable, int] = {}
         self._alike = [
-            numbers.setdefault(tuple((kind.dst.name, kind.shape) for kind in each), len(numbers))
-            for each in self._layers
+            numbers.setdefault(
+                tuple((kind.dst.name, kind.shape, at) for kind, at in zip(*each, strict=True)),
+                len(numbers),
+            )
+            for each in zip(self._layers, self._offsets, strict=True)
         ]
         # By slot and kinds of tensors: tensors to compute with, and the same for workers.
         self._made: dict[Hashable, tuple[list[Any], list[Any]]] = {}
+
+    def _packed(
+        self, placements: range, kinds: Sequence[Placement], parts: Mapping[int, FileRange]
+    ) -> list[int]:
+        """Return the first byte of each tensor of a layer in its slots, within the planned size."""
+        found, at = list[int](), 0
+        for index in placements:
+            kind, mine, last = kinds[index], parts.get(index), parts.get(index - 1)
+            aligned = round_up(at, SLOT_ALIGNMENT_NBYTES)
+            if self.packs and found and mine and last and mine.shard == last.shard:
+                near = at + mine.start - last.stop
+                short = kind.dst.bits == 8 and kind.nbytes < SLOT_ALIGNMENT_NBYTES
+                if at <= near <= aligned and (short or not near % _PART_ALIGNMENT_NBYTES):
+                    aligned = near
+            found.append(aligned)
+            at = aligned + kind.nbytes
+        return found
 
     def buffers(self, layer: int, slot: int) -> list[Any]:
         """Return tensors over a slot for a layer's weights; layers of equal shapes share them."""
@@ -81,10 +128,10 @@ class Slots:
     def _of(self, layer: int, slot: int) -> tuple[list[Any], list[Any]]:
         key = slot, self._alike[layer]
         if key not in self._made:
-            found, at = [], self._starts[slot]
-            for kind in self._layers[layer]:
+            found, first = [], self._starts[slot]
+            for kind, offset in zip(self._layers[layer], self._offsets[layer], strict=True):
+                at = first + offset
                 found.append(self._view(at, at + kind.nbytes, kind.dst, kind.shape))
-                at = round_up(at + kind.nbytes, SLOT_ALIGNMENT_NBYTES)
             self._made[key] = [view for view, _ in found], [plain for _, plain in found]
         return self._made[key]
 

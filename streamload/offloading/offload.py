@@ -20,7 +20,7 @@ from streamload.loading.report import Clock, LoadReport
 from streamload.offloading.experts import ExpertCache
 from streamload.offloading.groups import groups_of_checkpoint
 from streamload.offloading.host import HostFile
-from streamload.offloading.layers import Layer, Slots
+from streamload.offloading.layers import FileRange, Layer, Slots
 from streamload.offloading.model import ModelAdapter
 from streamload.offloading.models import adapter_of, check_place, device_of
 from streamload.offloading.overrun import OnOverrun
@@ -30,6 +30,7 @@ from streamload.offloading.problem import Problem, decide_by_layers
 from streamload.offloading.report import OffloadReport
 from streamload.offloading.views import FileViews
 from streamload.planning.match import wants_of
+from streamload.planning.plan import Plan
 from streamload.planning.shares import Share
 from streamload.planning.sources import Found
 from streamload.planning.suggest import Wanted, call_of_library
@@ -398,9 +399,24 @@ def _rounds(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slot
         memory = FileViews(made, problem.checkpoint, device, kind.weight_of)
     else:
         arena = device.allocate(BY_NAME["uint8"], (residency.arena_nbytes,))
-        memory = kind(arena, made)
+        memory = kind(arena, made, _parts(made.stream, problem.checkpoint))
     return Rounds(
         *(made.stream, problem.checkpoint, device, layers, memory),
         changes=problem.options.changes,
         experts=ExpertCache(made.experts, residency.cache_slots),
     )
+
+
+def _parts(plan: Plan, checkpoint: Checkpoint) -> dict[int, FileRange]:
+    """Return the file bytes of parts of quantized weights, by placement, for `Slots`.
+
+    Matrices of floats are left out: a product may depend on their address.
+    """
+    found = {}
+    each = zip(plan.placements.kinds, plan.placements.sources, strict=True)
+    for at, (kind, (row, *_)) in enumerate(each):
+        if row.tensor in checkpoint.members and kind.cast == "copy":
+            info = checkpoint.tensors[row.tensor]
+            if kind.dst.kind != "float" or len(kind.shape) == 1:
+                found[at] = FileRange(info.shard, info.start, info.stop)
+    return found

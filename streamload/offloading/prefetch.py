@@ -19,7 +19,8 @@ thread "streamload-rounds", W a worker of the crew, C the thread that waits for 
 | field | meaning | changed by |
 |---|---|---|
 | `_users`, `_runner`, `_wanted` | layers in use, their thread, layers that it waits for | R |
-| `_used`, `_active_s`, `_workers` | experts that the device may compute with until the next `ask` | R |
+| `_used` | experts that the device may compute with until the next `ask` | R |
+| `_active_s`, `_workers` | when experts were asked for; workers for each that is read | R |
 | `_held`, `_holds`, `_busy` | layers with slots; by slot; filled or computed with | S, W, C, R |
 | `_error`, `_raised` | the error that ended S, for R to raise; the one that R raised | S, R |
 | `_thread`, `_crew` | S and its crew, while they run | R starts, S ends |
@@ -125,7 +126,7 @@ class Rounds(Sink):
             return self.memory.buffers(number, first)
 
     def _acquire(self, numbers: Sequence[int], stalls: list[float], at: int) -> list[int]:
-        """Wait until layers are in slots; return the first of each, add the time to ``stalls[at]``."""
+        """Wait until layers are in slots; return each one's first, add the time to ``stalls``."""
         begun = time.perf_counter()
         with self._changed:
             self._check_usable()

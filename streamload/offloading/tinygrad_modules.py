@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from streamload.devices.tinygrad.buffers import AbsentBuffer
 from streamload.devices.tinygrad.linear import put_into, walk
 from streamload.devices.tinygrad.tensors import ALLOCATORS, TO_TINYGRAD, backend_of, has, over
 from streamload.errors import AllocationError, OffloadError
-from streamload.offloading.layers import Slots
+from streamload.offloading.layers import NO_PARTS, FileRange, Slots
 from streamload.offloading.plan import OffloadPlan
 from streamload.offloading.prefetch import Rounds
 from streamload.offloading.rows import RowReader
@@ -42,9 +42,13 @@ JIT = type(TinyJit(lambda: None))
 class TinygradSlots(Slots):
     """Device memory cut into slots for streamed layers, with buffers of tinygrad over it."""
 
-    def __init__(self, memory: Buffer, plan: OffloadPlan) -> None:
+    packs = False  # drivers of OpenCL have larger alignments
+
+    def __init__(
+        self, memory: Buffer, plan: OffloadPlan, parts: Mapping[int, FileRange] = NO_PARTS
+    ) -> None:
         """Cut ``memory`` into slots; OffloadError if the device cannot make views of buffers."""
-        super().__init__(memory, plan)
+        super().__init__(memory, plan, parts)
         self._made: dict[Any, tuple[list[Buffer], list[UOp]]] = {}
         view_of(memory, 0, memory.nbytes, memory.dtype)
 

@@ -203,9 +203,7 @@ def _computed_grouped(module: Any, routed: Routed, give: _Give) -> torch.Tensor:
             which = torch.from_numpy(np.repeat(np.array(places, np.int64), counts)[:, None])
             which = which.to(states.device, non_blocking=True)
             rows = _joined(order, [mine[expert] for expert in experts])
-            one.__dict__.update(
-                num_experts=len(next(iter(own.values()))), _parameters=dict(own)
-            )
+            one.__dict__.update(num_experts=len(next(iter(own.values()))), _parameters=dict(own))
             ones = torch.ones_like(which, dtype=states.dtype)
             out[rows] = grouped(one, states[rows // choices.shape[-1]], which, ones)
     weighted = out * weights.reshape(-1, 1)
@@ -287,21 +285,23 @@ class StreamedExperts(Wrapped):
     ) -> Iterator[Given]:
         """Yield acquired experts; ``held``: the number of each among all layers, and its slot."""
         memory = self._rounds.memory
-        together: dict[Any, list[tuple[int, int, int]]] = {}  # experts, their numbers and places
-        for expert, (number, slot) in zip(some, held, strict=True):
-            places = self._places[expert]
-            if most == 1 or not isinstance(memory, TorchSlots):
-                own = memory.buffers(number, slot)
+        if most == 1:
+            for expert, (number, slot) in zip(some, held, strict=True):
+                own, places = memory.buffers(number, slot), self._places[expert]
                 yield Given([expert], [0], {name: own[at][None] for name, at in places.items()})
-                continue
+            return
+        assert isinstance(memory, TorchSlots), "a GPU has no views of files"
+        together: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
+        for expert, (number, slot) in zip(some, held, strict=True):
             window, place = divmod(slot - memory.layers, most)
-            key = window * most, *places.values()
+            key = window * most, *self._places[expert].values()
             together.setdefault(key, []).append((expert, number, place))
         for (first, *_), found in together.items():
-            experts, (number, *_), at = zip(*found, strict=True)
-            pools, places = memory.pools(number), self._places[experts[0]]
-            own = {name: pools[at][first : first + most] for name, at in places.items()}
-            yield Given(experts, at, own)
+            experts, numbers, at = zip(*found, strict=True)
+            pools = memory.pools(numbers[0])
+            names = self._places[experts[0]].items()
+            slots = {name: pools[n][first : first + most] for name, n in names}
+            yield Given(experts, at, slots)
 
 
 def _most_groups(module: nn.Module) -> int:

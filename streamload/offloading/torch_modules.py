@@ -19,14 +19,12 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from streamload.core.dtypes import DType
-from streamload.core.units import round_up
 from streamload.devices.parameters import Slot
 from streamload.devices.torch.tensors import TO_TORCH, changes_nothing
 from streamload.errors import OffloadError
 from streamload.offloading import torch_lent
 from streamload.offloading.layers import Slots
 from streamload.offloading.prefetch import Rounds
-from streamload.offloading.residency import SLOT_ALIGNMENT_NBYTES
 from streamload.offloading.rows import RowReader
 from streamload.offloading.stays import Stays
 from streamload.offloading.torch_faces import Face
@@ -218,14 +216,13 @@ class TorchSlots(TensorSlots):
         key = "all slots", self._alike[expert]
         if key not in self._made:
             count, nbytes = self._residency.cache_slots, self._residency.cache_slot_nbytes
-            at = self._starts[self.layers]
             with torch.inference_mode(False), torch.no_grad():
-                for kind in kinds:
+                for kind, offset in zip(kinds, self._offsets[expert], strict=True):
+                    at = self._starts[self.layers] + offset
                     one = self._memory[at : at + kind.nbytes].view(TO_TORCH[kind.dst.name])
                     strides = one.view(kind.shape).stride()
                     pitch = nbytes // one.element_size()
                     found.append(one.as_strided((count, *kind.shape), (pitch, *strides)))
-                    at = round_up(at + kind.nbytes, SLOT_ALIGNMENT_NBYTES)
             self._made[key] = found, []
         return self._made[key][0]
 

@@ -96,7 +96,9 @@ class Chunk:
         middle, at = run.start + nbytes, self.start + nbytes
         return (
             Chunk(self.placement, self.shard, self.start, at, (replace(run, stop=middle),)),
-            Chunk(self.placement, self.shard, at, self.stop, (replace(run, start=middle, offset=at),)),
+            Chunk(
+                self.placement, self.shard, at, self.stop, (replace(run, start=middle, offset=at),)
+            ),
         )
 
 

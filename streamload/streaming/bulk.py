@@ -16,7 +16,6 @@ from streamload.planning.chunks import Chunk, SmallTensorBatch
 from streamload.planning.plan import SEGMENTS
 from streamload.streaming.state import Job, Refill, WorkItem
 
-
 # Most bytes between tensors that are read though nobody needs them, if memory is filled repeatedly.
 _GAP_NBYTES = 2**17
 

@@ -547,7 +547,8 @@ def _units(
 ) -> Iterator[WorkItem]:
     """Group neighbouring chunks of one shard into units; a batch of small tensors is a unit.
 
-    ``unit_nbytes`` gives the most bytes of a unit of a placement's chunks. If memory is filled repeatedly, chunks for bulk copies are cut so that all units are full.
+    ``unit_nbytes`` gives the most bytes of a unit of a placement's chunks. If memory is filled
+    repeatedly, chunks for bulk copies are cut so that all units are full.
     """
     unit: list[Chunk] = []
     size = most = 0

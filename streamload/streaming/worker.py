@@ -269,10 +269,7 @@ class Worker:
         """Allocate staging slots for a device, until it has ``count``."""
         kinds = self._job.plan.placements.kinds
         slots = self._slots.setdefault(device, deque())
-        if any(
-            kinds[entry.unit[0].placement].device != device
-            for entry in self._under_way
-        ):
+        if any(kinds[entry.unit[0].placement].device != device for entry in self._under_way):
             self._finished += self.settle()  # those are in slots of another device
         while len(slots) < count:
             slots.appendleft(self._new_slot(device))
