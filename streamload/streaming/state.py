@@ -44,6 +44,7 @@ from streamload.codecs.weights import Packed, read_whole
 from streamload.core.dtypes import DType
 from streamload.core.location import Location
 from streamload.core.tensors import TensorInfo
+from streamload.core.units import round_up
 from streamload.devices.base import Addressed, Buffer, Device, Read, Ticket
 from streamload.errors import FileChangedError, OutOfRangeError, TruncatedFileError
 from streamload.files.local import Reader
@@ -231,13 +232,15 @@ class Job:
         """Cut the plan into units in the order of reading.
 
         ``some`` selects placements by index: a layer that is read again and again, by so many
-        workers, in units of one size.
+        ``workers``, in units of one size.
         """
         cut, most = self._cut, self._bulk_nbytes
         if some is not None:
             cut = self._cut.of(some)
-            count = max(min(workers, cut.nbytes // max(self.plan.slot_nbytes, 1)), 1)
-            most = slot_nbytes(-(-cut.nbytes // max(count, -(-cut.nbytes // most))))
+            count = cut.nbytes // max(self.plan.slot_nbytes, 1)
+            if count > workers:  # as many for each worker
+                count = round_up(-(-cut.nbytes // most), workers)
+            most = slot_nbytes(-(-cut.nbytes // max(count, 1)))
 
         def unit_nbytes(p: Placement) -> int:
             nbytes = self.unit_nbytes(p)
