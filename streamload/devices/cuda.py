@@ -118,7 +118,7 @@ class Context:
         self.name, self.handle, quick = name, handle, _driver().quick
         self._memcpy, self._record = quick.cuMemcpyHtoDAsync_v2, quick.cuEventRecord
         self._push, self._pop = quick.cuCtxPushCurrent_v2, quick.cuCtxPopCurrent_v2
-        self._query = quick.cuStreamQuery
+        self._query, self._wait = quick.cuStreamQuery, quick.cuStreamWaitEvent
         self._popped = ctypes.byref(ctypes.c_void_p())
 
     @classmethod
@@ -162,9 +162,10 @@ class Context:
 
     def order(self, stream: int, slot: PinnedStaging) -> None:
         """Make work queued on a stream from now on wait for the last copies from a slot."""
-        with self.current():
-            status = _driver().quick.cuStreamWaitEvent(stream, slot.event, 0)
-            self.check(status, "cuStreamWaitEvent")
+        self.check(self._push(self.handle), "cuCtxPushCurrent")
+        status = self._wait(stream, slot.event, 0)
+        self._pop(self._popped)
+        self.check(status, "cuStreamWaitEvent")
 
     def copy(self, staging: PinnedStaging, start: int, nbytes: int, address: int) -> None:
         """Start copying bytes of staging to a device address; `PinnedStaging.wait` waits for it."""

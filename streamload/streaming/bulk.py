@@ -41,9 +41,11 @@ def reads_of(
     kinds, refills = job.plan.placements.kinds, job.transfer.refills
     address = job.address_of(unit[0].placement)
     if (known := job.refills.get(id(unit))) is not None:
-        return known.moved_to(address)
-    size = _read_nbytes(job, sum(chunk.read_nbytes for chunk in unit))
+        return known.reads_at(address)
     gap_nbytes = _GAP_NBYTES if refills else 0
+    gaps = (b.runs[0].start - a.runs[0].stop for a, b in pairwise(unit))
+    whole = sum(chunk.read_nbytes for chunk in unit) + sum(n for n in gaps if n <= gap_nbytes)
+    size = _read_nbytes(job, whole)
     reads: list[Read] = []
     copies: list[Copy] = []
     start = at = unit[0].runs[0].start  # first byte of this read, and of its next copy
@@ -74,7 +76,7 @@ def reads_of(
             at += n
     reads.append(_read(start, at, alignment, copies))
     if refills and all(kinds[chunk.placement].cast == "copy" for chunk in unit):
-        job.refills[id(unit)] = Refill(unit, address, reads)
+        job.refills[id(unit)] = Refill(unit, {address: reads})
     return reads
 
 

@@ -247,14 +247,15 @@ class Crew:
             threading.Thread(target=self.job.shards.stop, name="streamload-stop").start()
 
     def listen(self, seconds: float) -> bool:
-        """Wait for a finished work item or `wake`; return whether one came within ``seconds``."""
+        """Wait for finished work items or `wake`; return whether any came within ``seconds``."""
         if self._inline is not None:
             self._take_all(self._inline.settle())
-        try:
-            self._receive(seconds)
-        except queue.Empty:
-            return False
-        return True
+        came = False
+        with suppress(queue.Empty):
+            while True:
+                self._receive(0.0 if came else seconds)
+                came = True
+        return came
 
     def _receive(self, seconds: float | None = None) -> None:
         outcomes = self._done.get(timeout=seconds)

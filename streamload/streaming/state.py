@@ -62,6 +62,7 @@ NO_ERRORS = QuantCounts()
 #: How many values a chunk's cast, or its quantization, changed.
 Counts: TypeAlias = CastCounts | QuantCounts
 _LEAST_SHARE = 16  # units for each worker, if the load is large enough
+_KEPT_PLACES = 4  # of a `Refill`: layers have two slots or three, experts very many
 _MAX_UNIT_CHUNKS = 256  # so that a unit of tiny tensors does not keep the other workers waiting
 
 #: A unit of work: chunks of one file for one device, in the order of the file.
@@ -71,20 +72,24 @@ WorkItem = tuple[Chunk, ...] | SmallTensorBatch
 class Refill(NamedTuple):
     """The reads of a unit that is copied unchanged to memory that is filled again and again.
 
-    ``address``: that of the first buffer, from which the others have the same distances each time.
+    ``reads``, by the address of the first buffer; the others have the same distances from it.
     """
 
     unit: WorkItem
-    address: int
-    reads: list[Read]
+    reads: dict[int, list[Read]]
 
-    def moved_to(self, address: int) -> list[Read]:
+    def reads_at(self, address: int) -> list[Read]:
         """Return the reads, with copies to buffers of which the first is at ``address``."""
-        by = address - self.address
-        return [
-            replace(read, copies=[c._replace(address=c.address + by) for c in read.copies])
-            for read in self.reads
-        ]
+        if address not in self.reads:
+            before, reads = next(iter(self.reads.items()))
+            by = address - before
+            if len(self.reads) >= _KEPT_PLACES:
+                self.reads.clear()
+            self.reads[address] = [
+                replace(read, copies=[c._replace(address=c.address + by) for c in read.copies])
+                for read in reads
+            ]
+        return self.reads[address]
 
 
 class Sink(ABC):

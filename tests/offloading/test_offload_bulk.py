@@ -1,0 +1,246 @@
+"""Layers that stream to a device with a compiled copy loop: what is read and copied together."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import needs
+import pytest
+
+import streamload
+from streamload.checkpoint.open import open_checkpoint
+from streamload.core.system import address_of
+from streamload.devices.base import BulkFailure, DeviceInfo, Read, Staging, Ticket
+from streamload.devices.bulk import Loop, libc_calls
+from streamload.devices.staging import HostStaging
+
+torch = needs.module("torch")
+hf = needs.module("transformers")
+
+import offloading_models as models  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from streamload.devices.torch import device as torch_devices  # noqa: E402
+from streamload.offloading.completion import Reaper  # noqa: E402
+from streamload.transformers import from_pretrained  # noqa: E402
+
+
+class Slot(HostStaging):
+    """A slot whose copies end at once."""
+
+    def wait(self) -> None:
+        """Wait for nothing."""
+
+
+class Bulk:
+    """Reads and copies by the compiled loop, with a driver that copies at once and counts."""
+
+    address = staticmethod(torch.Tensor.data_ptr)
+
+    def __init__(self, counts: Counter[str], reads: list[Read]) -> None:
+        self._counts, self._reads = counts, reads
+        one, two, number = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
+        self._calls = {
+            "copy": ctypes.CFUNCTYPE(number, two, two, two, one)(self._copy),
+            "record": ctypes.CFUNCTYPE(number, one, one)(lambda event, stream: 0),
+            "wait": ctypes.CFUNCTYPE(number, one)(lambda event: 0),
+        }
+        calls = {n: ctypes.cast(call, one).value or 0 for n, call in self._calls.items()}
+        self._loop = Loop(libc_calls() | calls)
+
+    def _copy(self, target: int, source: int, nbytes: int, stream: int) -> int:
+        ctypes.memmove(target, source, nbytes)
+        self._counts["copies"] += 1
+        return 0
+
+    def ticket(self, slot: Staging) -> Any:
+        """The slot."""
+        return slot
+
+    def run(
+        self, fd: int, reads: Sequence[Read], slots: Sequence[Staging], busy: int
+    ) -> BulkFailure | None:
+        """Run the loop."""
+        self._reads += reads
+        flat = [(address_of(slot.view), 1, 1, False) for slot in slots]
+        return self._loop(fd, reads, flat)
+
+
+COUNTS: Counter[str] = Counter()
+READS: list[Read] = []
+
+
+class Staged(torch_devices.CPUDevice):
+    """torch's CPU, as a device that only bulk copies write."""
+
+    host_visible = False
+    counts, reads = COUNTS, READS
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.bulk: Any = Bulk(self.counts, self.reads)
+
+    @property
+    def info(self) -> DeviceInfo:
+        """The CPU's, as if it could not be written and had memory of its own."""
+        own = {"host_visible": False, "shared_memory": False, "maps": False}
+        return replace(super().info, **own, native_bf16=True, free_nbytes=2**34)
+
+    def staging(self, nbytes: int) -> Staging:
+        """A slot."""
+        return Slot(nbytes)
+
+    def follow(self, ticket: Ticket) -> None:
+        """Do nothing: copies have ended."""
+
+    def mark(self) -> Ticket | None:
+        """A ticket of work that has ended."""
+        self.counts["marks"] += 1
+        return Slot(1)
+
+
+@pytest.fixture(autouse=True)
+def staged(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Staged]]:
+    """The device, in place of torch's CPU."""
+    monkeypatch.setitem(torch_devices._WAYS, "cpu", Staged)
+    Staged.counts.clear()
+    Staged.reads.clear()
+    yield Staged
+
+
+def passes(path: Path, count: int, **options: Any) -> tuple[list[dict[str, Any]], Any]:
+    """The tensors that loops over a checkpoint yield, and their plan."""
+    found: list[dict[str, Any]] = []
+    with streamload.stream_layers(path, device="cpu", **options) as layers:
+        Staged.counts.clear()
+        Staged.reads.clear()
+        for _ in range(count):
+            found.append({})
+            for _, tensors in layers:
+                found[-1].update({name: each.clone() for name, each in tensors.items()})
+        return found, layers.plan
+
+
+def check(path: Path, found: Sequence[dict[str, Any]]) -> None:
+    """Each pass yields what the file has."""
+    expected = load_file(path / "model.safetensors")
+    for each in found:
+        assert each.keys() == expected.keys()
+        for name, tensor in each.items():
+            assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
+
+
+@pytest.fixture(scope="module")
+def nf4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose weights are stored as nf4, with small parts beside each."""
+    path = tmp_path_factory.mktemp("made")
+    models.save(models.built("llama").bfloat16(), path / "bf16")
+    streamload.convert(path / "bf16", path / "nf4", quant="nf4", progress=False)
+    return path / "nf4"
+
+
+def test_a_layers_parts_come_by_one_read_and_few_copies(nf4: Path, staged: type[Staged]) -> None:
+    """A tensor alone has neither a read nor a copy of its own; the bytes are right each time."""
+    found, plan = passes(nf4, 4, budget=200_000)
+    check(nf4, found)
+    streamed = plan.residency.streams
+    assert streamed
+    assert all(".layers." in name for name in streamed)
+    count = 4 * len(streamed)
+    tensors = [name for name in open_checkpoint(nf4).tensors if name.startswith(f"{streamed[0]}.")]
+    assert len(tensors) == 27 + 3
+    assert len(staged.reads) <= 3 * count  # bitsandbytes' states are at the file's end
+    assert staged.counts["copies"] <= 7 * count  # norms begin at multiples of 512
+
+
+def test_what_stays_between_is_read_over(tmp_path: Path, staged: type[Staged]) -> None:
+    """A short gap parts no read, a long one does."""
+    for numel, reads in ((1000, 1), (2**18, 2)):
+        tensors = {}
+        for layer in range(4):
+            tensors |= {f"layers.{layer}.a.weight": torch.randn(50, 100)}
+            tensors |= {f"layers.{layer}.b.weight": torch.randn(numel)}
+            tensors |= {f"layers.{layer}.c.weight": torch.randn(50, 100)}
+        save_file(tensors, tmp_path / "model.safetensors")
+        budget = 4 * 4 * numel + 100_000
+        found, plan = passes(tmp_path, 3, budget=budget, stay="*.b.weight", layers="layers.*")
+        check(tmp_path, found)
+        assert len(plan.residency.streams) == 4
+        assert 3 * 4 * reads <= len(staged.reads) <= 4 * 4 * reads  # some for the next pass
+        assert {each.needed for each in staged.reads} == ({44_000} if reads == 1 else {20_000})
+
+
+def test_units_of_a_layer_are_full(tmp_path: Path, staged: type[Staged]) -> None:
+    """Reads of a layer have one size, across tensors of any sizes."""
+    tensors = {
+        f"layers.{layer}.{at}.weight": torch.randn(numel)
+        for layer in range(3)
+        for at, numel in enumerate((100_000, 300, 700_000, 200_000))
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    found, plan = passes(tmp_path, 2, budget=9_000_000, layers="layers.*", chunk_nbytes=2**19)
+    check(tmp_path, found)
+    assert len(plan.residency.streams) >= 2
+    sizes = [each.needed for each in staged.reads]
+    assert max(sizes) <= 2**19
+    assert sum(size < max(sizes) * 0.8 for size in sizes) <= len(plan.residency.streams) * 4
+
+
+def _moe(path: Path, form: str) -> Any:
+    models.built("qwen3-moe").bfloat16().save_pretrained(path)
+    return lambda **options: from_pretrained(
+        path, device="cpu", progress=False, experts_implementation=form, **options
+    )
+
+
+@pytest.mark.parametrize("form", ["eager", "grouped_mm"])
+def test_experts_that_are_there_need_no_thread(
+    form: str, tmp_path: Path, staged: type[Staged], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass that has all its experts reads nothing, and makes one event for each layer."""
+    load: Callable[..., Any] = _moe(tmp_path, form)
+    expected = models.logits(load())
+    followed: list[Any] = []
+    follow = Reaper.follow
+    monkeypatch.setattr(Reaper, "follow", lambda self, *a: (followed.append(a), follow(self, *a)))
+    model = load(budget=500_000, offload=True)
+    with model.streamload_offload as offloaded:
+        found = offloaded.plan.residency
+        assert found.experts
+        assert not found.streams
+        assert torch.equal(models.logits(model), expected)
+        few = models.IDS[:1, :1]
+        for _ in range(3):
+            models.logits(model, few)
+        before = offloaded.report.hit_rate
+        staged.reads.clear()
+        staged.counts.clear()
+        followed.clear()
+        for _ in range(3):
+            models.logits(model, few)
+        assert offloaded.report.hit_rate > before
+        assert not staged.reads
+        assert staged.counts["marks"] == 3 * len(found.experts)
+        assert not followed
+
+
+def test_slots_are_adjacent_where_the_file_is(nf4: Path) -> None:
+    """Parts of weights follow each other in a slot; matrices of floats begin where they did."""
+    with streamload.stream_layers(nf4, device="cpu", budget=200_000) as layers:
+        for name, tensors in layers:
+            if ".layers." not in name or name not in layers.plan.residency.streams:
+                continue
+            places = sorted((t.data_ptr(), t.nbytes, key) for key, t in tensors.items())
+            assert all(a + n <= b for (a, n, _), (b, _, _) in pairwise(places))
+            first = places[0][0]
+            for at, nbytes, key in places:
+                if nbytes >= 512 and "absmax" not in key and tensors[key].is_floating_point():
+                    assert (at - first) % 512 == 0, key
+                elif nbytes >= 512:
+                    assert (at - first) % 64 == 0, key
