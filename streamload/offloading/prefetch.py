@@ -19,8 +19,7 @@ thread "streamload-rounds", W a worker of the crew, C the thread that waits for 
 | field | meaning | changed by |
 |---|---|---|
 | `_users`, `_runner`, `_wanted` | layers in use, their thread, layers that it waits for | R |
-| `_used` | experts that the device may compute with until the next `ask` | R |
-| `_active_s`, `_workers` | when experts were asked for; workers for each that is read | R |
+| `_used`, `_active_s` | experts computed with until the next `ask`; the time of the last | R |
 | `_held`, `_holds`, `_busy` | layers with slots; by slot; filled or computed with | S, W, C, R |
 | `_error`, `_raised` | the error that ended S, for R to raise; the one that R raised | S, R |
 | `_thread`, `_crew` | S and its crew, while they run | R starts, S ends |
@@ -83,22 +82,20 @@ class Rounds(Sink):
         self._plan, self._checkpoint, self._device = plan, checkpoint, device
         self._layers, self.memory = layers, memory
         self._changes = changes
+        copied = [0 if kind.cast in UNREAD else kind.nbytes for kind in plan.placements.kinds]
+        self._nbytes = [sum(copied[at] for at in layer.placements) for layer in layers]
         self._layer_of = {p: n for n, layer in enumerate(layers) for p in layer.placements}
         self._order = Order(ring)
         self._holds: list[int | None] = [None] * (memory.count - self.experts.slots)
         self._held: dict[int, HeldLayer] = {}
         self._busy: set[int] = set()  # layers that are filled or computed with
-        self._busy_since = 0.0
+        self._busy_since = self._active_s = 0.0
         self._users: list[int] = []  # layers in use, each called inside the one before
         self._used: list[tuple[Sequence[int], Ticket]] = []  # experts that may be computed with
-        self._active_s = 0.0  # when experts were asked for last
         self._unproved: set[int] = set()  # layers in use or used, whose copies may still fail
         self._runner: int | None = None
         self._wanted: Sequence[int] = ()
-        # by layer, and by the number of workers that read it
-        self._work: dict[tuple[int, int], list[Sequence[WorkItem]]] = {}
-        self._workers = 1  # that read an expert now
-        self._sizes: dict[int, int] = {}  # bytes to copy, by layer
+        self._work: dict[tuple[int, int], list[Sequence[WorkItem]]] = {}  # by layer and workers
         self._error: BaseException | None = None
         self._raised: BaseException | None = None
         self._closed = ""
@@ -120,10 +117,9 @@ class Rounds(Sink):
             StreamloadError: the layer could not be brought; the next call tries again.
         """
         self._check_process()
-        with self._changed:
-            (first,) = self._acquire([number], self.stats.stalls, number)
-            self._wake()  # the next may go where the one before was
-            return self.memory.buffers(number, first)
+        (first,) = self._acquire([number], self.stats.stalls, number)
+        self._wake()  # the next may go where the one before was
+        return self.memory.buffers(number, first)
 
     def _acquire(self, numbers: Sequence[int], stalls: list[float], at: int) -> list[int]:
         """Wait until layers are in slots; return each one's first, add the time to ``stalls``."""
@@ -179,8 +175,6 @@ class Rounds(Sink):
                 self._settle(number)
             there = [self._is_there(number) for number in self._numbers(layer, chosen)]
             self.experts.ask(layer, chosen, sum(there))
-            share = max(self._plan.threads // max(there.count(False), 1), 1)
-            self._workers = 1 << share.bit_length() - 1  # a power of 2: units are kept for each
             self._runner, self._active_s = threading.get_ident(), time.monotonic()
             self._leave_if_done()
             if not all(there):
@@ -188,10 +182,7 @@ class Rounds(Sink):
                 self._wake()
 
     def acquire_experts(self, layer: int, chosen: Sequence[int]) -> list[tuple[int, int]]:
-        """Wait until some experts of an `ask` are in slots; return each one's number and slot.
-
-        The number is that among all layers and experts, for `memory`.
-        """
+        """Wait until experts of an `ask` are in slots; return the number and slot of each."""
         numbers = self._numbers(layer, chosen)
         return [*zip(numbers, self._acquire(numbers, self.experts.stalls, layer), strict=True)]
 
@@ -307,9 +298,8 @@ class Rounds(Sink):
             if all(map(self._is_there, numbers)):
                 return
             self._start()
-            for number in numbers:
-                self._check_room(number)
-            if numbers[0] < self._first_expert:  # `ask` has woken S
+            if numbers[0] < self._first_expert:  # there are slots for experts, and `ask` woke S
+                self._check_room(numbers[0])
                 self._wake()
             self._changed.wait()
 
@@ -327,8 +317,7 @@ class Rounds(Sink):
         """Raise OffloadError if a layer can get no slots because layers around it hold them."""
         if not self._users or number in self._held or self._busy:
             return
-        # of experts, no more are asked for at once than there are slots
-        if number >= self._first_expert or self._room_for(number, 0, {}) is not None:
+        if self._room_for(number, 0, {}) is not None:
             return
         outer, inner = self._layers[self._users[-1]].name, self._layers[number].name
         users, self._users = self._users, []  # this ends all uses
@@ -389,19 +378,10 @@ class Rounds(Sink):
             for at in range(first, first + self._layers[number].slots):
                 self._drop(self._holds[at])
                 self._holds[at] = number
-        nbytes = self._nbytes(number)
         if not self._fills():
             self._busy_since = time.perf_counter()
-        self._held[number] = HeldLayer(first, nbytes, nbytes)
+        self._held[number] = HeldLayer(first, self._nbytes[number], self._nbytes[number])
         self._busy.add(number)
-
-    def _nbytes(self, number: int) -> int:
-        """Return the bytes to copy of a layer."""
-        if (found := self._sizes.get(number)) is None:
-            kinds = [self._plan.placements.kinds[at] for at in self._layers[number].placements]
-            found = sum(kind.nbytes for kind in kinds if kind.cast not in UNREAD)
-            self._sizes[number] = found
-        return found
 
     def _fills(self) -> bool:
         return any(self._held[number].state is LayerState.FILLING for number in self._busy)
@@ -543,20 +523,19 @@ class Rounds(Sink):
     def _hand_out(self, number: int, first: int, job: Job, crew: Crew) -> None:
         """Let workers fill the slots of a layer."""
         layer = self._layers[number]
-        buffers = self.memory.to_fill(number, first)
-        job.buffers.update(zip(layer.placements, buffers, strict=True))
-        workers = self._plan.threads if number < self._first_expert else self._workers
-        work = self._work.get((number, workers))
-        if work is None:  # made late: of very many experts few are chosen
+        job.buffers.update(zip(layer.placements, self.memory.to_fill(number, first), strict=True))
+        workers = threads = self._plan.threads
+        if number >= self._first_expert:  # a power of 2: units are kept for each
+            self.experts.count_read(number - self._first_expert, layer.read_nbytes)
+            workers = 1 << max(threads // max(self.experts.lacking, 1), 1).bit_length() - 1
+        if (number, workers) not in self._work:  # made late: of very many experts few are chosen
             units = job.units(layer.placements, workers)
-            work = self._work[number, workers] = list(batches(units, job, self._plan.threads))
-        if not work:
+            self._work[number, workers] = list(batches(units, job, threads))
+        if not self._work[number, workers]:
             self._filled(number)
-        for batch in work:
+        for batch in self._work[number, workers]:
             crew.hand_out(job.open(batch[0][0].shard), batch)
         self.stats.read_nbytes += layer.read_nbytes
-        if number >= self._first_expert:
-            self.experts.count_read(number - self._first_expert, layer.read_nbytes)
 
     def _is_idle(self, since: float) -> bool:
         computing = any(self._held[number].computing for number in self._busy)
@@ -606,9 +585,6 @@ class Rounds(Sink):
                 self._settle(number)
             if self._waits_inside():
                 self._changed.notify_all()
-
-    def finish(self, indices: Sequence[int]) -> None:
-        """Do nothing (`Sink`): `ended` counts."""
 
     def _has_computed(self, numbers: Sequence[int]) -> None:
         """Note that the device has computed with layers, so that their slots can be filled."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,10 +15,12 @@ from streamload.devices.allocators import DRIVER_BLOCK_NBYTES
 from streamload.devices.base import Copy, CopyTable, Read, Staging
 from streamload.planning.chunks import Chunk, SmallTensorBatch
 from streamload.planning.plan import SEGMENTS
-from streamload.streaming.state import Job, Refill, WorkItem
+from streamload.streaming.state import Job, WorkItem
 
 # Most bytes between tensors that are read though nobody needs them, if memory is filled repeatedly.
 _GAP_NBYTES = 2**17
+# Places of which a unit's reads are kept: layers have two slots or three, experts very many.
+_KEPT_PLACES = 4
 
 
 class Slot(NamedTuple):
@@ -41,7 +44,7 @@ def reads_of(
     kinds, refills = job.plan.placements.kinds, job.transfer.refills
     address = job.address_of(unit[0].placement)
     if (known := job.refills.get(id(unit))) is not None:
-        return known.reads_at(address)
+        return _moved(known[1], address)
     gap_nbytes = _GAP_NBYTES if refills else 0
     gaps = (b.runs[0].start - a.runs[0].stop for a, b in pairwise(unit))
     whole = sum(chunk.read_nbytes for chunk in unit) + sum(n for n in gaps if n <= gap_nbytes)
@@ -76,8 +79,22 @@ def reads_of(
             at += n
     reads.append(_read(start, at, alignment, copies))
     if refills and all(kinds[chunk.placement].cast == "copy" for chunk in unit):
-        job.refills[id(unit)] = Refill(unit, {address: reads})
+        job.refills[id(unit)] = unit, {address: reads}
     return reads
+
+
+def _moved(kept: dict[int, list[Read]], address: int) -> list[Read]:
+    """Return kept reads, by the first buffer's address, for buffers from ``address`` on."""
+    if address not in kept:
+        before, reads = next(iter(kept.items()))
+        by = address - before
+        if len(kept) >= _KEPT_PLACES:
+            kept.clear()
+        kept[address] = [
+            replace(read, copies=[c._replace(address=c.address + by) for c in read.copies])
+            for read in reads
+        ]
+    return kept[address]
 
 
 def _read_nbytes(job: Job, whole: int) -> int:

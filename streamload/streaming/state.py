@@ -27,9 +27,9 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -62,34 +62,10 @@ NO_ERRORS = QuantCounts()
 #: How many values a chunk's cast, or its quantization, changed.
 Counts: TypeAlias = CastCounts | QuantCounts
 _LEAST_SHARE = 16  # units for each worker, if the load is large enough
-_KEPT_PLACES = 4  # of a `Refill`: layers have two slots or three, experts very many
 _MAX_UNIT_CHUNKS = 256  # so that a unit of tiny tensors does not keep the other workers waiting
 
 #: A unit of work: chunks of one file for one device, in the order of the file.
 WorkItem = tuple[Chunk, ...] | SmallTensorBatch
-
-
-class Refill(NamedTuple):
-    """The reads of a unit that is copied unchanged to memory that is filled again and again.
-
-    ``reads``, by the address of the first buffer; the others have the same distances from it.
-    """
-
-    unit: WorkItem
-    reads: dict[int, list[Read]]
-
-    def reads_at(self, address: int) -> list[Read]:
-        """Return the reads, with copies to buffers of which the first is at ``address``."""
-        if address not in self.reads:
-            before, reads = next(iter(self.reads.items()))
-            by = address - before
-            if len(self.reads) >= _KEPT_PLACES:
-                self.reads.clear()
-            self.reads[address] = [
-                replace(read, copies=[c._replace(address=c.address + by) for c in read.copies])
-                for read in reads
-            ]
-        return self.reads[address]
 
 
 class Sink(ABC):
@@ -106,9 +82,9 @@ class Sink(ABC):
     def begin(self, indices: Sequence[int]) -> Sequence[Buffer]:
         """Allocate placements of one device, given by index, and return their buffers."""
 
-    @abstractmethod
     def finish(self, indices: Sequence[int]) -> None:
         """Make parameters of placements whose buffers are complete; nothing writes these again."""
+        return None
 
     def sent(self, unit: WorkItem, tickets: Sequence[Ticket]) -> None:
         """Note that a unit's copies have started; ``tickets`` are those still running.
@@ -183,7 +159,9 @@ class Job:
         self.stats = StreamStats()
         self.first_reads: list[float] = []  # when workers began to read; the least counts
         self.buffers: dict[int, Buffer] = {}
-        self.refills: dict[int, Refill] = {}  # by id of the unit
+        # by id of a unit that is read repeatedly and copied unchanged: the unit, and its reads by
+        # the address of its first buffer
+        self.refills: dict[int, tuple[WorkItem, dict[int, list[Read]]]] = {}
         self.infos = infos = {name: device.info for name, device in devices.items()}
         cast_there = {p.device for p, _ in plan.placements.counted if p.cast == "device"}
         self.casting = [name for name, info in infos.items() if info.casts and name in cast_there]
