@@ -8,6 +8,7 @@ are exact, and sums are in float32. Threads call it with one job, and claim rows
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from ctypes import c_void_p
 from dataclasses import dataclass
@@ -69,6 +70,14 @@ class Form:
         if isinstance(self.codes, Blocks):
             return self.per_row(width) * self.codes.nbytes
         return width * self.codes.bits // 8
+
+
+class StoredForm(ABC):
+    """A layout whose weights modules of a library hold as stored; no `Scheme` encodes them."""
+
+    @abstractmethod
+    def form(self, detail: str) -> Form:
+        """Return how products read such weights; ``detail`` states it if there are several."""
 
 
 class _Rows(BlockWriter):

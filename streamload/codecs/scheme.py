@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from streamload.codecs.cast_table import CastCounts, OutOfRange
 from streamload.codecs.encode import Quantized, StoredBlocks
@@ -21,9 +21,6 @@ from streamload.codecs.llvm import Engine
 from streamload.codecs.weights import Layouts, Packed, QuantizedWeight
 from streamload.core.dtypes import F32, DType, add_packed
 from streamload.core.tensors import TensorInfo
-
-if TYPE_CHECKING:
-    from streamload.codecs.product import Form
 
 #: Returns all bytes of a tensor of a quantized weight.
 Read = Callable[[TensorInfo], bytes]
@@ -105,13 +102,6 @@ class Layout(ABC):
     def refused(self, weight: QuantizedWeight) -> str:
         """Return why a weight cannot be dequantized, or ""."""
         return ""
-
-    def form(self, detail: str) -> Form | None:
-        """Return how products read weights that no `Scheme` encodes; None if no kernel can.
-
-        ``detail`` states it for layouts with several forms.
-        """
-        return None
 
     @abstractmethod
     def decoder(

@@ -16,7 +16,7 @@ from streamload.codecs.decode import ScaledLayout, Weight, by_blocks, check_fini
 from streamload.codecs.decode_kernels import Values
 from streamload.codecs.ir import Vector
 from streamload.codecs.parts import Array
-from streamload.codecs.product import Form
+from streamload.codecs.product import Form, StoredForm
 from streamload.codecs.scheme import Read, register
 from streamload.codecs.weights import Layouts, QuantizedWeight
 from streamload.core.tensors import TensorInfo
@@ -47,7 +47,7 @@ class _Values(Values):
         return _VALUES[codes]
 
 
-class _Layout(ScaledLayout):
+class _Layout(ScaledLayout, StoredForm):
     def values(self, weight: QuantizedWeight) -> _Values:
         return _Values()
 

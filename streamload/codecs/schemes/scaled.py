@@ -31,7 +31,7 @@ from streamload.codecs.encode_kernels import Recipe, Scalars
 from streamload.codecs.floats import FLOATS
 from streamload.codecs.ir import WIDEN, Vector
 from streamload.codecs.parts import Array, Part, check_source
-from streamload.codecs.product import Form
+from streamload.codecs.product import Form, StoredForm
 from streamload.codecs.scheme import Read, Scheme, register
 from streamload.codecs.weights import Layouts, QuantizedWeight, scale_beside
 from streamload.core.dtypes import BY_CODE, F32, DType
@@ -196,7 +196,7 @@ class _FP8Values(Values):
         return found
 
 
-class _FP8Layout(ScaledLayout):
+class _FP8Layout(ScaledLayout, StoredForm):
     other_roles = ("scale_2", "global_scale", "zero_point")
 
     def refused(self, weight: QuantizedWeight) -> str:

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from streamload.codecs.decode_blocks import Blocks
 from streamload.codecs.decode_kernels import Values
-from streamload.codecs.product import JOB, MOST_TOKENS, Form, compile_product
+from streamload.codecs.product import JOB, MOST_TOKENS, Form, StoredForm, compile_product
 from streamload.codecs.product_cuda import PARAMETERS, SYMBOL, is_exact, launch, product_ptx
 from streamload.codecs.scheme import CodedWeight, layout_of
 from streamload.codecs.schemes import bitsandbytes_nested as dynamic
@@ -105,7 +105,7 @@ def _stored_form(format: str) -> Form | None:
     """Return the form of weights that modules of a library hold as stored; None for others."""
     kind, _, detail = format.partition(":")
     layout = layout_of(kind)
-    return None if layout is None else layout.form(detail)
+    return layout.form(detail) if isinstance(layout, StoredForm) else None
 
 
 @cache
