@@ -119,6 +119,7 @@ class Context:
         self._memcpy, self._record = quick.cuMemcpyHtoDAsync_v2, quick.cuEventRecord
         self._push, self._pop = quick.cuCtxPushCurrent_v2, quick.cuCtxPopCurrent_v2
         self._query, self._wait = quick.cuStreamQuery, quick.cuStreamWaitEvent
+        self._launch = quick.cuLaunchKernel
         self._popped = ctypes.byref(ctypes.c_void_p())
 
     @classmethod
@@ -151,6 +152,17 @@ class Context:
             yield
         finally:
             self._pop(self._popped)
+
+    def launch(self, kernel: int, blocks: int, stream: int, arguments: Sequence[int]) -> None:
+        """Queue a kernel with 64-bit arguments on a stream."""
+        values = (ctypes.c_uint64 * len(arguments))(*arguments)
+        first = ctypes.addressof(values)
+        places = (ctypes.c_void_p * len(values))(*range(first, first + 8 * len(values), 8))
+        shape = (blocks, 1, 1, BLOCK_THREADS, 1, 1)
+        self.check(self._push(self.handle), "cuCtxPushCurrent")
+        status = self._launch(kernel, *shape, 0, stream, places, None)
+        self._pop(self._popped)
+        self.check(status, "cuLaunchKernel")
 
     def finish(self, stream: int) -> None:
         """Wait for all work queued on a stream; 0 is the null stream."""
@@ -353,7 +365,7 @@ class DeviceMemory(_Stream):
     def run(self, kernel: int, blocks: int, arguments: Sequence[int]) -> None:
         """Run a kernel, a `BulkCopier.function`, with 64-bit arguments, and wait for its end."""
         with self._context.current():
-            run_kernel(self._context.name, kernel, blocks, self.stream, arguments)
+            self._context.launch(kernel, blocks, self.stream, arguments)
             self._context.call("cuStreamSynchronize", self.stream)
 
     def _free(self) -> int:
@@ -473,21 +485,6 @@ def load_kept(context: Context, ptx: str, symbol: str) -> int:
     """
     with _compiling:
         return _function(context, ptx, symbol)
-
-
-def run_kernel(name: str, kernel: int, blocks: int, stream: int, arguments: Sequence[int]) -> None:
-    """Launch a kernel with 64-bit arguments on a stream, in the thread's current context.
-
-    Raises:
-        DeviceError: the driver refuses it; ``name`` is the device's name in the message.
-    """
-    values = (ctypes.c_uint64 * len(arguments))(*arguments)
-    first = ctypes.addressof(values)
-    places = (ctypes.c_void_p * len(values))(*range(first, first + 8 * len(values), 8))
-    shape = (blocks, 1, 1, BLOCK_THREADS, 1, 1)
-    status = _driver().quick.cuLaunchKernel(kernel, *shape, 0, stream, places, None)
-    if status:
-        raise DeviceError(name, f"cuLaunchKernel: {_driver().reason(status)}")
 
 
 @cache

@@ -432,7 +432,7 @@ class Decision:
                     notes += matched.not_swapped(checkpoint, asked, swap, place.coded)
                 if swap.dense_nbytes:
                     said = said_of_dense(swap.dense_nbytes)
-                    notes.append(f"a module dequantises its own weight to compute: {said}")
+                    notes.append(f"for many tokens a module dequantises its own weight: {said}")
             coded = {**place.coded, **swap.coded}
             wants = matched.quantised(checkpoint, coded, options.changes.by_tensor, quant)
             return _Demand(place, own, wants, swap, notes, matched)

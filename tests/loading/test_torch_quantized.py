@@ -663,3 +663,45 @@ def test_compiled_products_have_no_break(saved: tuple[Any, Path]) -> None:
     torch.testing.assert_close(torch.vmap(up)(x), up(x))
     with torch.autocast("cpu", torch.bfloat16):
         assert up(x).dtype is torch.bfloat16
+
+
+def test_products_under_default_devices_tracers_and_duals(saved: tuple[Any, Path]) -> None:
+    """Another default device, torch.jit.trace and forward-mode derivatives find right products."""
+    _, path = saved
+    model = empty()
+    load(model, path, quant="int8", device="cpu")
+    up = model.layers[0].up
+    x = torch.randn(2, NARROW)
+    expected = nn.functional.linear(x, up.weight.clone(), up.bias)
+    with torch.inference_mode(), torch.device("meta"):
+        torch.testing.assert_close(up(x), expected.detach())
+    traced = torch.jit.trace(up, x, check_trace=False)
+    y = torch.randn(2, NARROW)
+    torch.testing.assert_close(traced(y), up(y))
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        tangent = torch.autograd.forward_ad.unpack_dual(up(dual)).tangent
+    torch.testing.assert_close(tangent, torch.ones_like(x) @ up.weight.clone().T)
+    assert up(x[:0]).shape == (0, WIDE)
+
+
+def test_a_tile_is_bounded(saved: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many threads there are, a tile has at most the bytes that the note says."""
+    _, path = saved
+    model = empty()
+    load(model, path, quant="q8_0", device="cpu")
+    monkeypatch.setattr(product, "TILE_NBYTES", 7 * NARROW * 4)
+    seen: list[int] = []
+    decode = product.decode
+
+    def spy(of: Any, *given: Any) -> Any:
+        seen.append(of.rows)
+        return decode(of, *given)
+
+    monkeypatch.setattr(product, "decode", spy)
+    x = torch.randn(20, NARROW)
+    with torch.inference_mode():
+        found = model.layers[0].up(x)
+    assert max(seen) == 7 and sum(seen) == WIDE
+    up = model.layers[0].up
+    assert worst(found, x, up.weight, up.bias) < 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -93,7 +94,9 @@ def _called(func: Any, args: Any, kwargs: Any) -> Any:
         return linear(args[0], args[1]._streamload_operand(), None)
     for each in tree_leaves((args, kwargs)):
         if type(each) is Deferred:  # in place, for all that hold it; its class changes, too
-            swap_tensors(each, each._streamload_decode())
+            with suppress(RuntimeError):  # there are weak references to it
+                swap_tensors(each, each._streamload_decode())
+    args, kwargs = tree_map_only(Deferred, lambda each: each._streamload_decode(), (args, kwargs))
     own = None
     if args and isinstance(args[0], DecodedWeight):  # which overrides some methods
         own = vars(DecodedWeight).get(getattr(func, "__name__", ""))

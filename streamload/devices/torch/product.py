@@ -2,7 +2,7 @@
 
 A few vectors are multiplied by a kernel that decodes as it reads. For more, and where there is no
 such kernel, tiles of the weight are decoded and multiplied by torch: no other memory is used than
-that of a tile.
+that of a tile. Gradients and `torch.func` decode the whole weight.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ctypes
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from streamload.codecs.product_cuda import PARAMETERS, SYMBOL, is_exact, launch,
 from streamload.codecs.scheme import CodedWeight, layout_of
 from streamload.codecs.schemes import bitsandbytes_nested as dynamic
 from streamload.core.dtypes import BF16, F16, F32, DType
-from streamload.devices.cuda import Context, load_kept, run_kernel
+from streamload.devices.cuda import Context, load_kept
 from streamload.errors import DeviceError, UnsupportedCastError
 
 #: Bytes of a tile of decoded rows on a CUDA device, at most.
@@ -96,9 +96,9 @@ def _dtypes(format: str, width: int) -> list[torch.dtype]:
 
 def _is_readable(of: Operand) -> bool:
     """Whether parts are as kernels expect them; ``load_state_dict(assign=True)`` takes any."""
-    expected = _dtypes(of.format, of.width)
+    expected, device = _dtypes(of.format, of.width), of.parts[0].device
     is_own = not expected or [part.dtype for part in of.parts] == expected
-    return is_own and all(part.is_contiguous() for part in of.parts)
+    return is_own and all(part.is_contiguous() and part.device == device for part in of.parts)
 
 
 def _stored_form(format: str) -> Form | None:
@@ -203,16 +203,6 @@ def _host_kernel(form: Form, tokens: int, dst: DType) -> Any:
         return None
 
 
-@cache
-def _device_kernel(form: Form, tokens: int, dtype: DType, exact: bool, index: int) -> int:
-    """Return the handle of a kernel on a CUDA device, or 0 if it cannot be compiled."""
-    context = Context.primary(f"cuda:{index}", index)
-    try:
-        return load_kept(context, product_ptx(form, dtype, tokens, exact), SYMBOL)
-    except (DeviceError, UnsupportedCastError):
-        return 0
-
-
 def _host_kernel_of(of: Operand, tokens: int, dst: torch.dtype) -> Any:
     """Return the kernel for an operand on the host, or None."""
     form, target = form_of(of.format, of.width), _DTYPES.get(dst)
@@ -228,7 +218,8 @@ def compile_kernels(coded: CodedWeight, dtype: torch.dtype, device: torch.device
     for tokens in (0, *_TOKENS) if form is not None and target is not None else ():
         if device.type == "cuda" and tokens <= _MOST_ON_CUDA:
             index = torch.cuda.current_device() if device.index is None else device.index
-            _launch(coded.format, (0, rows), width, tokens, dtype, index)
+            with suppress(DeviceError, OSError):
+                _launch(coded.format, (0, rows), width, tokens, dtype, index)
         elif device.type == "cpu":
             _host_kernel(form, tokens, F32 if tokens else target)
 
@@ -285,12 +276,14 @@ class _Launch(NamedTuple):
     """A kernel's launch for weights of one form and shape.
 
     Attributes:
+        context: the device's.
         kernel: its handle.
         blocks: CUDA blocks.
         places: where the addresses of an operand's parts stand among the parameters.
         parameters: all parameters; addresses are 0.
     """
 
+    context: Context
     kernel: int
     blocks: int
     places: tuple[int, ...]
@@ -301,18 +294,28 @@ class _Launch(NamedTuple):
 def _launch(
     format: str, rows: tuple[int, int], width: int, tokens: int, dtype: torch.dtype, index: int
 ) -> _Launch | None:
-    """Return the launch of a kernel for rows first to stop, exclusive; None if there is none."""
+    """Return the launch of a kernel for rows first to stop, exclusive; None if there is none.
+
+    Raises:
+        DeviceError: the driver refuses the kernel.
+        OSError: there is no driver.
+    """
     form, target = form_of(format, width), _DTYPES.get(dtype)
-    if form is None or target is None:
+    if form is None or target is None or torch.version.hip is not None:
         return None
-    kernel = _device_kernel(form, tokens, target, is_exact(form, width), index)
+    context = Context.primary(f"cuda:{index}", index)
+    try:
+        ptx = product_ptx(form, target, tokens, is_exact(form, width))
+    except UnsupportedCastError:
+        return None
+    kernel = load_kept(context, ptx, SYMBOL)  # what fails now may work later
     first, stop = rows
     splits, blocks = launch(form, stop - first, width, tokens)
     roles, constants, _ = _constants(format, width)
     fields = {**constants, "first": first, "stop": stop, "pitch": stop - first, "splits": splits}
     places = tuple(PARAMETERS.index(role) if role in PARAMETERS else -1 for role in roles)
     parameters = tuple(fields.get(name, 0) for name in PARAMETERS)
-    return _Launch(kernel, blocks, places, parameters) if kernel else None
+    return _Launch(context, kernel, blocks, places, parameters)
 
 
 def _on_cuda(
@@ -321,7 +324,9 @@ def _on_cuda(
     """Launch a kernel over an operand's rows on its device's current stream, if there is one."""
     parts = of.parts
     index = parts[0].get_device()
-    found = _launch(of.format, (of.first, of.stop), of.width, tokens, dtype, index)
+    found = None
+    with suppress(DeviceError, OSError):
+        found = _launch(of.format, (of.first, of.stop), of.width, tokens, dtype, index)
     if found is None:
         return False
     values = list(found.parameters)
@@ -334,8 +339,7 @@ def _on_cuda(
     if values[_SRC] % _ALIGNMENT or not _is_readable(of):
         return False
     stream = torch._C._cuda_getCurrentRawStream(index)
-    with nullcontext() if torch._C._cuda_getDevice() == index else torch.cuda.device(index):
-        run_kernel(f"cuda:{index}", found.kernel, found.blocks, stream, values)
+    found.context.launch(found.kernel, found.blocks, stream, values)
     return True
 
 
@@ -359,7 +363,7 @@ def decode(of: Operand, dtype: torch.dtype, out: torch.Tensor | None = None) -> 
 
 def _multiplied(x: torch.Tensor, of: Operand, bias: torch.Tensor | None) -> torch.Tensor:
     """Return ``x`` of shape (tokens, columns) times an operand, plus a bias; without gradients."""
-    if 0 < x.shape[0] <= (_MOST_ON_CUDA if x.is_cuda else MOST_TOKENS):
+    if of.rows and 0 < x.shape[0] <= (_MOST_ON_CUDA if x.is_cuda else MOST_TOKENS):
         found = (_few_on_cuda if x.is_cuda else _few_on_host)(x, of, bias)
         if found is not None:
             return found
@@ -405,7 +409,7 @@ def _few_on_host(x: torch.Tensor, of: Operand, bias: torch.Tensor | None) -> tor
     if count > tokens:  # cheaper than to read the weight twice
         x = functional.pad(x, (0, 0, 0, count - tokens))
     x = x.to(torch.float32).contiguous()
-    out = torch.empty(count, of.rows, dtype=torch.float32)
+    out = x.new_empty(count, of.rows)
     place = out.data_ptr() - of.first * 4
     _on_host(kernel, of, out=place, x=x.data_ptr(), pitch=of.rows)
     out = out[:tokens]
@@ -414,10 +418,12 @@ def _few_on_host(x: torch.Tensor, of: Operand, bias: torch.Tensor | None) -> tor
 
 def _by_tiles(x: torch.Tensor, of: Operand, bias: torch.Tensor | None) -> torch.Tensor:
     """Multiply by tiles of decoded rows."""
-    dtype, rows, threads = x.dtype, of.rows, torch.get_num_threads()
-    step = max(TILE_NBYTES // (of.width * x.itemsize), 1) if x.is_cuda else _TILE_ROWS * threads
-    step = min(step, rows)
-    if step == rows or not x.numel():
+    dtype, rows = x.dtype, of.rows
+    if not x.shape[0]:
+        return x.new_empty(0, rows)
+    step = max(TILE_NBYTES // max(of.width * x.itemsize, 1), 1)
+    step = min(step if x.is_cuda else min(step, _TILE_ROWS * torch.get_num_threads()), rows)
+    if step == rows:
         return functional.linear(x, decode(of, dtype), bias)
     out = torch.empty(x.shape[0], rows, dtype=dtype, device=x.device)
     tile = torch.empty(step, of.width, dtype=dtype, device=x.device)
@@ -498,7 +504,10 @@ def linear(x: torch.Tensor, of: Operand, bias: torch.Tensor | None) -> torch.Ten
     if x.shape[-1] != of.width:  # with torch's own error
         return functional.linear(x, x.new_empty(0, of.width), bias)
     if not torch.compiler.is_compiling():
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # inside of torch.func
+        if (
+            torch._C._functorch.peek_interpreter_stack() is not None  # inside of torch.func
+            or torch.autograd.forward_ad._current_level >= 0
+        ):
             with torch._C._DisableFuncTorch():
                 weight = decode(of, x.dtype)
             return functional.linear(x, weight, bias)
@@ -520,4 +529,6 @@ def _is_plain(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether kernels may read the memory of ``x``, and there are no gradients to record."""
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return False
-    return type(x) is torch.Tensor and not x.is_meta and not torch._C._len_torch_dispatch_stack()
+    if type(x) is not torch.Tensor or x.is_meta or torch._C._get_tracing_state() is not None:
+        return False
+    return not torch._C._len_torch_dispatch_stack()

@@ -1,4 +1,4 @@
-"""Modules of torch whose weights stay quantized; a forward dequantizes them as needed.
+"""Modules of torch whose weights stay quantized, and are multiplied so.
 
 A module keeps its identity, its other parameters and its hooks. It gets another class, and in place
 of a parameter its format's tensors (quantized values, scales, tables) as buffers, the weight's

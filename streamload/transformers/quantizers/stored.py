@@ -203,7 +203,7 @@ class QuantizedCheckpoint(Quantization):
 
     def _say_kept(self, what: str, dense_nbytes: int) -> None:
         self.notes.append(
-            f"{what} stay packed: a module dequantises its own when it is computed, and "
+            f"{what} stay packed: for many tokens a module dequantises its own, and "
             f"{said_of_dense(dense_nbytes)}"
         )
 
