@@ -133,7 +133,7 @@ def dense_numel(model: nn.Module) -> int:
 
 
 def keep_packed(model: nn.Module) -> str:
-    """Let FP8 modules compute without transformers' kernels; return the class that cannot, or ""."""
+    """Let FP8 modules compute without transformers' kernels; return a class that cannot, or ""."""
     left = ""
     for module in model.modules():
         if isinstance(module, FP8GroupedLinear):
