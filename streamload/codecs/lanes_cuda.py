@@ -60,9 +60,8 @@ class _Spread(Vector):
         return self.emit(f"bitcast i32 {found} to {self.type('i8')}")
 
 
-#: Takes a lane group's next elements: the index of the first, this lane's, and if these are numbers
-#: times one scale, the numbers and the scale, else "".
-Put = Callable[[int, str, str, str], None]
+#: Takes a lane group's next elements: the index of the first, and this lane's.
+Put = Callable[[int, str], None]
 
 
 class Lanes(BlockWriter):
@@ -83,7 +82,6 @@ class Lanes(BlockWriter):
         self.one, self.wide = t, self.of(WIDTH)
         self._aligned, self._put = aligned, put
         self.lane = "%sub"
-        self._scaled: dict[str, tuple[str, str]] = {}
 
     def of(self, width: int) -> Vector:
         """Return a writer of instructions on a lane's elements of vectors of ``width`` values."""
@@ -230,15 +228,7 @@ class Lanes(BlockWriter):
             out.append(t.emit(f"trunc i64 {t.op('lshr', 'i64', half, shift)} to i8"))
         return self._vector(out, "i8")
 
-    def scaled(self, codes: str, d: str, width: int = 1) -> str:
-        """Multiply by a scale; `store` is given codes and scale apart."""
-        product = super().scaled(codes, d, width)
-        # the product's instruction is dropped if `store` multiplies a sum by the scale instead
-        wide = self.of(width).convert("sitofp", "i8", codes, "float")
-        self._scaled[product] = wide, d
-        return product
-
     def store(self, x: str) -> None:
         """Give the lane's elements of the next `WIDTH` to the kernel."""
-        self._put(self._stored, x, *self._scaled.get(x, ("", "")))
+        self._put(self._stored, x)
         self._stored += WIDTH

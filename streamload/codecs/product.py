@@ -16,7 +16,7 @@ from functools import partial
 
 from streamload.codecs.decode_blocks import WIDTH, Blocks, BlockWriter
 from streamload.codecs.decode_kernels import Values, load, scale_at
-from streamload.codecs.ir import NARROW, Vector, fused, kernel_text, loop, shuffle, splat
+from streamload.codecs.ir import NARROW, fused, kernel_text, loop, shuffle, splat
 from streamload.codecs.llvm import HostFunction, Kernel, Target, host_target
 from streamload.codecs.scheme import Layout
 from streamload.core.dtypes import BF16, DType
@@ -290,42 +290,38 @@ class _Kernel:
                 x = values.instructions(v, codes)
                 if values.has_zeros:
                     x = v.op("fsub", "float", x, splat(v, "float", zero))
+                x = v.op("fmul", "float", x, splat(v, "float", scale))
+                if self.form.factor != 1.0:
+                    x = v.op("fmul", "float", x, splat(v, "float", "%factor"))
                 if not self.tokens:
-                    to = one.emit(
-                        f"getelementptr i{self.dst.bits}, ptr {places[index]}, i64 {column}"
-                    )
-                    x = v.op("fmul", "float", x, splat(v, "float", scale))
-                    b.write(to, self._factored(v, x))
+                    of = f"i{self.dst.bits}"
+                    to = one.emit(f"getelementptr {of}, ptr {places[index]}, i64 {column}")
+                    b.write(to, x)
                 mine = sums[index * self.tokens : (index + 1) * self.tokens]
                 ends += [b.added(x, n, column, total) for n, total in enumerate(mine)]
             return ends
 
-        def block(at: str, carried: Sequence[str]) -> Sequence[str]:
+        def block(at: str, sums: Sequence[str]) -> Sequence[str]:
             found = [scale_at(values, one, one.op("add", "i64", base, at)) for base in scales]
             begin = one.op("mul", "i64", at, form.wide) if form.wide else "0"
-            parts: Sequence[str] = [start for _, start in zeros]
             if form.wide and form.wide <= _UNROLLED:
                 for offset in range(0, form.wide, WIDTH):
-                    parts = step(one.op("add", "i64", begin, offset), parts, found)
-            else:
-                end = one.op("add", "i64", begin, form.wide) if form.wide else "%width"
-                parts = loop(one, begin, end, WIDTH, zeros, lambda n, sums: step(n, sums, found))
-            t = b.total
-            return [
-                fused(t, splat(t, "float", found[index // self.tokens][0]), part, total)
-                for index, (part, total) in enumerate(zip(parts, carried, strict=True))
-            ]
+                    sums = step(one.op("add", "i64", begin, offset), sums, found)
+                return sums
+            end = one.op("add", "i64", begin, form.wide) if form.wide else "%width"
+            of = b.total.type("float")
+            return loop(
+                one,
+                begin,
+                end,
+                WIDTH,
+                [(of, each) for each in sums],
+                lambda n, x: step(n, x, found),
+            )
 
-        sums = (
-            loop(one, "0", "%per.row", 1, zeros, block)
-            if form.wide
-            else block("0", [start for _, start in zeros])
-        )
-        return [self._factored(b.total, total) for total in sums]
-
-    def _factored(self, v: Vector, x: str) -> str:
-        factor = self.form.factor
-        return x if factor == 1.0 else v.op("fmul", "float", x, splat(v, "float", "%factor"))
+        if form.wide:
+            return loop(one, "0", "%per.row", 1, zeros, block)
+        return block("0", [start for _, start in zeros])
 
 
 def kernel_ir(

@@ -193,22 +193,12 @@ class _Kernel:
             for index, base in enumerate(bases):
                 totals = ["0.0"] * tokens
 
-                def put(
-                    first: int,
-                    x: str,
-                    values: str,
-                    scale: str,
-                    index: int = index,
-                    totals: list[str] = totals,
-                ) -> None:
+                def put(first: int, x: str, index: int = index, totals: list[str] = totals) -> None:
                     elements = [
-                        t.emit(f"extractelement <4 x float> {values or x}, i32 {i}")
-                        for i in range(EACH)
+                        t.emit(f"extractelement <4 x float> {x}, i32 {i}") for i in range(EACH)
                     ]
                     at = t.op("add", "i64", column, first)
                     if not tokens:
-                        if scale:
-                            elements = [t.op("fmul", "float", scale, each) for each in elements]
                         to = t.op("add", "i64", starts[index], at)
                         t.when(exists, lambda: self._stored(to, elements))
                     for token in range(tokens):
@@ -217,10 +207,8 @@ class _Kernel:
                             number = t.op("mul", "i64", "%width", token)
                             number = t.op("add", "i64", at, number)
                             known[key] = self._loaded("%x", number, EACH)
-                        total = "0.0" if scale else totals[token]
                         for value, other in zip(elements, known[key], strict=True):
-                            total = fused(t, value, other, total)
-                        totals[token] = fused(t, scale, total, totals[token]) if scale else total
+                            totals[token] = fused(t, value, other, totals[token])
 
                 lanes = Lanes(t, layout.nbytes & -layout.nbytes, put)
                 place = t.op("add", "i64", base, t.op("mul", "i64", number, layout.nbytes))
@@ -266,25 +254,21 @@ class _Kernel:
                     value = values.instructions(t, code)
                     if values.has_zeros:
                         value = t.op("fsub", "float", value, zero)
+                    value = t.op("fmul", "float", value, scale)
+                    if self.form.factor != 1.0:
+                        value = t.op("fmul", "float", value, "%factor")
                     elements.append(value)
                 if not tokens:
-                    made = [self._factored(t.op("fmul", "float", e, scale)) for e in elements]
-                    self._stored(t.op("add", "i64", start, column), made)
+                    self._stored(t.op("add", "i64", start, column), elements)
                 for token in range(tokens):
-                    total = "0.0"
+                    total = carried[index * tokens + token]
                     for value, other in zip(elements, known[token], strict=True):
                         total = fused(t, value, other, total)
-                    carry = carried[index * tokens + token]
-                    ends.append(fused(t, total, scale, carry))
+                    ends.append(total)
             return ends
 
         count = len(rows) * tokens
-        sums = loop(t, first, "%width", stride, [("float", "0.0")] * count, step)
-        return [self._factored(total) for total in sums]
-
-    def _factored(self, x: str) -> str:
-        has_factor = self.form.factor != 1.0
-        return self.t.op("fmul", "float", x, "%factor") if has_factor else x
+        return loop(t, first, "%width", stride, [("float", "0.0")] * count, step)
 
     def _codes(self, values: Values, at: str, count: int) -> list[str]:
         """Write IR that loads ``count`` codes, i8, from element ``at`` of the weight on."""

@@ -705,3 +705,53 @@ def test_a_tile_is_bounded(saved: tuple[Any, Path], monkeypatch: pytest.MonkeyPa
     assert max(seen) == 7 and sum(seen) == WIDE
     up = model.layers[0].up
     assert worst(found, x, up.weight, up.bias) < 1
+
+
+def test_products_of_unusual_inputs(saved: tuple[Any, Path]) -> None:
+    """Lazy negatives and zeros, huge and sparse inputs are multiplied; integers are refused."""
+    _, path = saved
+    model = empty()
+    load(model, path, quant="int8", device="cpu")
+    up = model.layers[0].up
+    weight = up.weight.clone()
+    x = torch.randn(2, NARROW)
+    with torch.inference_mode():
+        torch.testing.assert_close(up(torch._neg_view(x)), up(-x))
+        zeros = up(torch._efficientzerotensor(2, NARROW))
+        torch.testing.assert_close(zeros, up.bias.detach().expand(2, -1))
+        assert worst(up(x * 1e37), x * 1e37, weight, up.bias) < 1
+        torch.testing.assert_close(up(x.to_sparse()), up(x))
+        with pytest.raises(RuntimeError, match="pass floats"):
+            up(torch.ones(2, NARROW, dtype=torch.int64))
+    module = copy.deepcopy(up)
+    with torch.no_grad():
+        module._buffers["weight_scale"][0], module._buffers["weight"][0, 0] = torch.inf, 0
+        assert torch.isnan(module(torch.ones(1, NARROW))[0, 0])
+
+
+def test_a_write_before_the_backward_pass_is_noticed(saved: tuple[Any, Path]) -> None:
+    """As with torch's own Linear, gradients are not those of other weights."""
+    _, path = saved
+    model = empty()
+    load(model, path, quant="q8_0", device="cpu")
+    up = model.layers[0].up
+    y = up(torch.randn(2, NARROW, requires_grad=True)).sum()
+    state = {name: part.clone() for name, part in up.state_dict().items()}
+    up.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    up.load_state_dict(state, assign=True)
+    assert torch.equal(up._buffers["weight"], state["weight"])
+
+
+def test_traced_transforms_have_the_operator(saved: tuple[Any, Path]) -> None:
+    """A graph of torch.func's transforms computes what the module does."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    _, path = saved
+    model = empty()
+    load(model, path, quant="nf4", device="cpu")
+    up = model.layers[0].up
+    x = torch.randn(3, NARROW)
+    graph = make_fx(torch.vmap(up))(x)
+    torch.testing.assert_close(graph(x), up(x))

@@ -76,6 +76,10 @@ class Operand(NamedTuple):
         return self._replace(first=self.first + start, stop=self.first + stop)
 
 
+#: The dtypes of inputs.
+_COMPUTED = frozenset((*_DTYPES, torch.float64, torch.complex64, torch.complex128))
+
+
 @cache
 def form_of(format: str, width: int) -> Form | None:
     """Return how kernels read weights of a format and a width; None if none can."""
@@ -182,8 +186,13 @@ def _by_table(of: Operand) -> torch.Tensor:
 
 def _without_kernel(of: Operand, out: torch.Tensor) -> None:
     """Decode by torch's operations, in pieces of whole rows, each rounded once to ``out``."""
-    form = _form(of.format, of.width)
+    form, codes = _form(of.format, of.width), of.parts[0]
     assert form is not None, of.format
+    if codes.dtype not in (expected := _dtypes(of.format, of.width))[:1] and expected:
+        raise RuntimeError(
+            f"cannot compute with {codes.dtype} in place of codes of {of.format}: expected "
+            f"{expected[0]}; write module.weight = torch.nn.Parameter(new), which quantizes it"
+        )
     names = [role for role, _ in form.parts]
     decode = _by_blocks if not names else _by_table if "table" in names else _by_scales
     step = max(_PIECE_NUMEL // max(of.width, 1), 1)
@@ -363,6 +372,8 @@ def decode(of: Operand, dtype: torch.dtype, out: torch.Tensor | None = None) -> 
 
 def _multiplied(x: torch.Tensor, of: Operand, bias: torch.Tensor | None) -> torch.Tensor:
     """Return ``x`` of shape (tokens, columns) times an operand, plus a bias; without gradients."""
+    if x.is_neg() or x._is_zerotensor():  # whose memory has other values, or is none
+        x = torch.zeros_like(x, device=x.device) + x.resolve_neg()
     if of.rows and 0 < x.shape[0] <= (_MOST_ON_CUDA if x.is_cuda else MOST_TOKENS):
         found = (_few_on_cuda if x.is_cuda else _few_on_host)(x, of, bias)
         if found is not None:
@@ -475,17 +486,17 @@ def _(parts: Any, format: str, rows: Any, width: int, dtype: torch.dtype) -> tor
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
     _, parts, bias, *ctx.constants = inputs
-    ctx.parts, ctx.bias = parts, None if bias is None else bias.dtype
+    ctx.save_for_backward(*parts)  # which notices writes until then
+    ctx.bias = None if bias is None else bias.dtype
 
 
 def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     of_x = of_bias = None
     if ctx.needs_input_grad[0]:
-        dense = _decoded(ctx.parts, *ctx.constants, gradient.dtype)
-        of_x = gradient @ dense
+        of_x = gradient @ _decoded([*ctx.saved_tensors], *ctx.constants, gradient.dtype)
     if ctx.bias is not None and ctx.needs_input_grad[2]:
         of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.bias)
-    return of_x, [None] * len(ctx.parts), of_bias, None, None, None
+    return of_x, [None] * len(ctx.saved_tensors), of_bias, None, None, None
 
 
 _linear.register_autograd(_gradients, setup_context=_keep)
@@ -496,20 +507,23 @@ def linear(x: torch.Tensor, of: Operand, bias: torch.Tensor | None) -> torch.Ten
 
     Autocast, gradients of ``x`` and the bias, and compilers see an operator of torch.
     """
-    device = x.device
-    if torch.is_autocast_enabled(device.type) and x.dtype in _DTYPES:
-        x = x.to(torch.get_autocast_dtype(device.type))
+    kind = x.device.type
+    if x.dtype not in _COMPUTED:
+        raise RuntimeError(f"cannot multiply {x.dtype} by a quantized weight: pass floats")
+    if x.dtype in _DTYPES and torch.amp.is_autocast_available(kind):
+        x = x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
     if bias is not None:
         bias = bias.to(x.dtype)
-    if x.shape[-1] != of.width:  # with torch's own error
+    if x.shape[-1:] != (of.width,):  # with torch's own error
         return functional.linear(x, x.new_empty(0, of.width), bias)
     if not torch.compiler.is_compiling():
         if (
             torch._C._functorch.peek_interpreter_stack() is not None  # inside of torch.func
             or torch.autograd.forward_ad._current_level >= 0
+            or x.layout is not torch.strided
         ):
             with torch._C._DisableFuncTorch():
-                weight = decode(of, x.dtype)
+                weight = dense(of, x.dtype)
             return functional.linear(x, weight, bias)
         if _is_plain(x, bias):
             y = _multiplied(x.reshape(-1, of.width), of, bias)

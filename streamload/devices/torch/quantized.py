@@ -179,12 +179,18 @@ class Coded(nn.Module):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Quantize a parameter assigned to a weight; share another module's weight if assigned."""
+        """Quantize a parameter assigned to a weight; share another module's weight if assigned.
+
+        Codes of the same shape and dtype are taken as they are.
+        """
         if name not in self._coded:
             super().__setattr__(name, value)
             return
-        coded, origin = self._coded[name], origin_of(value)
-        if origin is not None:
+        coded, origin, codes = self._coded[name], origin_of(value), self._buffers.get(name)
+        is_tensor = isinstance(value, torch.Tensor) and codes is not None
+        if is_tensor and value.dtype == codes.dtype and value.shape == codes.shape:
+            self._buffers[name] = value
+        elif origin is not None:
             self._share(name, origin.holder, origin.leaf)
         elif isinstance(value, nn.Parameter):
             own = value.detach()
