@@ -9,10 +9,10 @@ are exact, and sums are in float32. Threads call it with one job, and claim rows
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_void_p
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 from streamload.codecs.decode_blocks import WIDTH, Blocks, BlockWriter
 from streamload.codecs.decode_kernels import Values, load, scale_at
@@ -290,9 +290,8 @@ class _Kernel:
                 x = values.instructions(v, codes)
                 if values.has_zeros:
                     x = v.op("fsub", "float", x, splat(v, "float", zero))
-                x = v.op("fmul", "float", x, splat(v, "float", scale))
-                if self.form.factor != 1.0:
-                    x = v.op("fmul", "float", x, splat(v, "float", "%factor"))
+                if scale:
+                    x = v.op("fmul", "float", x, splat(v, "float", scale))
                 if not self.tokens:
                     of = f"i{self.dst.bits}"
                     to = one.emit(f"getelementptr {of}, ptr {places[index]}, i64 {column}")
@@ -301,8 +300,14 @@ class _Kernel:
                 ends += [b.added(x, n, column, total) for n, total in enumerate(mine)]
             return ends
 
-        def block(at: str, sums: Sequence[str]) -> Sequence[str]:
+        def scaled(at: str) -> list[tuple[str, str]]:
             found = [scale_at(values, one, one.op("add", "i64", base, at)) for base in scales]
+            if form.factor == 1.0:
+                return found
+            return [(one.op("fmul", "float", scale, "%factor"), zero) for scale, zero in found]
+
+        def block(at: str, sums: Sequence[str], *, scales_later: bool = False) -> Sequence[str]:
+            found = [("" if scales_later else scale, zero) for scale, zero in scaled(at)]
             begin = one.op("mul", "i64", at, form.wide) if form.wide else "0"
             if form.wide and form.wide <= _UNROLLED:
                 for offset in range(0, form.wide, WIDTH):
@@ -321,7 +326,38 @@ class _Kernel:
 
         if form.wide:
             return loop(one, "0", "%per.row", 1, zeros, block)
-        return block("0", [start for _, start in zeros])
+        first = [start for _, start in zeros]
+        if not self.tokens:
+            return block("0", first)
+        return self._careful(block("0", first, scales_later=True), scaled("0"), first, block)
+
+    def _careful(
+        self,
+        sums: Sequence[str],
+        scales: Sequence[tuple[str, str]],
+        zeros: Sequence[str],
+        block: Callable[[str, Sequence[str]], Sequence[str]],
+    ) -> Sequence[str]:
+        """Write IR that multiplies sums by scales; if that overflows, ``block`` scales elements."""
+        one, t, label = self.b.one, self.b.total, f"o{len(self.b.lines)}"
+        fast: list[str] = []
+        doubts: list[str] = []
+        for index, total in enumerate(sums):
+            scale = splat(t, "float", scales[index // self.tokens][0])
+            fast.append(t.op("fmul", "float", total, scale))
+            rest = t.op("fsub", "float", fast[-1], fast[-1])  # NaN of infinity and NaN
+            doubts.append(t.op("fcmp uno", "float", rest, 0.0))
+        doubt = reduce(lambda a, b: t.op("or", "i1", a, b), doubts)
+        any_doubt = one.emit(t.reduced("or", "i1", doubt))
+        t.lines += [f"br i1 {any_doubt}, label %{label}.slow, label %{label}.fast"]
+        t.lines += [f"{label}.slow:"]
+        slow = block("0", zeros)
+        t.lines += [f"br label %{label}.scaled", f"{label}.scaled:", f"br label %{label}.join"]
+        t.lines += [f"{label}.fast:", f"br label %{label}.join", f"{label}.join:"]
+        return [
+            t.emit(f"phi {t.type('float')} [{a}, %{label}.scaled], [{b}, %{label}.fast]")
+            for a, b in zip(slow, fast, strict=True)
+        ]
 
 
 def kernel_ir(
