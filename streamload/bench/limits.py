@@ -26,7 +26,7 @@ import numpy as np
 from streamload.bench.processes import open_context
 from streamload.core.memory import available_cpus, available_host_nbytes
 from streamload.core.system import read_at
-from streamload.devices.cuda import Context, PinnedStaging
+from streamload.devices.cuda import Context, DeviceMemory, PinnedStaging
 from streamload.devices.names import framework
 from streamload.errors import DeviceError
 
@@ -140,14 +140,8 @@ def copy(index: int) -> Rate:
         DeviceError: there is no such device or not enough memory.
     """
     context = open_context(index)
-    address = ctypes.c_uint64()
-    with context.current():
-        context.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(_TARGET_NBYTES))
-    try:
-        return max((_copy(context, address.value, slot) for slot in _SLOTS), key=_SPEED)
-    finally:
-        with context.current():
-            context.call("cuMemFree_v2", address)
+    with closing(DeviceMemory(context, _TARGET_NBYTES)) as target:
+        return max((_copy(context, target.address, slot) for slot in _SLOTS), key=_SPEED)
 
 
 def _copy(context: Context, address: int, slot_nbytes: int) -> Rate:
@@ -198,21 +192,17 @@ def _device_memory(index: int) -> Rate:
     """Return the best rate of copies from one half of 512 MiB of device memory to the other."""
     context = open_context(index)
     half = _TARGET_NBYTES // 2
-    address = ctypes.c_uint64()
-    with context.current():
-        context.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(_TARGET_NBYTES))
-        try:
-            source, nbytes = ctypes.c_uint64(address.value + half), ctypes.c_size_t(half)
+    with closing(DeviceMemory(context, _TARGET_NBYTES)) as memory, context.current():
+        target, source = (ctypes.c_uint64(memory.address + at) for at in (0, half))
+        nbytes = ctypes.c_size_t(half)
 
-            def copies() -> Iterable[object]:
-                for _ in range(_COPIES):
-                    context.call("cuMemcpyDtoD_v2", address, source, nbytes)
-                context.call("cuCtxSynchronize")
-                return ()
+        def copies() -> Iterable[object]:
+            for _ in range(_COPIES):
+                context.call("cuMemcpyDtoD_v2", target, source, nbytes)
+            context.call("cuCtxSynchronize")
+            return ()
 
-            seconds = _least_s(copies)
-        finally:
-            context.call("cuMemFree_v2", address)
+        seconds = _least_s(copies)
     return Rate(_COPIES * _TARGET_NBYTES, seconds, "copies of 256 MiB inside it, both ways")
 
 
