@@ -401,7 +401,7 @@ def _few_on_cuda(x: torch.Tensor, of: Operand, bias: torch.Tensor | None) -> tor
     if bias is not None:
         bias = bias.to(dtype).contiguous()
         own = bias.data_ptr() - of.first * size
-    for first, count in ((0, 1),) if tokens == 1 else _counts(tokens):
+    for first, count in _counts(tokens):
         place = out.data_ptr() + (first * of.rows - of.first) * size
         if not _on_cuda(of, count, dtype, place, x.data_ptr() + first * of.width * size, own):
             return None
