@@ -64,7 +64,7 @@ def operand(
     tall, wide = block if block is not None and scale.numel() > 1 else (0, 0)
     wide = 0 if wide >= columns else wide
     scales = -(-rows // (tall or rows or 1)) * (columns // (wide or columns or 1))
-    if (
+    if (  # as `Form.per_row`: compilers trace this, but not `form_of`, which is cached
         values.dtype not in _CODES
         or not values.is_contiguous()
         or columns % (wide or WIDTH)
