@@ -632,12 +632,16 @@ def test_shared_weights_are_held_once_and_right_in_each_use(tmp_path: Path, name
         assert not other.layers[1].up.weight.any()
 
 
+def loaded_up(saved: tuple[Any, Path], quant: str) -> Any:
+    """Load the checkpoint quantized; return a Linear of it with a bias."""
+    model = empty()
+    load(model, saved[1], quant=quant, device="cpu")
+    return model.layers[0].up
+
+
 def test_parts_of_another_dtype_are_computed_with(saved: tuple[Any, Path]) -> None:
     """What ``load_state_dict(assign=True)`` puts in place of parts, kernels do not read."""
-    _, path = saved
-    model = empty()
-    load(model, path, quant="int8", device="cpu")
-    module = model.layers[0].up
+    module = loaded_up(saved, "int8")
     expected = module.weight
     module._buffers["weight_scale"] = module.weight_scale.double()
     assert torch.equal(module.weight, expected)
@@ -648,10 +652,7 @@ def test_parts_of_another_dtype_are_computed_with(saved: tuple[Any, Path]) -> No
 
 def test_compiled_products_have_no_break(saved: tuple[Any, Path]) -> None:
     """One graph, with the module's own results and gradients; so within vmap and autocast."""
-    _, path = saved
-    model = empty()
-    load(model, path, quant="nf4-nested", device="cpu")
-    up = model.layers[0].up
+    up = loaded_up(saved, "nf4-nested")
     x = torch.randn(3, 2, NARROW)
     compiled = torch.compile(up, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
@@ -667,10 +668,7 @@ def test_compiled_products_have_no_break(saved: tuple[Any, Path]) -> None:
 
 def test_products_under_default_devices_tracers_and_duals(saved: tuple[Any, Path]) -> None:
     """Another default device, torch.jit.trace and forward-mode derivatives find right products."""
-    _, path = saved
-    model = empty()
-    load(model, path, quant="int8", device="cpu")
-    up = model.layers[0].up
+    up = loaded_up(saved, "int8")
     x = torch.randn(2, NARROW)
     expected = nn.functional.linear(x, up.weight.clone(), up.bias)
     with torch.inference_mode(), torch.device("meta"):
@@ -687,9 +685,7 @@ def test_products_under_default_devices_tracers_and_duals(saved: tuple[Any, Path
 
 def test_a_tile_is_bounded(saved: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """However many threads there are, a tile has at most the bytes that the note says."""
-    _, path = saved
-    model = empty()
-    load(model, path, quant="q8_0", device="cpu")
+    up = loaded_up(saved, "q8_0")
     monkeypatch.setattr(product, "TILE_NBYTES", 7 * NARROW * 4)
     seen: list[int] = []
     decode = product.decode
@@ -701,18 +697,14 @@ def test_a_tile_is_bounded(saved: tuple[Any, Path], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(product, "decode", spy)
     x = torch.randn(20, NARROW)
     with torch.inference_mode():
-        found = model.layers[0].up(x)
+        found = up(x)
     assert max(seen) == 7 and sum(seen) == WIDE
-    up = model.layers[0].up
     assert worst(found, x, up.weight, up.bias) < 1
 
 
 def test_products_of_unusual_inputs(saved: tuple[Any, Path]) -> None:
     """Lazy negatives and zeros, huge and sparse inputs are multiplied; integers are refused."""
-    _, path = saved
-    model = empty()
-    load(model, path, quant="int8", device="cpu")
-    up = model.layers[0].up
+    up = loaded_up(saved, "int8")
     weight = up.weight.clone()
     x = torch.randn(2, NARROW)
     with torch.inference_mode():
@@ -731,10 +723,7 @@ def test_products_of_unusual_inputs(saved: tuple[Any, Path]) -> None:
 
 def test_a_write_before_the_backward_pass_is_noticed(saved: tuple[Any, Path]) -> None:
     """As with torch's own Linear, gradients are not those of other weights."""
-    _, path = saved
-    model = empty()
-    load(model, path, quant="q8_0", device="cpu")
-    up = model.layers[0].up
+    up = loaded_up(saved, "q8_0")
     y = up(torch.randn(2, NARROW, requires_grad=True)).sum()
     state = {name: part.clone() for name, part in up.state_dict().items()}
     up.load_state_dict(state)
@@ -748,10 +737,7 @@ def test_traced_transforms_have_the_operator(saved: tuple[Any, Path]) -> None:
     """A graph of torch.func's transforms computes what the module does."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    _, path = saved
-    model = empty()
-    load(model, path, quant="nf4", device="cpu")
-    up = model.layers[0].up
+    up = loaded_up(saved, "nf4")
     x = torch.randn(3, NARROW)
     graph = make_fx(torch.vmap(up))(x)
     torch.testing.assert_close(graph(x), up(x))
