@@ -39,6 +39,7 @@ _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _LOG_BUFFER, _LOG_BUFFER_NBYTES = 5, 6  # CU_JIT_ERROR_LOG_BUFFER, ..._SIZE_BYTES
 _LOG_NBYTES = 4096
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: page-locked for all contexts
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 _int, _uint, _size, _u64 = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t, ctypes.c_uint64
 _pointer, _out = ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
@@ -73,6 +74,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuStreamQuery": (_pointer,),
     "cuStreamSynchronize": (_pointer,),
     "cuStreamWaitEvent": (_pointer, _pointer, _uint),
+    "cuThreadExchangeStreamCaptureMode": (ctypes.POINTER(_int),),
 }
 
 
@@ -104,6 +106,19 @@ class _Driver:
 @cache
 def _driver() -> _Driver:
     return _Driver()
+
+
+_thread = threading.local()
+
+
+def allow_captures() -> None:
+    """Let other threads capture CUDA graphs while this thread allocates, and waits for copies.
+
+    Without this, such calls make a capture in another thread fail.
+    """
+    if not getattr(_thread, "allows_captures", False):
+        _driver().quick.cuThreadExchangeStreamCaptureMode(ctypes.byref(_int(_THREAD_LOCAL)))
+        _thread.allows_captures = True
 
 
 class Context:
@@ -311,6 +326,7 @@ class PinnedStaging(_Stream):
 
     def __init__(self, context: Context, nbytes: int) -> None:
         super().__init__(context)
+        allow_captures()  # a thread that copies has staging of its own
         self._registered = False
         self.view = memoryview(b"")
         with self._allocating(self.what, nbytes):

@@ -226,3 +226,19 @@ def test_a_cuda_graph_of_a_pass_is_refused(wide: Path) -> None:
         with pytest.raises(OffloadError, match="CUDA graph"), torch.cuda.graph(graph):
             models.logits(model, ids)
         assert torch.equal(models.logits(model, ids), expected)
+
+
+def test_other_threads_capture_cuda_graphs_while_layers_stream(wide: Path) -> None:
+    """Copies, waits and new staging make no capture fail."""
+    ids = models.IDS.cuda()
+    model = from_pretrained(wide, **CUDA, budget=least(wide), offload=True)
+    x = torch.ones(64, 64, device="cuda")
+    with model.streamload_offload:
+        for _ in range(20):
+            models.logits(model, ids)  # the first layers of the next pass are copied meanwhile
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(200):
+                    y = x @ x
+        graph.replay()
+        assert torch.equal(y, x @ x)

@@ -319,6 +319,7 @@ int cuStreamSynchronize(Stream *stream) {
     pthread_mutex_unlock(&mutex);
     return 0;
 }
+int cuThreadExchangeStreamCaptureMode(int *mode) { return *mode == 1 ? 0 : INVALID; }
 int cuStreamWaitEvent(Stream *stream, Event *event, unsigned flags) {
     if (!current()) return wrong(NO_CONTEXT, "cuStreamWaitEvent without a context");
     pthread_mutex_lock(&mutex);  /* the null stream, on which nothing here computes */

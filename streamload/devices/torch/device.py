@@ -300,6 +300,8 @@ class _Event:
         self._device, self._event = device, event
 
     def wait(self) -> None:
+        if isinstance(self._device, CUDADevice):
+            cuda.allow_captures()
         with self._device._translated("what a model computed"):
             self._event.synchronize()
 
