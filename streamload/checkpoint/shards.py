@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ BLOCK_NBYTES = 2**22
 AHEAD_NBYTES = 2**24
 
 _WINDOW_NBYTES = 2**16  # below this, a read costs less than a window of a map
+_CHECK_S = 0.05  # between two checks of all open files; each takes the interpreter's lock often
 _PAGE = 4096  # no reader's alignment is larger than a page
 
 #: Opens a shard with the reader that was chosen for it.
@@ -154,6 +156,7 @@ class Shards:
         self._caches: dict[Location, ShardCache] = {}
         self._stopped = False
         self._lock = threading.Lock()
+        self._next_check_s = 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -227,11 +230,19 @@ class Shards:
 
     def check(self) -> None:
         """Raise CheckpointError if an open file has changed or a process waits to write to it."""
-        # to call now and then while nothing is read; any thread may do so
+        # to call now and then while nothing is read; any thread may do so, and one in a while does
+        now = time.monotonic()
+        if now < self._next_check_s:
+            return
+        self._next_check_s = now + _CHECK_S
         with self._lock:
-            for reader in self._open.values():
-                with reader.unchanged():
-                    pass
+            shards = [*self._open]
+        for shard in shards:
+            with self._lock:  # for one file: others may want to open a file meanwhile
+                reader = self._open.get(shard)
+                if reader is not None:
+                    with reader.unchanged():
+                        pass
 
     def stop(self) -> None:
         """Make all calls that wait for a server raise soon; any thread may call this."""
