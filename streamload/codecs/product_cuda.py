@@ -55,7 +55,7 @@ class Launch(NamedTuple):
 def launch(form: Form, rows: int, width: int, tokens: int) -> Launch:
     """Return how to launch a kernel for a number of rows; ``tokens`` is 0 to decode them."""
     each, splits = _rows(form, tokens), 1
-    most = min(_WARPS, width // _STEP) if tokens else 1
+    most = min(_WARPS, width // _STEP)
     while splits * 2 <= most and -(-rows // each) * splits < _WANTED_WARPS:
         splits *= 2
     return Launch(splits, -(-rows // (_WARPS // splits * each)))

@@ -32,7 +32,7 @@ from streamload.errors import DeviceError, UnsupportedCastError
 
 #: Bytes of a tile of decoded rows on a CUDA device, at most.
 TILE_NBYTES = 2**26
-_TILE_ROWS = 256  # of a tile on the host, for each thread
+_TILE_ROWS = 256  # of a tile on the host, for each thread; on CUDA a multiple of it
 _CLAIM_NBYTES = 2**16  # of codes that a thread of the host claims at once, about
 _PIECE_NUMEL = 2**20  # elements that torch's operations decode at once
 _ALIGNMENT = 16  # of the addresses that kernels read
@@ -433,6 +433,7 @@ def _by_tiles(x: torch.Tensor, of: Operand, bias: torch.Tensor | None) -> torch.
     if not x.shape[0]:
         return x.new_empty(0, rows)
     step = max(TILE_NBYTES // max(of.width * x.itemsize, 1), 1)
+    step -= step % _TILE_ROWS if step > _TILE_ROWS else 0  # torch multiplies other numbers slowly
     step = min(step if x.is_cuda else min(step, _TILE_ROWS * torch.get_num_threads()), rows)
     if step == rows:
         return functional.linear(x, decode(of, dtype), bias)

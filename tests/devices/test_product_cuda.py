@@ -1,0 +1,92 @@
+"""`devices.torch.product` on a CUDA device: every form, against float64.
+
+Skipped on machines without a CUDA device.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import needs
+import numpy as np
+import pytest
+
+torch = needs.module("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device here", allow_module_level=True)
+
+from product_samples import FORMS, Matrix, matrix, worst  # noqa: E402
+
+from streamload.devices.torch.product import (  # noqa: E402
+    Operand,
+    _dtypes,
+    decode,
+    form_of,
+    linear,
+)
+
+_EPS = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+
+
+def operand(name: str, of: Matrix) -> Any:
+    """A random matrix on the device."""
+    parts = [of.arrays["src"].reshape(-1)]
+    for role, _ in of.form.parts:
+        state = json.dumps({"nested_offset": of.offset}).encode()
+        parts.append(np.frombuffer(state, np.uint8) if role == "state" else of.arrays[role])
+    rows, width = of.exact.shape
+    held = [torch.from_numpy(np.array(each)).cuda() for each in parts]
+    expected = _dtypes(name, width)
+    held = [each.view(to) for each, to in zip(held, expected, strict=True)] if expected else held
+    return Operand(name, held, 0, rows, width)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("name", FORMS)
+def test_products_are_within_rounding(name: str, seed: int) -> None:
+    """Random shapes and numbers of vectors, in every dtype, alone and as a CUDA graph."""
+    random = np.random.default_rng(seed)
+    rows, width = int(random.integers(1, 700)), 256 * int(random.integers(1, 18))
+    tokens = int(random.choice([1, 2, 3, 4, 5, 17]))
+    dtype = [*_EPS][seed % 3]
+    of = matrix(FORMS[name], rows, width, seed=seed)
+    assert form_of(name, width) is not None
+    x = torch.from_numpy(random.standard_normal((tokens, width))).to(dtype).cuda()
+    held = operand(name, of)
+    with torch.inference_mode():
+        found = linear(x, held, None)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = linear(x, held, None)
+        again.fill_(torch.nan)
+        graph.replay()
+    y, x = found.double().cpu().numpy(), x.double().cpu().numpy()
+    # tiles are decoded to the dtype, and torch multiplies them by its own rules
+    eps = _EPS[dtype] if tokens <= 4 else max(_EPS[dtype], 2.0**-10)
+    if tokens > 4:
+        assert np.linalg.norm(y - x @ of.exact.T) <= 2 * eps * np.linalg.norm(x @ of.exact.T)
+    else:
+        assert worst(y, x, of.exact, eps) < 1
+    assert torch.equal(found, again)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_infinity_and_nan_are_carried(name: str) -> None:
+    """As float64 makes them."""
+    of = matrix(FORMS[name], 5, 512, finite=False)
+    x = torch.randn(1, 512, device="cuda")
+    with torch.inference_mode():
+        y = linear(x, operand(name, of), None)
+    worst(y.double().cpu().numpy(), x.double().cpu().numpy(), of.exact)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_decoded_rows_are_the_oracles(name: str) -> None:
+    """All rows and some, rounded once."""
+    of = matrix(FORMS[name], 37, 768)
+    held = operand(name, of)
+    right = torch.from_numpy(of.exact).float().cuda()
+    assert torch.allclose(decode(held, torch.float32), right, rtol=1e-6, atol=0)
+    some = decode(held.between(3, 20), torch.bfloat16)
+    assert torch.allclose(some.float(), right[3:20], rtol=2.0**-7, atol=0)
