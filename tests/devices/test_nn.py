@@ -25,7 +25,7 @@ from streamload.errors import PlanInfeasibleError
 from streamload.nn import QuantLinear, replace_linears
 
 DEVICES = (pytest.param("CPU", marks=pytest.mark.slow), "CL")
-LAYERS = ("int8", "q8_0", "q4_0")
+LAYERS = ("int8", "q8_0", "q4_0", "nf4")
 CODES = {"int8": "I8", "uint8": "U8", "float32": "F32"}
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
@@ -67,8 +67,8 @@ def made(
 def test_the_product_is_that_of_the_decoded_weight(format: str, device: str) -> None:
     """Within rounding, in the dtype of the activations, for a batch of prompts and for a vector."""
     offsets = np.arange(24, dtype=np.float32)
-    layer, weight = made(format, 24, 96, device, bias=Tensor(offsets, device=device))
-    for dtype, shape in [("float16", (2, 5, 96)), ("float32", (2, 5, 96)), ("float32", (96,))]:
+    layer, weight = made(format, 24, 192, device, bias=Tensor(offsets, device=device))
+    for dtype, shape in [("float16", (2, 5, 192)), ("float32", (2, 5, 192)), ("float32", (192,))]:
         x = np.random.default_rng(1).standard_normal(shape).astype(dtype)
         expected = x.astype(np.float64) @ weight.T.astype(np.float64) + offsets
         found = layer(Tensor(x, device=device)).numpy()
@@ -290,7 +290,11 @@ def test_what_is_no_linear_is_left_and_named() -> None:
         ),
         (
             "nf4",
-            r"'a\.weight' cannot be 'nf4': tinygrad computes with int8, q8_0, q4_0 only; write",
+            r"'a\.weight' cannot be 'nf4': rows of 32 have no whole blocks of 64 elements; write",
+        ),
+        (
+            "q6_k",
+            r"'a\.weight' cannot be 'q6_k': tinygrad computes with int8, q8_0, q4_0, nf4 only; write",
         ),
     ],
 )

@@ -14,7 +14,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tinygrad import Tensor, dtypes, nn
 
@@ -24,8 +24,23 @@ from streamload.core.dtypes import F32
 from streamload.devices.base import Swap
 from streamload.devices.tinygrad.tensors import TO_TINYGRAD, tie_key
 
+_NF4_BLOCK = 64  # elements
 _Module = TypeVar("_Module")
-_Decoded = tuple[list[Tensor], Tensor]
+
+
+class _Decoded(NamedTuple):
+    """Values and scales of a layer's blocks.
+
+    Attributes:
+        pieces: of each block, as float32 of (out, blocks, width).
+        scales: broadcast to (out, blocks).
+        interleaved: whether piece i has elements i, i + n, ... of a block, for n pieces; else they
+            are consecutive.
+    """
+
+    pieces: list[Tensor]
+    scales: Tensor
+    interleaved: bool = False
 
 
 class QuantLinear:
@@ -35,10 +50,11 @@ class QuantLinear:
     activations; the result has their dtype.
 
     Attributes:
-        format: "int8", "q8_0" or "q4_0".
+        format: "int8", "q8_0", "q4_0" or "nf4".
         shape: shape of the weight before quantizing: (out, in).
         weight: the quantized values, without memory until they are loaded. int8: (out, in) of int8.
-            q8_0 and q4_0: (out, bytes of a row's blocks) of uint8.
+            q8_0 and q4_0: (out, bytes of a row's blocks) of uint8. nf4: (out * in / 2, 1) of uint8,
+            with its scales and table as ``weight.absmax`` and ``weight.quant_map``.
         weight_scale: int8 only: (out, 1) of float32.
         bias: (out,), or None.
     """
@@ -62,6 +78,8 @@ class QuantLinear:
         """
         if format not in _DECODED:
             raise ValueError(f"tinygrad computes with {', '.join(_DECODED)} only")
+        if format == "nf4" and in_features % _NF4_BLOCK:
+            raise ValueError(f"rows of {in_features} have no whole blocks of {_NF4_BLOCK} elements")
         self.format, self.shape, self.bias = format, (out_features, in_features), bias
         for part in SCHEMES[format].of(self.shape, F32).parts:
             kind = TO_TINYGRAD[part.dtype.name]
@@ -69,13 +87,15 @@ class QuantLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T + bias``: (..., in) becomes (..., out), in the dtype of ``x``."""
-        codes, scales = _DECODED[self.format](self)
-        blocks, width = codes[0].shape[1:]
+        pieces, scales, interleaved = _DECODED[self.format](self)
+        blocks, width = pieces[0].shape[1:]
         # contiguous: otherwise each row of the weight computes and converts the activations again
         wide = x.cast(dtypes.float32).contiguous()
-        parted = wide.reshape(*x.shape[:-1], 1, blocks, len(codes), width)
+        shape = (width, len(pieces)) if interleaved else (len(pieces), width)
+        parted = wide.reshape(*x.shape[:-1], 1, blocks, *shape)
+        parts = [parted[..., i] if interleaved else parted[..., i, :] for i in range(len(pieces))]
         # the scale multiplies a block's sum, not its elements
-        products = [parted[..., i, :] * piece for i, piece in enumerate(codes)]
+        products = [part * piece for part, piece in zip(parts, pieces, strict=True)]
         y = (sum(products[1:], products[0]).sum(-1) * scales).sum(-1)
         if self.bias is not None:
             y = y + self.bias
@@ -87,19 +107,42 @@ def _int8(layer: QuantLinear) -> _Decoded:
     rows, width = codes.shape
     # a row needs no blocks, but kernels that sum 32 elements at a time are faster
     if width % BLOCK:
-        return [codes.reshape(rows, 1, width).cast(dtypes.float32)], layer.weight_scale
-    return _halves(codes.reshape(rows, -1, BLOCK)), layer.weight_scale
+        whole = codes.reshape(rows, 1, width).cast(dtypes.float32)
+        return _Decoded([whole], layer.weight_scale)
+    return _Decoded(_halves(codes.reshape(rows, -1, BLOCK)), layer.weight_scale)
 
 
 def _q8_0(layer: QuantLinear) -> _Decoded:
     codes, scales = _blocks(layer.weight, BLOCK)
-    return _halves(codes.bitcast(dtypes.int8)), scales
+    return _Decoded(_halves(codes.bitcast(dtypes.int8)), scales)
 
 
 def _q4_0(layer: QuantLinear) -> _Decoded:
     codes, scales = _blocks(layer.weight, BLOCK // 2)
     halves = (codes.bitwise_and(15), codes.rshift(4))
-    return [half.cast(dtypes.float32) - 8 for half in halves], scales
+    return _Decoded([half.cast(dtypes.float32) - 8 for half in halves], scales)
+
+
+def _nf4(layer: QuantLinear) -> _Decoded:
+    rows, width = layer.shape
+    codes = layer.weight.reshape(rows, -1, _NF4_BLOCK // 2)
+    halves = codes.rshift(4), codes.bitwise_and(15)
+    table: Tensor = getattr(layer, "weight.quant_map")
+    absmax: Tensor = getattr(layer, "weight.absmax")
+    scales = absmax.reshape(rows, width // _NF4_BLOCK)
+    return _Decoded([_looked_up(half, table) for half in halves], scales, interleaved=True)
+
+
+def _looked_up(codes: Tensor, table: Tensor) -> Tensor:
+    """Return the elements of a table of 16 for codes, by choosing among them bit by bit.
+
+    An index of tinygrad compares with each of the 16.
+    """
+    values = [table[i] for i in range(16)]
+    for bit in range(4):
+        is_set = codes.bitwise_and(1 << bit) != 0
+        values = [is_set.where(b, a) for a, b in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
 
 
 def _blocks(rows: Tensor, code_nbytes: int) -> tuple[Tensor, Tensor]:
@@ -114,12 +157,11 @@ def _halves(codes: Tensor) -> list[Tensor]:
     return [half.cast(dtypes.float32) for half in (codes[..., :middle], codes[..., middle:])]
 
 
-#: Functions that return a layer's values as float32, each block cut into consecutive pieces of
-#: (out, blocks, width), and scales that broadcast to (out, blocks).
 _DECODED: dict[str, Callable[[QuantLinear], _Decoded]] = {
     "int8": _int8,
     "q8_0": _q8_0,
     "q4_0": _q4_0,
+    "nf4": _nf4,
 }
 
 
