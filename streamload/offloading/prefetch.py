@@ -54,6 +54,9 @@ from streamload.streaming.state import Job, Sink, Transfer, WorkItem, written_nb
 
 # After this time without a pass, threads end, and staging and files are released until the next.
 _IDLE_S = 2.0
+# Threads that read one layer: with 16 the thread that runs the model waited for them, for the
+# interpreter's lock (docs/measurements.md, "Offloading").
+_MOST_WORKERS = 8
 _LOOK_S = 0.1  # interval of checks for that, and for the end of the program
 
 
@@ -524,7 +527,7 @@ class Rounds(Sink):
         """Let workers fill the slots of a layer."""
         layer = self._layers[number]
         job.buffers.update(zip(layer.placements, self.memory.to_fill(number, first), strict=True))
-        workers = threads = self._plan.threads
+        workers = threads = min(self._plan.threads, _MOST_WORKERS)
         if number >= self._first_expert:  # a power of 2: units are kept for each
             self.experts.count_read(number - self._first_expert, layer.read_nbytes)
             workers = 1 << max(threads // max(self.experts.lacking, 1), 1).bit_length() - 1
