@@ -294,7 +294,7 @@ def test_what_is_no_linear_is_left_and_named() -> None:
         ),
         (
             "q6_k",
-            r"'a\.weight' cannot be 'q6_k': tinygrad computes with int8, q8_0, q4_0, nf4 only; write",
+            r"'a\.weight' cannot be 'q6_k': tinygrad computes with int8, q8_0, q4_0, nf4 only; ",
         ),
     ],
 )
