@@ -211,6 +211,7 @@ def convert(
             "decides.",
         ),
     ] = None,
+    adapter: flags.AdapterOption = None,
     resume: Annotated[
         bool, flags.switch("--resume", "Continue a conversion that was left unfinished there.")
     ] = False,
@@ -253,6 +254,7 @@ def convert(
         select=select or (),
         exclude=exclude or (),
         rename=flags.read_renames(rename),
+        adapters=flags.read_adapters(adapter),
         resume=resume,
         overwrite=overwrite,
         verify=verify,

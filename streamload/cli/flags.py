@@ -85,6 +85,13 @@ SelectOption = Annotated[
 ExcludeOption = Annotated[
     list[str] | None, option("PATTERN", "Not tensors whose name matches; repeatable.")
 ]
+AdapterOption = Annotated[
+    list[str] | None,
+    option(
+        "PATH[=SCALE]",
+        "Merge a LoRA adapter as peft saves it, its products times SCALE (1); repeatable.",
+    ),
+]
 TokensOption = Annotated[
     int | None,
     option("N", "With --offload: leave memory for the activations of a pass of so many tokens."),
@@ -338,3 +345,15 @@ def read_rules(values: list[str] | None) -> str | dict[str, str] | None:
 def read_renames(values: list[str] | None) -> Rename | None:
     """Return a function from old to new names by the patterns of ``--rename``; None without any."""
     return RenamePatterns.parse(values) if values else None
+
+
+def read_adapters(values: list[str] | None) -> list[tuple[str, float]]:
+    """Return paths and scales of ``--adapter``; text behind the last "=" is a scale if a number."""
+    out = []
+    for value in values or ():
+        path, _, scale = value.rpartition("=")
+        try:
+            out.append((path, float(scale)) if path else (value, 1.0))
+        except ValueError:
+            out.append((value, 1.0))
+    return out

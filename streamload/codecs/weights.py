@@ -93,6 +93,11 @@ class Packed(TensorInfo):
     group: QuantizedWeight = field(compare=False, repr=False)
     headers: tuple[Header, ...] = field(compare=False, repr=False)
 
+    @property
+    def is_computed(self) -> bool:
+        """True: elements are decoded."""
+        return True
+
     def read(self, member: TensorInfo) -> bytes:
         """Return all bytes of one of the weight's tensors, read from its file."""
         return next(read_whole(self.headers, [member]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,8 +19,11 @@ from streamload.codecs.weights import Packed
 from streamload.core.dtypes import DType
 from streamload.core.tensors import RowTranspose, TensorInfo
 from streamload.formats.writer import Joined, Slice
+from streamload.planning.transforms import Changed
 
 _Array = np.ndarray[Any, Any]
+#: Most bytes of values that functions change at once, unless a row is longer.
+CHANGED_NBYTES = 2**22
 
 
 @dataclass(slots=True)
@@ -64,8 +67,9 @@ class Assembler:
             yield first, stop, None, 0
             return
         for piece, begin, end, shift in _overlaps(made, first, stop):
-            info, changes = piece.info, isinstance(piece.info, Packed) or piece.turn is not None
-            if info is None or changes or info.dtype is not self.dtype:
+            info = piece.info
+            computed = info is None or info.is_computed or piece.turn is not None
+            if info is None or computed or info.dtype is not self.dtype:
                 yield begin, end, None, 0
             else:
                 yield begin, end, info, info.start + (begin + shift) * self.dtype.itemsize
@@ -79,14 +83,37 @@ class Assembler:
         if order is not None:
             row, fill = info.numel // order.rows, partial(self._read_lines, info)
             return self._permuted(order, row, [info], fill, first, out)
-        counts, unit = ZERO, info.dtype.unit
-        step = max(info.dtype.numel(self.room.block_nbytes) // unit, 1) * unit
+        counts, unit = ZERO, info.row_numel if isinstance(info, Changed) else info.dtype.unit
+        step = max(self._most_numel(info) // unit, 1) * unit
         for a, b in cut(first, stop, step, first // unit * unit):
-            begin, end = info.dtype.span(a, b)
             part = out[(a - first) * n : (b - first) * n]
-            with self.read(info, info.start + begin, info.start + end) as data:
+            with self._values(info, a, b) as data:
                 counts += self._make(info, data, part, a)
         return counts
+
+    def _most_numel(self, info: TensorInfo) -> int:
+        """Return the most elements of a tensor that are read at once."""
+        if isinstance(info, Changed):
+            return CHANGED_NBYTES // info.read_dtype.itemsize
+        return info.dtype.numel(self.room.block_nbytes)
+
+    def _values(
+        self, info: TensorInfo, first: int, stop: int
+    ) -> AbstractContextManager[memoryview]:
+        """Read elements ``first`` to ``stop`` (exclusive) of ``read_dtype``; yields their bytes."""
+        if not isinstance(info, Changed):
+            begin, end = info.dtype.span(first, stop)
+            return self.read(info, info.start + begin, info.start + end)
+        row, dtype = info.row_numel, info.stored.dtype
+        begin, end = first // row * row, -(-stop // row) * row
+        data = memoryview(bytearray((end - begin) * dtype.itemsize))
+        start = info.start + begin * dtype.itemsize
+        for a, b in cut(start, start + data.nbytes, self.room.block_nbytes):
+            with self.read(info, a, b) as view:
+                data[a - start : b - start] = view
+        rows, dtype = info.changes.apply(info.stored, data, begin // row)
+        found = rows[(first - begin) * dtype.itemsize : (stop - begin) * dtype.itemsize]
+        return nullcontext(found.data)
 
     def _permuted(
         self,
@@ -104,7 +131,7 @@ class Assembler:
         """
         n, most = self.dtype.itemsize, self.room.block_nbytes
         grain = math.lcm(*(info.dtype.unit // math.gcd(info.dtype.unit, row) for info in infos))
-        most = min((info.dtype.numel(most) for info in infos), default=most)
+        most = min((self._most_numel(info) for info in infos), default=most)
         to = np.frombuffer(out, f"u{n}")
         compile_transpose([row * n])
         return Permutation(order.outer, order.inner, row, grain).write(first, to, fill, most)
@@ -118,7 +145,7 @@ class Assembler:
         """
         if isinstance(info, Packed):
             return self.decoders.of(info, self.dtype).decode(data, out, first, *lines)
-        return self.casts[info.dtype, self.dtype](data, out)
+        return self.casts[info.read_dtype, self.dtype](data, out)
 
     def _lines(self, made: Joined, start: int, pitch: int, to: _Array) -> CastCounts:
         """Fill the row ``to[i]`` with cast elements of ``made`` from ``start + i * pitch`` on."""
@@ -145,11 +172,11 @@ class Assembler:
     def _read_lines(self, info: TensorInfo, first: int, pitch: int, to: _Array) -> CastCounts:
         """Fill row ``to[i]`` with cast elements from ``first + i * pitch`` (a block's start) on."""
         lines, numel = len(to), to.shape[1] * to.itemsize // self.dtype.itemsize
-        nbytes, step = info.dtype.nbytes(numel), info.dtype.nbytes(pitch)
-        begin = info.start + info.dtype.nbytes(first)
-        with self.read(info, begin, begin + (lines - 1) * step + nbytes) as view:
+        src = info.read_dtype
+        nbytes, step = src.nbytes(numel), src.nbytes(pitch)
+        with self._values(info, first, first + (lines - 1) * pitch + numel) as view:
             found = np.ndarray((lines, nbytes), np.uint8, view, strides=(step, 1))
-            if info.dtype is self.dtype:
+            if src is self.dtype:
                 transpose(found.view(to.dtype), to)
                 del found
                 return ZERO

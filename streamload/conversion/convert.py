@@ -46,11 +46,13 @@ from streamload.errors import CheckpointError
 from streamload.files import remote
 from streamload.files.guard import FileState
 from streamload.files.header import SAFETENSORS, unreadable
+from streamload.loading.lora import Adapters, AdaptersArgument
 from streamload.loading.report import Clock, quantized_text, warn_of_overflow
 from streamload.planning.dequantize import as_in_models, asked, dequantized
 from streamload.planning.partition import Node
 from streamload.planning.quant_policy import QuantArgument, coded
 from streamload.planning.sources import Rename
+from streamload.planning.transforms import Changed, with_changes
 
 _END_NBYTES = 2**20  # of a downloaded file, to check that its JSON ends
 
@@ -147,6 +149,7 @@ def convert(
     select: Patterns = (),
     exclude: Patterns = (),
     rename: Rename | None = None,
+    adapters: AdaptersArgument | None = None,
     resume: bool = False,
     overwrite: bool = False,
     verify: bool = False,
@@ -200,6 +203,9 @@ def convert(
         exclude: patterns of tensors to leave out.
         rename: new names: a dict from old to new (others stay), or a callable that returns a name,
             or None to leave the tensor out.
+        adapters: LoRA adapters as in `load_state_dict`, merged in order, before any cast or
+            quantization; also with whole tensors (modules_to_save, biases, embeddings) of the
+            checkpoint's shapes, which take the dtypes of those that they replace.
         resume: continue an unfinished call with the same source and options; start a new one if
             there is none; do nothing if it is finished.
         overwrite: replace a finished checkpoint as above, or restart an unfinished conversion.
@@ -236,6 +242,9 @@ def convert(
     if options.writer.takes_blocks:
         names += coded_otherwise(checkpoint, options.quant)
     checkpoint = as_in_models(dequantized(checkpoint, names))
+    merged = Adapters.read(checkpoint, adapters)
+    options = replace(options, adapters=tuple(merged.identity))
+    checkpoint = with_changes(checkpoint, merged.changes, merged.replaced, merged.headers)
     dtypes = [wanted for _, wanted in options.policy.rules]
     way = choose_way(checkpoint, dtypes, nodes=bool(nodes))
     if is_foreign(os.fsdecode(destination)):
@@ -249,7 +258,10 @@ def convert(
         plan = plan_conversion(checkpoint, root, options)
         codes = [t for _, _, t in plan.tensors() if t.coding is not None and not t.is_auxiliary]
         weights = [coded(t.coding, t.src) for t in codes if t.coding is not None]
-        turned = any(t.made is not None for _, _, t in plan.tensors())
+        turned = any(
+            t.turn is not None or (t.made is not None and not isinstance(t.info, Changed))
+            for _, _, t in plan.tensors()
+        )
         if codes or turned:
             way = choose_way(checkpoint, dtypes, weights, nodes=bool(nodes), turned=turned)
         is_whole = not (nodes or options.selection.select or options.selection.exclude)

@@ -10,12 +10,14 @@ from streamload.checkpoint.shards import AHEAD_NBYTES, BLOCK_NBYTES
 from streamload.codecs.decode import scales_nbytes
 from streamload.codecs.encode import Quantized
 from streamload.codecs.weights import Packed
-from streamload.core.dtypes import DType
+from streamload.conversion.assembler import CHANGED_NBYTES
+from streamload.core.dtypes import F64, DType
 from streamload.core.location import Url
 from streamload.core.memory import available_cpus, first_that_fits
 from streamload.core.units import round_up
 from streamload.files.local import BOUNCE_NBYTES
 from streamload.planning.quant_policy import held_nbytes
+from streamload.planning.transforms import NO_CHANGES, Changed
 
 _PAGE = 4096
 
@@ -33,6 +35,7 @@ _THREAD_NBYTES = 2**18  # stack, heap and page tables of a thread: 0.1 MB; with 
 _TENSOR_NBYTES = 600  # a tensor in plan, journal and report: 310 to 540, most for JSON
 _NODE_TENSOR_NBYTES = 400  # its placement on a node, in addition: 150 to 350
 _QUANT_NBYTES = 4 * 2**20  # more kernels: 1 MB each; numpy's temporaries, 1 MB a thread
+_CHANGED_COPIES = 3  # arrays of float64 in which values change: the old, the new, their products
 _TURNED_BLOCKS = 12  # blocks of permuted elements, of all threads together
 _TEXTS = 4  # names are in headers, journal, sidecar and in the JSON of the report
 
@@ -106,12 +109,18 @@ def choose_way(
     floats = {info.dtype for info in checkpoint.tensors.values() if info.dtype.kind == "float"}
     is_cast = any(d is not None and floats - {d} for d in dtypes)
     casts_nbytes = _QUANT_NBYTES * bool(weights)
-    casts_nbytes += _CAST_NBYTES * (is_cast or bool(weights) or any_turned)
+    changed = [info for info in checkpoint.tensors.values() if isinstance(info, Changed)]
+    casts_nbytes += _CAST_NBYTES * (is_cast or bool(weights) or any_turned or bool(changed))
+    changes = changed[0].changes if changed else NO_CHANGES
+    row_nbytes = F64.itemsize * max((info.row_numel for info in changed), default=0)
+    changing_nbytes = _CHANGED_COPIES * max(CHANGED_NBYTES, row_nbytes) * bool(changed)
+    changing_nbytes += changes.thread_nbytes
     decoding_nbytes = 2 * max((scales_nbytes(info.group) for info in packed), default=0)
-    always_nbytes = _RUN_NBYTES + casts_nbytes + tensors_nbytes + decoding_nbytes
+    always_nbytes = _RUN_NBYTES + casts_nbytes + tensors_nbytes + decoding_nbytes + changes.nbytes
     largest = [
         ("names and places of tensors", tensors_nbytes),
         ("casts", casts_nbytes),
+        ("adapters", changes.nbytes + ways[-1].threads * changing_nbytes),
         ("scales of quantised weights", decoding_nbytes),
         ("statistics of weights that are quantised", sum(under_way[: ways[-1].threads])),
         ("threads and their blocks", _RUN_NBYTES + ways[-1].nbytes),
@@ -121,6 +130,7 @@ def choose_way(
             (
                 way,
                 always_nbytes
+                + way.threads * changing_nbytes
                 + way.nbytes
                 + sum(under_way[: way.threads])
                 + 2 * way.threads * way.turned_nbytes * any_turned,

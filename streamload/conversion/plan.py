@@ -95,6 +95,7 @@ class ConvertOptions:
     writer: type[FormatWriter] = field(default_factory=lambda: writers()[SAFETENSORS])
     runtime: str | None = None  # one of `RUNTIMES`
     notes: tuple[str, ...] = ()  # sentences for users
+    adapters: tuple[Sequence[str | float], ...] = ()  # path, scale and digest of each
     # weights that modules of transformers can hold quantized; None if that was not asked
     verdict: Verdict | None = None
 
@@ -167,6 +168,7 @@ class ConvertOptions:
             "left": list(kinds),
             "to": self.writer.name if self.writer.name != SAFETENSORS else "",
             "for": self.runtime,
+            "adapters": [list(each) for each in self.adapters],
         }
         return {
             **{key: value for key, value in optional.items() if value},

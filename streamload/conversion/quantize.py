@@ -22,6 +22,7 @@ from streamload.planning.match import wants_of
 from streamload.planning.quant_policy import QuantPolicy, codings_of, leaving
 from streamload.planning.requests import DTypePolicy
 from streamload.planning.sources import Source
+from streamload.planning.transforms import Changed
 
 _WEIGHT = ".weight"
 #: Matrices outside of Linear modules: transformers has the experts of a layer in one tensor.
@@ -58,7 +59,7 @@ def wanted_of(
     # one by one: there may be very many, and a `TensorRequest` takes much more than a `Target`
     for (name, source), format in zip(fill.items(), formats, strict=True):
         info = chosen.tensors[source.rows[0].tensor]
-        made, shape = None, shape_in_models(info)
+        made, shape = Joined.of(info) if isinstance(info, Changed) else None, shape_in_models(info)
         if info.name in chosen.turns and source.transpose is not None:
             made = Joined.of(info, source.transpose)
             shape = source.shape or shape
@@ -240,7 +241,7 @@ def _check_transposed(
     taken: list[str] = []
     for each in codes.values():
         tensor = each.info.name
-        if each.coding is None or each.made or not is_conv1d(checkpoint.config, tensor):
+        if each.coding is None or each.turn or not is_conv1d(checkpoint.config, tensor):
             taken.append(tensor)
             continue
         refused[tensor] = UnsupportedCastError(

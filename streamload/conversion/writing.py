@@ -90,7 +90,7 @@ class Writer:
         self._way = way
         tensors = [t for f in plan.files for t in f.tensors]
         pairs = dict.fromkeys(
-            (info.dtype, t.dtype if t.coding is None else t.src)
+            (info.read_dtype, t.dtype if t.coding is None else t.src)
             for t in tensors
             if t.coding is None or t.made is not None
             for info in t.infos

@@ -45,6 +45,16 @@ class TensorInfo:
         """Number of elements; 1 for a scalar."""
         return math.prod(self.shape)
 
+    @property
+    def is_computed(self) -> bool:
+        """Whether the elements are computed from the bytes in the file, and not stored there."""
+        return False
+
+    @property
+    def read_dtype(self) -> DType:
+        """The dtype of the elements before any cast to another one."""
+        return self.dtype
+
 
 def records(
     kind: type[_Record], first: Collection[Any], *columns: Iterable[Any]

@@ -26,7 +26,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from streamload.codecs.weights import Packed
 from streamload.core.dtypes import F32, DType
 from streamload.core.location import Location
 from streamload.core.tensors import Coding, RowTranspose, TensorInfo
@@ -129,7 +128,7 @@ class Joined:
     def src(self) -> DType:
         """The dtype of the joined elements before any cast or quantization; F32 if mixed."""
         dtypes = {info.dtype for info in self.infos}
-        plain = len(dtypes) == 1 and not any(isinstance(info, Packed) for info in self.infos)
+        plain = len(dtypes) == 1 and not any(info.is_computed for info in self.infos)
         return dtypes.pop() if plain else F32
 
     @property
@@ -232,7 +231,7 @@ class OutTensor(NamedTuple):
     @property
     def is_assembled(self) -> bool:
         """Whether the output is not one contiguous byte range of the source."""
-        return self.made is not None or isinstance(self.info, Packed)
+        return self.made is not None or self.info.is_computed
 
     @property
     def read_nbytes(self) -> int:

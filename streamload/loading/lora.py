@@ -1,8 +1,9 @@
-"""LoRA adapters that are merged into weights during a load: ``adapters=["path"]``.
+"""LoRA adapters that are merged into weights during a load or a conversion: ``adapters=``.
 
 W + scale * (B @ A) is computed in float64 from the checkpoint's values, and rounded once to the
 dtype of the parameter: in float32, sums near zero were two float16 numbers away. Source of names,
-scales and layouts: peft, ``LoraConfig`` and ``tuners/lora/layer.py`` (``get_delta_weight``).
+scales and layouts: peft 0.21, ``LoraConfig``, ``tuners/lora/layer.py`` (``get_delta_weight``),
+``tuners/lora/variants.py`` (``DoraLinearVariant``) and ``tuners/trainable_tokens/layer.py``.
 """
 
 from __future__ import annotations
@@ -11,25 +12,38 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
-from streamload.checkpoint.open import Checkpoint, open_checkpoint, read_json_file
-from streamload.checkpoint.shards import open_shard
+from streamload.checkpoint.digests import digest_of
+from streamload.checkpoint.open import Checkpoint, locate, open_checkpoint, read_json_file
+from streamload.codecs.weights import read_whole
 from streamload.core.location import Location
 from streamload.core.tensors import TensorInfo
-from streamload.errors import CheckpointError
-from streamload.files.header import parse_json_object
+from streamload.errors import CheckpointError, ShardNotFoundError
+from streamload.files.header import Header, parse_json_object
+from streamload.planning.families import is_conv1d
+from streamload.planning.sources import HEADS, tied_names
 from streamload.planning.transforms import Change, Changes, Rows, Transform
 
+#: The argument ``adapters=``: folders, or (folder, scale).
+AdaptersArgument: TypeAlias = Sequence[
+    str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
+]
+
 _CONFIG = "adapter_config.json"
+_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+_PREFIX = r"(?:base_model\.model\.)?"
 _NAME = re.compile(
-    r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<part>[AB])"
-    r"(?:\.weight)?"
+    rf"{_PREFIX}(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<part>A|B|magnitude_vector)"
+    r"(?:\.weight|(?P<bias>\.bias))?"
 )
+_TOKENS = re.compile(rf"{_PREFIX}(?P<module>.+)\.token_adapter\.trainable_tokens_delta")
+_WHOLE = re.compile(rf"{_PREFIX}(?P<name>.+)")
 # Multiplications of a block, and its columns. OpenBLAS computes so few in the calling thread: its
 # own threads, with those of the load, were ten times slower. Blocks depend on the tensor's shape
 # alone, since the order of sums may depend on theirs.
@@ -41,42 +55,94 @@ _WITHOUT_EFFECT = {
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
     *("revision", "inference_mode", "target_modules", "exclude_modules", "lora_dropout"),
     *("layers_to_transform", "layers_pattern", "megatron_core", "runtime_config", "loftq_config"),
-    *("qalora_group_size", "ensure_weight_tying"),
+    *("qalora_group_size", "ensure_weight_tying", "use_dora", "lora_bias", "bias"),
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out"),
+    *("modules_to_save", "trainable_token_indices"),
 }
 # Values of the other keys that mean "not used".
 _NOTHING: tuple[Any, ...] = (None, False, "none", [], {}, "")
 _PLAIN_INITIALISATIONS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
+@dataclass(slots=True)
+class Adapters:
+    """The adapters of one call, read for one checkpoint.
+
+    Attributes:
+        by_tensor: functions that change the values of a tensor, by its name, in order.
+        replaced: by the name of a tensor, the one that an adapter has in its place.
+        headers: the headers of all adapters' files.
+        identity: path, scale and digest of each adapter, as JSON values.
+    """
+
+    by_tensor: dict[str, list[Change]] = field(default_factory=dict)
+    replaced: dict[str, TensorInfo] = field(default_factory=dict)
+    headers: list[Header] = field(default_factory=list)
+    identity: list[list[str | float]] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, checkpoint: Checkpoint, adapters: AdaptersArgument | None) -> Adapters:
+        """Read ``adapters=``, all but whole tensors; raises CheckpointError or ValueError."""
+        if isinstance(adapters, (str, os.PathLike)) or not isinstance(adapters, Sequence | None):
+            raise ValueError(f'adapters is a list of paths, such as ["my-lora/"], not {adapters!r}')
+        found = cls()
+        for each in adapters or ():
+            path, scale = each if isinstance(each, tuple) and len(each) == 2 else (each, 1.0)
+            is_number = isinstance(scale, (int, float)) and math.isfinite(scale)
+            if not isinstance(path, (str, os.PathLike)) or not is_number:
+                raise ValueError(f"expected the path of an adapter, or (path, scale), not {each!r}")
+            _Reader(checkpoint, path, float(scale), found).read()
+        if found.replaced or found.by_tensor:
+            _check_ties(checkpoint, found)
+        return found
+
+    @property
+    def changes(self) -> Changes:
+        """The functions, and the memory that they take."""
+        merges = [each for found in self.by_tensor.values() for each in found]
+        nbytes = sum(each.nbytes for each in merges if isinstance(each, _Merge | _Assign))
+        most = max((m.right.size * 8 for m in merges if isinstance(m, _Merge)), default=0)
+        return Changes(self.by_tensor, nbytes, most)
+
+
 def changes_of(
-    checkpoint: Checkpoint, transform: Transform | None, adapters: Sequence[Any] | None
+    checkpoint: Checkpoint, transform: Transform | None, adapters: AdaptersArgument | None
 ) -> Changes:
     """Return the changes of values in a load: by ``adapters=``, and then by ``transform=``."""
-    if isinstance(adapters, (str, os.PathLike)) or not isinstance(adapters, Sequence | None):
-        raise ValueError(f'adapters is a list of paths, such as ["my-lora/"], not {adapters!r}')
-    found: dict[str, list[Change]] = {}
-    nbytes = thread_nbytes = 0
-    for path in adapters or ():
-        for name, merge in _read(checkpoint, path):
-            found.setdefault(name, []).append(merge)
-            nbytes += merge.left.nbytes + merge.right.nbytes
-            thread_nbytes = max(thread_nbytes, merge.right.size * 8)
-    return Changes(found, nbytes, thread_nbytes).then(checkpoint, transform)
+    found = Adapters.read(checkpoint, adapters)
+    for name, info in found.replaced.items():
+        raise CheckpointError(
+            info.shard,
+            "a load merges LoRA, and does not replace whole tensors (modules_to_save, bias, "
+            'embeddings): write streamload.convert(path, OUT, adapters=[...]), and load "OUT"',
+            tensor=name,
+        )
+    return found.changes.then(checkpoint, transform)
 
 
 @dataclass(frozen=True, slots=True)
 class _Merge:
-    """A `Change` that adds ``left @ right * scale`` to the rows of a tensor, in float64."""
+    """A `Change` that adds ``left @ right * scale`` to the rows of a matrix, in float64.
+
+    With ``magnitude``, rows of the sum are then scaled to these lengths (DoRA). The rows of a
+    vector are its elements: ``right`` is then (1, 1).
+    """
 
     left: Rows
     right: Rows
     scale: float
+    magnitude: Rows | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the factors."""
+        held = [self.left, self.right, *([] if self.magnitude is None else [self.magnitude])]
+        return sum(each.nbytes for each in held)
 
     def __call__(self, rows: Rows, first: int) -> Rows:
         out = rows.astype(np.float64)
+        sums = out.reshape(len(out), -1)
         right = self.right.astype(np.float64)
-        right *= self.scale
         rank, columns = right.shape
         width = max(min(_BLOCK_COLUMNS, columns, _BLOCK_PRODUCTS // rank), 1)
         height = max(_BLOCK_PRODUCTS // (rank * width), 1)
@@ -86,121 +152,232 @@ class _Merge:
             a, b = max(begin, first), min(begin + height, stop)
             for column in range(0, columns, width):
                 delta = left @ right[:, column : column + width]
-                part = out[a - first : b - first, column : column + width]
+                delta *= self.scale  # after the product, as peft does
+                part = sums[a - first : b - first, column : column + width]
                 np.add(part, delta[a - begin : b - begin], out=part)
+        if self.magnitude is not None:
+            lengths = np.sqrt(np.add.reduce(sums * sums, axis=1))
+            sums *= (self.magnitude[first:stop].astype(np.float64) / lengths)[:, None]
         return out
 
 
-def _read(checkpoint: Checkpoint, path: Any) -> Iterator[tuple[str, _Merge]]:
-    """Yield the names of the tensors that an adapter changes, with the change of each."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise ValueError(f"expected the path of an adapter, not {path!r}")
-    adapter = open_checkpoint(path)
-    config = _config(adapter.shards[0].path.parent / _CONFIG)
-    parts: dict[tuple[str, bool], dict[str, TensorInfo]] = {}
-    for name, info in adapter.tensors.items():
-        match = _NAME.fullmatch(name)
-        if match is None:
-            raise CheckpointError(
-                info.shard, "only plain LoRA is merged", "lora_A and lora_B", name, tensor=name
-            )
-        key = match["module"], match["embedding"] is not None
-        parts.setdefault(key, {})[match["part"]] = info
-    for (module, embedding), pair in parts.items():
-        some = next(iter(pair.values()))
-        if len(pair) < 2 or any(len(info.shape) != 2 for info in pair.values()):
-            raise CheckpointError(
-                some.shard,
-                "only LoRA of matrices is merged",
-                f"lora_A and lora_B of {module!r}, of two axes each",
-                {f"lora_{part}": list(info.shape) for part, info in pair.items()},
-                tensor=some.name,
-            )
-        target = _target(checkpoint, module, some)
-        transposed = embedding or bool(config.get("fan_in_fan_out"))
-        scale = _scale(config, module, pair["A"].shape[0])
-        yield target.name, _merge(adapter, pair, target, scale, transposed)
+@dataclass(frozen=True, slots=True)
+class _Assign:
+    """A `Change` that replaces rows of a matrix by ``values``: trained tokens of an embedding."""
+
+    indices: Rows
+    values: Rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of indices and values."""
+        return self.indices.nbytes + self.values.nbytes
+
+    def __call__(self, rows: Rows, first: int) -> Rows:
+        out = rows.astype(np.float64)
+        here = (self.indices >= first) & (self.indices < first + len(rows))
+        out[self.indices[here] - first] = self.values[here]
+        return out
 
 
-def _config(path: Location) -> Mapping[str, Any]:
-    """Read peft's configuration; raise CheckpointError, with the key, if it is not plain LoRA."""
-    config = parse_json_object(read_json_file(path), path)
+class _Reader:
+    """Reads one adapter into `Adapters`."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, path: str | os.PathLike[str], scale: float, to: Adapters
+    ) -> None:
+        self._checkpoint, self._scale, self._to = checkpoint, scale, to
+        self._adapter = _opened(path)
+        self._path = self._adapter.shards[0].path.parent / _CONFIG
+        raw = read_json_file(self._path)
+        self._config = _checked(parse_json_object(raw, self._path), self._path)
+        self._digested: list[bytes] = [raw]
+
+    def read(self) -> None:
+        """Add the adapter's changes, tensors and identity."""
+        parts: dict[tuple[str, bool], dict[str, TensorInfo]] = {}
+        for name, info in self._adapter.tensors.items():
+            if info.dtype.kind != "float" or info.dtype.bits < 16:
+                found = info.dtype.name
+                self._refuse(info, "its dtype is not one of LoRA", "floats of 16 bits", found)
+            if match := _NAME.fullmatch(name):
+                key = match["module"], match["embedding"] is not None
+                parts.setdefault(key, {})["bias" if match["bias"] else match["part"]] = info
+            elif match := _TOKENS.fullmatch(name):
+                self._assign(match["module"], info)
+            else:
+                self._replace(name, info)
+        for (module, embedding), found_parts in parts.items():
+            self._merge(module, found_parts, embedding=embedding)
+        to, shards = self._to, self._adapter.shards
+        if not self._adapter.tensors:
+            raise CheckpointError(shards[0].path, "the adapter holds no tensor", "lora_A, lora_B")
+        path = shards[0].path.parent
+        shown = os.path.abspath(path) if isinstance(path, Path) else str(path)
+        digest = digest_of(map(memoryview, self._digested))
+        to.headers += [replace(header, metadata={}) for header in shards]
+        to.identity.append([shown, self._scale, digest])
+
+    def _merge(self, module: str, parts: Mapping[str, TensorInfo], *, embedding: bool) -> None:
+        """Add the change of a weight by lora_A and lora_B, and of its bias by that of lora_B."""
+        config, some = self._config, next(iter(parts.values()))
+        asked = {"magnitude_vector": "use_dora", "bias": "lora_bias"}
+        wanted = {"A", "B", *(part for part, key in asked.items() if config.get(key))}
+        shapes = {f"lora_{part}": list(info.shape) for part, info in parts.items()}
+        is_plain = parts.keys() == wanted and all(
+            len(info.shape) == (2 if part in "AB" else 1) and info.numel
+            for part, info in parts.items()
+        )
+        if not is_plain:
+            expected = " and ".join(f"lora_{part}" for part in sorted(wanted))
+            problem = "only LoRA of matrices is merged"
+            self._refuse(some, problem, f"{expected} of {module!r}, of two axes for A, B", shapes)
+        target = self._target(f"{module}.weight", some)
+        values = {part: self._values(info) for part, info in parts.items()}
+        a, b = values["A"], values["B"]
+        scale = self._scale * self._alpha(module, len(a))
+        plain, turned = (len(b), a.shape[1]), (a.shape[1], len(b))
+        if a.shape[0] != b.shape[1] or target.shape not in (plain, turned):
+            fits = f"factors of a matrix of {list(target.shape)}"
+            self._refuse(some, f"the adapter does not fit {target.name!r}", fits, shapes)
+        # a Conv1D of a square matrix: peft's flag is that of the module that it wrapped last
+        stated = bool(config.get("fan_in_fan_out"))
+        stated = stated or is_conv1d(self._checkpoint.config, target.name)
+        is_turned = embedding or target.shape != plain or (plain == turned and stated)
+        left, right = (a.T, b.T) if is_turned else (b, a)
+        magnitude = values.get("magnitude_vector")
+        if magnitude is not None and (is_turned or self._to.by_tensor.get(target.name)):
+            problem = "use_dora is merged into a Linear, and before other adapters"
+            self._refuse(some, problem, "a matrix of (outputs, inputs)", target.name)
+        if magnitude is not None and len(magnitude) != len(left):
+            self._refuse(parts["magnitude_vector"], "its length is wrong", len(left), shapes)
+        self._change(target, _Merge(left, np.ascontiguousarray(right), scale, magnitude))
+        if "bias" in values:
+            bias = self._target(f"{module}.bias", parts["bias"])
+            if bias.shape != values["bias"].shape:
+                self._refuse(parts["bias"], f"does not fit {bias.name!r}", bias.shape, shapes)
+            self._change(bias, _Merge(values["bias"][:, None], np.ones((1, 1)), scale))
+
+    def _assign(self, module: str, info: TensorInfo) -> None:
+        """Add the change of an embedding by rows of trained tokens."""
+        target = self._target(f"{module}.weight", info)
+        stated = self._config.get("trainable_token_indices")
+        if isinstance(stated, Mapping):
+            ends = (v for k, v in stated.items() if f".{module}".endswith(f".{k}"))
+            stated = next(ends, None)
+        rows = target.shape[0] if target.shape else 0
+        indices = stated if isinstance(stated, list) else []
+        valid = all(type(i) is int and 0 <= i < rows for i in indices)
+        if not valid or (len(indices), *target.shape[1:]) != info.shape:
+            expected = f"trainable_token_indices of {list(info.shape)[:1]} rows below {rows}"
+            self._refuse(info, f"the adapter does not fit {target.name!r}", expected, stated)
+        self._change(target, _Assign(np.array(indices, np.int64), self._values(info)))
+
+    def _replace(self, key: str, info: TensorInfo) -> None:
+        """Take a whole tensor of the adapter in place of the checkpoint's."""
+        match = _WHOLE.fullmatch(key)
+        name = match["name"].replace(".base_layer.", ".") if match else key
+        target = self._target(name, info)
+        if target.name in self._to.replaced or self._to.by_tensor.get(target.name):
+            self._refuse(info, f"{target.name!r} is replaced, and changed by an earlier adapter")
+        if target.shape != info.shape:
+            problem = f"it does not fit {target.name!r}: give a grown vocabulary to the base first"
+            self._refuse(info, problem, list(target.shape), list(info.shape))
+        tied = [pair for pair in tied_names(self._checkpoint) if target.name in pair]
+        if tied and ".base_layer." not in key:
+            problem = f"{' and '.join(tied[0])} are tied: peft would replace one of both"
+            self._refuse(info, problem, "tie_word_embeddings false in config.json", "true")
+        self._to.replaced[target.name] = info
+        state = self._adapter.headers[info.shard].fingerprint()
+        self._digested.append(json.dumps([key, state]).encode())
+
+    def _target(self, name: str, part: TensorInfo) -> TensorInfo:
+        """Return the checkpoint's tensor that a part changes; names may differ by a prefix."""
+        tensors, shorter = self._checkpoint.tensors, name.partition(".")[2]
+        longer = [other for other in tensors if other.endswith(f".{name}")]
+        found = [one for one in (name, shorter) if one in tensors][:1] or longer
+        if len(found) != 1:
+            problem = f"the adapter does not fit {self._checkpoint.path}"
+            self._refuse(part, problem, f"a tensor {name!r} there", found or "none")
+        target = tensors[found[0]]
+        if target.dtype.kind != "float" or target.dtype.bits < 16 or target.is_computed:
+            raise CheckpointError(
+                target.shard,
+                "an adapter is merged into floats of 16 bits or more: dequantise the base first, "
+                'with streamload.convert(path, OUT, dtype="float16")',
+                "such a dtype",
+                target.dtype.name,
+                tensor=target.name,
+            )
+        if target.name in self._checkpoint.turns:
+            self._refuse(part, "its file has the rows in another order", "safetensors", target.name)
+        return target
+
+    def _change(self, target: TensorInfo, change: Change) -> None:
+        self._to.by_tensor.setdefault(target.name, []).append(change)
+
+    def _alpha(self, module: str, rank: int) -> float:
+        """Return the factor of the product: alpha / rank, or alpha / sqrt(rank)."""
+        own = (self._config.get("alpha_pattern") or {}).items()  # as peft's get_pattern_key
+        found = (value for p, value in own if re.fullmatch(rf"(.*\.)?({p})", module))
+        alpha = next(found, self._config.get("lora_alpha", 8))
+        if not isinstance(alpha, (int, float)):
+            raise CheckpointError(self._path, "lora_alpha is invalid", "a number", repr(alpha))
+        return float(alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank))
+
+    def _values(self, info: TensorInfo) -> Rows:
+        """Read a tensor of the adapter."""
+        data = next(read_whole(self._adapter.shards, [info]))
+        self._digested += [json.dumps([info.name, info.dtype.code, info.shape]).encode(), data]
+        return np.frombuffer(data, info.dtype.numpy).reshape(info.shape)
+
+    def _refuse(
+        self, info: TensorInfo, problem: str, expected: object = None, found: object = None
+    ) -> NoReturn:
+        raise CheckpointError(info.shard, problem, expected, found, tensor=info.name)
+
+
+def _opened(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open the weights of an adapter; a folder may hold its base, too."""
+    found, folder = locate(path)
+    if found != folder:
+        return open_checkpoint(path)
+    try:
+        return open_checkpoint(folder / _FILES[0])
+    except ShardNotFoundError:
+        return open_checkpoint(folder / _FILES[1])
+
+
+def _checked(config: Mapping[str, Any], path: Location) -> Mapping[str, Any]:
+    """Return peft's configuration; raise CheckpointError, with the key, if it has other parts."""
     if (found := config.get("peft_type")) != "LORA":
-        raise CheckpointError(path, "only plain LoRA is merged", "peft_type LORA", found)
+        raise CheckpointError(path, "only LoRA is merged", "peft_type LORA", found)
     for key, value in config.items():
         plain = value in _PLAIN_INITIALISATIONS if key == "init_lora_weights" else value in _NOTHING
         if key not in _WITHOUT_EFFECT and not plain:
             raise CheckpointError(
                 path,
-                f"only plain LoRA is merged, and this adapter has {key}: merge it with peft "
-                "(merge_and_unload), and load what that saves",
+                f"only LoRA of matrices is merged, and this adapter has {key}: merge it with peft "
+                "(merge_and_unload), and read what that saves",
                 f"no {key}",
                 json.dumps(value),
             )
     return config
 
 
-def _target(checkpoint: Checkpoint, module: str, part: TensorInfo) -> TensorInfo:
-    """Return the weight that a module of an adapter changes; names may differ by a prefix."""
-    name = f"{module}.weight"
-    shorter = name.partition(".")[2]
-    longer = [other for other in checkpoint.tensors if other.endswith(f".{name}")]
-    found = [one for one in (name, shorter) if one in checkpoint.tensors][:1] or longer
-    if len(found) != 1:
-        raise CheckpointError(
-            part.shard,
-            f"the adapter does not fit {checkpoint.path}",
-            f"a tensor {name!r} there",
-            found or "none",
-            tensor=part.name,
-        )
-    return checkpoint.tensors[found[0]]
-
-
-def _merge(
-    adapter: Checkpoint,
-    pair: Mapping[str, TensorInfo],
-    target: TensorInfo,
-    scale: float,
-    transposed: bool,
-) -> _Merge:
-    """Return the change of the weight `target` by a pair of matrices, lora_A and lora_B."""
-    a, b = (_values(adapter, pair[part]) for part in "AB")
-    left, right = (a.T, b.T) if transposed else (b, a)
-    if left.shape[1] != right.shape[0] or (len(left), right.shape[1]) != target.shape:
-        raise CheckpointError(
-            pair["A"].shard,
-            f"the adapter does not fit {target.name!r}",
-            f"factors of a matrix of {list(target.shape)}",
-            f"{list(left.shape)} and {list(right.shape)}",
-            tensor=pair["A"].name,
-        )
-    if target.dtype.kind != "float" or target.dtype.bits < 16:
-        raise CheckpointError(
-            target.shard,
-            "an adapter is merged into floats of 16 bits or more",
-            "such a dtype",
-            target.dtype.name,
-            tensor=target.name,
-        )
-    return _Merge(left, np.ascontiguousarray(right), scale)
-
-
-def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the factor of the product for a module: alpha / rank, or alpha / sqrt(rank)."""
-    own = (config.get("alpha_pattern") or {}).items()  # matched as by peft's get_pattern_key
-    found = (value for p, value in own if re.fullmatch(rf"(.*\.)?({p})", module))
-    alpha = next(found, config.get("lora_alpha", 8))
-    return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
-
-
-def _values(adapter: Checkpoint, info: TensorInfo) -> Rows:
-    """Read a tensor of an adapter; CheckpointError unless it has floats of at least 16 bits."""
-    if info.dtype.kind != "float" or info.dtype.bits < 16:
-        raise CheckpointError(
-            info.shard, "its dtype is not one of LoRA", "floats", info.dtype.name, tensor=info.name
-        )
-    data = bytearray(info.nbytes)
-    with open_shard(adapter.headers[info.shard]) as reader:
-        reader.read_into(info.start, memoryview(data))
-    return np.frombuffer(data, info.dtype.numpy).reshape(info.shape)
+def _check_ties(checkpoint: Checkpoint, found: Adapters) -> None:
+    """Raise CheckpointError if one of two stored copies of a tied weight would change."""
+    if checkpoint.config.get("tie_word_embeddings") is not True:
+        return
+    without = {n: i for n, i in checkpoint.tensors.items() if n not in HEADS}
+    pairs = tied_names(replace(checkpoint, tensors=without))
+    touched = found.by_tensor.keys() | found.replaced.keys()
+    for pair in pairs:
+        stored = [name for name in checkpoint.tensors if name == pair[1] or name in HEADS]
+        if len(stored) == 2 and touched.intersection(stored):
+            raise CheckpointError(
+                checkpoint.path,
+                f"{' and '.join(stored)} are tied, both are stored, and an adapter changes one",
+                "tie_word_embeddings false in config.json, or one of both",
+                "true",
+            )

@@ -6,7 +6,6 @@ dictionary, and `takes` shows each by name in `help`, `inspect.signature`, compl
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar, cast, get_args, get_type_hints
 
@@ -16,6 +15,7 @@ from streamload.core.memory import BudgetLike
 from streamload.core.progress import Progress
 from streamload.files.local import ReaderKind
 from streamload.files.page_cache import PageCacheKind
+from streamload.loading.lora import AdaptersArgument
 from streamload.planning.match import Shapes
 from streamload.planning.planner import Residence
 from streamload.planning.quant_policy import QuantArgument
@@ -51,7 +51,7 @@ class ChangeOptions(TypedDict, total=False):
     """Options that change the values of weights during a load; see `LoadOptions`."""
 
     transform: Transform | None
-    adapters: Sequence[str | os.PathLike[str]] | None
+    adapters: AdaptersArgument | None
 
 
 class PlaceOptions(TypedDict, total=False):
@@ -157,9 +157,10 @@ class LoadOptions(PlanOptions, ModelOptions, total=False):
             are cast once: ``{"*norm.weight": lambda rows: rows + 1}``. The first pattern that
             matches decides. Threads call it, with at most 1 MiB at a time (or one row); the plan
             counts three such arrays for each thread, in float32 or a wider dtype.
-        adapters: folders of LoRA adapters as peft saves them, merged into the weights on the way,
-            in float64, and rounded once. Anything but plain LoRA (DoRA, biases, whole modules) is
-            refused. ``transform`` comes after the adapters, and gets float64.
+        adapters: folders of LoRA adapters as peft saves them, or (folder, scale), merged into the
+            weights on the way, in float64, and rounded once: LoRA, rsLoRA, DoRA of Linears,
+            lora_bias and trained tokens. All else is refused by name; `convert` also takes whole
+            modules. ``transform`` comes after the adapters, and gets float64.
         strict: every parameter must be in the checkpoint and the other way round, but for tensors
             that models compute (positions, masks, rotary frequencies). With False, matches are
             loaded and the report names the rest; a warning follows if few match.

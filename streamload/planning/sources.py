@@ -226,7 +226,8 @@ def _is_blocks(checkpoint: Checkpoint, info: TensorInfo) -> bool:
     return info.name in checkpoint.stored and not isinstance(info, Packed)
 
 
-_HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
+#: Names of the output layer that may share the weight of the embedding.
+HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
 _EMBEDDINGS = re.compile(
     r"(?:.*\.)?(?:embed_tokens|embeddings|wte|word_embeddings|tok_embeddings|embed_in|shared)\.weight"
 )
@@ -246,7 +247,7 @@ def tied_names(
     )
     if not language_model or checkpoint.config.get("tie_word_embeddings", True) is not True:
         return []
-    if any(head in checkpoint.tensors for head in _HEADS):
+    if any(head in checkpoint.tensors for head in HEADS):
         return []
     found = [name for name in checkpoint.tensors if _EMBEDDINGS.fullmatch(name)]
     return [("lm_head.weight", found[0])] if len(found) == 1 else []

@@ -7,16 +7,18 @@ must not depend on the other rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from streamload.checkpoint.open import Checkpoint
-from streamload.core.dtypes import BY_NAME, DType
+from streamload.core.dtypes import BY_NAME, F64, DType
 from streamload.core.patterns import check_patterns
 from streamload.core.tensors import TensorInfo
+from streamload.files.header import Header
 
 Rows: TypeAlias = np.ndarray[Any, Any]
 #: The argument ``transform=``: by pattern of tensor names, a function of some rows.
@@ -93,3 +95,51 @@ def _of_rows_alone(function: Callable[[Rows], Rows]) -> Change:
 
 #: The changes of a load that changes no values.
 NO_CHANGES = Changes()
+
+
+@dataclass(frozen=True, slots=True)
+class Changed(TensorInfo):
+    """A tensor of a checkpoint whose values functions change, or that another file has.
+
+    Attributes:
+        stored: the tensor that is read, under this name.
+        changes: functions that return float64; they may be none for this tensor.
+    """
+
+    stored: TensorInfo = field(compare=False, repr=False)
+    changes: Changes = field(compare=False, repr=False)
+
+    @property
+    def is_computed(self) -> bool:
+        """True, though there may be no function for this tensor."""
+        return True
+
+    @property
+    def read_dtype(self) -> DType:
+        """The dtype of changed values, or else of the tensor that is read."""
+        return F64 if self.changes.by_tensor.get(self.name) else self.stored.dtype
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of a row, of which functions get whole ones."""
+        return max(self.numel // max(self.shape[0], 1), 1) if self.shape else 1
+
+
+def with_changes(
+    checkpoint: Checkpoint,
+    changes: Changes,
+    replaced: Mapping[str, TensorInfo],
+    headers: Sequence[Header],
+) -> Checkpoint:
+    """Return a checkpoint whose tensors have changed values, each a `Changed`.
+
+    ``replaced``: tensors of the files ``headers`` to read instead, by name in the checkpoint.
+    """
+    tensors = dict(checkpoint.tensors)
+    for name in changes.by_tensor.keys() | replaced.keys():
+        info = tensors[name]
+        read = replace(replaced.get(name, info), name=name)
+        place = (read.shard, read.start, read.stop)
+        tensors[name] = Changed(name, info.dtype, info.shape, *place, read, changes)
+    shards = (*checkpoint.shards, *headers)
+    return replace(checkpoint, shards=shards, tensors=MappingProxyType(tensors))
