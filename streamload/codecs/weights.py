@@ -98,6 +98,11 @@ class Packed(TensorInfo):
         """True: elements are decoded."""
         return True
 
+    @property
+    def files(self) -> tuple[Location, ...]:
+        """The files of all stored tensors."""
+        return tuple(header.path for header in self.headers)
+
     def read(self, member: TensorInfo) -> bytes:
         """Return all bytes of one of the weight's tensors, read from its file."""
         return next(read_whole(self.headers, [member]))

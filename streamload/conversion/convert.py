@@ -19,7 +19,6 @@ from streamload.checkpoint.digests import SIDECAR, Digest, Digests
 from streamload.checkpoint.open import Checkpoint, CheckpointLike, expanded, opened
 from streamload.codecs.cast_table import CastCounts, OutOfRange
 from streamload.codecs.parts import QuantCounts
-from streamload.codecs.weights import Packed
 from streamload.conversion import disk
 from streamload.conversion.companions import LARGEST_COPIED_NBYTES
 from streamload.conversion.destination import OUT, Destination
@@ -291,10 +290,7 @@ class _Conversion:
         self._checkpoint = checkpoint
         self._plan = plan
         self._way = way
-        infos = [info for _, _, t in plan.tensors() for info in t.infos]
-        used = {info.shard for info in infos}
-        packed = (info for info in infos if isinstance(info, Packed))
-        used |= {header.path for info in packed for header in info.headers}
+        used = {path for _, _, t in plan.tensors() for info in t.infos for path in info.files}
         self._shards = [header for header in checkpoint.shards if header.path in used]
         self._source = {header.path.name: header.fingerprint() for header in self._shards}
         said = plan.verdict
@@ -493,7 +489,8 @@ class _Conversion:
         modes = {h.path: h.state.others[1] | stat.S_IWUSR for h in self._shards if h.state}
         for file in self._plan.files:
             allowed = 0o777
-            for shard in {info.shard for t in file.tensors for info in t.infos}:
+            infos = [info for t in file.tensors for info in t.infos]
+            for shard in {shard for info in infos for shard in info.files}:
                 allowed &= modes.get(shard, allowed)
             root.restrict(f"{OUT}/{file.path}", allowed)
         for folder in ("", *self._plan.folders, *self._plan.subfolders):

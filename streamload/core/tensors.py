@@ -51,6 +51,11 @@ class TensorInfo:
         return False
 
     @property
+    def files(self) -> tuple[Location, ...]:
+        """All files that the elements are computed from."""
+        return (self.shard,)
+
+    @property
     def read_dtype(self) -> DType:
         """The dtype of the elements before any cast to another one."""
         return self.dtype

@@ -87,7 +87,9 @@ class Adapters:
             raise ValueError(f'adapters is a list of paths, such as ["my-lora/"], not {adapters!r}')
         found = cls()
         for each in adapters or ():
-            path, scale = each if isinstance(each, tuple) and len(each) == 2 else (each, 1.0)
+            path, scale = (
+                each if isinstance(each, (tuple, list)) and len(each) == 2 else (each, 1.0)
+            )
             is_number = isinstance(scale, (int, float)) and math.isfinite(scale)
             if not isinstance(path, (str, os.PathLike)) or not is_number:
                 raise ValueError(f"expected the path of an adapter, or (path, scale), not {each!r}")
@@ -210,8 +212,11 @@ class _Reader:
         for (module, embedding), found_parts in parts.items():
             self._merge(module, found_parts, embedding=embedding)
         to, shards = self._to, self._adapter.shards
-        if not self._adapter.tensors:
-            raise CheckpointError(shards[0].path, "the adapter holds no tensor", "lora_A, lora_B")
+        saved, names = self._config.get("modules_to_save") or (), self._adapter.tensors
+        lacking = [each for each in saved if not any(f".{each}." in f".{name}" for name in names)]
+        if lacking or not names:
+            expected = ", ".join(map(str, lacking)) or "lora_A and lora_B"
+            raise CheckpointError(self._path, "the adapter lacks tensors", expected, "none")
         path = shards[0].path.parent
         shown = os.path.abspath(path) if isinstance(path, Path) else str(path)
         digest = digest_of(map(memoryview, self._digested))
@@ -229,9 +234,10 @@ class _Reader:
             for part, info in parts.items()
         )
         if not is_plain:
-            expected = " and ".join(f"lora_{part}" for part in sorted(wanted))
-            problem = "only LoRA of matrices is merged"
-            self._refuse(some, problem, f"{expected} of {module!r}, of two axes for A, B", shapes)
+            expected = f"{' and '.join(f'lora_{part}' for part in sorted(wanted))} of {module!r}"
+            stated = ", ".join(f"{key} {bool(config.get(key))}" for key in asked.values())
+            problem = f"only LoRA of matrices is merged, and {_CONFIG} states {stated}"
+            self._refuse(some, problem, f"{expected}, A and B of two axes each", shapes)
         target = self._target(f"{module}.weight", some)
         values = {part: self._values(info) for part, info in parts.items()}
         a, b = values["A"], values["B"]
@@ -241,9 +247,8 @@ class _Reader:
             fits = f"factors of a matrix of {list(target.shape)}"
             self._refuse(some, f"the adapter does not fit {target.name!r}", fits, shapes)
         # a Conv1D of a square matrix: peft's flag is that of the module that it wrapped last
-        stated = bool(config.get("fan_in_fan_out"))
-        stated = stated or is_conv1d(self._checkpoint.config, target.name)
-        is_turned = embedding or target.shape != plain or (plain == turned and stated)
+        is_conv = is_conv1d(self._checkpoint.config, target.name) or config.get("fan_in_fan_out")
+        is_turned = embedding or target.shape != plain or (plain == turned and bool(is_conv))
         left, right = (a.T, b.T) if is_turned else (b, a)
         magnitude = values.get("magnitude_vector")
         if magnitude is not None and (is_turned or self._to.by_tensor.get(target.name)):

@@ -16,6 +16,7 @@ import numpy as np
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.core.dtypes import BY_NAME, F64, DType
+from streamload.core.location import Location
 from streamload.core.patterns import check_patterns
 from streamload.core.tensors import TensorInfo
 from streamload.files.header import Header
@@ -104,10 +105,17 @@ class Changed(TensorInfo):
     Attributes:
         stored: the tensor that is read, under this name.
         changes: functions that return float64; they may be none for this tensor.
+        headers: headers of the files that the functions were read from.
     """
 
     stored: TensorInfo = field(compare=False, repr=False)
     changes: Changes = field(compare=False, repr=False)
+    headers: tuple[Header, ...] = field(compare=False, repr=False)
+
+    @property
+    def files(self) -> tuple[Location, ...]:
+        """The tensor's own, and those of the functions."""
+        return (self.shard, *(header.path for header in self.headers))
 
     @property
     def is_computed(self) -> bool:
@@ -133,13 +141,16 @@ def with_changes(
 ) -> Checkpoint:
     """Return a checkpoint whose tensors have changed values, each a `Changed`.
 
-    ``replaced``: tensors of the files ``headers`` to read instead, by name in the checkpoint.
+    ``replaced``: tensors to read instead, by name in the checkpoint; ``headers``: of the files of
+    these tensors and of the functions.
     """
     tensors = dict(checkpoint.tensors)
     for name in changes.by_tensor.keys() | replaced.keys():
         info = tensors[name]
         read = replace(replaced.get(name, info), name=name)
         place = (read.shard, read.start, read.stop)
-        tensors[name] = Changed(name, info.dtype, info.shape, *place, read, changes)
+        tensors[name] = Changed(
+            *(name, info.dtype, info.shape, *place), read, changes, tuple(headers)
+        )
     shards = (*checkpoint.shards, *headers)
     return replace(checkpoint, shards=shards, tensors=MappingProxyType(tensors))
