@@ -13,6 +13,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
@@ -23,6 +24,7 @@ from streamload.checkpoint.digests import digest_of
 from streamload.checkpoint.open import Checkpoint, locate, open_checkpoint, read_json_file
 from streamload.codecs.weights import read_whole
 from streamload.core.location import Location
+from streamload.core.memory import first_that_fits
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, ShardNotFoundError
 from streamload.files.header import Header, parse_json_object
@@ -209,6 +211,8 @@ class _Reader:
                 self._assign(match["module"], info)
             else:
                 self._replace(name, info)
+        held_nbytes = sum(info.nbytes for found in parts.values() for info in found.values())
+        first_that_fits([(None, held_nbytes)], [(f"the adapter {self._path.parent}", held_nbytes)])
         for (module, embedding), found_parts in parts.items():
             self._merge(module, found_parts, embedding=embedding)
         to, shards = self._to, self._adapter.shards
@@ -315,7 +319,8 @@ class _Reader:
                 tensor=target.name,
             )
         if target.name in self._checkpoint.turns:
-            self._refuse(part, "its file has the rows in another order", "safetensors", target.name)
+            problem = "the base has rows in another order: convert it alone first, to safetensors"
+            self._refuse(part, problem, found=target.name)
         return target
 
     def _change(self, target: TensorInfo, change: Change) -> None:
@@ -323,12 +328,17 @@ class _Reader:
 
     def _alpha(self, module: str, rank: int) -> float:
         """Return the factor of the product: alpha / rank, or alpha / sqrt(rank)."""
-        own = (self._config.get("alpha_pattern") or {}).items()  # as peft's get_pattern_key
-        found = (value for p, value in own if re.fullmatch(rf"(.*\.)?({p})", module))
-        alpha = next(found, self._config.get("lora_alpha", 8))
-        if not isinstance(alpha, (int, float)):
-            raise CheckpointError(self._path, "lora_alpha is invalid", "a number", repr(alpha))
-        return float(alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank))
+        own, alpha = self._config.get("alpha_pattern") or {}, self._config.get("lora_alpha", 8)
+        try:  # as peft's get_pattern_key
+            own = dict(own)
+            found = (own[p] for p in own if re.fullmatch(rf"(.*\.)?({p})", module))
+            alpha = next(found, alpha)
+            alpha = alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+        except (TypeError, ValueError, re.error) as error:
+            expected = "numbers, and patterns of modules"
+            problem = "lora_alpha or alpha_pattern is invalid"
+            raise CheckpointError(self._path, problem, expected, [alpha, own]) from error
+        return float(alpha)
 
     def _values(self, info: TensorInfo) -> Rows:
         """Read a tensor of the adapter."""
@@ -350,7 +360,9 @@ def _opened(path: str | os.PathLike[str]) -> Checkpoint:
     try:
         return open_checkpoint(folder / _FILES[0])
     except ShardNotFoundError:
-        return open_checkpoint(folder / _FILES[1])
+        with suppress(ShardNotFoundError):
+            return open_checkpoint(folder / _FILES[1])
+        raise
 
 
 def _checked(config: Mapping[str, Any], path: Location) -> Mapping[str, Any]:

@@ -144,6 +144,8 @@ def with_changes(
     ``replaced``: tensors to read instead, by name in the checkpoint; ``headers``: of the files of
     these tensors and of the functions.
     """
+    if not headers:
+        return checkpoint
     tensors = dict(checkpoint.tensors)
     for name in changes.by_tensor.keys() | replaced.keys():
         info = tensors[name]
