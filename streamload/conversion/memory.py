@@ -17,7 +17,7 @@ from streamload.core.memory import available_cpus, first_that_fits
 from streamload.core.units import round_up
 from streamload.files.local import BOUNCE_NBYTES
 from streamload.planning.quant_policy import held_nbytes
-from streamload.planning.transforms import NO_CHANGES, Changed
+from streamload.planning.transforms import Changed
 
 _PAGE = 4096
 
@@ -111,16 +111,15 @@ def choose_way(
     casts_nbytes = _QUANT_NBYTES * bool(weights)
     changed = [info for info in checkpoint.tensors.values() if isinstance(info, Changed)]
     casts_nbytes += _CAST_NBYTES * (is_cast or bool(weights) or any_turned or bool(changed))
-    changes = changed[0].changes if changed else NO_CHANGES
     row_nbytes = F64.itemsize * max((info.row_numel for info in changed), default=0)
     changing_nbytes = _CHANGED_COPIES * max(CHANGED_NBYTES, row_nbytes) * bool(changed)
-    changing_nbytes += changes.thread_nbytes
+    changing_nbytes += max((info.changes.thread_nbytes for info in changed), default=0)
     decoding_nbytes = 2 * max((scales_nbytes(info.group) for info in packed), default=0)
-    always_nbytes = _RUN_NBYTES + casts_nbytes + tensors_nbytes + decoding_nbytes + changes.nbytes
+    always_nbytes = _RUN_NBYTES + casts_nbytes + tensors_nbytes + decoding_nbytes
     largest = [
         ("names and places of tensors", tensors_nbytes),
         ("casts", casts_nbytes),
-        ("adapters", changes.nbytes + ways[-1].threads * changing_nbytes),
+        ("values that adapters change", ways[-1].threads * changing_nbytes),
         ("scales of quantised weights", decoding_nbytes),
         ("statistics of weights that are quantised", sum(under_way[: ways[-1].threads])),
         ("threads and their blocks", _RUN_NBYTES + ways[-1].nbytes),

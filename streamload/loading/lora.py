@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
-from streamload.checkpoint.digests import digest_of
+from streamload.checkpoint.digests import hasher
 from streamload.checkpoint.open import Checkpoint, locate, open_checkpoint, read_json_file
 from streamload.codecs.weights import read_whole
 from streamload.core.location import Location
@@ -39,13 +39,13 @@ AdaptersArgument: TypeAlias = Sequence[
 
 _CONFIG = "adapter_config.json"
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
-_PREFIX = r"(?:base_model\.model\.)?"
+_PREFIX = "base_model.model."
+_MODULE = rf"(?:{re.escape(_PREFIX)})?(?P<module>.+)"
 _NAME = re.compile(
-    rf"{_PREFIX}(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<part>A|B|magnitude_vector)"
+    rf"{_MODULE}\.lora_(?P<embedding>embedding_)?(?P<part>A|B|magnitude_vector)"
     r"(?:\.weight|(?P<bias>\.bias))?"
 )
-_TOKENS = re.compile(rf"{_PREFIX}(?P<module>.+)\.token_adapter\.trainable_tokens_delta")
-_WHOLE = re.compile(rf"{_PREFIX}(?P<name>.+)")
+_TOKENS = re.compile(rf"{_MODULE}\.token_adapter\.trainable_tokens_delta")
 # Multiplications of a block, and its columns. OpenBLAS computes so few in the calling thread: its
 # own threads, with those of the load, were ten times slower. Blocks depend on the tensor's shape
 # alone, since the order of sums may depend on theirs.
@@ -195,7 +195,8 @@ class _Reader:
         self._path = self._adapter.shards[0].path.parent / _CONFIG
         raw = read_json_file(self._path)
         self._config = _checked(parse_json_object(raw, self._path), self._path)
-        self._digested: list[bytes] = [raw]
+        self._hasher = hasher()
+        self._hasher.update(raw)
 
     def read(self) -> None:
         """Add the adapter's changes, tensors and identity."""
@@ -223,9 +224,8 @@ class _Reader:
             raise CheckpointError(self._path, "the adapter lacks tensors", expected, "none")
         path = shards[0].path.parent
         shown = os.path.abspath(path) if isinstance(path, Path) else str(path)
-        digest = digest_of(map(memoryview, self._digested))
         to.headers += [replace(header, metadata={}) for header in shards]
-        to.identity.append([shown, self._scale, digest])
+        to.identity.append([shown, self._scale, self._hasher.hexdigest()])
 
     def _merge(self, module: str, parts: Mapping[str, TensorInfo], *, embedding: bool) -> None:
         """Add the change of a weight by lora_A and lora_B, and of its bias by that of lora_B."""
@@ -284,8 +284,7 @@ class _Reader:
 
     def _replace(self, key: str, info: TensorInfo) -> None:
         """Take a whole tensor of the adapter in place of the checkpoint's."""
-        match = _WHOLE.fullmatch(key)
-        name = match["name"].replace(".base_layer.", ".") if match else key
+        name = key.removeprefix(_PREFIX).replace(".base_layer.", ".")
         target = self._target(name, info)
         if target.name in self._to.replaced or self._to.by_tensor.get(target.name):
             self._refuse(info, f"{target.name!r} is replaced, and changed by an earlier adapter")
@@ -298,7 +297,7 @@ class _Reader:
             self._refuse(info, problem, "tie_word_embeddings false in config.json", "true")
         self._to.replaced[target.name] = info
         state = self._adapter.headers[info.shard].fingerprint()
-        self._digested.append(json.dumps([key, state]).encode())
+        self._hasher.update(json.dumps([key, state]).encode())
 
     def _target(self, name: str, part: TensorInfo) -> TensorInfo:
         """Return the checkpoint's tensor that a part changes; names may differ by a prefix."""
@@ -343,7 +342,8 @@ class _Reader:
     def _values(self, info: TensorInfo) -> Rows:
         """Read a tensor of the adapter."""
         data = next(read_whole(self._adapter.shards, [info]))
-        self._digested += [json.dumps([info.name, info.dtype.code, info.shape]).encode(), data]
+        self._hasher.update(json.dumps([info.name, info.dtype.code, info.shape]).encode())
+        self._hasher.update(data)
         return np.frombuffer(data, info.dtype.numpy).reshape(info.shape)
 
     def _refuse(
