@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 from bench_parts.section import forget
 from boxes import Boxes
-from conversions import files_of, make_gpt2, quiet, tensors_of
+from conversions import files_of, make_gguf, make_gpt2, quiet, tensors_of
 from convert_crash_helpers import Start, duration, kill_and_resume, start
 from lora_files import BASE, Array, adapter, assert_nearest, of_layers, pair, random, write
 from make_checkpoint import make_checkpoint, shape_of_size
+from remote_server import serve
 
 import streamload
+from streamload.checkpoint.open import open_checkpoint
 from streamload.conversion.disk import WORK
 from streamload.core.dtypes import BF16
 from streamload.errors import CheckpointError
@@ -189,6 +191,7 @@ def test_a_conv1d(tmp_path: Path) -> None:
         (pair("head", 9, 12), {"layer_replication": [[0, 1]]}, "layer_replication"),
         (pair("head", 9, 12), {"modules_to_save": ["score"]}, "lacks tensors: expected score"),
         (pair("head", 9, 12), {"lora_alpha": "x"}, "lora_alpha"),
+        (pair("head", 9, 12), {"alpha_pattern": {"(": 3}}, "alpha_pattern is invalid"),
         (pair("head", 9, 12, rank=0), {}, "A and B of two axes"),
         ({}, {}, "lacks tensors: expected lora_A"),
         (
@@ -238,16 +241,46 @@ def test_tied_weights(tmp_path: Path) -> None:
         quiet(path, tmp_path / "no", adapters=[lora])
 
 
-def test_quantized_and_other_bases(base: Path, tmp_path: Path) -> None:
-    """A base of codes is dequantised before; the adapter's folder is no destination."""
+def test_bases_in_another_form(base: Path, tmp_path: Path) -> None:
+    """Bases of codes, or of rows in GGUF's order, are refused; no adapter's folder is written."""
     folder = adapter(tmp_path / "a", pair(V, 40, 40))
-    quiet(base, tmp_path / "gguf", quant={f"{V}.weight": "int8"})
+    quiet(base, tmp_path / "int8", quant={f"{V}.weight": "int8"})
     with pytest.raises(CheckpointError, match="dequantise the base first"):
-        quiet(tmp_path / "gguf", tmp_path / "no", adapters=[folder])
+        quiet(tmp_path / "int8", tmp_path / "no", adapters=[folder])
+    make_gguf(tmp_path / "gguf", 400_000, "F16")
+    tensors = open_checkpoint(tmp_path / "gguf").tensors
+    for name, refused in (("self_attn.q_proj", True), ("mlp.down_proj", False)):
+        module = f"model.layers.0.{name}"
+        other = adapter(tmp_path / name, pair(module, *tensors[f"{module}.weight"].shape))
+        if refused:
+            with pytest.raises(CheckpointError, match="rows in another order"):
+                quiet(tmp_path / "gguf", tmp_path / "no", adapters=[other])
+        else:
+            quiet(tmp_path / "gguf", tmp_path / "out", adapters=[other])
     before = files_of(folder)
     with pytest.raises(CheckpointError, match="the source is in the folder"):
         quiet(base, folder, adapters=[folder], overwrite=True)
     assert files_of(folder) == before
+
+
+def test_where_an_adapter_is(base: Path, tmp_path: Path) -> None:
+    """A file, torch.save's, beside its base, on a server; the output is no more readable."""
+    torch = needs.module("torch")
+    factors = pair(V, 40, 40)
+    folder, other = adapter(tmp_path / "a", factors), tmp_path / "b"
+    shutil.copytree(base, other)
+    shutil.copy(folder / "adapter_config.json", other)
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
+        quiet(base, tmp_path / "no", adapters=[other])
+    arrays = {name: torch.from_numpy(array.copy()) for name, array in factors.items()}
+    torch.save(arrays, other / "adapter_model.bin")
+    expected = quiet(base, tmp_path / "out", adapters=[folder]).digests
+    with serve(folder) as site:
+        for i, each in enumerate([other, folder / "adapter_model.safetensors", site.url]):
+            assert quiet(base, tmp_path / f"out{i}", adapters=[each]).digests == expected
+    (folder / "adapter_model.safetensors").chmod(0o600)
+    quiet(base, tmp_path / "private", adapters=[folder])
+    assert (tmp_path / "private" / "model.safetensors").stat().st_mode & 0o777 == 0o600
 
 
 class _StopError(Exception):
