@@ -439,6 +439,26 @@ def test_as_peft_merges(
 
 
 @pytest.mark.slow
+def test_experts_as_transformers_4_names_them(tmp_path: Path) -> None:
+    """An adapter of each expert's matrices, which peft brings into the fused ones."""
+    kind = of_peft(tmp_path, "Mixtral", ["q_proj"], {})
+    torch, peft = needs.module("torch"), needs.runtime("peft")
+    factors: dict[str, Array] = {}
+    for name, (_, shape, _) in tensors_of(tmp_path / "base").items():
+        if ".experts." in name:
+            factors |= pair(name.removesuffix(".weight"), *shape, seed=len(factors))
+    folder = adapter(tmp_path / "experts", factors, target_modules=["w1", "w2", "w3"])
+    quiet(tmp_path / "base", tmp_path / "out", adapters=[folder])
+    exact = kind.from_pretrained(tmp_path / "base", dtype=torch.float64)
+    exact = peft.PeftModel.from_pretrained(exact, folder).double().merge_and_unload()
+    exact.save_pretrained(tmp_path / "exact")
+    found, source = values(tmp_path / "out"), values(tmp_path / "base")
+    for name, array in values(tmp_path / "exact").items():
+        assert_nearest(found[name], array)
+        assert np.array_equal(found[name], source[name]) == (".experts." not in name)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "targets", "settings"), REFUSED, ids=str)
 def test_refused_of_peft(
     tmp_path: Path, family: str, targets: list[str] | str, settings: dict[str, Any]
