@@ -36,7 +36,7 @@ FLOORS = (
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 #: Modules at the top that import any room.
-FRONTS = ("", "__main__", "diffusers", "nn")
+FRONTS = ("", "__main__", "diffusers", "nn", "vllm")
 #: Rooms that may import the names of `streamload` itself.
 OF_THE_ROOT = ("bench", "cli")
 #: Packages with code in their ``__init__``.
@@ -50,6 +50,7 @@ FRAMEWORKS = {
     "transformers": (),
     "accelerate": (),
     "diffusers": (),
+    "vllm": ("vllm",),
     "httpx2": ("remote", "connections"),
     "httpcore2": ("connections",),
 }
