@@ -139,9 +139,10 @@ def _localize(args: EngineArgs) -> None:
         CheckpointError: PATH cannot be opened, or has no configuration.
     """
     location, given = str(args.model), args.model_loader_extra_config
+    if location in given.get(_LOCATIONS, ()) or os.path.isfile(os.path.join(location, CONFIG)):
+        return
     is_there = os.path.exists(location)
-    is_read = os.path.isfile(os.path.join(location, CONFIG)) or location in given.get(_LOCATIONS, ())
-    if is_read or not (is_there or "://" in location):
+    if not (is_there or "://" in location):  # a repository of the hub
         return
     location = os.path.abspath(location) if is_there else location
     checkpoint = _opened(location, given)

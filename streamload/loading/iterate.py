@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Unpack
 
 from streamload.checkpoint.open import CheckpointLike
+from streamload.core.location import Location
+from streamload.core.tensors import TensorInfo
+from streamload.files.page_cache import PageCache, ShardCache
 from streamload.loading.load import read_call, run, uncollected
 from streamload.loading.options import IterateOptions, takes
 from streamload.loading.prepare import Call, Decision, Place
@@ -128,8 +133,25 @@ class _Loop:
             (spec,) = self.place.specs(self.call.options, self.needs_native)
             return _together_nbytes(spec)
 
-        for names in self.groups(most_nbytes):
-            with uncollected():
-                found = run(self.decided(names), False, Clock()).state_dict
-            for name in list(found):
-                yield name, found.pop(name)
+        with ExitStack() as closing:
+            caches: dict[Location, ShardCache] = {}
+            for names in self.groups(most_nbytes):
+                decided = self.decided(names)
+                if decided.call.options.page_cache == "drop":
+                    # what the kernel reads ahead of a group stays until the next group drops it
+                    for path in decided.call.checkpoint.headers:
+                        if isinstance(path, Path) and path not in caches:
+                            caches[path] = PageCache("drop", to_read_nbytes=0).open(path)
+                            closing.callback(caches[path].close)
+                with uncollected():
+                    found = run(decided, False, Clock()).state_dict
+                for info in self._read(names):
+                    if info.shard in caches:
+                        caches[info.shard].done(info.start, info.stop)
+                for name in list(found):
+                    yield name, found.pop(name)
+
+    def _read(self, names: Sequence[str]) -> Iterator[TensorInfo]:
+        """Yield the tensors of the checkpoint that parameters were made of."""
+        checkpoint, _, (fill, _, _) = self.call
+        yield from (checkpoint.tensors[r.tensor] for name in names for r in fill[name].rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import weakref
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors_files import write_safetensors
 import streamload
 from streamload import Source
 from streamload.errors import CheckpointError, PlanInfeasibleError
+from streamload.files.page_cache import resident_fraction
 
 SHAPES = {"b": (300, 1000), "a": (500, 1000), "s": (), "none": (0, 4), "c": (7,)}
 
@@ -104,6 +106,29 @@ def test_what_is_free_bounds_how_many_are_read_at_once(cgroup: Boxes, tmp_path: 
     refused, kept = done.stdout.split()
     assert refused == "refused"
     assert int(kept) >= 5
+
+
+@pytest.mark.parametrize("reader", ["mmap", "pread"])
+def test_dropped_pages(tmp_path: Path, reader: Any) -> None:
+    """Only pages that were there before stay, not those that the kernel reads ahead of a tensor."""
+    path = tmp_path / "x.safetensors"
+    data = bytes(2**21)
+    write_safetensors(path, {f"{n:02}": ("U8", (2**21,), data) for n in range(32)})
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    if resident_fraction(path) != 0:
+        pytest.skip("the file stays in the page cache")
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead of the next line
+    os.pread(fd, 2**20, 2**25)
+    os.close(fd)
+    checkpoint = streamload.open_checkpoint(path)
+    for _ in streamload.iterate(
+        checkpoint, device="host", budget="12MB", page_cache="drop", reader=reader
+    ):
+        pass
+    found = resident_fraction(path)
+    assert found is not None and 0.01 < found < 0.05
 
 
 def test_one_device_is_not_told_of_others(tmp_path: Path) -> None:
