@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -42,6 +43,8 @@ _OPENING = frozenset({"key", "variant"})  # options of `open_checkpoint`
 _KNOWN = _OPENING | IterateOptions.__annotations__.keys() - {"quant", "transform"}
 #: Key that `_localize` adds to the extra config: the location of the weights by model folder.
 _LOCATIONS = "locations"
+
+_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)  # of the hub
 
 _logger = init_logger(f"vllm.{_FORMAT}")  # vLLM shows only loggers of its own
 
@@ -141,10 +144,10 @@ def _localize(args: EngineArgs) -> None:
     location, given = str(args.model), args.model_loader_extra_config
     if location in given.get(_LOCATIONS, ()) or os.path.isfile(os.path.join(location, CONFIG)):
         return
-    is_there = os.path.exists(location)
-    if not (is_there or "://" in location):  # a repository of the hub
+    if os.path.exists(location):
+        location = os.path.abspath(location)
+    elif _REPOSITORY.fullmatch(location):
         return
-    location = os.path.abspath(location) if is_there else location
     checkpoint = _opened(location, given)
     files = {name: content_of(file) for name, file in files_beside(checkpoint)[0].items()}
     if CONFIG in files:

@@ -221,7 +221,9 @@ def test_what_is_left_to_vllm(loaders: dict[str, type], tmp_path: Path) -> None:
 
 
 def test_errors(loaders: dict[str, type], tmp_path: Path) -> None:
-    """No configuration, an unknown option, a parameter that the checkpoint lacks."""
+    """Nothing there, no configuration, an unknown option, a parameter without a tensor."""
+    with pytest.raises(CheckpointError, match=r"no\.gguf"):
+        loaders["args"](str(tmp_path / "no.gguf")).create_engine_config()
     folder = llama(tmp_path / "m")
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"needs a configuration.*--hf-config-path"):
