@@ -19,6 +19,7 @@ import numpy as np
 from streamload.checkpoint import variants
 from streamload.checkpoint.hub import cached_snapshot
 from streamload.checkpoint.likeness import shaped_like
+from streamload.checkpoint.listing import list_folder
 from streamload.codecs import stored
 from streamload.codecs.weights import Layouts, QuantizedWeight
 from streamload.core.bounded_json import parse_json
@@ -231,9 +232,10 @@ def _open(path: str | os.PathLike[str], variant: str | None, key: str | None) ->
     found, folder = locate(path)
     with remote.connections():
         if found == folder:
-            if isinstance(found, Url):
-                return _open_remote_folder(found, variant, key)
-            return _open_folder(found, variant, key)
+            if (names := _names(found)) is not None:
+                return _open_folder(found, names, variant, key)
+            assert isinstance(found, Url), "local folders are listed"
+            return _open_remote_folder(found, variant, key)
         if variant is not None and not variants.is_of(found.name, variant):
             raise ShardNotFoundError(
                 found, f"is not of variant {variant!r}", "a folder, or a file of that", found.name
@@ -364,12 +366,24 @@ def _exists(path: Path) -> bool:
         raise unreadable(path, error) from error
 
 
-def _open_folder(folder: Path, variant: str | None, key: str | None) -> Checkpoint:
-    """Open a local folder by its index, its single file, or all of its weight files."""
+def _names(folder: Location) -> list[str] | None:
+    """Return the names in a folder; those of a bucket's folders end with a slash.
+
+    None for a server that does not list it.
+    """
+    if isinstance(folder, Url):
+        paths = list_folder(folder) if folder.is_store else None
+        return None if paths is None else sorted({"".join(p.partition("/")[:2]) for p in paths})
     try:
-        names = sorted(entry.name for entry in os.scandir(folder))
+        return sorted(entry.name for entry in os.scandir(folder))
     except OSError as error:
         raise unreadable(folder, error) from error
+
+
+def _open_folder(
+    folder: Location, names: Sequence[str], variant: str | None, key: str | None
+) -> Checkpoint:
+    """Open a folder with these names by its index, its single file, or all its weight files."""
     config = _read_config(folder)
     reader = _reader_of_folder(names, variant).keyed(key)
     single, index = (variants.varied(name, variant) for name in (reader.single, reader.index))
@@ -414,7 +428,7 @@ def _reader_of_index(name: str) -> FormatReader:
     return next((r for r in readers().values() if r.index and stem.endswith(r.suffixes)), default)
 
 
-def _plain(folder: Path, headers: Sequence[Header], variant: str | None) -> Sequence[Header]:
+def _plain(folder: Location, headers: Sequence[Header], variant: str | None) -> Sequence[Header]:
     """Return the headers without variants (``a.fp16.bin``) of files that exist, too (``a.bin``).
 
     All stay with a ``variant`` or if no tensor repeats. Raise HeaderError if a folder holds several
@@ -435,8 +449,12 @@ def _plain(folder: Path, headers: Sequence[Header], variant: str | None) -> Sequ
     return [header for header in headers if header.path.name in kept]
 
 
+def _is_folder(folder: Location, name: str) -> bool:
+    return name.endswith("/") if isinstance(folder, Url) else (folder / name).is_dir()
+
+
 def _unindexed(
-    folder: Path, names: Sequence[str], variant: str | None, reader: FormatReader
+    folder: Location, names: Sequence[str], variant: str | None, reader: FormatReader
 ) -> list[str]:
     """Return a folder's weight files without an index; raise ShardNotFoundError if incomplete."""
     shards = list(reader.weights([name for name in names if _is_weights(name, reader)]))
@@ -450,11 +468,12 @@ def _unindexed(
                 folder, f"holds no file of variant {variant!r}", expected, some(known)
             )
     if not shards and _PIPELINE in names:
+        inner = [name.rstrip("/") for name in names if _is_folder(folder, name)]
         raise ShardNotFoundError(
             folder,
             "is a pipeline of diffusers, with a folder for each of its models",
             "one of these, or streamload.diffusers.from_pretrained for all of them",
-            some([f"{folder / name}" for name in names if (folder / name).is_dir()]),
+            some([f"{folder / name}" for name in inner]),
         )
     if not shards:
         others = sorted(names, key=lambda name: not name.endswith(UNREAD_SUFFIXES))

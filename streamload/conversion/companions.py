@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from streamload.checkpoint.digests import SIDECAR
+from streamload.checkpoint.listing import list_folder
 from streamload.checkpoint.open import Checkpoint, read_json_file
 from streamload.codecs.weights import CONFIG_KEYS
 from streamload.conversion.disk import WORK
@@ -254,30 +255,6 @@ def _go_together(lengths: Mapping[str, int], *, holds_weights: bool) -> bool:
     return holds_weights or not any(map(_is_weights, lengths))
 
 
-def _listed(folder: Url) -> dict[str, int] | None:
-    """Return lengths in bytes of files in a server's folder, by path; None without a listing."""
-    if (where := folder.listing) is None:
-        return None
-    listing, inside = where
-    try:
-        document = parse_json(read_json_file(listing))
-        entries = [(entry["rfilename"], entry["size"]) for entry in document["siblings"]]
-    except ShardNotFoundError:
-        return None
-    except CheckpointError:  # a ValueError, too
-        raise
-    except (ValueError, RecursionError, TypeError, KeyError):
-        return None
-    found = {}
-    for path, nbytes in entries:
-        if type(path) is not str or type(nbytes) is not int or not path.startswith(inside):
-            continue
-        path = path.removeprefix(inside)
-        if "\0" not in path and all(p and not p.startswith(".") for p in path.split("/")):
-            found[path] = nbytes
-    return found
-
-
 def _chosen(folder: Url, listed: Mapping[str, int], *, owns: bool) -> tuple[list[str], list[str]]:
     """Return paths to copy of ``listed`` (path to length), and folders left out.
 
@@ -304,7 +281,7 @@ def _served(folder: Url, *, owns: bool) -> tuple[dict[str, SmallFile], list[str]
     """
     found: dict[str, SmallFile] = {}
     with remote.connections():
-        listed = _listed(folder)
+        listed = list_folder(folder)
         names, left = ([*_USUAL], []) if listed is None else _chosen(folder, listed, owns=owns)
         for name in names:
             url = folder

@@ -11,10 +11,13 @@ from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 from streamload.errors import CheckpointError, ShardNotFoundError
 
-_SCHEMES = ("http", "https")
-_URL = re.compile(r"https?://", re.IGNORECASE)
+_STORES = ("s3", "gs", "az")
+_SCHEMES = ("http", "https", *_STORES)
+_URL = re.compile(rf"({'|'.join(_SCHEMES)})://", re.IGNORECASE)
 _FOREIGN = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]+:/")
-_HALF = re.compile(r"https?:/[^/]", re.IGNORECASE)
+_HALF = re.compile(rf"({'|'.join(_SCHEMES)}):/[^/]", re.IGNORECASE)
+#: The URLs that are read, for errors.
+URL_FORMS = "http(s)://host/path, s3://bucket/path, gs://bucket/path or az://container/path"
 # text without secrets; name@revision, org/name@revision
 _PLAIN = re.compile(r"[\w:/.,\[\] +-]*|[\w.-]+(/[\w.-]+)?@[\w./-]+", re.ASCII)
 _REPOSITORY = re.compile(r"/(?P<name>[^/]+(?:/[^/]+)?)/resolve/(?P<revision>[^/]+)/(?P<folder>.*)")
@@ -23,7 +26,9 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,4}:(?=/)")  # a longer one may b
 
 @dataclass(frozen=True, slots=True, order=True, repr=False)
 class Url:
-    """The URL of a file or folder that is read over HTTP, with some methods of `pathlib.PurePath`.
+    """The URL of a file or folder on a server, with some methods of `pathlib.PurePath`.
+
+    It is read over HTTP; with the scheme s3, gs or az, its host is a bucket of an object store.
 
     It is no `pathlib.Path`, which collapses ``//`` to ``/`` and accesses this machine's disk. As
     text (str, repr, os.fspath, and so in errors, reports and plans) it shows nothing before an @,
@@ -56,7 +61,8 @@ class Url:
         """Parse a URL, without its fragment.
 
         Raises:
-            CheckpointError: ``text`` is no URL of HTTP, or names no host.
+            CheckpointError: ``text`` has none of the schemes, or names no host; or it is of a store
+                and has a user, port or query.
         """
         try:
             parts = urlsplit(text)
@@ -65,11 +71,13 @@ class Url:
             whole = whole and ("%" not in parts.netloc.rpartition("@")[2] or "[" in parts.netloc)
             # after a port, "#" before an @ is part of a password
             whole = whole and (parts.port is None or bool(parts.path) or "@" not in parts.fragment)
+            if parts.scheme in _STORES:
+                whole = whole and not parts.query and not set("@:") & set(parts.netloc)
         except ValueError:  # brackets, or a port that is no number
             whole = False
         if not whole or not text.isprintable() or " " in text:
             shown = without_secrets(text)
-            raise CheckpointError(shown, "is not a URL", "http(s)://host/path")
+            raise CheckpointError(shown, "is not a URL", URL_FORMS)
         return cls(parts._replace(path=parts.path or "/", fragment="").geturl())
 
     @property
@@ -84,21 +92,39 @@ class Url:
 
     @property
     def host(self) -> str:
-        """The host's name, in lower case."""
+        """The host's name, or the bucket's, in lower case."""
         return self._parts.hostname or ""
 
     @property
     def scheme(self) -> str:
-        """Either "http" or "https"."""
+        """One of http, https, s3, gs and az."""
         return self._parts.scheme
+
+    @property
+    def is_store(self) -> bool:
+        """Whether this names an object, or a folder of objects, in a bucket."""
+        return self.scheme in _STORES
+
+    @property
+    def bucket(self) -> str:
+        """The host as it is written: the name of the bucket or container."""
+        return self._parts.netloc
+
+    @property
+    def key(self) -> str:
+        """The path without URL escapes and without the first slash, as object stores name it."""
+        return unquote(self._parts.path[1:])
 
     @property
     def listing(self) -> tuple[Url, str] | None:
         """The URL that lists a repository's files, and this folder's path in the repository.
 
-        None unless the URL has the form of huggingface.co, ``HOST/NAME/resolve/REVISION/FOLDER``.
+        A folder in a bucket lists itself, in the same form. Else None unless the URL has the form
+        of huggingface.co, ``HOST/NAME/resolve/REVISION/FOLDER``.
         Source: ``HfApi.model_info`` of huggingface_hub, with ``files_metadata``.
         """
+        if self.is_store:
+            return self, ""
         parts = self._parts
         match = _REPOSITORY.fullmatch(parts.path)
         if match is None:
@@ -145,7 +171,7 @@ Location = Path | Url
 
 
 def is_url(text: str) -> bool:
-    """Whether text begins like a URL of HTTP."""
+    """Whether text begins like a URL that is read."""
     return _URL.match(text) is not None
 
 
@@ -165,7 +191,7 @@ def local(path: str | os.PathLike[str]) -> Path:
     # raised here: the operating system's errors would show secrets
     if (is_foreign(text) or shown != text) and not os.path.lexists(text):
         went = "a URL that went through Path: give it as a str" if _HALF.match(text) else None
-        raise ShardNotFoundError(shown, "no such file or folder", "http(s):// for a URL", went)
+        raise ShardNotFoundError(shown, "no such file or folder", f"{URL_FORMS}, for a URL", went)
     return Path(path)
 
 

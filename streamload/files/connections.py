@@ -15,19 +15,22 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _MOST_HEAD_NBYTES = 2**18  # of all headers of one response
-_LOGGERS = ("httpx", "httpcore", "h11")  # prefixes of the library's logger names
+# prefixes of the names of the libraries' loggers
+_LOGGERS = ("httpx", "httpcore", "h11", "boto", "urllib3")
 
 _thread = threading.local()  # attempt: the `Attempt` that this thread runs now, or None
-_owning = threading.Lock()  # guards `_Connection.owner`, `Attempt.connection` and `connecting`
+_owning = threading.Lock()  # guards `_Connection.owner`, `Attempt.connection` and `_awaited`
 
 
 class OverdueError(Exception):
@@ -97,7 +100,7 @@ class Attempt:
         self._seconds = seconds
         self._stopped = stopped
         self.head_nbytes: int | None = None  # bytes of headers so far; None in a body
-        self._connecting: Future[Any] | None = None
+        self._awaited: Future[Any] | None = None
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
@@ -120,26 +123,33 @@ class Attempt:
     def wake(self) -> None:
         """Wake the thread that waits in this try; called by the stopping thread."""
         with _owning:
-            if self._connecting is not None:
-                self._connecting.cancel()
+            if self._awaited is not None:
+                self._awaited.cancel()
             if self.connection is not None and self.connection.owner is self:
                 self.connection.shut_down()
 
     def connect(self, future: Future[Any]) -> Any:
         """Return the stream that ``future`` connects; close it if it arrives after the deadline."""
+        try:
+            return self.wait(future)
+        except BaseException as error:
+            if not future.cancelled() and future.exception() is None:  # it came just now
+                future.result().close()
+            if isinstance(error, OverdueError):
+                self.overdue = f"no connection within {self._seconds:g} s"
+            raise
+
+    def wait(self, future: Future[T]) -> T:
+        """Return the result of ``future``, cancelled at the try's deadline or by `wake`."""
         with _owning:
-            self._connecting = future
+            self._awaited = future
         try:
             return future.result(self.left())
-        except BaseException as error:
-            if not future.cancel() and future.exception() is None:  # it came just now
-                future.result().close()
-            if isinstance(error, TimeoutError):
-                self.overdue = f"no connection within {self._seconds:g} s"
-                raise OverdueError from None
-            raise
+        except TimeoutError:
+            raise OverdueError from None
         finally:
-            self._connecting = None
+            future.cancel()  # has no effect on one that is done
+            self._awaited = None
 
 
 class _Backend:
@@ -252,12 +262,16 @@ class _Connection:
 
 
 class Pool:
-    """Shares one HTTP client among all readers of the process while any exists. Thread-safe."""
+    """Shares one HTTP client, and one client of each bucket, among all readers of the process.
+
+    They last while any reader exists. Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
         self._client: Any = None
+        self._kept: dict[object, Any] = {}
         self._pid = 0
 
     def enter(self) -> None:
@@ -269,11 +283,22 @@ class Pool:
         """Unregister a user; the last one closes all connections."""
         with self._lock:
             self._users -= 1
-            if self._users or self._client is None:
+            if self._users:
+                return
+            self._kept = {}
+            if self._client is None:
                 return
             client, self._client = self._client, None
         if self._pid == os.getpid():
             client.close()
+
+    def kept(self, key: object, make: Callable[[], T]) -> T:
+        """Return ``make()``, called once for a key and kept until the last user leaves."""
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = make()
+            found: T = self._kept[key]
+            return found
 
     def client(self) -> Any:
         """Return the client, created once; raise SettingsError for bad proxies or certificates."""
@@ -292,13 +317,13 @@ class Pool:
                 for transport in (client._transport, *client._mounts.values()):
                     if transport is not None:
                         transport._pool._network_backend = _Backend()
-                _hush()
+                hush()
                 self._client, self._pid = client, os.getpid()
             return self._client
 
 
-def _hush() -> None:
-    """Drop the library's log records of streamload's own requests: they may hold secrets."""
+def hush() -> None:
+    """Drop the libraries' log records of streamload's own requests: they may hold secrets."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(_LOGGERS):
             logging.getLogger(name).addFilter(_is_of_others)

@@ -1,5 +1,7 @@
 """Reading over HTTP: byte ranges of a file, each thread over its own connection.
 
+Files in buckets of object stores are requested by `streamload.files.stores`, and read likewise.
+
 Transient failures (no connection, a reset, a stall, a body that ends early, 429, 502 and the like)
 are retried after a wait, and only the missing bytes are requested. Permanent ones (no such file, no
 permission, ranges ignored, contradicting headers) raise at once. Each response names its version of
@@ -21,13 +23,11 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from functools import partial
-from http import HTTPStatus
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeAlias, TypeVar
 
 from streamload.core.location import Url
 from streamload.errors import (
@@ -38,12 +38,15 @@ from streamload.errors import (
     TruncatedFileError,
 )
 from streamload.files import connections as wire
+from streamload.files import responses, stores
 from streamload.files.connections import Patience
 from streamload.files.header import describe
 from streamload.files.reader import Reader
 
 if TYPE_CHECKING:
     import httpx2
+
+    Response: TypeAlias = httpx2.Response | stores.StoreResponse
 
 T = TypeVar("T")
 
@@ -61,15 +64,11 @@ _DRAIN_SECONDS = 1.0  # connecting again takes no longer
 _ABSENT = (404, 410)
 _REFUSED = (401, 403)
 _PASSING = (408, 425, 429, 500, 502, 503, 504)
-_NUMBER = r"\d{1,19}"  # Python reads no integer of 5,000 digits, and no file has more than these
+_NUMBER = responses.NUMBER
 _CONTENT_RANGE = re.compile(rf"bytes ({_NUMBER})-({_NUMBER})/({_NUMBER}|\*)", re.ASCII)
 _UNSATISFIED = re.compile(rf"bytes \*/({_NUMBER})", re.ASCII)
-_DIGITS = re.compile(_NUMBER, re.ASCII)
 _QUOTED = re.compile(r"\s*(?::|bytearray|(?<!\w)b?['\"])")  # before text quoted from the server
 _HUB = "huggingface.co"
-_VALIDATORS = ("ETag", "Last-Modified")  # headers that identify a version; the first one is used
-
-_STATUSES = frozenset(HTTPStatus)
 
 _jitter = random.Random()  # not the global one, which a program may have seeded
 
@@ -208,12 +207,12 @@ class _File:
                 "cannot be read: its user, password or query was left out of a pickle",
                 "open_checkpoint(...) of the whole URL in this process",
             )
+        name, extra = ("obstore", "stores") if url.is_store else ("httpx2", "remote")
         try:
-            wire.httpx()
+            (stores.library if url.is_store else wire.httpx)()
         except ImportError as error:
-            raise CheckpointError(
-                url, 'reading over HTTP needs httpx2: pip install "streamload[remote]"'
-            ) from error
+            needs = f'reading {url.scheme}:// needs {name}: pip install "streamload[{extra}]"'
+            raise CheckpointError(url, needs) from error
         self.nbytes = nbytes  # the file's length; None before the first response
         self.version = url.version
         self.stopped = threading.Event()
@@ -253,7 +252,7 @@ class _File:
             if self.nbytes is not None:
                 stop = min(stop, self.nbytes)
             try:
-                with self._response(f"bytes={start + done}-{stop - 1}") as (response, body):
+                with self._response(range(start + done, stop)) as (response, body):
                     nbytes = self._check_range(response, start + done, stop)
                     for data in body if nbytes else ():
                         if (got := done - before + len(data)) > nbytes:
@@ -289,8 +288,8 @@ class _File:
                     if len(head) > most_nbytes:
                         break
                 return Look(
-                    self._url.of_version(_version(response.headers, "")),
-                    int(length) if _DIGITS.fullmatch(length) else None,
+                    self._url.of_version(responses.version(response.headers, "")),
+                    int(length) if responses.DIGITS.fullmatch(length) else None,
                     response.headers.get("Content-Type", "").partition(";")[0].strip().lower(),
                     bytes(head[:most_nbytes]),
                     len(head) <= most_nbytes,
@@ -306,7 +305,7 @@ class _File:
             out.truncate()
             with self._response(None) as (response, body):
                 self._check_status(response, 200)
-                version = _version(response.headers, self.version)
+                version = responses.version(response.headers, self.version)
                 if self.version and version != self.version:
                     raise self._of_another_version(version)
                 done = 0
@@ -347,25 +346,25 @@ class _File:
                     self.stopped.wait(max(asked, seconds * _jitter.uniform(0.5, 1)))
 
     @contextmanager
-    def _response(
-        self, byte_range: str | None
-    ) -> Iterator[tuple[httpx2.Response, Iterator[bytes]]]:
+    def _response(self, wanted: range | None) -> Iterator[tuple[Response, Iterator[bytes]]]:
         """Send a GET request; yield response and body, or raise `_Again` for a transient status."""
         moved = self._moved
         with (
             self._attempt() as attempt,
-            closing(self._send(attempt, moved or self._url.href, byte_range)) as response,
+            closing(self._send(attempt, moved or self._url.href, wanted)) as response,
         ):
             status = response.status_code
             if status not in (200, 206):
                 self._drain(attempt, response)
             if moved is not None and status in (*_REFUSED, *_ABSENT):
                 self._moved = None  # redirects expire
-                raise _Again(f"{_status(status)} where a redirect had led", at_once=True)
+                raise _Again(
+                    f"{responses.status_text(status)} where a redirect had led", at_once=True
+                )
             if status in _PASSING:
-                asked = _retry_after(response.headers)
+                asked = responses.retry_after(response.headers)
                 later = f", to be asked again in {asked:.0f} s" if asked else ""
-                raise _Again(_status(status) + later, asked_seconds=asked)
+                raise _Again(responses.status_text(status) + later, asked_seconds=asked)
             yield response, self._body(attempt, response)
 
     @contextmanager
@@ -382,14 +381,20 @@ class _File:
                 self._attempts.discard(attempt)
 
     def _send(
-        self, attempt: wire.Attempt, target: httpx2.URL | str, byte_range: str | None
-    ) -> httpx2.Response:
+        self, attempt: wire.Attempt, target: httpx2.URL | str, wanted: range | None
+    ) -> Response:
         """Send a request and follow redirects; return the response with its body unread."""
+        if (url := self._url).is_store:
+            make = partial(stores.Bucket, url, self._patience.connect_seconds)
+            bucket = self._call(attempt, _pool.kept, (url.scheme, url.bucket), make)
+            return self._call(
+                attempt, bucket.request, url.of_version(self.version), wanted, attempt
+            )
 
         def send(request: httpx2.Request) -> httpx2.Response:
             return _pool.client().send(request, stream=True)
 
-        request = self._call(attempt, self._request, target, byte_range)
+        request = self._call(attempt, self._request, target, wanted)
         for hops in range(_MOST_REDIRECTS):
             attempt.head_nbytes = 0
             response = self._call(attempt, send, request)
@@ -405,11 +410,11 @@ class _File:
             request = response.next_request
         raise self._error("is redirected again and again")
 
-    def _request(self, target: httpx2.URL | str, byte_range: str | None) -> httpx2.Request:
+    def _request(self, target: httpx2.URL | str, wanted: range | None) -> httpx2.Request:
         patience = self._patience
         headers = {"Accept-Encoding": "identity", "User-Agent": "streamload"} | self._token(target)
-        if byte_range is not None:
-            headers["Range"] = byte_range
+        if wanted is not None:
+            headers["Range"] = f"bytes={wanted.start}-{wanted.stop - 1}"
         timeout = wire.httpx().Timeout(patience.read_seconds, connect=patience.connect_seconds)
         return _pool.client().build_request("GET", target, headers=headers, timeout=timeout)
 
@@ -424,7 +429,7 @@ class _File:
         except (StreamloadError, MemoryError):
             raise
         except Exception as error:
-            cause = wire.cause_of(error)
+            cause = None if self._url.is_store else wire.cause_of(error)
             failed = self._failure(attempt, error, cause)
         failed.__cause__ = cause  # outside of the except clause: ``error`` is no context
         raise failed
@@ -433,11 +438,14 @@ class _File:
         self, attempt: wire.Attempt, error: Exception, cause: OSError | None
     ) -> _Again | CheckpointError:
         """Return the error to raise for an error of the HTTP library with its OSError ``cause``."""
-        library, seconds = wire.httpx(), self._patience.read_seconds
         if self.stopped.is_set():
             return self._error("reading was stopped")
         if isinstance(error, wire.OverdueError) or time.monotonic() >= attempt.until:
             return _Again(attempt.overdue)
+        if self._url.is_store:
+            found, wanted = stores.problem(error, self._url)
+            return self._error("cannot be read", wanted, found) if wanted else _Again(found)
+        library, seconds = wire.httpx(), self._patience.read_seconds
         if lasting := wire.lasting(error, cause):
             return self._error("cannot be read", found=lasting)
         if isinstance(error, library.ConnectTimeout):
@@ -453,7 +461,7 @@ class _File:
     def _drain(self, attempt: wire.Attempt, response: httpx2.Response) -> None:
         """Read a body of up to 16 KiB to its end, so that the connection can be reused."""
         length = response.headers.get("Content-Length", "")
-        if _DIGITS.fullmatch(length) and int(length) <= _DRAINED_NBYTES:
+        if responses.DIGITS.fullmatch(length) and int(length) <= _DRAINED_NBYTES:
             until = attempt.until
             attempt.until = min(until, time.monotonic() + _DRAIN_SECONDS)
             with suppress(_Again):
@@ -471,7 +479,7 @@ class _File:
             raise self._error("HF_TOKEN cannot be sent", "ASCII", "other characters")
         return {"Authorization": f"Bearer {token}"}
 
-    def _check_status(self, response: httpx2.Response, wanted: int) -> None:
+    def _check_status(self, response: Response, wanted: int) -> None:
         """Raise CheckpointError unless a response has the wanted status and no compression."""
         status = response.status_code
         if status == wanted:
@@ -479,19 +487,25 @@ class _File:
             if encoding == "identity":
                 return
             problem = "the server compresses what was asked for as it is"
-            raise self._error(problem, "no Content-Encoding", _said(encoding))
+            raise self._error(problem, "no Content-Encoding", responses.said(encoding))
+        found, needed = responses.status_text(status), None
+        if isinstance(response, stores.StoreResponse):
+            found += f" ({response.code})" * bool(response.code)
+            needed = stores.CREDENTIALS[self._url.scheme]
         if status in _ABSENT:
-            raise ShardNotFoundError(self._url, "no such file", found=_status(status))
+            raise ShardNotFoundError(self._url, "no such file", found=found)
         if status in _REFUSED:
             unset = self._url.host == _HUB and not os.environ.get("HF_TOKEN", "").strip()
-            found = _status(status) + " (HF_TOKEN is not set)" * unset
-            raise ShardNotFoundError(self._url, "is not there, or may not be read", found=found)
+            found += " (HF_TOKEN is not set)" * unset
+            raise ShardNotFoundError(self._url, "is not there, or may not be read", needed, found)
+        if status == 412:
+            raise self._of_another_version(found)
         if status == 200:
             problem = "the server does not read parts of files"
             raise self._error(problem, "206 Partial Content", "200, the whole file")
-        raise self._error("cannot be read", _status(wanted), _status(status))
+        raise self._error("cannot be read", responses.status_text(wanted), found)
 
-    def _check_range(self, response: httpx2.Response, start: int, stop: int) -> int:
+    def _check_range(self, response: Response, start: int, stop: int) -> int:
         """Return the bytes in a response's range, 0 past the file's end; raise for bad headers."""
         headers = response.headers
         if response.status_code == 416:
@@ -511,9 +525,9 @@ class _File:
             raise self._error(
                 "the server sent another range than was asked for",
                 f"bytes {start}-{stop - 1}/{total}",
-                _said(stated) if stated else "no Content-Range",
+                responses.said(stated) if stated else "no Content-Range",
             )
-        version = _version(headers, self.version)
+        version = responses.version(headers, self.version)
         if self.nbytes is None:
             if found[3] == "*":
                 raise self._error("the server does not state how long the file is", found=stated)
@@ -547,7 +561,7 @@ class _File:
             self._url, "has become longer since its header was read", self.nbytes, found
         )
 
-    def _body(self, attempt: wire.Attempt, response: httpx2.Response) -> Iterator[bytes]:
+    def _body(self, attempt: wire.Attempt, response: Response) -> Iterator[bytes]:
         """Yield the pieces of a response's body; raise `_Again` if they come too slowly."""
         seconds, pieces = 2 * self._patience.read_seconds, response.iter_raw()
         got = 0
@@ -569,32 +583,3 @@ class _File:
     def _check_stopped(self) -> None:
         if self.stopped.is_set():
             raise self._error("reading was stopped")
-
-
-def _version(headers: Mapping[str, str], known: str) -> str:
-    """Return a file's version, such as "ETag: ...", of the kind of ``known``; "" without any."""
-    kinds = (known.partition(": ")[0],) if known else _VALIDATORS
-    for kind in kinds:
-        if value := headers.get(kind, "").removeprefix("W/"):
-            return f"{kind}: {value}"
-    return ""
-
-
-def _retry_after(headers: Mapping[str, str]) -> float:
-    """Return the seconds that a response asks to wait, by a number or a date; 0 for none."""
-    value = headers.get("Retry-After", "").strip()
-    if _DIGITS.fullmatch(value):
-        return float(value)
-    with suppress(ValueError, OverflowError):
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    return 0.0
-
-
-def _said(value: str) -> str:
-    """Return a header's value for an error; "an address" for a URL, which may hold secrets."""
-    return "an address" if re.search(r"@|\?|//", value) else describe(value)
-
-
-def _status(status: int) -> str:
-    """Return a status with its standard phrase: the server's own may hold secrets."""
-    return f"{status} {HTTPStatus(status).phrase}" if status in _STATUSES else str(status)

@@ -53,11 +53,14 @@ FRAMEWORKS = {
     "vllm": ("vllm",),
     "httpx2": ("remote", "connections"),
     "httpcore2": ("connections",),
+    "obstore": ("stores",),
+    "boto3": ("stores",),
 }
 #: Rooms that may import every framework.
 OF_FRAMEWORKS = ("bench", "transformers")
 READ_ENVIRONMENT = (
     *("checkpoint.hub", "core.disk_cache", "files.connections", "files.remote"),
+    "files.stores",
     *("devices.names", "devices.probing"),
     *("distributed.launch", "distributed.store", "distributed.torch"),
 )
@@ -69,6 +72,7 @@ START_THREADS = (
     "offloading.completion",  # to wait for a device that computes
     "offloading.prefetch",  # to bring layers while the caller computes
     "files.connections",  # to connect, which nothing interrupts
+    "files.stores",  # for the event loop of obstore's requests
     "verification.verify",  # checksums of replicas, after the load
 )
 STARTERS = {

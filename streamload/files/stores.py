@@ -1,0 +1,260 @@
+"""Requests to object stores (S3, Google Cloud Storage, Azure) through obstore, in terms of HTTP.
+
+Each request is a task of one event loop, where it can be cancelled: obstore's timeouts do not cover
+its sources of credentials, and it cannot be stopped. Nothing is retried here; see `remote`.
+obstore's texts quote requests and responses, which may hold keys: none leave this file.
+
+Source: ``_get.pyi``, ``_list.pyi`` and ``auth/boto3.py`` of obstore 0.12.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import json
+import os
+import re
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from streamload.core.location import Url
+from streamload.errors import CheckpointError
+from streamload.files.connections import Attempt, SettingsError, hush
+
+T = TypeVar("T")
+
+_PIECE_NBYTES = 2**18  # least bytes of a piece of a body
+_PAGE = 1000  # objects of one response to a listing, as stores have it
+_ETAG = "ETag: "
+_KINDS = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
+_PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}  # of environment variables
+#: What to set if a bucket may not be read, by the URL's scheme.
+CREDENTIALS = {
+    "s3": "credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile of ~/.aws and "
+    "boto3), or AWS_SKIP_SIGNATURE=true for a public bucket",
+    "gs": "credentials (GOOGLE_APPLICATION_CREDENTIALS), or GOOGLE_SKIP_SIGNATURE=true for a "
+    "public bucket",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME, and credentials (AZURE_STORAGE_ACCOUNT_KEY) or "
+    "AZURE_SKIP_SIGNATURE=true for a public container",
+}
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w{1,64})</Code>", re.ASCII)
+_MESSAGE = re.compile(r'code: \d+,\s+kind: \w+,\s+message: "([^"]*)"')  # the operating system's
+# first lines of obstore's texts about requests for credentials
+_OF_CREDENTIALS = re.compile(
+    r"performing (?:token request|PUT|POST)|://(?:169\.254\.|\[?fd00:ec2)|credential provider"
+)
+# by a part of obstore's text: what was found, and what a user needs instead
+_LASTING = {
+    "redirect without LOCATION": ("another region than the bucket's", "its region in AWS_REGION"),
+    "BadScheme": ("an endpoint of http://", "https://, or {}_ALLOW_HTTP=true"),
+    "InvalidCertificate": ("a certificate that is not to be trusted", "one that is"),
+    "Name or service not known": ("there is no such host", "the endpoint of the store"),
+    "NotPartial": ("200, the whole file", "206 Partial Content"),
+    "UnexpectedRange": ("another range", "the range that was asked for"),
+    "path segment": ("a part of the path that is no name", "names between single slashes"),
+}
+
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_pid = 0  # of the process that has `_loop`
+
+
+def library() -> Any:
+    """Import and return obstore; raise ImportError without the extra ``stores``."""
+    import obstore
+
+    return obstore
+
+
+@dataclass(frozen=True, slots=True)
+class StoreResponse:
+    """A response of an object store, as HTTP has it."""
+
+    status_code: int
+    headers: Mapping[str, str] = field(default_factory=dict)
+    pieces: Iterator[bytes] = field(default_factory=lambda: iter(()), repr=False)
+    code: str = ""  # the store's name of an error, such as NoSuchBucket
+
+    def iter_raw(self) -> Iterator[bytes]:
+        """Return the pieces of the body."""
+        return self.pieces
+
+    def close(self) -> None:
+        """Do nothing: the rest of the body is dropped with this object."""
+
+
+class Bucket:
+    """A client of one bucket by the environment's settings. Thread-safe."""
+
+    def __init__(self, url: Url, connect_seconds: float) -> None:
+        """Prepare requests; raise SettingsError for settings that obstore or boto3 rejects."""
+        # without a time it ends each request, with its body, after 30 s
+        config = {"timeout": "7d", "connect_timeout": f"{connect_seconds * 1000:.0f}ms"}
+        given: dict[str, Any] = {"retry_config": {"max_retries": 0}}
+        try:
+            if url.scheme == "s3" and (profile := _profile()) is not None:
+                given["credential_provider"] = profile
+            make = getattr(library().store, _KINDS[url.scheme])
+            self._store = make(url.bucket, config=config | {"user_agent": "streamload"}, **given)
+        except Exception:
+            failed = True
+        else:
+            failed = False
+        if failed:  # outside of the except clause, whose error may hold keys
+            raise SettingsError
+
+    def request(self, url: Url, wanted: range | None, attempt: Attempt) -> StoreResponse:
+        """Request bytes of a file of the version of ``url``, or all; for a folder, its listing."""
+        wait = partial(_wait, attempt, url)
+        if not url.name:
+            return self._listing(url, wait)
+        options: dict[str, Any] = {}
+        if url.version.startswith(_ETAG):
+            options["if_match"] = url.version.removeprefix(_ETAG)
+        if wanted is not None:
+            options["range"] = (wanted.start, wanted.stop)
+        get = partial(library().get_async, self._store, url.key, options=options)
+        found = _answered(partial(wait, get))
+        if isinstance(found, StoreResponse):
+            if found.status_code != 416:
+                return found
+            meta = wait(partial(library().head_async, self._store, url.key))
+            return StoreResponse(416, {"Content-Range": f"bytes */{meta['size']}"})
+        meta, (start, stop) = found.meta, found.range
+        headers = {
+            "Last-Modified": email.utils.format_datetime(meta["last_modified"], usegmt=True),
+            "Content-Length": str(stop - start),
+            "Content-Type": found.attributes.get("Content-Type", ""),
+        }
+        if meta["e_tag"]:
+            headers["ETag"] = meta["e_tag"]
+        if wanted is not None:
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{meta['size']}"
+        pieces = _pieces(wait, found.stream(_PIECE_NBYTES))
+        return StoreResponse(200 if wanted is None else 206, headers, pieces)
+
+    def _listing(self, folder: Url, wait: Callable[..., Any]) -> StoreResponse:
+        """List all files below a folder, as JSON in the form of `Url.listing`."""
+        prefix = folder.key
+        pages = _pieces(wait, library().list(self._store, prefix or None, chunk_size=_PAGE))
+        first = _answered(lambda: next(pages, []))
+        if isinstance(first, StoreResponse):
+            return first
+
+        def pieces() -> Iterator[bytes]:
+            page, before = first, '{"siblings": ['
+            while page:
+                for path, nbytes in ((each["path"], each["size"]) for each in page):
+                    if path.startswith(prefix):
+                        entry = {"rfilename": path.removeprefix(prefix), "size": nbytes}
+                        yield (before + json.dumps(entry)).encode()
+                        before = ","
+                page = next(pages, [])
+            yield b"]}" if before == "," else f"{before}]}}".encode()
+
+        return StoreResponse(200, pieces=pieces())
+
+
+def problem(error: Exception, url: Url) -> tuple[str, str]:
+    """Return what an error of a request was, and what is needed; "" if a retry may fix it."""
+    if isinstance(error, SettingsError):
+        return "settings in the environment that are not valid", CREDENTIALS[url.scheme]
+    text = str(error)
+    if _lacks_credentials(text):
+        return "no credentials", CREDENTIALS[url.scheme]
+    for part, (found, needed) in _LASTING.items():
+        if part in text:
+            return found, needed.format(_PREFIXES[url.scheme])
+    if "IncompleteBody" in text:
+        return "the response ended early", ""
+    message = _MESSAGE.search(text)
+    return message[1] if message else f"{type(error).__name__} in obstore", ""
+
+
+def _answered(call: Callable[[], Any]) -> Any:
+    """Return ``call()``, or the `StoreResponse` of the status in its error."""
+    try:
+        return call()
+    except Exception as error:
+        text = str(error)
+        if (status := _STATUS.search(text)) is None or _lacks_credentials(text):
+            raise
+    code = _CODE.search(text)
+    return StoreResponse(int(status[1]), code=code[1] if code else "")
+
+
+def _lacks_credentials(text: str) -> bool:
+    """Whether obstore's text is about a request for credentials."""
+    return _OF_CREDENTIALS.search(text.partition("\n")[0]) is not None
+
+
+def _pieces(wait: Callable[..., Any], stream: AsyncIterator[Any]) -> Iterator[Any]:
+    """Yield the pieces of a stream, each waited for within the deadline of the try."""
+    while True:
+        try:
+            piece = wait(partial(anext, stream))
+        except StopAsyncIteration:
+            return
+        yield piece
+
+
+def _wait(attempt: Attempt, url: Url, call: Callable[[], Awaitable[T]]) -> T:
+    """Return what ``call()`` gives in the event loop; cancel it at the deadline or by a stop."""
+
+    async def awaited() -> T:
+        return await call()
+
+    return attempt.wait(asyncio.run_coroutine_threadsafe(awaited(), _running(url)))
+
+
+def _running(url: Url) -> asyncio.AbstractEventLoop:
+    """Return the event loop of this process, whose thread is started on first use."""
+    global _loop, _pid
+    if _loop is not None and _pid != os.getpid():
+        raise CheckpointError(
+            url,
+            "cannot be read in a process that was forked after obstore was used",
+            'a process started by multiprocessing.get_context("spawn")',
+        )
+    with _lock:
+        if _loop is None:
+            loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="streamload-stores", daemon=True).start()
+            _loop, _pid = loop, os.getpid()
+        return _loop
+
+
+class _Profile:
+    """Gives obstore the credentials that boto3 finds, asked for within the deadline of a try."""
+
+    def __init__(self, session: Any) -> None:
+        self.config: dict[str, str] = {}
+        if session.region_name and not {"AWS_REGION", "AWS_DEFAULT_REGION"} & os.environ.keys():
+            self.config["region"] = session.region_name
+        self._session = session
+        self._provider: Any = None
+
+    def __call__(self) -> Any:
+        with Attempt(0, threading.Event()).under_way():  # log records are dropped
+            if self._provider is None:
+                from obstore.auth.boto3 import Boto3CredentialProvider
+
+                self._provider = Boto3CredentialProvider(self._session)
+            hush()
+            return self._provider()
+
+
+def _profile() -> _Profile | None:
+    """Return boto3's credentials; None without boto3, or if the environment has others."""
+    if {"AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE"} & os.environ.keys():
+        return None
+    try:
+        import boto3
+    except ImportError:
+        return None
+    hush()
+    return _Profile(boto3.Session())
