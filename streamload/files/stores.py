@@ -119,11 +119,12 @@ class Bucket:
             options["range"] = (wanted.start, wanted.stop)
         get = partial(library().get_async, self._store, url.key, options=options)
         found = _answered(partial(wait, get))
+        if isinstance(found, StoreResponse) and found.status_code == 416:
+            meta = _answered(partial(wait, partial(library().head_async, self._store, url.key)))
+            if not isinstance(meta, StoreResponse):
+                return StoreResponse(416, {"Content-Range": f"bytes */{meta['size']}"})
         if isinstance(found, StoreResponse):
-            if found.status_code != 416:
-                return found
-            meta = wait(partial(library().head_async, self._store, url.key))
-            return StoreResponse(416, {"Content-Range": f"bytes */{meta['size']}"})
+            return found
         meta, (start, stop) = found.meta, found.range
         headers = {
             "Last-Modified": email.utils.format_datetime(meta["last_modified"], usegmt=True),

@@ -18,6 +18,7 @@ from functools import lru_cache
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import needs
 import pytest
@@ -121,13 +122,17 @@ class Handler(RangeHandler):
             name = self.path.partition("?")[0]
             acts = site.acts[name]
             act = acts.popleft() if acts else site.always.get(name, Answer())
-        content = site.files.get(name)
+        content = site.files.get(name, site.files.get(unquote(name)))
         if content is None and isinstance(act, Answer) and act.status is None:
             act = Answer(404, ranges=False, body=b"no")
         act(self, content or b"")
 
+    do_HEAD = do_GET
+
     def send_body(self, answer: Answer, body: bytes) -> None:
-        """Send a body, or a part of it."""
+        """Send a body, or a part of it; nothing to who asked for the headers."""
+        if self.command == "HEAD":
+            return
         stopped = self.server.site.stopped
         if answer.dribble is not None:
             for index in range(len(body)):
