@@ -46,8 +46,9 @@ from streamload.files.remote import HttpReader
 from streamload.files.strided import StridedReader
 
 ReaderKind = Literal["auto", "mmap", "pread", "direct"]
-#: "http" is used for every URL, and for nothing else: users cannot choose it.
-ResolvedKind = Literal["mmap", "pread", "direct", "http"]
+#: "http" is used for every URL, "store" for those of buckets: users cannot choose them.
+ResolvedKind = Literal["mmap", "pread", "direct", "http", "store"]
+REMOTE_KINDS = ("http", "store")
 
 # fmt: off
 #: Filesystems that "auto" maps. All others are read by pread, which always works: network and FUSE
@@ -159,11 +160,13 @@ def _choose(
 ) -> ReaderChoice:
     """Return `choose_reader`'s choice without checking whether the file can be mapped now."""
     remote = isinstance(path, Url)
-    if kind not in get_args(ReaderKind) and not (kind == "http" and remote):
+    if kind not in get_args(ReaderKind) and not (kind in REMOTE_KINDS and remote):
         raise ValueError(f"unknown reader {kind!r}; known: {', '.join(get_args(ReaderKind))}")
     if kind in ("mmap", "direct") and remote:
         raise ValueError(f'reader="{kind}" is for files, and {path} is read over HTTP')
     if isinstance(path, Url):
+        if path.is_store:
+            return ReaderChoice("store", f"from the bucket {path.bucket}")
         return ReaderChoice("http", f"from {path.host}")
     if kind != "auto":
         return ReaderChoice(kind, f'reader="{kind}" was asked for')
@@ -188,7 +191,7 @@ def _choose(
 
 
 def resolve_reader(path: str | os.PathLike[str], kind: ReaderKind | ResolvedKind) -> ResolvedKind:
-    """Return ``kind``, "auto" as "mmap" or "pread"; for a URL, "auto" and "pread" as "http"."""
+    """Return ``kind``, "auto" as "mmap" or "pread"; for a URL, both as "http" or "store"."""
     return _choose(path, kind, "auto", whole_slots=False).kind
 
 

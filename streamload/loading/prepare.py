@@ -29,7 +29,7 @@ from streamload.devices.names import (
     framework_of,
 )
 from streamload.errors import Fit, PlanInfeasibleError, ResidenceError, Suggestion
-from streamload.files.local import ReaderKind, choose_reader
+from streamload.files.local import REMOTE_KINDS, ReaderKind, choose_reader
 from streamload.files.page_cache import PageCacheKind
 from streamload.files.strided import thread_nbytes
 from streamload.loading.options import DEFAULTS, CastArgument, LoadOptions, plain_options
@@ -226,7 +226,7 @@ class Options:
             for header in shards
         ]
         # threads that wait for a server take no CPU: 50 ms away, 2 read at 73 MB/s, 8 at 215
-        remote = any(choice.kind == "http" for choice in choices)
+        remote = any(choice.kind in REMOTE_KINDS for choice in choices)
         threads = _MOST_THREADS if remote else min(self.cpus or available_cpus(), _MOST_THREADS)
         most_nbytes = DEFAULT_CHUNK_NBYTES
         lengths = [header.file_nbytes for header in shards]

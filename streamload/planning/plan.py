@@ -50,8 +50,9 @@ STATISTIC_NBYTES = 4
 # 2.6 MB on the way to CUDA, where a driver adds to it.
 LOAD_NBYTES = 3 * 2**20
 _STAGED_LOAD_NBYTES = 4 * 2**20
-# A thread's connection to a server, with its received bytes: 0.5 MB each were measured.
-_CONNECTION_NBYTES = 2**20
+# What servers' clients take of the process, and each thread's connection with its received bytes.
+_CLIENT_NBYTES = {"http": 0, "store": 20 * 2**20}
+_CONNECTION_NBYTES = {"http": 2**20, "store": 2**21}
 # Allocators that take segments of the device's memory, which many tensors share.
 SEGMENTS: frozenset[AllocatorKind] = frozenset({"cuda_caching", "cuda_expandable"})
 _SCALES_NBYTES = 2**24  # on the host, on their way to a device
@@ -172,7 +173,7 @@ class Plan:
         slot_nbytes: bytes of one staging slot or source buffer: a chunk, or less if all
             parameters together are smaller.
         threads: streaming threads; 0 streams in the calling thread.
-        readers: "mmap", "pread", "direct" or "http", for each shard.
+        readers: "mmap", "pread", "direct", "http" or "store", for each shard.
         out_of_range: casts of values that the target dtype cannot represent: "inf", "clamp" or
             "error".
         notes: choices that a user may want to know of, one sentence each.
@@ -232,7 +233,8 @@ class Plan:
         fresh = sum(d.fresh_nbytes for d in self.devices if d.shared_memory)
         shared = all(d.shared_memory for d in self.devices)
         load = LOAD_NBYTES if shared else _STAGED_LOAD_NBYTES
-        load += self.threads * _CONNECTION_NBYTES if "http" in self.readers else 0
+        for kind in _CLIENT_NBYTES.keys() & set(self.readers):
+            load += _CLIENT_NBYTES[kind] + self.threads * _CONNECTION_NBYTES[kind]
         return load + fresh + self.host_nbytes + sum(d.object_nbytes for d in self.devices)
 
     @property

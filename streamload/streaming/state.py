@@ -47,7 +47,7 @@ from streamload.core.tensors import TensorInfo
 from streamload.core.units import round_up
 from streamload.devices.base import Addressed, Buffer, Device, Read, Ticket
 from streamload.errors import FileChangedError, OutOfRangeError, TruncatedFileError
-from streamload.files.local import Reader
+from streamload.files.local import REMOTE_KINDS, Reader
 from streamload.files.page_cache import PageCache
 from streamload.planning.chunks import Chunk, Cut, SmallTensorBatch
 from streamload.planning.placement import HOST_CASTS, Placement
@@ -184,7 +184,7 @@ class Job:
         self._casts: dict[tuple[DType, DType, Engine], Cast] = {}
         self._compiling = threading.Lock()
         self._cut = Cut(plan, checkpoint)
-        cached = [n for n, kind in enumerate(plan.readers) if kind not in ("direct", "http")]
+        cached = [n for n, kind in enumerate(plan.readers) if kind not in ("direct", *REMOTE_KINDS)]
         self._page_cache = PageCache(
             plan.page_cache,
             to_read_nbytes=self._cut.read_nbytes(cached),
