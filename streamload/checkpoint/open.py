@@ -314,12 +314,10 @@ def _remote_headers(folder: Url, reader: FormatReader, variant: str | None) -> l
         try:
             return [read_header(single, reader=reader)]
         except ShardNotFoundError as error:
-            raise ShardNotFoundError(
-                folder,
-                f"holds no {reader.name} file",
-                f"{index.name} or {single.name}",
-                error.found,
-            ) from error
+            needed = f"{index.name} or {single.name}"
+            needed += f"; {error.expected}" if error.expected else ""
+            problem = f"holds no {reader.name} file"
+            raise ShardNotFoundError(folder, problem, needed, error.found) from error
     # a single file that the index does not name takes precedence, as for local folders
     if single.name in weight_map.values() or not remote.exists(single):
         return _indexed(index, weight_map, reader)

@@ -27,7 +27,7 @@ from streamload.files.connections import Attempt, SettingsError, hush
 T = TypeVar("T")
 
 _PIECE_NBYTES = 2**18  # least bytes of a piece of a body
-_PAGE = 1000  # objects of one response to a listing, as stores have it
+_LISTED = 100  # objects that are waited for at once; a response lists up to 1000
 _ETAG = "ETag: "
 _KINDS = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
 _PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}  # of environment variables
@@ -47,9 +47,12 @@ _MESSAGE = re.compile(r'code: \d+,\s+kind: \w+,\s+message: "([^"]*)"')  # the op
 _OF_CREDENTIALS = re.compile(
     r"performing (?:token request|PUT|POST)|://(?:169\.254\.|\[?fd00:ec2)|credential provider"
 )
+_MALFORMED = "<Code>AuthorizationHeaderMalformed"
+_OTHER_REGION = ("another region than the bucket's", "its region in AWS_REGION")
 # by a part of obstore's text: what was found, and what a user needs instead
 _LASTING = {
-    "redirect without LOCATION": ("another region than the bucket's", "its region in AWS_REGION"),
+    "redirect without LOCATION": _OTHER_REGION,
+    _MALFORMED: _OTHER_REGION,
     "BadScheme": ("an endpoint of http://", "https://, or {}_ALLOW_HTTP=true"),
     "InvalidCertificate": ("a certificate that is not to be trusted", "one that is"),
     "Name or service not known": ("there is no such host", "the endpoint of the store"),
@@ -141,7 +144,7 @@ class Bucket:
     def _listing(self, folder: Url, wait: Callable[..., Any]) -> StoreResponse:
         """List all files below a folder, as JSON in the form of `Url.listing`."""
         prefix = folder.key
-        pages = _pieces(wait, library().list(self._store, prefix or None, chunk_size=_PAGE))
+        pages = _pieces(wait, library().list(self._store, prefix or None, chunk_size=_LISTED))
         first = _answered(lambda: next(pages, []))
         if isinstance(first, StoreResponse):
             return first
@@ -162,7 +165,8 @@ class Bucket:
 
 def problem(error: Exception, url: Url) -> tuple[str, str]:
     """Return what an error of a request was, and what is needed; "" if a retry may fix it."""
-    if isinstance(error, SettingsError):
+    # obstore panics at settings that make no request
+    if isinstance(error, SettingsError) or type(error).__name__ == "RustPanic":
         return "settings in the environment that are not valid", CREDENTIALS[url.scheme]
     text = str(error)
     if _lacks_credentials(text):
@@ -182,7 +186,8 @@ def _answered(call: Callable[[], Any]) -> Any:
         return call()
     except Exception as error:
         text = str(error)
-        if (status := _STATUS.search(text)) is None or _lacks_credentials(text):
+        status = _STATUS.search(text)
+        if status is None or _lacks_credentials(text) or _MALFORMED in text:
             raise
     code = _CODE.search(text)
     return StoreResponse(int(status[1]), code=code[1] if code else "")

@@ -98,7 +98,12 @@ def test_a_folder_is_listed(listed: bool, bucket: Site, folder: Path) -> None:
     if listed:  # the shards have no usual names
         assert loaded("s3://models/llama/") == loaded(folder)
     else:
-        assert "AccessDenied" not in str(error_of(lambda: loaded("s3://models/llama/")))
+        missing = str(error_of(lambda: loaded("s3://models/llama/")))
+        assert "model.safetensors, found 404 Not Found" in missing
+        for name in ("model.safetensors.index.json", "model.safetensors"):
+            bucket.always[FOLDER + name] = refused(403, "AccessDenied")
+        forbidden = str(error_of(lambda: loaded("s3://models/llama/")))
+        assert "AWS_ACCESS_KEY_ID" in forbidden and "403 Forbidden (AccessDenied)" in forbidden
 
 
 def test_a_conversion_copies_what_is_listed(bucket: Site, folder: Path, tmp_path: Path) -> None:
@@ -225,7 +230,8 @@ def test_what_passes_is_tried_again(act: Act, rest: int, bucket: Site) -> None:
         (refused(403, "AccessDenied"), "AWS_ACCESS_KEY_ID"),
         (refused(401, "InvalidAccessKeyId"), "401 Unauthorized (InvalidAccessKeyId)"),
         (refused(301, "PermanentRedirect"), "expected its region in AWS_REGION"),
-        (refused(400, "AuthorizationHeaderMalformed"), "400 Bad Request (AuthorizationHeader"),
+        (refused(400, "AuthorizationHeaderMalformed"), "expected its region in AWS_REGION"),
+        (refused(400, "ExpiredToken"), "found 400 Bad Request (ExpiredToken)"),
         (refused(412, "PreconditionFailed"), "has changed since its header was read"),
         (Answer(ranges=False), "expected 206 Partial Content, found 200, the whole file"),
         (Answer(piece=50), "found another range"),
@@ -292,6 +298,9 @@ def test_what_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, bucket: Site) -
     monkeypatch.delenv("AWS_ALLOW_HTTP")
     error = error_of(lambda: patiently(SOON, open_checkpoint, "s3://models/f.gguf"))
     assert "AWS_ALLOW_HTTP=true" in str(error)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"nonsense {SECRET}")
+    error = error_of(lambda: patiently(SOON, open_checkpoint, "s3://models/f.gguf"))
+    assert "settings in the environment that are not valid" in str(error)
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
     error = error_of(lambda: patiently(SOON, open_checkpoint, "az://models/f.gguf"))
     assert "expected AZURE_STORAGE_ACCOUNT_NAME" in str(error)
