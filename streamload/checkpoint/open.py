@@ -185,8 +185,9 @@ def open_checkpoint(
         path: a file; a folder; an index (``*.safetensors.index.json``); or, where
             nothing of that name exists, ``org/name`` or ``org/name@revision`` in the local Hugging
             Face cache (``HF_HUB_CACHE``, ``HF_HOME``, ``XDG_CACHE_HOME``). Or the URL
-            (``http://``, ``https://``) of a file, of an index (it ends with ``.json``) or of a
-            folder (it ends with ``/``); URLs need the extra ``remote``. ``~`` is the home folder.
+            (``http://``, ``https://``, ``s3://``, ``gs://``, ``az://``) of a file, of an index (it
+            ends with ``.json``) or of a folder (it ends with ``/``); URLs need the extra ``remote``
+            or ``stores``. ``~`` is the home folder.
         variant: of a folder, the files that have this in their names: "fp16" for
             ``model.fp16.safetensors``. None: the files without variant, if several files hold the
             same tensors.
@@ -201,8 +202,9 @@ def open_checkpoint(
     A folder's checkpoint consists of the files that ``model.safetensors.index.json`` names; or, if
     ``model.safetensors`` exists and no index names it, of that file alone; or else of all
     ``*.safetensors`` except hidden ones and, if there are others, ``consolidated*``. A server does
-    not list its folders: at a URL only the first two are found. A folder without safetensors files
-    may hold ``pytorch_model.bin``, its index and its files, or ``*.pth`` and the like.
+    not list its folders: at a URL only the first two are found; a bucket does. A folder without
+    safetensors files may hold ``pytorch_model.bin``, its index and its files, or ``*.pth`` and the
+    like.
 
     A ``.gguf`` file is a checkpoint, too, and any file of a set of them stands for all. Its tensors
     have the names of Hugging Face, and its metadata take the place of ``config.json``.

@@ -43,8 +43,8 @@ PathArgument = Annotated[
     typer.Argument(
         metavar="PATH",
         help="A file (.safetensors, .gguf, .pth, .bin, .pt, .irpa), a folder, an index.json, "
-        "the URL of one of these (of a folder: ending in /), or org/name in the local Hugging "
-        "Face cache.",
+        "the URL of one of these (http, https, s3, gs, az; of a folder: ending in /), or org/name "
+        "in the local Hugging Face cache.",
     ),
 ]
 VariantOption = Annotated[

@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import pickle
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -360,3 +361,22 @@ def test_a_forked_process_is_told(bucket: Site) -> None:
     child.start()
     assert "spawn" in answers.get(timeout=20)
     child.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", ["1", "8"])
+def test_memory_is_what_is_planned(
+    threads: str, bucket: Site, tmp_checkpoint: Callable[..., Path]
+) -> None:
+    """A fresh process grows by no more than the plan says."""
+    for path in tmp_checkpoint(200_000_000, shards=3).iterdir():
+        bucket.files[f"/models/large/{path.name}"] = path.read_bytes()
+    program = (
+        "import sys, streamload\n"
+        "report = streamload.load_state_dict(None, 's3://models/large/', device='host', "
+        "dtype='bfloat16', threads=int(sys.argv[1]), progress=False)\n"
+        "print(report.process_ratio)"
+    )
+    argv = [sys.executable, "-c", program, threads]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True)
+    assert 0.8 < float(done.stdout) <= 1
