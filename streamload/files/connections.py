@@ -285,15 +285,15 @@ class Pool:
             self._users -= 1
             if self._users:
                 return
-            self._kept = {}
-            if self._client is None:
-                return
+            kept, self._kept = [*self._kept.values()], {}
             client, self._client = self._client, None
-        if self._pid == os.getpid():
-            client.close()
+        if client is not None and self._pid == os.getpid():
+            kept.append(client)
+        for each in kept:
+            each.close()
 
     def kept(self, key: object, make: Callable[[], T]) -> T:
-        """Return ``make()``, called once for a key and kept until the last user leaves."""
+        """Return ``make()``, called once for a key and closed when the last user leaves."""
         with self._lock:
             if key not in self._kept:
                 self._kept[key] = make()

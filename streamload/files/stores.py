@@ -1,6 +1,6 @@
 """Requests to object stores (S3, Google Cloud Storage, Azure) through obstore, in terms of HTTP.
 
-Each request is a task of one event loop, where it can be cancelled: obstore's timeouts do not cover
+Each request is a task of an event loop, where it can be cancelled: obstore's timeouts do not cover
 its sources of credentials, and it cannot be stopped. Nothing is retried here; see `remote`.
 obstore's texts quote requests and responses, which may hold keys: none leave this file.
 
@@ -16,6 +16,7 @@ import os
 import re
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ from streamload.files.connections import Attempt, SettingsError, hush
 
 T = TypeVar("T")
 
-_PIECE_NBYTES = 2**18  # least bytes of a piece of a body
+_PIECE_NBYTES = 2**16  # least bytes of a piece of a body; 256 KiB are no faster
 _LISTED = 100  # objects that are waited for at once; a response lists up to 1000
 _ETAG = "ETag: "
 _KINDS = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
@@ -61,9 +62,7 @@ _LASTING = {
     "path segment": ("a part of the path that is no name", "names between single slashes"),
 }
 
-_lock = threading.Lock()
-_loop: asyncio.AbstractEventLoop | None = None
-_pid = 0  # of the process that has `_loop`
+_pid = 0  # of the process that has used obstore
 
 
 def library() -> Any:
@@ -91,10 +90,13 @@ class StoreResponse:
 
 
 class Bucket:
-    """A client of one bucket by the environment's settings. Thread-safe."""
+    """A client of one bucket by the environment's settings, with its event loop. Thread-safe."""
 
     def __init__(self, url: Url, connect_seconds: float) -> None:
         """Prepare requests; raise SettingsError for settings that obstore or boto3 rejects."""
+        global _pid
+        if _pid not in (0, os.getpid()):
+            raise _forked(url)
         # without a time it ends each request, with its body, after 30 s
         config = {"timeout": "7d", "connect_timeout": f"{connect_seconds * 1000:.0f}ms"}
         given: dict[str, Any] = {"retry_config": {"max_retries": 0}}
@@ -109,10 +111,27 @@ class Bucket:
             failed = False
         if failed:  # outside of the except clause, whose error may hold keys
             raise SettingsError
+        _pid = os.getpid()
+        began: Future[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = Future()
+        serve = partial(asyncio.run, _serve(began))
+        self._thread = threading.Thread(target=serve, name="streamload-store", daemon=True)
+        self._thread.start()
+        self._loop, self._ended = began.result()
+
+    def close(self) -> None:
+        """End the event loop and its requests."""
+        if _pid == os.getpid():
+            self._loop.call_soon_threadsafe(self._ended.set_result, None)
+            self._thread.join()
 
     def request(self, url: Url, wanted: range | None, attempt: Attempt) -> StoreResponse:
         """Request bytes of a file of the version of ``url``, or all; for a folder, its listing."""
-        wait = partial(_wait, attempt, url)
+        if _pid != os.getpid():
+            raise _forked(url)
+
+        def wait(call: Callable[[], Awaitable[Any]]) -> Any:
+            return attempt.wait(asyncio.run_coroutine_threadsafe(_awaited(call), self._loop))
+
         if not url.name:
             return self._listing(url, wait)
         options: dict[str, Any] = {}
@@ -208,30 +227,26 @@ def _pieces(wait: Callable[..., Any], stream: AsyncIterator[Any]) -> Iterator[An
         yield piece
 
 
-def _wait(attempt: Attempt, url: Url, call: Callable[[], Awaitable[T]]) -> T:
-    """Return what ``call()`` gives in the event loop; cancel it at the deadline or by a stop."""
+async def _serve(
+    began: Future[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]],
+) -> None:
+    """Run an event loop until its future is set; then cancel what it still runs."""
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+    began.set_result((loop, ended))
+    await ended
 
-    async def awaited() -> T:
-        return await call()
 
-    return attempt.wait(asyncio.run_coroutine_threadsafe(awaited(), _running(url)))
+async def _awaited(call: Callable[[], Awaitable[T]]) -> T:
+    return await call()
 
 
-def _running(url: Url) -> asyncio.AbstractEventLoop:
-    """Return the event loop of this process, whose thread is started on first use."""
-    global _loop, _pid
-    if _loop is not None and _pid != os.getpid():
-        raise CheckpointError(
-            url,
-            "cannot be read in a process that was forked after obstore was used",
-            'a process started by multiprocessing.get_context("spawn")',
-        )
-    with _lock:
-        if _loop is None:
-            loop = asyncio.new_event_loop()
-            threading.Thread(target=loop.run_forever, name="streamload-stores", daemon=True).start()
-            _loop, _pid = loop, os.getpid()
-        return _loop
+def _forked(url: Url) -> CheckpointError:
+    return CheckpointError(
+        url,
+        "cannot be read in a process that was forked after obstore was used",
+        'a process started by multiprocessing.get_context("spawn")',
+    )
 
 
 class _Profile:

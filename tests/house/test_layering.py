@@ -72,7 +72,7 @@ START_THREADS = (
     "offloading.completion",  # to wait for a device that computes
     "offloading.prefetch",  # to bring layers while the caller computes
     "files.connections",  # to connect, which nothing interrupts
-    "files.stores",  # for the event loop of obstore's requests
+    "files.stores",  # for the event loop of a bucket's requests
     "verification.verify",  # checksums of replicas, after the load
 )
 STARTERS = {
