@@ -17,6 +17,7 @@ import re
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -42,11 +43,13 @@ CREDENTIALS = {
     "AZURE_SKIP_SIGNATURE=true for a public container",
 }
 _STATUS = re.compile(r"status code: (\d{3})")
+_PASSING = re.compile(r"status code: (?:429|5\d\d)")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>", re.ASCII)
 _MESSAGE = re.compile(r'code: \d+,\s+kind: \w+,\s+message: "([^"]*)"')  # the operating system's
 # first lines of obstore's texts about requests for credentials
 _OF_CREDENTIALS = re.compile(
-    r"performing (?:token request|PUT|POST)|://(?:169\.254\.|\[?fd00:ec2)|credential provider"
+    r"performing (?:token request|PUT|POST)|://(?:169\.254\.|\[?fd00:ec2)|"
+    r"External \w+ credential provider"
 )
 _MALFORMED = "<Code>AuthorizationHeaderMalformed"
 _OTHER_REGION = ("another region than the bucket's", "its region in AWS_REGION")
@@ -100,16 +103,13 @@ class Bucket:
         # without a time it ends each request, with its body, after 30 s
         config = {"timeout": "7d", "connect_timeout": f"{connect_seconds * 1000:.0f}ms"}
         given: dict[str, Any] = {"retry_config": {"max_retries": 0}}
-        try:
+        self._store = None
+        with suppress(Exception):  # its text may hold keys
             if url.scheme == "s3" and (profile := _profile()) is not None:
                 given["credential_provider"] = profile
             make = getattr(library().store, _KINDS[url.scheme])
             self._store = make(url.bucket, config=config | {"user_agent": "streamload"}, **given)
-        except Exception:
-            failed = True
-        else:
-            failed = False
-        if failed:  # outside of the except clause, whose error may hold keys
+        if self._store is None:
             raise SettingsError
         _pid = os.getpid()
         began: Future[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = Future()
@@ -189,7 +189,8 @@ def problem(error: Exception, url: Url) -> tuple[str, str]:
         return "settings in the environment that are not valid", CREDENTIALS[url.scheme]
     text = str(error)
     if _lacks_credentials(text):
-        return "no credentials", CREDENTIALS[url.scheme]
+        passing = _PASSING.search(text) is not None
+        return "no credentials", "" if passing else CREDENTIALS[url.scheme]
     for part, (found, needed) in _LASTING.items():
         if part in text:
             return found, needed.format(_PREFIXES[url.scheme])
@@ -261,11 +262,11 @@ class _Profile:
 
     def __call__(self) -> Any:
         with Attempt(0, threading.Event()).under_way():  # log records are dropped
+            hush()
             if self._provider is None:
                 from obstore.auth.boto3 import Boto3CredentialProvider
 
                 self._provider = Boto3CredentialProvider(self._session)
-            hush()
             return self._provider()
 
 
@@ -277,5 +278,4 @@ def _profile() -> _Profile | None:
         import boto3
     except ImportError:
         return None
-    hush()
     return _Profile(boto3.Session())
