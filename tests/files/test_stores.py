@@ -308,7 +308,7 @@ def test_what_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, bucket: Site) -
 
 
 def test_credentials_are_asked_for_in_time(bucket: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A metadata address that is silent has the deadline of a try; one that refuses, none."""
+    """A metadata address that is silent has the deadline of a try; none there, and it ends."""
     monkeypatch.delenv("AWS_SKIP_SIGNATURE")
     monkeypatch.setitem(sys.modules, "boto3", None)
     with serve_raw(Drip()) as metadata:
@@ -318,6 +318,11 @@ def test_credentials_are_asked_for_in_time(bucket: Site, monkeypatch: pytest.Mon
         assert time.monotonic() - began < 5
         assert "in 2 tries, the last: no answer within 0.3 s" in str(error)
         assert len(metadata.requests) == 2
+    busy = b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    with serve_raw(Drip(busy)) as metadata:
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", metadata.url.rstrip("/"))
+        error = error_of(lambda: patiently(SOON, open_checkpoint, "s3://models/f.gguf"))
+        assert "in 2 tries, the last: no credentials" in str(error)
     error = error_of(lambda: patiently(SOON, open_checkpoint, "s3://models/f.gguf"))
     assert "found no credentials" in str(error) and "AWS_SKIP_SIGNATURE=true" in str(error)
 
