@@ -337,8 +337,9 @@ def devices(
             result = probe(owner.name, one, full=True)
             row: dict[str, Any] = {"framework": owner.name, **asdict(result)}
             if result.works:
-                info = asdict(owner.device(one).info)
-                if info["shared_memory"]:  # its memory and limit are the host's
+                found_info = owner.device(one).info
+                info = asdict(found_info)
+                if found_info.in_process:  # its memory and limit are the host's
                     free = (info["free_nbytes"], available_host_nbytes())
                     info["free_nbytes"] = min(n for n in free if n is not None)
                 info["unsupported"] = sorted(info["unsupported"])

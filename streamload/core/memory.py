@@ -1,8 +1,8 @@
 """Budgets (how many bytes streamload may hold), free host memory, and the ledger that counts.
 
-A device's budget covers the bytes resident after the load, scratch, and staging if the device
-shares its memory with the host. The staging of devices with memory of their own is counted
-separately, under the name `STAGING`.
+A device's budget covers the bytes resident after the load, scratch, and staging if the device's
+memory counts as the process's. The staging of other devices is counted separately, under the name
+`STAGING`.
 """
 
 from __future__ import annotations
@@ -308,6 +308,23 @@ def available_host_nbytes(root: Path = Path("/")) -> int:
     return HostMemory(root).available_nbytes()
 
 
+def available_system_nbytes(root: Path = Path("/")) -> int:
+    """Return MemAvailable: `available_host_nbytes` without cgroups.
+
+    Raises:
+        DeviceError: Linux without /proc/meminfo.
+    """
+    path = root / "proc/meminfo"
+    meminfo = proc_fields(path)
+    # kernels before 3.14 have no MemAvailable; MemFree understates it
+    kib = meminfo.get("MemAvailable", meminfo.get("MemFree"))
+    if kib is not None:
+        return kib * 1024
+    if sys.platform == "linux":
+        raise DeviceError("host", f"{path} does not say what is free: state the budget in bytes")
+    return system_free_nbytes()
+
+
 class HostMemory:
     """A faster `available_host_nbytes` for repeated calls, which finds the cgroups once.
 
@@ -316,19 +333,12 @@ class HostMemory:
 
     def __init__(self, root: Path = Path("/")) -> None:
         """Find the groups under ``root``, which has ``/proc`` and the mount points."""
-        self._meminfo = root / "proc/meminfo"
+        self._root = root
         self._groups = list(_cgroups(root, "memory"))
 
     def available_nbytes(self) -> int:
         """Return `available_host_nbytes` now; raises the same error."""
-        meminfo = proc_fields(self._meminfo)
-        # kernels before 3.14 have no MemAvailable; MemFree understates it
-        system_kib = meminfo.get("MemAvailable", meminfo.get("MemFree"))
-        if system_kib is None and sys.platform == "linux":
-            raise DeviceError(
-                "host", f"{self._meminfo} does not say what is free: state the budget in bytes"
-            )
-        system_nbytes = system_free_nbytes() if system_kib is None else system_kib * 1024
+        system_nbytes = available_system_nbytes(self._root)
         left = {group: _cgroup_available_nbytes(*group) for group in self._groups}
         known = {group: nbytes for group, nbytes in left.items() if nbytes is not None}
         self._groups = [group for group, nbytes in known.items() if nbytes < _NO_LIMIT_NBYTES]

@@ -41,6 +41,7 @@ class DeviceInfo:
         description: the driver's name for the device.
         host_visible: the CPU can write its memory in place.
         shared_memory: its memory is host memory.
+        charged: such memory counts in this process's RSS and memory cgroup; CUDA's does not.
         free_nbytes: free bytes by the driver; None if it does not report them.
         total_nbytes: bytes in all; None if the driver does not report them.
         largest_allocation_nbytes: the largest single allocation; None for no limit.
@@ -62,6 +63,7 @@ class DeviceInfo:
     description: str = ""
     host_visible: bool = True
     shared_memory: bool = True
+    charged: bool = True
     free_nbytes: int | None = None
     total_nbytes: int | None = None
     largest_allocation_nbytes: int | None = None
@@ -76,6 +78,11 @@ class DeviceInfo:
     maps: bool = False
     unsupported: frozenset[str] = frozenset()
     caveat: str = ""
+
+    @property
+    def in_process(self) -> bool:
+        """Whether its memory is host memory that counts as this process's."""
+        return self.shared_memory and self.charged
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +22,10 @@ import numpy as np
 from streamload.codecs.cast_cuda import SYMBOL, cast_ptx
 from streamload.codecs.ptx import BLOCK_THREADS
 from streamload.core.dtypes import DType
-from streamload.core.memory import available_cpus
+from streamload.core.interrupt import nothing
+from streamload.core.memory import available_cpus, available_system_nbytes, overhead_nbytes
 from streamload.core.system import address_of, direct_memory, populate
+from streamload.core.units import format_bytes
 from streamload.devices.base import BulkFailure, Read, Staging, Ticket
 from streamload.devices.bulk import Loop, addresses_of, libc_calls
 from streamload.errors import AllocationError, DeviceError
@@ -39,14 +41,17 @@ _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _LOG_BUFFER, _LOG_BUFFER_NBYTES = 5, 6  # CU_JIT_ERROR_LOG_BUFFER, ..._SIZE_BYTES
 _LOG_NBYTES = 4096
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: page-locked for all contexts
+_INTEGRATED = 18  # CU_DEVICE_ATTRIBUTE_INTEGRATED
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 _int, _uint, _size, _u64 = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t, ctypes.c_uint64
 _pointer, _out = ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
 _PROTOTYPES: dict[str, tuple[Any, ...]] = {
+    "cuCtxGetDevice": (ctypes.POINTER(_int),),
     "cuCtxPushCurrent_v2": (_pointer,),
     "cuCtxPopCurrent_v2": (_out,),
     "cuDeviceGet": (ctypes.POINTER(_int), _int),
+    "cuDeviceGetAttribute": (ctypes.POINTER(_int), _int, _int),
     "cuDeviceGetName": (ctypes.c_char_p, _int, _int),
     "cuDevicePrimaryCtxRetain": (_out, _int),
     "cuEventCreate": (_out, _uint),
@@ -167,6 +172,48 @@ class Context:
             yield
         finally:
             self._pop(self._popped)
+
+    @cached_property
+    def integrated(self) -> bool:
+        """Whether the device has no memory of its own, but the host's, as on Jetson boards."""
+        device, value = ctypes.c_int(), ctypes.c_int()
+        with self.current():
+            self.call("cuCtxGetDevice", ctypes.byref(device))
+            self.call("cuDeviceGetAttribute", ctypes.byref(value), _INTEGRATED, device)
+        return bool(value)
+
+    def memory_nbytes(self) -> tuple[int, int]:
+        """Return (free, total) bytes.
+
+        The driver's free bytes are MemFree on an integrated device: the page cache counts as used.
+        MemAvailable is returned in their place. No cgroup limits it, since none is charged.
+        """
+        free, total = ctypes.c_uint64(), ctypes.c_uint64()
+        with self.current():
+            self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        if not self.integrated:
+            return free.value, total.value
+        return min(total.value, available_system_nbytes()), total.value
+
+    def check_room(self, nbytes: int, trim: Callable[[], None] = nothing) -> None:
+        """Raise AllocationError if an integrated device would take memory that the host lacks.
+
+        The host's memory is measured for each allocation: other programs take it meanwhile, and the
+        driver takes the last of it. ``trim`` frees what an allocator caches.
+        """
+        if not self.integrated:
+            return
+        available = available_system_nbytes()
+        if nbytes > available - overhead_nbytes(available) // 2:
+            trim()
+            available = available_system_nbytes()
+        # half of it is for memory that the process takes meanwhile, as in `Headroom`
+        if nbytes > available - overhead_nbytes(available) // 2:
+            problem = (
+                f"it shares the host's memory, and {format_bytes(available)} of that are available "
+                "now; stop other programs, or state a smaller budget="
+            )
+            raise AllocationError(self.name, problem, nbytes=nbytes)
 
     def launch(self, kernel: int, blocks: int, stream: int, arguments: Sequence[int]) -> None:
         """Queue a kernel with 64-bit arguments on a stream."""
@@ -356,6 +403,7 @@ class DeviceMemory(_Stream):
         allocated = ctypes.c_uint64()
         self.address = 0
         with self._allocating(context.name, nbytes), context.current():
+            context.check_room(nbytes)
             self._create()
             context.call("cuMemAlloc_v2", ctypes.byref(allocated), nbytes)
             self.address = allocated.value

@@ -203,7 +203,8 @@ class PageCache:
       which both count file pages as free, since they can be reclaimed. Too many pages therefore
       kill no process, but each new page evicts another, first those of other processes, then this
       load's own, and the reading threads wait for that while the load allocates. With enough
-      memory the whole file stays, for the next load.
+      memory the whole file stays, for the next load. If a driver takes host memory that this
+      process is not charged, pages are dropped in any case.
 
     Pages that were resident before are never dropped; that is measured when a shard is opened,
     before anything of it is read. Pages that other processes read meanwhile may be dropped.
@@ -215,22 +216,27 @@ class PageCache:
         *,
         to_read_nbytes: int,
         to_allocate_nbytes: int = 0,
+        driver: str = "",
         available: Callable[[], int | None] = free_host_nbytes,
     ) -> None:
         """Prepare for a load; raise ValueError for an unknown kind.
 
         ``to_read_nbytes`` are all file bytes that the load will read, ``to_allocate_nbytes`` all
-        host bytes that it will allocate. ``available`` returns the host memory that is still free
+        host bytes that it will allocate. ``driver`` names a device whose driver takes host memory;
+        "" for none. ``available`` returns the host memory that is still free
         in bytes, None if unknown; `open` calls it.
         """
         if kind not in get_args(PageCacheKind):
             raise ValueError(
                 f"unknown page_cache {kind!r}; known: {', '.join(get_args(PageCacheKind))}"
             )
-        self.dropping = kind == "drop"  # the decision so far
+        taken = kind == "auto" and driver != ""
+        self.dropping = kind == "drop" or taken  # the decision so far
         # of the decision, for a report; "" before the first shard
         self.reason = "" if kind == "auto" else f'page_cache="{kind}" was asked for'
-        self._decided = kind != "auto"
+        if taken:  # the driver may fail to take memory of the page cache
+            self.reason = f"dropped: {driver} shares the host's memory"
+        self._decided = kind != "auto" or taken
         self._to_read_nbytes = to_read_nbytes
         self._to_allocate_nbytes = to_allocate_nbytes
         self._read_nbytes = 0

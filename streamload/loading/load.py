@@ -359,7 +359,7 @@ def run(
         | {STAGING: made.host_budget_nbytes}
     )
     meter = Meter(devices, decided.process_nbytes)
-    shared = {name for name, device in devices.items() if device.info.shared_memory}
+    shared = {name for name, device in devices.items() if device.info.in_process}
     headroom = Headroom(made, shared)
     decided, undo = decided.swapped()
     parameters = decided.match.parameters if decided.match else None

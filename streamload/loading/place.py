@@ -8,7 +8,7 @@ import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from streamload.codecs.cast_table import cast_engine, supported
 from streamload.codecs.decode import TARGETS, there_nbytes, values_of
@@ -16,7 +16,13 @@ from streamload.codecs.decode_cuda import SYMBOL, dequant_ptx
 from streamload.codecs.permute import compile_transpose
 from streamload.codecs.weights import Packed
 from streamload.core.dtypes import BF16, F16, DType
-from streamload.core.memory import OVERHEAD_NBYTES, Budget, available_host_nbytes, overhead_nbytes
+from streamload.core.memory import (
+    OVERHEAD_NBYTES,
+    Budget,
+    available_host_nbytes,
+    available_system_nbytes,
+    overhead_nbytes,
+)
 from streamload.core.memory import reserve_nbytes as guessed_reserve_nbytes
 from streamload.core.units import format_bytes
 from streamload.devices.allocators import AllocatorKind
@@ -112,19 +118,13 @@ class Devices:
         self.notes += [
             info.caveat for info in infos.values() if info.caveat and info.caveat not in self.notes
         ]
-        # devices that share the host's memory draw on one pool: what others were promised is gone,
-        # and those without a stated budget get equal parts
-        sharing = [name for name, info in infos.items() if info.shared_memory]
-        promised = {name: budget.resolve(name, None) for name in sharing if budget.is_stated(name)}
-        host = _host_free_nbytes(needed=len(promised) < len(sharing)) if sharing else None
-        rest = max((host or 0) - sum(promised.values()), 0)
-        rest //= max(len(sharing) - len(promised), 1)
+        pools = _pools(infos, budget)
         out = []
         for name, info in infos.items():
             free = info.free_nbytes
-            if info.shared_memory:
-                pool = host if name in promised else rest
-                free = min((n for n in (pool, free) if n is not None), default=None)
+            if name in pools:
+                given = (pools[name].given_nbytes, free)
+                free = min((n for n in given if n is not None), default=None)
             casts: frozenset[tuple[str, str]] = frozenset()
             if "device" in (cast, policy.fp16_cast) and not info.casts:
                 casts = frozenset(probe(self.framework.name, name, full=True).device_casts)
@@ -138,7 +138,7 @@ class Devices:
                     budget.resolve(name, free, held.get(name, 0)),
                     limit,
                     free_nbytes=free,
-                    host_free_nbytes=host if info.shared_memory else None,
+                    host_free_nbytes=pools[name].free_nbytes if name in pools else None,
                     native_bf16=bf16_undecided and self._native_bf16(name),
                     device_casts=casts,
                     casts=info.casts,
@@ -201,6 +201,39 @@ class Devices:
                 )
 
 
+class _Pool(NamedTuple):
+    """Free host memory: all of it that a device can draw on, and the device's part of it."""
+
+    free_nbytes: int | None
+    given_nbytes: int | None
+
+
+def _pools(infos: Mapping[str, DeviceInfo], budget: Budget) -> dict[str, _Pool]:
+    """Return the pool of each device that shares the host's memory, by name.
+
+    Bytes promised to others are gone, and devices without a stated budget get equal parts. A cgroup
+    limits only memory that it is charged.
+    """
+    sharing = [name for name, info in infos.items() if info.shared_memory]
+    charged = [name for name in sharing if infos[name].charged]
+    promised = {name: budget.resolve(name, None) for name in sharing if budget.is_stated(name)}
+    needed = len(promised) < len(sharing)
+    host = _host_free_nbytes(needed=needed) if charged else None
+    system = host if charged == sharing else _system_free_nbytes(needed=needed)
+    out = {}
+    for name in sharing:
+        own = [(host, charged), (system, sharing)] if infos[name].charged else [(system, sharing)]
+        free = own[0][0]
+        rest = [
+            max(pool - sum(promised.get(other, 0) for other in some), 0)
+            // max(len(some) - len(promised.keys() & set(some)), 1)
+            for pool, some in own
+            if pool is not None
+        ]
+        out[name] = _Pool(free, free if name in promised else min(rest, default=0))
+    return out
+
+
 def _load_kernels(
     bulk: BulkCopier, spec: DeviceSpec, wants: TensorRequests, policy: DTypePolicy, clamp: bool
 ) -> None:
@@ -259,6 +292,17 @@ def _host_free_nbytes(*, needed: bool) -> int | None:
     """Return the free host bytes for a load; if unknown, None, or DeviceError if `needed`."""
     free = available_host_nbytes() if needed else free_host_nbytes()
     return None if free is None else free - overhead_nbytes(free)
+
+
+def _system_free_nbytes(*, needed: bool) -> int | None:
+    """Return `_host_free_nbytes` without cgroups."""
+    try:
+        free = available_system_nbytes()
+    except DeviceError:
+        if needed:
+            raise
+        return None
+    return free - overhead_nbytes(free)
 
 
 def open_devices(

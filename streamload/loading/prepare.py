@@ -322,7 +322,7 @@ class Place(ModelParameters):
         where = {p.device for p in parameters if p.device is not None}
         devices = open_devices(device, owner, where)
         options.check_names(devices.opened, device)
-        shared = {name for name, d in devices.opened.items() if d.info.shared_memory}
+        shared = {name for name, d in devices.opened.items() if d.info.in_process}
         reusable = _reusable(parameters, shared)
         known = reusable if reusable is not None else {}
         held = dict.fromkeys(where, 0)

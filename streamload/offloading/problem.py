@@ -10,7 +10,7 @@ from functools import cached_property
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.core.dtypes import DType
-from streamload.core.memory import overhead_nbytes
+from streamload.core.memory import available_system_nbytes, overhead_nbytes
 from streamload.core.units import format_bytes, round_up
 from streamload.errors import CheckpointError, Fit, PlanInfeasibleError, StreamloadError
 from streamload.files.page_cache import MARGIN_NBYTES, free_host_nbytes
@@ -302,10 +302,12 @@ class Problem:
         free = self.spec.free_nbytes
         taken = made.needed_nbytes - made.reserve_nbytes + made.host_nbytes
         taken += self._load_nbytes - self.held_nbytes
-        if not self.spec.info.shared_memory:
+        pools = [(free, taken)] if self.spec.info.shared_memory else []
+        if not self.spec.info.in_process:
             free, taken = free_host_nbytes(), made.stream.process_nbytes + made.host_nbytes
-            free = None if free is None else free - overhead_nbytes(free)
-        return free is None or free - taken >= ahead_nbytes(made.stream)
+            pools.append((None if free is None else free - overhead_nbytes(free), taken))
+        ahead = ahead_nbytes(made.stream)
+        return all(free is None or free - taken >= ahead for free, taken in pools)
 
     def _rounded(self, found: Residency) -> Residency:
         """Return the residency with slots rounded up to segments of the device's allocator."""
@@ -441,6 +443,8 @@ def _check_host(made: OffloadPlan, spec: DeviceSpec) -> None:
     if not made.host or free is None:
         return
     others = made.needed_nbytes if spec.info.shared_memory else 0
+    if not spec.info.charged:  # a cgroup's rest is for the layers alone
+        others = max(others - (available_system_nbytes() - free), 0)
     needed = made.host_nbytes + others + overhead_nbytes(free)
     if needed > free:
         largest = [("layers in host memory (host=)", made.host_nbytes), (spec.name, others)]

@@ -29,13 +29,18 @@ def check(
     for mine, share in zip(plan.devices, shares, strict=True):
         _check_device(plan, mine, share, specs, cache)
     sharing = [d for d in plan.devices if d.shared_memory and d.host_needed_nbytes]
-    known = [specs[d.device].host_free_nbytes for d in sharing]
-    free = min((nbytes for nbytes in known if nbytes is not None), default=None)
-    needed = sum(d.host_needed_nbytes for d in sharing)
-    if free is not None and needed > free:
-        largest = [(d.device, d.host_needed_nbytes) for d in sharing]
+    # memory that no cgroup is charged leaves the cgroup's rest to the others
+    for some in ([d for d in sharing if d.charged], sharing):
+        known = [specs[d.device].host_free_nbytes for d in some]
+        free = max((nbytes for nbytes in known if nbytes is not None), default=None)
+        largest = [(d.device, d.host_needed_nbytes) for d in some]
+        if not all(d.charged for d in some):
+            largest.append((STAGING, plan.host_nbytes))
+        needed = sum(nbytes for _, nbytes in largest)
+        if free is None or needed <= free:
+            continue
         raise PlanInfeasibleError(
-            ", ".join(d.device for d in sharing),
+            ", ".join(d.device for d in some),
             needed,
             free,
             limit="free memory that they share",
@@ -100,7 +105,7 @@ def _suggestions(
     sizes = (kind.nbytes // _shrunk(kind) for kind in placements.kinds)
     small = sum(spec.taken(sizes))
     small += needed - mine.resident_nbytes
-    if spec.info.shared_memory and not mine.scratch_nbytes:
+    if spec.info.in_process and not mine.scratch_nbytes:
         small += least_read_nbytes(placements)
     if cache is not None and cache.cache.request.dtype is None:  # it would shrink as well
         shrunk = mine.cache_nbytes - mine.cache_nbytes // _shrink(cache.dtype)

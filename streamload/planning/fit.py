@@ -111,7 +111,7 @@ class DeviceShare:
     def fresh_nbytes(self) -> int:
         """Bytes that parameters newly take at their peak, besides memory that the model holds."""
         spec, placements, parameters = self.spec, self.placements, self.timeline
-        if not spec.info.shared_memory:
+        if not spec.info.in_process:
             shares = spec.info.allocator == "cuda_driver" and _in_shared_blocks(placements)[1]
             # released blocks may stay taken, if the process has other tensors in them: on an H200,
             # of 515 blocks that a model's weights take if they come first, 514 came back
@@ -266,7 +266,7 @@ class DeviceShare:
         """Return the device's part of a plan; ``part``: its layers under a split, else None."""
         spec, placements = self.spec, self.placements
         reusable = self.timeline.held_nbytes
-        if spec.info.shared_memory and not placements.all_new:
+        if spec.info.in_process and not placements.all_new:
             reusable = sum(placements.reusable_nbytes)
         return DevicePlan(
             device=spec.name,
@@ -286,6 +286,7 @@ class DeviceShare:
             object_nbytes=self.object_nbytes,
             kernel_nbytes=self.kernel_nbytes,
             shared_memory=spec.info.shared_memory,
+            charged=spec.info.charged,
             mapped_nbytes=sum(p.nbytes * n for p, n in placements.counted if p.cast == "mapped"),
         )
 
@@ -382,8 +383,8 @@ def _staging(plan: Plan, shares: Sequence[DeviceShare]) -> tuple[list[int], int]
             scratch[at] += 2 * nbytes
         if "device" in share.casts or (share.casts and not spec.info.host_visible):
             staged = slots * plan.staging_nbytes
-            scratch[at] += staged if spec.info.shared_memory else 0
-            host += 0 if spec.info.shared_memory else staged
+            scratch[at] += staged if spec.info.in_process else 0
+            host += 0 if spec.info.in_process else staged
     # each worker's memory: a source buffer, temporaries of a numpy cast, two blocks to transpose
     host_moves = any(share.host_moves for share in shares)
     if host_moves and any(kind != "mmap" for kind in plan.readers):
@@ -394,7 +395,7 @@ def _staging(plan: Plan, shares: Sequence[DeviceShare]) -> tuple[list[int], int]
         own += workers * NUMPY_SCRATCH_NBYTES
     order = {share.spec.name: at for at, share in enumerate(shares)}
     used = [order[name] for name in dict.fromkeys(p.device for p, _ in plan.placements.counted)]
-    on_host = [at for at in used if shares[at].spec.info.shared_memory]
+    on_host = [at for at in used if shares[at].spec.info.in_process]
     if on_host and host_moves and not own and not any(scratch[at] for at in on_host):
         own = least_read_nbytes(plan.placements)
     if any(p.turned for p, _ in plan.placements.counted):

@@ -100,6 +100,7 @@ class DevicePlan:
         object_nbytes: process memory of tensor objects, besides the tensors' bytes.
         kernel_nbytes: memory of the operating system's kernel for the tensors.
         shared_memory: whether the device's memory is host memory.
+        charged: whether such memory counts as this process's.
         mapped_nbytes: bytes that stay in mapped files: the kernel can take their pages back.
         token_nbytes: bytes of weights that a forward pass of one token reads; see `tokens`.
     """
@@ -121,6 +122,7 @@ class DevicePlan:
     object_nbytes: int = 0
     kernel_nbytes: int = 0
     shared_memory: bool = True
+    charged: bool = True
     mapped_nbytes: int = 0
     token_nbytes: int = 0
 
@@ -230,8 +232,8 @@ class Plan:
     @property
     def process_nbytes(self) -> int:
         """Most bytes by which the process will grow: RssAnon + RssShmem."""
-        fresh = sum(d.fresh_nbytes for d in self.devices if d.shared_memory)
-        shared = all(d.shared_memory for d in self.devices)
+        fresh = sum(d.fresh_nbytes for d in self.devices if d.shared_memory and d.charged)
+        shared = all(d.shared_memory and d.charged for d in self.devices)
         load = LOAD_NBYTES if shared else _STAGED_LOAD_NBYTES
         for kind in _CLIENT_NBYTES.keys() & set(self.readers):
             load += _CLIENT_NBYTES[kind] + self.threads * _CONNECTION_NBYTES[kind]

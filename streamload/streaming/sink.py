@@ -52,7 +52,7 @@ class ModelTarget(Sink):
         self._buffers: dict[int, Buffer] = {}  # begun and not finished, by index
         self._released: set[int] = set()  # parameters whose old memory was freed
         # freed heap bytes since the last trim, by device; other devices trim as they release
-        self._freed = {name: 0 for name, device in devices.items() if device.info.shared_memory}
+        self._freed = {name: 0 for name, device in devices.items() if device.info.in_process}
         self._loaded: set[int] = set()
         self._revoked: set[int] = set()  # finished with bytes that may be wrong
 

@@ -191,6 +191,7 @@ class Job:
             to_allocate_nbytes=sum(
                 d.fresh_nbytes for d in plan.devices if infos[d.device].shared_memory
             ),
+            driver=", ".join(d.device for d in plan.devices if d.shared_memory and not d.charged),
         )
         self._paths = [header.path for header in checkpoint.shards]
         kind_of = dict(zip(self._paths, plan.readers, strict=True)).__getitem__

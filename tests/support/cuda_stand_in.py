@@ -58,6 +58,10 @@ int copies_left = -1;       /* copies on streams that succeed; -1 for all */
 int locks_left = -1;        /* page locks that succeed; -1 for all */
 size_t memory_nbytes = (size_t)1 << 30, used_nbytes[2];
 size_t lost_nbytes;         /* said to be free, and not to be had */
+int integrated;             /* the devices have no memory of their own */
+size_t memfree_nbytes;      /* free, as said where integrated */
+char *pool;                 /* the devices' memory, if another process pays for it; never freed */
+size_t pool_used;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t idle = PTHREAD_COND_INITIALIZER;
@@ -149,6 +153,11 @@ int cuDeviceGetName(char *name, int n, int device) {
 int cuDeviceComputeCapability(int *major, int *minor, int device) {
     *major = 9; *minor = 0; return 0;
 }
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    if (attribute != 18) return wrong(INVALID, "an attribute that is not known");
+    *value = integrated;
+    return 0;
+}
 int cuDeviceCanAccessPeer(int *can, int device, int other) { *can = 0; return 0; }
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &primary[device]; return 0; }
 
@@ -165,6 +174,11 @@ int cuCtxSetCurrent(Context *context) {
     return 0;
 }
 int cuCtxGetCurrent(void **context) { *context = current(); return 0; }
+int cuCtxGetDevice(int *device) {
+    if (!current()) return wrong(NO_CONTEXT, "cuCtxGetDevice without a context");
+    *device = current()->device;
+    return 0;
+}
 int cuCtxPushCurrent_v2(Context *context) { stack[depth++] = context; return 0; }
 int cuCtxPopCurrent_v2(void **context) {
     if (!depth) return wrong(NO_CONTEXT, "no context to pop");
@@ -184,7 +198,7 @@ int cuCtxSynchronize(void) {
 int cuMemGetInfo_v2(size_t *free_nbytes, size_t *total) {
     if (!current()) return wrong(NO_CONTEXT, "cuMemGetInfo without a context");
     *total = memory_nbytes;
-    *free_nbytes = memory_nbytes - used_nbytes[current()->device];
+    *free_nbytes = integrated ? memfree_nbytes : memory_nbytes - used_nbytes[current()->device];
     return 0;
 }
 int cuMemAlloc_v2(uint64_t *address, size_t n) {
@@ -193,7 +207,9 @@ int cuMemAlloc_v2(uint64_t *address, size_t n) {
     pthread_mutex_lock(&mutex);
     int status = NO_MEMORY;
     if (used_nbytes[context->device] + n <= memory_nbytes - lost_nbytes) {
-        void *made = aligned_alloc(256, (n + 255) / 256 * 256);
+        size_t whole = (n + 255) / 256 * 256;
+        void *made = pool ? pool + pool_used : aligned_alloc(256, whole);
+        pool_used += whole;
         memset(made, 0xA5, n);
         add_memory(made, n, DEVICE);
         used_nbytes[context->device] += n;
@@ -208,7 +224,7 @@ int cuMemFree_v2(uint64_t address) {
     pthread_mutex_lock(&mutex);
     size_t n = 0;
     int status = remove_memory((void *)address, DEVICE, &n);
-    if (!status) { used_nbytes[current()->device] -= n; free((void *)address); }
+    if (!status) { used_nbytes[current()->device] -= n; if (!pool) free((void *)address); }
     pthread_mutex_unlock(&mutex);
     return status;
 }

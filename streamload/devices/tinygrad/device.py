@@ -314,16 +314,17 @@ class _CUDADevice(cuda.Copies, TinygradDevice):
 
     @property
     def info(self) -> DeviceInfo:
-        free, total = ctypes.c_uint64(), ctypes.c_uint64()
+        free, total = self.context.memory_nbytes()
         text = ctypes.create_string_buffer(256)
         with self.context.current():
-            self.context.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
             self.context.call("cuDeviceGetName", text, len(text), self._device.cu_device)
         return replace(
             super().info,
             description=text.value.decode(errors="replace"),
-            free_nbytes=free.value,
-            total_nbytes=total.value,
+            shared_memory=self.context.integrated,
+            charged=False,
+            free_nbytes=free,
+            total_nbytes=total,
             casts=self.bulk is not None,
         )
 
@@ -333,6 +334,7 @@ class _CUDADevice(cuda.Copies, TinygradDevice):
         tinygrad's cache may have memory that queued kernels still use.
         """
         with self.context.current():
+            self.context.check_room(dtype.nbytes(math.prod(shape)), self.trim)
             buffer = super().allocate(dtype, shape)
         self.context.finish(0)  # the null stream, where tinygrad's kernels run
         return buffer

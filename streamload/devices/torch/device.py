@@ -327,10 +327,15 @@ class ROCmDevice(TorchDevice):
 
     def _memory(self) -> tuple[int | None, int | None]:
         with self._translated("asking for its memory"), torch.cuda.device(self.torch_device):
-            free, total = torch.cuda.mem_get_info(self.torch_device)
+            free, total = self._unused()
             # memory in the allocator's cache is free for a load
             free += torch.cuda.memory_reserved(self.torch_device)
             free -= torch.cuda.memory_allocated(self.torch_device)
+        return free, total
+
+    def _unused(self) -> tuple[int, int]:
+        """Return (free, total) bytes, without what the allocator caches."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
         return free, total
 
     def synchronize(self) -> None:
@@ -363,18 +368,29 @@ class CUDADevice(cuda.Copies, ROCmDevice):
 
     @property
     def info(self) -> DeviceInfo:
-        return replace(super().info, casts=self.bulk is not None)
+        return replace(
+            super().info,
+            shared_memory=self.context.integrated,
+            charged=False,
+            casts=self.bulk is not None,
+        )
+
+    def _unused(self) -> tuple[int, int]:
+        return self.context.memory_nbytes()
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
         """Return an uninitialized tensor whose memory no queued work uses any more.
 
         torch reuses memory that kernels on its stream may still use; copies run on other streams.
         """
+        self.context.check_room(dtype.nbytes(math.prod(shape)), self.trim)
         tensor = super().allocate(dtype, shape)
         self.context.finish(_raw_stream(self._index))
         return tensor
 
     def allocate_all(self, kinds: Sequence[tuple[DType, tuple[int, ...]]]) -> list[torch.Tensor]:
+        nbytes = sum(dtype.nbytes(math.prod(shape)) for dtype, shape in kinds)
+        self.context.check_room(nbytes, self.trim)
         tensors = super().allocate_all(kinds)
         self.context.finish(_raw_stream(self._index))
         return tensors
