@@ -23,7 +23,7 @@ from streamload.core.location import Url
 from streamload.core.memory import available_host_nbytes
 from streamload.core.memory_rate import kept_rate
 from streamload.core.units import format_bytes, format_table, parse_bytes
-from streamload.devices.names import framework, installed, spelled_as, split_name
+from streamload.devices.names import INSTALLS, framework, installed, spelled_as, split_name
 from streamload.devices.probing import probe
 from streamload.distributed.launch import find_launch
 from streamload.errors import DeviceNotFoundError, PlanInfeasibleError, printable
@@ -328,14 +328,17 @@ def devices(
     """Compute on every device and show what works. Takes seconds for each."""
     found = []
     for owner_name, name in _wanted(names):
+        lacks = [package for package in ("llvmlite", owner_name) if not installed(package)]
+        missing = {"missing": {package: INSTALLS[package] for package in lacks}}
         try:
             owner = framework(owner_name)
         except DeviceNotFoundError as error:
-            found.append({"device": owner_name, "works": False, "problem": str(error)})
+            row = {"framework": owner_name, "device": owner_name, "works": False}
+            found.append(row | {"problem": error.problem} | missing)
             continue
         for one in owner.candidates() if name is None else [owner.canonical(name)]:
             result = probe(owner.name, one, full=True)
-            row: dict[str, Any] = {"framework": owner.name, **asdict(result)}
+            row = {"framework": owner.name, **asdict(result)} | missing
             if result.works:
                 found_info = owner.device(one).info
                 info = asdict(found_info)
@@ -356,7 +359,7 @@ def devices(
 def _wanted(names: Sequence[str] | None) -> list[tuple[str, str | None]]:
     """Return pairs of a framework and its device; None in place of a device for all."""
     if not names:
-        return [(name, None) for name in ("tinygrad", "torch", "host") if installed(name)]
+        return [(name, None) for name in ("tinygrad", "torch", "host")]
     split = [split_name(name) for name in names]
     return [(owner or spelled_as(name), name or None) for owner, name in split]
 
@@ -384,3 +387,5 @@ def _listed(found: Sequence[dict[str, Any]]) -> Iterable[str]:
             listed = [name for name, s in row["dtypes"].items() if s == status]
             if listed:
                 yield f"  {status}: {', '.join(listed)}"
+    for package, command in {k: v for row in found for k, v in row["missing"].items()}.items():
+        yield f"{package} is not installed: {command}"

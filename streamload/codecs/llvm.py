@@ -5,9 +5,12 @@ Sources: llvmlite's documentation; System V Application Binary Interface, "Objec
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import sys
 import threading
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from ctypes import CFUNCTYPE
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -65,6 +68,37 @@ class Target:
         return next(known, 0) if self.architecture == "x86_64" else 0
 
 
+#: The command that installs llvmlite.
+INSTALL = "pip install 'streamload[fast]'"
+# docs/measurements.md, "Without llvmlite"; empty once it was logged
+_UNTOLD = [
+    "llvmlite is not installed: casts run in numpy, 13 times as slowly; a product of a quantized "
+    f"weight with one token takes 15 to 130 times as long, quantizing 10 to 20 times: {INSTALL}"
+]
+_log = logging.getLogger("streamload")
+
+
+def binding() -> Any:
+    """Import llvmlite's binding; the first time in a process that it is missing, log the cost.
+
+    Raises:
+        ImportError: llvmlite is not installed.
+        OSError: its library does not load.
+    """
+    try:
+        return importlib.import_module("llvmlite.binding")
+    except ModuleNotFoundError as error:
+        with suppress(IndexError):  # another thread has told it
+            _log.warning("%s", _UNTOLD.pop())
+        raise ImportError(lack() or str(error)) from error
+
+
+def lack() -> str:
+    """Return that llvmlite is not installed, or "" if it is; imports nothing."""
+    found = importlib.util.find_spec("llvmlite")
+    return "" if found else f"llvmlite is not installed ({INSTALL})"
+
+
 def host_target() -> Target:
     """Return this CPU, with the features that the operating system enables.
 
@@ -72,7 +106,7 @@ def host_target() -> Target:
         ImportError: llvmlite is not installed.
         OSError: its library does not load.
     """
-    import llvmlite.binding as llvm
+    llvm = binding()
 
     triple = llvm.get_process_triple()
     try:
@@ -88,7 +122,7 @@ def compile_object(ir: str, target: Target) -> bytes:
         RuntimeError: LLVM rejects the IR, or does not know the target (other architectures have to
             be initialised in llvmlite first).
     """
-    import llvmlite.binding as llvm
+    llvm = binding()
 
     module = llvm.parse_assembly(ir)
     module.verify()
@@ -97,7 +131,7 @@ def compile_object(ir: str, target: Target) -> bytes:
 
 
 def _machine(target: Target) -> Any:
-    import llvmlite.binding as llvm
+    llvm = binding()
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
@@ -125,7 +159,7 @@ def _sections(image: bytes) -> dict[bytes, bytes]:
     """
     if image[:6] != ELF + b"\x02\x01":
         raise ValueError("not a 64-bit little-endian ELF object")
-    import llvmlite.binding as llvm
+    llvm = binding()
 
     sections = llvm.ObjectFileRef.from_data(image).sections()
     filled = ((section.name(), section) for section in sections if section.size())
@@ -178,7 +212,7 @@ def link_object(image: bytes, target: Target, symbol: str, prototype: Any) -> An
         OSError: the system refuses executable memory.
         RuntimeError: the object does not hold the function.
     """
-    import llvmlite.binding as llvm
+    llvm = binding()
 
     if sys.platform == "linux":  # LLVM does not check for it, and the first call would die
         libc().munmap(place_code(bytes(1)), 1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from streamload.codecs.ir import Vector
+from streamload.codecs.llvm import binding
 from streamload.core.disk_cache import kept
 from streamload.errors import UnsupportedCastError
 
@@ -201,7 +202,7 @@ def compile_ptx(ir: str, *, triple: str = TRIPLE, cpu: str = _CPU) -> str:
         OSError: its library does not load.
         RuntimeError: LLVM rejects the IR, or was built without the target.
     """
-    import llvmlite.binding as llvm
+    llvm = binding()
 
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from streamload.codecs.llvm import INSTALL
 from streamload.core.disk_cache import lend_caches
 from streamload.devices.base import Framework
 from streamload.errors import DeviceNotFoundError
@@ -86,6 +87,14 @@ def split_name(device: str) -> tuple[str | None, str]:
 def spelled_as(device: str) -> str:
     """Return the framework by a device's spelling: torch for "cuda:0", tinygrad for "CUDA"."""
     return "torch" if _TORCH_NAME.fullmatch(device) else "tinygrad"
+
+
+#: The command that installs each package that streamload works without, by its module.
+INSTALLS = {
+    "llvmlite": INSTALL,
+    "torch": "pip install 'streamload[torch]'",
+    "tinygrad": "pip install tinygrad",
+}
 
 
 def installed(framework_name: str) -> bool:

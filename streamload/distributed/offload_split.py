@@ -12,11 +12,12 @@ from streamload.core.patterns import Patterns, check_patterns
 from streamload.core.units import format_bytes, format_table
 from streamload.loading.load import check_nodes, node_specs, read_call, uncollected
 from streamload.loading.options import DEFAULTS, SplitOptions, takes
+from streamload.loading.place import engine_of
 from streamload.loading.prepare import Options
 from streamload.offloading.groups import LayerGroup, groups_of_checkpoint
 from streamload.offloading.offload import OffloadAsked
 from streamload.offloading.plan import OffloadPlan
-from streamload.offloading.problem import ENDLESS_NBYTES, LEAST_CHUNK_NBYTES, Problem, engine_of
+from streamload.offloading.problem import ENDLESS_NBYTES, LEAST_CHUNK_NBYTES, Problem
 from streamload.offloading.residency import LayerSize
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.cuts import Need
@@ -234,7 +235,7 @@ def _whole(
         for spec in specs
     ]
     free = replace(read, cache=None, reserve_nbytes=0)
-    made = free.plan(free.request(checkpoint, here, endless, engine_of(read)))
+    made = free.plan(free.request(checkpoint, here, endless, engine_of(read.cast)))
 
     def with_part(mine: DevicePlan) -> DevicePlan:
         if (part := parts.get(mine.device)) is None:

@@ -33,7 +33,12 @@ from streamload.loading.options import (
     SplitOptions,
     takes,
 )
-from streamload.loading.place import UNSEEN_GRANULARITY_NBYTES, open_devices, unseen_spec
+from streamload.loading.place import (
+    UNSEEN_GRANULARITY_NBYTES,
+    engine_of,
+    open_devices,
+    unseen_spec,
+)
 from streamload.loading.prepare import Call, Decision, Options, Place, has_room_to_try
 from streamload.loading.report import Clock, LoadReport, Meter, device_map, warn_of_overflow
 from streamload.planning.dequantize import (
@@ -47,7 +52,6 @@ from streamload.planning.dequantize import (
 from streamload.planning.match import Match, wants_of
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
-from streamload.planning.planner import CastChoice
 from streamload.planning.quant_policy import QuantPolicy
 from streamload.planning.requests import DeviceSpec
 from streamload.planning.sources import parameters_of, sources
@@ -290,7 +294,7 @@ def _planned(call: Call, specs: Callable[[bool], Sequence[DeviceSpec]], *, store
     `stored`: whether weights may stay in their file's blocks.
     """
     read, changed = call.options, call.options.changes.by_tensor
-    engine: CastChoice = "llvm" if read.cast == "auto" else read.cast
+    engine = engine_of(read.cast)
 
     def planned(quant: QuantPolicy) -> Plan:
         kept = Kept(call.checkpoint, call.found)

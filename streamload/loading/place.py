@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from streamload.codecs.cast_table import cast_engine, supported
 from streamload.codecs.decode import TARGETS, there_nbytes, values_of
 from streamload.codecs.decode_cuda import SYMBOL, dequant_ptx
+from streamload.codecs.llvm import lack
 from streamload.codecs.permute import compile_transpose
 from streamload.codecs.weights import Packed
 from streamload.core.dtypes import BF16, F16, DType
@@ -28,6 +29,7 @@ from streamload.core.units import format_bytes
 from streamload.devices.allocators import AllocatorKind
 from streamload.devices.base import Device, DeviceInfo, Framework
 from streamload.devices.names import (
+    INSTALLS,
     default_framework,
     environment_device,
     framework,
@@ -70,9 +72,9 @@ PLANNING_NBYTES = 1100
 
 #: The problem with a device of a framework that is not installed, by framework.
 _LACKING = {
-    "torch": "the name is torch's, which is not installed (pip install streamload[torch]); "
+    "torch": f"the name is torch's, which is not installed ({INSTALLS['torch']}); "
     "tinygrad's devices are in upper case",
-    "tinygrad": "the name is tinygrad's, which is not installed (pip install tinygrad); torch's "
+    "tinygrad": f"the name is tinygrad's, which is not installed ({INSTALLS['tinygrad']}); torch's "
     "devices are in lower case",
 }
 
@@ -378,6 +380,13 @@ def _first_that_works(owner: Framework | None) -> Devices:
     raise DeviceNotFoundError("auto", "none works: " + "; ".join(notes))
 
 
+def engine_of(asked: CastArgument) -> CastChoice:
+    """Return the host's engine for a plan that compiles no kernel; ``asked``: ``cast=``."""
+    if asked != "auto":
+        return asked
+    return "numpy" if lack() else "llvm"
+
+
 def host_engine(
     wants: TensorRequests,
     policy: DTypePolicy,
@@ -428,5 +437,13 @@ def _engine(
             if not supported(src, dst):
                 continue  # the planner names the tensor
             if cast_engine(src, dst, "llvm" if asked == "llvm" else "auto") == "numpy":
-                return "numpy", ["LLVM kernels do not work here: casts run in numpy"]
+                why = lack() or "LLVM kernels do not work here"
+                return "numpy", [f"{why}: casts run in numpy"]
+    if wants.any_packed and (why := lack()):
+        if asked == "llvm":
+            at = next(info for info in wants.infos if isinstance(info, Packed))
+            raise UnsupportedCastError(
+                at.dtype.name, "floats", reason=why, tensor=at.name, path=at.shard
+            )
+        return "numpy", [f"{why}: weights are dequantized in numpy"]
     return "llvm", []

@@ -14,6 +14,7 @@ from streamload.core.memory import available_system_nbytes, overhead_nbytes
 from streamload.core.units import format_bytes, round_up
 from streamload.errors import CheckpointError, Fit, PlanInfeasibleError, StreamloadError
 from streamload.files.page_cache import MARGIN_NBYTES, free_host_nbytes
+from streamload.loading.place import engine_of
 from streamload.loading.prepare import Options
 from streamload.loading.read_choice import Reading, ahead_nbytes, reading_of
 from streamload.offloading.groups import LayerGroup, finer_layers, rows_of_experts
@@ -30,7 +31,6 @@ from streamload.offloading.views import Viewable, can_be_views
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.kv_cache import CacheRequest, KvCache
 from streamload.planning.plan import LOAD_NBYTES, SEGMENTS, DevicePlan, Plan
-from streamload.planning.planner import CastChoice
 from streamload.planning.requests import DeviceSpec, TensorRequest, TensorRequests
 from streamload.planning.room import CUDA_WORKSPACE_NBYTES, HOST_WORKSPACE_NBYTES, activation_nbytes
 
@@ -364,7 +364,8 @@ class Problem:
         free = replace(spec, free_nbytes=None, reserve_nbytes=0)
         mine = TensorRequests.of(self.checkpoint, wants)
         return alone.plan(
-            alone.request(self.checkpoint, mine, [free], engine_of(self.options)), reading=reading
+            alone.request(self.checkpoint, mine, [free], engine_of(self.options.cast)),
+            reading=reading,
         )
 
     def _requests(self, numbers: Sequence[int]) -> list[TensorRequest]:
@@ -409,11 +410,6 @@ class Problem:
             return Viewable()
         mapped = replace(self, options=replace(self.options, residence="auto"))
         return can_be_views(mapped._streamed(found, None), self.checkpoint)
-
-
-def engine_of(options: Options) -> CastChoice:
-    """Return the option ``cast`` for weights that stream: "llvm" in place of "auto"."""
-    return "llvm" if options.cast == "auto" else options.cast
 
 
 def decide_by_layers(

@@ -13,8 +13,9 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from streamload.checkpoint.open import Checkpoint
-from streamload.codecs.cast_table import supported
+from streamload.codecs.cast_table import cast_engine, supported
 from streamload.codecs.decode import MOST_NUMEL, check_target, scales_nbytes, there_nbytes
+from streamload.codecs.llvm import lack
 from streamload.codecs.stored import check_cast, together
 from streamload.codecs.weights import Packed
 from streamload.core.dtypes import BF16, F16, DType
@@ -437,7 +438,7 @@ def _engine(
     if src is dst:
         return "copy"
     if src.is_packed:
-        return "numpy" if cast == "numpy" else "llvm"
+        return "numpy" if cast == "numpy" or lack() else "llvm"
     if spec.casts and not (fp16_cast == "llvm" and (src, dst) == (BF16, F16)):
         return "device"
     wanted = fp16_cast if fp16_cast is not None and (src, dst) == (BF16, F16) else cast
@@ -445,7 +446,7 @@ def _engine(
         wanted = cast  # asked for, or all there is: no kernel can be compiled here
     if wanted != "device":
         return wanted
-    fallback = "llvm" if cast == "device" else cast
+    fallback = cast_engine(src, dst) if cast == "device" else cast
     if (src.name, dst.name) not in spec.device_casts:
         why = f"{spec.name} does not cast {src} to {dst} exactly"
     elif (out_of_range := request.draft.out_of_range) != "inf":
