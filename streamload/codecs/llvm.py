@@ -72,8 +72,9 @@ class Target:
 INSTALL = "pip install 'streamload[fast]'"
 # docs/measurements.md, "Without llvmlite"; empty once it was logged
 _UNTOLD = [
-    "llvmlite is not installed: casts run in numpy, 13 times as slowly; a product of a quantized "
-    f"weight with one token takes 15 to 130 times as long, quantizing 10 to 20 times: {INSTALL}"
+    "llvmlite is not installed: casts, decoding and quantizing run in numpy, up to 20 times as "
+    "slowly; a loop in Python copies to CUDA; a product of a quantized weight with one token takes "
+    f"15 to 130 times as long. Install it: {INSTALL}"
 ]
 _log = logging.getLogger("streamload")
 
