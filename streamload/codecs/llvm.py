@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from ctypes import CFUNCTYPE
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -94,6 +95,7 @@ def binding() -> Any:
         raise ImportError(lack() or str(error)) from error
 
 
+@cache
 def lack() -> str:
     """Return that llvmlite is not installed, or "" if it is; imports nothing."""
     found = importlib.util.find_spec("llvmlite")

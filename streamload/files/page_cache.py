@@ -235,7 +235,7 @@ class PageCache:
         # of the decision, for a report; "" before the first shard
         self.reason = "" if kind == "auto" else f'page_cache="{kind}" was asked for'
         if taken:  # the driver may fail to take memory of the page cache
-            self.reason = f"dropped: {driver} shares the host's memory"
+            self.reason = f"dropped: the memory of {driver} is the host's"
         self._decided = kind != "auto" or taken
         self._to_read_nbytes = to_read_nbytes
         self._to_allocate_nbytes = to_allocate_nbytes

@@ -108,7 +108,7 @@ fd = os.open(path, os.O_RDONLY)
 os.fsync(fd)  # dirty pages cannot be dropped
 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 report = load(reader="pread")
-assert report.page_cache == "dropped: CUDA shares the host's memory", report.page_cache
+assert report.page_cache == "dropped: the memory of CUDA is the host's", report.page_cache
 assert report.dropped_nbytes > 60 * MIB, report.dropped_nbytes
 plan = report.plan.device("CUDA")
 assert plan.shared_memory and not plan.charged and report.plan.host_nbytes <= 8 * MIB
