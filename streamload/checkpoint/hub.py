@@ -1,45 +1,230 @@
-"""Finds snapshots of repositories in the local Hugging Face cache. Nothing is downloaded."""
+"""Repositories of the Hugging Face Hub: their names, commits and files. Nothing is downloaded.
+
+A name becomes the `Url` of a folder or file at a commit, or a path in the local cache if the hub
+cannot be asked. Source: the documentation of huggingface_hub.
+"""
 
 from __future__ import annotations
 
-import os
 import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote
 
-from streamload.errors import ShardNotFoundError
+from streamload.core.location import Location, Url, is_url
+from streamload.core.units import format_bytes
+from streamload.errors import CheckpointError, ShardNotFoundError
+from streamload.files import hub
+from streamload.files.header import some
+from streamload.files.hub import HubFile
 
-_REPO = re.compile(r"(?P<repo>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w.-]+(/[\w.-]+)*))?", re.ASCII)
+#: Begins the name of a repository, or of one of its files, where a path could be meant as well.
+SCHEME = "hf://"
+
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w.-]+(/[\w.-]+)*)?", re.ASCII)
+_CONFIG = "config.json"
+_A_FILE = re.compile(r".*\.(safetensors|gguf|bin|pth?|irpa|npz|json)", re.IGNORECASE)
+_RESOLVED = re.compile(r"(?P<name>[^/]+(?:/[^/]+)?)/resolve/(?P<revision>[^/]+)/(?P<path>.*)")
+_FORM = f"{SCHEME}org/name[@revision][/file]"
 
 
-def cached_snapshot(name: str) -> Path:
-    """Return the cached snapshot of ``org/name[@revision]``; raise ShardNotFoundError for none."""
-    # source: "Understand caching" in the documentation of huggingface_hub
-    match = _REPO.fullmatch(name)
-    if match is None or {".", ".."} & set(re.split("[/@]", name)):
-        raise ShardNotFoundError(name, "no such file or folder")
-    revision = match["revision"] or "main"
-    root = _hub_cache() / f"models--{match['repo'].replace('/', '--')}"
+class Repository(NamedTuple):
+    """A repository of a model, the revision asked for (None: the default), and a path in it."""
+
+    name: str
+    revision: str | None
+    path: str = ""
+
+    def __str__(self) -> str:
+        revision = f"@{self.revision.replace('/', '%2F')}" if self.revision else ""
+        return f"{SCHEME}{self.name}{revision}" + f"/{self.path}" * bool(self.path)
+
+    @classmethod
+    def parse(cls, text: str) -> Repository:
+        """Parse ``org/name[@revision]``, ``hf://org/name[@revision][/path]`` or a URL of the hub.
+
+        Raises:
+            ShardNotFoundError: it is none of these, or huggingface_hub is not installed.
+        """
+        if is_url(text):
+            root = hub.settings().ENDPOINT + "/"
+            match = _RESOLVED.fullmatch(text.removeprefix(root))
+            assert match is not None, "is_named"
+            found = cls(match["name"], unquote(match["revision"]), unquote(match["path"]))
+        elif text.startswith(SCHEME):
+            found = cls._of_uri(text)
+        else:
+            name, _, revision = text.partition("@")
+            found = cls(name, revision or None)
+            if not _NAME.fullmatch(text) or _A_FILE.fullmatch(name):
+                raise ShardNotFoundError(text, "no such file or folder")
+        library = hub.library(text)
+        inside = (*(found.revision or "").split("/"), *found.path.rstrip("/").split("/"))
+        try:
+            library.utils.validate_repo_id(found.name)
+        except ValueError:
+            inside = ("..",)
+        if {".", ".."}.intersection(inside):
+            raise ShardNotFoundError(text, "no such file or folder", f"a path, or {_FORM}")
+        return found
+
+    @classmethod
+    def _of_uri(cls, text: str) -> Repository:
+        body = text.removeprefix(SCHEME).strip("/")
+        # the library parses no names without an owner
+        owner = "" if "/" in body.partition("@")[0] else "x/"
+        library = hub.library(text)
+        try:
+            uri = library.utils.parse_hf_uri(f"{SCHEME}{owner}{body}")
+        except ValueError as error:
+            raise ShardNotFoundError(text, "is no repository of the hub", _FORM) from error
+        if uri.type != "model":
+            raise ShardNotFoundError(text, "is no repository of a model", _FORM, f"a {uri.type}")
+        return cls(uri.id.removeprefix(owner), uri.revision, uri.path_in_repo)
+
+
+class _Listing(NamedTuple):
+    files: Mapping[str, int]  # lengths in bytes, by path
+    revision: str | None  # that was asked for
+
+
+_listings: dict[tuple[str, str, str], _Listing] = {}  # by server, repository and commit
+
+
+def is_named(text: str) -> bool:
+    """Return whether text names a repository: by ``hf://``, or as a URL of the hub's server."""
+    if not is_url(text):
+        return text.startswith(SCHEME)
+    known = hub.settings()
+    root = known.ENDPOINT + "/" if known is not None else ""
+    return bool(root) and text.startswith(root) and _is_resolved(text.removeprefix(root))
+
+
+def _is_resolved(path: str) -> bool:
+    return "?" not in path and "#" not in path and _RESOLVED.fullmatch(path) is not None
+
+
+def locate(text: str) -> Location:
+    """Return the folder or file that a repository's name means, pinned to a commit.
+
+    If the hub gives no answer, it is a path in the local cache.
+
+    Raises:
+        ShardNotFoundError: there is no such repository, revision or file; or it is gated.
+        CheckpointError: the hub cannot be asked, and the cache lacks the repository.
+    """
+    asked = Repository.parse(text)
     try:
-        commit = (root / "refs" / revision).read_text().strip()
-    except (OSError, ValueError):
-        commit = revision  # the hash of a commit
-    snapshot = root / "snapshots" / commit
-    if re.fullmatch(r"\w+", commit, re.ASCII) and snapshot.is_dir():
+        return _located(text, asked)
+    except CheckpointError as error:
+        if is_named(text):
+            raise
+        problem = f"no such file or folder; as a repository: {error.problem}"
+        raise replace(error, problem=problem) from error.__cause__
+
+
+def _located(text: str, asked: Repository) -> Location:
+    if hub.settings().is_offline_mode():
+        if (snapshot := _snapshot(asked)) is None:
+            raise hub.offline(text)
         return snapshot
-    raise ShardNotFoundError(
-        name,
-        "no such file or folder, and not in the Hugging Face cache",
-        f"{revision} of {root}",
-        "other revisions only" if root.is_dir() else "nothing",
-    )
+    found = _listed(text, asked, partial(_snapshot, asked))
+    return found if isinstance(found, Path) else hub.url_of(found)
 
 
-def _hub_cache() -> Path:
-    """Return the Hugging Face cache's folder, by environment variables; empty ones are ignored."""
-    variable = os.environ.get
-    folder = variable("HF_HUB_CACHE") or variable("HUGGINGFACE_HUB_CACHE")
-    if not folder:
-        caches = variable("XDG_CACHE_HOME") or "~/.cache"
-        home = variable("HF_HOME") or os.path.join(caches, "huggingface")
-        folder = os.path.join(home, "hub")
-    return Path(os.path.expandvars(os.path.expanduser(folder)))
+def _listed(
+    text: str, asked: Repository, instead: Callable[[], Path | None] = lambda: None
+) -> HubFile | Path:
+    """Ask the hub for a repository's commit and files; return the file or folder, or `instead`."""
+    api = hub.library(text).HfApi(endpoint=hub.settings().ENDPOINT, library_name="streamload")
+    call = partial(api.model_info, asked.name, revision=asked.revision, files_metadata=True)
+    found = hub.ask(text, call, instead=instead)
+    if isinstance(found, Path):
+        return found
+    files = {each.rfilename: each.size or 0 for each in found.siblings or ()}
+    _listings[hub.settings().ENDPOINT, asked.name, found.sha] = _Listing(files, asked.revision)
+    path = asked.path.rstrip("/")
+    if path and path not in files:
+        path += "/"
+        if not any(each.startswith(path) for each in files):
+            problem = "no such file in the repository"
+            raise ShardNotFoundError(text, problem, found=some(sorted(files)))
+    return HubFile(asked.name, found.sha, path)
+
+
+def _snapshot(asked: Repository) -> Path | None:
+    """Return the path of a repository, or of its file, in the local cache; None if it is absent."""
+    library, known = hub.library(asked.name), hub.settings()
+    try:
+        found = library.HfApi().resolve_revision(
+            asked.name, revision=asked.revision, local_files_only=True
+        )
+    except (library.errors.RevisionResolutionError, OSError, ValueError):
+        return None
+    if not re.fullmatch(r"\w+", found.resolved, re.ASCII):
+        return None
+    folder = library.file_download.repo_folder_name(repo_id=asked.name, repo_type="model")
+    path = Path(known.HF_HUB_CACHE) / folder / "snapshots" / found.resolved / asked.path
+    return path if path.exists() else None
+
+
+def listing(folder: Location) -> Mapping[str, int] | None:
+    """Return lengths in bytes of a repository's files in a folder, by path; None if it is none.
+
+    Raises:
+        CheckpointError: the hub cannot be asked.
+    """
+    file = hub.file_of(folder)
+    if file is None:
+        return None
+    key = (hub.settings().ENDPOINT, file.repo, file.commit)
+    if key not in _listings:  # another process has found the commit
+        _listed(str(folder), Repository(file.repo, file.commit))
+    found = _listings[key].files
+    inside = file.path.rpartition("/")[0] + "/" * ("/" in file.path)
+    return {path[len(inside) :]: n for path, n in found.items() if path.startswith(inside)}
+
+
+def written(folder: Location) -> str:
+    """Return how a user writes a folder of the hub, with a slash at its end."""
+    file = hub.file_of(folder)
+    assert file is not None, folder
+    known = _listings.get((hub.settings().ENDPOINT, file.repo, file.commit))
+    revision = known.revision if known else file.commit
+    return f"{Repository(file.repo, revision, file.path)}".rstrip("/") + "/"
+
+
+def check_single(folder: Location, shards: Sequence[str]) -> None:
+    """Raise ShardNotFoundError, with what to write, if a repository holds several GGUF files."""
+    listed = listing(folder) or {}
+    found = [name for name in shards or listed if name.lower().endswith(".gguf")]
+    models = {re.sub(r"-\d+-of-\d+", "", name) for name in found}
+    if listed and len(models) > bool(shards):
+        lines = [f"{written(folder)}{name} ({format_bytes(listed[name])})" for name in found]
+        problem = "holds several GGUF files, or has them in folders"
+        raise ShardNotFoundError(folder, problem, "the path of one", ", ".join(lines))
+
+
+def path_of(found: Location, folder: Location, shards: Sequence[Location]) -> Location:
+    """Return the path of a checkpoint: one in the local cache if all of its files are there."""
+    listed = listing(folder) if isinstance(folder, Url) else None
+    needed = [*shards, *(hub.cached(folder / name) for name in listed or () if name == _CONFIG)]
+    if listed is None or not shards or any(isinstance(path, Url) for path in needed):
+        return found
+    parent = shards[0].parent
+    return parent / found.name if found.name else parent
+
+
+def keep_ref(url: Location) -> None:
+    """Note in the local cache the commit of the revision asked for, for loads without the hub."""
+    file = hub.file_of(url)
+    known = _listings.get((hub.settings().ENDPOINT, file.repo, file.commit)) if file else None
+    if file is None or known is None:
+        return
+    api = hub.library(url).HfApi(endpoint=hub.settings().ENDPOINT, library_name="streamload")
+    with suppress(CheckpointError):  # this load does not need it
+        hub.ask(url, partial(api.resolve_revision, file.repo, revision=known.revision))

@@ -1,4 +1,4 @@
-"""Opens a `Checkpoint` from a file, a folder, an index, a URL or the Hugging Face cache."""
+"""Opens a `Checkpoint` from a file, a folder, an index, a URL or the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -16,10 +16,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from streamload.checkpoint import variants
-from streamload.checkpoint.hub import cached_snapshot
+from streamload.checkpoint import hub, variants
 from streamload.checkpoint.likeness import shaped_like
-from streamload.checkpoint.listing import list_folder
+from streamload.checkpoint.listing import folders_in, names_in
 from streamload.codecs import stored
 from streamload.codecs.weights import Layouts, QuantizedWeight
 from streamload.core.bounded_json import parse_json
@@ -40,6 +39,7 @@ from streamload.files.header import (
     some,
     unreadable,
 )
+from streamload.files.hub import HubFile, cached, file_of, url_of
 from streamload.files.limits import Limits, check_nbytes, limited, most_nbytes
 from streamload.formats.reader import (
     UNREAD_SUFFIXES,
@@ -68,8 +68,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
     it raises CheckpointError if there were any.
 
     Attributes:
-        path: the file, folder or index that was opened; for a name in the Hugging Face cache, the
-            folder of the snapshot; a `Url` if it is read over HTTP.
+        path: the file, folder or index that was opened; of a repository that the Hugging Face cache
+            has, the folder of the snapshot; a `Url` if it is read over HTTP.
         shards: the headers of its files, in order of name.
         tensors: all tensors by name, in order of shard and place in the file.
         metadata: the shards' ``__metadata__`` together, without keys whose values differ.
@@ -183,8 +183,8 @@ def open_checkpoint(
 
     Args:
         path: a file; a folder; an index (``*.safetensors.index.json``); or, where
-            nothing of that name exists, ``org/name`` or ``org/name@revision`` in the local Hugging
-            Face cache (``HF_HUB_CACHE``, ``HF_HOME``, ``XDG_CACHE_HOME``). Or the URL
+            nothing of that name exists, ``org/name`` or ``org/name@revision`` on the Hugging Face
+            Hub; or ``hf://org/name[@revision][/file]``. These need the extra ``hub``. Or the URL
             (``http://``, ``https://``, ``s3://``, ``gs://``, ``az://``) of a file, of an index (it
             ends with ``.json``) or of a folder (it ends with ``/``); URLs need the extra ``remote``
             or ``stores``. ``~`` is the home folder.
@@ -210,8 +210,9 @@ def open_checkpoint(
     have the names of Hugging Face, and its metadata take the place of ``config.json``.
 
     A query of the URL, and user and password in it, are sent with each request, and shown nowhere.
-    huggingface.co is sent ``HF_TOKEN``. Each request waits for ``STREAMLOAD_HTTP_TIMEOUT`` seconds
-    (30) and is tried ``STREAMLOAD_HTTP_TRIES`` times (6).
+    A repository is read at the commit that its revision has now. Its token goes to the host of
+    ``HF_ENDPOINT`` alone. What the local cache has is read there. Each request waits for
+    ``STREAMLOAD_HTTP_TIMEOUT`` seconds (30) and is tried ``STREAMLOAD_HTTP_TRIES`` times (6).
 
     Raises:
         ShardNotFoundError: nothing is there, or a shard is missing.
@@ -233,38 +234,57 @@ def _open(path: str | os.PathLike[str], variant: str | None, key: str | None) ->
     """Open a checkpoint as `open_checkpoint` does, without ``like`` and ``limits``."""
     found, folder = locate(path)
     with remote.connections():
-        if found == folder:
-            if (names := _names(found)) is not None:
-                return _open_folder(found, names, variant, key)
-            assert isinstance(found, Url), "local folders are listed"
-            return _open_remote_folder(found, variant, key)
-        if variant is not None and not variants.is_of(found.name, variant):
-            raise ShardNotFoundError(
-                found, f"is not of variant {variant!r}", "a folder, or a file of that", found.name
-            )
-        if found.name.endswith(".json"):
+        checkpoint = _opened(found, folder, variant, key)
+    path = hub.path_of(found, folder, [header.path for header in checkpoint.shards])
+    return replace(checkpoint, path=path) if path != found else checkpoint
+
+
+def _opened(found: Location, folder: Location, variant: str | None, key: str | None) -> Checkpoint:
+    """Open the checkpoint that `locate` has found."""
+    if found == folder:
+        if (names := names_in(found)) is not None:
+            return _open_folder(found, names, variant, key)
+        assert isinstance(found, Url), "local folders are listed"
+        return _open_remote_folder(found, variant, key)
+    if variant is not None and not variants.is_of(found.name, variant):
+        raise ShardNotFoundError(
+            found, f"is not of variant {variant!r}", "a folder, or a file of that", found.name
+        )
+    if found.name.endswith(".json"):
+        config = _read_config(folder)
+        reader = _reader_of_index(found.name).keyed(key)
+        weight_map = _read_weight_map(found, reader)
+        return from_headers(found, _indexed(found, weight_map, reader), config)
+    headers = _with_siblings(read_header(cached(found), key=key), folder)
+    if not (config := dict(_own_config(headers))):
+        # config.json may belong to another file of the folder
+        with suppress(CheckpointError):
             config = _read_config(folder)
-            reader = _reader_of_index(found.name).keyed(key)
-            weight_map = _read_weight_map(found, reader)
-            return from_headers(found, _indexed(found, weight_map, reader), config)
-        headers = _with_siblings(read_header(found, key=key), folder)
-        if not (config := dict(_own_config(headers))):
-            # config.json may belong to another file of the folder
-            with suppress(CheckpointError):
-                config = _read_config(folder)
-        return from_headers(found, headers, config)
+    return from_headers(found, headers, config)
 
 
-def locate(path: str | os.PathLike[str]) -> tuple[Location, Location]:
-    """Return a checkpoint's path and the folder of its files; raise ShardNotFoundError for none."""
+def locate(
+    path: str | os.PathLike[str], pinned: HubFile | None = None
+) -> tuple[Location, Location]:
+    """Return a checkpoint's path and the folder of its files; raise ShardNotFoundError for none.
+
+    ``pinned``: what another rank has found for a repository.
+    """
     name = os.fsdecode(path.href if isinstance(path, Url) else path)
+    if hub.is_named(name) and not (isinstance(path, Url) and file_of(path)):
+        return _with_folder(url_of(pinned) if pinned else hub.locate(name))
     if is_url(name):
         url = path if isinstance(path, Url) and path.is_shown else Url.parse(name)
         return url, url.parent if url.name else url
     found = expanded(local(name))
     if not name or not _exists(found):  # `local` makes the current folder of ""
-        found = cached_snapshot(name)
-    return found, found if found.is_dir() else found.parent
+        return _with_folder(url_of(pinned) if pinned else hub.locate(name))
+    return _with_folder(found)
+
+
+def _with_folder(found: Location) -> tuple[Location, Location]:
+    is_folder = not found.name if isinstance(found, Url) else found.is_dir()
+    return found, found if is_folder else found.parent
 
 
 def expanded(path: Path) -> Path:
@@ -366,20 +386,6 @@ def _exists(path: Path) -> bool:
         raise unreadable(path, error) from error
 
 
-def _names(folder: Location) -> list[str] | None:
-    """Return the names in a folder; those of a bucket's folders end with a slash.
-
-    None for a server that does not list it.
-    """
-    if isinstance(folder, Url):
-        paths = list_folder(folder) if folder.is_store else None
-        return None if paths is None else sorted({"".join(p.partition("/")[:2]) for p in paths})
-    try:
-        return sorted(entry.name for entry in os.scandir(folder))
-    except OSError as error:
-        raise unreadable(folder, error) from error
-
-
 def _open_folder(
     folder: Location, names: Sequence[str], variant: str | None, key: str | None
 ) -> Checkpoint:
@@ -395,7 +401,7 @@ def _open_folder(
             headers = _indexed(folder / index, weight_map, reader)
             return from_headers(folder, headers, config or _own_config(headers))
     shards = [single] if single in names else _unindexed(folder, names, variant, reader)
-    headers = [read_header(folder / name, reader=reader) for name in shards]
+    headers = [read_header(cached(folder / name), reader=reader) for name in shards]
     found = _plain(folder, headers, variant)
     return from_headers(folder, found, config or _own_config(found))
 
@@ -449,16 +455,13 @@ def _plain(folder: Location, headers: Sequence[Header], variant: str | None) -> 
     return [header for header in headers if header.path.name in kept]
 
 
-def _is_folder(folder: Location, name: str) -> bool:
-    return name.endswith("/") if isinstance(folder, Url) else (folder / name).is_dir()
-
-
 def _unindexed(
     folder: Location, names: Sequence[str], variant: str | None, reader: FormatReader
 ) -> list[str]:
     """Return a folder's weight files without an index; raise ShardNotFoundError if incomplete."""
     shards = list(reader.weights([name for name in names if _is_weights(name, reader)]))
     shards = [name for name in shards if not _ORIGINAL.fullmatch(name)] or shards
+    hub.check_single(folder, shards)
     if variant is not None:
         known = shards
         shards = [name for name in shards if variants.is_of(name, variant)]
@@ -468,12 +471,11 @@ def _unindexed(
                 folder, f"holds no file of variant {variant!r}", expected, some(known)
             )
     if not shards and _PIPELINE in names:
-        inner = [name.rstrip("/") for name in names if _is_folder(folder, name)]
         raise ShardNotFoundError(
             folder,
             "is a pipeline of diffusers, with a folder for each of its models",
             "one of these, or streamload.diffusers.from_pretrained for all of them",
-            some([f"{folder / name}" for name in inner]),
+            some(folders_in(folder, names)),
         )
     if not shards:
         others = sorted(names, key=lambda name: not name.endswith(UNREAD_SUFFIXES))
@@ -508,6 +510,7 @@ def _missing(path: Location, names: Sequence[str], count: int, total: int) -> Sh
 
 def read_json_file(path: Location) -> bytes:
     """Return the bytes of a JSON file; raise HeaderError if it is longer than a header may be."""
+    path = cached(path)
     if isinstance(path, Url):
         raw = remote.read_file(path, most_nbytes(path))
         check_nbytes(path, "the file is too long", len(raw))
@@ -585,7 +588,7 @@ def _headers(
         missing = [name for name in names if not _exists(folder / name)]
     for name in () if missing else names:  # on a server, requesting a header shows if it exists
         try:
-            headers.append(read_header(folder / name, reader=reader))
+            headers.append(read_header(cached(folder / name), reader=reader))
         except ShardNotFoundError:
             missing.append(name)
     if missing:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from streamload.checkpoint.fetch import on_disk
 from streamload.cli import flags
 from streamload.cli.output import complain, print_lines
 from streamload.devices.names import environment_device
@@ -19,6 +21,7 @@ if TYPE_CHECKING:  # other commands do not import the bench
 
 def bench(
     path: flags.PathArgument,
+    revision: flags.RevisionOption = None,
     device: Annotated[
         str | None,
         flags.option(
@@ -87,6 +90,9 @@ def bench(
     say = (lambda text: None) if no_progress or quiet else complain
     named = None if peers is None else _names(peers, ";" if offload else ",")
     found: Comparison | OffloadBench
+    path = flags.read_revision(path, revision)
+    if not os.path.exists(path):  # other loaders read files on this machine
+        path = str(on_disk(path, "cache", False if no_progress or quiet else "auto").path)
     if offload:
         from streamload.bench.offloading import PEERS, PassOptions, measure
 

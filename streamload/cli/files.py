@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Annotated
 
 import typer
@@ -61,6 +62,7 @@ def verify(
             show_default=False,
         ),
     ] = None,
+    revision: flags.RevisionOption = None,
     variant: flags.VariantOption = None,
     key: flags.KeyOption = None,
     like: flags.LikeOption = None,
@@ -78,7 +80,7 @@ def verify(
 
     Reads every byte. CONVERTED is compared with the conversion of PATH by numpy.
     """
-    checkpoint = flags.read_path(path, variant, key, like)
+    checkpoint = flags.read_path(flags.read_revision(path, revision), variant, key, like)
     progress: Progress = False if no_progress or quiet else "auto"
     found: compare.Comparison | Verification
     if converted is not None:
@@ -112,6 +114,10 @@ def verify(
 def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, as PATH of inspect.")],
     second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    revision: Annotated[
+        list[str] | None,
+        flags.option("NAME", "A revision of A, a repository; given twice, of A and of B."),
+    ] = None,
     dtype: BecameOption = None,
     quant: QuantizedOption = None,
     out_of_range: flags.OutOfRangeOption = "inf",
@@ -127,9 +133,11 @@ def diff(
     Names, dtypes, shapes and values are compared, in any files. The exit code is 0 if nothing
     differs, else 1.
     """
+    if len(revisions := revision or ()) > 2:
+        raise typer.BadParameter("--revision: one for A and one for B at most")
+    paths = zip_longest((first, second), revisions)
     found = compare.diff(
-        first,
-        second,
+        *(flags.read_revision(path or "", name) for path, name in paths),
         dtype=flags.read_rules(dtype),
         quant=flags.read_quant(quant),
         out_of_range=out_of_range,
@@ -151,6 +159,7 @@ def convert(
     destination: Annotated[
         str, typer.Argument(metavar="DESTINATION", help="A folder; made if there is none.")
     ],
+    revision: flags.RevisionOption = None,
     variant: flags.VariantOption = None,
     key: flags.KeyOption = None,
     like: flags.LikeOption = None,
@@ -242,7 +251,7 @@ def convert(
     if budget is not None and nodes is None and "," not in budget:
         raise typer.BadParameter("--budget needs --nodes")
     report = convert_checkpoint(
-        flags.read_path(path, variant, key, like),
+        flags.read_path(flags.read_revision(path, revision), variant, key, like),
         destination,
         to=to,
         runtime=runtime,

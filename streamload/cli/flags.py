@@ -2,17 +2,20 @@
 
 # annotations are evaluated here, once: two commands read them
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, TypedDict
 
 import typer
 
+from streamload.checkpoint.fetch import revised
 from streamload.checkpoint.open import CheckpointLike, open_checkpoint
 from streamload.cli.output import be_quiet
 from streamload.codecs.cast_table import OutOfRange
 from streamload.conversion.rename import RenamePatterns
 from streamload.errors import BudgetError, Fit, PlanInfeasibleError
+from streamload.files.hub import Fetch
 from streamload.files.local import ReaderKind
 from streamload.files.page_cache import PageCacheKind
 from streamload.loading.options import CastArgument
@@ -43,9 +46,13 @@ PathArgument = Annotated[
     typer.Argument(
         metavar="PATH",
         help="A file (.safetensors, .gguf, .pth, .bin, .pt, .irpa), a folder, an index.json, "
-        "the URL of one of these (http, https, s3, gs, az; of a folder: ending in /), or org/name "
-        "in the local Hugging Face cache.",
+        "the URL of one of these (http, https, s3, gs, az; of a folder: ending in /), or a "
+        "repository of the Hugging Face Hub: org/name, org/name@revision, hf://org/name/file.",
     ),
+]
+RevisionOption = Annotated[
+    str | None,
+    option("NAME", "Of a repository of the Hugging Face Hub, a branch, a tag or a commit."),
 ]
 VariantOption = Annotated[
     str | None,
@@ -181,6 +188,15 @@ class LoadFlags(TypedDict, total=False):
         ReaderKind,
         option("READER", "How files are read: auto, mmap, pread, or direct (past the page cache)."),
     ]
+    fetch: Annotated[
+        Fetch,
+        option(
+            "HOW",
+            "How files of the Hugging Face Hub are read: stream (the bytes that are needed, "
+            "nothing stays on the disk), cache (downloaded to its local cache), or auto (cache "
+            "where the disk has room).",
+        ),
+    ]
     page_cache: Annotated[
         PageCacheKind,
         option(
@@ -240,6 +256,14 @@ def refuse_without_offload(given: Mapping[str, object]) -> None:
     names = [f"--{name}" for name, value in given.items() if value is not None]
     if names:
         raise typer.BadParameter(f"{' and '.join(names)}: only with --offload")
+
+
+def read_revision(path: str, revision: str | None) -> str:
+    """Return ``PATH`` with the revision of ``--revision``; BadParameter if it can have none."""
+    found = os.fsdecode(revised(path, revision))
+    if revision is not None and found == path and not path.endswith(f"@{revision}"):
+        raise typer.BadParameter(f"--revision: {path} is no repository, or names another revision")
+    return found
 
 
 def read_path(path: str, variant: str | None, key: str | None, like: str | None) -> CheckpointLike:

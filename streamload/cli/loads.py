@@ -39,6 +39,7 @@ _PLAN_OFFLOAD = "streamload.offload in Python, which plan shows with --offload"
 
 def inspect(
     path: flags.PathArgument,
+    revision: flags.RevisionOption = None,
     variant: flags.VariantOption = None,
     key: flags.KeyOption = None,
     like: flags.LikeOption = None,
@@ -49,6 +50,7 @@ def inspect(
 
     The tensors of a quantized weight are one line; the few bytes with its shape are read, too.
     """
+    path = flags.read_revision(path, revision)
     checkpoint = open_checkpoint(path, variant=variant, key=key, like=like)
     remote = isinstance(checkpoint.path, Url)  # there each shape would be a request
     quantised = checkpoint.groups if remote else read_states(checkpoint.layouts, checkpoint.groups)
@@ -130,6 +132,7 @@ def _print_inspection(checkpoint: Checkpoint, quantised: Mapping[str, QuantizedW
 def plan(
     path: flags.PathArgument,
     *,
+    revision: flags.RevisionOption = None,
     variant: flags.VariantOption = None,
     key: flags.KeyOption = None,
     like: flags.LikeOption = None,
@@ -182,7 +185,7 @@ def plan(
     if offload and over is not None and (layers or host):
         raise typer.BadParameter("--layers and --host are for one device, without --nodes")
     place = flags.read_place(given) if over is None else {}
-    checkpoint = flags.read_path(path, variant, key, like)
+    checkpoint = flags.read_path(flags.read_revision(path, revision), variant, key, like)
     kept = stay or ()
     if offload and over is not None:
         from streamload.distributed.offload_split import split_offload  # few need it
@@ -244,6 +247,7 @@ def _marks() -> str:
 def load(
     path: flags.PathArgument,
     *,
+    revision: flags.RevisionOption = None,
     variant: flags.VariantOption = None,
     key: flags.KeyOption = None,
     like: flags.LikeOption = None,
@@ -273,6 +277,7 @@ def load(
     asked = {**flags.read_flags(given), **flags.read_place(given)}
     asked["progress"] = False if no_progress or quiet else "auto"
     launch, silent = find_launch(), False
+    path = flags.read_revision(path, revision)
     checkpoint: CheckpointLike = path
     if launch is not None and launch.size != 1:
         if isinstance(asked["device"], list):

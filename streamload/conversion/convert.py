@@ -160,8 +160,8 @@ def convert(
     It takes some tens of MB of memory for a checkpoint of any size. The result is in the layout of
     Hugging Face, with the other files of the checkpoint's folder (configuration, tokenizer) and
     small folders (``1_Pooling/``; as they are), the new dtype in config.json, and the digests of
-    all tensors in ``streamload.json``. Servers other than huggingface.co do not list their files:
-    from these servers, files of usual names are copied, and notes name missing folders.
+    all tensors in ``streamload.json``. Servers other than the Hugging Face Hub do not list their
+    files: from these servers, files of usual names are copied, and notes name missing folders.
 
     Nothing in the destination looks finished before all is: files are written to its subfolder
     ``.streamload``, and moved to their paths at the end, indexes last. After a failure or a kill,

@@ -15,12 +15,11 @@ _STORES = ("s3", "gs", "az")
 _SCHEMES = ("http", "https", *_STORES)
 _URL = re.compile(rf"({'|'.join(_SCHEMES)})://", re.IGNORECASE)
 _FOREIGN = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]+:/")
-_HALF = re.compile(rf"({'|'.join(_SCHEMES)}):/[^/]", re.IGNORECASE)
+_HALF = re.compile(rf"({'|'.join((*_SCHEMES, 'hf'))}):/[^/]", re.IGNORECASE)
 #: The URLs that are read, for errors.
 URL_FORMS = "http(s)://host/path, s3://bucket/path, gs://bucket/path or az://container/path"
-# text without secrets; name@revision, org/name@revision
-_PLAIN = re.compile(r"[\w:/.,\[\] +-]*|[\w.-]+(/[\w.-]+)?@[\w./-]+", re.ASCII)
-_REPOSITORY = re.compile(r"/(?P<name>[^/]+(?:/[^/]+)?)/resolve/(?P<revision>[^/]+)/(?P<folder>.*)")
+# text without secrets; name@revision, org/name@revision, hf://org/name@revision/file
+_PLAIN = re.compile(r"[\w:/.,\[\] +-]*|(hf://)?[\w.-]+(/[\w.-]+)?@[\w./%-]+", re.ASCII)
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,4}:(?=/)")  # a longer one may be a user
 
 
@@ -114,25 +113,6 @@ class Url:
     def key(self) -> str:
         """The path without URL escapes and without the first slash, as object stores name it."""
         return unquote(self._parts.path[1:])
-
-    @property
-    def listing(self) -> tuple[Url, str] | None:
-        """The URL that lists a repository's files, and this folder's path in the repository.
-
-        A folder in a bucket lists itself, in the same form. Else None unless the URL has the form
-        of huggingface.co, ``HOST/NAME/resolve/REVISION/FOLDER``.
-        Source: ``HfApi.model_info`` of huggingface_hub, with ``files_metadata``.
-        """
-        if self.is_store:
-            return self, ""
-        parts = self._parts
-        match = _REPOSITORY.fullmatch(parts.path)
-        if match is None:
-            return None
-        path = f"/api/models/{match['name']}/revision/{match['revision']}"
-        query = f"{parts.query}&blobs=true".removeprefix("&")
-        found = Url(parts._replace(path=path, query=query).geturl(), is_shown=self.is_shown)
-        return found, unquote(match["folder"])
 
     def of_version(self, version: str) -> Url:
         """Return the same URL with a version."""

@@ -34,6 +34,7 @@ from streamload.files.header import (
     open_regular,
     unreadable,
 )
+from streamload.files.hub import cached
 
 _SAMPLES = 16
 _SAMPLE_NBYTES = 4096
@@ -112,7 +113,7 @@ class Index:
         shards = document["shards"]
         is_file = path != folder and not path.name.endswith(".json")  # its name may differ here
         headers = [
-            _header(shard, path if is_file and len(shards) == 1 else folder / shard["name"])
+            _header(shard, path if is_file and len(shards) == 1 else cached(folder / shard["name"]))
             for shard in shards
         ]
         named = {h.path.name: shard for h, shard in zip(headers, shards, strict=True)}

@@ -28,6 +28,7 @@ from streamload.errors import (
     StreamloadError,
     Suggestion,
 )
+from streamload.files.hub import HubFile, file_of
 from streamload.loading.load import split
 from streamload.loading.options import NameOptions, WeightOptions
 from streamload.loading.prepare import Call, Decision, Options, Place
@@ -129,20 +130,27 @@ class Agreement:
         self.place: Place | None = None
 
         def write() -> bytes:
-            """Return rank 0's message: the weights to dequantize as a JSON line, and the index."""
-            found = open_checkpoint(asked.path)
+            """Return rank 0's message: a line of JSON, and the index.
+
+            The line has the weights to dequantize, and the commit if it is a repository's.
+            """
+            there, _ = locate(asked.path)
+            found = open_checkpoint(there)
             # rank 0 decides for all; plans are compared later
             blocks = model is not None  # a model has floats, unless a dtype is given
             weights = weights_asked(found, asked.options.policy, blocks=blocks)
-            return json.dumps(weights).encode() + b"\n" + write_index(found, session.me.host)
+            line = json.dumps([weights, file_of(there)])
+            return line.encode() + b"\n" + write_index(found, session.me.host)
 
-        weights, _, data = session.share("the checkpoint", write).partition(b"\n")
+        line, _, data = session.share("the checkpoint", write).partition(b"\n")
 
         def check() -> tuple[tuple[Index, list[str]], bool]:
             """Return the index and missing files, and whether files were compared only in parts."""
-            index = Index.read(data, *locate(asked.path))
+            weights, file = json.loads(line)
+            pinned = HubFile(*file) if file else None  # all ranks read one commit
+            index = Index.read(data, *locate(asked.path, pinned))
             missing = index.check()
-            made = dequantized(index.checkpoint, json.loads(weights))
+            made = dequantized(index.checkpoint, weights)
             return (replace(index, checkpoint=made), missing), index.is_sampled(session.me.host)
 
         (self.index, self._missing), sampled = session.stage("its files", check)

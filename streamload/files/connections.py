@@ -25,9 +25,10 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+
 _MOST_HEAD_NBYTES = 2**18  # of all headers of one response
-# prefixes of the names of the libraries' loggers
-_LOGGERS = ("httpx", "httpcore", "h11", "boto", "urllib3")
+# prefixes of the names of loggers that show URLs
+_LOGGERS = ("httpx", "httpcore", "h11", "huggingface_hub", "boto", "urllib3")
 
 _thread = threading.local()  # attempt: the `Attempt` that this thread runs now, or None
 _owning = threading.Lock()  # guards `_Connection.owner`, `Attempt.connection` and `_awaited`
@@ -322,6 +323,17 @@ class Pool:
             return self._client
 
 
+@contextmanager
+def hushed() -> Iterator[None]:
+    """Drop log records of HTTP libraries in this thread: they may hold secrets."""
+    hush()
+    _thread.hushed = True
+    try:
+        yield
+    finally:
+        _thread.hushed = False
+
+
 def hush() -> None:
     """Drop the libraries' log records of streamload's own requests: they may hold secrets."""
     for name in list(logging.root.manager.loggerDict):
@@ -330,7 +342,7 @@ def hush() -> None:
 
 
 def _is_of_others(record: logging.LogRecord) -> bool:
-    return getattr(_thread, "attempt", None) is None
+    return getattr(_thread, "attempt", None) is None and not getattr(_thread, "hushed", False)
 
 
 @cache

@@ -36,6 +36,7 @@ from streamload.core.system import (
 )
 from streamload.core.units import round_up
 from streamload.errors import CheckpointError, HeaderError, TruncatedFileError
+from streamload.files import hub
 from streamload.files.guard import FileState, Guard, take_lease
 from streamload.files.header import View, open_regular, unreadable
 from streamload.files.mapped import FileMap
@@ -46,8 +47,8 @@ from streamload.files.remote import HttpReader
 from streamload.files.strided import StridedReader
 
 ReaderKind = Literal["auto", "mmap", "pread", "direct"]
-#: "http" is used for every URL, "store" for those of buckets: users cannot choose them.
-ResolvedKind = Literal["mmap", "pread", "direct", "http", "store"]
+#: For URLs alone: "http", "store" for those of buckets, and "cache" after a download from the hub.
+ResolvedKind = Literal["mmap", "pread", "direct", "http", "store", "cache"]
 REMOTE_KINDS = ("http", "store")
 
 # fmt: off
@@ -116,7 +117,7 @@ def open_reader(
         return StridedReader(open_reader(shard, file_nbytes, kind, state), views)
     resolved = resolve_reader(shard, kind)
     if isinstance(shard, Url):
-        return HttpReader(shard, file_nbytes)
+        return (CachedReader if resolved == "cache" else HttpReader)(shard, file_nbytes)
     # an empty file cannot be mapped or read directly
     opened = {"mmap": MmapReader, "direct": DirectReader} if file_nbytes else {}
     return opened.get(resolved, PreadReader)(shard, file_nbytes, state)
@@ -160,14 +161,14 @@ def _choose(
 ) -> ReaderChoice:
     """Return `choose_reader`'s choice without checking whether the file can be mapped now."""
     remote = isinstance(path, Url)
-    if kind not in get_args(ReaderKind) and not (kind in REMOTE_KINDS and remote):
+    if kind not in get_args(ReaderKind) and not (kind in (*REMOTE_KINDS, "cache") and remote):
         raise ValueError(f"unknown reader {kind!r}; known: {', '.join(get_args(ReaderKind))}")
     if kind in ("mmap", "direct") and remote:
         raise ValueError(f'reader="{kind}" is for files, and {path} is read over HTTP')
     if isinstance(path, Url):
         if path.is_store:
             return ReaderChoice("store", f"from the bucket {path.bucket}")
-        return ReaderChoice("http", f"from {path.host}")
+        return ReaderChoice("cache" if kind == "cache" else "http", f"from {path.host}")
     if kind != "auto":
         return ReaderChoice(kind, f'reader="{kind}" was asked for')
     filesystem, nbytes = filesystem_and_length(path)
@@ -513,3 +514,42 @@ def _direct_alignment(fd: int) -> int:
     if not min(found[38], found[39]) or alignment > _PAGE or alignment & (alignment - 1):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
     return alignment
+
+
+class CachedReader(Reader):
+    """Reads a file of the hub by pread from the local cache; each read waits for its download."""
+
+    _how = "from the Hugging Face cache"
+
+    def __init__(self, url: Url, file_nbytes: int) -> None:
+        super().__init__(url, file_nbytes)
+        self._url = url
+        self._lock = threading.Lock()  # guards `_file` and `_exact`
+        self._file: PreadReader | None = None
+        self._exact = False
+        self._stopped = threading.Event()
+
+    def stop_ahead(self) -> None:
+        self._exact = True
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def close(self) -> None:
+        self.stop()
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+
+    def _read(self, start: int, target: memoryview, nbytes: int) -> None:
+        with target[:nbytes] as part:
+            self._opened().read_into(start, part)
+
+    def _opened(self) -> PreadReader:
+        path = hub.fetched(self._url, self._stopped)
+        with self._lock:
+            if self._file is None:
+                self._file = PreadReader(path, self.nbytes)
+                if self._exact:
+                    self._file.stop_ahead()
+            return self._file

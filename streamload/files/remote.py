@@ -17,7 +17,6 @@ Source: RFC 9110 (HTTP semantics), sections 8.8, 10.2.3, 13 and 14.
 from __future__ import annotations
 
 import io
-import os
 import random
 import re
 import threading
@@ -38,7 +37,7 @@ from streamload.errors import (
     TruncatedFileError,
 )
 from streamload.files import connections as wire
-from streamload.files import responses, stores
+from streamload.files import hub, responses, stores
 from streamload.files.connections import Patience
 from streamload.files.header import describe
 from streamload.files.reader import Reader
@@ -56,19 +55,16 @@ _REQUEST_NBYTES = 2**26  # of one request; longer ranges take several
 # The count of failed tries restarts after one that brought this much.
 _PROGRESS_NBYTES = 2**16
 _LEAST_RATE = 1024  # bytes of a body per second; less is a stall
-_MOST_WAIT_SECONDS = 120.0  # longest Retry-After that is waited for
 _MOST_REDIRECTS = 10
 _DRAINED_NBYTES = 2**14
 _DRAIN_SECONDS = 1.0  # connecting again takes no longer
 
 _ABSENT = (404, 410)
 _REFUSED = (401, 403)
-_PASSING = (408, 425, 429, 500, 502, 503, 504)
 _NUMBER = responses.NUMBER
 _CONTENT_RANGE = re.compile(rf"bytes ({_NUMBER})-({_NUMBER})/({_NUMBER}|\*)", re.ASCII)
 _UNSATISFIED = re.compile(rf"bytes \*/({_NUMBER})", re.ASCII)
 _QUOTED = re.compile(r"\s*(?::|bytearray|(?<!\w)b?['\"])")  # before text quoted from the server
-_HUB = "huggingface.co"
 
 _jitter = random.Random()  # not the global one, which a program may have seeded
 
@@ -335,7 +331,7 @@ class _File:
             except _Again as again:
                 in_a_row = 0 if again.progressed else in_a_row
                 asked = again.asked_seconds
-                if in_a_row >= self._patience.tries or asked > _MOST_WAIT_SECONDS:
+                if in_a_row >= self._patience.tries or asked > responses.MOST_WAIT_SECONDS:
                     count = f"{tries} tries, the last" if tries > 1 else "1 try"
                     found = f"in {count}: {again.reason}"
                     unread = self._error("cannot be read", found=found)
@@ -356,12 +352,15 @@ class _File:
             status = response.status_code
             if status not in (200, 206):
                 self._drain(attempt, response)
-            if moved is not None and status in (*_REFUSED, *_ABSENT):
+            expired = moved is not None and status in (*_REFUSED, *_ABSENT)
+            # of the hub, a signed URL may have expired when it is first used
+            signed = status in _REFUSED and hub.file_of(self._url) is not None
+            if expired or (signed and not _is_of_hub(response)):
                 self._moved = None  # redirects expire
                 raise _Again(
                     f"{responses.status_text(status)} where a redirect had led", at_once=True
                 )
-            if status in _PASSING:
+            if status in responses.PASSING:
                 asked = responses.retry_after(response.headers)
                 later = f", to be asked again in {asked:.0f} s" if asked else ""
                 raise _Again(responses.status_text(status) + later, asked_seconds=asked)
@@ -412,7 +411,8 @@ class _File:
 
     def _request(self, target: httpx2.URL | str, wanted: range | None) -> httpx2.Request:
         patience = self._patience
-        headers = {"Accept-Encoding": "identity", "User-Agent": "streamload"} | self._token(target)
+        headers = {"Accept-Encoding": "identity", "User-Agent": "streamload"}
+        headers |= hub.authorization(self._url, str(target))
         if wanted is not None:
             headers["Range"] = f"bytes={wanted.start}-{wanted.stop - 1}"
         timeout = wire.httpx().Timeout(patience.read_seconds, connect=patience.connect_seconds)
@@ -468,17 +468,6 @@ class _File:
                 self._call(attempt, lambda: deque(response.iter_raw(), maxlen=0))
             attempt.until = until
 
-    def _token(self, target: httpx2.URL | str) -> dict[str, str]:
-        """Return the header with ``HF_TOKEN`` if ``target`` is on huggingface.co, else {}."""
-        token = os.environ.get("HF_TOKEN", "").strip()
-        url = wire.httpx().URL(target)
-        known = url.host == _HUB and url.scheme == "https" and not url.userinfo
-        if not token or not known:
-            return {}
-        if not (token.isascii() and token.isprintable()):
-            raise self._error("HF_TOKEN cannot be sent", "ASCII", "other characters")
-        return {"Authorization": f"Bearer {token}"}
-
     def _check_status(self, response: Response, wanted: int) -> None:
         """Raise CheckpointError unless a response has the wanted status and no compression."""
         status = response.status_code
@@ -492,11 +481,12 @@ class _File:
         if isinstance(response, stores.StoreResponse):
             found += f" ({response.code})" * bool(response.code)
             needed = stores.CREDENTIALS[self._url.scheme]
-        if status in _ABSENT:
+        gone = status in _ABSENT and "X-Error-Code" not in response.headers
+        if status in (*_ABSENT, *_REFUSED) and not gone and _is_of_hub(response):
+            raise hub.refused(self._url, status, response.headers)
+        if gone:
             raise ShardNotFoundError(self._url, "no such file", found=found)
-        if status in _REFUSED:
-            unset = self._url.host == _HUB and not os.environ.get("HF_TOKEN", "").strip()
-            found += " (HF_TOKEN is not set)" * unset
+        if status in (*_ABSENT, *_REFUSED):
             raise ShardNotFoundError(self._url, "is not there, or may not be read", needed, found)
         if status == 412:
             raise self._of_another_version(found)
@@ -583,3 +573,10 @@ class _File:
     def _check_stopped(self) -> None:
         if self.stopped.is_set():
             raise self._error("reading was stopped")
+
+
+def _is_of_hub(response: Response) -> bool:
+    """Whether the hub's server itself has answered, and not one that it redirects to."""
+    if isinstance(response, stores.StoreResponse):
+        return False
+    return hub.is_endpoint(str(response.request.url))

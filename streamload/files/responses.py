@@ -13,6 +13,9 @@ from streamload.files.header import describe
 
 NUMBER = r"\d{1,19}"  # Python reads no integer of 5,000 digits, and no file has more than these
 DIGITS = re.compile(NUMBER, re.ASCII)
+#: Statuses that a later try may not get, and the longest ``Retry-After`` that is waited for.
+PASSING = (408, 425, 429, 500, 502, 503, 504)
+MOST_WAIT_SECONDS = 120.0
 _VALIDATORS = ("ETag", "Last-Modified")  # headers that identify a version; the first one is used
 _STATUSES = frozenset(HTTPStatus)
 

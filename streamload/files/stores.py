@@ -161,7 +161,7 @@ class Bucket:
         return StoreResponse(200 if wanted is None else 206, headers, pieces)
 
     def _listing(self, folder: Url, wait: Callable[..., Any]) -> StoreResponse:
-        """List all files below a folder, as JSON in the form of `Url.listing`."""
+        """List all files below a folder, as JSON in the form of the hub: siblings."""
         prefix = folder.key
         pages = _pieces(wait, library().list(self._store, prefix or None, chunk_size=_LISTED))
         first = _answered(lambda: next(pages, []))

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack
 
+from streamload.checkpoint.fetch import choose_fetch, coming, on_disk
 from streamload.checkpoint.open import Checkpoint, CheckpointLike, opened
 from streamload.checkpoint.shards import Opener, open_shard
 from streamload.core.interrupt import deferred_interrupt
+from streamload.core.location import Location
 from streamload.core.memory import STAGING, Ledger, canonical_device
 from streamload.core.patterns import check_patterns
 from streamload.core.progress import Progress, reporting
@@ -109,7 +111,7 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
             report's ``state_dict`` holds the tensors by name. Of a parameter that is sharded (a
             DTensor, or by tinygrad's ``shard_``) each process or device reads its own shard alone.
         path: a ``.safetensors`` or ``.gguf`` file, a folder, an index, the URL of one of these (see
-            `open_checkpoint`), ``org/name`` in the local Hugging Face cache, or an open
+            `open_checkpoint`), ``org/name`` on the Hugging Face Hub, or an open
             `Checkpoint`.
         **options: see `LoadOptions`.
 
@@ -135,6 +137,7 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
     """
     clock = Clock()
     with uncollected():
+        path = opened(path)
         call = read_call(path, model, **options)
         place = Place.look(model, call.checkpoint, call.options, options["device"])
         match = _matched(place, call, options)
@@ -145,6 +148,11 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
                 raise
             given = {**options, "path": path}
             raise Infeasible(error, call, given, (place, match)).suggesting() from None
+        stays = options["residence"] != "memory" or options["reader"] in ("mmap", "direct")
+        if stays and call.options.fetch == "cache":
+            local = on_disk(path, "cache", options["progress"])
+            if local is not path:  # planned again, by the files
+                return load_state_dict(model, local, **options)
         try:
             with deferred_interrupt():  # one that comes while we clean up waits until that is done
                 return run(decided, options["progress"], clock)
@@ -322,6 +330,8 @@ def read_call(path: CheckpointLike, model: Any = None, **options: Unpack[LoadOpt
     given: LoadOptions = {**DEFAULTS, **options}
     read = Options.read(**given)
     checkpoint = opened(path)
+    needed = read.residence == "mapped" or read.reader in ("mmap", "direct")
+    read = replace(read, fetch=choose_fetch(checkpoint, read.fetch, needed=needed))
     read.quant.check_stored(checkpoint)
     if read.policy.rules or read.quant.rules:
         names = all_names(checkpoint)
@@ -369,11 +379,20 @@ def run(
     parameters = decided.match.parameters if decided.match else None
     target = ModelTarget(made, decided.place.devices.framework, devices, parameters, ledger)
     try:
-        with reporting(progress, decided.read_nbytes) as tell:
+        fetched = _fetched(made, checkpoint)
+        fetched_nbytes = sum(fetched.values())
+        done = {"loaded": 0, "downloaded": 0}  # each is written by one thread
+        word = "downloaded and loaded" if fetched else "loaded"
+        with reporting(progress, decided.read_nbytes + fetched_nbytes, word) as tell:
 
-            def progressed(done: int) -> None:
+            def downloaded(nbytes: int) -> None:
+                done["downloaded"] = min(nbytes, fetched_nbytes)
+                tell(sum(done.values()))
+
+            def progressed(nbytes: int) -> None:
                 meter.sample()
-                tell(done)
+                done["loaded"] = nbytes
+                tell(sum(done.values()))
 
             for device in devices.values():
                 device.synchronize()  # nothing may be computing on what is written in place
@@ -388,7 +407,8 @@ def run(
                 headroom=headroom,
                 progress=progressed,
             )
-            stats = stream(transfer, target, ledger)
+            with coming(checkpoint, fetched, downloaded):
+                stats = stream(transfer, target, ledger)
     except BaseException as error:
         state = target.fail()
         target.state_dict.clear()  # a kept error does not keep the memory
@@ -405,6 +425,16 @@ def run(
                 device.trim()
     meter.sample(at_once=True)
     return _report(decided, stats, target, ledger, meter, clock)
+
+
+def _fetched(made: Plan, checkpoint: Checkpoint) -> dict[Location, int]:
+    """Return lengths in bytes of the files that a load reads after their download."""
+    if "cache" not in made.readers:
+        return {}
+    rows = (row for rows in made.placements.sources for row in rows)
+    read = {checkpoint.tensors[row.tensor].shard for row in rows}
+    kinds = zip(checkpoint.shards, made.readers, strict=True)
+    return {h.path: h.file_nbytes for h, kind in kinds if kind == "cache" and h.path in read}
 
 
 def _report(

@@ -13,6 +13,7 @@ from streamload.codecs.cast_table import OutOfRange
 from streamload.core.dtypes import DTypeArgument, DTypeLike
 from streamload.core.memory import BudgetLike
 from streamload.core.progress import Progress
+from streamload.files.hub import Fetch
 from streamload.files.local import ReaderKind
 from streamload.files.page_cache import PageCacheKind
 from streamload.loading.lora import AdaptersArgument
@@ -68,6 +69,7 @@ class StreamOptions(TypedDict, total=False):
     out_of_range: OutOfRange
     cast: CastArgument
     reader: ReaderKind
+    fetch: Fetch
     page_cache: PageCacheKind
     chunk_nbytes: int | None
     threads: int | None
@@ -142,6 +144,11 @@ class LoadOptions(PlanOptions, ModelOptions, total=False):
             each file: "direct" for a file on a local disk, not in the page cache, and staged; else
             "mmap", or "pread" on network filesystems. A file that others may truncate is read by
             pread instead of mapped: another user's file, or one that is open for writing.
+        fetch: how files of the Hugging Face Hub that its local cache lacks are read: "stream" reads
+            the bytes that are needed, and leaves nothing on the disk; "cache" downloads the files
+            that the load reads to that cache, and loads each once it is there. "auto" is "cache" if
+            the disk has room, and for several ranks "stream". Weights that stay in the files
+            (offload, ``residence="mapped"``) need "cache".
         page_cache: treatment of the page cache that the load fills: "keep" leaves it, for the next
             load; "drop" frees it once it is read; "auto" does that if memory is short. Pages that
             were cached before stay.
@@ -191,6 +198,7 @@ DEFAULTS: LoadOptions = {
     "out_of_range": "inf",
     "cast": "auto",
     "reader": "auto",
+    "fetch": "auto",
     "page_cache": "auto",
     "rename": None,
     "mapping": None,

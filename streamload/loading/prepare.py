@@ -29,6 +29,7 @@ from streamload.devices.names import (
     framework_of,
 )
 from streamload.errors import Fit, PlanInfeasibleError, ResidenceError, Suggestion
+from streamload.files.hub import Fetch, file_of
 from streamload.files.local import REMOTE_KINDS, ReaderKind, choose_reader
 from streamload.files.page_cache import PageCacheKind
 from streamload.files.strided import thread_nbytes
@@ -74,6 +75,7 @@ class Options:
     out_of_range: OutOfRange
     cast: CastArgument
     reader: ReaderKind
+    fetch: Fetch
     page_cache: PageCacheKind
     chunk_nbytes: int | None
     threads: int | None
@@ -147,8 +149,7 @@ class Options:
     ) -> PlanRequest:
         """Return the request for a plan of a checkpoint under these options, for `plan`."""
         held = thread_nbytes(view for header in checkpoint.shards for view in header.views)
-        cache = self.cache
-        path = checkpoint.path
+        cache, path = self.cache, checkpoint.path
         draft = Plan(
             path=str(path),
             placements=Placements.of(()),
@@ -221,10 +222,8 @@ class Options:
         shards = request.checkpoint.shards
         staged = not any(spec.info.host_visible for spec in request.devices)
         whole = staged if reading == "ahead" else reading == "direct"
-        choices = [
-            reader_choice(header, self.reader, self.page_cache, reading, whole_slots=whole)
-            for header in shards
-        ]
+        choose = partial(reader_choice, reader=self.reader, page_cache=self.page_cache)
+        choices = [choose(h, reading=reading, whole_slots=whole, fetch=self.fetch) for h in shards]
         # threads that wait for a server take no CPU: 50 ms away, 2 read at 73 MB/s, 8 at 215
         remote = any(choice.kind in REMOTE_KINDS for choice in choices)
         threads = _MOST_THREADS if remote else min(self.cpus or available_cpus(), _MOST_THREADS)
@@ -245,9 +244,10 @@ class Options:
 
     def _is_mappable(self, path: Location) -> bool:
         """Return whether weights may stay views on a mapped file when the load is done."""
-        if self.residence == "auto":  # as for a map that is gone after the load
+        downloaded = self.fetch == "cache" and file_of(path) is not None  # before a load's plan
+        if self.residence == "auto" and not downloaded:  # as for a map that is gone after the load
             return choose_reader(path, "auto", whole_slots=False).kind == "mmap"
-        return self.residence == "mapped" and not isinstance(path, Url)
+        return self.residence != "memory" and (downloaded or not isinstance(path, Url))
 
 
 def _less(nbytes: int | None, reserved: int) -> int | None:

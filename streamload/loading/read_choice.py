@@ -13,6 +13,7 @@ from typing import Literal
 
 from streamload.core.location import Url
 from streamload.files.header import Header
+from streamload.files.hub import Fetch, file_of
 from streamload.files.local import ReaderChoice, ReaderKind, choose_reader
 from streamload.files.page_cache import PageCacheKind
 from streamload.planning.plan import Plan
@@ -28,7 +29,7 @@ _LEAST_AHEAD_NBYTES = 64 * 2**20
 
 def ahead_nbytes(plan: Plan) -> int:
     """Return the most bytes of page cache that read-ahead may fill at once while a plan runs."""
-    if not {"mmap", "pread"}.intersection(plan.readers) or not plan.placements:
+    if not {"mmap", "pread", "cache"}.intersection(plan.readers) or not plan.placements:
         return 0
     return max(plan.threads * _AHEAD_THREAD_NBYTES, _LEAST_AHEAD_NBYTES)
 
@@ -45,8 +46,11 @@ def reader_choice(
     reading: Reading,
     *,
     whole_slots: bool,
+    fetch: Fetch = "stream",
 ) -> ReaderChoice:
     """Choose the reader of a file, with the reason; `whole_slots`: it fills page-aligned slots."""
+    if fetch == "cache" and file_of(header.path) is not None:
+        return choose_reader(header.path, "cache")
     if header.views and not isinstance(header.path, Url):
         return ReaderChoice("pread", "some of its tensors are views with strides")
     choice = choose_reader(header.path, reader, page_cache=page_cache, whole_slots=whole_slots)

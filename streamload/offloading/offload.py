@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self, Unpack, get_args
 
-from streamload.checkpoint.open import Checkpoint, CheckpointLike
+from streamload.checkpoint.fetch import on_disk
+from streamload.checkpoint.open import Checkpoint, CheckpointLike, opened
 from streamload.core.dtypes import BY_NAME
 from streamload.core.patterns import Patterns, Selection, check_patterns
 from streamload.core.progress import Progress
@@ -282,6 +283,7 @@ def offload(
     clock = Clock()
     asked = OffloadAsked.read(tokens, stay, layers, host, options, on_overrun)
     with uncollected():
+        path = opened(path)
         checkpoint, read, found = read_call(path, model, **options)
         place = Place.look(model, checkpoint, read, options["device"])
         wanted = Wanted(
@@ -295,6 +297,10 @@ def offload(
         except StateDictMismatchError as error:
             call = call_of_library(model, checkpoint.path, offload=True)
             raise error.or_by(call) from None
+        local = on_disk(path, options["fetch"], options["progress"])
+        if local is not path:  # planned again, by the files
+            how: Any = {"tokens": tokens, "stay": stay, "layers": layers, "host": host}
+            return offload(model, local, on_overrun=on_overrun, **how, **options)
     return prepared.run(options["progress"], clock)
 
 

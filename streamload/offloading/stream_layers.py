@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, Unpack
 
-from streamload.checkpoint.open import CheckpointLike
+from streamload.checkpoint.fetch import on_disk
+from streamload.checkpoint.open import CheckpointLike, opened
 from streamload.core.patterns import Patterns, check_patterns
 from streamload.errors import OffloadError
 from streamload.loading.load import read_call, run, uncollected
@@ -206,6 +207,7 @@ def stream_layers(
     clock = Clock()
     asked = OffloadAsked.read(tokens, stay, layers, host, options)
     with uncollected():
+        path = opened(path)
         checkpoint, read, found = read_call(path, **options)
         fill, _, tied = found
         place = Place.look(None, checkpoint, read, options["device"])
@@ -219,6 +221,10 @@ def stream_layers(
         steps, groups = steps_of_checkpoint(wants, problem.nbytes, tied, asked.stay, asked.layers)
         made = replace(problem, groups=groups).decide()
         decided = load_of_stays(made, problem, place, found)
+        local = on_disk(path, options["fetch"], "auto")
+        if local is not path:  # planned again, by the files
+            how: Any = {"tokens": tokens, "stay": stay, "layers": layers, "host": host}
+            return stream_layers(local, **how, **options)
     report = run(decided, False, clock)
     module, kind = _SLOTS[place.devices.framework.name]
     streaming = begin(made, problem, device, getattr(importlib.import_module(module), kind))

@@ -17,13 +17,16 @@ from typing import Any, TypeVar
 
 import torch
 
+from streamload.checkpoint.fetch import revised
 from streamload.checkpoint.open import locate
-from streamload.core.location import Location, Url, is_url
+from streamload.core.location import Location
 from streamload.devices.names import framework
+from streamload.files.hub import file_of, url_of
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-#: Arguments without effect here: nothing is downloaded or unpickled, and all is low on memory.
+#: Arguments without effect here: nothing is unpickled, all is low on memory, and the environment of
+#: huggingface_hub holds.
 _WITHOUT_EFFECT = (
     *("local_files_only", "token", "use_auth_token", "proxies", "resume_download", "tqdm_class"),
     *("low_cpu_mem_usage", "weights_only", "offload_state_dict", "offload_buffers", "mirror"),
@@ -35,7 +38,7 @@ _INSTEAD: Mapping[str, str] = {
     "cache_dir": "set HF_HUB_CACHE in the environment, or give the folder of the snapshot",
     "distributed_config": "streamload.distributed.load_state_dict shares a model over ranks",
     "device_mesh": "streamload.distributed.load_state_dict shares a model over ranks",
-    "force_download": "nothing is downloaded here: run `hf download org/name` first",
+    "force_download": "whole files of the cache are right: remove them by `hf cache rm`",
     "from_flax": "files of Flax are not read: leave it out where there are others",
     "from_tf": "files of TensorFlow are not read: leave it out where there are others",
     "fusion_config": "put it in the configuration: config=",
@@ -144,11 +147,9 @@ def _is_given(value: object) -> bool:
 
 def found_at(path: str | os.PathLike[str], revision: str | None, subfolder: str) -> Location:
     """Return the folder, file or URL of a checkpoint; `revision` holds for ``org/name`` only."""
-    name = os.fsdecode(path.href if isinstance(path, Url) else path)
-    local = os.path.exists(os.path.expanduser(name)) or is_url(name)
-    if revision is not None and not local and "@" not in name:
-        name = f"{name}@{revision}"
-    found, _ = locate(path if isinstance(path, Url) else name)
+    found, _ = locate(revised(path, revision))
+    if subfolder and (file := file_of(found)) is not None:
+        return url_of(file._replace(path=f"{file.path}{subfolder.strip('/')}/"))
     return found / subfolder if subfolder else found
 
 

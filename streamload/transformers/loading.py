@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Unpack
 
 from transformers import PreTrainedModel
 
-from streamload.checkpoint.open import open_checkpoint
-from streamload.core.location import Url
+from streamload.checkpoint.fetch import documents
+from streamload.checkpoint.open import locate, open_checkpoint
+from streamload.core.location import Url, is_url
 from streamload.core.patterns import Patterns
 from streamload.devices.names import framework
 from streamload.errors import DeviceError, OffloadError
@@ -58,7 +60,7 @@ def from_pretrained(
     """Load a model of transformers, streamed under a budget in bytes.
 
     The model equals that of transformers' own ``from_pretrained``: the same class, weights, ties,
-    buffers and generation config, in evaluation mode. Nothing is downloaded. Arguments of
+    buffers and generation config, in evaluation mode. Arguments of
     transformers are taken too, such as ``torch_dtype=``, ``device_map=`` and ``num_labels=``; the
     error for one without a counterpart names the argument to write here.
 
@@ -69,7 +71,7 @@ def from_pretrained(
 
     Args:
         path: a folder with ``config.json`` and safetensors files (or those that torch.save writes),
-            one of those files, an index, or ``org/name`` in the local Hugging Face cache. Or
+            one of those files, an index, or ``org/name`` on the Hugging Face Hub. Or
             the folder of an adapter: its base is streamed, and peft adds the adapter to it.
         budget: most bytes on each device, as in `streamload.load_state_dict`. Tensors that the
             checkpoint does not hold count too: missing parameters, those of other shapes, and
@@ -161,56 +163,63 @@ def from_pretrained(
         raise ValueError(f"expected the path of a checkpoint, not {type(path).__name__}")
     _check_accelerate(device)
     found = found_at(path, revision, subfolder)
-    adapter = Adapter.at(found)
-    checkpoint = open_checkpoint(found if adapter is None else adapter.base, variant=variant)
-    implementations = {
-        "attn_implementation": attn_implementation,
-        "experts_implementation": experts_implementation,
-    }
-    wanted = Wanted(
-        model_class=model_class,
-        config=config,
-        changes=config_changes or {},
-        implementations={name: one for name, one in implementations.items() if one is not None},
-        trust_remote_code=bool(trust_remote_code),
-        key_mapping=key_mapping,
-        generation_config=generation_config,
-        quantization=quantization_config,
-    )
-    if quantization_config is not None and options["quant"] is not None:
-        raise ValueError("quant and quantization_config say the same: leave one of them out")
-    asked = dict(tokens=tokens, stay=stay, layers=layers, host=host, on_overrun=on_overrun)
-    changed = [name for name, value in asked.items() if value != _NO_OFFLOAD[name]]
-    if changed and not offload:
-        raise ValueError(f"{changed[0]} says how a model is offloaded: write offload=True")
-    if offload and adapter is not None:
-        raise OffloadError(
-            f"{found} is an adapter, whose modules stand in those that stream: offload its base, "
-            f"and add it on the way: from_pretrained({adapter.base!r}, offload=True, "
-            f"adapters=[{str(found)!r}])"
+    with ExitStack() as held:
+        folder = held.enter_context(documents(found, options["fetch"]))
+        adapter = Adapter.at(folder)
+        base = found
+        if adapter is not None:
+            base, _ = locate(adapter.base)
+            folder = held.enter_context(documents(base, options["fetch"]))
+        checkpoint = replace(open_checkpoint(base, variant=variant), path=folder)
+        implementations = {
+            "attn_implementation": attn_implementation,
+            "experts_implementation": experts_implementation,
+        }
+        wanted = Wanted(
+            model_class=model_class,
+            config=config,
+            changes=config_changes or {},
+            implementations={name: one for name, one in implementations.items() if one is not None},
+            trust_remote_code=bool(trust_remote_code),
+            key_mapping=key_mapping,
+            generation_config=generation_config,
+            quantization=quantization_config,
         )
-    name = str(found) if isinstance(found, Url) else os.fsdecode(path)
-    devices = open_devices(device, framework("torch"), {})
-    prepared = Prepared.of(
-        checkpoint,
-        name if adapter is None else adapter.base,
-        wanted,
-        devices,
-        options["dtype"],
-        read,
-    )
-    if offload:
-        offloaded = load_untied(lambda: prepared.offload(devices, options, asked), prepared)
-        report = offloaded.load
-        prepared.model.streamload_offload = offloaded
-    else:
-        adapter_nbytes = 0 if adapter is None else adapter.nbytes
-        report = load_untied(lambda: prepared.load(devices, adapter_nbytes, options), prepared)
-    report = without_stale_notes(report, prepared.model)
-    prepared.finish(report)
-    if adapter is not None:
-        prepared.model.load_adapter(str(adapter.folder), adapter_name=adapter_name)
-    return prepared.model
+        if quantization_config is not None and options["quant"] is not None:
+            raise ValueError("quant and quantization_config say the same: leave one of them out")
+        asked = dict(tokens=tokens, stay=stay, layers=layers, host=host, on_overrun=on_overrun)
+        changed = [name for name, value in asked.items() if value != _NO_OFFLOAD[name]]
+        if changed and not offload:
+            raise ValueError(f"{changed[0]} says how a model is offloaded: write offload=True")
+        if offload and adapter is not None:
+            raise OffloadError(
+                f"{found} is an adapter, whose modules stand in those that stream: offload its "
+                f"base, and add it on the way: from_pretrained({adapter.base!r}, offload=True, "
+                f"adapters=[{str(found)!r}])"
+            )
+        given = os.fsdecode(path)
+        name = str(found) if isinstance(found, Url) and is_url(given) else given
+        devices = open_devices(device, framework("torch"), {})
+        prepared = Prepared.of(
+            checkpoint,
+            name if adapter is None else adapter.base,
+            wanted,
+            devices,
+            options["dtype"],
+            read,
+        )
+        if offload:
+            offloaded = load_untied(lambda: prepared.offload(devices, options, asked), prepared)
+            report = offloaded.load
+            prepared.model.streamload_offload = offloaded
+        else:
+            adapter_nbytes = 0 if adapter is None else adapter.nbytes
+            report = load_untied(lambda: prepared.load(devices, adapter_nbytes, options), prepared)
+        report = replace(without_stale_notes(report, prepared.model), path=str(base))
+        prepared.finish(report)
+        if adapter is not None:
+            prepared.model.load_adapter(str(adapter.folder), adapter_name=adapter_name)
+        return prepared.model
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -24,9 +24,12 @@ import diffusers
 import torch
 import transformers
 
+from streamload.checkpoint.fetch import download
+from streamload.checkpoint.hub import keep_ref, listing
 from streamload.checkpoint.open import Checkpoint, from_headers, open_checkpoint, read_json_file
 from streamload.checkpoint.variants import is_of
 from streamload.core.dtypes import DTypeArgument
+from streamload.core.location import Location, Url
 from streamload.core.memory import BudgetLike
 from streamload.core.progress import Progress
 from streamload.devices.names import framework
@@ -38,6 +41,7 @@ from streamload.errors import (
     StateDictMismatchError,
 )
 from streamload.files.header import parse_json_object
+from streamload.files.hub import cached, choose, file_of, url_of
 from streamload.loading.load import load_state_dict
 from streamload.loading.options import DEFAULTS, StreamOptions, takes
 from streamload.loading.place import Devices, open_devices
@@ -60,6 +64,7 @@ _OFFLOADING = {"offload", "tokens", "stay", "layers", "host"}
 _QUANT = {"quant": "", "load_in_8bit": "int8", "load_in_4bit": "nf4"}
 _OTHERS = DEFAULTS.keys() | _OFFLOADING | _QUANT.keys()
 _MODELS = (diffusers.ModelMixin, transformers.PreTrainedModel)
+_DOCUMENTS = (".json", ".txt", ".model", ".jinja", ".py")
 _WEIGHTS = (".safetensors", ".bin", ".msgpack", ".onnx", ".pb", ".ckpt", ".pt", ".pth")
 
 
@@ -89,11 +94,11 @@ def from_pretrained(
     """Load a pipeline of diffusers, all of its models streamed under one budget in bytes.
 
     The pipeline equals that of diffusers' own ``from_pretrained``, on the device: equal images for
-    equal seeds. All models must fit before any data is read. Nothing is downloaded.
+    equal seeds. All models must fit before any data is read.
 
     Args:
         path: the root of a pipeline, with its ``model_index.json``; the folder of one of its
-            models, which is loaded alone; or ``org/name`` in the local Hugging Face cache.
+            models, which is loaded alone; or ``org/name`` on the Hugging Face Hub.
         budget: most bytes on the device, of all models together, as in
             `streamload.load_state_dict`.
         device: "cuda:0", "cpu" or another of torch's; one for all. None: ``STREAMLOAD_DEVICE``,
@@ -132,6 +137,7 @@ def from_pretrained(
     if device is not None and not isinstance(device, str):
         raise ValueError(f'a pipeline goes to one device: device="cuda:0", not {device!r}')
     folder = found_at(path, revision, subfolder)
+    folder = _downloaded(folder, variant, given.keys(), options)
     if not isinstance(folder, Path):
         raise CheckpointError(folder, "a pipeline is loaded from a folder on this machine")
     is_pipeline = (folder / _PIPELINE).is_file()
@@ -164,6 +170,36 @@ def from_pretrained(
     pipeline = owner.from_pretrained(str(folder), local_files_only=True, **{**models, **given})
     pipeline.streamload_report = report
     return pipeline
+
+
+def _downloaded(
+    folder: Location, variant: str | None, given: Set[str], options: PipelineOptions
+) -> Location:
+    """Return the folder in the local cache of a pipeline of the hub, after a download.
+
+    Only files that a load reads are downloaded. `given`: components that are not loaded.
+    """
+    file, listed = file_of(folder), listing(folder)
+    if file is None or listed is None:
+        return folder
+    if options["fetch"] == "stream":
+        raise CheckpointError(folder, "a pipeline is loaded from files: write fetch='cache'")
+    names = [name for name in listed if name.partition("/")[0] not in given]
+    wanted = [name for name in names if name.endswith(_DOCUMENTS)]
+    sizes = {url_of(file._replace(path=file.path + name)): listed[name] for name in wanted}
+    owners = {name.rpartition("/")[0] for name in names if name.endswith(_WEIGHTS)}
+    for owner in owners - {""} if _PIPELINE in names else {""}:
+        inside = f"{owner}/" * bool(owner)
+        own = [name for name in names if name.startswith(inside)]
+        has = variant is not None and any(is_of(name.rpartition("/")[2], variant) for name in own)
+        part = url_of(file._replace(path=file.path + inside))
+        shards = open_checkpoint(part, variant=variant if has else None).shards
+        sizes |= {h.path: h.file_nbytes for h in shards if isinstance(h.path, Url)}
+    choose("cache", sizes, folder)
+    keep_ref(folder)
+    download([*sizes], sum(sizes.values()), options["progress"])
+    first = _PIPELINE if _PIPELINE in names else "config.json"
+    return cached(url_of(file._replace(path=file.path + first))).parent
 
 
 def _check_names(folder: Path, given: Mapping[str, Any], place: Mapping[str, Any]) -> None:

@@ -1,0 +1,385 @@
+"""Files of the Hugging Face Hub: the token for their server, the local cache, and downloads to it.
+
+huggingface_hub (extra ``hub``) does all of that, so that its environment and its login hold. Texts
+and logs of its errors quote signed URLs: none leave this file. A file is a `Url` that names its
+commit, whose content never changes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from streamload.core.location import Location, Url
+from streamload.core.units import format_bytes
+from streamload.errors import CheckpointError, ShardNotFoundError, StreamloadError
+from streamload.files import connections as wire
+from streamload.files import responses
+from streamload.files.connections import Patience
+
+T = TypeVar("T")
+
+#: How a load reads files of the hub: by ranges, or after a download to the local cache.
+Fetch = Literal["auto", "stream", "cache"]
+
+_FILE = re.compile(r"(?P<repo>[^/]+(?:/[^/]+)?)/resolve/(?P<commit>[0-9a-f]{40})/(?P<path>.*)")
+_PORTS = {"http": 80, "https": 443}
+_SPARE_NBYTES = 2**30  # left free on the cache's disk
+_SIGNED = (401, 403, 404, 410)  # statuses of a signed URL that has expired
+_STOP_SECONDS = 12.0  # the library's own timeout is 10 s
+_POLL_SECONDS = 0.1
+
+
+def library(where: Location | str) -> Any:
+    """Import and return huggingface_hub; raise CheckpointError without the extra ``hub``."""
+    try:
+        import huggingface_hub
+        import huggingface_hub.file_download  # and with it its errors and utils
+    except ImportError as error:
+        raise ShardNotFoundError(
+            where,
+            "no such file or folder; a repository of the Hugging Face Hub needs huggingface_hub: "
+            'pip install "streamload[hub]"',
+        ) from error
+    return huggingface_hub
+
+
+def settings() -> Any:
+    """Return the library's settings, read from the environment; None if it is not installed."""
+    try:
+        from huggingface_hub import constants
+    except ImportError:
+        return None
+    return constants
+
+
+def is_endpoint(href: str) -> bool:
+    """Return whether a URL is on the server that ``HF_ENDPOINT`` names."""
+    known = settings()
+    if known is None or "@" in urlsplit(href).netloc:
+        return False
+    one, other = (
+        (parts.scheme, parts.hostname, parts.port or _PORTS.get(parts.scheme))
+        for parts in map(urlsplit, (href, known.ENDPOINT))
+    )
+    return one == other
+
+
+def authorization(where: Url, href: str) -> dict[str, str]:
+    """Return the header with the token for a request to the hub's server; {} for all others.
+
+    Raises:
+        CheckpointError: the library is offline, or the token cannot be sent.
+    """
+    if not is_endpoint(href):
+        return {}
+    if settings().is_offline_mode():
+        raise offline(where)
+    token = ask(where, lambda: library(where).utils.build_hf_headers().get("authorization", ""))
+    if not (token.isascii() and token.isprintable()):
+        raise CheckpointError(where, "the token (HF_TOKEN) cannot be sent", "ASCII", "another text")
+    return {"Authorization": token} if token else {}
+
+
+class HubFile(NamedTuple):
+    """A file or folder of a repository at a commit; the path of its root is ""."""
+
+    repo: str
+    commit: str
+    path: str
+
+
+def file_of(location: Location) -> HubFile | None:
+    """Return the file or folder of the hub that a location names; None for any other."""
+    known = settings() if isinstance(location, Url) else None
+    if known is None or not isinstance(location, Url):
+        return None
+    root = known.ENDPOINT + "/"
+    found = _FILE.fullmatch(location.href.removeprefix(root))
+    if found is None or not location.href.startswith(root) or "?" in location.href:
+        return None
+    return HubFile(found["repo"], found["commit"], unquote(found["path"]))
+
+
+def url_of(file: HubFile) -> Url:
+    """Return the URL of a file, or of a folder, whose path ends with "/" or is ""."""
+    hub = library(file.repo)
+    href = hub.hf_hub_url(file.repo, file.path, revision=file.commit, endpoint=settings().ENDPOINT)
+    return Url.parse(href)
+
+
+def cached(location: Location) -> Location:
+    """Return the path of a file in the local cache if it is there, else the location itself."""
+    file = file_of(location)
+    if file is None or not file.path:
+        return location
+    found = library(location).try_to_load_from_cache(file.repo, file.path, revision=file.commit)
+    return Path(found) if isinstance(found, str) else location
+
+
+def offline(where: Location | str) -> CheckpointError:
+    """Return the error for a file that the local cache lacks, under ``HF_HUB_OFFLINE``."""
+    file = file_of(where) if isinstance(where, Url) else None
+    name = file.repo if file else str(where).removeprefix("hf://").partition("@")[0]
+    return ShardNotFoundError(
+        where,
+        "is not in the Hugging Face cache, and HF_HUB_OFFLINE is set: unset it, or write "
+        f"`hf download {name}` where there is a network",
+        found=str(settings().HF_HUB_CACHE),
+    )
+
+
+def refused(where: Location | str, status: int, headers: Mapping[str, str]) -> CheckpointError:
+    """Return the error for a refusal of the hub's server, which says what to do."""
+    code, found = headers.get("X-Error-Code", ""), f"{status} {HTTPStatus(status).phrase}"
+    if code == "RevisionNotFound":
+        return ShardNotFoundError(where, "the repository has no such revision", found=found)
+    if code == "EntryNotFound":
+        return ShardNotFoundError(where, "no such file in the repository", found=found)
+    if status not in (401, 403, 404):
+        return CheckpointError(where, "the hub refuses the request", found=found)
+    has_token = False
+    with suppress(Exception):  # a login that cannot be read gives no token
+        has_token = "authorization" in library(where).utils.build_hf_headers()
+    login = "use a token that may read it" if has_token else "run `hf auth login` or set HF_TOKEN"
+    problem = f"there is no such repository, or it is private: check its name, or {login}"
+    if code == "GatedRepo":
+        problem = f"is gated: accept its conditions on its page of the hub, and {login}"
+    return ShardNotFoundError(where, problem, found=found)
+
+
+def _answer_of(error: BaseException | None) -> Any:
+    """Return the response of a failed request; the library may have failed to read it, too."""
+    while error is not None and getattr(error, "response", None) is None:
+        error = error.__cause__ or error.__context__
+    return getattr(error, "response", None)
+
+
+class _Failure(NamedTuple):
+    error: CheckpointError
+    wait_seconds: float | None = None  # before a retry; None: no retry can help
+    answered: bool = True  # whether there was an answer at all
+
+
+def _failure(where: Location | str, error: Exception) -> _Failure:
+    """Return the error to raise for one of the library, without its text."""
+    hub, http = library(where).errors, wire.httpx()
+    if isinstance(error, hub.OfflineModeIsEnabled):
+        return _Failure(offline(where), answered=False)
+    if isinstance(error, hub.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        # the library has retried
+        return _failure(where, error.__cause__)._replace(wait_seconds=None)
+    if (response := _answer_of(error)) is not None:
+        status = response.status_code
+        expired = status in _SIGNED and not is_endpoint(str(response.request.url))
+        if status not in responses.PASSING and not expired:
+            return _Failure(refused(where, status, response.headers))
+        known = f"{status} {HTTPStatus(status).phrase}" + " of a signed URL" * expired
+        failed = CheckpointError(where, "cannot be read from the hub", found=known)
+        return _Failure(failed, responses.retry_after(response.headers), answered=status < 500)
+    if isinstance(error, http.HTTPError):
+        cause = wire.cause_of(error)
+        lasting = wire.lasting(error, cause)
+        problem = f"cannot be read from {settings().ENDPOINT}: check the network, or HF_ENDPOINT"
+        known = lasting or (str(cause) if cause else type(error).__name__)
+        failed = CheckpointError(where, problem, found=known)
+        failed.__cause__ = cause
+        return _Failure(failed, None if lasting else 0.0, answered=False)
+    if isinstance(error, hub.FileMetadataError):
+        return _Failure(CheckpointError(where, "HF_ENDPOINT names no hub: no commit is sent"))
+    if isinstance(error, OSError) and error.errno is None:  # the library's check of the length
+        failed = CheckpointError(where, "the server sent fewer or more bytes than it said")
+        return _Failure(failed, 0.0)
+    if isinstance(error, OSError):
+        failed = CheckpointError(
+            where,
+            f"{error.filename or settings().HF_HUB_CACHE} cannot be used: set HF_HOME",
+            found=os.strerror(error.errno or 0),
+        )
+        failed.__cause__ = error
+        return _Failure(failed)
+    return _Failure(CheckpointError(where, f"{type(error).__name__} in huggingface_hub"))
+
+
+def ask(
+    where: Location | str,
+    call: Callable[[], T],
+    stopped: threading.Event | None = None,
+    instead: Callable[[], T | None] = lambda: None,
+) -> T:
+    """Return ``call()``, a call of the library, retried as `Patience` says.
+
+    Args:
+        where: the file or repository, for errors.
+        call: the call.
+        stopped: ends the wait for the next try.
+        instead: called if there is no answer; a result other than None is returned.
+
+    Raises:
+        CheckpointError: in place of the library's errors.
+    """
+    patience = Patience.from_environment()
+    tried = 0
+    while True:
+        try:
+            with wire.hushed():
+                return call()
+        except (StreamloadError, MemoryError):
+            raise
+        except Exception as error:
+            failed, wait, answered = _failure(where, error)
+        if not answered and (found := instead()) is not None:
+            return found
+        tried += 1
+        if wait is None or tried >= patience.tries or wait > responses.MOST_WAIT_SECONDS:
+            raise failed  # outside of the except clause: the library's error is no context
+        backoff = patience.backoff_seconds * 2.0 ** (tried - 1)
+        (stopped or threading.Event()).wait(max(wait, min(backoff, patience.most_backoff_seconds)))
+
+
+def choose(fetch: Fetch, files: Mapping[Url, int], where: Location) -> Fetch:
+    """Return how to read files of the hub: "cache" if asked for or if the disk has room.
+
+    Args:
+        fetch: the choice of the user.
+        files: lengths in bytes of the files that the local cache lacks.
+        where: the checkpoint, for errors.
+
+    Raises:
+        CheckpointError: "cache" is asked for, and the disk lacks the room.
+    """
+    if fetch == "stream" or not files:
+        return "stream"
+    folder = Path(settings().HF_HUB_CACHE)
+    there = next(each for each in (folder, *folder.parents) if each.is_dir())
+    free = shutil.disk_usage(there).free if os.access(there, os.W_OK) else 0
+    needed = sum(files.values())
+    if free >= needed + (_SPARE_NBYTES if fetch == "auto" else 0):
+        return "cache"
+    if fetch == "cache":
+        raise CheckpointError(
+            where,
+            f"the files do not fit in {folder}: write fetch='stream', or set HF_HOME",
+            f"{format_bytes(needed)} free",
+            format_bytes(free),
+        )
+    return "stream"
+
+
+_lock = threading.Lock()  # guards `_coming`
+_coming: dict[str, Future[Path]] = {}  # by URL, files that `downloading` fetches now or later
+
+
+@contextmanager
+def downloading(urls: Sequence[Url], told: Callable[[int], None]) -> Iterator[None]:
+    """Download files to the local cache inside the block, in this order, by one thread.
+
+    Leaving the block stops it: whole files stay, and of the one under way nothing.
+
+    Args:
+        urls: the files.
+        told: called with the bytes downloaded so far, of all of them.
+    """
+    stopped = threading.Event()
+    with _lock:
+        mine = {u: Future[Path]() for u in urls if u.href not in _coming}
+        _coming.update({url.href: future for url, future in mine.items()})
+
+    def run() -> None:
+        done = 0
+        for url, future in mine.items():
+            if stopped.is_set():
+                future.cancel()
+                continue
+            before = done
+
+            def tell(nbytes: int, before: int = before) -> None:
+                nonlocal done
+                done = before + nbytes
+                told(done)
+
+            try:
+                path = _download(url, tell, stopped)
+                tell(path.stat().st_size)  # it may have been there
+                future.set_result(path)
+            except BaseException as error:
+                future.set_exception(error)
+
+    thread = threading.Thread(target=run, name="streamload-download", daemon=True)
+    if mine:
+        thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        if mine:
+            thread.join(_STOP_SECONDS)
+        with _lock:
+            for url in mine:
+                del _coming[url.href]
+
+
+def fetched(url: Url, stopped: threading.Event) -> Path:
+    """Return a file's path in the local cache, once it is there; download it if nobody does."""
+    found = cached(url)
+    while not isinstance(found, Path):
+        with _lock:
+            future = _coming.get(url.href)
+        if future is None:
+            return _download(url, lambda nbytes: None, stopped)
+        with suppress(TimeoutError, CancelledError):
+            found = future.result(_POLL_SECONDS)
+        if stopped.is_set():
+            raise CheckpointError(url, "reading was stopped")
+        if future.cancelled():
+            time.sleep(_POLL_SECONDS)  # until the other load has let go
+    return found
+
+
+def _download(url: Url, tell: Callable[[int], None], stopped: threading.Event) -> Path:
+    """Download a file to the local cache by the library, which keeps nothing of a failed one."""
+    hub, file = library(url), file_of(url)
+    assert file is not None, url
+
+    class Bar(hub.utils.tqdm):  # type: ignore[misc, name-defined]
+        """Passes on what came, and ends the download by an error once it is stopped."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "disable": True})
+            self.came = 0
+
+        def update(self, n: float | None = 1) -> None:
+            if stopped.is_set():
+                raise CheckpointError(url, "reading was stopped")
+            self.came += int(n or 0)
+            tell(self.came)
+
+        def update_transfer(self, n: float) -> None:
+            """Ignore bytes of Xet's wire, which may be fewer."""
+
+        def set_transfer_postfix_str(self, *arguments: Any, **options: Any) -> None:
+            """Ignore the rate of these bytes."""
+
+    def call() -> Path:
+        return Path(
+            hub.hf_hub_download(
+                file.repo,
+                file.path,
+                revision=file.commit,
+                endpoint=settings().ENDPOINT,
+                library_name="streamload",
+                tqdm_class=Bar,
+            )
+        )
+
+    return ask(url, call, stopped)
