@@ -26,6 +26,9 @@ ROOT = Path(__file__).parent.parent
 # processes that tests start import the package that is tested, whether or not it is installed
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
+# no test asks the hub; those of a hub on this machine say so (`hub_server`)
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 # hundreds of them: they compile the package once, and not each anew
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

@@ -6,10 +6,13 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from hub_server import use_hub
 from safetensors_files import header_bytes, write_safetensors
 
 from streamload.checkpoint.open import Checkpoint, from_headers, open_checkpoint
@@ -391,64 +394,60 @@ def make_cache(root: Path, *, repo: str = "models--org--name", ref: str = "main"
 
 @pytest.fixture
 def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An environment that says nothing of a cache, with an empty home and current folder."""
-    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(variable, raising=False)
+    """An empty home and current folder, where the cache is, without a hub."""
     home = tmp_path / "home"
     home.mkdir()
-    monkeypatch.setenv("HOME", str(home))
+    use_hub(monkeypatch, "http://127.0.0.1:1", home, offline=True)
     monkeypatch.chdir(home)
     return home
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "folder"),
-    [
-        ("HF_HUB_CACHE", "{}/x", "x"),
-        ("HUGGINGFACE_HUB_CACHE", "{}/x", "x"),
-        ("HF_HOME", "{}/x", "x/hub"),
-        ("HF_HOME", "~/x", "x/hub"),
-        ("XDG_CACHE_HOME", "{}/x", "x/huggingface/hub"),
-        ("HF_HUB_CACHE", "$HOME/x", "x"),
-        ("HF_HUB_CACHE", "", ".cache/huggingface/hub"),
-    ],
+    [("HF_HUB_CACHE", "{}/x", "x"), ("HF_HOME", "~/x", "x/hub"), ("HF_HUB_CACHE", "$HOME/x", "x")],
 )
 def test_name_in_the_hugging_face_cache(
-    no_cache: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, folder: str
+    tmp_path: Path, variable: str, value: str, folder: str
 ) -> None:
     """``org/name`` is the snapshot of ``main``, wherever the environment puts the cache."""
-    monkeypatch.setenv(variable, value.format(no_cache))
-    snapshot = make_cache(no_cache / folder)
-    checkpoint = open_checkpoint("org/name")
-    assert checkpoint.path == snapshot
-    assert names(checkpoint) == ["a", "b", "c"]
-    assert checkpoint.tensors["a"].shard == snapshot / FIRST
-    assert open_checkpoint(snapshot / FIRST).shards == checkpoint.shards[:1]
+    snapshot = make_cache(tmp_path / folder)
+    environment = {"HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", variable: value.format(tmp_path)}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING", "XDG"))}
+    code = "import streamload; print(streamload.open_checkpoint('org/name').path)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=kept | environment,
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == str(snapshot)
 
 
 def test_revision_in_the_hugging_face_cache(no_cache: Path) -> None:
     """A revision is a branch, a pull request or a commit."""
-    cache = no_cache / ".cache/huggingface/hub"
+    cache = no_cache / "hub"
     snapshot = make_cache(cache, ref="refs/pr/1")
     assert open_checkpoint("org/name@refs/pr/1").path == snapshot
     assert open_checkpoint(f"org/name@{COMMIT}").path == snapshot
     error = refused("org/name", ShardNotFoundError)
-    assert error.path == "org/name" and error.found == "other revisions only"
-    assert error.expected == f"main of {cache / 'models--org--name'}"
+    assert error.path == "org/name" and error.found == str(cache)
+    assert "HF_HUB_OFFLINE is set: unset it, or write `hf download org/name`" in str(error)
     make_cache(cache, repo="models--bert")
     assert names(open_checkpoint("bert")) == ["a", "b", "c"]
 
 
 def test_local_path_wins_over_the_cache(no_cache: Path) -> None:
     """What exists under the name is what is meant."""
-    make_cache(no_cache / ".cache/huggingface/hub")
+    make_cache(no_cache / "hub")
     write_shards(Path("org/name"), {"model.safetensors": "local"})
     assert names(open_checkpoint("org/name")) == ["local"]
 
 
 def test_half_downloaded_snapshot(no_cache: Path) -> None:
     """A shard that was not downloaded is missing by name, whether its link is there or not."""
-    snapshot = make_cache(no_cache / ".cache/huggingface/hub")
+    snapshot = make_cache(no_cache / "hub")
     os.remove(snapshot / "../../blobs/bb")
     for _ in range(2):
         error = refused("org/name", ShardNotFoundError)
@@ -462,13 +461,13 @@ def test_half_downloaded_snapshot(no_cache: Path) -> None:
 )
 def test_nothing_of_that_name(no_cache: Path, name: str) -> None:
     """What is neither a path nor in the cache is one error; a name never leads out of the cache."""
-    make_cache(no_cache / ".cache/huggingface/hub")
+    make_cache(no_cache / "hub")
     assert refused(name, ShardNotFoundError).path == name
 
 
 def test_ref_cannot_lead_out_of_the_cache(no_cache: Path) -> None:
     """The commit in a ref is a name, not a path."""
-    cache = no_cache / ".cache/huggingface/hub"
+    cache = no_cache / "hub"
     make_cache(cache)
     write_shards(no_cache / "elsewhere", {"model.safetensors": "a"})
     (cache / "models--org--name/refs/main").write_text(str(no_cache / "elsewhere"))

@@ -20,6 +20,7 @@ import pytest
 from bench_parts.section import forget
 from boxes import Boxes
 from conversions import files_of, quiet, reference, same_values, tensors_of, visible
+from hub_server import use_hub
 from make_checkpoint import make_checkpoint, shape_of_size
 from safetensors_files import write_safetensors
 
@@ -340,7 +341,7 @@ def test_a_source_in_the_cache_of_hugging_face(
         blob = repo / "blobs" / f"hash of {file.name}"
         blob.write_bytes(file.read_bytes())
         (snapshot / file.name).symlink_to(f"../../blobs/{blob.name}")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    use_hub(monkeypatch, "http://127.0.0.1:1", tmp_path, offline=True)
     convert("me/it", tmp_path / "out", progress=False)
     assert tensors_of(tmp_path / "out") == tensors_of(source)
     assert not any(p.is_symlink() for p in (tmp_path / "out").rglob("*"))

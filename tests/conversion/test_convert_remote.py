@@ -12,6 +12,7 @@ import needs
 import pytest
 from conversions import files_of, quiet, tensors_of, visible
 from gguf_models import write_model
+from hub_server import COMMIT, Hub, hub
 from remote_server import Answer, Site, patience, serve, site
 
 from streamload.checkpoint.open import open_checkpoint
@@ -22,7 +23,7 @@ from streamload.errors import CheckpointError
 
 needs.module("httpx2")
 
-__all__ = ["patience", "site"]
+__all__ = ["hub", "patience", "site"]
 
 
 @pytest.fixture
@@ -138,14 +139,11 @@ def test_secrets_stay_out(folder: Path, site: Site, tmp_path: Path) -> None:
     assert (tmp_path / "out" / SINGLE).exists()
 
 
-def in_repository(folder: Path, size: int | None = None) -> dict[str, bytes]:
-    """What huggingface.co serves of a folder: its files, and their list with their lengths."""
-    files = files_of(folder)
-    siblings = [{"rfilename": f"sub/{n}", "size": size or len(f)} for n, f in files.items()]
-    siblings += [{"rfilename": "sub/../x.txt", "size": 1}, {"rfilename": "other.txt", "size": 1}]
-    listing = json.dumps({"siblings": siblings}).encode()
-    served = {f"/me/mine/resolve/a%2Fb/sub/{name}": data for name, data in files.items()}
-    return {**served, "/api/models/me/mine/revision/a%2Fb": listing}
+def in_repository(hub: Hub, folder: Path) -> str:
+    """Put a folder's files into a repository's folder on a branch; return its URL."""
+    files = {f"sub/{name}": data for name, data in files_of(folder).items()}
+    hub.add("me/mine", {**files, "other.txt": b"x"}).refs["a/b"] = COMMIT
+    return f"{hub.url}/me/mine/resolve/a%2Fb/sub/"
 
 
 def with_folders(folder: Path) -> None:
@@ -159,19 +157,19 @@ def with_folders(folder: Path) -> None:
     (folder / "README.md").write_text("Read it.")
 
 
-def test_folders_of_a_repository(folder: Path, tmp_path: Path) -> None:
-    """Where the server lists its files, small folders come as from a folder, and all files do."""
+def test_folders_of_a_repository(folder: Path, tmp_path: Path, hub: Hub) -> None:
+    """The hub lists its files: small folders come as from a folder, and all files do."""
     with_folders(folder)
-    with serve(in_repository(folder)) as site:
-        url = f"{site.url}me/mine/resolve/a%2Fb/sub/"
-        report = convert(url, tmp_path / "far", dtype="float16", progress=False)
-        asked = [r for r in site.requests if r.path.startswith("/api/")]
-        assert [r.path for r in asked] == ["/api/models/me/mine/revision/a%2Fb?blobs=true"]
-        one = convert(url + "model.safetensors.index.json", tmp_path / "one", progress=False)
+    url = in_repository(hub, folder)
+    report = convert(url, tmp_path / "far", dtype="float16", progress=False)
+    asked = [path for path in hub.paths() if path.startswith("/api/")]
+    assert asked == ["/api/models/me/mine/revision/a%2Fb?blobs=true"]
+    one = convert(url + "model.safetensors.index.json", tmp_path / "one", progress=False)
     quiet(folder, tmp_path / "near", dtype="float16")
     assert shown(tmp_path / "far") == shown(tmp_path / "near")
     assert {"2_Dense/model.safetensors", "notes/deep/a.txt"} < shown(tmp_path / "far").keys()
     assert report.plan.notes == one.plan.notes == ("not copied: onnx/",)
+    assert not (tmp_path / "home" / "hub").exists()
 
 
 def test_folders_that_are_not_listed(folder: Path, tmp_path: Path) -> None:
@@ -184,24 +182,13 @@ def test_folders_that_are_not_listed(folder: Path, tmp_path: Path) -> None:
     assert report.plan.notes == (f"not copied: 1_Pooling/ {unlisted}, 2_Dense/ {unlisted}",)
 
 
-@pytest.mark.parametrize("listing", [b"", b"[]", b'{"siblings": 3}', b'{"siblings": [{"x": 1}]}'])
-def test_a_list_that_is_none(folder: Path, tmp_path: Path, listing: bytes) -> None:
-    """A server of the same addresses that lists nothing is as any other."""
-    files = {**in_repository(folder), "/api/models/me/mine/revision/a%2Fb": listing}
-    with serve(files) as site:
-        convert(f"{site.url}me/mine/resolve/a%2Fb/sub/", tmp_path / "far", progress=False)
-    quiet(folder, tmp_path / "near")
-    assert shown(tmp_path / "far") == shown(tmp_path / "near")
-
-
-def test_folders_that_are_long_are_left(folder: Path, tmp_path: Path) -> None:
+def test_folders_that_are_long_are_left(folder: Path, tmp_path: Path, hub: Hub) -> None:
     """By their lengths in the list, before any of them is asked for."""
     with_folders(folder)
     (folder / "notes" / "b.txt").write_text("b")
-    with serve(in_repository(folder, size=2**27 + 1)) as site:
-        url = f"{site.url}me/mine/resolve/a%2Fb/sub/"
-        report = convert(url, tmp_path / "out", progress=False)
-        assert not any("/notes/" in request.path for request in site.requests)
+    hub.size = 2**27 + 1
+    report = convert(in_repository(hub, folder), tmp_path / "out", progress=False)
+    assert not any("/notes/" in path for path in hub.paths())
     assert report.plan.notes == ("not copied: notes/, onnx/",)
 
 

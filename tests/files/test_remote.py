@@ -701,6 +701,7 @@ def test_huggingface_gets_its_token_and_nobody_else(site: Site, tmp_path: Path) 
                     print(error)
         """
         environment = {"HTTPS_PROXY": proxy, "HF_TOKEN": "hf_to-ken\n", "SSL_CERT_FILE": str(cert)}
+        environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
         urls = ["https://huggingface.co/model.safetensors", there.url + "model.safetensors"]
         urls.append("https://other.example/model.safetensors")
         lines = run(program, *urls, **environment).splitlines()

@@ -18,6 +18,7 @@ from typing import Any
 
 import needs
 import pytest
+from hub_server import use_hub
 from remote_server import Act, Answer, Drip, Redirect, Site, serve, serve_raw
 from safetensors_files import write_safetensors
 
@@ -74,7 +75,7 @@ BROKEN = [
     "s3://h/x?sig=SECRET",
     "S3://h/x?sig=SECRET" + "x" * 300,
     "ftp://u:SECRET@[::1]:2/x",
-    "hf://SECRET@h/x",
+    "ftp://SECRET@h/x",
     "file://u:SECRET@h/x",
     "u:SECRET@h/x",
     "h/x?sig=SECRET",
@@ -328,14 +329,17 @@ def test_a_proxy_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert site.requests
 
 
-@pytest.mark.parametrize("token", [f"{SECRET}\x01", f"{SECRET}\n{SECRET}", f"{SECRET}\xe9"])
-def test_a_token_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch, token: str) -> None:
+@pytest.mark.parametrize("token", [f"{SECRET}\x01", f"{SECRET}\xe9"])
+def test_a_token_that_cannot_be_sent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, token: str
+) -> None:
     """An error that says which variable it is, and no more."""
+    use_hub(monkeypatch, "https://hub.invalid", tmp_path)
     monkeypatch.setenv("HF_TOKEN", token)
     with fails():
-        streamload.open_checkpoint("https://huggingface.co/model.safetensors")
-    with pytest.raises(CheckpointError, match="HF_TOKEN cannot be sent"):
-        streamload.open_checkpoint("https://huggingface.co/model.safetensors")
+        streamload.open_checkpoint("https://hub.invalid/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"\(HF_TOKEN\) cannot be sent"):
+        streamload.open_checkpoint("https://hub.invalid/model.safetensors")
 
 
 def test_others_keep_their_logs(site: Site, kept_secret: io.StringIO) -> None:

@@ -52,6 +52,7 @@ FRAMEWORKS = {
     "diffusers": (),
     "vllm": ("vllm",),
     "httpx2": ("remote", "connections"),
+    "huggingface_hub": ("hub",),
     "httpcore2": ("connections",),
     "obstore": ("stores",),
     "boto3": ("stores",),
@@ -59,7 +60,7 @@ FRAMEWORKS = {
 #: Rooms that may import every framework.
 OF_FRAMEWORKS = ("bench", "transformers")
 READ_ENVIRONMENT = (
-    *("checkpoint.hub", "core.disk_cache", "files.connections", "files.remote"),
+    *("core.disk_cache", "files.connections"),
     "files.stores",
     *("devices.names", "devices.probing"),
     *("distributed.launch", "distributed.store", "distributed.torch"),
@@ -72,6 +73,7 @@ START_THREADS = (
     "offloading.completion",  # to wait for a device that computes
     "offloading.prefetch",  # to bring layers while the caller computes
     "files.connections",  # to connect, which nothing interrupts
+    "files.hub",  # to download while others read
     "files.stores",  # for the event loop of a bucket's requests
     "verification.verify",  # checksums of replicas, after the load
 )

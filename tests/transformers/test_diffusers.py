@@ -11,10 +11,13 @@ from typing import Any
 import needs
 import numpy as np
 import pytest
+from hub_server import COMMIT, Hub, hub
 
 torch = needs.module("torch")
 needs.module("transformers")
 diffusers = needs.runtime("diffusers")
+
+__all__ = ["hub"]
 
 import diffusion  # noqa: E402
 import safetensors.torch as st  # noqa: E402
@@ -47,6 +50,24 @@ def bits(pipeline: Any) -> dict[str, tuple[Any, bytes]]:
         for part, model in models(pipeline).items()
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
+
+
+def test_a_pipeline_of_the_hub(hub: Hub, tmp_path: Path) -> None:
+    """Its files are downloaded, but for weights in other formats; and a model of it alone."""
+    folder = saved(tmp_path / "a", "Stable Diffusion")
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+    hub.add("me/pipe", {**files, "unet/diffusion_pytorch_model.bin": b"x", "picture.png": b"x"})
+    with pytest.raises(CheckpointError, match="write fetch='cache'"):
+        ours("me/pipe", fetch="stream")
+    assert bits(ours("me/pipe")) == bits(ours(folder))
+    snapshot = tmp_path / "home" / "hub" / "models--me--pipe" / "snapshots" / COMMIT
+    there = {path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*.*")}
+    assert there == files.keys()
+    hub.add("me/vae", {f"v/{n[4:]}": data for n, data in files.items() if n.startswith("vae/")})
+    assert raw(ours("me/vae", subfolder="v").decoder.conv_in.weight) == raw(
+        ours(folder / "vae").decoder.conv_in.weight
+    )
 
 
 def test_patterns_of_dtypes(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import forked
 import needs
 import pytest
+from hub_server import use_hub
 
 from streamload.checkpoint.open import open_checkpoint
 from streamload.errors import CheckpointError, PlanInfeasibleError, StateDictMismatchError
@@ -598,7 +599,7 @@ def test_a_model_comes_from_a_file_an_index_or_the_cache(
     refs = folder.parent.parent / "refs"
     refs.mkdir()
     (refs / "main").write_text("0123abc")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    use_hub(monkeypatch, "http://127.0.0.1:1", tmp_path, offline=True)
     for path in (
         single / "model.safetensors",
         folder / "model.safetensors.index.json",

@@ -11,11 +11,14 @@ from typing import Any
 import needs
 import numpy as np
 import pytest
+from hub_server import COMMIT, Hub, hub, use_hub
 
 from streamload.errors import CheckpointError, PlanInfeasibleError, StateDictMismatchError
 
 torch = needs.module("torch")
 transformers = needs.module("transformers")
+
+__all__ = ["hub"]
 
 import safetensors.torch as st  # noqa: E402
 from transformers_helpers import (  # noqa: E402
@@ -91,7 +94,7 @@ def test_budgets_and_devices_as_they_come(tmp_path: Path, given: dict[str, Any])
     ("given", "said"),
     [
         ({"cache_dir": "/x"}, "set HF_HUB_CACHE"),
-        ({"force_download": True}, "hf download"),
+        ({"force_download": True}, "hf cache rm"),
         ({"gguf_file": "x.gguf"}, r'write streamload.transformers.from_pretrained\(".*/x.gguf"\)'),
         ({"output_loading_info": True}, "streamload_report"),
         ({"offload_folder": "x"}, "write offload=True$"),
@@ -249,12 +252,33 @@ def test_revisions_of_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         saved(folder, "llama", num_hidden_layers=2 - int(commit[0]))
         (hub / "refs" / name).parent.mkdir(parents=True, exist_ok=True)
         (hub / "refs" / name).write_text(commit)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    use_hub(monkeypatch, "http://127.0.0.1:1", tmp_path, offline=True)
     assert len(load("me/tiny").model.layers) == 2
     assert len(load("me/tiny", revision="refs/pr/1").model.layers) == 1
     assert len(load("me/tiny", revision="1" * 40).model.layers) == 1
     assert load("me/tiny", revision="1" * 40).name_or_path == "me/tiny"
     assert len(load(folder, revision="main").model.layers) == 1
+
+
+@pytest.mark.parametrize("fetch", ["stream", "cache"])
+def test_a_repository_of_the_hub(hub: Hub, tmp_path: Path, fetch: str) -> None:
+    """The model comes from the hub by name, revision and subfolder; a stream leaves no file."""
+    folder = saved(tmp_path / "a", "llama")
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    hub.add("me/tiny", files | {f"sub/{name}": data for name, data in files.items()})
+    reference = new_model("llama")
+    for options in ({}, {"revision": COMMIT}, {"subfolder": "sub"}):
+        found = streamload.transformers.from_pretrained("me/tiny", fetch=fetch, **options)
+        assert_same_bits(found, reference)
+        assert found.name_or_path == "me/tiny"
+        assert found.generation_config.to_dict() == reference.generation_config.to_dict()
+    whole = {path.name for path in (tmp_path / "home").rglob("*") if "snapshots" in path.parts}
+    expected = {"config.json", "generation_config.json", "model.safetensors"}
+    assert expected <= whole if fetch == "cache" else not whole
+    with streamload.transformers.from_pretrained(
+        "me/tiny", offload=True, budget="10MB", tokens=1
+    ).streamload_offload:
+        pass
 
 
 def test_a_configuration_by_path(tmp_path: Path) -> None:
