@@ -39,7 +39,7 @@ from streamload.loading.options import IterateOptions
 
 _FORMAT = "streamload"
 _OPENING = frozenset({"key", "variant"})  # options of `open_checkpoint`
-# vLLM quantizes by itself, and JSON has no functions
+# vLLM itself quantizes, and JSON has no functions
 _KNOWN = _OPENING | IterateOptions.__annotations__.keys() - {"quant", "transform"}
 #: Key that `_localize` adds to the extra config: the location of the weights by model folder.
 _LOCATIONS = "locations"
@@ -110,7 +110,7 @@ class StreamloadModelLoader(BaseModelLoader):
 
 
 def _page_cache(checkpoint: Checkpoint, to_fill: list[Any]) -> str:
-    """Return "drop" if memory is short for the page cache beside the parameters in host memory."""
+    """Return "drop" if memory is short for both the page cache and the parameters."""
     # "auto" of `iterate` counts only the tensors that it reads together
     free = free_host_nbytes()
     needed = checkpoint.nbytes + sum(each.nbytes for each in to_fill) + MARGIN_NBYTES

@@ -86,13 +86,13 @@ def _with_documents(checkpoint: Checkpoint, files: Collection[Url]) -> list[Url]
 
 @contextmanager
 def coming(
-    checkpoint: Checkpoint, read: Collection[Location], told: Callable[[int], None]
+    checkpoint: Checkpoint, read: Collection[Location], progress: Callable[[int], None]
 ) -> Iterator[None]:
     """Download the files ``read`` inside the block, in their order, while others are read.
 
-    ``told`` is called with the bytes downloaded so far.
+    ``progress`` is called with the bytes downloaded so far.
     """
-    with hub.downloading(_with_documents(checkpoint, _lacking(checkpoint, read)), told):
+    with hub.downloading(_with_documents(checkpoint, _lacking(checkpoint, read)), progress):
         yield
 
 

@@ -198,7 +198,7 @@ class Context:
     def check_room(self, nbytes: int, trim: Callable[[], None] = nothing) -> None:
         """Raise AllocationError if an integrated device would take memory that the host lacks.
 
-        The host's memory is measured for each allocation: other programs take it meanwhile, and the
+        The host's memory is measured for each allocation: other programs take some, and the
         driver takes the last of it. ``trim`` frees what an allocator caches.
         """
         if not self.integrated:
@@ -207,7 +207,7 @@ class Context:
         if nbytes > available - overhead_nbytes(available) // 2:
             trim()
             available = available_system_nbytes()
-        # half of it is for memory that the process takes meanwhile, as in `Headroom`
+        # half of it is for memory that the process itself takes, as in `Headroom`
         if nbytes > available - overhead_nbytes(available) // 2:
             problem = (
                 f"it shares the host's memory, and {format_bytes(available)} of that are available "

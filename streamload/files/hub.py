@@ -140,7 +140,7 @@ def offline(where: Location | str) -> CheckpointError:
 
 
 def refused(where: Location | str, status: int, headers: Mapping[str, str]) -> CheckpointError:
-    """Return the error for a refusal of the hub's server, which says what to do."""
+    """Return the error for a refusal of the hub's server, with the line to write."""
     code, found = headers.get("X-Error-Code", ""), f"{status} {HTTPStatus(status).phrase}"
     if code == "RevisionNotFound":
         return ShardNotFoundError(where, "the repository has no such revision", found=found)
@@ -217,7 +217,7 @@ def ask(
     stopped: threading.Event | None = None,
     instead: Callable[[], T | None] = lambda: None,
 ) -> T:
-    """Return ``call()``, a call of the library, retried as `Patience` says.
+    """Return ``call()``, a call of the library, retried by `Patience`.
 
     Args:
         where: the file or repository, for errors.
@@ -281,14 +281,14 @@ _coming: dict[str, Future[Path]] = {}  # by URL, files that `downloading` fetche
 
 
 @contextmanager
-def downloading(urls: Sequence[Url], told: Callable[[int], None]) -> Iterator[None]:
+def downloading(urls: Sequence[Url], progress: Callable[[int], None]) -> Iterator[None]:
     """Download files to the local cache inside the block, in this order, by one thread.
 
     Leaving the block stops it: whole files stay, and of the one under way nothing.
 
     Args:
         urls: the files.
-        told: called with the bytes downloaded so far, of all of them.
+        progress: called with the bytes downloaded so far, of all of them.
     """
     stopped = threading.Event()
     with _lock:
@@ -306,7 +306,7 @@ def downloading(urls: Sequence[Url], told: Callable[[int], None]) -> Iterator[No
             def tell(nbytes: int, before: int = before) -> None:
                 nonlocal done
                 done = before + nbytes
-                told(done)
+                progress(done)
 
             try:
                 path = _download(url, tell, stopped)

@@ -54,9 +54,7 @@ from streamload.streaming.state import Job, Sink, Transfer, WorkItem, written_nb
 
 # After this time without a pass, threads end, and staging and files are released until the next.
 _IDLE_S = 2.0
-# Threads that read one layer: with 16 the thread that runs the model waited for them, for the
-# interpreter's lock (docs/measurements.md, "Offloading").
-_MOST_WORKERS = 8
+_MOST_WORKERS = 8  # that read one layer: more hold the model's thread up (docs/measurements.md)
 _LOOK_S = 0.1  # interval of checks for that, and for the end of the program
 
 
@@ -463,9 +461,8 @@ class Rounds(Sink):
             while self._users:
                 if self._wanted and error is None:  # inside a layer: the next thread closes them
                     return
-                if (
-                    self._wanted and error is not self._raised
-                ):  # the waiting layer and the one around it have to end
+                # the waiting layer and the one around it have to end
+                if self._wanted and error is not self._raised:
                     self._error = error
                     self._changed.notify_all()
                 self._changed.wait(_LOOK_S)
