@@ -137,8 +137,8 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
     """
     clock = Clock()
     with uncollected():
-        path = opened(path)
-        call = read_call(path, model, **options)
+        source = opened(path)
+        call = read_call(source, model, **options)
         place = Place.look(model, call.checkpoint, call.options, options["device"])
         match = _matched(place, call, options)
         try:
@@ -150,8 +150,8 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
             raise Infeasible(error, call, given, (place, match)).suggesting() from None
         stays = options["residence"] != "memory" or options["reader"] in ("mmap", "direct")
         if stays and call.options.fetch == "cache":
-            local = on_disk(path, "cache", options["progress"])
-            if local is not path:  # planned again, by the files
+            local = on_disk(source, "cache", options["progress"])
+            if local is not source:  # planned again, by the files
                 return load_state_dict(model, local, **options)
         try:
             with deferred_interrupt():  # one that comes while we clean up waits until that is done

@@ -283,8 +283,8 @@ def offload(
     clock = Clock()
     asked = OffloadAsked.read(tokens, stay, layers, host, options, on_overrun)
     with uncollected():
-        path = opened(path)
-        checkpoint, read, found = read_call(path, model, **options)
+        source = opened(path)
+        checkpoint, read, found = read_call(source, model, **options)
         place = Place.look(model, checkpoint, read, options["device"])
         wanted = Wanted(
             *(checkpoint, place.parameters, options["mapping"], options["rename"]),
@@ -297,8 +297,8 @@ def offload(
         except StateDictMismatchError as error:
             call = call_of_library(model, checkpoint.path, offload=True)
             raise error.or_by(call) from None
-        local = on_disk(path, options["fetch"], options["progress"])
-        if local is not path:  # planned again, by the files
+        local = on_disk(source, options["fetch"], options["progress"])
+        if local is not source:  # planned again, by the files
             how: Any = {"tokens": tokens, "stay": stay, "layers": layers, "host": host}
             return offload(model, local, on_overrun=on_overrun, **how, **options)
     return prepared.run(options["progress"], clock)

@@ -207,8 +207,8 @@ def stream_layers(
     clock = Clock()
     asked = OffloadAsked.read(tokens, stay, layers, host, options)
     with uncollected():
-        path = opened(path)
-        checkpoint, read, found = read_call(path, **options)
+        source = opened(path)
+        checkpoint, read, found = read_call(source, **options)
         fill, _, tied = found
         place = Place.look(None, checkpoint, read, options["device"])
         (device,) = place.devices.opened.values()
@@ -221,8 +221,8 @@ def stream_layers(
         steps, groups = steps_of_checkpoint(wants, problem.nbytes, tied, asked.stay, asked.layers)
         made = replace(problem, groups=groups).decide()
         decided = load_of_stays(made, problem, place, found)
-        local = on_disk(path, options["fetch"], "auto")
-        if local is not path:  # planned again, by the files
+        local = on_disk(source, options["fetch"], "auto")
+        if local is not source:  # planned again, by the files
             how: Any = {"tokens": tokens, "stay": stay, "layers": layers, "host": host}
             return stream_layers(local, **how, **options)
     report = run(decided, False, clock)
