@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -141,7 +140,7 @@ def offline(where: Location | str) -> CheckpointError:
 
 def refused(where: Location | str, status: int, headers: Mapping[str, str]) -> CheckpointError:
     """Return the error for a refusal of the hub's server, with the line to write."""
-    code, found = headers.get("X-Error-Code", ""), f"{status} {HTTPStatus(status).phrase}"
+    code, found = headers.get("X-Error-Code", ""), responses.status_text(status)
     if code == "RevisionNotFound":
         return ShardNotFoundError(where, "the repository has no such revision", found=found)
     if code == "EntryNotFound":
@@ -184,7 +183,7 @@ def _failure(where: Location | str, error: Exception) -> _Failure:
         expired = status in _SIGNED and not is_endpoint(str(response.request.url))
         if status not in responses.PASSING and not expired:
             return _Failure(refused(where, status, response.headers))
-        known = f"{status} {HTTPStatus(status).phrase}" + " of a signed URL" * expired
+        known = responses.status_text(status) + " of a signed URL" * expired
         failed = CheckpointError(where, "cannot be read from the hub", found=known)
         return _Failure(failed, responses.retry_after(response.headers), answered=status < 500)
     if isinstance(error, http.HTTPError):
@@ -313,7 +312,10 @@ def downloading(urls: Sequence[Url], progress: Callable[[int], None]) -> Iterato
                 tell(path.stat().st_size)  # it may have been there
                 future.set_result(path)
             except BaseException as error:
-                future.set_exception(error)
+                if stopped.is_set():  # other loads that wait for the file download it themselves
+                    future.cancel()
+                else:
+                    future.set_exception(error)
 
     thread = threading.Thread(target=run, name="streamload-download", daemon=True)
     if mine:
