@@ -14,6 +14,7 @@ from streamload.checkpoint.open import CheckpointLike, open_checkpoint
 from streamload.cli.output import be_quiet
 from streamload.codecs.cast_table import OutOfRange
 from streamload.conversion.rename import RenamePatterns
+from streamload.core.location import is_url
 from streamload.errors import BudgetError, Fit, PlanInfeasibleError
 from streamload.files.hub import Fetch
 from streamload.files.local import ReaderKind
@@ -376,6 +377,8 @@ def read_adapters(values: list[str] | None) -> list[tuple[str, float]]:
     out = []
     for value in values or ():
         path, _, scale = value.rpartition("=")
+        if is_url(value) and "?" in path:  # the rest is of the query
+            path = ""
         try:
             out.append((path, float(scale)) if path else (value, 1.0))
         except ValueError:
