@@ -114,7 +114,7 @@ def _stated(checkpoint: Checkpoint, config: Any) -> DType | None:
 
 def _stored(checkpoint: Checkpoint) -> list[DType]:
     """Return the dtypes of the checkpoint's floats; the first is transformers' ``dtype="auto"``."""
-    infos = sorted(checkpoint.tensors.values(), key=lambda info: (info.shard, info.name))
+    infos = sorted(checkpoint.tensors.values(), key=lambda info: (info.shard.name, info.name))
     found = dict.fromkeys(info.dtype for info in infos if info.dtype.name in COMPUTED_IN)
     blocks = any(info.dtype.is_packed for info in infos)  # few others are float32
     return list({F16: None} | found if blocks else found)
