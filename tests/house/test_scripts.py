@@ -243,7 +243,7 @@ def _read_only_home(tmp_path: Path) -> Path:
 
 SHOW = """
 import sys, streamload
-report = streamload.load_state_dict(None, sys.argv[1], budget="1MB", device=sys.argv[2])
+report = streamload.load_state_dict(None, sys.argv[1], budget="8MB", device=sys.argv[2])
 print(report)
 """
 
