@@ -52,6 +52,7 @@ def site(folder: Path, text: str) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 def test_the_command_compares_and_writes(tmp_checkpoint: Callable[..., Path]) -> None:
     """A table, JSON and a chart; the tensors of each loader are those of the files."""
     path = tmp_checkpoint(3_000_000, shards=2, dtype="float16")

@@ -74,6 +74,7 @@ def test_a_device_that_is_not_there_is_said(tmp_path: Path) -> None:
         GPU_SECTIONS["gpu-warm"](gpu_options(tmp_path, "tinygrad:nowhere"))
 
 
+@pytest.mark.slow
 def test_the_script_runs_sections_of_a_gpu(tmp_path: Path) -> None:
     """Named, and with the checkpoints kept for the next time."""
     out = tmp_path / "bench.json"
@@ -122,6 +123,7 @@ def test_eight_bits_are_written(tmp_path: Path) -> None:
 # --- with a stand-in for the driver ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_copies_give_everything_back(tmp_path: Path) -> None:
     """The limit of copying, and what is told of the device meanwhile, by a strict stand-in."""
     folder = cuda_stand_in.build(tmp_path).parent

@@ -87,7 +87,7 @@ def test_float32_is_what_gguf_py_makes(kind: str, engine: Engine) -> None:
     assert counts == ZERO
 
 
-@pytest.mark.parametrize("engine", ["llvm", "numpy"])
+@pytest.mark.parametrize("engine", ["llvm", pytest.param("numpy", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gguf-mxfp4"])
 def test_hostile_scales_are_what_gguf_py_makes_of_them(kind: str, engine: Engine) -> None:
     """Every float16 in the place of the scale, subnormal, infinite and NaN ones among them."""

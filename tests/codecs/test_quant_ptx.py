@@ -85,7 +85,7 @@ def test_any_grid(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("ahead", ["first", "last"])
+@pytest.mark.parametrize("ahead", ["first", pytest.param("last", marks=pytest.mark.slow)])
 def test_warps_that_come_apart(name: str, ahead: Ahead) -> None:
     """In whatever order warps run, maxima and sums are those of all."""
     x = np.random.default_rng(5).standard_normal((5, 320)).astype(np.float16)

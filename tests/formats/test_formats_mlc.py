@@ -256,7 +256,7 @@ def test_files_are_as_full_as_they_get(tmp_path: Path) -> None:
         assert before["nbytes"] + after["records"][0]["nbytes"] > 4096
 
 
-@pytest.mark.parametrize("quant", ["q4f16_1", "q4f16_0"])
+@pytest.mark.parametrize("quant", ["q4f16_1", pytest.param("q4f16_0", marks=pytest.mark.slow)])
 def test_killed_where_scales_lie_in_other_files(start: Start, tmp_path: Path, quant: str) -> None:
     """SIGKILL at some points: the same bytes and sums in the end."""
     options: dict[str, object] = {"to": "mlc", "quant": quant, "max_shard_size": "300kB"}

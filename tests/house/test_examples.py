@@ -103,6 +103,7 @@ def test_too_small_prints_one_error_with_the_numbers(small_checkpoint: Path) -> 
     assert said.splitlines()[-1].startswith("short by ")
 
 
+@pytest.mark.slow
 def test_bert_compares_sentences(minilm: Path) -> None:
     """The BERT example finds the paraphrase nearer than the unrelated sentence."""
     needs.device("CPU")

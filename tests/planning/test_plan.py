@@ -943,7 +943,8 @@ def test_a_dtype_that_is_asked_for_is_had() -> None:
 # --- size -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.slow), 300])
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 300])
 def test_a_hundred_thousand_tensors(nodes: int) -> None:
     """A large checkpoint over many nodes is planned whole, each tensor once."""
     tensors = {f"layers.{i // 100}.experts.{i % 100}.w": ("BF16", [8, 8]) for i in range(100_000)}

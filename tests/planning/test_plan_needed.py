@@ -11,6 +11,7 @@ from typing import Any
 import needs
 import numpy as np
 import pytest
+from parameters import few
 from safetensors_files import write_safetensors
 
 import streamload
@@ -100,7 +101,7 @@ def check_model(
 )
 def test_what_is_needed_is_enough(first: int, tmp_path: Path) -> None:
     """Of 200 random plans: by the plan, by its table, and by the error of too small a budget."""
-    for seed in range(first, first + 50):
+    for seed in range(first, first + few(50)):
         numbers = random.Random(seed)
         quant = numbers.choice(FORMATS)
         shapes = shapes_of(numbers, quant)

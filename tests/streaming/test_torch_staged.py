@@ -17,7 +17,7 @@ import needs
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from parameters import enough, few
+from parameters import enough, few, product
 from recording import Disk, Faults, recorded
 
 import streamload
@@ -217,8 +217,10 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("operation", "bulk"), FAULTS)
+@pytest.mark.parametrize(
+    ("operation", "bulk", "kind"),
+    product(FAULTS, KINDS, fast=lambda op, bulk, kind: kind == KINDS[FAULTS.index((op, bulk)) % 4]),
+)
 def test_a_failing_operation_leaves_every_parameter_in_a_stated_condition(
     raw: Made, disk: Disk, kind: str, operation: str, bulk: bool
 ) -> None:
@@ -298,8 +300,10 @@ def test_a_copy_that_fails_among_those_of_one_slot(raw: Made, kind: str, threads
             completes(run, raw, dtype=dtype)
 
 
-@pytest.mark.parametrize("operation", ["copy", "record", "wait", "ran"])
-@pytest.mark.parametrize("at", range(1, 7))
+@pytest.mark.parametrize(
+    ("operation", "at"),
+    product(["copy", "record", "wait", "ran"], range(1, 7), fast=lambda _, at: at in (1, 2, 6)),
+)
 def test_the_first_calls_of_a_driver_that_fail(raw: Made, operation: str, at: int) -> None:
     """Copies of slots that no unit was told to be in have ended too, before memory goes."""
     for chunk_nbytes in (200, 640):
@@ -321,9 +325,11 @@ def test_the_first_calls_of_a_driver_that_fail(raw: Made, operation: str, at: in
             completes(run, raw)
 
 
-@READERS
 @MORE_WAYS
-@pytest.mark.parametrize("kind", ["meta", "real"])
+@pytest.mark.parametrize(
+    ("reader", "kind"),
+    product(["mmap", "pread"], ["meta", "real"], fast=lambda r, k: (r == "mmap") == (k == "real")),
+)
 def test_a_tensor_that_cannot_be_read_is_named(
     raw: Made, disk: Disk, reader: str, threads: int, bulk: bool, kind: str
 ) -> None:
@@ -378,9 +384,11 @@ def test_bytes_that_come_at_the_second_time_are_right_or_an_error(
     assert again >= 8 or not bulk
 
 
-@READERS
 @WAYS
-@pytest.mark.parametrize("dtype", [None, "float16"])
+@pytest.mark.parametrize(
+    ("reader", "dtype"),
+    product(["mmap", "pread"], [None, "float16"], fast=lambda r, d: (r == "mmap") == (d is None)),
+)
 def test_a_file_cut_in_the_middle_of_a_slot_names_the_tensor(
     tmp_path: Path, reader: str, threads: int, bulk: bool, dtype: str | None
 ) -> None:
