@@ -203,17 +203,17 @@ class Context:
         """
         if not self.integrated:
             return
-        available = available_system_nbytes()
-        if nbytes > available - overhead_nbytes(available) // 2:
-            trim()
+        for free in (trim, nothing):
             available = available_system_nbytes()
-        # half of it is for memory that the process itself takes, as in `Headroom`
-        if nbytes > available - overhead_nbytes(available) // 2:
-            problem = (
-                f"it shares the host's memory, and {format_bytes(available)} of that are available "
-                "now; stop other programs, or state a smaller budget="
-            )
-            raise AllocationError(self.name, problem, nbytes=nbytes)
+            # half of it is for memory that the process itself takes, as in `Headroom`
+            if nbytes <= available - overhead_nbytes(available) // 2:
+                return
+            free()
+        problem = (
+            f"it shares the host's memory, and {format_bytes(available)} of that are available "
+            "now; stop other programs, or state a smaller budget="
+        )
+        raise AllocationError(self.name, problem, nbytes=nbytes)
 
     def launch(self, kernel: int, blocks: int, stream: int, arguments: Sequence[int]) -> None:
         """Queue a kernel with 64-bit arguments on a stream."""
