@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from streamload.codecs.cast_table import cast_engine, supported
 from streamload.codecs.decode import TARGETS, there_nbytes, values_of
 from streamload.codecs.decode_cuda import SYMBOL, dequant_ptx
-from streamload.codecs.llvm import lack
+from streamload.codecs.llvm import binding, lack
 from streamload.codecs.permute import compile_transpose
 from streamload.codecs.weights import Packed
 from streamload.core.dtypes import BF16, F16, DType
@@ -445,5 +445,7 @@ def _engine(
             raise UnsupportedCastError(
                 at.dtype.name, "floats", reason=why, tensor=at.name, path=at.shard
             )
+        with suppress(ImportError):
+            binding()  # logs what that costs
         return "numpy", [f"{why}: weights are dequantized in numpy"]
     return "llvm", []

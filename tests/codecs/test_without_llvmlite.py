@@ -69,7 +69,12 @@ for sample in samples:
 assert any("[fast]" in note for note in report.notes), report.notes
 casts = {p.name: p.cast for p in report.plan.placements}
 assert {casts[sample.name] for sample in samples} == {"numpy"}, casts
-
+""",
+    "blocks": """
+import gguf
+sys.path.append(sys.argv[2])
+from dequant_samples import same
+from gguf_files import random_blocks
 writer = gguf.GGUFWriter(folder / "a.gguf", "llama")
 expected = {}
 for kind in ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "IQ4_XS"):
