@@ -95,17 +95,28 @@ class _Listing(NamedTuple):
 _listings: dict[tuple[str, str, str], _Listing] = {}  # by server, repository and commit
 
 
+def _known(file: HubFile | None) -> _Listing | None:
+    if file is None or (known := hub.settings()) is None:
+        return None
+    return _listings.get((known.ENDPOINT, file.repo, file.commit))
+
+
 def is_named(text: str) -> bool:
     """Return whether text names a repository: by ``hf://``, or as a URL of the hub's server."""
     if not is_url(text):
         return text.startswith(SCHEME)
     known = hub.settings()
     root = known.ENDPOINT + "/" if known is not None else ""
-    return bool(root) and text.startswith(root) and _is_resolved(text.removeprefix(root))
+    path = text.removeprefix(root)
+    return path != text and not {"?", "#"}.intersection(path) and bool(_RESOLVED.fullmatch(path))
 
 
-def _is_resolved(path: str) -> bool:
-    return "?" not in path and "#" not in path and _RESOLVED.fullmatch(path) is not None
+def origin(path: Location) -> Location:
+    """Return the URL of a path in the local cache if this process has listed its repository."""
+    file = hub.origin(path) if isinstance(path, Path) else None
+    known = _known(file)
+    inside = _inside(known.files, file.path) if file and known else None
+    return path if file is None or inside is None else hub.url_of(file._replace(path=inside))
 
 
 def locate(text: str) -> Location:
@@ -137,7 +148,7 @@ def _located(text: str, asked: Repository) -> Location:
 
 
 def _listed(
-    text: str, asked: Repository, instead: Callable[[], Path | None] = lambda: None
+    text: Location | str, asked: Repository, instead: Callable[[], Path | None] = lambda: None
 ) -> HubFile | Path:
     """Ask the hub for a repository's commit and files; return the file or folder, or `instead`."""
     api = hub.library(text).HfApi(endpoint=hub.settings().ENDPOINT, library_name="streamload")
@@ -147,18 +158,24 @@ def _listed(
         return found
     files = {each.rfilename: each.size or 0 for each in found.siblings or ()}
     _listings[hub.settings().ENDPOINT, asked.name, found.sha] = _Listing(files, asked.revision)
-    path = asked.path.rstrip("/")
-    if path and path not in files:
-        path += "/"
-        if not any(each.startswith(path) for each in files):
-            problem = "no such file in the repository"
-            raise ShardNotFoundError(text, problem, found=some(sorted(files)))
+    path = _inside(files, asked.path.rstrip("/"))
+    if path is None:
+        problem = "no such file in the repository"
+        raise ShardNotFoundError(text, problem, found=some(sorted(files)))
     return HubFile(asked.name, found.sha, path)
+
+
+def _inside(files: Mapping[str, int], path: str) -> str | None:
+    """Return the path of a file, or of a folder with a slash at its end; None if it is neither."""
+    if not path or path in files:
+        return path
+    path += "/"
+    return path if any(each.startswith(path) for each in files) else None
 
 
 def _snapshot(asked: Repository) -> Path | None:
     """Return the path of a repository, or of its file, in the local cache; None if it is absent."""
-    library, known = hub.library(asked.name), hub.settings()
+    library = hub.library(asked.name)
     try:
         found = library.HfApi().resolve_revision(
             asked.name, revision=asked.revision, local_files_only=True
@@ -167,8 +184,7 @@ def _snapshot(asked: Repository) -> Path | None:
         return None
     if not re.fullmatch(r"\w+", found.resolved, re.ASCII):
         return None
-    folder = library.file_download.repo_folder_name(repo_id=asked.name, repo_type="model")
-    path = Path(known.HF_HUB_CACHE) / folder / "snapshots" / found.resolved / asked.path
+    path = hub.repo_folder(asked.name) / "snapshots" / found.resolved / asked.path
     return path if path.exists() else None
 
 
@@ -181,12 +197,12 @@ def listing(folder: Location) -> Mapping[str, int] | None:
     file = hub.file_of(folder)
     if file is None:
         return None
-    key = (hub.settings().ENDPOINT, file.repo, file.commit)
-    if key not in _listings:  # another process has found the commit
-        _listed(str(folder), Repository(file.repo, file.commit))
-    found = _listings[key].files
+    if _known(file) is None:  # another process has found the commit
+        _listed(folder, Repository(file.repo, file.commit))
+    known = _known(file)
+    assert known is not None, folder
     inside = file.path.rpartition("/")[0] + "/" * ("/" in file.path)
-    return {path[len(inside) :]: n for path, n in found.items() if path.startswith(inside)}
+    return {path[len(inside) :]: n for path, n in known.files.items() if path.startswith(inside)}
 
 
 def written(folder: Location) -> str:

@@ -270,21 +270,22 @@ def locate(
 
     ``pinned``: what another rank has found for a repository.
     """
+    found: Location
     name = os.fsdecode(path.href if isinstance(path, Url) else path)
     if hub.is_named(name) and not (isinstance(path, Url) and file_of(path)):
-        return _with_folder(url_of(pinned) if pinned else hub.locate(name))
-    if is_url(name):
-        url = path if isinstance(path, Url) and path.is_shown else Url.parse(name)
-        return url, url.parent if url.name else url
-    found = expanded(local(name))
-    if not name or not _exists(found):  # `local` makes the current folder of ""
-        return _with_folder(url_of(pinned) if pinned else hub.locate(name))
-    return _with_folder(found)
+        found = url_of(pinned) if pinned else hub.locate(name)
+    elif is_url(name):
+        found = path if isinstance(path, Url) and path.is_shown else Url.parse(name)
+    else:
+        found = expanded(local(name))
+        if not name or not _exists(found):  # `local` makes the current folder of ""
+            found = url_of(pinned) if pinned else hub.locate(name)
+    return found, folder_of(found)
 
 
-def _with_folder(found: Location) -> tuple[Location, Location]:
-    is_folder = not found.name if isinstance(found, Url) else found.is_dir()
-    return found, found if is_folder else found.parent
+def folder_of(path: Location) -> Location:
+    """Return the folder of a checkpoint's path, which may be one of its files."""
+    return path if isinstance(path, Path) and path.is_dir() else path.parent
 
 
 def expanded(path: Path) -> Path:
@@ -510,7 +511,7 @@ def _missing(path: Location, names: Sequence[str], count: int, total: int) -> Sh
 
 def read_json_file(path: Location) -> bytes:
     """Return the bytes of a JSON file; raise HeaderError if it is longer than a header may be."""
-    path = cached(path)
+    path = cached(hub.origin(path))
     if isinstance(path, Url):
         raw = remote.read_file(path, most_nbytes(path))
         check_nbytes(path, "the file is too long", len(raw))

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from streamload.checkpoint.digests import SIDECAR
+from streamload.checkpoint.hub import origin
 from streamload.checkpoint.listing import list_folder
-from streamload.checkpoint.open import Checkpoint, read_json_file
+from streamload.checkpoint.open import Checkpoint, folder_of, read_json_file
 from streamload.codecs.weights import CONFIG_KEYS
 from streamload.conversion.disk import WORK
 from streamload.core.bounded_json import parse_json
@@ -23,6 +24,7 @@ from streamload.core.location import Location, Url
 from streamload.errors import CheckpointError, ShardNotFoundError
 from streamload.files import remote
 from streamload.files.header import SAFETENSORS, unreadable
+from streamload.files.hub import cached
 from streamload.formats.reader import UNREAD_SUFFIXES, readers
 from streamload.formats.safetensors import INDEX, SINGLE
 from streamload.planning.dequantize import all_dequantized
@@ -97,7 +99,7 @@ def files_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str
     found, left = _lying_beside(checkpoint)
     made = _said_inside(checkpoint)
     # files of a folder may hold more than a tensor file of it, and may belong to another one
-    is_folder = checkpoint.path in (header.path.parent for header in checkpoint.shards)
+    is_folder = checkpoint.path == folder_of(checkpoint.path)
     return made | found if is_folder else found | made, left
 
 
@@ -115,17 +117,15 @@ def _said_inside(checkpoint: Checkpoint) -> dict[str, SmallFile]:
 def _lying_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str]]:
     """Return small files to copy from a checkpoint's folder by name; names of files not copied."""
     path = checkpoint.path
-    if isinstance(path, Url):
-        owns = path.name in ("", SINGLE, INDEX)
-        return _served(path.parent, owns=owns) if checkpoint.config else ({}, [])
+    folder = origin(folder_of(path))  # of the hub: its cache may have some of the files
+    owns = path == folder_of(path) or path.name in (SINGLE, INDEX)
+    if isinstance(folder, Url):
+        return _served(folder, owns=owns) if checkpoint.config else ({}, [])
     try:
-        is_folder = path.is_dir()
-        folder = path if is_folder else path.parent
         names = sorted(os.listdir(folder))
         bounds = _bounds(folder)
     except OSError as error:
         raise unreadable(path, error) from error
-    owns = is_folder or path.name in (SINGLE, INDEX)
     if not owns and CONFIG not in names:
         return {}, []
     found: dict[str, SmallFile] = {}
@@ -287,6 +287,10 @@ def _served(folder: Url, *, owns: bool) -> tuple[dict[str, SmallFile], list[str]
             url = folder
             for part in name.split("/"):
                 url = url / part
+            if isinstance(there := cached(url), Path):
+                there = _real(_bounds(there.parent), there)
+                found[name] = SmallFile(name, there, there.stat().st_size)
+                continue
             try:
                 seen = remote.look(url, _HELD_NBYTES)
             except ShardNotFoundError:

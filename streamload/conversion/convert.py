@@ -45,6 +45,7 @@ from streamload.errors import CheckpointError
 from streamload.files import remote
 from streamload.files.guard import FileState
 from streamload.files.header import SAFETENSORS, unreadable
+from streamload.files.hub import fingerprint
 from streamload.loading.lora import Adapters, AdaptersArgument
 from streamload.loading.report import Clock, quantized_text, warn_of_overflow
 from streamload.planning.dequantize import as_in_models, asked, dequantized
@@ -160,8 +161,8 @@ def convert(
     It takes some tens of MB of memory for a checkpoint of any size. The result is in the layout of
     Hugging Face, with the other files of the checkpoint's folder (configuration, tokenizer) and
     small folders (``1_Pooling/``; as they are), the new dtype in config.json, and the digests of
-    all tensors in ``streamload.json``. Servers other than the Hugging Face Hub do not list their
-    files: from these servers, files of usual names are copied, and notes name missing folders.
+    all tensors in ``streamload.json``. The Hugging Face Hub and buckets list their files; from
+    other servers, files of usual names are copied, and notes name missing folders.
 
     Nothing in the destination looks finished before all is: files are written to its subfolder
     ``.streamload``, and moved to their paths at the end, indexes last. After a failure or a kill,
@@ -292,7 +293,7 @@ class _Conversion:
         self._way = way
         used = {path for _, _, t in plan.tensors() for info in t.infos for path in info.files}
         self._shards = [header for header in checkpoint.shards if header.path in used]
-        self._source = {header.path.name: header.fingerprint() for header in self._shards}
+        self._source = {header.path.name: fingerprint(header) for header in self._shards}
         said = plan.verdict
         self._first = {
             "format": FORMAT,

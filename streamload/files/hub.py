@@ -25,6 +25,7 @@ from streamload.errors import CheckpointError, ShardNotFoundError, StreamloadErr
 from streamload.files import connections as wire
 from streamload.files import responses
 from streamload.files.connections import Patience
+from streamload.files.header import Header
 
 T = TypeVar("T")
 
@@ -32,6 +33,9 @@ T = TypeVar("T")
 Fetch = Literal["auto", "stream", "cache"]
 
 _FILE = re.compile(r"(?P<repo>[^/]+(?:/[^/]+)?)/resolve/(?P<commit>[0-9a-f]{40})/(?P<path>.*)")
+_CACHED = re.compile(
+    r"/models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(/|$)(?P<path>.*)"
+)
 _PORTS = {"http": 80, "https": 443}
 _SPARE_NBYTES = 2**30  # left free on the cache's disk
 _SIGNED = (401, 403, 404, 410)  # statuses of a signed URL that has expired
@@ -97,6 +101,9 @@ class HubFile(NamedTuple):
     commit: str
     path: str
 
+    def __str__(self) -> str:
+        return f"hf://{self.repo}@{self.commit}/{self.path}"
+
 
 def file_of(location: Location) -> HubFile | None:
     """Return the file or folder of the hub that a location names; None for any other."""
@@ -108,6 +115,27 @@ def file_of(location: Location) -> HubFile | None:
     if found is None or not location.href.startswith(root) or "?" in location.href:
         return None
     return HubFile(found["repo"], found["commit"], unquote(found["path"]))
+
+
+def origin(location: Location) -> HubFile | None:
+    """Return the file or folder of the hub that a URL, or a path in the local cache, names."""
+    if isinstance(location, Url):
+        return file_of(location)
+    found = _CACHED.search(location.as_posix())
+    return found and HubFile(found["repo"].replace("--", "/"), found["commit"], found["path"])
+
+
+def fingerprint(header: Header) -> dict[str, str | int]:
+    """Return `Header.fingerprint`; of the hub's files, the same for a URL and for the cache."""
+    if (file := origin(header.path)) is None:
+        return header.fingerprint()
+    return {"file": str(file), "nbytes": header.file_nbytes}
+
+
+def repo_folder(repo: str) -> Path:
+    """Return the folder of a repository in the local cache."""
+    name = library(repo).file_download.repo_folder_name(repo_id=repo, repo_type="model")
+    return Path(settings().HF_HUB_CACHE, name)
 
 
 def url_of(file: HubFile) -> Url:

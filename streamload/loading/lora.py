@@ -28,6 +28,7 @@ from streamload.core.memory import first_that_fits
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, ShardNotFoundError
 from streamload.files.header import Header, parse_json_object
+from streamload.files.hub import fingerprint, origin
 from streamload.planning.families import is_conv1d
 from streamload.planning.sources import HEADS, tied_names
 from streamload.planning.transforms import Change, Changes, Rows, Transform
@@ -222,10 +223,12 @@ class _Reader:
         if lacking or not names:
             expected = ", ".join(map(str, lacking)) or "lora_A and lora_B"
             raise CheckpointError(self._path, "the adapter lacks tensors", expected, "none")
-        path = shards[0].path.parent
-        shown = os.path.abspath(path) if isinstance(path, Path) else str(path)
+        path = shards[0].path
+        shown = origin(path) or (
+            os.path.abspath(path.parent) if isinstance(path, Path) else path.parent
+        )
         to.headers += [replace(header, metadata={}) for header in shards]
-        to.identity.append([shown, self._scale, self._hasher.hexdigest()])
+        to.identity.append([str(shown), self._scale, self._hasher.hexdigest()])
 
     def _merge(self, module: str, parts: Mapping[str, TensorInfo], *, embedding: bool) -> None:
         """Add the change of a weight by lora_A and lora_B, and of its bias by that of lora_B."""
@@ -296,7 +299,7 @@ class _Reader:
             problem = f"{' and '.join(tied[0])} are tied: peft would replace one of both"
             self._refuse(info, problem, "tie_word_embeddings false in config.json", "true")
         self._to.replaced[target.name] = info
-        state = self._adapter.headers[info.shard].fingerprint()
+        state = fingerprint(self._adapter.headers[info.shard])
         self._hasher.update(json.dumps([key, state]).encode())
 
     def _target(self, name: str, part: TensorInfo) -> TensorInfo:

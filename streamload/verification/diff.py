@@ -21,7 +21,7 @@ from typing import get_args
 import numpy as np
 
 from streamload.checkpoint.digests import SIDECAR, Digests
-from streamload.checkpoint.open import Checkpoint, CheckpointLike, opened
+from streamload.checkpoint.open import Checkpoint, CheckpointLike, folder_of, opened
 from streamload.checkpoint.shards import AHEAD_NBYTES, BLOCK_NBYTES, Room, Shards, cut
 from streamload.codecs.cast_table import OutOfRange, supported
 from streamload.codecs.decode import check_target, scales_nbytes
@@ -261,11 +261,10 @@ def _wanted(checkpoint: Checkpoint, policy: DTypePolicy, info: TensorInfo) -> DT
 
 def _left(converted: Checkpoint) -> list[str]:
     """Return patterns of weights that `convert` left unquantized, from its sidecar; [] if none."""
-    path = converted.path
-    if isinstance(path, Url):
+    if isinstance(converted.path, Url):
         return []
     try:
-        left = Digests.read((path if path.is_dir() else path.parent) / SIDECAR).options.get("left")
+        left = Digests.read(folder_of(converted.path) / SIDECAR).options.get("left")
     except CheckpointError:
         return []
     return [each for each in left if isinstance(each, str)] if isinstance(left, list) else []

@@ -21,10 +21,17 @@ from typing import Any
 import numpy as np
 
 from streamload.checkpoint.digests import SIDECAR, Digest, Digests, digest_of
-from streamload.checkpoint.open import Checkpoint, CheckpointLike, open_checkpoint, opened
+from streamload.checkpoint.hub import origin
+from streamload.checkpoint.open import (
+    Checkpoint,
+    CheckpointLike,
+    folder_of,
+    open_checkpoint,
+    opened,
+)
 from streamload.checkpoint.shards import Room, open_shard
 from streamload.codecs.stored import by_weight
-from streamload.core.location import Location, Url
+from streamload.core.location import Location
 from streamload.core.memory import first_that_fits
 from streamload.core.patterns import Patterns, Selection
 from streamload.core.progress import Progress, reporting
@@ -359,7 +366,7 @@ def verify_checkpoint(
     begun = time.monotonic()
     chosen = Selection.parse(select, exclude)
     checkpoint = opened(path)
-    folder = _folder(checkpoint)
+    folder = folder_of(checkpoint.path)
     digests = Digests.read(folder / SIDECAR)
     block_nbytes, kind = way([checkpoint])
     room = Room(block_nbytes, ahead=True)
@@ -409,19 +416,12 @@ def _unlike(info: TensorInfo, digest: Digest) -> Changed | None:
     return None
 
 
-def _folder(checkpoint: Checkpoint) -> Location:
-    """Return the folder of the checkpoint's files, where the sidecar is."""
-    path = checkpoint.path
-    inside = bool(path.name) if isinstance(path, Url) else not path.is_dir()
-    return path.parent if inside else path
-
-
 def _names_of_folder(checkpoint: Checkpoint, folder: Location) -> Mapping[str, TensorInfo]:
     """Return the tensors that a sidecar may list: of all shards, even if only one was opened."""
     if checkpoint.path == folder or checkpoint.path.name.endswith(".json"):
         return checkpoint.tensors
     try:
-        whole = open_checkpoint(folder)
+        whole = open_checkpoint(origin(folder))
     except CheckpointError:  # the other shards are not there
         return checkpoint.tensors
     mine = {header.path.name for header in checkpoint.shards}

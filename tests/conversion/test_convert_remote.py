@@ -7,12 +7,15 @@ import tracemalloc
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import needs
+import numpy as np
 import pytest
 from conversions import files_of, quiet, tensors_of, visible
 from gguf_models import write_model
 from hub_server import COMMIT, Hub, hub
+from lora_files import adapter
 from remote_server import Answer, Site, patience, serve, site
 
 from streamload.checkpoint.open import open_checkpoint
@@ -22,6 +25,7 @@ from streamload.conversion.disk import WORK
 from streamload.errors import CheckpointError
 
 needs.module("httpx2")
+huggingface_hub = needs.module("huggingface_hub")
 
 __all__ = ["hub", "patience", "site"]
 
@@ -170,6 +174,47 @@ def test_folders_of_a_repository(folder: Path, tmp_path: Path, hub: Hub) -> None
     assert {"2_Dense/model.safetensors", "notes/deep/a.txt"} < shown(tmp_path / "far").keys()
     assert report.plan.notes == one.plan.notes == ("not copied: onnx/",)
     assert not (tmp_path / "home" / "hub").exists()
+
+
+@pytest.mark.parametrize("filled", ["model-00002", "model", "config.json", ""])
+def test_a_cache_that_is_filled_meanwhile(
+    folder: Path, tmp_path: Path, hub: Hub, filled: str
+) -> None:
+    """With any part of a repository and an adapter in it, the same files are written, and resumed.
+
+    What the cache has is not asked for again.
+    """
+    with_folders(folder)
+    small = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    name = "model.layers.0.self_attn.q_proj"
+    width = open_checkpoint(folder).tensors[f"{name}.weight"].shape[0]
+    parts = {"A": np.ones((2, width), "float32"), "B": np.ones((width, 2), "float32")}
+    arrays = {f"base_model.model.{name}.lora_{k}.weight": v for k, v in parts.items()}
+    url = in_repository(hub, folder)
+    hub.add("me/lora", files_of(adapter(tmp_path / "lora", arrays, **small)))
+    options: dict[str, Any] = {"dtype": "float16", "adapters": ["me/lora"]}
+    convert(url, tmp_path / "far", progress=False, **options)
+
+    def fail(done: int, total: int) -> None:
+        if done:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        convert(url, tmp_path / "out", progress=fail, **options)
+    for name in files_of(folder):
+        if name.startswith((filled, "config.json")):
+            huggingface_hub.hf_hub_download("me/mine", f"sub/{name}", revision=COMMIT)
+    huggingface_hub.hf_hub_download("me/lora", "adapter_model.safetensors", revision=COMMIT)
+    is_whole = filled in ("model", "")
+    assert isinstance(open_checkpoint(url).path, Path) is is_whole
+    before = len(hub.paths("GET"))
+    again = convert(url, tmp_path / "again", progress=False, **options)
+    asked = [path for path in hub.paths("GET")[before:] if "/resolve/" in path]
+    assert not any(f"/sub/{filled}" in path for path in asked)
+    assert again.plan.notes == ("not copied: onnx/",)
+    convert(url, tmp_path / "out", resume=True, progress=False, **options)
+    assert shown(tmp_path / "out") == shown(tmp_path / "again") == shown(tmp_path / "far")
+    assert convert(url, tmp_path / "far", resume=True, progress=False, **options).read_nbytes == 0
 
 
 def test_folders_that_are_not_listed(folder: Path, tmp_path: Path) -> None:
