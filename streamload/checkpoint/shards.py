@@ -23,6 +23,7 @@ from streamload.core.units import round_up
 from streamload.errors import CheckpointError
 from streamload.files.guard import FileState
 from streamload.files.header import Header, open_regular, unreadable
+from streamload.files.hub import cached as of_hub
 from streamload.files.local import Reader, ReaderKind, ResolvedKind, open_reader, resolve_reader
 from streamload.files.page_cache import PageCache, ShardCache
 
@@ -62,7 +63,7 @@ def map_shard(header: Header) -> mmap.mmap:
 
 
 def file_kind(shard: Location, kind: ReaderKind) -> ResolvedKind:
-    """Return ``kind`` with "auto" resolved for a shard; a URL is always read over HTTP."""
+    """Return ``kind`` with "auto" resolved for a shard; a URL is always read from its server."""
     return resolve_reader(shard, kind if isinstance(shard, Path) else "auto")
 
 
@@ -183,12 +184,18 @@ class Shards:
             reader.stop_ahead()
         if self._stopped:  # `stop` was called before this file was opened
             reader.stop()
-        # direct reads and reads over HTTP leave nothing in the page cache
-        through_cache = reader.has_file and (kind != "direct" or reader.fallback)
-        if self._cache is not None and through_cache and isinstance(shard, Path):
-            self._caches[shard] = self._cache.open(shard)
-            self.page_cache = self._cache.reason
+        # direct reads and reads from servers leave nothing in the page cache
+        if kind == "cache" or (reader.has_file and (kind != "direct" or reader.fallback)):
+            self._open_cache(shard)
         return reader
+
+    def _open_cache(self, shard: Location, *, is_own: bool = False) -> ShardCache | None:
+        """Open the `ShardCache` of a file if it is on this machine, with the lock held."""
+        path = of_hub(shard)
+        if self._cache is not None and isinstance(path, Path) and shard not in self._caches:
+            self._caches[shard] = self._cache.open(path, is_own=is_own)
+            self.page_cache = self._cache.reason
+        return self._caches.get(shard)
 
     @contextmanager
     def block(
@@ -226,6 +233,9 @@ class Shards:
     def drops(self, shard: Location) -> bool:
         """Return whether `done` drops pages of a shard; if not, it only counts bytes."""
         cache = self._caches.get(shard)
+        if cache is None and self._kind(shard) == "cache":  # it was downloaded after it was opened
+            with self._lock:
+                cache = self._open_cache(shard, is_own=True)
         return cache is not None and cache.drops
 
     def check(self) -> None:

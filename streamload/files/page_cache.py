@@ -244,11 +244,14 @@ class PageCache:
         self._available = available
         self._lock = threading.Lock()
 
-    def open(self, path: Path) -> ShardCache:
-        """Return the `ShardCache` of a shard, before its data is read; the caller closes it."""
+    def open(self, path: Path, *, is_own: bool = False) -> ShardCache:
+        """Return the `ShardCache` of a shard, before its data is read; the caller closes it.
+
+        ``is_own``: this load wrote the file, so that all of its pages are the load's.
+        """
         if not self._decided:
             self._decide()
-        return ShardCache(path, self)
+        return ShardCache(path, self, is_own=is_own)
 
     def _decide(self) -> None:
         """Decide for "auto", by the memory free now, whether pages are dropped from now on."""
@@ -278,8 +281,9 @@ class PageCache:
 class ShardCache:
     """Drops one shard's pages after they were read, or only counts bytes. Thread-safe."""
 
-    def __init__(self, path: Path, whole: PageCache) -> None:
+    def __init__(self, path: Path, whole: PageCache, *, is_own: bool = False) -> None:
         self._whole = whole
+        self._is_own = is_own
         self._lock = threading.Lock()
         self._absent: list[tuple[int, int]] = []  # byte ranges not resident before the load
         # byte ranges read, as [start, stop, dropped up to here], in order and disjoint: as many as
@@ -290,7 +294,8 @@ class ShardCache:
             return
         with suppress(OSError):  # reading the shard will raise the error
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            self._absent = _absent_runs(self._fd)
+            nbytes = os.fstat(self._fd).st_size
+            self._absent = [(0, nbytes)] if is_own else _absent_runs(self._fd)
 
     @property
     def drops(self) -> bool:
@@ -313,6 +318,9 @@ class ShardCache:
     def close(self) -> None:
         """Drop the remaining pages, after the last window is closed; may be called twice."""
         with self._lock:
+            if self._is_own and self._absent:
+                os.fdatasync(self._fd)  # until then, written pages cannot be dropped
+                self._add(*self._absent[0])
             for start, stop, _ in self._read:
                 nbytes = sum(b - a for a, b in self._within(start, stop))
                 self._whole.count(dropped_nbytes=nbytes)

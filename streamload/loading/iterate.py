@@ -11,6 +11,7 @@ from typing import Any, Unpack
 from streamload.checkpoint.open import CheckpointLike
 from streamload.core.location import Location
 from streamload.core.tensors import TensorInfo
+from streamload.files.hub import cached
 from streamload.files.page_cache import PageCache, ShardCache
 from streamload.loading.load import read_call, run, uncollected
 from streamload.loading.options import IterateOptions, takes
@@ -139,10 +140,10 @@ class _Loop:
                 decided = self.decided(names)
                 if decided.call.options.page_cache == "drop":
                     # what the kernel reads ahead of a group stays until the next group drops it
-                    for path in decided.call.checkpoint.headers:
-                        if isinstance(path, Path) and path not in caches:
-                            caches[path] = PageCache("drop", to_read_nbytes=0).open(path)
-                            closing.callback(caches[path].close)
+                    for shard in decided.call.checkpoint.headers:
+                        if shard not in caches and isinstance(path := cached(shard), Path):
+                            caches[shard] = PageCache("drop", to_read_nbytes=0).open(path)
+                            closing.callback(caches[shard].close)
                 with uncollected():
                     found = run(decided, False, Clock()).state_dict
                 for info in self._read(names):
