@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -154,3 +155,27 @@ def here(
         return out, err
 
     return call
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """A filesystem in memory of a given size: ``small_disk("4m")``, again to change it."""
+    mounted: list[Path] = []
+
+    def mount(options: str) -> Path:
+        point = tmp_path / "disk"
+        point.mkdir(exist_ok=True)
+        how = f"remount,{options}" if mounted else options
+        command = ["mount", "-t", "tmpfs", "-o", how, "tmpfs", str(point)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except OSError as error:
+            pytest.skip(f"cannot mount: {error}")
+        if done.returncode:
+            pytest.skip(f"cannot mount: {done.stderr.strip()}")
+        mounted.append(point)
+        return point
+
+    yield mount
+    if mounted:
+        subprocess.run(["umount", mounted[0]], check=True)

@@ -51,49 +51,47 @@ def choose_fetch(checkpoint: Checkpoint, fetch: Fetch, *, needed: bool) -> Fetch
     if fetch == "cache" and any(isinstance(p, Url) and hub.file_of(p) is None for p in paths):
         problem = "is not of the Hugging Face Hub, and has no cache: write fetch='stream'"
         raise CheckpointError(checkpoint.path, problem)
-    lacking = _lacking(checkpoint)
-    if needed and lacking and fetch == "stream":
+    files = _of_hub(checkpoint)
+    where = next(iter(files)).parent if files else checkpoint.path
+    if needed and files and fetch == "stream":
         problem = "weights that stay in files need them on this machine: write fetch='cache'"
-        raise CheckpointError(checkpoint.path, problem)
-    return hub.choose("cache" if needed else fetch, lacking, checkpoint.path)
+        raise CheckpointError(where, problem)
+    return hub.choose("cache" if needed else fetch, files, where)
 
 
-def _lacking(checkpoint: Checkpoint, only: Collection[Location] | None = None) -> dict[Url, int]:
-    """Return lengths in bytes of the hub's files that the cache lacks, of those in ``only``."""
+def _of_hub(checkpoint: Checkpoint) -> dict[Url, int]:
+    """Return lengths in bytes of the hub's files that the cache lacked on opening."""
     return {
         header.path: header.file_nbytes
         for header in checkpoint.shards
-        if isinstance(header.path, Url)
-        and hub.file_of(header.path) is not None
-        and (only is None or header.path in only)
+        if isinstance(header.path, Url) and hub.file_of(header.path) is not None
     }
 
 
-def _with_documents(checkpoint: Checkpoint, files: Collection[Url]) -> list[Url]:
+def _with_documents(files: Collection[Url]) -> list[Url]:
     """Return ``files`` after config.json and the index, which opening the cache needs."""
-    first = next(iter(files), None)
-    if first is None:
-        return []
+    folder = next(iter(files)).parent
     names = [
         name
-        for name in repositories.listing(first.parent) or ()
+        for name in repositories.listing(folder) or ()
         if name == "config.json" or (name.endswith(".json") and ".index." in name)
     ]
-    repositories.keep_ref(first)
-    documents = (first.parent / name for name in names if "/" not in name)
+    documents = (folder / name for name in names if "/" not in name)
     return [*(url for url in documents if not isinstance(hub.cached(url), Path)), *files]
 
 
 @contextmanager
-def coming(
-    checkpoint: Checkpoint, read: Collection[Location], progress: Callable[[int], None]
-) -> Iterator[None]:
-    """Download the files ``read`` inside the block, in their order, while others are read.
+def coming(files: Collection[Url], progress: Callable[[int], None]) -> Iterator[None]:
+    """Download files of the hub inside the block, in their order, while others are read.
 
     ``progress`` is called with the bytes downloaded so far.
     """
-    with hub.downloading(_with_documents(checkpoint, _lacking(checkpoint, read)), progress):
+    if not files:
         yield
+        return
+    with hub.downloading(_with_documents(files), progress):
+        yield
+    repositories.keep_ref(next(iter(files)))
 
 
 def on_disk(path: CheckpointLike, fetch: Fetch, progress: Progress) -> Checkpoint:
@@ -105,11 +103,11 @@ def on_disk(path: CheckpointLike, fetch: Fetch, progress: Progress) -> Checkpoin
         CheckpointError: ``fetch`` is "stream", the files do not fit, or cannot be downloaded.
     """
     checkpoint = opened(path)
-    files = _lacking(checkpoint)
+    files = _of_hub(checkpoint)
     if not files:
         return checkpoint
     choose_fetch(checkpoint, fetch, needed=True)
-    download(_with_documents(checkpoint, files), sum(files.values()), progress)
+    download(_with_documents(files), sum(files.values()), progress)
     headers = tuple(_local(header) for header in checkpoint.shards)
     shards = {h.path: new.path for h, new in zip(checkpoint.shards, headers, strict=True)}
     tensors = {
@@ -128,7 +126,10 @@ def download(files: Sequence[Url], nbytes: int, progress: Progress) -> list[Path
     """Download files of the hub, of so many bytes, to its local cache; return their paths."""
     never = threading.Event()
     with reporting(progress, nbytes, "downloaded") as tell, hub.downloading(files, tell):
-        return [hub.fetched(url, never) for url in files]
+        paths = [hub.fetched(url, never) for url in files]
+    for url in files[:1]:
+        repositories.keep_ref(url)
+    return paths
 
 
 @contextmanager
@@ -146,7 +147,6 @@ def documents(found: Location, fetch: Fetch) -> Iterator[Location]:
     names = [name for name in listed if _DOCUMENT.fullmatch(name)]
     urls = [folder / name for name in names]
     if fetch != "stream" and hub.choose(fetch, {u: listed[u.name] for u in urls}, found) == "cache":
-        repositories.keep_ref(folder)
         paths = download(urls, sum(listed[name] for name in names), progress=False)
         yield paths[0].parent / found.name if found.name else paths[0].parent
         return

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote
+from uuid import uuid4
 
 from streamload.core.location import Location, Url, is_url
 from streamload.core.units import format_bytes
@@ -141,7 +142,7 @@ def locate(text: str) -> Location:
 def _located(text: str, asked: Repository) -> Location:
     if hub.settings().is_offline_mode():
         if (snapshot := _snapshot(asked)) is None:
-            raise hub.offline(text)
+            raise hub.offline(text, asked.name)
         return snapshot
     found = _listed(text, asked, partial(_snapshot, asked))
     return found if isinstance(found, Path) else hub.url_of(found)
@@ -209,9 +210,18 @@ def written(folder: Location) -> str:
     """Return how a user writes a folder of the hub, with a slash at its end."""
     file = hub.file_of(folder)
     assert file is not None, folder
-    known = _listings.get((hub.settings().ENDPOINT, file.repo, file.commit))
+    known = _known(file)
     revision = known.revision if known else file.commit
     return f"{Repository(file.repo, revision, file.path)}".rstrip("/") + "/"
+
+
+def explained(error: ShardNotFoundError, found: Location) -> CheckpointError:
+    """Return an error of opening a location with what to write instead, if that is known."""
+    if isinstance(found, Path):
+        return hub.of_part(error, found)
+    if not found.name or _A_FILE.fullmatch(found.name) or error.expected is not None:
+        return error
+    return replace(error, expected=f"{found}/ for a folder")
 
 
 def check_single(folder: Location, shards: Sequence[str]) -> None:
@@ -238,9 +248,13 @@ def path_of(found: Location, folder: Location, shards: Sequence[Location]) -> Lo
 def keep_ref(url: Location) -> None:
     """Note in the local cache the commit of the revision asked for, for loads without the hub."""
     file = hub.file_of(url)
-    known = _listings.get((hub.settings().ENDPOINT, file.repo, file.commit)) if file else None
-    if file is None or known is None:
+    known = _known(file)
+    if file is None or known is None or known.revision == file.commit:
         return
-    api = hub.library(url).HfApi(endpoint=hub.settings().ENDPOINT, library_name="streamload")
-    with suppress(CheckpointError):  # this load does not need it
-        hub.ask(url, partial(api.resolve_revision, file.repo, revision=known.revision))
+    revision = (known.revision or hub.settings().DEFAULT_REVISION).strip("/")
+    ref = hub.repo_folder(file.repo) / "refs" / revision
+    made = ref.with_name(f"{ref.name}.{uuid4().hex}")
+    with suppress(OSError):  # this load does not need it
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        made.write_text(file.commit)
+        made.replace(ref)

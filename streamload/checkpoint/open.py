@@ -69,7 +69,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
     Attributes:
         path: the file, folder or index that was opened; of a repository that the Hugging Face cache
-            has, the folder of the snapshot; a `Url` if it is read over HTTP.
+            has, the folder of the snapshot; a `Url` if it is read from a server.
         shards: the headers of its files, in order of name.
         tensors: all tensors by name, in order of shard and place in the file.
         metadata: the shards' ``__metadata__`` together, without keys whose values differ.
@@ -201,8 +201,8 @@ def open_checkpoint(
 
     A folder's checkpoint consists of the files that ``model.safetensors.index.json`` names; or, if
     ``model.safetensors`` exists and no index names it, of that file alone; or else of all
-    ``*.safetensors`` except hidden ones and, if there are others, ``consolidated*``. A server does
-    not list its folders: at a URL only the first two are found; a bucket does. A folder without
+    ``*.safetensors`` except hidden ones and, if there are others, ``consolidated*``. The Hub and
+    buckets list their folders; at other URLs only the first two are found. A folder without
     safetensors files may hold ``pytorch_model.bin``, its index and its files, or ``*.pth`` and the
     like.
 
@@ -233,8 +233,11 @@ def open_checkpoint(
 def _open(path: str | os.PathLike[str], variant: str | None, key: str | None) -> Checkpoint:
     """Open a checkpoint as `open_checkpoint` does, without ``like`` and ``limits``."""
     found, folder = locate(path)
-    with remote.connections():
-        checkpoint = _opened(found, folder, variant, key)
+    try:
+        with remote.connections():
+            checkpoint = _opened(found, folder, variant, key)
+    except ShardNotFoundError as error:
+        raise hub.explained(error, found) from error.__cause__
     path = hub.path_of(found, folder, [header.path for header in checkpoint.shards])
     return replace(checkpoint, path=path) if path != found else checkpoint
 

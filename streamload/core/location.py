@@ -146,7 +146,8 @@ class Url:
         return Url(self._parts._replace(path=path).geturl(), is_shown=self.is_shown)
 
 
-#: The place of a checkpoint's file; both kinds have text, names, parents and order.
+#: The place of a checkpoint's file; both kinds have text, names and parents. Each has an order of
+#: its own: sort places of both kinds by their text.
 Location = Path | Url
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -90,8 +91,12 @@ def authorization(where: Url, href: str) -> dict[str, str]:
         raise offline(where)
     token = ask(where, lambda: library(where).utils.build_hf_headers().get("authorization", ""))
     if not (token.isascii() and token.isprintable()):
-        raise CheckpointError(where, "the token (HF_TOKEN) cannot be sent", "ASCII", "another text")
+        raise _bad_token(where)
     return {"Authorization": token} if token else {}
+
+
+def _bad_token(where: Location | str) -> CheckpointError:
+    return CheckpointError(where, "the token (HF_TOKEN) cannot be sent", "ASCII", "another text")
 
 
 class HubFile(NamedTuple):
@@ -154,16 +159,27 @@ def cached(location: Location) -> Location:
     return Path(found) if isinstance(found, str) else location
 
 
-def offline(where: Location | str) -> CheckpointError:
+def offline(where: Location | str, repo: str = "") -> CheckpointError:
     """Return the error for a file that the local cache lacks, under ``HF_HUB_OFFLINE``."""
     file = file_of(where) if isinstance(where, Url) else None
-    name = file.repo if file else str(where).removeprefix("hf://").partition("@")[0]
-    return ShardNotFoundError(
-        where,
-        "is not in the Hugging Face cache, and HF_HUB_OFFLINE is set: unset it, or write "
-        f"`hf download {name}` where there is a network",
-        found=str(settings().HF_HUB_CACHE),
-    )
+    problem = f"is not in the Hugging Face cache, and {_unset(file.repo if file else repo)}"
+    return ShardNotFoundError(where, problem, found=str(settings().HF_HUB_CACHE))
+
+
+def of_part(error: CheckpointError, path: Path) -> CheckpointError:
+    """Return an error about a checkpoint with what to write if the local cache has a part of it."""
+    file, known = origin(path), settings()
+    if file is None or known is None:
+        return error
+    name = f"{file.repo} --revision {file.commit}"
+    line = _unset(name) if known.is_offline_mode() else f"`hf download {name}` brings the rest"
+    problem = f"{error.problem}; the Hugging Face cache may have a part of it, and {line}"
+    return replace(error, problem=problem)
+
+
+def _unset(name: str) -> str:
+    line = f"`hf download {name}`"
+    return f"HF_HUB_OFFLINE is set: unset it, or write {line} where there is a network"
 
 
 def refused(where: Location | str, status: int, headers: Mapping[str, str]) -> CheckpointError:
@@ -222,6 +238,8 @@ def _failure(where: Location | str, error: Exception) -> _Failure:
         failed = CheckpointError(where, problem, found=known)
         failed.__cause__ = cause
         return _Failure(failed, None if lasting else 0.0, answered=False)
+    if isinstance(error, UnicodeEncodeError):
+        return _Failure(_bad_token(where))
     if isinstance(error, hub.FileMetadataError):
         return _Failure(CheckpointError(where, "HF_ENDPOINT names no hub: no commit is sent"))
     if isinstance(error, OSError) and error.errno is None:  # the library's check of the length
@@ -279,7 +297,7 @@ def choose(fetch: Fetch, files: Mapping[Url, int], where: Location) -> Fetch:
 
     Args:
         fetch: the choice of the user.
-        files: lengths in bytes of the files that the local cache lacks.
+        files: lengths in bytes of the files; those in the local cache take no room.
         where: the checkpoint, for errors.
 
     Raises:
@@ -287,20 +305,33 @@ def choose(fetch: Fetch, files: Mapping[Url, int], where: Location) -> Fetch:
     """
     if fetch == "stream" or not files:
         return "stream"
-    folder = Path(settings().HF_HUB_CACHE)
-    there = next(each for each in (folder, *folder.parents) if each.is_dir())
-    free = shutil.disk_usage(there).free if os.access(there, os.W_OK) else 0
-    needed = sum(files.values())
-    if free >= needed + (_SPARE_NBYTES if fetch == "auto" else 0):
+    lacking = {url: n for url, n in files.items() if isinstance(cached(url), Url)}
+    if not lacking:
         return "cache"
-    if fetch == "cache":
-        raise CheckpointError(
-            where,
-            f"the files do not fit in {folder}: write fetch='stream', or set HF_HOME",
-            f"{format_bytes(needed)} free",
-            format_bytes(free),
-        )
-    return "stream"
+    folder, closed = Path(settings().HF_HUB_CACHE), _closed(next(iter(lacking)))
+    free, needed = shutil.disk_usage(_there(folder)).free, sum(lacking.values())
+    if closed is None and free >= needed + (_SPARE_NBYTES if fetch == "auto" else 0):
+        return "cache"
+    if fetch != "cache":
+        return "stream"
+    instead = "write fetch='stream', or set HF_HOME"
+    if closed is not None:
+        raise CheckpointError(where, f"{closed} cannot be written: {instead}")
+    sizes = f"{format_bytes(needed)} free", format_bytes(free)
+    raise CheckpointError(where, f"the files do not fit in {folder}: {instead}", *sizes)
+
+
+def _there(folder: Path) -> Path:
+    return next(each for each in (folder, *folder.parents) if each.is_dir())
+
+
+def _closed(url: Url) -> Path | None:
+    """Return a folder that a download of a file has to write and may not, or None."""
+    file = file_of(url)
+    assert file is not None, url
+    folder = repo_folder(file.repo)
+    written = (folder / "blobs", folder / "snapshots", folder.parent / ".locks" / folder.name)
+    return next((at for at in map(_there, written) if not os.access(at, os.W_OK)), None)
 
 
 _lock = threading.Lock()  # guards `_coming`
@@ -315,9 +346,11 @@ def downloading(urls: Sequence[Url], progress: Callable[[int], None]) -> Iterato
 
     Args:
         urls: the files.
-        progress: called with the bytes downloaded so far, of all of them.
+        progress: called with the bytes downloaded so far, of all of them. Its errors end the
+            download; they are raised where the files are read, or else at the end of the block.
     """
     stopped = threading.Event()
+    failed: list[BaseException] = []  # errors of `progress`
     with _lock:
         mine = {u: Future[Path]() for u in urls if u.href not in _coming}
         _coming.update({url.href: future for url, future in mine.items()})
@@ -330,12 +363,18 @@ def downloading(urls: Sequence[Url], progress: Callable[[int], None]) -> Iterato
                 continue
             before = done
 
-            def tell(nbytes: int, before: int = before) -> None:
+            def tell(nbytes: int, url: Url = url, before: int = before) -> None:
                 nonlocal done
                 done = before + nbytes
-                progress(done)
+                try:
+                    progress(done)
+                except BaseException as error:
+                    failed.append(error)
+                    raise CheckpointError(url, "reading was stopped") from error
 
             try:
+                if failed:
+                    raise failed[0]
                 path = _download(url, tell, stopped)
                 tell(path.stat().st_size)  # it may have been there
                 future.set_result(path)
@@ -343,7 +382,7 @@ def downloading(urls: Sequence[Url], progress: Callable[[int], None]) -> Iterato
                 if stopped.is_set():  # other loads that wait for the file download it themselves
                     future.cancel()
                 else:
-                    future.set_exception(error)
+                    future.set_exception(failed[0] if failed else error)
 
     thread = threading.Thread(target=run, name="streamload-download", daemon=True)
     if mine:
@@ -357,6 +396,8 @@ def downloading(urls: Sequence[Url], progress: Callable[[int], None]) -> Iterato
         with _lock:
             for url in mine:
                 del _coming[url.href]
+    if failed:
+        raise failed[0]
 
 
 def fetched(url: Url, stopped: threading.Event) -> Path:

@@ -1,4 +1,4 @@
-"""Readers of one shard's byte ranges: by a memory map, pread, direct reads, or over HTTP.
+"""Readers of one shard's byte ranges: by a memory map, pread, direct reads, or from a server.
 
 A file is opened read-only, and no byte is kept between calls. A map is fastest on a local
 filesystem. Truncation under a map kills the process (SIGBUS), and a lease prevents that. On a
@@ -164,7 +164,7 @@ def _choose(
     if kind not in get_args(ReaderKind) and not (kind in (*REMOTE_KINDS, "cache") and remote):
         raise ValueError(f"unknown reader {kind!r}; known: {', '.join(get_args(ReaderKind))}")
     if kind in ("mmap", "direct") and remote:
-        raise ValueError(f'reader="{kind}" is for files, and {path} is read over HTTP')
+        raise ValueError(f'reader="{kind}" is for files, and {path} is read from a server')
     if isinstance(path, Url):
         if path.is_store:
             return ReaderChoice("store", f"from the bucket {path.bucket}")
@@ -206,7 +206,7 @@ def _no_lease(filesystem: str) -> str:
 def not_mapped(path: Location) -> str:
     """Return why a file cannot be mapped safely (truncation would kill the process), or ""."""
     if isinstance(path, Url):
-        return "it is read over HTTP"
+        return "it is read from a server"
     try:
         with open_regular(path) as file:
             refusal = _no_lease(filesystem_and_length(path)[0])

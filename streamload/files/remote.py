@@ -144,7 +144,7 @@ class HttpReader(Reader):
     request: each response shows whether the file has changed.
     """
 
-    _how = "over HTTP"
+    _how = "from a server"
 
     def __init__(self, url: Url, file_nbytes: int) -> None:
         super().__init__(url, file_nbytes)

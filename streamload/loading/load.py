@@ -13,7 +13,7 @@ from streamload.checkpoint.fetch import choose_fetch, coming, on_disk
 from streamload.checkpoint.open import Checkpoint, CheckpointLike, opened
 from streamload.checkpoint.shards import Opener, open_shard
 from streamload.core.interrupt import deferred_interrupt
-from streamload.core.location import Location
+from streamload.core.location import Url
 from streamload.core.memory import STAGING, Ledger, canonical_device
 from streamload.core.patterns import check_patterns
 from streamload.core.progress import Progress, reporting
@@ -26,6 +26,7 @@ from streamload.errors import (
     StateDictMismatchError,
     StreamloadError,
 )
+from streamload.files.hub import cached
 from streamload.loading.lora import changes_of
 from streamload.loading.options import (
     DEFAULTS,
@@ -407,7 +408,7 @@ def run(
                 headroom=headroom,
                 progress=progressed,
             )
-            with coming(checkpoint, fetched, downloaded):
+            with coming(fetched, downloaded):
                 stats = stream(transfer, target, ledger)
     except BaseException as error:
         state = target.fail()
@@ -427,14 +428,17 @@ def run(
     return _report(decided, stats, target, ledger, meter, clock)
 
 
-def _fetched(made: Plan, checkpoint: Checkpoint) -> dict[Location, int]:
-    """Return lengths in bytes of the files that a load reads after their download."""
+def _fetched(made: Plan, checkpoint: Checkpoint) -> dict[Url, int]:
+    """Return lengths in bytes of the files that a load downloads and reads."""
     if "cache" not in made.readers:
         return {}
     rows = (row for rows in made.placements.sources for row in rows)
     read = {checkpoint.tensors[row.tensor].shard for row in rows}
-    kinds = zip(checkpoint.shards, made.readers, strict=True)
-    return {h.path: h.file_nbytes for h, kind in kinds if kind == "cache" and h.path in read}
+    return {
+        url: header.file_nbytes
+        for header, kind in zip(checkpoint.shards, made.readers, strict=True)
+        if kind == "cache" and header.path in read and isinstance(url := cached(header.path), Url)
+    }
 
 
 def _report(

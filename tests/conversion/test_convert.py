@@ -6,9 +6,8 @@ import errno
 import json
 import os
 import stat
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -731,30 +730,6 @@ def test_files_that_may_not_be_so_long(source: Path, tmp_path: Path) -> None:
 
 
 # --- small disks ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """A filesystem in memory of a given size: ``small_disk("4m")``, again to change it."""
-    mounted: list[Path] = []
-
-    def mount(options: str) -> Path:
-        point = tmp_path / "disk"
-        point.mkdir(exist_ok=True)
-        how = f"remount,{options}" if mounted else options
-        command = ["mount", "-t", "tmpfs", "-o", how, "tmpfs", str(point)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True)
-        except OSError as error:
-            pytest.skip(f"cannot mount: {error}")
-        if done.returncode:
-            pytest.skip(f"cannot mount: {done.stderr.strip()}")
-        mounted.append(point)
-        return point
-
-    yield mount
-    if mounted:
-        subprocess.run(["umount", mounted[0]], check=True)
 
 
 def test_a_disk_that_is_too_small(source: Path, small_disk: Callable[[str], Path]) -> None:

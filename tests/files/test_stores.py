@@ -101,6 +101,8 @@ def test_a_folder_is_listed(listed: bool, bucket: Site, folder: Path) -> None:
     else:
         missing = str(error_of(lambda: loaded("s3://models/llama/")))
         assert "model.safetensors, found 404 Not Found" in missing
+        missing = str(error_of(lambda: loaded("s3://models/llama")))
+        assert "expected s3://models/llama/ for a folder, found 404 Not Found" in missing
         for name in ("model.safetensors.index.json", "model.safetensors"):
             bucket.always[FOLDER + name] = refused(403, "AccessDenied")
         forbidden = str(error_of(lambda: loaded("s3://models/llama/")))
@@ -175,7 +177,7 @@ def test_other_urls_are_named(small_checkpoint: Path) -> None:
 def test_a_file_on_disk_is_needed(bucket: Site) -> None:
     """Weights that stay in their files, and maps, are refused as for other URLs."""
     url = Url.parse("s3://models/llama/")
-    with pytest.raises(ValueError, match="over HTTP"):
+    with pytest.raises(ValueError, match="from a server"):
         choose_reader(url, "mmap")
     with pytest.raises(ResidenceError):
         streamload.load_state_dict(None, str(url), device="host", residence="mapped")
@@ -288,23 +290,26 @@ def test_silence_has_a_deadline(stall: int, bucket: Site) -> None:
         stopping.join()
 
 
-def test_what_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, bucket: Site) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "variable", "value", "expected"),
+    [
+        ("s3", "AWS_ENDPOINT_URL", "http://127.0.0.1:{}", "in 2 tries, the last: Connection ref"),
+        ("s3", "AWS_ENDPOINT_URL", f"nonsense {SECRET}", "settings in the environment that are"),
+        ("s3", "AWS_ALLOW_HTTP", None, "AWS_ALLOW_HTTP=true"),
+        ("az", "AZURE_STORAGE_ACCOUNT_NAME", None, "expected AZURE_STORAGE_ACCOUNT_NAME"),
+    ],
+)
+def test_what_cannot_be_reached(
+    scheme: str, variable: str, value: str | None, expected: str, monkeypatch: Any, bucket: Site
+) -> None:
     """A port that takes no connection is tried again; an endpoint of http:// has to be allowed."""
+    monkeypatch.delenv(variable)
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-        error = error_of(lambda: patiently(SOON, open_checkpoint, "s3://models/f.gguf"))
-    assert "in 2 tries, the last: Connection refused" in str(error)
-    monkeypatch.delenv("AWS_ALLOW_HTTP")
-    error = error_of(lambda: patiently(SOON, open_checkpoint, "s3://models/f.gguf"))
-    assert "AWS_ALLOW_HTTP=true" in str(error)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"nonsense {SECRET}")
-    error = error_of(lambda: patiently(SOON, open_checkpoint, "s3://models/f.gguf"))
-    assert "settings in the environment that are not valid" in str(error)
-    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
-    error = error_of(lambda: patiently(SOON, open_checkpoint, "az://models/f.gguf"))
-    assert "expected AZURE_STORAGE_ACCOUNT_NAME" in str(error)
+        if value is not None:
+            monkeypatch.setenv(variable, value.format(held.getsockname()[1]))
+        error = error_of(lambda: patiently(SOON, open_checkpoint, f"{scheme}://models/f.gguf"))
+    assert expected in str(error)
 
 
 def test_credentials_are_asked_for_in_time(bucket: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import streamload
 from streamload.cli import main as command
 from streamload.core.location import Url
 from streamload.errors import CheckpointError, ShardNotFoundError, StreamloadError
+from streamload.files.page_cache import drop_pages, resident_fraction
 
 huggingface_hub = needs.module("huggingface_hub")
 
@@ -231,9 +233,73 @@ def test_shards_load_while_later_ones_download(repo: Hub, monkeypatch: Any) -> N
     assert failed.value.state is not None and failed.value.state.loaded == ("a", "b")
     told: list[tuple[int, int]] = []
     assert_right(load(checkpoint, progress=lambda *each: told.append(each)))
-    total = sum(each.nbytes for each in TENSORS.values()) + len(FILES[SECOND])
-    assert told[-1] == (total + len(FILES[FIRST]), total + len(FILES[FIRST]))
+    total = sum(each.nbytes for each in TENSORS.values()) + len(FILES[SECOND])  # the first is there
+    assert told[-1] == (total, total)
     assert told == sorted(told)
+
+
+def test_the_loop_asks_for_a_list_once(repo: Hub, tmp_path: Path, monkeypatch: Any) -> None:
+    """Group by group, for what the cache lacks; pages of a download are dropped as any others."""
+    monkeypatch.setattr("streamload.loading.iterate._TOGETHER_NBYTES", 1)  # a group for each tensor
+    options: Any = {"device": "host", "page_cache": "drop"}
+    found = {name: np.array(value) for name, value in streamload.iterate(NAME, **options)}
+    assert all(np.array_equal(found[name], value) for name, value in TENSORS.items())
+    assert sum(path.startswith("/api/") for path in repo.paths()) == 1
+    assert [len(repo.ranges(FILES[name])) for name in (FIRST, SECOND)] == [2, 2]
+    assert [resident_fraction(path) for path in large_blobs(tmp_path)] == [0, 0]
+
+
+def large_blobs(home: Path) -> list[Path]:
+    """The files of both shards in a cache."""
+    return [path for path in home.rglob("blobs/*") if path.stat().st_size > 2**20]
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["downloaded", "downloaded meanwhile"])
+def test_pages_of_the_cache_are_dropped(repo: Hub, tmp_path: Path, there: bool) -> None:
+    """Those that the load brought in: all of a file that it downloaded."""
+    checkpoint = streamload.open_checkpoint(NAME)
+    if there:
+        load()
+    for path in large_blobs(tmp_path):
+        with path.open() as file:
+            os.fsync(file)
+        drop_pages(path, 0, path.stat().st_size)
+    report = load(checkpoint, page_cache="drop", rename=lambda name: None if name == "a" else name)
+    assert [resident_fraction(path) for path in large_blobs(tmp_path)] == [0, 0]
+    assert report.dropped_nbytes >= sum(TENSORS[name].nbytes for name in "bcd") - 2**16
+    assert report.page_cache == 'page_cache="drop" was asked for'
+
+
+def test_the_commit_of_the_load_is_noted(repo: Hub, tmp_path: Path, monkeypatch: Any) -> None:
+    """For the branch, also if it has moved since: the next load finds it without the hub."""
+    checkpoint = streamload.open_checkpoint(NAME)
+    repo.add(NAME, files_of(arrays("a", "b", "c", "d", seed=1)), LATER)
+    assert_right(load(checkpoint, fetch="cache"))
+    use_hub(monkeypatch, repo.url, tmp_path / "home", offline=True)
+    assert_right(load())
+
+
+class OfUserError(OSError):
+    """An error without a number, as one of the library that a retry may fix."""
+
+
+@pytest.mark.parametrize("at", [1, 1_000_000, 3_000_000, 7_000_000])
+def test_an_error_of_progress_is_raised_as_it_is(
+    repo: Hub, tmp_path: Path, monkeypatch: Any, at: int
+) -> None:
+    """Wherever it comes, and once; a later load completes what is there."""
+    monkeypatch.setattr("streamload.core.progress._TELL_EVERY_S", 0)
+    raised = []
+
+    def tell(done: int, total: int) -> None:
+        if done >= at and not raised:
+            raised.append(done)
+            raise OfUserError("enough")
+
+    with pytest.raises(OfUserError, match="enough"):
+        load(progress=tell, chunk_nbytes=2**18)
+    assert not any(name.endswith(".incomplete") for name in kept(tmp_path))
+    assert_right(load())
 
 
 def test_where_the_disk_has_no_room(repo: Hub, tmp_path: Path, monkeypatch: Any) -> None:
@@ -242,17 +308,34 @@ def test_where_the_disk_has_no_room(repo: Hub, tmp_path: Path, monkeypatch: Any)
     monkeypatch.setattr("shutil.disk_usage", lambda path: free)
     assert_right(load())
     assert not kept(tmp_path)
-    with pytest.raises(CheckpointError, match=r"do not fit in .*: write fetch='stream'"):
+    with pytest.raises(CheckpointError, match=r"do not fit in .*: write fetch='stream'.* 1.05 MB"):
         load(fetch="cache")
     with pytest.raises(CheckpointError, match="do not fit"):
         load(residence="mapped")
     assert load(residence="auto").plan.readers == ("http", "http")
 
 
+@pytest.mark.parametrize("closed", ["hub", "hub/models--org--name"])
+def test_a_cache_that_cannot_be_written(
+    repo: Hub, tmp_path: Path, small_disk: Callable[[str], Path], closed: str
+) -> None:
+    """Another user's, or a part of it: the default reads past it, or else one error names it."""
+    (tmp_path / "home" / closed).parent.mkdir(parents=True)
+    (tmp_path / "home" / closed).symlink_to(small_disk("size=4m"))
+    huggingface_hub.hf_hub_download(NAME, FIRST)
+    small_disk("ro")
+    assert_right(load())
+    with pytest.raises(CheckpointError, match=f"{closed}.* cannot be written: write fetch='str"):
+        load(fetch="cache")
+    assert kept(tmp_path / "disk") == {FIRST}
+
+
 def test_what_stays_in_files_needs_them(repo: Hub, tmp_path: Path) -> None:
     """Mapped weights and passes: files are downloaded before the plan, or a stream is refused."""
-    with pytest.raises(CheckpointError, match="write fetch='cache'"):
-        load(residence="mapped", fetch="stream")
+    # with the path of its documents, as `from_pretrained` opens it
+    checkpoint = replace(streamload.open_checkpoint(NAME), path=tmp_path)
+    with pytest.raises(CheckpointError, match=f"^{repo.url}/{NAME}/.*: write fetch='cache'"):
+        load(checkpoint, residence="mapped", fetch="stream")
     assert not kept(tmp_path)
     report = load(residence="mapped")
     assert_right(report)
@@ -311,6 +394,15 @@ def refusal(path: str = NAME) -> str:
     return said
 
 
+def test_a_token_that_cannot_be_sent(repo: Hub, monkeypatch: Any) -> None:
+    """One line, as of the list and of a file."""
+    checkpoint = streamload.open_checkpoint(NAME)
+    monkeypatch.setenv("HF_TOKEN", "hf_t\u00f6ken")
+    for path, options in ((NAME, {}), (checkpoint, {"fetch": "stream"}), (checkpoint, {})):
+        with pytest.raises(CheckpointError, match=r"the token \(HF_TOKEN\) cannot be sent"):
+            load(path, **options)
+
+
 def test_gated_private_and_missing(repo: Hub, tmp_path: Path, monkeypatch: Any) -> None:
     """What to do, with a token and without one."""
     repo.add("org/gated", FILES).gated = True
@@ -337,13 +429,19 @@ def test_offline(repo: Hub, tmp_path: Path, monkeypatch: Any) -> None:
     checkpoint = streamload.open_checkpoint(NAME)
     before = len(repo.site.requests)
     use_hub(monkeypatch, repo.url, tmp_path / "home", offline=True)
-    said = "HF_HUB_OFFLINE is set: unset it, or write `hf download org/name`"
+    said = "HF_HUB_OFFLINE is set: unset it, or write `hf download org/name"
     for path in (NAME, f"hf://{NAME}/{FIRST}", f"{repo.url}/{NAME}/resolve/main/{FIRST}"):
-        assert "HF_HUB_OFFLINE is set: unset it, or write `hf download" in refusal(path)
+        assert f"{said}`" in refusal(path)
     for fetch in ("stream", "cache"):
         with pytest.raises(CheckpointError, match=said):
             load(checkpoint, fetch=fetch)
     assert len(repo.site.requests) == before
+    use_hub(monkeypatch, repo.url, tmp_path / "home")
+    load(rename=lambda name: name if name == "a" else None)
+    for offline, what in ((True, said), (False, f"`hf download {NAME} --revision {COMMIT}`")):
+        use_hub(monkeypatch, "http://127.0.0.1:1", tmp_path / "home", offline=offline)
+        monkeypatch.setenv("STREAMLOAD_HTTP_TRIES", "1")
+        assert f"expected {SECOND}" in refusal() and what in refusal()
 
 
 def test_no_server(repo: Hub, tmp_path: Path, monkeypatch: Any) -> None:
@@ -686,6 +784,19 @@ def test_every_entrance_takes_a_name(repo: Hub) -> None:
         name: value.shape for name, value in TENSORS.items()
     }
     assert streamload.diff(NAME, f"{NAME}@{COMMIT}").ok
+
+
+def test_a_sidecar_that_is_not_cached(repo: Hub, tmp_path: Path) -> None:
+    """A repository is verified, and a file of it, whichever files the cache has."""
+    streamload.convert(NAME, tmp_path / "out", progress=False, max_shard_size="1.5MB")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    repo.add("me/mine", files)
+    shards = [name for name in files if name.endswith(".safetensors")]
+    for name in (shards[0], "config.json"):
+        huggingface_hub.hf_hub_download("me/mine", name)
+        for path in ("me/mine", f"hf://me/mine/{shards[0]}"):
+            found = streamload.verify_checkpoint(path, progress=False)
+            assert found.ok and found.verified_count == 4 - 3 * (path != "me/mine"), found
 
 
 def test_redirects_of_the_hub_itself(repo: Hub) -> None:

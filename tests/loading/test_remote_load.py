@@ -166,7 +166,7 @@ def test_a_file_that_changes_during_a_load_is_no_mixture(site: Site) -> None:
 def test_what_is_for_files_is_refused_of_a_url(site: Site) -> None:
     """There is nothing to map, and no disk to read past a cache from."""
     for reader in ("mmap", "direct"):
-        with pytest.raises(ValueError, match="over HTTP"):
+        with pytest.raises(ValueError, match="from a server"):
             load(site.url, reader=reader)
     assert load(site.url, reader="pread")
 
