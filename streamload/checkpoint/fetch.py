@@ -81,15 +81,16 @@ def _with_documents(files: Collection[Url]) -> list[Url]:
 
 
 @contextmanager
-def coming(files: Collection[Url], progress: Callable[[int], None]) -> Iterator[None]:
-    """Download files of the hub inside the block, in their order, while others are read.
-
-    ``progress`` is called with the bytes downloaded so far.
-    """
+def coming(
+    files: Collection[Url],
+    progress: Callable[[int], None],
+    cancel: Callable[[BaseException], None],
+) -> Iterator[None]:
+    """Download files of the hub inside the block, while others are read; see `hub.downloading`."""
     if not files:
         yield
         return
-    with hub.downloading(_with_documents(files), progress):
+    with hub.downloading(_with_documents(files), progress, cancel):
         yield
     repositories.keep_ref(next(iter(files)))
 
@@ -124,9 +125,12 @@ def on_disk(path: CheckpointLike, fetch: Fetch, progress: Progress) -> Checkpoin
 
 def download(files: Sequence[Url], nbytes: int, progress: Progress) -> list[Path]:
     """Download files of the hub, of so many bytes, to its local cache; return their paths."""
-    never = threading.Event()
-    with reporting(progress, nbytes, "downloaded") as tell, hub.downloading(files, tell):
-        paths = [hub.fetched(url, never) for url in files]
+    ended = threading.Event()
+    with (
+        reporting(progress, nbytes, "downloaded") as tell,
+        hub.downloading(files, tell, lambda error: ended.set()),
+    ):
+        paths = [hub.fetched(url, ended) for url in files]
     for url in files[:1]:
         repositories.keep_ref(url)
     return paths
@@ -160,7 +164,7 @@ def documents(found: Location, fetch: Fetch) -> Iterator[Location]:
 def _local(header: Header) -> Header:
     """Return the header of a downloaded file; CheckpointError if it has another length."""
     path = hub.cached(header.path)
-    if not isinstance(path, Path):  # of another server
+    if not isinstance(path, Path) or path is header.path:  # of another server, or there before
         return header
     found = path.stat().st_size
     if found != header.file_nbytes:

@@ -22,9 +22,8 @@ from streamload.core.bounded_json import parse_json
 from streamload.core.dtypes import DType, parse_dtype
 from streamload.core.location import Location, Url
 from streamload.errors import CheckpointError, ShardNotFoundError
-from streamload.files import remote
+from streamload.files import hub, remote
 from streamload.files.header import SAFETENSORS, unreadable
-from streamload.files.hub import cached
 from streamload.formats.reader import UNREAD_SUFFIXES, readers
 from streamload.formats.safetensors import INDEX, SINGLE
 from streamload.planning.dequantize import all_dequantized
@@ -120,7 +119,7 @@ def _lying_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[st
     folder = origin(folder_of(path))  # of the hub: its cache may have some of the files
     owns = path == folder_of(path) or path.name in (SINGLE, INDEX)
     if isinstance(folder, Url):
-        return _served(folder, owns=owns) if checkpoint.config else ({}, [])
+        return _served(folder, owns=owns, has_config=bool(checkpoint.config))
     try:
         names = sorted(os.listdir(folder))
         bounds = _bounds(folder)
@@ -129,7 +128,9 @@ def _lying_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[st
     if not owns and CONFIG not in names:
         return {}, []
     found: dict[str, SmallFile] = {}
-    left: list[str] = []
+    left = []
+    if hub.origin(folder) is not None:
+        left.append("what the Hugging Face cache lacks (the Hub was not asked)")
     modules = _module_folders(folder) if MODULES in names else frozenset()
     for name in names:
         if not _belongs(name, owns=owns):
@@ -273,7 +274,7 @@ def _chosen(folder: Url, listed: Mapping[str, int], *, owns: bool) -> tuple[list
     return names, left
 
 
-def _served(folder: Url, *, owns: bool) -> tuple[dict[str, SmallFile], list[str]]:
+def _served(folder: Url, *, owns: bool, has_config: bool) -> tuple[dict[str, SmallFile], list[str]]:
     """Return small files to copy from a server's folder by name; names of files not copied.
 
     ``owns``: all files of the folder are the model's; else only usual names are copied. Some
@@ -282,12 +283,14 @@ def _served(folder: Url, *, owns: bool) -> tuple[dict[str, SmallFile], list[str]
     found: dict[str, SmallFile] = {}
     with remote.connections():
         listed = list_folder(folder)
+        if not (has_config if listed is None else owns or CONFIG in listed):
+            return {}, []
         names, left = ([*_USUAL], []) if listed is None else _chosen(folder, listed, owns=owns)
         for name in names:
             url = folder
             for part in name.split("/"):
                 url = url / part
-            if isinstance(there := cached(url), Path):
+            if isinstance(there := hub.cached(url), Path):
                 there = _real(_bounds(there.parent), there)
                 found[name] = SmallFile(name, there, there.stat().st_size)
                 continue

@@ -339,15 +339,18 @@ _coming: dict[str, Future[Path]] = {}  # by URL, files that `downloading` fetche
 
 
 @contextmanager
-def downloading(urls: Sequence[Url], progress: Callable[[int], None]) -> Iterator[None]:
+def downloading(
+    urls: Sequence[Url], progress: Callable[[int], None], cancel: Callable[[BaseException], None]
+) -> Iterator[None]:
     """Download files to the local cache inside the block, in this order, by one thread.
 
     Leaving the block stops it: whole files stay, and of the one under way nothing.
 
     Args:
         urls: the files.
-        progress: called with the bytes downloaded so far, of all of them. Its errors end the
-            download; they are raised where the files are read, or else at the end of the block.
+        progress: called with the bytes downloaded so far, of all of them; an error of it ends the
+            download, and is raised at the end of the block.
+        cancel: called with that error, to end the block.
     """
     stopped = threading.Event()
     failed: list[BaseException] = []  # errors of `progress`
@@ -363,18 +366,18 @@ def downloading(urls: Sequence[Url], progress: Callable[[int], None]) -> Iterato
                 continue
             before = done
 
-            def tell(nbytes: int, url: Url = url, before: int = before) -> None:
+            def tell(nbytes: int, before: int = before) -> None:
                 nonlocal done
                 done = before + nbytes
                 try:
                     progress(done)
                 except BaseException as error:
                     failed.append(error)
-                    raise CheckpointError(url, "reading was stopped") from error
+                    stopped.set()
+                    cancel(error)
+                    raise
 
             try:
-                if failed:
-                    raise failed[0]
                 path = _download(url, tell, stopped)
                 tell(path.stat().st_size)  # it may have been there
                 future.set_result(path)
@@ -382,7 +385,7 @@ def downloading(urls: Sequence[Url], progress: Callable[[int], None]) -> Iterato
                 if stopped.is_set():  # other loads that wait for the file download it themselves
                     future.cancel()
                 else:
-                    future.set_exception(failed[0] if failed else error)
+                    future.set_exception(error)
 
     thread = threading.Thread(target=run, name="streamload-download", daemon=True)
     if mine:
@@ -396,8 +399,8 @@ def downloading(urls: Sequence[Url], progress: Callable[[int], None]) -> Iterato
         with _lock:
             for url in mine:
                 del _coming[url.href]
-    if failed:
-        raise failed[0]
+        if failed:
+            raise failed[0] from None
 
 
 def fetched(url: Url, stopped: threading.Event) -> Path:
@@ -453,4 +456,5 @@ def _download(url: Url, tell: Callable[[int], None], stopped: threading.Event) -
             )
         )
 
-    return ask(url, call, stopped)
+    found, there = ask(url, call, stopped), cached(url)
+    return there if isinstance(there, Path) else found  # the library resolves links in its path

@@ -408,7 +408,10 @@ def run(
                 headroom=headroom,
                 progress=progressed,
             )
-            with coming(fetched, downloaded):
+            with (
+                deferred_interrupt() as interrupt,
+                coming(fetched, downloaded, interrupt.cancel),
+            ):
                 stats = stream(transfer, target, ledger)
     except BaseException as error:
         state = target.fail()

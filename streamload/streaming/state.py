@@ -47,6 +47,7 @@ from streamload.core.tensors import TensorInfo
 from streamload.core.units import round_up
 from streamload.devices.base import Addressed, Buffer, Device, Read, Ticket
 from streamload.errors import FileChangedError, OutOfRangeError, TruncatedFileError
+from streamload.files import hub
 from streamload.files.local import REMOTE_KINDS, Reader
 from streamload.files.page_cache import PageCache
 from streamload.planning.chunks import Chunk, Cut, SmallTensorBatch
@@ -247,10 +248,11 @@ class Job:
         if isinstance(error, (FileChangedError, TruncatedFileError)) and not held_back:
             # finished ones, too: if the clock is coarse, a change is seen late
             tensors = self._checkpoint.tensors
+            files = {p for p in self._paths if error.path in (str(p), str(hub.cached(p)))}
             self.sink.revoke(
                 index
                 for index, p in enumerate(self.plan.placements)
-                if any(str(tensors[r.tensor].shard) == error.path for r in p.source)
+                if any(tensors[r.tensor].shard in files for r in p.source)
             )
 
     def has_begun(self, shard: int) -> None:

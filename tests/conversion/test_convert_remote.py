@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conversions import files_of, quiet, tensors_of, visible
 from gguf_models import write_model
-from hub_server import COMMIT, Hub, hub
+from hub_server import COMMIT, Hub, hub, use_hub
 from lora_files import adapter
 from remote_server import Answer, Site, patience, serve, site
 
@@ -161,9 +161,12 @@ def with_folders(folder: Path) -> None:
     (folder / "README.md").write_text("Read it.")
 
 
-def test_folders_of_a_repository(folder: Path, tmp_path: Path, hub: Hub) -> None:
+@pytest.mark.parametrize("has_config", [True, False])
+def test_folders_of_a_repository(folder: Path, tmp_path: Path, hub: Hub, has_config: bool) -> None:
     """The hub lists its files: small folders come as from a folder, and all files do."""
     with_folders(folder)
+    if not has_config:
+        (folder / "config.json").unlink()
     url = in_repository(hub, folder)
     report = convert(url, tmp_path / "far", dtype="float16", progress=False)
     asked = [path for path in hub.paths() if path.startswith("/api/")]
@@ -178,11 +181,11 @@ def test_folders_of_a_repository(folder: Path, tmp_path: Path, hub: Hub) -> None
 
 @pytest.mark.parametrize("filled", ["model-00002", "model", "config.json", ""])
 def test_a_cache_that_is_filled_meanwhile(
-    folder: Path, tmp_path: Path, hub: Hub, filled: str
+    folder: Path, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, filled: str
 ) -> None:
     """With any part of a repository and an adapter in it, the same files are written, and resumed.
 
-    What the cache has is not asked for again.
+    What the cache has is not asked for again. Without the hub, a note says that it may lack files.
     """
     with_folders(folder)
     small = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
@@ -215,6 +218,10 @@ def test_a_cache_that_is_filled_meanwhile(
     convert(url, tmp_path / "out", resume=True, progress=False, **options)
     assert shown(tmp_path / "out") == shown(tmp_path / "again") == shown(tmp_path / "far")
     assert convert(url, tmp_path / "far", resume=True, progress=False, **options).read_nbytes == 0
+    if is_whole:
+        use_hub(monkeypatch, "http://127.0.0.1:1", tmp_path / "home", offline=True)
+        alone = convert(f"hf://me/mine@{COMMIT}/sub", tmp_path / "alone", progress=False)
+        assert "lacks (the Hub was not asked)" in alone.plan.notes[0]
 
 
 def test_folders_that_are_not_listed(folder: Path, tmp_path: Path) -> None:

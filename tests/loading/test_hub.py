@@ -28,7 +28,12 @@ from thread_group import World, run
 import streamload
 from streamload.cli import main as command
 from streamload.core.location import Url
-from streamload.errors import CheckpointError, ShardNotFoundError, StreamloadError
+from streamload.errors import (
+    CheckpointError,
+    FileChangedError,
+    ShardNotFoundError,
+    StreamloadError,
+)
 from streamload.files.page_cache import drop_pages, resident_fraction
 
 huggingface_hub = needs.module("huggingface_hub")
@@ -270,6 +275,36 @@ def test_pages_of_the_cache_are_dropped(repo: Hub, tmp_path: Path, there: bool) 
     assert report.page_cache == 'page_cache="drop" was asked for'
 
 
+def test_a_file_of_the_cache_that_changes(repo: Hub, tmp_path: Path, monkeypatch: Any) -> None:
+    """What was loaded of it is invalid, as of any other file."""
+    monkeypatch.setattr("streamload.core.progress._TELL_EVERY_S", 0)
+    checkpoint = streamload.open_checkpoint(NAME)
+    load()
+    (blob,) = tmp_path.rglob(f"blobs/{hashlib.sha256(FILES[SECOND]).hexdigest()}")
+    with blob.open("r+b", buffering=0) as writer:  # before the load, which gets no lease
+
+        def change(done: int, total: int) -> None:
+            if done > 3 * TENSORS["a"].nbytes:
+                writer.write(b"other")
+
+        with pytest.raises(FileChangedError) as changed:
+            load(checkpoint, progress=change, threads=1, chunk_nbytes=2**18)
+    state = changed.value.state
+    assert state is not None and state.loaded == ("a", "b") and "c" in state.invalid
+
+
+def test_a_file_of_the_cache_that_is_deleted(repo: Hub, tmp_path: Path) -> None:
+    """After it was opened: one error names it. Opened again, the load brings it."""
+    huggingface_hub.hf_hub_download(NAME, FIRST)
+    checkpoint = streamload.open_checkpoint(NAME)
+    for blob in tmp_path.rglob("blobs/*"):
+        blob.unlink()
+    for residence in ("memory", "mapped"):
+        with pytest.raises(ShardNotFoundError, match=f"{FIRST}: a symlink that leads nowhere"):
+            load(checkpoint, residence=residence)
+    assert_right(load())
+
+
 def test_the_commit_of_the_load_is_noted(repo: Hub, tmp_path: Path, monkeypatch: Any) -> None:
     """For the branch, also if it has moved since: the next load finds it without the hub."""
     checkpoint = streamload.open_checkpoint(NAME)
@@ -283,11 +318,12 @@ class OfUserError(OSError):
     """An error without a number, as one of the library that a retry may fix."""
 
 
-@pytest.mark.parametrize("at", [1, 1_000_000, 3_000_000, 7_000_000])
+@pytest.mark.parametrize("residence", ["memory", "mapped"])
+@pytest.mark.parametrize("at", [1, 1_000_000, 3_000_000, 4_800_000])
 def test_an_error_of_progress_is_raised_as_it_is(
-    repo: Hub, tmp_path: Path, monkeypatch: Any, at: int
+    repo: Hub, tmp_path: Path, monkeypatch: Any, at: int, residence: str
 ) -> None:
-    """Wherever it comes, and once; a later load completes what is there."""
+    """Wherever it comes, and once; another load, which waits for the same files, completes."""
     monkeypatch.setattr("streamload.core.progress._TELL_EVERY_S", 0)
     raised = []
 
@@ -296,10 +332,21 @@ def test_an_error_of_progress_is_raised_as_it_is(
             raised.append(done)
             raise OfUserError("enough")
 
+    def slowly(handler: Any, content: bytes) -> None:
+        time.sleep(0.1)
+        Answer()(handler, content)
+
+    for name in (FIRST, SECOND):
+        repo.storage.always[f"/{hashlib.sha256(FILES[name]).hexdigest()}"] = slowly
+    other: list[Any] = []
+    beside = threading.Thread(target=lambda: other.append(load()))
+    checkpoint = streamload.open_checkpoint(NAME)
+    beside.start()
     with pytest.raises(OfUserError, match="enough"):
-        load(progress=tell, chunk_nbytes=2**18)
+        load(checkpoint, progress=tell, chunk_nbytes=2**18, residence=residence)
+    beside.join()
+    assert_right(other[0])
     assert not any(name.endswith(".incomplete") for name in kept(tmp_path))
-    assert_right(load())
 
 
 def test_where_the_disk_has_no_room(repo: Hub, tmp_path: Path, monkeypatch: Any) -> None:
