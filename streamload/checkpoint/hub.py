@@ -114,7 +114,7 @@ def is_named(text: str) -> bool:
 
 def origin(path: Location) -> Location:
     """Return the URL of a path in the local cache if this process has listed its repository."""
-    file = hub.origin(path) if isinstance(path, Path) else None
+    file = hub.identity(path) if isinstance(path, Path) else None
     known = _known(file)
     inside = _inside(known.files, file.path) if file and known else None
     return path if file is None or inside is None else hub.url_of(file._replace(path=inside))

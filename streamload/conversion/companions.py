@@ -129,7 +129,7 @@ def _lying_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[st
         return {}, []
     found: dict[str, SmallFile] = {}
     left = []
-    if hub.origin(folder) is not None:
+    if hub.identity(folder) is not None:
         left.append("what the Hugging Face cache lacks (the Hub was not asked)")
     modules = _module_folders(folder) if MODULES in names else frozenset()
     for name in names:

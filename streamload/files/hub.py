@@ -122,7 +122,7 @@ def file_of(location: Location) -> HubFile | None:
     return HubFile(found["repo"], found["commit"], unquote(found["path"]))
 
 
-def origin(location: Location) -> HubFile | None:
+def identity(location: Location) -> HubFile | None:
     """Return the file or folder of the hub that a URL, or a path in the local cache, names."""
     if isinstance(location, Url):
         return file_of(location)
@@ -132,7 +132,7 @@ def origin(location: Location) -> HubFile | None:
 
 def fingerprint(header: Header) -> dict[str, str | int]:
     """Return `Header.fingerprint`; of the hub's files, the same for a URL and for the cache."""
-    if (file := origin(header.path)) is None:
+    if (file := identity(header.path)) is None:
         return header.fingerprint()
     return {"file": str(file), "nbytes": header.file_nbytes}
 
@@ -168,7 +168,7 @@ def offline(where: Location | str, repo: str = "") -> CheckpointError:
 
 def of_part(error: CheckpointError, path: Path) -> CheckpointError:
     """Return an error about a checkpoint with what to write if the local cache has a part of it."""
-    file, known = origin(path), settings()
+    file, known = identity(path), settings()
     if file is None or known is None:
         return error
     name = f"{file.repo} --revision {file.commit}"

@@ -28,7 +28,7 @@ from streamload.core.memory import first_that_fits
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, ShardNotFoundError
 from streamload.files.header import Header, parse_json_object
-from streamload.files.hub import fingerprint, origin
+from streamload.files.hub import fingerprint, identity
 from streamload.planning.families import is_conv1d
 from streamload.planning.sources import HEADS, tied_names
 from streamload.planning.transforms import Change, Changes, Rows, Transform
@@ -224,7 +224,7 @@ class _Reader:
             expected = ", ".join(map(str, lacking)) or "lora_A and lora_B"
             raise CheckpointError(self._path, "the adapter lacks tensors", expected, "none")
         path = shards[0].path
-        shown = origin(path) or (
+        shown = identity(path) or (
             os.path.abspath(path.parent) if isinstance(path, Path) else path.parent
         )
         to.headers += [replace(header, metadata={}) for header in shards]
