@@ -23,7 +23,7 @@ import numpy as np
 from streamload.checkpoint.digests import hasher
 from streamload.checkpoint.open import Checkpoint, locate, open_checkpoint, read_json_file
 from streamload.codecs.weights import read_whole
-from streamload.core.location import Location
+from streamload.core.location import Location, without_secrets
 from streamload.core.memory import first_that_fits
 from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, ShardNotFoundError
@@ -87,7 +87,8 @@ class Adapters:
     def read(cls, checkpoint: Checkpoint, adapters: AdaptersArgument | None) -> Adapters:
         """Read ``adapters=``, all but whole tensors; raises CheckpointError or ValueError."""
         if isinstance(adapters, (str, os.PathLike)) or not isinstance(adapters, Sequence | None):
-            raise ValueError(f'adapters is a list of paths, such as ["my-lora/"], not {adapters!r}')
+            shown = without_secrets(repr(adapters))
+            raise ValueError(f'adapters is a list of paths, such as ["my-lora/"], not {shown}')
         found = cls()
         for each in adapters or ():
             path, scale = (
@@ -95,7 +96,8 @@ class Adapters:
             )
             is_number = isinstance(scale, (int, float)) and math.isfinite(scale)
             if not isinstance(path, (str, os.PathLike)) or not is_number:
-                raise ValueError(f"expected the path of an adapter, or (path, scale), not {each!r}")
+                shown = without_secrets(repr(each))
+                raise ValueError(f"expected the path of an adapter, or (path, scale), not {shown}")
             _Reader(checkpoint, path, float(scale), found).read()
         if found.replaced or found.by_tensor:
             _check_ties(checkpoint, found)
@@ -192,8 +194,8 @@ class _Reader:
         self, checkpoint: Checkpoint, path: str | os.PathLike[str], scale: float, to: Adapters
     ) -> None:
         self._checkpoint, self._scale, self._to = checkpoint, scale, to
-        self._adapter = _opened(path)
-        self._path = self._adapter.shards[0].path.parent / _CONFIG
+        self._adapter, folder = open_adapter(path)
+        self._path = folder / _CONFIG
         raw = read_json_file(self._path)
         self._config = _checked(parse_json_object(raw, self._path), self._path)
         self._hasher = hasher()
@@ -355,16 +357,20 @@ class _Reader:
         raise CheckpointError(info.shard, problem, expected, found, tensor=info.name)
 
 
-def _opened(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open the weights of an adapter; a folder may hold its base, too."""
+def open_adapter(path: str | os.PathLike[str]) -> tuple[Checkpoint, Location]:
+    """Open the weights of an adapter, whose folder may hold its base; return them and the folder.
+
+    The cache may have the weights of a repository without the configuration: both are looked for in
+    the folder at the hub.
+    """
     found, folder = locate(path)
     if found != folder:
-        return open_checkpoint(path)
+        return open_checkpoint(found), folder
     try:
-        return open_checkpoint(folder / _FILES[0])
+        return open_checkpoint(folder / _FILES[0]), folder
     except ShardNotFoundError:
         with suppress(ShardNotFoundError):
-            return open_checkpoint(folder / _FILES[1])
+            return open_checkpoint(folder / _FILES[1]), folder
         raise
 
 

@@ -10,6 +10,7 @@ import ml_dtypes
 import needs
 import numpy as np
 import pytest
+from hub_server import Hub, hub
 from lora_files import (
     BASE,
     Array,
@@ -23,8 +24,10 @@ from lora_files import (
 import streamload
 from streamload.errors import CheckpointError
 
+__all__ = ["hub"]
 
-def load(path: Path, *adapters: Path, **options: Any) -> dict[str, Array]:
+
+def load(path: Path, *adapters: Path | str, **options: Any) -> dict[str, Array]:
     """Load onto the host."""
     given: dict[str, Any] = {"device": "host", "dtype": "checkpoint", "budget": "1GB"} | options
     report = streamload.load_state_dict(
@@ -158,6 +161,31 @@ def test_an_adapter_that_does_not_fit(
         load(path, adapter(tmp_path / "a", arrays))
     with pytest.raises(ValueError, match="list of paths"):
         streamload.load_state_dict(None, path, adapters="a", device="host")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cached", ["", "adapter_model.safetensors", "adapter_config.json"])
+@pytest.mark.parametrize("written", ["me/lora", "hf://me/lora/adapter_model.safetensors"])
+def test_an_adapter_of_the_hub(hub: Hub, tmp_path: Path, cached: str, written: str) -> None:
+    """Its configuration is looked for at the hub if the cache has the weights alone."""
+    huggingface_hub = needs.module("huggingface_hub")
+    path = tmp_path / "model.safetensors"
+    write(path, {"m.weight": random(0, 20, 12)})
+    folder = adapter(tmp_path / "a", pair("m", 20, 12))
+    hub.add("me/lora", {each.name: each.read_bytes() for each in folder.iterdir()})
+    if cached:
+        huggingface_hub.hf_hub_download("me/lora", cached)
+    assert np.array_equal(load(path, written)["m.weight"], load(path, folder)["m.weight"])
+
+
+def test_errors_show_no_secret(tmp_path: Path) -> None:
+    """Of URLs of adapters, with or without a scale."""
+    path = tmp_path / "model.safetensors"
+    write(path, {"m.weight": random(0, 20, 12)})
+    for secret in ("https://me:se-cret@host/lora/", "https://host/lora/?signature=se-cret"):
+        for given in (secret, [(secret, "1")], [[secret]], [(1.0, secret)]):
+            with pytest.raises(ValueError, match="adapter") as caught:
+                streamload.load_state_dict(None, path, adapters=given, device="host")  # type: ignore[arg-type]
+            assert "se-cret" not in str(caught.value)
 
 
 @pytest.mark.slow
