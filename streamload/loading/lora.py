@@ -274,6 +274,9 @@ class _Reader:
 
     def _assign(self, module: str, info: TensorInfo) -> None:
         """Add the change of an embedding by rows of trained tokens."""
+        if self._scale != 1:  # peft has none for them, either
+            problem = "trainable_token_indices replace rows, which have no scale: leave it out"
+            self._refuse(info, problem, "scale 1", self._scale)
         target = self._target(f"{module}.weight", info)
         stated = self._config.get("trainable_token_indices")
         if isinstance(stated, Mapping):

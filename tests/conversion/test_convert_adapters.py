@@ -123,6 +123,8 @@ def test_trained_tokens(tmp_path: Path) -> None:
         expected = random(0, 70, 8)
         expected[[69, 0, 5]] = random(1, 3, 8)
         assert np.array_equal(values(tmp_path / "out")["m.embed.weight"], expected)
+    with pytest.raises(CheckpointError, match=r"trainable_token_indices.* no scale.*found 0\.5"):
+        quiet(tmp_path / "base", tmp_path / "no", adapters=[(folder, 0.5)])
     folder = adapter(tmp_path / "a", rows, trainable_token_indices=[70, 0, 5])
     with pytest.raises(CheckpointError, match="below 70"):
         quiet(tmp_path / "base", tmp_path / "no", adapters=[folder])
@@ -379,6 +381,12 @@ OF_PEFT: list[tuple[str, list[str] | str, dict[str, Any]]] = [
     ("GPT2", ["c_attn", "c_proj"], {"bias": "lora_only"}),
     ("Mixtral", ["q_proj", "k_proj", "o_proj"], {}),
 ]
+SCALED = [
+    (*case, scale)
+    for case in OF_PEFT
+    for scale in (1, 0.5)
+    if scale == 1 or "trainable_token_indices" not in case[2]
+]
 #: The same of settings that are refused.
 REFUSED: list[tuple[str, list[str] | str, dict[str, Any]]] = [
     ("GPT2", ["c_attn"], {"use_dora": True}),
@@ -412,8 +420,7 @@ def of_peft(folder: Path, family: str, targets: list[str] | str, settings: dict[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", [1, 0.5])
-@pytest.mark.parametrize(("family", "targets", "settings"), OF_PEFT, ids=str)
+@pytest.mark.parametrize(("family", "targets", "settings", "scale"), SCALED, ids=str)
 def test_as_peft_merges(
     tmp_path: Path, family: str, targets: list[str] | str, settings: dict[str, Any], scale: float
 ) -> None:
