@@ -15,6 +15,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,11 @@ from vllm.model_executor.model_loader import (
     register_model_loader,
 )
 
-from streamload.checkpoint.open import Checkpoint, open_checkpoint
+from streamload.checkpoint.fetch import revised
+from streamload.checkpoint.open import Checkpoint, locate, open_checkpoint
 from streamload.conversion.companions import CONFIG, content_of, files_beside
 from streamload.conversion.disk import writing_to
+from streamload.core.location import Url, is_url, without_secrets
 from streamload.errors import CheckpointError
 from streamload.files.page_cache import MARGIN_NBYTES, free_host_nbytes
 from streamload.loading.iterate import iterate
@@ -76,7 +79,7 @@ class StreamloadModelLoader(BaseModelLoader):
             )
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """Check that the checkpoint can be opened: nothing is downloaded."""
+        """Check that the checkpoint can be opened; no weights are read."""
         self._open(model_config)
 
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
@@ -88,11 +91,8 @@ class StreamloadModelLoader(BaseModelLoader):
             DefaultModelLoader(LoadConfig()).track_weights_loading(model, loaded)
 
     def _open(self, model_config: ModelConfig) -> Checkpoint:
-        name, revision = model_config.model, model_config.revision
-        location = self._locations.get(name, name)
-        if revision and location == name and not os.path.exists(name):
-            location = f"{name}@{revision}"  # a repository of the hub
-        return _opened(location, self._options)
+        location = self._locations.get(model_config.model, model_config.model)
+        return _opened(revised(location, model_config.revision), self._options)
 
     def _weights(self, model: Any, model_config: ModelConfig) -> Iterator[tuple[str, Any]]:
         checkpoint, parameters = self._open(model_config), list(model.parameters())
@@ -103,9 +103,11 @@ class StreamloadModelLoader(BaseModelLoader):
             "device": device,
             "dtype": dtype if checkpoint.stored else "checkpoint",
             "page_cache": _page_cache(checkpoint, parameters if device == "cpu" else []),
+            "fetch": "stream",
         }
         options |= {name: value for name, value in self._options.items() if name not in _OPENING}
-        _logger.info("Streaming %s by %s", checkpoint.path, options)
+        shown = {name: without_secrets(str(value)) for name, value in options.items()}
+        _logger.info("Streaming %s by %s", checkpoint.path, shown)
         return iterate(checkpoint, **options)
 
 
@@ -117,7 +119,7 @@ def _page_cache(checkpoint: Checkpoint, to_fill: list[Any]) -> str:
     return "drop" if free is not None and free < needed else "auto"
 
 
-def _opened(location: str, options: Mapping[str, Any]) -> Checkpoint:
+def _opened(location: str | os.PathLike[str], options: Mapping[str, Any]) -> Checkpoint:
     return open_checkpoint(location, **{k: v for k, v in options.items() if k in _OPENING})
 
 
@@ -141,14 +143,14 @@ def _localize(args: EngineArgs) -> None:
     Raises:
         CheckpointError: PATH cannot be opened, or has no configuration.
     """
-    location, given = str(args.model), args.model_loader_extra_config
-    if location in given.get(_LOCATIONS, ()) or os.path.isfile(os.path.join(location, CONFIG)):
+    given, extra = str(args.model), args.model_loader_extra_config
+    if given in extra.get(_LOCATIONS, ()) or os.path.isfile(os.path.join(given, CONFIG)):
         return
-    if os.path.exists(location):
-        location = os.path.abspath(location)
-    elif _REPOSITORY.fullmatch(location):
+    if _REPOSITORY.fullmatch(given) and not os.path.exists(given):
         return
-    checkpoint = _opened(location, given)
+    found, _ = locate(revised(given, args.revision))  # of the hub at a commit
+    # the cache may have the weights of a repository without the tokenizer
+    checkpoint = replace(_opened(found, extra), path=found)
     files = {name: content_of(file) for name, file in files_beside(checkpoint)[0].items()}
     if CONFIG in files:
         files[CONFIG] = _untied(checkpoint, files[CONFIG])
@@ -159,9 +161,11 @@ def _localize(args: EngineArgs) -> None:
             f"{CONFIG} beside it, or --hf-config-path FOLDER --tokenizer FOLDER",
             "neither",
         )
+    location = found.href if isinstance(found, Url) else os.path.abspath(found)
     args.model = str(_kept(location, files))
-    args.served_model_name = args.served_model_name or [str(checkpoint.path)]
-    args.model_loader_extra_config = {**given, _LOCATIONS: {args.model: location}}
+    shown = str(Url.parse(given)) if is_url(given) else given
+    args.served_model_name = args.served_model_name or [shown]
+    args.model_loader_extra_config = {**extra, _LOCATIONS: {args.model: location}}
 
 
 def _untied(checkpoint: Checkpoint, config: bytes) -> bytes:

@@ -1,6 +1,6 @@
 """A process that runs vLLM's engine, for `test_vllm`; prints a line of JSON for each case.
 
-vllm_job.py tokens '[["auto", PATH], ["streamload", URL]]'
+vllm_job.py tokens '[["auto", PATH], ["streamload", NAME, REVISION]]'
 vllm_job.py memory FORMAT FOLDER
 """
 
@@ -36,12 +36,12 @@ def engine(load_format: str, path: str, **arguments: Any) -> Any:
     )
 
 
-def tokens(load_format: str, path: str) -> list[Any]:
+def tokens(load_format: str, path: str, revision: str | None = None) -> list[Any]:
     """Greedy tokens, the logarithms of their probabilities, the text, and the model's name."""
     from vllm import SamplingParams
 
     greedy = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, logprobs=1)
-    model = engine(load_format, path)
+    model = engine(load_format, path, revision=revision)
     (out,) = model.generate([{"prompt_token_ids": PROMPT}], greedy, use_tqdm=False)
     found = out.outputs[0]
     logs = [one.logprob for each in found.logprobs for one in each.values()]

@@ -29,6 +29,7 @@ import pytest
 import range_server
 from boxes import Boxes
 from gguf_models import write_model
+from hub_server import COMMIT, LATER, Hub, hub, serve_hub
 from make_checkpoint import make_checkpoint, shape_of_size
 
 import streamload
@@ -37,6 +38,8 @@ from streamload.errors import CheckpointError
 
 torch = needs.module("torch")
 needs.module("httpx2")
+
+__all__ = ["hub"]
 
 JOB = Path(__file__).parents[1] / "support" / "vllm_job.py"
 MODULES = ("config", "config.load", "engine", "engine.arg_utils", "envs", "logger")
@@ -48,6 +51,11 @@ def llama(folder: Path, **changes: Any) -> Path:
     folder.mkdir()
     changes = {"head_dim": 80, "architectures": ["LlamaForCausalLM"]} | changes
     return write_model(folder, "llama", **changes)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """The contents of a folder's files."""
+    return {each.name: each.read_bytes() for each in folder.iterdir()}
 
 
 def gguf(source: Path, out: Path) -> Path:
@@ -65,6 +73,7 @@ class EngineArgs:
 
     model: str
     load_format: str = "streamload"
+    revision: str | None = None
     served_model_name: Any = None
     hf_config_path: str | None = None
     model_loader_extra_config: dict[str, Any] = field(default_factory=dict)
@@ -75,7 +84,7 @@ class EngineArgs:
 
     def create_model_config(self) -> Any:
         """What vLLM opens the folder by."""
-        names = {"model": self.model, "revision": None, "quantization": None}
+        names = {"model": self.model, "revision": self.revision, "quantization": None}
         return types.SimpleNamespace(**names, dtype=torch.bfloat16)
 
 
@@ -147,15 +156,21 @@ def loaders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
     sys.modules.pop("streamload.vllm", None)
 
 
-def loaded(loaders: dict[str, type], path: Path | str, **options: Any) -> tuple[Any, Any]:
-    """Load as vLLM does; returns the engine's arguments and the model."""
-    args = loaders["args"](str(path), model_loader_extra_config=options)
+def loaded(
+    loaders: dict[str, type],
+    path: Path | str,
+    revision: str | None = None,
+    like: Path | None = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Load into a model like a folder's, as vLLM does; returns the engine's arguments and it."""
+    args = loaders["args"](str(path), revision=revision, model_loader_extra_config=options)
     config = args.create_engine_config()
     given = types.SimpleNamespace(model_loader_extra_config=args.model_loader_extra_config)
     loader = loaders["streamload"](given)
     loader.download_model(config)
-    shapes = {n: t.shape for n, t in streamload.iterate(path, device="cpu", dtype="bfloat16")}
-    model = Model(shapes)
+    source = streamload.iterate(like or path, device="cpu", dtype="bfloat16")
+    model = Model({name: tensor.shape for name, tensor in source})
     loader.load_weights(model, config)
     return args, model
 
@@ -197,6 +212,68 @@ def test_a_url_gets_a_folder(loaders: dict[str, type], tmp_path: Path) -> None:
         served.close()
     assert json.loads(Path(args.model, "config.json").read_text())["tie_word_embeddings"] is False
     assert all(torch.equal(model.tensors()[name], one) for name, one in expected.items())
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(
+    ("path", "revision"),
+    [
+        *(("hf://me/tiny", COMMIT), ("hf://me/tiny", "old"), (f"hf://me/tiny@{COMMIT}", LATER)),
+        *((f"me/tiny@{COMMIT}", None), ("me/tiny", "old")),
+    ],
+)
+def test_a_repository_at_its_revision(
+    loaders: dict[str, type], hub: Hub, tmp_path: Path, path: str, revision: str, cached: bool
+) -> None:
+    """Its configuration, tokenizer and weights are of one commit; no file is downloaded."""
+    huggingface_hub = needs.module("huggingface_hub")
+    folder, other = llama(tmp_path / "m"), llama(tmp_path / "n", vocab_size=96)
+    for commit, each in ((COMMIT, folder), (LATER, other)):
+        hub.add("me/tiny", files_of(each), commit)
+    hub.repos["me/tiny"].refs["old"] = COMMIT
+    for name in ("config.json", "model.safetensors") if cached else ():
+        huggingface_hub.hf_hub_download("me/tiny", name, revision=COMMIT)
+    before = set((tmp_path / "home").rglob("*"))
+    args, model = loaded(loaders, path, revision, folder)
+    for name, tensor in streamload.iterate(folder, device="cpu", dtype="checkpoint"):
+        assert torch.equal(model.tensors()[name], tensor), name
+    assert set((tmp_path / "home").rglob("*")) == before
+    if path == "me/tiny":  # vLLM itself reads the rest
+        assert (args.model, args.served_model_name) == (path, None)
+        return
+    made = Path(args.model)
+    names = {each.name for each in folder.iterdir()} - {"model.safetensors"}
+    assert {each.name for each in made.iterdir()} == names >= {"tokenizer.json"}
+    sizes = [
+        json.loads((each / "config.json").read_text())["vocab_size"] for each in (folder, made)
+    ]
+    assert sizes[0] == sizes[1] != 96
+    assert args.served_model_name == [path]
+    (location,) = args.model_loader_extra_config["locations"].values()
+    assert COMMIT in location
+
+
+def test_what_is_shown(
+    loaders: dict[str, type], tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    """The name is the text that was given; no user, password and query is in it or in a log."""
+    llama(tmp_path / "m")
+    monkeypatch.chdir(tmp_path)
+    (gguf(tmp_path / "m", tmp_path / "g")).rename("model.gguf")
+    args, _ = loaded(loaders, "model.gguf")
+    assert args.served_model_name == ["model.gguf"]
+    lora = "https://me:se-cret@host/lora/"
+    served = range_server.start(tmp_path, ("127.0.0.1", 0))
+    caplog.set_level("INFO")
+    try:
+        with pytest.raises(CheckpointError):
+            loaded(loaders, f"{served.url}m/?signature=se-cret", adapters=[lora, [f"{lora}?x", 2]])
+        args = loaders["args"](f"{served.url}m/?signature=se-cret")
+        args.create_model_config()
+    finally:
+        served.close()
+    assert args.served_model_name == [f"{served.url}m/?..."]
+    assert "Streaming http" in caplog.text and "se-cret" not in caplog.text
 
 
 def test_processes_that_start_together(loaders: dict[str, type], tmp_path: Path) -> None:
@@ -260,9 +337,15 @@ def vllm() -> None:
         pytest.skip("streamload is not installed beside vllm")
 
 
-def job(tmp_path: Path, *arguments: object) -> list[Any]:
+def environment_of(tmp_path: Path, hub: Hub | None = None) -> dict[str, str]:
+    """With a cache of its own, and a network: offline, vLLM takes URLs for repositories."""
+    found = dict(os.environ) if hub is None else hub.environment(tmp_path / "home")
+    return found | {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
+
+
+def job(tmp_path: Path, *arguments: object, hub: Hub | None = None) -> list[Any]:
     """The lines that a job prints."""
-    environment = os.environ | {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    environment = environment_of(tmp_path, hub)
     argv = [sys.executable, str(JOB), *map(str, arguments)]
     done = subprocess.run(argv, capture_output=True, text=True, env=environment, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -272,22 +355,29 @@ def job(tmp_path: Path, *arguments: object) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("vllm")
 def test_tokens_of_the_default_loader(tmp_path: Path) -> None:
-    """A folder, a file and a URL give the default loader's tokens, and so does a GGUF file."""
+    """A folder, a file, a URL and a repository give its tokens, and so does a GGUF file."""
     folder = llama(tmp_path / "m")
     path = gguf(folder, tmp_path / "g")
     streamload.convert(path, tmp_path / "plain", dtype="bfloat16")
+    other = llama(tmp_path / "n", hidden_size=64)
     served = range_server.start(tmp_path, ("127.0.0.1", 0))
     try:
-        url = f"{served.url}m/"
-        ours = [("streamload", str(each)) for each in (folder, folder / "model.safetensors", url)]
-        cases = [("auto", str(folder)), *ours, ("auto", str(tmp_path / "plain"))]
+        url, name = f"{served.url}m/", "hf://me/tiny"
+        ours = [str(each) for each in (folder, folder / "model.safetensors", url)]
+        cases = [("auto", str(folder)), *(("streamload", each) for each in ours)]
+        cases += [("streamload", name, COMMIT), ("auto", str(tmp_path / "plain"))]
         # vLLM's CPU engine does not start again in a process that has compiled a decoder
         cases.append(("streamload", f"{served.url}g/model.gguf"))
-        *found, plain, of_gguf = job(tmp_path, "tokens", json.dumps(cases))
+        with serve_hub() as hub:
+            for commit, each in ((COMMIT, folder), (LATER, other)):
+                hub.add(
+                    "me/tiny", {file.name: file.read_bytes() for file in each.iterdir()}, commit
+                )
+            *found, plain, of_gguf = job(tmp_path, "tokens", json.dumps(cases), hub=hub)
     finally:
         served.close()
-    assert len(found) == 4 and all(each[:3] == found[0][:3] for each in found)
-    assert [each[3] for each in found[2:]] == [str(folder / "model.safetensors"), url]
+    assert len(found) == 5 and all(each[:3] == found[0][:3] for each in found)
+    assert [each[3] for each in found[2:]] == [str(folder / "model.safetensors"), url, name]
     assert of_gguf[:3] == plain[:3] and plain[1] != found[0][1]
 
 
@@ -302,9 +392,8 @@ def test_vllm_serve(tmp_path: Path) -> None:
     argv += ["--load-format", "streamload", "--dtype", "bfloat16", "--enforce-eager"]
     argv += ["--max-model-len", "32", "--host", "127.0.0.1", "--port", str(port)]
     argv += ["--model-loader-extra-config", '{"reader": "pread"}']
-    own = {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
     with open(tmp_path / "log", "w") as log:
-        server = subprocess.Popen(argv, stdout=log, stderr=log, env=os.environ | own)
+        server = subprocess.Popen(argv, stdout=log, stderr=log, env=environment_of(tmp_path))
         try:
             url = f"http://127.0.0.1:{port}"
             until = time.monotonic() + 400
