@@ -28,15 +28,20 @@ from streamload.files.hub import Fetch
 _DOCUMENT = re.compile(r"config\.json|generation_config\.json|[\w-]+\.py|adapter_[^/]+")
 
 
+def repository_of(path: str | os.PathLike[str]) -> repositories.Repository | None:
+    """Return the repository that a path names, maybe by its URL; None for any other path."""
+    name = os.fsdecode(path)
+    if isinstance(path, Url):
+        return None
+    if not repositories.is_named(name) and (is_url(name) or os.path.lexists(expanded(local(name)))):
+        return None
+    return repositories.Repository.parse(name)
+
+
 def revised(path: str | os.PathLike[str], revision: str | None) -> str | os.PathLike[str]:
     """Return a repository's name with a revision, if it has none; any other path unchanged."""
-    if revision is None or isinstance(path, Url):
-        return path
-    name = os.fsdecode(path)
-    if not repositories.is_named(name) and (is_url(name) or os.path.lexists(expanded(local(name)))):
-        return path
-    found = repositories.Repository.parse(name)
-    return name if found.revision else str(found._replace(revision=revision))
+    found = None if revision is None else repository_of(path)
+    return path if found is None or found.revision else str(found._replace(revision=revision))
 
 
 def choose_fetch(checkpoint: Checkpoint, fetch: Fetch, *, needed: bool) -> Fetch:

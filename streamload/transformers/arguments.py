@@ -17,16 +17,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from streamload.checkpoint.fetch import revised
+from streamload.checkpoint.fetch import repository_of, revised
+from streamload.checkpoint.hub import Repository
 from streamload.checkpoint.open import locate
 from streamload.core.location import Location
 from streamload.devices.names import framework
-from streamload.files.hub import file_of, url_of
+from streamload.errors import ShardNotFoundError
+from streamload.files.hub import file_of, library, settings, url_of
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-#: Arguments without effect here: nothing is unpickled, all is low on memory, and the environment of
-#: huggingface_hub holds.
+#: Arguments without effect here, if the function does not take them: nothing is unpickled, all is
+#: low on memory, and the environment of huggingface_hub holds.
 _WITHOUT_EFFECT = (
     *("local_files_only", "token", "use_auth_token", "proxies", "resume_download", "tqdm_class"),
     *("low_cpu_mem_usage", "weights_only", "offload_state_dict", "offload_buffers", "mirror"),
@@ -93,7 +95,8 @@ def translated(
 
     `path`: the checkpoint, for error messages.
     """
-    rest = {name: value for name, value in given.items() if name not in _WITHOUT_EFFECT}
+    _check_hub(given, known, path)
+    rest = {n: value for n, value in given.items() if n in known or n not in _WITHOUT_EFFECT}
     out = {name: rest.pop(name) for name in list(rest) if name in known}
     for name, instead in _INSTEAD.items():
         if name not in known and _is_given(rest.pop(name, None)):
@@ -145,16 +148,57 @@ def _is_given(value: object) -> bool:
     return value is not None and value is not False and value != ""
 
 
-def found_at(path: str | os.PathLike[str], revision: str | None, subfolder: str) -> Location:
-    """Return the folder, file or URL of a checkpoint; `revision` holds for ``org/name`` only."""
-    found, _ = locate(revised(path, revision))
+def _check_hub(given: Mapping[str, Any], known: frozenset[str], path: object) -> None:
+    """Raise ValueError if a repository would be read with another token, or not offline alone."""
+    token = given.get("token") or given.get("use_auth_token")
+    is_offline = bool(given.get("local_files_only")) and "local_files_only" not in known
+    if not (isinstance(token, str) or is_offline) or not isinstance(path, (str, os.PathLike)):
+        return
+    if (repository := repository_of(path)) is None or settings().is_offline_mode():
+        return
+    if is_offline:
+        raise _unknown("local_files_only", "set HF_HUB_OFFLINE=1 in the environment")
+    if token != library(repository.name).get_token():
+        raise _unknown("token", "set HF_TOKEN in the environment, or run `hf auth login`")
+
+
+def found_at(
+    path: str | os.PathLike[str],
+    revision: str | None,
+    subfolder: str = "",
+    *,
+    local_files_only: bool = False,
+) -> Location:
+    """Return the folder, file or URL of a checkpoint; `revision` holds for ``org/name`` only.
+
+    `local_files_only`: take a repository's folder in the local cache, and ask no hub.
+    """
+    path = revised(path, revision)
+    asked = repository_of(path) if local_files_only else None
+    found = locate(path)[0] if asked is None else _in_cache(asked)
     if subfolder and (file := file_of(found)) is not None:
         return url_of(file._replace(path=f"{file.path}{subfolder.strip('/')}/"))
     return found / subfolder if subfolder else found
 
 
+def _in_cache(asked: Repository) -> Path:
+    hub = library(str(asked))
+    try:
+        folder = hub.snapshot_download(asked.name, revision=asked.revision, local_files_only=True)
+    except hub.errors.LocalEntryNotFoundError:
+        raise ShardNotFoundError(
+            str(asked),
+            "is not in the Hugging Face cache: leave local_files_only out, or write "
+            f"`hf download {asked.name}`",
+            found=str(settings().HF_HUB_CACHE),
+        ) from None
+    return Path(folder, asked.path)
+
+
 def _found(path: Any, out: Mapping[str, Any]) -> Location:
-    return found_at(path, out.get("revision"), out.get("subfolder") or "")
+    local_files_only = bool(out.get("local_files_only"))
+    subfolder = out.get("subfolder") or ""
+    return found_at(path, out.get("revision"), subfolder, local_files_only=local_files_only)
 
 
 def _opening(path: object) -> str:

@@ -11,8 +11,8 @@ from typing import Any, Unpack
 
 from transformers import PreTrainedModel
 
-from streamload.checkpoint.fetch import documents
-from streamload.checkpoint.open import locate, open_checkpoint
+from streamload.checkpoint.fetch import documents, repository_of
+from streamload.checkpoint.open import open_checkpoint
 from streamload.core.location import Url, is_url
 from streamload.core.patterns import Patterns
 from streamload.devices.names import framework
@@ -42,6 +42,7 @@ def from_pretrained(
     experts_implementation: str | None = None,
     revision: str | None = None,
     subfolder: str = "",
+    local_files_only: bool = False,
     variant: str | None = None,
     trust_remote_code: bool | None = None,
     key_mapping: Mapping[str, str] | None = None,
@@ -72,7 +73,8 @@ def from_pretrained(
     Args:
         path: a folder with ``config.json`` and safetensors files (or those that torch.save writes),
             one of those files, an index, or ``org/name`` on the Hugging Face Hub. Or
-            the folder of an adapter: its base is streamed, and peft adds the adapter to it.
+            the folder of an adapter: its base is streamed, and peft adds the adapter to it. The
+            base is a model in that folder; else, and of a repository, what the adapter names.
         budget: most bytes on each device, as in `streamload.load_state_dict`. Tensors that the
             checkpoint does not hold count too: missing parameters, those of other shapes, and
             buffers that transformers computes (as many bytes stay free on each of several devices).
@@ -95,6 +97,7 @@ def from_pretrained(
         experts_implementation: "eager", "grouped_mm", ...; None lets transformers choose.
         revision: of ``org/name``: a branch, a tag or a commit. A folder has none.
         subfolder: the folder in ``path`` that holds the checkpoint.
+        local_files_only: read a repository from the local cache, and ask no hub.
         variant: as in `streamload.open_checkpoint`.
         trust_remote_code: run the code in the checkpoint's folder if ``config.json`` names a
             class in it.
@@ -162,13 +165,12 @@ def from_pretrained(
     if not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"expected the path of a checkpoint, not {type(path).__name__}")
     _check_accelerate(device)
-    found = found_at(path, revision, subfolder)
+    found = found_at(path, revision, subfolder, local_files_only=local_files_only)
     with ExitStack() as held:
-        folder = held.enter_context(documents(found, options["fetch"]))
-        adapter = Adapter.at(folder)
-        base = found
-        if adapter is not None:
-            base, _ = locate(adapter.base)
+        base, folder = found, held.enter_context(documents(found, options["fetch"]))
+        adapter = Adapter.at(folder, is_named=repository_of(path) is not None)
+        if adapter is not None and adapter.base is not None:
+            base = found_at(adapter.base, None, local_files_only=local_files_only)
             folder = held.enter_context(documents(base, options["fetch"]))
         checkpoint = replace(open_checkpoint(base, variant=variant), path=folder)
         implementations = {
@@ -194,7 +196,7 @@ def from_pretrained(
         if offload and adapter is not None:
             raise OffloadError(
                 f"{found} is an adapter, whose modules stand in those that stream: offload its "
-                f"base, and add it on the way: from_pretrained({adapter.base!r}, offload=True, "
+                f"base, and add it on the way: from_pretrained({str(base)!r}, offload=True, "
                 f"adapters=[{str(found)!r}])"
             )
         given = os.fsdecode(path)
@@ -202,7 +204,7 @@ def from_pretrained(
         devices = open_devices(device, framework("torch"), {})
         prepared = Prepared.of(
             checkpoint,
-            name if adapter is None else adapter.base,
+            name if adapter is None or adapter.base is None else adapter.base,
             wanted,
             devices,
             options["dtype"],
@@ -218,7 +220,7 @@ def from_pretrained(
         report = replace(without_stale_notes(report, prepared.model), path=str(base))
         prepared.finish(report)
         if adapter is not None:
-            prepared.model.load_adapter(str(adapter.folder), adapter_name=adapter_name)
+            adapter.add_to(prepared.model, adapter_name)
         return prepared.model
 
 

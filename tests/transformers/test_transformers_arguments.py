@@ -11,9 +11,14 @@ from typing import Any
 import needs
 import numpy as np
 import pytest
-from hub_server import COMMIT, Hub, hub, use_hub
+from hub_server import COMMIT, TOKEN, Hub, hub, use_hub
 
-from streamload.errors import CheckpointError, PlanInfeasibleError, StateDictMismatchError
+from streamload.errors import (
+    CheckpointError,
+    PlanInfeasibleError,
+    ShardNotFoundError,
+    StateDictMismatchError,
+)
 
 torch = needs.module("torch")
 transformers = needs.module("transformers")
@@ -281,6 +286,48 @@ def test_a_repository_of_the_hub(hub: Hub, tmp_path: Path, fetch: str) -> None:
         pass
 
 
+def test_a_repository_that_is_cached(hub: Hub, tmp_path: Path) -> None:
+    """``local_files_only=True`` asks no hub; the error for what the cache lacks says what to do."""
+    huggingface_hub = needs.module("huggingface_hub")
+    folder = saved(tmp_path / "a", "llama")
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    hub.add("me/tiny", files | {f"sub/{name}": data for name, data in files.items()})
+    for given in ({}, {"revision": COMMIT}):
+        with pytest.raises(
+            ShardNotFoundError, match="leave local_files_only out, or write `hf dow"
+        ):
+            ours.from_pretrained("me/tiny", local_files_only=True, **given)
+    assert not hub.site.requests
+    huggingface_hub.snapshot_download("me/tiny")
+    before = len(hub.site.requests)
+    for given in ({}, {"revision": "main"}, {"subfolder": "sub"}):
+        found = ours.from_pretrained("me/tiny", local_files_only=True, **given)
+        assert_same_bits(found, new_model("llama"))
+        assert found.name_or_path == "me/tiny"
+    ours.from_pretrained(f"hf://me/tiny@{COMMIT}/sub", local_files_only=True)
+    assert len(hub.site.requests) == before
+    with pytest.raises(ValueError, match="set HF_HUB_OFFLINE=1"):
+        translated({"local_files_only": True}, frozenset({"components"}), "me/tiny")
+    translated({"local_files_only": True}, frozenset({"components"}), folder)
+
+
+@pytest.mark.parametrize("argument", ["token", "use_auth_token"])
+def test_a_token(hub: Hub, tmp_path: Path, monkeypatch: Any, argument: str) -> None:
+    """Another than that of the environment is refused for a repository, and not shown."""
+    folder = saved(tmp_path / "a", "llama")
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    hub.add("me/tiny", files).private = True
+    for path in ("me/tiny", "hf://me/tiny"):
+        with pytest.raises(ValueError, match="set HF_TOKEN in the environment, or run") as caught:
+            ours.from_pretrained(path, **{argument: TOKEN})
+        assert TOKEN not in str(caught.value)
+    assert not hub.site.requests
+    assert_same_bits(ours.from_pretrained(folder, **{argument: TOKEN}), new_model("llama"))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    for token in (TOKEN, True, None):
+        assert_same_bits(ours.from_pretrained("me/tiny", **{argument: token}), new_model("llama"))
+
+
 def test_a_configuration_by_path(tmp_path: Path) -> None:
     """``config=`` may be a folder or a file, as for transformers."""
     folder = saved(tmp_path / "a", "llama")
@@ -392,6 +439,23 @@ def test_an_adapter_is_invalid(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_a_peft_that_is_too_old(tmp_path: Path, monkeypatch: Any) -> None:
+    """It is refused before the base is looked for, with what to write."""
+    folder = saved(tmp_path / "a", "llama")
+    config = {"peft_type": "LORA", "base_model_name_or_path": "/not/there"}
+    (tmp_path / "peft.dist-info").mkdir()
+    said = "Metadata-Version: 2.1\nName: peft\nVersion: 0.18.1\n"
+    (tmp_path / "peft.dist-info" / "METADATA").write_text(said)
+    monkeypatch.syspath_prepend(tmp_path)
+    for path in (folder, tmp_path / "lora"):
+        path.mkdir(exist_ok=True)
+        (path / "adapter_config.json").write_text(json.dumps(config))
+        with pytest.raises(
+            CheckpointError, match=r"-U peft, or load .*expected peft 0\.19 or later"
+        ):
+            load(path)
+
+
 def test_the_folder_of_an_adapter(tmp_path: Path) -> None:
     """The base is streamed, and peft adds the adapter: the model that transformers gives."""
     peft = needs.runtime("peft")
@@ -418,3 +482,39 @@ def test_the_folder_of_an_adapter(tmp_path: Path) -> None:
     adapter_nbytes = sum(t.nbytes for name, t in tensors_of(found).items() if "lora" in name)
     with pytest.raises(PlanInfeasibleError):
         ours.from_pretrained(tmp_path / "adapter", budget=plain + adapter_nbytes - 1000)
+
+
+@pytest.mark.parametrize("fetch", ["stream", "cache"])
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_a_repository_of_an_adapter(hub: Hub, tmp_path: Path, suffix: str, fetch: str) -> None:
+    """Beside a model or without one, its base is the one it names, as for transformers."""
+    peft = needs.runtime("peft")
+    for seed, name in enumerate(("base", "both")):
+        torch.manual_seed(seed)
+        folder = tmp_path / name
+        new_model("llama").save_pretrained(folder)
+        rewrite(folder, lambda tensors, seed=seed: {n: t + seed for n, t in tensors.items()})
+        hub.add(f"me/{name}", {path.name: path.read_bytes() for path in folder.iterdir()})
+    both, base = (dict(hub.repos[f"me/{name}"].commits[COMMIT]) for name in ("both", "base"))
+    model = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained("me/base"),
+        peft.LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False),
+    )
+    model.save_pretrained(tmp_path / "lora", safe_serialization=suffix == "safetensors")
+    lora = {path.name: path.read_bytes() for path in (tmp_path / "lora").iterdir()}
+    assert f"adapter_model.{suffix}" in lora
+    config = json.loads(lora["adapter_config.json"])
+    assert config["base_model_name_or_path"] == "me/base"
+    for files in (lora, both | lora):
+        hub.add("me/lora", files)
+        expected = transformers.AutoModelForCausalLM.from_pretrained("me/lora")
+        found = streamload.transformers.from_pretrained("me/lora", fetch=fetch)
+        assert {k: raw(t) for k, t in tensors_of(found).items()} == {
+            k: raw(t) for k, t in tensors_of(expected).items()
+        }
+        assert found.name_or_path == expected.name_or_path == "me/base"
+    config["base_model_name_or_path"] = None
+    hub.add("me/own", base | lora | {"adapter_config.json": json.dumps(config).encode()})
+    own = streamload.transformers.from_pretrained("me/own", fetch=fetch)
+    assert own.name_or_path == "me/own"
+    assert all(raw(t) == raw(tensors_of(found)[k]) for k, t in tensors_of(own).items())
