@@ -288,6 +288,9 @@ class _Reader:
         if not valid or (len(indices), *target.shape[1:]) != info.shape:
             expected = f"trainable_token_indices of {list(info.shape)[:1]} rows below {rows}"
             self._refuse(info, f"the adapter does not fit {target.name!r}", expected, stated)
+        for each in self._to.by_tensor.get(target.name, ()):
+            if isinstance(each, _Assign) and np.isin(indices, each.indices).any():
+                self._refuse(info, "an earlier adapter has trained some of the same tokens")
         self._change(target, _Assign(np.array(indices, np.int64), self._values(info)))
 
     def _replace(self, key: str, info: TensorInfo) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,7 +17,7 @@ from streamload.checkpoint.open import open_checkpoint
 from streamload.core.location import Url, is_url
 from streamload.core.patterns import Patterns
 from streamload.devices.names import framework
-from streamload.errors import DeviceError, OffloadError
+from streamload.errors import CheckpointError, DeviceError, OffloadError
 from streamload.loading.options import ModelOptions, takes
 from streamload.loading.place import open_devices
 from streamload.loading.prepare import Options
@@ -170,7 +171,12 @@ def from_pretrained(
         base, folder = found, held.enter_context(documents(found, options["fetch"]))
         adapter = Adapter.at(folder, is_named=repository_of(path) is not None)
         if adapter is not None and adapter.base is not None:
-            base = found_at(adapter.base, None, local_files_only=local_files_only)
+            try:
+                base = found_at(adapter.base, None, local_files_only=local_files_only)
+            except CheckpointError as error:  # often a folder of the author's machine
+                problem = f"{error.problem}; the adapter {found} names it as its base: write "
+                problem += f"from_pretrained(BASE, adapters=[{json.dumps(str(found))}])"
+                raise replace(error, problem=problem) from error.__cause__
             folder = held.enter_context(documents(base, options["fetch"]))
         checkpoint = replace(open_checkpoint(base, variant=variant), path=folder)
         implementations = {

@@ -125,6 +125,9 @@ def test_trained_tokens(tmp_path: Path) -> None:
         assert np.array_equal(values(tmp_path / "out")["m.embed.weight"], expected)
     with pytest.raises(CheckpointError, match=r"trainable_token_indices.* no scale.*found 0\.5"):
         quiet(tmp_path / "base", tmp_path / "no", adapters=[(folder, 0.5)])
+    other = adapter(tmp_path / "b", rows, trainable_token_indices=[1, 5, 69])
+    with pytest.raises(CheckpointError, match="trained some of the same tokens"):
+        quiet(tmp_path / "base", tmp_path / "no", adapters=[folder, other])
     folder = adapter(tmp_path / "a", rows, trainable_token_indices=[70, 0, 5])
     with pytest.raises(CheckpointError, match="below 70"):
         quiet(tmp_path / "base", tmp_path / "no", adapters=[folder])

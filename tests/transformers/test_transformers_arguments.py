@@ -482,6 +482,10 @@ def test_the_folder_of_an_adapter(tmp_path: Path) -> None:
     adapter_nbytes = sum(t.nbytes for name, t in tensors_of(found).items() if "lora" in name)
     with pytest.raises(PlanInfeasibleError):
         ours.from_pretrained(tmp_path / "adapter", budget=plain + adapter_nbytes - 1000)
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(path.read_text().replace(str(base), "/home/author/llama"))
+    with pytest.raises(CheckpointError, match=r"^/home/author/llama: no such .*BASE, adapters=\["):
+        ours.from_pretrained(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("fetch", ["stream", "cache"])
