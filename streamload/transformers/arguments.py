@@ -149,14 +149,15 @@ def _is_given(value: object) -> bool:
 
 
 def _check_hub(given: Mapping[str, Any], known: frozenset[str], path: object) -> None:
-    """Raise ValueError if a repository would be read with another token, or not offline alone."""
+    """Raise ValueError if another token would be used for a repository, or a hub be asked."""
     token = given.get("token") or given.get("use_auth_token")
-    is_offline = bool(given.get("local_files_only")) and "local_files_only" not in known
-    if not (isinstance(token, str) or is_offline) or not isinstance(path, (str, os.PathLike)):
+    is_local = bool(given.get("local_files_only"))
+    if (is_local and "local_files_only" in known) or not (is_local or isinstance(token, str)):
         return
-    if (repository := repository_of(path)) is None or settings().is_offline_mode():
+    repository = repository_of(path) if isinstance(path, (str, os.PathLike)) else None
+    if repository is None or settings().is_offline_mode():
         return
-    if is_offline:
+    if is_local:
         raise _unknown("local_files_only", "set HF_HUB_OFFLINE=1 in the environment")
     if token != library(repository.name).get_token():
         raise _unknown("token", "set HF_TOKEN in the environment, or run `hf auth login`")

@@ -301,7 +301,7 @@ def test_a_repository_that_is_cached(hub: Hub, tmp_path: Path) -> None:
     huggingface_hub.snapshot_download("me/tiny")
     before = len(hub.site.requests)
     for given in ({}, {"revision": "main"}, {"subfolder": "sub"}):
-        found = ours.from_pretrained("me/tiny", local_files_only=True, **given)
+        found = ours.from_pretrained("me/tiny", local_files_only=True, token=TOKEN, **given)
         assert_same_bits(found, new_model("llama"))
         assert found.name_or_path == "me/tiny"
     ours.from_pretrained(f"hf://me/tiny@{COMMIT}/sub", local_files_only=True)
