@@ -8,6 +8,7 @@ are exact, and sums are in float32. Threads call it with one job, and claim rows
 
 from __future__ import annotations
 
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from ctypes import c_void_p
@@ -34,6 +35,12 @@ _FLOATS = ("offset", "factor")
 _LINE_NBYTES = 64  # of the CPU's cache
 _SUBNORMAL = 0x90  # of `llvm.is.fpclass`: of both signs
 _UNROLLED = 8 * WIDTH  # columns of a block of `Values` whose steps are unrolled
+_ALL_ROWS = 2**31 - 1
+
+
+def float_bits(x: float) -> int:
+    """Return the bits of a float32."""
+    return int.from_bytes(struct.pack("<f", x), "little")
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,11 @@ class Form:
         if isinstance(self.codes, Blocks):
             return self.per_row(width) * self.codes.nbytes
         return width * self.codes.bits // 8
+
+    def constants(self, width: int) -> dict[str, int]:
+        """Return what is equal in all jobs and kernels for weights of ``width`` columns."""
+        constants = {"factor": float_bits(self.factor), "width": width}
+        return constants | {"tall": self.tall or _ALL_ROWS, "per.row": self.per_row(width)}
 
 
 class StoredForm(ABC):

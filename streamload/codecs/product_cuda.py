@@ -7,7 +7,7 @@ scales, each lane decodes consecutive ones. Sums are float32, joined over the wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -64,14 +64,21 @@ def launch(form: Form, rows: int, width: int, tokens: int) -> Launch:
 class _Kernel:
     """Collects the IR of one kernel."""
 
-    def __init__(self, form: Form, dtype: DType, tokens: int, exact: bool) -> None:
+    def __init__(
+        self, form: Form, dtype: DType, tokens: int, exact: bool, fixed: Mapping[str, int]
+    ) -> None:
         self.form, self.dtype, self.tokens, self.exact = form, dtype, tokens, exact
+        self.fixed = fixed
         self.rows = _rows(form, tokens)
         self.t = ThreadWriter()
 
     def text(self) -> str:
         """Return the IR of the whole kernel."""
         t = self.t
+        names = dict.fromkeys(_COUNTS, "wide") | dict.fromkeys(_FLOATS, "bits")
+        names |= dict.fromkeys((*_ADDRESSES, "table"), "at")
+        names = {name: f"{name}.{names[name]}" if name in names else name for name in PARAMETERS}
+        t.lines += [f"%{names[name]} = add i64 0, {value}" for name, value in self.fixed.items()]
         t.lines += [f"%sub = and i32 %lane, {GROUP - 1}", "%group = lshr i32 %lane, 3"]
         for name in _COUNTS:
             t.lines.append(f"%{name} = trunc i64 %{name}.wide to i32")
@@ -94,10 +101,8 @@ class _Kernel:
         if self.tokens:
             self._finish(sums)
             shared += f"\n@sums = internal addrspace(3) global [{_WARPS * len(sums)} x float] undef"
-        names = dict.fromkeys(_COUNTS, "wide") | dict.fromkeys(_FLOATS, "bits")
-        names |= dict.fromkeys((*_ADDRESSES, "table"), "at")
-        listed = (f"{n}.{names[n]}" if n in names else n for n in PARAMETERS)
-        return t.kernel(SYMBOL, " ".join(listed), shared)
+        listed = " ".join(names[name] for name in PARAMETERS if name not in self.fixed)
+        return t.kernel(SYMBOL, listed, shared)
 
     def _row(self, share: str, index: str | int) -> str:
         """Write IR of row ``index`` of a share of the CUDA block's rows."""
@@ -350,7 +355,9 @@ def is_exact(form: Form, width: int) -> bool:
 
 
 @cache
-def product_ptx(form: Form, dtype: DType, tokens: int, exact: bool) -> str:
+def product_ptx(
+    form: Form, dtype: DType, tokens: int, exact: bool, fixed: tuple[tuple[str, int], ...] = ()
+) -> str:
     """Return PTX of ``product``, with `PARAMETERS` of 64 bits each.
 
     They are the device addresses of the weight's codes, of the vectors (contiguous), the output and
@@ -364,8 +371,10 @@ def product_ptx(form: Form, dtype: DType, tokens: int, exact: bool) -> str:
         dtype: BF16, F16 or F32.
         tokens: vectors that it is multiplied with; 0 to decode it.
         exact: what `is_exact` returns for the weight's width.
+        fixed: (name, value) of `PARAMETERS` that the kernel holds and does not take.
 
     Raises:
         UnsupportedCastError: as `kept_ptx`.
     """
-    return kept_ptx(_Kernel(form, dtype, tokens, exact).text(), (form.codes.name, dtype.name))
+    ir = _Kernel(form, dtype, tokens, exact, dict(fixed)).text()
+    return kept_ptx(ir, (form.codes.name, dtype.name))

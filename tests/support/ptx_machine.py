@@ -185,6 +185,9 @@ class Machine:
             wide = _TYPES[f"{kind[0]}{int(kind[1:]) * 2}"]
             x, y = (self._get(text, kind, who).astype(wide) for text in operands[1:])
             self._set(operands[0], x * y, who)
+        elif name == "mul.hi.u32":
+            x, y = (self._get(text, "u32", who).astype(np.uint64) for text in operands[1:])
+            self._set(operands[0], (x * y >> np.uint64(32)).astype(np.uint32), who)
         elif stem == "selp":
             x, y = (self._get(text, kind, who) for text in operands[1:3])
             self._set(operands[0], np.where(self._get(operands[3], "pred", who), x, y), who)
@@ -261,7 +264,9 @@ class Machine:
             self._set(operands[0], np.uint64(self._arguments[place[1:-1]]), who)
             return
         symbol, _, offset = place[1:-1].partition("+")
-        address = self._get(symbol, "u64", who) + np.uint64(int(offset or 0))
+        address = self._get(symbol, "u64", who) + np.uint64(
+            int(offset or 0) % 2**64
+        )  # it may be negative
         names = operands[1] if first == "st" else operands[0]
         parts = _OPERAND.findall(names.strip("{}"))
         assert len(parts) == int(next((p[1:] for p in rest if p in ("v2", "v4")), 1))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -22,7 +21,14 @@ from torch.nn import functional
 
 from streamload.codecs.decode_blocks import Blocks
 from streamload.codecs.decode_kernels import Values
-from streamload.codecs.product import JOB, MOST_TOKENS, Form, StoredForm, compile_product
+from streamload.codecs.product import (
+    JOB,
+    MOST_TOKENS,
+    Form,
+    StoredForm,
+    compile_product,
+    float_bits,
+)
 from streamload.codecs.product_cuda import PARAMETERS, SYMBOL, is_exact, launch, product_ptx
 from streamload.codecs.scheme import CodedWeight, layout_of
 from streamload.codecs.schemes import bitsandbytes_nested as dynamic
@@ -37,7 +43,6 @@ _CLAIM_NBYTES = 2**16  # of codes that a thread of the host claims at once, abou
 _PIECE_NUMEL = 2**20  # elements that torch's operations decode at once
 _ALIGNMENT = 16  # of the addresses that kernels read
 _BLOCK = 64  # elements of a block of bitsandbytes' modules
-_ALL_ROWS = 2**31 - 1
 _TOKENS = (1, 2, 4, 8)  # vectors that there are kernels for
 _MOST_ON_CUDA = 4  # vectors; for more, tiles are faster there
 _SRC, _X, _OUT, _BIAS, _OFFSET = map(PARAMETERS.index, ("src", "x", "out", "bias", "offset"))
@@ -245,18 +250,13 @@ def _threads_of_torch() -> Any:
     return run
 
 
-def _bits(x: float) -> int:
-    return int.from_bytes(struct.pack("<f", x), "little")
-
-
 @cache
 def _constants(format: str, width: int) -> tuple[tuple[str, ...], dict[str, int], int]:
     """Return the roles of parts, fields of every job, and the bytes of a row's codes."""
     form = form_of(format, width)
     assert form is not None
-    fields = {"factor": _bits(form.factor), "width": width, "tall": form.tall or _ALL_ROWS}
-    fields["per.row"] = form.per_row(width)
-    return ("src", *(role for role, _ in form.parts)), fields, form.row_nbytes(width)
+    roles = ("src", *(role for role, _ in form.parts))
+    return roles, form.constants(width), form.row_nbytes(width)
 
 
 def _fields(of: Operand) -> dict[str, int]:
@@ -264,7 +264,7 @@ def _fields(of: Operand) -> dict[str, int]:
     roles, constants, _ = _constants(of.format, of.width)
     found = {role: part.data_ptr() for role, part in zip(roles, of.parts, strict=True)}
     if "state" in found:
-        found["offset"] = _bits(offset_of(of.parts[-1]))
+        found["offset"] = float_bits(offset_of(of.parts[-1]))
     return {**constants, **found, "stop": of.stop}
 
 
@@ -344,7 +344,7 @@ def _on_cuda(
         if place >= 0:
             values[place] = part.data_ptr()
         else:
-            values[_OFFSET] = _bits(offset_of(part))
+            values[_OFFSET] = float_bits(offset_of(part))
     if values[_SRC] % _ALIGNMENT or not _is_readable(of):
         return False
     stream = torch._C._cuda_getCurrentRawStream(index)
