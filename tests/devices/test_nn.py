@@ -12,54 +12,23 @@ import numpy as np
 import pytest
 import safetensors.numpy as sn
 from array_files import save
-from quant_bounds import elements_of
+from nn_helpers import Transformer, made, quantised
 from safetensors_files import write_safetensors
 from tinygrad import Tensor, TinyJit, Variable, dtypes, nn
 from tinygrad.helpers import GlobalCounters
 from tinygrad.nn.state import get_state_dict, load_state_dict
+from tinygrad.uop.ops import Ops
 
 import streamload
-from streamload.codecs.scheme import SCHEMES
-from streamload.core.dtypes import F32
+from streamload.codecs.scheme import CodedWeight
+from streamload.devices.tinygrad import linear, product
+from streamload.devices.tinygrad.product import Weight
 from streamload.errors import PlanInfeasibleError
 from streamload.nn import QuantLinear, replace_linears
 
 DEVICES = (pytest.param("CPU", marks=pytest.mark.slow), "CL")
 LAYERS = ("int8", "q8_0", "q4_0", "nf4")
 CODES = {"int8": "I8", "uint8": "U8", "float32": "F32"}
-Array = np.ndarray[Any, Any]
-Arrays = dict[str, Array]
-
-
-def quantised(format: str, rows: int, width: int, seed: int = 0) -> tuple[Arrays, Array]:
-    """The parts of a random weight, by suffix, and what they decode to."""
-    weight = np.random.default_rng(seed).standard_normal((rows, width)).astype(np.float32)
-    form = SCHEMES[format].of(weight.shape, F32)
-    codes = bytearray(form.parts[0].nbytes)
-    encoder = form.encoder(F32, "numpy")
-    encoder.encode(memoryview(weight.tobytes()), memoryview(codes), 0)
-    found = {"": memoryview(codes), **encoder.finish()}
-    shaped = {
-        part.suffix: np.frombuffer(found[part.suffix], part.dtype.numpy).reshape(part.shape)
-        for part in form.parts
-    }
-    return shaped, elements_of(form, shaped)
-
-
-def fill(layer: QuantLinear, parts: Arrays) -> QuantLinear:
-    """Give a layer its values, as loading does."""
-    for suffix, array in parts.items():
-        tensor = getattr(layer, f"weight{suffix}")
-        tensor.replace(Tensor(array.copy(), device=tensor.device)).realize()
-    return layer
-
-
-def made(
-    format: str, rows: int, width: int, device: str, bias: Tensor | None = None
-) -> tuple[QuantLinear, Array]:
-    """A layer with values, and what it decodes to."""
-    parts, weight = quantised(format, rows, width)
-    return fill(QuantLinear(format, width, rows, bias=bias, device=device), parts), weight
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -137,6 +106,23 @@ def test_a_captured_product_repeats(device: str) -> None:
         assert np.allclose(found, x @ weight.T, atol=1e-4)
 
 
+@pytest.mark.skipif(version("tinygrad").startswith("0.13"), reason="it runs no program of others")
+@pytest.mark.parametrize("format", ["int8", "nf4"])
+def test_gradients_of_a_compiled_kernel(format: str) -> None:
+    """Those of the activations and the bias; the kernel itself, for CUDA, is not run."""
+    bias = Tensor(np.arange(8, dtype=np.float32), device="CL")
+    layer, weight = made(format, 8, 64, "CL", bias=bias)
+    x = Tensor(np.ones((1, 2, 64), np.float32), device="CL").realize()
+    names = CodedWeight(format, (8, 64)).operands("weight")
+    held = Weight(format, (8, 64), [getattr(layer, name) for name in names], bias)
+    y = product._launched(x, held, linear._expression)
+    assert y is not None and any(node.op is Ops.PROGRAM for node in y.uop.toposort())
+    g = np.random.default_rng(3).standard_normal(y.shape).astype(np.float32)
+    of_x, of_bias = y.gradient(x, bias, gradient=Tensor(g, device="CL"))
+    assert np.allclose(of_x.numpy(), g @ weight, atol=1e-5)
+    assert np.allclose(of_bias.numpy(), g.sum((0, 1)), atol=1e-5)
+
+
 @pytest.mark.skipif(
     version("tinygrad").startswith("0.13"), reason="its own Linear computes other values there"
 )
@@ -150,36 +136,6 @@ def test_a_variable_number_of_tokens() -> None:
         found = step(Tensor(x, device="CPU").realize()[:, : tokens.bind(count)])
         some = found.shrink(((0, 1), (0, count), (0, 8))).numpy()
         assert np.allclose(some, x[:, :count] @ weight.T, atol=1e-4)
-
-
-class Block:
-    """A layer of a transformer, without its positions."""
-
-    def __init__(self, width: int) -> None:
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.norm, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        x = x + self.o(self.q(h).scaled_dot_product_attention(self.k(h), self.v(h)))
-        return x + self.down(self.up(self.norm2(x)).silu())
-
-
-class Transformer:
-    """Two blocks, and a head tied to the embedding."""
-
-    def __init__(self, width: int = 64, tokens: int = 40) -> None:
-        self.embedding = nn.Embedding(tokens, width)
-        self.layers = [Block(width) for _ in range(2)]
-        self.head = nn.Linear(width, tokens, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
 
 
 @pytest.mark.parametrize("format", [pytest.param("int8", marks=pytest.mark.slow), "q4_0"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -663,3 +664,98 @@ def test_a_thread_that_has_no_context_loads_as_well(small: Path) -> None:
     thread.start()
     thread.join()
     done[0]()
+
+
+# --- quantised Linears --------------------------------------------------------------------------
+
+FORMATS = ("int8", "q8_0", "q4_0", "nf4")
+compiled = pytest.mark.skipif(
+    importlib.metadata.version("tinygrad").startswith("0.13"), reason="it runs no program of others"
+)
+
+
+@compiled
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_few_tokens_take_a_compiled_kernel(format: str) -> None:
+    """Within rounding, for dtypes and numbers of tokens, of widths that fill a step and do not."""
+    from nn_helpers import made
+    from product_samples import worst
+    from tinygrad import Tensor, dtypes
+    from tinygrad.uop.ops import Ops
+
+    half, bf16, single = dtypes.float16, dtypes.bfloat16, dtypes.float32
+    eps = {half: 2.0**-10, bf16: 2.0**-7, single: 2.0**-23}
+    cases = ((1024, half, 1), (1280, half, 2), (1280, bf16, 3), (1280, half, 16), (1280, single, 1))
+    for width, dtype, tokens in cases:
+        layer, weight = made(format, 37, width, "CUDA")
+        x = Tensor.randn(1, tokens, width, device="CUDA").cast(dtype).realize()
+        y = layer(x)
+        assert any(node.op is Ops.PROGRAM for node in y.uop.toposort())
+        found, given = (t.float().numpy().astype(np.float64)[0] for t in (y, x))
+        assert worst(found, given, weight, eps[dtype]) < 1, (width, dtype, tokens)
+    offsets = np.arange(37, dtype=np.float32)
+    layer.bias = Tensor(offsets, device="CUDA").realize()
+    assert np.allclose(layer(x).numpy()[0], found + offsets, atol=1e-5)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_captured_model_takes_compiled_kernels(
+    format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs of them and tinygrad's own compute what tinygrad's alone do."""
+    from nn_helpers import Transformer, fill, quantised
+    from tinygrad import Tensor, TinyJit
+
+    from streamload.devices.tinygrad import product
+    from streamload.nn import QuantLinear, replace_linears
+
+    Tensor.manual_seed(0)
+    model = Transformer()
+    replace_linears(model, lambda name: format if name.startswith("layers.") else None)
+    for seed, layer in enumerate(x for m in model.layers for x in vars(m).values()):
+        if isinstance(layer, QuantLinear):
+            fill(layer, quantised(format, *layer.shape, seed)[0])
+    tokens = [Tensor([[token]], device="CUDA").realize() for token in range(1, 6)]
+    step = TinyJit(lambda ids: model(ids).realize())
+    found = [step(ids).numpy().copy() for ids in tokens]
+    with monkeypatch.context() as patch:
+        patch.setattr(product, "MOST_TOKENS", 0)
+        expected = [model(ids).numpy() for ids in tokens]
+    most = np.abs(expected).max()
+    assert np.abs(np.array(found) - np.array(expected)).max() <= 1e-5 * most
+
+
+@compiled
+def test_one_token_takes_less_time_than_float16() -> None:
+    """Printed: microseconds of a Linear of 14336 x 4096, by TinyJit over sixteen, in turn."""
+    from tinygrad import Device, Tensor, TinyJit, dtypes, nn
+
+    from streamload.nn import QuantLinear
+
+    def linears(format: str) -> Callable[[Any], Any]:
+        held: list[Any] = []
+        for _ in range(16):
+            layer: Any = nn.Linear(4096, 14336, bias=False)
+            if format == "float16":
+                layer.weight = Tensor.zeros(14336, 4096, dtype=dtypes.float16, device="CUDA")
+            else:
+                layer = QuantLinear(format, 4096, 14336, device="CUDA")
+            for tensor in nn.state.get_parameters(layer):
+                tensor.replace(tensor.zeros_like().contiguous().realize())
+            held.append(layer)
+        return TinyJit(lambda x: [layer(x).realize() for layer in held])
+
+    x = Tensor.zeros(1, 4096, dtype=dtypes.float16, device="CUDA").contiguous().realize()
+    steps = {format: linears(format) for format in ("float16", *FORMATS)}
+    times: dict[str, list[float]] = {format: [] for format in steps}
+    for _ in range(3 + 5):
+        for format, step in steps.items():
+            Device["CUDA"].synchronize()
+            begun = time.perf_counter()
+            for _ in range(10):
+                step(x)
+            Device["CUDA"].synchronize()
+            times[format].append((time.perf_counter() - begun) / 160 * 1e6)
+    medians = {format: sorted(found[3:])[2] for format, found in times.items()}
+    print("\n" + ", ".join(f"{format} {median:.1f}" for format, median in medians.items()))
+    assert max(medians[format] for format in FORMATS) < medians["float16"]

@@ -15,11 +15,14 @@ import os
 import shutil
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import needs
+import numpy as np
+from ptx_machine import Machine
 
 from streamload.codecs.cast_cuda import cast_ptx
 from streamload.codecs.cast_reference import cast_bytes
@@ -53,6 +56,8 @@ char violation[256];
 int streams, events, registered, host_allocated, contexts_made, null_waits, copies_run, launches;
 void *(*load)(const char *image);  /* a kernel for what is in an image, 0 for none */
 void (*launch)(void *kernel, uint64_t, uint64_t, uint64_t, uint64_t);
+/* on the null stream, with a buffer of all arguments, as tinygrad launches */
+void (*launch_now)(void *kernel, uint64_t blocks, uint64_t threads, void *arguments, uint64_t n);
 int null_busy;              /* the null stream has work until somebody waits for it */
 int copies_left = -1;       /* copies on streams that succeed; -1 for all */
 int locks_left = -1;        /* page locks that succeed; -1 for all */
@@ -389,11 +394,13 @@ int cuEventSynchronize(Event *event) {
     return 0;
 }
 
-int cuModuleLoadData(void **module, const void *image) { return BAD_IMAGE; }
-int cuModuleLoadDataEx(void **module, const void *image, unsigned n, int *options, void **values) {
+int cuModuleLoadData(void **module, const void *image) {
     if (!current()) return wrong(NO_CONTEXT, "a module without a context");
     *module = load ? load(image) : 0;
     return *module ? 0 : BAD_IMAGE;
+}
+int cuModuleLoadDataEx(void **module, const void *image, unsigned n, int *options, void **values) {
+    return cuModuleLoadData(module, image);
 }
 int cuModuleGetFunction(void **function, void *module, const char *name) {
     *function = module;
@@ -403,6 +410,10 @@ int cuModuleUnload(void *module) { return 0; }
 int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
                    unsigned bz, unsigned shared, Stream *stream, void **arguments, void **extra) {
     if (!current()) return wrong(NO_CONTEXT, "a kernel without a context");
+    if (extra && launch_now) {
+        launch_now(function, (uint64_t)gx * gy * gz, bx * by * bz, extra[1], *(size_t *)extra[3]);
+        return 0;
+    }
     if (!stream || stream->context != current())
         return wrong(INVALID, "a kernel on a stream of another context");
     Work work = {.kernel = function};
@@ -457,6 +468,42 @@ class Kernels:
         told = (ctypes.c_uint64 * 3).from_address(tally)
         for i, more in enumerate((counts[0], counts[1], sum(counts))):
             told[i] += more
+
+
+class Machines:
+    """Kernels of PTX on the null stream, run by `ptx_machine`; kept as long as it is used.
+
+    What a machine refuses ends the process: ctypes would pass over the error.
+    """
+
+    def __init__(self, driver: Any, nbytes: int = 2**22) -> None:
+        """Give the stand-in ``driver``, by ``ctypes.CDLL``, memory and a way to run kernels."""
+        self.launches = 0
+        self._texts: list[str] = []
+        memory = np.zeros(nbytes + 256, np.uint8)
+        self._memory = memory[-memory.ctypes.data % 256 :]
+        word, place = ctypes.c_uint64, ctypes.c_void_p
+        self._hooks = {
+            "load": ctypes.CFUNCTYPE(word, ctypes.c_char_p)(self._load),
+            "launch_now": ctypes.CFUNCTYPE(None, word, word, word, place, word)(self._launch),
+        }
+        for name, hook in self._hooks.items():
+            place.in_dll(driver, name).value = ctypes.cast(hook, place).value
+        place.in_dll(driver, "pool").value = self._memory.ctypes.data
+
+    def _load(self, image: bytes) -> int:
+        self._texts.append(image.decode())
+        return len(self._texts)
+
+    def _launch(self, kernel: int, blocks: int, threads: int, place: int, nbytes: int) -> None:
+        given = np.frombuffer(ctypes.string_at(place, nbytes), np.uint64).tolist()
+        try:
+            machine = Machine(self._texts[kernel - 1], self._memory, self._memory.ctypes.data)
+            machine.launch(blocks, threads, given)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        self.launches += 1
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -22,6 +22,7 @@ from streamload.codecs.scheme import SCHEMES, CodedWeight
 from streamload.codecs.schemes.gguf import BLOCK
 from streamload.core.dtypes import F32
 from streamload.devices.base import Swap
+from streamload.devices.tinygrad.product import Weight, product
 from streamload.devices.tinygrad.tensors import TO_TINYGRAD, tie_key
 
 _NF4_BLOCK = 64  # elements
@@ -47,7 +48,8 @@ class QuantLinear:
     """A Linear over a quantized weight, which tinygrad dequantizes inside the product's kernel.
 
     Nothing as large as the weight is ever realized. Sums are in float32 for any dtype of the
-    activations; the result has their dtype.
+    activations; the result has their dtype. A few tokens on CUDA take another kernel
+    (`tinygrad.product`).
 
     Attributes:
         format: "int8", "q8_0", "q4_0" or "nf4".
@@ -87,48 +89,54 @@ class QuantLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T + bias``: (..., in) becomes (..., out), in the dtype of ``x``."""
-        pieces, scales, interleaved = _DECODED[self.format](self)
-        blocks, width = pieces[0].shape[1:]
-        # contiguous: otherwise each row of the weight computes and converts the activations again
-        wide = x.cast(dtypes.float32).contiguous()
-        shape = (width, len(pieces)) if interleaved else (len(pieces), width)
-        parted = wide.reshape(*x.shape[:-1], 1, blocks, *shape)
-        parts = [parted[..., i] if interleaved else parted[..., i, :] for i in range(len(pieces))]
-        # the scale multiplies a block's sum, not its elements
-        products = [part * piece for part, piece in zip(parts, pieces, strict=True)]
-        y = (sum(products[1:], products[0]).sum(-1) * scales).sum(-1)
-        if self.bias is not None:
-            y = y + self.bias
-        return y.cast(x.dtype)
+        names = CodedWeight(self.format, self.shape).operands("weight")
+        weight = Weight(self.format, self.shape, [getattr(self, n) for n in names], self.bias)
+        found = product(x, weight, _expression)
+        return _expression(x, weight) if found is None else found
 
 
-def _int8(layer: QuantLinear) -> _Decoded:
-    codes = layer.weight
+def _expression(x: Tensor, weight: Weight) -> Tensor:
+    """Return ``x @ weight.T + bias`` in the dtype of ``x``, for tinygrad to compile."""
+    pieces, scales, interleaved = _DECODED[weight.format](weight)
+    blocks, width = pieces[0].shape[1:]
+    # contiguous: otherwise each row of the weight computes and converts the activations again
+    wide = x.cast(dtypes.float32).contiguous()
+    shape = (width, len(pieces)) if interleaved else (len(pieces), width)
+    parted = wide.reshape(*x.shape[:-1], 1, blocks, *shape)
+    parts = [parted[..., i] if interleaved else parted[..., i, :] for i in range(len(pieces))]
+    # the scale multiplies a block's sum, not its elements
+    products = [part * piece for part, piece in zip(parts, pieces, strict=True)]
+    y = (sum(products[1:], products[0]).sum(-1) * scales).sum(-1)
+    if weight.bias is not None:
+        y = y + weight.bias
+    return y.cast(x.dtype)
+
+
+def _int8(weight: Weight) -> _Decoded:
+    codes, scales = weight.parts
     rows, width = codes.shape
     # a row needs no blocks, but kernels that sum 32 elements at a time are faster
     if width % BLOCK:
-        whole = codes.reshape(rows, 1, width).cast(dtypes.float32)
-        return _Decoded([whole], layer.weight_scale)
-    return _Decoded(_halves(codes.reshape(rows, -1, BLOCK)), layer.weight_scale)
+        return _Decoded([codes.reshape(rows, 1, width).cast(dtypes.float32)], scales)
+    return _Decoded(_halves(codes.reshape(rows, -1, BLOCK)), scales)
 
 
-def _q8_0(layer: QuantLinear) -> _Decoded:
-    codes, scales = _blocks(layer.weight, BLOCK)
+def _q8_0(weight: Weight) -> _Decoded:
+    codes, scales = _blocks(weight.parts[0], BLOCK)
     return _Decoded(_halves(codes.bitcast(dtypes.int8)), scales)
 
 
-def _q4_0(layer: QuantLinear) -> _Decoded:
-    codes, scales = _blocks(layer.weight, BLOCK // 2)
+def _q4_0(weight: Weight) -> _Decoded:
+    codes, scales = _blocks(weight.parts[0], BLOCK // 2)
     halves = (codes.bitwise_and(15), codes.rshift(4))
     return _Decoded([half.cast(dtypes.float32) - 8 for half in halves], scales)
 
 
-def _nf4(layer: QuantLinear) -> _Decoded:
-    rows, width = layer.shape
-    codes = layer.weight.reshape(rows, -1, _NF4_BLOCK // 2)
+def _nf4(weight: Weight) -> _Decoded:
+    rows, width = weight.shape
+    packed, absmax, table = weight.parts
+    codes = packed.reshape(rows, -1, _NF4_BLOCK // 2)
     halves = codes.rshift(4), codes.bitwise_and(15)
-    table: Tensor = getattr(layer, "weight.quant_map")
-    absmax: Tensor = getattr(layer, "weight.absmax")
     scales = absmax.reshape(rows, width // _NF4_BLOCK)
     return _Decoded([_looked_up(half, table) for half in halves], scales, interleaved=True)
 
@@ -157,7 +165,7 @@ def _halves(codes: Tensor) -> list[Tensor]:
     return [half.cast(dtypes.float32) for half in (codes[..., :middle], codes[..., middle:])]
 
 
-_DECODED: dict[str, Callable[[QuantLinear], _Decoded]] = {
+_DECODED: dict[str, Callable[[Weight], _Decoded]] = {
     "int8": _int8,
     "q8_0": _q8_0,
     "q4_0": _q4_0,

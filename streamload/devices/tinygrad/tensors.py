@@ -236,7 +236,7 @@ class TinygradParameter(_Tensors):
         if not has(_Devices[base.device].allocator, "_offset"):
             self.refused = f"it is {what}, and that device has no views"
             return
-        begins = _first_byte(uop)
+        begins = view_start(uop)
         if begins is None:
             self.refused = f"it is {what} that is not contiguous"
             return
@@ -509,7 +509,7 @@ def _is_allocated(uop: UOp) -> bool:
     return backend_of(uop.device) not in _NOT_DEVICES
 
 
-def _first_byte(uop: UOp) -> int | None:
+def view_start(uop: UOp) -> int | None:
     """Return the first byte of a view in its memory; None if it is not contiguous."""
     if not hasattr(uop, "contiguous_view"):  # before 0.14
         begins = uop.contiguous_view_offset()
