@@ -733,6 +733,18 @@ def test_a_write_before_the_backward_pass_is_noticed(saved: tuple[Any, Path]) ->
     assert torch.equal(up._buffers["weight"], state["weight"])
 
 
+def test_gradients_through_a_checkpoint_of_activations(saved: tuple[Any, Path]) -> None:
+    """Its saved tensors may be unpacked once: what peft trains with little memory needs that."""
+    from torch.utils.checkpoint import checkpoint
+
+    up = loaded_up(saved, "int8")
+    ours = torch.randn(2, NARROW, requires_grad=True)
+    theirs = ours.detach().clone().requires_grad_()
+    checkpoint(up, ours, use_reentrant=False).sum().backward()
+    up(theirs).sum().backward()
+    assert torch.equal(ours.grad, theirs.grad)
+
+
 def test_traced_transforms_have_the_operator(saved: tuple[Any, Path]) -> None:
     """A graph of torch.func's transforms computes what the module does."""
     from torch.fx.experimental.proxy_tensor import make_fx

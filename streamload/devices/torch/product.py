@@ -493,11 +493,12 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     of_x = of_bias = None
+    parts = [*ctx.saved_tensors]  # once: a checkpoint of activations unpacks them once
     if ctx.needs_input_grad[0]:
-        of_x = gradient @ _decoded([*ctx.saved_tensors], *ctx.constants, gradient.dtype)
+        of_x = gradient @ _decoded(parts, *ctx.constants, gradient.dtype)
     if ctx.bias is not None and ctx.needs_input_grad[2]:
         of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.bias)
-    return of_x, [None] * len(ctx.saved_tensors), of_bias, None, None, None
+    return of_x, [None] * len(parts), of_bias, None, None, None
 
 
 _linear.register_autograd(_gradients, setup_context=_keep)
