@@ -63,6 +63,9 @@ _CALLS: tuple[tuple[str, tuple[str, ...], tuple[Any, ...], Any], ...] = (
     ("pread", ("pread64", "pread"), (_int, _pointer, _size, _i64), ctypes.c_ssize_t),
     ("preadv", ("preadv64", "preadv"), (_int, _pointer, _int, _i64), ctypes.c_ssize_t),
     ("errno", ("__errno_location",), (), _pointer),
+    ("sem_init", ("sem_init",), (_pointer, _int, ctypes.c_uint), _int),
+    ("sem_post", ("sem_post",), (_pointer,), _int),
+    ("sem_wait", ("sem_wait",), (_pointer,), _int),
     ("malloc_trim", ("malloc_trim",), (_size,), _int),
     ("sync_file_range", ("sync_file_range",), (_int, _i64, _i64, ctypes.c_uint), _int),
 )

@@ -8,10 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    Protocol,
+    Self,
+    runtime_checkable,
+)
 
 import numpy as np
 
@@ -199,6 +209,46 @@ class Read:
     copies: Sequence[Copy] | CopyTable
 
 
+class ReadTable(NamedTuple):
+    """Reads with their copies, as tables for the compiled loop; int64, C-contiguous.
+
+    Attributes:
+        rows: (offset, bytes to ask for, bytes needed, first copy, copies, shift) of each read;
+            ``shift`` is added to the addresses of its copies.
+        copies: the fields of each `Copy`.
+    """
+
+    rows: np.ndarray[Any, np.dtype[np.int64]]
+    copies: np.ndarray[Any, np.dtype[np.int64]]
+
+    @classmethod
+    def of(cls, reads: Sequence[Read]) -> Self:
+        """Return reads as a table."""
+        rows, copies, first = array("q"), array("q"), 0
+        for read in reads:
+            rows.extend((read.offset, read.asked, read.needed, first, len(read.copies), 0))
+            first += len(read.copies)
+            if isinstance(read.copies, CopyTable):
+                copies.frombytes(read.copies.rows.tobytes())
+                continue
+            for copy in read.copies:
+                copies.extend(copy)
+        columns = len(Copy._fields)
+        return cls(np.array(rows).reshape(-1, 6), np.array(copies).reshape(-1, columns))
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[ReadTable, int]]) -> Self:
+        """Return several tables as one; with each, the shift of its addresses."""
+        rows = np.concatenate([table.rows for table, _ in parts])
+        at = first = 0
+        for table, shift in parts:
+            mine = rows[at : at + len(table.rows)]
+            mine[:, 3] += first
+            mine[:, 5] = shift
+            at, first = at + len(table.rows), first + len(table.copies)
+        return cls(rows, np.concatenate([table.copies for table, _ in parts]))
+
+
 @dataclass(frozen=True, slots=True)
 class BulkFailure:
     """The read at which a bulk run of reads and copies failed, and why.
@@ -284,9 +334,10 @@ class Device(Protocol):
         """Wait for all work on the device."""
         return None
 
-    def follow(self, ticket: Ticket) -> None:
-        """Make work that the calling thread queues from now on wait for ``ticket``, a copy."""
-        ticket.wait()
+    def follow(self, tickets: Iterable[Ticket]) -> None:
+        """Make work that the calling thread queues from now on wait for copies, at least one."""
+        for ticket in tickets:
+            ticket.wait()
 
     def mark(self) -> Ticket | None:
         """Return a ticket for the end of the calling thread's queued work; None if it has ended."""

@@ -4,37 +4,53 @@ Between two reads the interpreter works for some tens of microseconds, under a l
 share: docs/measurements.md, "The copy loop". The loop is LLVM IR, compiled like the casts. If it
 cannot be compiled, streaming uses its loop in Python.
 
-A slot is filled by pread(2). A cast is a kernel on the copy's stream.
+A slot is filled by pread(2). A cast is a kernel on the copy's stream. Several threads can run one
+call (`Team`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import queue
+import threading
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache
 from typing import Any
+
+import numpy as np
 
 from streamload.codecs import llvm
 from streamload.codecs.ptx import BLOCK_THREADS
 from streamload.core.disk_cache import keep, read_kept
 from streamload.core.system import PLACES_CODE, libc, place_code
-from streamload.devices.base import BulkFailure, BulkStage, Copy, CopyTable, Read
+from streamload.devices.base import BulkFailure, BulkStage, Read, ReadTable
 
 _STAGES: tuple[BulkStage, ...] = ("wait", "read", "end", "copy")
 
 #: The functions that the loop calls, in the order of their addresses: pread(2), __errno_location,
-#: and the driver's copy to the device, recording of an event, wait for one, and kernel launch.
-CALLS = ("pread", "errno", "copy", "record", "wait", "launch")
+#: the driver's copy to the device, recording of an event, wait for one, and kernel launch, and
+#: sem_post(3) and sem_wait(3).
+CALLS = ("pread", "errno", "copy", "record", "wait", "launch", "post", "pend")
 
 _SYMBOL = "streamload_bulk"
+_SEMAPHORE_NBYTES = 64  # sem_t has 32; one for each line of the cache
 
-# reads:  {fd, offset, bytes to ask for, bytes needed, first copy, copies} each
+# job:    the fields of `_JOB`
+# reads:  {offset, bytes to ask for, bytes needed, first copy, copies, shift of addresses} each
 # copies: the fields of a `Copy` each
-# slots:  {address, stream, event, busy} each; read i goes to slot i modulo how many
-# failed: {index of the read, a call's result}; the loop returns 0 or the stage's number from 1 on
+# slots:  {address, stream, event, busy} each; lane i has slot i, and each that is a multiple of the
+#         number of lanes further, in turn
+# lanes:  {index of the read, a call's result, 0 or the stage's number from 1 on, turns} each
+# Lane 0 is the caller's thread: it posts the semaphores of the others, works, and waits for its own
+# once for each; the others return if there are -1 reads. Each takes the next read that none has.
+_JOB = (
+    *("calls", "semaphores", "count"),
+    *("fd", "reads", "n", "copies", "slots", "nslots", "lanes", "taken"),
+)
 
 
 def _words(base: str, fields: str) -> str:
@@ -60,12 +76,13 @@ def _parameters(*names: str) -> str:
 
 
 def _failed(name: str, stage: BulkStage, code: str) -> str:
-    """Return LLVM IR at ``failed.name``: it stores a call's ``code`` and returns ``stage``."""
+    """Return LLVM IR at ``failed.name``: it stores a call's ``code`` and ends with ``stage``."""
     return f"""
 failed.{name}:
   %code.{name} = sext i32 {code} to i64
   store i64 %code.{name}, ptr %code.p
-  ret i64 {_STAGES.index(stage) + 1}
+  store i64 {_STAGES.index(stage) + 1}, ptr %stage.p
+  br label %ended
 """
 
 
@@ -76,26 +93,65 @@ def _checked(name: str, stage: BulkStage, following: str) -> str:
 {_failed(name, stage, f"%{name}.code")}"""
 
 
+def _semaphore(lane: str) -> str:
+    """Return LLVM IR of the address of a lane's semaphore."""
+    return f"getelementptr [{_SEMAPHORE_NBYTES} x i8], ptr %semaphores, i64 {lane}"
+
+
+_FIELDS = [f"ptr {n}" if n not in ("count", "fd", "n", "nslots", "taken") else n for n in _JOB]
 _IR = f"""
-define i64 @{_SYMBOL}(ptr %reads, i64 %n, ptr %copies, ptr %slots, i64 %nslots, ptr %calls,
-                      ptr %failed) {{
+define void @{_SYMBOL}(ptr %job, i64 %lane) {{
 entry:
+  {_words("%job", ", ".join(_FIELDS[:3]))}
   {_words("%calls", ", ".join(f"ptr {name}" for name in CALLS))}
   %parameters = alloca [6 x ptr]
-  %code.p = getelementptr i64, ptr %failed, i64 1
-  br label %next
+  %own = {_semaphore("%lane")}
+  %leads = icmp eq i64 %lane, 0
+  br i1 %leads, label %wake, label %idle
+
+wake:
+  %w = phi i64 [ 1, %entry ], [ %w1, %wake.one ]
+  %asleep = icmp ult i64 %w, %count
+  br i1 %asleep, label %wake.one, label %start
+
+wake.one:
+  %other = {_semaphore("%w")}
+  call i32 %post(ptr %other)
+  %w1 = add i64 %w, 1
+  br label %wake
+
+idle:
+  %idle.code = call i32 %pend(ptr %own)
+  %interrupted = icmp ne i32 %idle.code, 0
+  br i1 %interrupted, label %idle, label %start
+
+start:
+  %rest = getelementptr i64, ptr %job, i64 3
+  {_words("%rest", ", ".join(_FIELDS[3:]))}
+  %fd32 = trunc i64 %fd to i32
+  %state = getelementptr [4 x i64], ptr %lanes, i64 %lane
+  %code.p = getelementptr i64, ptr %state, i64 1
+  %stage.p = getelementptr i64, ptr %state, i64 2
+  %turn.p = getelementptr i64, ptr %state, i64 3
+  %mine = udiv i64 %nslots, %count
+  %closes = icmp eq i64 %n, -1
+  br i1 %closes, label %out, label %next
 
 next:
-  %i = phi i64 [ 0, %entry ], [ %i1, %recorded ]
+  %i = atomicrmw add ptr %taken.p, i64 1 monotonic
   %more = icmp ult i64 %i, %n
-  br i1 %more, label %begin, label %ok
+  br i1 %more, label %begin, label %ended
 
 begin:
-  store i64 %i, ptr %failed
+  store i64 %i, ptr %state
   %r = getelementptr [6 x i64], ptr %reads, i64 %i
-  {_words("%r", "fd64, offset, asked, needed, first, count")}
-  %fd = trunc i64 %fd64 to i32
-  %which = urem i64 %i, %nslots
+  {_words("%r", "offset, asked, needed, first, copies.n, shift")}
+  %turn = load i64, ptr %turn.p
+  %turn1 = add i64 %turn, 1
+  store i64 %turn1, ptr %turn.p
+  %at.mine = urem i64 %turn, %mine
+  %further = mul i64 %at.mine, %count
+  %which = add i64 %lane, %further
   %slot = getelementptr [4 x i64], ptr %slots, i64 %which
   {_words("%slot", "ptr memory, ptr stream, ptr event, busy")}
   %is.busy = icmp ne i64 %busy, 0
@@ -115,7 +171,7 @@ read:
   %to = getelementptr i8, ptr %memory, i64 %done
   %left = sub i64 %asked, %done
   %from = add i64 %offset, %done
-  %got = call i64 %pread(i32 %fd, ptr %to, i64 %left, i64 %from)
+  %got = call i64 %pread(i32 %fd32, ptr %to, i64 %left, i64 %from)
   %none = icmp sle i64 %got, 0
   br i1 %none, label %got.none, label %got.some
 
@@ -139,7 +195,7 @@ copying:
 
 copy.next:
   %k = phi i64 [ 0, %copying ], [ %k1, %copied ]
-  %more.copies = icmp ult i64 %k, %count
+  %more.copies = icmp ult i64 %k, %copies.n
   br i1 %more.copies, label %copy.one, label %copies.done
 
 copy.one:
@@ -147,7 +203,8 @@ copy.one:
   %c = getelementptr [10 x i64], ptr %copies, i64 %c.i
   {_words("%c", "at, size, target, ptr kernel, numel, cast, tally, blocks64, statistics, unit")}
   %source = getelementptr i8, ptr %memory, i64 %at
-  %copy.code = call i32 %copy(i64 %target, ptr %source, i64 %size, ptr %stream)
+  %address = add i64 %target, %shift
+  %copy.code = call i32 %copy(i64 %address, ptr %source, i64 %size, ptr %stream)
   {_checked("copy", "copy", "is.there")}
 
 is.there:
@@ -170,14 +227,34 @@ copies.done:
   {_checked("record", "copy", "recorded")}
 
 recorded:
-  %i1 = add i64 %i, 1
   br label %next
-
-ok:
-  ret i64 0
 
 {_failed("read", "read", "%code")}
 {_failed("end", "end", "0")}
+
+ended:
+  br i1 %leads, label %join, label %ready
+
+ready:
+  call i32 %post(ptr %semaphores)
+  br label %idle
+
+join:
+  %j = phi i64 [ 1, %ended ], [ %j, %join.one ], [ %j1, %joined ]
+  %working = icmp ult i64 %j, %count
+  br i1 %working, label %join.one, label %out
+
+join.one:
+  %join.code = call i32 %pend(ptr %semaphores)
+  %woken = icmp eq i32 %join.code, 0
+  br i1 %woken, label %joined, label %join
+
+joined:
+  %j1 = add i64 %j, 1
+  br label %join
+
+out:
+  ret void
 }}
 """
 
@@ -189,34 +266,106 @@ class Loop:
         self._function = _compiled()
         self._calls = array("Q", [calls.get(name, 0) for name in CALLS])
 
+    def job(self, semaphores: int = 0, count: int = 1) -> array[int]:
+        """Return a job for ``count`` threads; ``semaphores``: the address of theirs."""
+        return array("Q", [_address(self._calls), semaphores, count, *bytes(len(_JOB) - 3)])
+
+    def serve(self, job: array[int], lane: int) -> None:
+        """Work at a job whenever lane 0 does, until it has -1 reads; ``lane``: 1 or more."""
+        self._function(_address(job), lane)
+
+    def run(
+        self, job: array[int], fd: int, reads: ReadTable, slots: array[int], lanes: array[int]
+    ) -> BulkFailure | None:
+        """Run a job as lane 0; all reads before one that failed are done, and perhaps others."""
+        rows, copies = (_address_of(each) for each in (reads.rows, reads.copies))
+        places = (copies, _address(slots), len(slots) // 4, _address(lanes), 0)
+        job[3:] = array("Q", (fd, rows, len(reads.rows), *places))
+        self._function(_address(job), 0)
+        found = []
+        for at in range(0, len(lanes), 4):
+            index, code, stage, _ = lanes[at : at + 4]
+            if stage:
+                found.append(BulkFailure(index, _STAGES[stage - 1], code))
+                lanes[at + 2] = 0
+        return min(found, key=lambda failure: failure.index, default=None)
+
     def __call__(
         self, fd: int, reads: Sequence[Read], slots: Sequence[tuple[int, int, int, bool]]
     ) -> BulkFailure | None:
         """Read into the slots and start the copies; return the failure, or None.
 
-        Each slot is (address, stream, event, whether copies from it may be running).
+        Read ``i`` goes to slot ``i % len(slots)``. Each slot is (address, stream, event, whether
+        copies from it may be running).
         """
-        flat_reads, flat_copies = array("Q"), array("Q")
-        for read in reads:
-            first = len(flat_copies) // len(Copy._fields)
-            flat_reads.extend((fd, read.offset, read.asked, read.needed, first, len(read.copies)))
-            if isinstance(read.copies, CopyTable):
-                flat_copies.frombytes(read.copies.rows.tobytes())
-                continue
-            for copy in read.copies:
-                flat_copies.extend(copy)
-        flat_slots = array("Q", [int(value) for slot in slots for value in slot])
-        failed = array("q", (0, 0))
-        stage = self._function(
-            _address(flat_reads),
-            len(reads),
-            _address(flat_copies),
-            _address(flat_slots),
-            len(slots),
-            _address(self._calls),
-            _address(failed),
-        )
-        return BulkFailure(failed[0], _STAGES[stage - 1], failed[1]) if stage else None
+        flat = array("Q", [int(value) for slot in slots for value in slot])
+        return self.run(self.job(), fd, ReadTable.of(reads), flat, array("q", bytes(32)))
+
+
+class Team:
+    """Threads that share the reads of each call; between calls they wait without the GIL.
+
+    Attributes:
+        count: number of threads, with the caller's.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        slots: Sequence[tuple[int, int, int]],
+        count: int,
+        inside: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        """Start ``count`` - 1 threads, each within ``inside()``; none if the system has no more.
+
+        ``slots``: (address, stream, event) each, as many for each thread.
+        """
+        self._loop, self._inside, self.count = loop, inside, count
+        self._slots = array("Q", [value for slot in slots for value in (*slot, 0)])
+        self._lanes = array("q", bytes(8 * 4 * count))
+        self._semaphores = array("Q", bytes(_SEMAPHORE_NBYTES * count))
+        for lane in range(count):
+            libc().sem_init(self._semaphore(lane), 0, 0)
+        self._job = loop.job(self._semaphore(0), count)
+        self._begun: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        try:
+            for lane in range(1, count):
+                name = f"streamload-lane-{lane}"
+                thread = threading.Thread(target=self._serve, args=(lane,), name=name, daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError:
+            self.close()
+        for failure in [self._begun.get() for _ in self._threads]:
+            if failure is not None:
+                self.close()
+                raise failure
+
+    def run(self, fd: int, reads: ReadTable) -> BulkFailure | None:
+        """Read into the slots and start the copies; return the first failure, or None."""
+        return self._loop.run(self._job, fd, reads, self._slots, self._lanes)
+
+    def _semaphore(self, lane: int) -> int:
+        return _address(self._semaphores) + _SEMAPHORE_NBYTES * lane
+
+    def _serve(self, lane: int) -> None:
+        try:
+            with self._inside():
+                self._begun.put(None)
+                self._loop.serve(self._job, lane)
+        except BaseException as failure:
+            self._begun.put(failure)
+
+    def close(self) -> None:
+        """End the threads; `run` then works alone, and none may be under way."""
+        self._job[_JOB.index("n")] = 2**64 - 1
+        for lane in range(1, len(self._threads) + 1):
+            libc().sem_post(self._semaphore(lane))
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+        self.count, self._job = 1, self._loop.job()
 
 
 def _address(values: array[int]) -> int:
@@ -224,14 +373,19 @@ def _address(values: array[int]) -> int:
     return values.buffer_info()[0]
 
 
+def _address_of(rows: np.ndarray[Any, Any]) -> int:
+    return int(rows.ctypes.data)
+
+
 def libc_calls() -> dict[str, int]:
-    """Return the addresses of pread (64-bit offsets) and __errno_location, in glibc and musl.
+    """Return the addresses of the loop's calls of the C library: glibc and musl have them.
 
     Raises:
         OSError: this C library has other names for them.
     """
+    names = {"pread": "pread", "errno": "errno", "post": "sem_post", "pend": "sem_wait"}
     try:
-        return addresses_of({name: getattr(libc(), name) for name in ("pread", "errno")})
+        return addresses_of({name: getattr(libc(), own) for name, own in names.items()})
     except AttributeError as error:
         raise OSError(str(error)) from error
 
@@ -256,8 +410,7 @@ def _compiled() -> Any:
         OSError: llvmlite's library does not load, or the system refuses executable memory.
         RuntimeError: LLVM cannot compile for this machine.
     """
-    pointer, size = ctypes.c_void_p, ctypes.c_uint64
-    prototype = ctypes.CFUNCTYPE(size, pointer, size, pointer, pointer, size, pointer, pointer)
+    prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64)
     # the machine's name implies its byte order
     depends_on = ("loop", os.uname().machine, _IR) if PLACES_CODE else None
     if depends_on is not None and (kept := read_kept(*depends_on)) is not None:

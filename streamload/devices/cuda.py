@@ -12,10 +12,10 @@ import ctypes
 import threading
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,11 @@ from streamload.core.system import address_of, direct_memory, populate
 from streamload.core.units import format_bytes
 from streamload.devices.base import BulkFailure, Read, Staging, Ticket
 from streamload.devices.bulk import Loop, addresses_of, libc_calls
+from streamload.devices.cuda_driver import Driver
 from streamload.errors import AllocationError, DeviceError
+
+if TYPE_CHECKING:
+    from streamload.devices.cuda_refill import Refiller
 
 _STREAMS = 4
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered after the null stream
@@ -44,73 +48,10 @@ _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: page-locked for all contexts
 _INTEGRATED = 18  # CU_DEVICE_ATTRIBUTE_INTEGRATED
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
-_int, _uint, _size, _u64 = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t, ctypes.c_uint64
-_pointer, _out = ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
-_PROTOTYPES: dict[str, tuple[Any, ...]] = {
-    "cuCtxGetDevice": (ctypes.POINTER(_int),),
-    "cuCtxPushCurrent_v2": (_pointer,),
-    "cuCtxPopCurrent_v2": (_out,),
-    "cuDeviceGet": (ctypes.POINTER(_int), _int),
-    "cuDeviceGetAttribute": (ctypes.POINTER(_int), _int, _int),
-    "cuDeviceGetName": (ctypes.c_char_p, _int, _int),
-    "cuDevicePrimaryCtxRetain": (_out, _int),
-    "cuEventCreate": (_out, _uint),
-    "cuEventDestroy_v2": (_pointer,),
-    "cuEventQuery": (_pointer,),
-    "cuEventRecord": (_pointer, _pointer),
-    "cuEventSynchronize": (_pointer,),
-    "cuGetErrorString": (_int, ctypes.POINTER(ctypes.c_char_p)),
-    "cuInit": (_uint,),
-    # grid, block, bytes of shared memory; stream, parameters, options
-    "cuLaunchKernel": (_pointer, *(_uint,) * 7, _pointer, _out, _pointer),
-    "cuMemAlloc_v2": (ctypes.POINTER(_u64), _size),
-    "cuMemFree_v2": (_u64,),
-    "cuMemGetInfo_v2": (ctypes.POINTER(_u64), ctypes.POINTER(_u64)),
-    "cuMemHostRegister_v2": (_pointer, _size, _uint),
-    "cuMemHostUnregister": (_pointer,),
-    "cuMemcpyDtoHAsync_v2": (_pointer, _u64, _size, _pointer),
-    "cuMemcpyHtoDAsync_v2": (_u64, _pointer, _size, _pointer),
-    "cuMemsetD8Async": (_u64, ctypes.c_ubyte, _size, _pointer),
-    "cuModuleGetFunction": (_out, _pointer, ctypes.c_char_p),
-    "cuModuleLoadDataEx": (_out, ctypes.c_char_p, _uint, ctypes.POINTER(_int), _out),
-    "cuModuleUnload": (_pointer,),
-    "cuStreamCreate": (_out, _uint),
-    "cuStreamDestroy_v2": (_pointer,),
-    "cuStreamQuery": (_pointer,),
-    "cuStreamSynchronize": (_pointer,),
-    "cuStreamWaitEvent": (_pointer, _pointer, _uint),
-    "cuThreadExchangeStreamCaptureMode": (ctypes.POINTER(_int),),
-}
-
-
-class _Driver:
-    """The CUDA driver's library, loaded twice.
-
-    Attributes:
-        quick: for calls that return at once: they keep the interpreter's lock.
-        slow: for calls that may wait: they release it.
-
-    Raises:
-        OSError: there is no driver.
-    """
-
-    def __init__(self) -> None:
-        self.quick: Any = ctypes.PyDLL("libcuda.so.1")
-        self.slow: Any = ctypes.CDLL("libcuda.so.1")
-        for library in (self.quick, self.slow):
-            for name, types in _PROTOTYPES.items():
-                getattr(library, name).argtypes = types
-
-    def reason(self, status: int) -> str:
-        """Return the driver's text for a status."""
-        text = ctypes.c_char_p()
-        self.quick.cuGetErrorString(status, ctypes.byref(text))
-        return (text.value or b"unknown error").decode()
-
 
 @cache
-def _driver() -> _Driver:
-    return _Driver()
+def _driver() -> Driver:
+    return Driver()
 
 
 _thread = threading.local()
@@ -122,7 +63,7 @@ def allow_captures() -> None:
     Without this, such calls make a capture in another thread fail.
     """
     if not getattr(_thread, "allows_captures", False):
-        _driver().quick.cuThreadExchangeStreamCaptureMode(ctypes.byref(_int(_THREAD_LOCAL)))
+        _driver().quick.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
         _thread.allows_captures = True
 
 
@@ -234,12 +175,25 @@ class Context:
                 status = _driver().slow.cuStreamSynchronize(stream)
             self.check(status, "earlier work on the device")
 
-    def order(self, stream: int, slot: PinnedStaging) -> None:
-        """Make work queued on a stream from now on wait for the last copies from a slot."""
+    def order(self, stream: int, events: Iterable[ctypes.c_void_p]) -> None:
+        """Make work queued on a stream from now on wait for events."""
         self.check(self._push(self.handle), "cuCtxPushCurrent")
-        status = self._wait(stream, slot.event, 0)
+        status = max(self._wait(stream, event, 0) for event in events)
         self._pop(self._popped)
         self.check(status, "cuStreamWaitEvent")
+
+    def event(self) -> ctypes.c_void_p:
+        """Create an event, whose waits spin if there are CPUs for that. It must be current."""
+        created = ctypes.c_void_p()
+        flags = _DISABLE_TIMING if _spins() else _DISABLE_TIMING | _BLOCKING_SYNC
+        self.call("cuEventCreate", ctypes.byref(created), flags)
+        return created
+
+    def wait(self, event: ctypes.c_void_p) -> None:
+        """Wait until the copies have ended that an event was recorded after."""
+        if _driver().quick.cuEventQuery(event) == 0:  # most have: keep the interpreter's lock
+            return
+        self.check(_driver().slow.cuEventSynchronize(event), "a copy")
 
     def copy(self, staging: PinnedStaging, start: int, nbytes: int, address: int) -> None:
         """Start copying bytes of staging to a device address; `PinnedStaging.wait` waits for it."""
@@ -308,21 +262,20 @@ class _Stream:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._slow = _driver().slow
-        self._query = _driver().quick.cuEventQuery
         self.stream, self.event = 0, ctypes.c_void_p()
 
     def _create(self) -> None:
         """Create stream and event in the current context."""
         self.stream = _take_stream(self._context)
-        flags = _DISABLE_TIMING if _spins() else _DISABLE_TIMING | _BLOCKING_SYNC
-        self._context.call("cuEventCreate", ctypes.byref(self.event), flags)
+        self.event = self._context.event()
+
+    @property
+    def events(self) -> tuple[ctypes.c_void_p, ...]:
+        """The events that `wait` waits for."""
+        return (self.event,)
 
     def wait(self) -> None:
-        if self._query(self.event) == 0:  # most have ended: keep the interpreter's lock
-            return
-        status = self._slow.cuEventSynchronize(self.event)
-        if status:
-            self._context.check(status, "a copy")
+        self._context.wait(self.event)
 
     @contextmanager
     def _allocating(self, name: str, nbytes: int) -> Iterator[None]:
@@ -473,6 +426,12 @@ class BulkCopier:
         assert isinstance(slot, _Stream)
         return slot
 
+    def refiller(self, count: int, slots: int, nbytes: int) -> Refiller:
+        """Return what fills the same buffers again and again; see `Refiller`."""
+        from streamload.devices.cuda_refill import Refiller
+
+        return Refiller(self._context, self._loop, count, slots, nbytes)
+
     def run(
         self, fd: int, reads: Sequence[Read], slots: Sequence[Staging], busy: int
     ) -> BulkFailure | None:
@@ -511,7 +470,7 @@ class Function(NamedTuple):
     module: int
 
 
-def load_function(driver: _Driver, device: str, ptx: str, name: str = SYMBOL) -> Function:
+def load_function(driver: Driver, device: str, ptx: str, name: str = SYMBOL) -> Function:
     """Compile PTX for the current context's device, load it, and return its function ``name``.
 
     That takes milliseconds; the driver caches the result for later processes. ``device`` is the

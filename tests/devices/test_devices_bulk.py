@@ -6,13 +6,15 @@ import ctypes
 import errno
 import os
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 
-from streamload.devices.base import BulkFailure, Copy, Read
-from streamload.devices.bulk import Loop, libc_calls
+from streamload.devices.base import BulkFailure, Copy, Read, ReadTable
+from streamload.devices.bulk import Loop, Team, libc_calls
 
 _COPY = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p
@@ -178,3 +180,81 @@ def test_nothing_to_do(file: Callable[[bytes], int]) -> None:
     driver, slots = Driver(1), Slots(2, 1)
     assert driver.loop(file(b""), [], slots.rows) is None
     assert driver.log == []
+
+
+def _lanes() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("streamload-lane")]
+
+
+def _team(driver: Driver, slots: Slots, count: int) -> Team:
+    return Team(driver.loop, [row[:3] for row in slots.rows], count, nullcontext)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_threads_share_reads(file: Callable[[bytes], int], count: int) -> None:
+    """All bytes arrive, call after call and at shifted addresses; slots are filled repeatedly."""
+    data = random.Random(count).randbytes(50_500)
+    driver, slots = Driver(200_000), Slots(2 * count, 1000)
+    fd, team = file(data), _team(driver, slots, count)
+    whole = ReadTable.of(_reads(len(data), 1000, driver.base))
+    few = ReadTable.of(_reads(500, 300, driver.base))
+    assert len(_lanes()) == count - 1
+    for shift in (0, 100_000, 60_000):
+        reads = ReadTable.joined([(whole, shift), (few, 199_000)])
+        assert team.run(fd, reads) is None
+        driver.finish()
+        assert driver.memory[shift : shift + len(data)] == data
+        assert driver.memory[199_000:199_500] == data[:500]
+        driver.memory[199_000:] = bytes(1000)
+    assert team.run(fd, few) is None
+    driver.finish()
+    assert driver.memory[:500] == data[:500]
+    team.close()
+    assert not _lanes()
+
+
+def test_the_first_failure_of_several_threads(file: Callable[[bytes], int]) -> None:
+    """All reads before it are on their way; the threads can be used again."""
+    driver, slots = Driver(9000), Slots(8, 1000)
+    data = bytes([7]) * 2500
+    team = _team(driver, slots, 4)
+    for _ in range(3):
+        driver.memory[:] = bytes(9000)
+        reads = ReadTable.of(_reads(9000, 1000, driver.base))
+        assert team.run(file(data), reads) == BulkFailure(2, "end", 0)
+        driver.finish()
+        assert driver.memory[:2000] == data[:2000]
+    assert team.run(file(data), ReadTable.of(_reads(2500, 1000, driver.base))) is None
+    team.close()
+    assert not _lanes()
+
+
+def test_threads_that_cannot_start(
+    file: Callable[[bytes], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread reads alone where the system has no more; another error is raised."""
+    driver, slots = Driver(5000), Slots(8, 1000)
+
+    @contextmanager
+    def refused() -> Iterator[None]:
+        raise ValueError("not here")
+        yield
+
+    with pytest.raises(ValueError, match="not here"):
+        Team(driver.loop, [row[:3] for row in slots.rows], 4, refused)
+    assert not _lanes()
+    start, left = threading.Thread.start, iter([True, True])
+
+    def limited(self: threading.Thread) -> None:
+        if not next(left, False):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    team = _team(driver, slots, 4)
+    assert (team.count, _lanes()) == (1, [])
+    data = random.Random(0).randbytes(5000)
+    assert team.run(file(data), ReadTable.of(_reads(5000, 1000, driver.base))) is None
+    driver.finish()
+    assert driver.memory == data
+    team.close()

@@ -129,6 +129,48 @@ check_clean()
     )
 
 
+def test_threads_fill_buffers_again_and_again(folder: Path) -> None:
+    """Each run has a ticket for all its copies, and slots are filled when theirs have ended."""
+    _run(
+        folder,
+        """
+from streamload.devices.base import ReadTable
+data = os.urandom(100_000)
+memory = bulk.memory(200_000)
+refiller = bulk.refiller(3, 2, 1000)
+reads = [
+    Read(at, 1000, 1000, (Copy(0, 1000, memory.address + at),)) for at in range(0, 100_000, 1000)
+]
+table = ReadTable.of(reads)
+with file_of(data) as file:
+    for shift in (0, 100_000, 3, 50_000, 70_000):
+        ticket = refiller.next
+        assert refiller.run(file.fileno(), ReadTable.joined([(table, shift)])) is None
+        assert refiller.next is not ticket
+        ticket.wait()
+        assert memory.read(shift, shift + 100_000) == data
+    assert refiller.run(file.fileno(), ReadTable.of([Read(10**6, 10, 10, ())])).stage == "end"
+    count("copies_left").value = 5
+    failure = refiller.run(file.fileno(), table)
+    assert (failure.stage, failure.code) == ("copy", 719), failure
+    count("copies_left").value = -1
+    ticket = refiller.next
+    assert refiller.run(file.fileno(), table) is None
+    ticket.wait()
+refiller.close()
+memory.close()
+check_clean()
+count("locks_left").value = 3
+try:
+    bulk.refiller(3, 2, 1000)
+    sys.exit("not refused")
+except AllocationError as error:
+    assert "cuMemHostRegister" in str(error), error
+check_clean()
+""",
+    )
+
+
 def test_what_was_copied_is_cast_on_the_device(folder: Path) -> None:
     """Where it lies, or from scratch to its place; what changes is counted."""
     _run(

@@ -68,6 +68,7 @@ READ_ENVIRONMENT = (
 START_THREADS = (
     *("streaming.loop", "conversion.writing", "bench.limits"),  # of a process each
     "streaming.device_casts",  # to send scales ahead
+    "devices.bulk",  # to read a layer together, again and again
     *("distributed.store", "distributed.heartbeat", "distributed.gather"),
     "distributed.torch",  # to connect to a store of another kind, which nothing interrupts
     "offloading.completion",  # to wait for a device that computes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import groupby, repeat
@@ -395,10 +395,11 @@ class CUDADevice(cuda.Copies, ROCmDevice):
         self.context.finish(_raw_stream(self._index))
         return tensors
 
-    def follow(self, ticket: Ticket) -> None:
-        """Let the current stream wait for a copy; the calling thread goes on."""
-        assert isinstance(ticket, cuda.PinnedStaging), ticket
-        self.context.order(_raw_stream(self._index), ticket)
+    def follow(self, tickets: Iterable[Ticket]) -> None:
+        """Let the current stream wait for copies; the calling thread goes on."""
+        mine: Iterable[Any] = tickets
+        events = [event for ticket in mine for event in ticket.events]
+        self.context.order(_raw_stream(self._index), events)
 
     def _uploaded(self, source: StagedElements) -> torch.Tensor:
         raw = torch.empty(source.nbytes, dtype=torch.uint8, device=self.torch_device)

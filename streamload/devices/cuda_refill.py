@@ -1,0 +1,110 @@
+"""Fill the same buffers of a CUDA device again and again, by threads that share each call."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+from streamload.devices.base import BulkFailure, ReadTable
+from streamload.devices.bulk import Loop, Team
+from streamload.devices.cuda import Context, PinnedStaging, _driver, allow_captures
+from streamload.errors import DeviceError
+
+_MARKS = 3  # runs whose copies may be under way
+
+
+class Mark:
+    """A ticket of all copies that had been started on some streams when it was recorded last."""
+
+    def __init__(self, context: Context, streams: Iterable[int]) -> None:
+        """Create an event for each stream, in the current context; raises DeviceError."""
+        self._context, self._streams = context, [*streams]
+        self.events = tuple(context.event() for _ in self._streams)
+
+    def record(self) -> None:
+        """Include the copies that have been started until now, in the current context."""
+        for event, stream in zip(self.events, self._streams, strict=True):
+            self._context.check(_driver().quick.cuEventRecord(event, stream), "cuEventRecord")
+
+    def wait(self) -> None:
+        """Wait for the copies; raises DeviceError if one failed."""
+        allow_captures()
+        for event in self.events:
+            self._context.wait(event)
+
+    def close(self) -> None:
+        """Destroy the events, in the current context."""
+        for event in self.events:
+            _driver().slow.cuEventDestroy_v2(event)
+
+
+class Refiller:
+    """Page-locked slots that threads fill together, without the interpreter's lock, and copy.
+
+    One thread at a time may call it.
+    """
+
+    def __init__(self, context: Context, loop: Loop, count: int, slots: int, nbytes: int) -> None:
+        """Start ``count`` threads, with the caller's, each with so many ``slots`` of ``nbytes``.
+
+        Raises:
+            AllocationError: memory cannot be allocated or page-locked.
+            DeviceError: the driver refused.
+        """
+        self._context = context
+        self._marks: deque[Mark] = deque()
+        with ExitStack() as made:
+            rows = []
+            for _ in range(slots * count):
+                slot = PinnedStaging(context, nbytes)
+                made.callback(slot.close)
+                rows.append((slot.address, slot.stream, slot.event.value or 0))
+            self._streams = dict.fromkeys(stream for _, stream, _ in rows)
+            made.callback(self._close_marks)
+            with context.current():
+                for _ in range(_MARKS):
+                    self._marks.append(Mark(context, self._streams))
+            self._team = Team(loop, rows, count, self._inside)
+            made.callback(self._team.close)
+            self._made = made.pop_all()
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        allow_captures()
+        with self._context.current():
+            yield
+
+    @property
+    def next(self) -> Mark:
+        """The ticket of the next run: until then, of the last but two."""
+        return self._marks[0]
+
+    def run(self, fd: int, reads: ReadTable) -> BulkFailure | None:
+        """Read into the slots and start the copies; return the first failure, or None.
+
+        `next`, as it was before, is the ticket of the copies. After a failure none is under way.
+        """
+        with self._inside():
+            failure = self._team.run(fd, reads)
+            if failure is None:
+                self._marks[0].record()
+                self._marks.rotate(-1)
+        if failure is not None:
+            self.wait()
+        return failure
+
+    def wait(self) -> None:
+        """Wait for the end of all copies, also if some fail."""
+        with self._inside():
+            for stream in self._streams:
+                _driver().slow.cuStreamSynchronize(stream)
+
+    def _close_marks(self) -> None:
+        with suppress(DeviceError), self._context.current():
+            while self._marks:
+                self._marks.pop().close()
+
+    def close(self) -> None:
+        """End the threads, and free the slots; waits for copies under way."""
+        self._made.close()
