@@ -87,6 +87,7 @@ class Options:
     changes: Changes = NO_CHANGES
     quant: QuantPolicy = NO_QUANT
     cpus: int | None = None  # most for this load; None: all
+    most_threads: int = _MOST_THREADS  # that read local files, if ``threads`` is None
     is_part: bool = False  # whether the budget is a rank's part of the one that the call states
     host_held_nbytes: int = 0  # free memory of the host that something else of the load takes
     one_device: bool = False  # whether errors may not suggest another device
@@ -226,7 +227,7 @@ class Options:
         choices = [choose(h, reading=reading, whole_slots=whole, fetch=self.fetch) for h in shards]
         # threads that wait for a server take no CPU: 50 ms away, 2 read at 73 MB/s, 8 at 215
         remote = any(choice.kind in REMOTE_KINDS for choice in choices)
-        threads = _MOST_THREADS if remote else min(self.cpus or available_cpus(), _MOST_THREADS)
+        threads = _MOST_THREADS if remote else min(self.cpus or available_cpus(), self.most_threads)
         most_nbytes = DEFAULT_CHUNK_NBYTES
         lengths = [header.file_nbytes for header in shards]
         direct = [n for n, each in zip(lengths, choices, strict=True) if each.kind == "direct"]

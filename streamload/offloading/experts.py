@@ -29,7 +29,6 @@ class ExpertCache:
         count: number of experts of all layers.
         slots: number of slots, each for one expert.
         asked: experts that the computing layer still needs, in the order in which it uses them.
-        lacking: number of experts that were in no slot when the layer asked.
         together: number of experts that a layer uses at once; as many more are read meanwhile.
         hits: by layer, number of chosen experts that were in a slot when asked for.
         misses: by layer, number of chosen experts that were not.
@@ -45,7 +44,6 @@ class ExpertCache:
         self.slots, self._held = slots, np.full(slots, -1)  # the expert in each slot
         self._slot: dict[int, int] = {}  # by expert
         self.asked: list[int] = []
-        self.lacking = 0
         self.together = max(min(_TOGETHER, slots // 2), 1)
         self.hits, self.misses = [0] * len(experts), [0] * len(experts)
         self.stalls = [0.0] * len(experts)
@@ -59,8 +57,7 @@ class ExpertCache:
         """Request the ``chosen`` experts; ``there`` of them, already in slots, count as hits."""
         self.asked = self.numbers(layer, chosen)
         self.hits[layer] += there
-        self.lacking = len(self.asked) - there
-        self.misses[layer] += self.lacking
+        self.misses[layer] += len(self.asked) - there
         self._scores[self.asked] += self._counts[layer]
         self._counts[layer] /= _KEPT
         if self._counts[layer] > _LARGEST:

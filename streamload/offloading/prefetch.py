@@ -8,6 +8,8 @@ once the device has computed with its layer. Experts have slots of their own, fr
 
 One lock, `Rounds._changed`, guards all state below. R is the thread that runs the model, S the
 thread "streamload-rounds", W a worker of the crew, C the thread that waits for tickets (`Reaper`).
+If the crew has no workers, S reads itself, and R the experts that it waits for: to wake another
+thread takes about as long as to read one. Who reads holds `_reading`, taken before `_changed`.
 
 | state of a layer | meaning | begins with |
 |---|---|---|
@@ -22,6 +24,7 @@ thread "streamload-rounds", W a worker of the crew, C the thread that waits for 
 | `_used`, `_active_s` | experts computed with until the next `ask`; the time of the last | R |
 | `_held`, `_holds`, `_busy` | layers with slots; by slot; filled or computed with | S, W, C, R |
 | `_error`, `_raised` | the error that ended S, for R to raise; the one that R raised | S, R |
+| `_failed` | the error of what R read, to end S | R, S |
 | `_thread`, `_crew` | S and its crew, while they run | R starts, S ends |
 | `_closed` | why no layer can be acquired any more; "" while open | any, without the lock |
 """
@@ -31,9 +34,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 from streamload.checkpoint.open import Checkpoint
@@ -44,21 +47,19 @@ from streamload.devices.base import Buffer, Device, Ticket
 from streamload.errors import OffloadError
 from streamload.offloading.completion import Reaper, started
 from streamload.offloading.experts import ExpertCache
-from streamload.offloading.layers import HeldLayer, Layer, LayerState, Order, RoundStats, Slots
-from streamload.offloading.views import FileViews
-from streamload.planning.placement import UNREAD
+from streamload.offloading.holding import Holding
+from streamload.offloading.layers import Layer, LayerState, RoundStats, Slots
 from streamload.planning.plan import Plan
 from streamload.planning.transforms import NO_CHANGES, Changes
-from streamload.streaming.loop import Crew, batches, crew_of
-from streamload.streaming.state import Job, Sink, Transfer, WorkItem, written_nbytes
+from streamload.streaming.loop import Crew, crew_of
+from streamload.streaming.state import Sink, Transfer, WorkItem, written_nbytes
 
 # After this time without a pass, threads end, and staging and files are released until the next.
 _IDLE_S = 2.0
-_MOST_WORKERS = 8  # that read one layer: more hold the model's thread up (docs/measurements.md)
 _LOOK_S = 0.1  # interval of checks for that, and for the end of the program
 
 
-class Rounds(Sink):
+class Rounds(Holding, Sink):
     """Brings layers that stream into their slots, ahead of the thread that runs the model.
 
     That thread, one at a time, calls `acquire` before it computes with a layer, and `release` once
@@ -76,31 +77,21 @@ class Rounds(Sink):
         experts: ExpertCache | None = None,
     ) -> None:
         """Start no thread; ``layers``: those of a pass in the expected order, then all experts."""
-        self._views = memory if isinstance(memory, FileViews) else None
-        self.experts = experts if experts is not None else ExpertCache((), 0)
-        self._first_expert = ring = len(layers) - self.experts.count
-        self.stats = RoundStats(stalls=[0.0] * ring)
+        super().__init__(plan, layers, memory, experts)
+        self.stats = RoundStats(stalls=[0.0] * self._first_expert)
         self._plan, self._checkpoint, self._device = plan, checkpoint, device
-        self._layers, self.memory = layers, memory
         self._changes = changes
-        copied = [0 if kind.cast in UNREAD else kind.nbytes for kind in plan.placements.kinds]
-        self._nbytes = [sum(copied[at] for at in layer.placements) for layer in layers]
         self._layer_of = {p: n for n, layer in enumerate(layers) for p in layer.placements}
-        self._order = Order(ring)
-        self._holds: list[int | None] = [None] * (memory.count - self.experts.slots)
-        self._held: dict[int, HeldLayer] = {}
-        self._busy: set[int] = set()  # layers that are filled or computed with
-        self._busy_since = self._active_s = 0.0
-        self._users: list[int] = []  # layers in use, each called inside the one before
-        self._used: list[tuple[Sequence[int], Ticket]] = []  # experts that may be computed with
+        self._active_s = 0.0
         self._unproved: set[int] = set()  # layers in use or used, whose copies may still fail
         self._runner: int | None = None
-        self._wanted: Sequence[int] = ()
-        self._work: dict[tuple[int, int], list[Sequence[WorkItem]]] = {}  # by layer and workers
+        self._work: dict[int, list[WorkItem]] = {}  # by layer
         self._error: BaseException | None = None
         self._raised: BaseException | None = None
+        self._failed: BaseException | None = None
         self._closed = ""
         self._process = os.getpid()
+        self._reading = threading.Lock()
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
         self._crew: Crew | None = None
@@ -130,9 +121,10 @@ class Rounds(Sink):
             self._runner = threading.get_ident()
             try:
                 self._wait_for(numbers)
+                held = chain.from_iterable(self._held[number].tickets for number in numbers)
+                if tickets := {id(ticket): ticket for ticket in held}:  # experts share some
+                    self._device.follow(tickets.values())
                 for number in numbers:
-                    for ticket in self._held[number].tickets:
-                        self._device.follow(ticket)
                     if self._views is not None:
                         self._views.enter(number)
                     self._users.append(number)
@@ -180,11 +172,13 @@ class Rounds(Sink):
             self._leave_if_done()
             if not all(there):
                 self._start()
-                self._wake()
+                if len(there) > self.experts.together or not self._reads_here():
+                    self._wake()
 
     def acquire_experts(self, layer: int, chosen: Sequence[int]) -> list[tuple[int, int]]:
         """Wait until experts of an `ask` are in slots; return the number and slot of each."""
         numbers = self._numbers(layer, chosen)
+        self._bring_here(numbers)
         return [*zip(numbers, self._acquire(numbers, self.experts.stalls, layer), strict=True)]
 
     def release_experts(self, layer: int, chosen: Sequence[int]) -> None:
@@ -299,20 +293,14 @@ class Rounds(Sink):
             if all(map(self._is_there, numbers)):
                 return
             self._start()
-            if numbers[0] < self._first_expert:  # there are slots for experts, and `ask` woke S
+            if numbers[0] < self._first_expert:  # there are slots for experts
                 self._check_room(numbers[0])
-                self._wake()
+            self._wake()
             self._changed.wait()
 
     def _waits_inside(self) -> bool:
         """Whether R waits for a layer inside of another, and has to check whether it has room."""
         return bool(self._users and self._wanted and self._wanted[0] < self._first_expert)
-
-    def _is_there(self, number: int) -> bool:
-        held = self._held.get(number)
-        if held is None or held.state is LayerState.FILLING:
-            return False
-        return held.state is not LayerState.SPOILED or number in self._users
 
     def _check_room(self, number: int) -> None:
         """Raise OffloadError if a layer can get no slots because layers around it hold them."""
@@ -329,87 +317,6 @@ class Rounds(Sink):
             f'stay, with stay="{inner}.*"'
         )
 
-    # --- what is brought next -----------------------------------------------------------------
-
-    def _pick(self) -> tuple[int, int] | None:
-        """Return (layer to read next, its first slot); None if none is needed, or no slot free."""
-        if self.experts.asked:  # a layer waits for them, or is about to
-            base = self._first_expert
-            expert = self.experts.next({number - base for number in self._in_use()})
-            if expert is not None:
-                return base + expert[0], len(self._holds) + expert[1]
-        wanted = [number for number in self._wanted[:1] if number < self._first_expert]
-        order = self._order.ahead(wanted[0] if wanted else None)
-        distance = {number: at for at, number in enumerate(order)}
-        for at, number in enumerate(order):
-            if number not in self._held:
-                first = self._room_for(number, at, distance)
-                return None if first is None else (number, first)
-        return None
-
-    def _room_for(self, number: int, at: int, distance: Mapping[int, int]) -> int | None:
-        """Return the first of the adjacent slots that layer ``number`` gets.
-
-        Free slots, else the slots of layers that are needed latest; None if all hold layers in use,
-        or needed earlier than this layer. ``at``: this layer's position in the order of use;
-        ``distance``: the position of each layer by number.
-        """
-        best, best_distance = None, at
-        slots = self._layers[number].slots
-        for first in range(len(self._holds) - slots + 1):
-            held = {each for each in self._holds[first : first + slots] if each is not None}
-            if any(each in self._busy or each in self._users for each in held):
-                continue
-            nearest = min(
-                (distance.get(each, len(self._layers)) for each in held),
-                default=len(self._layers) + 1,
-            )
-            if nearest > best_distance:
-                best, best_distance = first, nearest
-        return best
-
-    def _take(self, number: int, first: int) -> None:
-        """Give a layer the slots from ``first`` on (an expert: that slot); drop former holders."""
-        if number >= self._first_expert:
-            slot = first - len(self._holds)
-            held = self.experts.holder(slot)
-            self._drop(None if held is None else self._first_expert + held)
-            self.experts.take(number - self._first_expert, slot)
-        else:
-            for at in range(first, first + self._layers[number].slots):
-                self._drop(self._holds[at])
-                self._holds[at] = number
-        if not self._fills():
-            self._busy_since = time.perf_counter()
-        self._held[number] = HeldLayer(first, self._nbytes[number], self._nbytes[number])
-        self._busy.add(number)
-
-    def _fills(self) -> bool:
-        return any(self._held[number].state is LayerState.FILLING for number in self._busy)
-
-    def _in_use(self) -> set[int]:
-        return {*self._busy, *self._users, *chain.from_iterable(each for each, _ in self._used)}
-
-    def _drop(self, number: int | None) -> None:
-        if number is None:
-            return
-        if self._held.pop(number, None) is not None and number >= self._first_expert:
-            self.experts.drop(number - self._first_expert)
-        self._busy.discard(number)
-        if number < self._first_expert:
-            self._holds = [None if held == number else held for held in self._holds]
-        if self._views is not None:
-            self._views.let_go(number)
-
-    def _settle(self, number: int) -> None:
-        """If copies and uses of a layer have ended, let it be evicted; if spoiled, evict it."""
-        held = self._held.get(number)
-        if held is None or held.state is LayerState.FILLING or held.unsure_nbytes or held.computing:
-            return
-        self._busy.discard(number)
-        if held.state is LayerState.SPOILED and number not in self._in_use():
-            self._drop(number)
-
     # --- the thread that brings layers --------------------------------------------------------
 
     def _start(self) -> None:
@@ -417,8 +324,8 @@ class Rounds(Sink):
             self._thread = started(self._serve, "streamload-rounds", self._wake)
 
     def _wake(self) -> None:
-        if self._crew is not None:
-            self._crew.wake()
+        if (crew := self._crew) is not None:
+            crew.wake()
 
     def _serve(self) -> None:
         error: BaseException | None = None
@@ -427,7 +334,7 @@ class Rounds(Sink):
         except BaseException as failure:
             error = failure
         with self._changed:
-            self._crew = self._thread = None
+            self._crew = self._thread = self._failed = None
             for number, held in [*self._held.items()]:  # all workers have ended
                 held.unsure_nbytes = 0
                 self._settle(number)
@@ -487,7 +394,12 @@ class Rounds(Sink):
                 stack.push(self._leave_files)
             stack.callback(crew.join)
             try:
-                self._go_round(crew.job, crew)
+                try:
+                    self._go_round(crew)
+                finally:
+                    with self._reading, self._changed:
+                        self._crew = None  # R reads no more
+                crew.drain()
             except BaseException as error:
                 with self._changed:
                     self._forget(everything=True)  # before staging goes, and with it its tickets
@@ -498,7 +410,7 @@ class Rounds(Sink):
                     held.tickets.clear()
             crew.end()
 
-    def _go_round(self, job: Job, crew: Crew) -> None:
+    def _go_round(self, crew: Crew) -> None:
         idle_since = time.monotonic()
         with self._changed:
             self._crew = crew
@@ -506,36 +418,70 @@ class Rounds(Sink):
             with self._changed:
                 if self._closed or (self._runner is None and _program_ends()):
                     break
-                picked = self._pick()
-                if picked is not None:
-                    self._take(*picked)
-                elif self._is_idle(idle_since):
+                if self._failed is not None:
+                    error, self._failed = self._failed, None
+                    raise error
+                picked = self._take_experts(self.experts.together if crew.is_inline else 1)
+                if not picked and (layer := self._pick_layer()) is not None:
+                    self._take(*layer)
+                    picked = [layer]
+                if not picked and self._is_idle(idle_since):
                     self._crew = None
                     break
-            if picked is None:
-                if crew.listen(_LOOK_S):
+            if not picked:
+                with self._reading:
+                    came = crew.settle()
+                if came or crew.listen(_LOOK_S):
                     idle_since = time.monotonic()
                 continue
-            self._hand_out(*picked, job, crew)
+            with self._reading:
+                self._hand_out(picked, crew)
             idle_since = time.monotonic()
-        crew.drain()
 
-    def _hand_out(self, number: int, first: int, job: Job, crew: Crew) -> None:
-        """Let workers fill the slots of a layer."""
-        layer = self._layers[number]
-        job.buffers.update(zip(layer.placements, self.memory.to_fill(number, first), strict=True))
-        workers = threads = min(self._plan.threads, _MOST_WORKERS)
-        if number >= self._first_expert:  # a power of 2: units are kept for each
-            self.experts.count_read(number - self._first_expert, layer.read_nbytes)
-            workers = 1 << max(threads // max(self.experts.lacking, 1), 1).bit_length() - 1
-        if (number, workers) not in self._work:  # made late: of very many experts few are chosen
-            units = job.units(layer.placements, workers)
-            self._work[number, workers] = list(batches(units, job, threads))
-        if not self._work[number, workers]:
-            self._filled(number)
-        for batch in self._work[number, workers]:
-            crew.hand_out(job.open(batch[0][0].shard), batch)
-        self.stats.read_nbytes += layer.read_nbytes
+    def _hand_out(self, picked: Sequence[tuple[int, int]], crew: Crew) -> None:
+        """Fill layers, each with its first slot, or let workers fill them."""
+        job, units = crew.job, list[WorkItem]()
+        for number, first in picked:
+            layer = self._layers[number]
+            buffers = self.memory.to_fill(number, first)
+            job.buffers.update(zip(layer.placements, buffers, strict=True))
+            if number >= self._first_expert:
+                self.experts.count_read(number - self._first_expert, layer.read_nbytes)
+            if number not in self._work:  # made late: of very many experts few are chosen
+                self._work[number] = [*job.units(layer.placements)]
+            if not self._work[number]:
+                self._filled(number)
+            units += self._work[number]
+            self.stats.read_nbytes += layer.read_nbytes
+        for shard, group in groupby(units, lambda unit: unit[0].shard):
+            for batch in [[*group]] if crew.is_inline else ([unit] for unit in group):
+                crew.hand_out(job.open(shard), batch)
+
+    def _reads_here(self) -> bool:
+        """Whether R reads the experts that it waits for: S has no workers."""
+        return self._crew is not None and self._crew.is_inline
+
+    def _bring_here(self, numbers: Sequence[int]) -> None:
+        """Read those of some experts of an `ask` that nobody reads, unless others do it."""
+        if all(number in self._held for number in numbers) or not self._reads_here():
+            return
+        if not self._reading.acquire(blocking=False):  # S reads, and reads these next
+            return
+        try:
+            while (crew := self._crew) is not None:
+                with self._changed:
+                    lacks = sum(number not in self._held for number in numbers)
+                    picked = self._take_experts(lacks)
+                self._hand_out(picked, crew)
+                if not picked and not (lacks and crew.settle()):  # its end may make slots free
+                    break
+        except BaseException as error:
+            with self._changed:
+                self._failed = self._raised = error
+            self._wake()
+            raise
+        finally:
+            self._reading.release()
 
     def _is_idle(self, since: float) -> bool:
         computing = any(self._held[number].computing for number in self._busy)

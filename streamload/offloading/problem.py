@@ -40,6 +40,7 @@ LEAST_CHUNK_NBYTES = 2**17
 _CHUNKS = (None, 2 * 2**20, 2**19, LEAST_CHUNK_NBYTES)
 # The longest without read-ahead: no read is longer.
 _EXACT_CHUNK_NBYTES = 2**21
+_LANES = 16  # most threads that read a layer together, without the interpreter
 _SEGMENT_NBYTES = 2**21  # allocators with segments round large blocks up to a multiple
 #: A budget without a limit.
 ENDLESS_NBYTES = 2**62
@@ -335,6 +336,8 @@ class Problem:
             options = replace(options, page_cache="keep" if self._is_cached(found) else "drop")
         if chunk_nbytes is not None:
             options = replace(options, chunk_nbytes=chunk_nbytes)
+        if self.spec.info.casts:
+            options = replace(options, most_threads=_LANES)
         endless = replace(self.spec, budget_nbytes=ENDLESS_NBYTES, host_free_nbytes=None)
         wants = [want for layer in layers for want in layer]
         made = self._planned(options, wants, endless, reading)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -89,17 +89,6 @@ class Chunk:
     def staged_nbytes(self, placement: Placement) -> int:
         """Return the chunk's bytes in a staging slot: before the cast, if the device casts."""
         return self.read_nbytes if placement.cast == "device" else self.stop - self.start
-
-    def halves(self, nbytes: int) -> tuple[Chunk, Chunk]:
-        """Cut a chunk of one read that is copied unchanged: its first ``nbytes``, and the rest."""
-        (run,) = self.runs
-        middle, at = run.start + nbytes, self.start + nbytes
-        return (
-            Chunk(self.placement, self.shard, self.start, at, (replace(run, stop=middle),)),
-            Chunk(
-                self.placement, self.shard, at, self.stop, (replace(run, start=middle, offset=at),)
-            ),
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -225,11 +214,6 @@ class Cut:
         bounds = np.searchsorted(self._extents.placements, (some.start, some.stop))
         made._extents = _Extents(*(column[slice(*bounds)] for column in self._extents))
         return made
-
-    @property
-    def nbytes(self) -> int:
-        """File bytes to read in all."""
-        return int((self._extents.stops - self._extents.starts).sum())
 
     def read_nbytes(self, shards: Collection[int]) -> int:
         """Return the number of file bytes to read from ``shards``, given by index."""

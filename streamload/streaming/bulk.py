@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -12,15 +11,15 @@ import numpy as np
 
 from streamload.core.units import round_up
 from streamload.devices.allocators import DRIVER_BLOCK_NBYTES
-from streamload.devices.base import Copy, CopyTable, Read, Staging
+from streamload.devices.base import Copy, CopyTable, Read, ReadTable, Staging
 from streamload.planning.chunks import Chunk, SmallTensorBatch
 from streamload.planning.plan import SEGMENTS
-from streamload.streaming.state import Job, WorkItem
+from streamload.streaming.state import Job, Refill, WorkItem
 
 # Most bytes between tensors that are read though nobody needs them, if memory is filled repeatedly.
 _GAP_NBYTES = 2**17
-# Places of which a unit's reads are kept: layers have two slots or three, experts very many.
-_KEPT_PLACES = 4
+_TURNS = 8  # reads of each thread that shares a unit, if they are long enough
+_LEAST_NBYTES = 3 * 2**17  # of such a read: a copy costs some 10 microseconds besides its bytes
 
 
 class Slot(NamedTuple):
@@ -36,15 +35,12 @@ def reads_of(
     """Return the reads of a unit, each of at most a slot, with the copies of their bytes.
 
     The reads begin and end at multiples of ``alignment``. The first has the number ``index``; read
-    ``i`` goes to slot ``i % len(slots)``.
+    ``i`` goes to slot ``i % len(slots)``, if it matters: not without casts.
     """
     if isinstance(unit, SmallTensorBatch):
         whole = unit.read_nbytes
         return list(_pack_reads(job, device, unit, alignment, _read_nbytes(job, whole)))
     kinds, refills = job.plan.placements.kinds, job.transfer.refills
-    address = job.address_of(unit[0].placement)
-    if (known := job.refills.get(id(unit))) is not None:
-        return _moved(known[1], address)
     gap_nbytes = _GAP_NBYTES if refills else 0
     gaps = (b.runs[0].start - a.runs[0].stop for a, b in pairwise(unit))
     whole = sum(chunk.read_nbytes for chunk in unit) + sum(n for n in gaps if n <= gap_nbytes)
@@ -69,7 +65,7 @@ def reads_of(
                 copies, start = [], at
                 continue
             n = min(room, run.stop - at)
-            scratch = slots[(index + len(reads)) % len(slots)].scratch
+            scratch = slots[(index + len(reads)) % len(slots)].scratch if slots else 0
             lead = start % alignment
             copy = copy_of(job, device, chunk, at, n, at - start + lead, scratch)
             if refills and copies and _follows(copies[-1], copy):
@@ -78,31 +74,34 @@ def reads_of(
                 copies.append(copy)
             at += n
     reads.append(_read(start, at, alignment, copies))
-    if refills and all(kinds[chunk.placement].cast == "copy" for chunk in unit):
-        job.refills[id(unit)] = unit, {address: reads}
     return reads
 
 
-def _moved(kept: dict[int, list[Read]], address: int) -> list[Read]:
-    """Return kept reads, by the first buffer's address, for buffers from ``address`` on."""
-    if address not in kept:
-        before, reads = next(iter(kept.items()))
-        by = address - before
-        if len(kept) >= _KEPT_PLACES:
-            kept.clear()
-        kept[address] = [
-            replace(read, copies=[c._replace(address=c.address + by) for c in read.copies])
-            for read in reads
-        ]
-    return kept[address]
+def refill_of(job: Job, unit: WorkItem, alignment: int) -> tuple[ReadTable, int]:
+    """Return a unit's reads, and how far from the addresses of their copies its buffers are.
+
+    The unit is read repeatedly: its reads are kept. Its buffers move together, from slot to slot of
+    the device.
+    """
+    first = job.address_of(unit[0].placement)
+    known = job.refills.get(id(unit))
+    if known is None:
+        device = job.plan.placements.kinds[unit[0].placement].device
+        reads = reads_of(job, device, unit, alignment, (), 0)
+        known = job.refills[id(unit)] = Refill(unit, first, ReadTable.of(reads))
+    return known.reads, first - known.address
 
 
 def _read_nbytes(job: Job, whole: int) -> int:
     """Return the bytes of each read of a unit of ``whole`` bytes, at most a slot.
 
-    They are of one size: a small one at the end would cost as much as the others.
+    They are of one size: a small one at the end would cost as much as the others. Reads that
+    threads share are shorter, for none to wait long for the last.
     """
-    count = -(-whole // job.plan.slot_nbytes)
+    most = job.plan.slot_nbytes
+    if job.lanes > 1:
+        most = min(max(whole // (_TURNS * job.lanes), _LEAST_NBYTES), most)
+    count = -(-whole // most)
     return min(round_up(-(-whole // count), mmap.PAGESIZE), job.plan.slot_nbytes)
 
 

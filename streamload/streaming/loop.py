@@ -22,7 +22,8 @@ from streamload.files.local import Reader
 from streamload.planning.plan import BATCH_UNITS, units_ahead
 from streamload.streaming.device_casts import DeviceCasts
 from streamload.streaming.state import Job, Sink, StreamStats, Transfer, WorkItem
-from streamload.streaming.worker import Outcome, Worker
+from streamload.streaming.under_way import Outcome
+from streamload.streaming.worker import Worker
 
 _Batch = tuple[Reader, Sequence[WorkItem]]  # the open file, and units of it for one worker
 
@@ -147,6 +148,8 @@ class Crew:
         self._ahead = units_ahead(staged=staged)
         self._most_in_flight = self._ahead * threads
         self._stopped = threading.Event()
+        if job.lanes > 1:  # these threads are the calling one's, which waits for no lock then
+            threads = 0
         self._inline = Worker(job) if threads == 0 else None
         self._threads: list[threading.Thread] = []
         self._to_start = threads
@@ -166,8 +169,7 @@ class Crew:
             self._start()
         if self._inline is not None:
             self._note_read()
-            for unit in batch:
-                self._take_all(self._inline.run(reader, unit))
+            self._take_all(self._inline.run_batch(reader, batch))
             return
         while self._in_flight.total() >= self._most_in_flight:
             self._receive()
@@ -246,10 +248,19 @@ class Crew:
         if self._inline is not None and self._interrupt.will_raise:
             threading.Thread(target=self.job.shards.stop, name="streamload-stop").start()
 
+    @property
+    def is_inline(self) -> bool:
+        """Whether `hand_out` does the work itself, in the thread that calls it."""
+        return self._inline is not None
+
+    def settle(self) -> bool:
+        """Take what is under way of an inline worker, after its end; return whether any was."""
+        outcomes = [] if self._inline is None else [*self._inline.settle()]
+        self._take_all(outcomes)
+        return bool(outcomes)
+
     def listen(self, seconds: float) -> bool:
         """Wait for finished work items or `wake`; return whether any came within ``seconds``."""
-        if self._inline is not None:
-            self._take_all(self._inline.settle())
         came = False
         with suppress(queue.Empty):
             while True:

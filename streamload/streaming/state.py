@@ -29,7 +29,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -44,8 +44,7 @@ from streamload.codecs.weights import Packed, read_whole
 from streamload.core.dtypes import DType
 from streamload.core.location import Location
 from streamload.core.tensors import TensorInfo
-from streamload.core.units import round_up
-from streamload.devices.base import Addressed, Buffer, Device, Read, Ticket
+from streamload.devices.base import Addressed, Buffer, Device, ReadTable, Ticket
 from streamload.errors import FileChangedError, OutOfRangeError, TruncatedFileError
 from streamload.files import hub
 from streamload.files.local import REMOTE_KINDS, Reader
@@ -67,6 +66,14 @@ _MAX_UNIT_CHUNKS = 256  # so that a unit of tiny tensors does not keep the other
 
 #: A unit of work: chunks of one file for one device, in the order of the file.
 WorkItem = tuple[Chunk, ...] | SmallTensorBatch
+
+
+class Refill(NamedTuple):
+    """A unit that is read repeatedly: the first address that its reads copied to, and the reads."""
+
+    unit: WorkItem
+    address: int
+    reads: ReadTable
 
 
 class Sink(ABC):
@@ -160,9 +167,7 @@ class Job:
         self.stats = StreamStats()
         self.first_reads: list[float] = []  # when workers began to read; the least counts
         self.buffers: dict[int, Buffer] = {}
-        # by id of a unit that is read repeatedly and copied unchanged: the unit, and its reads by
-        # the address of its first buffer
-        self.refills: dict[int, tuple[WorkItem, dict[int, list[Read]]]] = {}
+        self.refills: dict[int, Refill] = {}  # by id of a unit that is copied unchanged
         self.infos = infos = {name: device.info for name, device in devices.items()}
         cast_there = {p.device for p, _ in plan.placements.counted if p.cast == "device"}
         self.casting = [name for name, info in infos.items() if info.casts and name in cast_there]
@@ -175,9 +180,15 @@ class Job:
                 self._address[name] = device.address
         self.casts: dict[str, DeviceCasts] = {}  # by device, for devices that cast
         nbytes = sum(p.nbytes * count for p, count in plan.placements.counted)
-        share = nbytes if transfer.refills else nbytes // (_LEAST_SHARE * max(plan.threads, 1))
+        kinds = [p for p, _ in plan.placements.counted]
+        unchanged = all(p.cast == "copy" and self.is_bulk(p) for p in kinds)
+        shared = transfer.refills and unchanged and not {*plan.readers}.intersection(REMOTE_KINDS)
+        #: threads that share the reads of a unit, without the interpreter; 1: each takes units
+        self.lanes = max(plan.threads, 1) if shared else 1
+        share = nbytes // (_LEAST_SHARE * max(plan.threads, 1))
+        share = nbytes if self.lanes > 1 else min(share, BULK_NBYTES)
         # whole slots: the rest of each unit would be a small copy
-        slots = max(min(share, BULK_NBYTES) // max(plan.slot_nbytes, 1), 1)
+        slots = max(share // max(plan.slot_nbytes, 1), 1)
         slots = min(slots, _MAX_UNIT_CHUNKS)  # each is a read, which takes memory too
         self._bulk_nbytes = slots * plan.slot_nbytes
         self._checkpoint = checkpoint
@@ -213,29 +224,11 @@ class Job:
         self._auxiliary: dict[int, list[int]] = {}
         self.holds = any(p.there_nbytes for p, _ in plan.placements.counted)
 
-    def units(self, some: range | None = None, workers: int = 1) -> Iterator[WorkItem]:
-        """Cut the plan into units in the order of reading.
-
-        ``some`` selects placements by index: a layer that is read again and again, by so many
-        ``workers``, in units of one size.
-        """
-        cut, most = self._cut, self._bulk_nbytes
-        if some is not None:
-            cut = self._cut.of(some)
-            count = cut.nbytes // max(self.plan.slot_nbytes, 1)
-            if count > workers:  # as many for each worker
-                count = round_up(-(-cut.nbytes // most), workers)
-            most = slot_nbytes(-(-cut.nbytes // max(count, 1)))
-
-        def unit_nbytes(p: Placement) -> int:
-            nbytes = self.unit_nbytes(p)
-            return min(nbytes, most) if self.is_bulk(p) else nbytes
-
-        def chunk_nbytes(p: Placement) -> int:
-            return min(self._chunk_nbytes(p), unit_nbytes(p))
-
-        pieces = cut.packs_and_chunks(chunk_nbytes, unit_nbytes, _MAX_UNIT_CHUNKS)
-        return _units(pieces, self, unit_nbytes)
+    def units(self, some: range | None = None) -> Iterator[WorkItem]:
+        """Cut the plan, or ``some`` placements given by index, into units in reading order."""
+        cut = self._cut if some is None else self._cut.of(some)
+        pieces = cut.packs_and_chunks(self._chunk_nbytes, self.unit_nbytes, _MAX_UNIT_CHUNKS)
+        return _units(pieces, self, self.unit_nbytes)
 
     def open(self, shard: int) -> Reader:
         """Return the open file of a shard, given by index; open it if needed."""
@@ -536,8 +529,7 @@ def _units(
 ) -> Iterator[WorkItem]:
     """Group neighbouring chunks of one shard into units; a batch of small tensors is a unit.
 
-    ``unit_nbytes`` gives the most bytes of a unit of a placement's chunks. If memory is filled
-    repeatedly, chunks for bulk copies are cut so that all units are full.
+    ``unit_nbytes`` gives the most bytes of a unit of a placement's chunks.
     """
     unit: list[Chunk] = []
     size = most = 0
@@ -549,9 +541,7 @@ def _units(
             yield chunk
             continue
         p = job.plan.placements[chunk.placement]
-        fills = job.transfer.refills and p.cast == "copy" and job.is_bulk(p)
-        grows = max(chunk.stop - chunk.start, chunk.read_nbytes)
-        grows = grows if fills else slot_nbytes(grows)
+        grows = slot_nbytes(max(chunk.stop - chunk.start, chunk.read_nbytes))
         alike = bool(unit) and not (
             len(unit) == _MAX_UNIT_CHUNKS
             or chunk.shard != unit[0].shard
@@ -559,10 +549,6 @@ def _units(
             or most != unit_nbytes(p)
         )
         if unit and (not alike or size + grows > most):
-            if alike and fills and size < most:
-                head, chunk = chunk.halves(most - size)
-                unit.append(head)
-                grows = chunk.read_nbytes
             yield tuple(unit)
             unit, size = [], 0
         unit.append(chunk)

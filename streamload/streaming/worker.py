@@ -11,52 +11,27 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from itertools import pairwise, takewhile
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from streamload.core.system import populate, released
-from streamload.devices.base import Read, StagedElements, Staging, Ticket
+from streamload.devices.base import Read, ReadTable, StagedElements, Staging
 from streamload.errors import CheckpointError, DeviceError
 from streamload.files.local import Reader
 from streamload.planning.chunks import Chunk, SmallTensorBatch, StridedRead, split
 from streamload.planning.placement import Placement
 from streamload.planning.plan import STAGING_SLOTS, slot_nbytes
-from streamload.streaming.bulk import Slot, copy_of, reads_of
+from streamload.streaming.bulk import Slot, copy_of, reads_of, refill_of
 from streamload.streaming.state import NO_COUNTS, Counts, Job, WorkItem, file_ranges
 from streamload.streaming.steps import Casting, Encoding, Step, step_of
 from streamload.streaming.transpose import Transposer, rows_of
+from streamload.streaming.under_way import Outcome, SlotTicket, UnderWay
 
-#: A unit, the counts of its chunks, and the error that ended it, if any.
-Outcome = tuple[WorkItem, list[Counts], BaseException | None]
-
-
-class _SlotTicket(NamedTuple):
-    """A copy that may be running, and the staging slot that it reads."""
-
-    staging: Staging
-    ticket: Ticket
-
-
-@dataclass(slots=True)
-class _UnderWay:
-    """A work item that has been read, and the tickets of its copies that may be running."""
-
-    unit: WorkItem
-    counts: list[Counts]
-    tickets: list[_SlotTicket]
-
-    def outcome(self) -> Outcome:
-        """Wait for the copies; return the work item, its counts, and a copy's error or None."""
-        failure: BaseException | None = None
-        for _, ticket in self.tickets:
-            try:
-                ticket.wait()
-            except BaseException as error:
-                failure = error
-        return self.unit, self.counts, failure
+if TYPE_CHECKING:
+    from streamload.devices.cuda import BulkCopier
+    from streamload.devices.cuda_refill import Refiller
 
 
 class Worker:
@@ -69,11 +44,12 @@ class Worker:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._slots: dict[str, deque[Slot]] = {}  # by device, least recently used first
-        self._under_way: deque[_UnderWay] = deque()
+        self._under_way: deque[UnderWay] = deque()
         self._finished: list[Outcome] = []  # to be yielded next
         self._source = memoryview(b"")
         self._transposer = Transposer(job.plan)
         self._fresh = False  # it has only the slot of `open`, and has begun nothing
+        self._refiller: Refiller | None = None  # with slots that several threads fill
 
     def open(self) -> None:
         """Allocate the first staging slot, while the first parameters are allocated.
@@ -92,6 +68,12 @@ class Worker:
         for _ in self.settle():
             pass  # after a failure, too, the copies must have ended
         failure: BaseException | None = None
+        refiller, self._refiller = self._refiller, None
+        try:
+            if refiller is not None:
+                refiller.close()
+        except BaseException as error:
+            failure = error
         for slots in self._slots.values():
             while slots:
                 try:
@@ -103,7 +85,7 @@ class Worker:
     def run(self, reader: Reader, unit: WorkItem, start: int | None = None) -> Iterator[Outcome]:
         """Place one unit, or its bytes from ``start`` in the file; yield ended units' outcomes."""
         counts: list[Counts] = []
-        tickets: list[_SlotTicket] = []
+        tickets: list[SlotTicket] = []
         failure: BaseException | None = None
         try:
             parts = self._parts(unit, start)
@@ -113,7 +95,7 @@ class Worker:
                 counts = [NO_COUNTS] * len(unit)
         except BaseException as error:
             failure = self._named(unit, error)
-            _UnderWay(unit, counts, tickets).outcome()
+            UnderWay(unit, counts, tickets).outcome()
         if failure is None:  # before outcomes: the caller may stop at one
             self._has_begun(unit, counts, tickets)
         yield from self._take_finished()
@@ -182,6 +164,8 @@ class Worker:
         whole = list(takewhile(lambda unit: self._goes_in_bulk(unit, name), units))
         if not whole:
             return 0, None
+        if job.lanes > 1:
+            return (yield from self._refill(reader, whole, bulk)), None
         begins = [0]  # index of each unit's first read
         reads: list[Read] = []
         failure = None
@@ -217,7 +201,7 @@ class Worker:
         for index, unit in enumerate(whole[:begun]):
             last = range(max(begins[index], done - len(slots)), begins[index + 1])
             stagings = [slots[at % len(slots)].staging for at in last]
-            tickets = [_SlotTicket(staging, bulk.ticket(staging)) for staging in stagings]
+            tickets = [SlotTicket(staging, bulk.ticket(staging)) for staging in stagings]
             self._has_begun(unit, [NO_COUNTS] * len(unit), tickets)
         self._refilled(())
         self._slots[name].rotate(-done)
@@ -234,9 +218,46 @@ class Worker:
         yield whole[begun], [], DeviceError(name, problem)
         return begun + 1, None
 
-    def _has_begun(self, unit: WorkItem, counts: list[Counts], tickets: list[_SlotTicket]) -> None:
+    def _refill(
+        self, reader: Reader, units: Sequence[WorkItem], bulk: BulkCopier
+    ) -> Generator[Outcome, None, int]:
+        """Read units by several threads in one call, and start their copies.
+
+        Returns the number of units: all, or 0 if they could not be read.
+        """
+        job, refiller = self._job, self._refiller
+        used = refiller.next if refiller is not None else None
+        while used is not None and self._under_way and self._under_way[0].ticket is used:
+            yield self._under_way.popleft().outcome()  # its ticket is this run's
+        try:
+            if refiller is None:
+                nbytes = job.plan.staging_nbytes
+                refiller = self._refiller = bulk.refiller(job.lanes, STAGING_SLOTS, nbytes)
+            ticket = refiller.next
+            parts = [refill_of(job, unit, reader.alignment) for unit in units]
+            with reader.unchanged():
+                failure = refiller.run(reader.fileno(), ReadTable.joined(parts))
+        except BaseException as error:
+            if refiller is not None:
+                refiller.wait()  # it may have started copies
+            yield from self.settle()
+            yield units[0], [], self._named(units[0], error)
+            return 1
+        if failure is not None:
+            yield from self.settle()
+            if failure.stage in ("read", "end"):  # read alone, the tensor at fault is found
+                return 0
+            problem = f"a copy failed: status {failure.code}"
+            yield units[0], [], DeviceError(next(iter(job.devices)), problem)
+            return 1
+        for unit in units:
+            self._under_way.append(UnderWay(unit, [NO_COUNTS] * len(unit), [], ticket))
+            job.sink.sent(unit, [ticket])
+        return len(units)
+
+    def _has_begun(self, unit: WorkItem, counts: list[Counts], tickets: list[SlotTicket]) -> None:
         """Note that a unit was read and its copies started; call `Sink.sent`."""
-        self._under_way.append(_UnderWay(unit, counts, tickets))
+        self._under_way.append(UnderWay(unit, counts, tickets))
         self._job.sink.sent(unit, [ticket for _, ticket in tickets])
 
     def _goes_in_bulk(self, unit: WorkItem, device: str) -> bool:
@@ -252,7 +273,7 @@ class Worker:
 
     def _refilled(self, stagings: Sequence[Staging]) -> None:
         """Note that copies from these slots have ended; finish work items without other copies."""
-        left: deque[_UnderWay] = deque()
+        left: deque[UnderWay] = deque()
         for entry in self._under_way:
             entry.tickets = [t for t in entry.tickets if all(t.staging is not s for s in stagings)]
             if entry.tickets:
@@ -286,7 +307,7 @@ class Worker:
             yield self._under_way.popleft().outcome()
 
     def _place(
-        self, reader: Reader, unit: WorkItem, counts: list[Counts], tickets: list[_SlotTicket]
+        self, reader: Reader, unit: WorkItem, counts: list[Counts], tickets: list[SlotTicket]
     ) -> None:
         """Read and place a unit that fits into a slot; append its tickets, and its chunks' counts.
 
@@ -376,7 +397,7 @@ class Worker:
         return True
 
     def _send(
-        self, name: str, unit: WorkItem, slot: Slot, at: int, tickets: list[_SlotTicket]
+        self, name: str, unit: WorkItem, slot: Slot, at: int, tickets: list[SlotTicket]
     ) -> None:
         """Start copying chunks, joined from slot byte ``at``, to device ``name``; add tickets."""
         job, device = self._job, self._job.devices[name]
@@ -391,7 +412,7 @@ class Worker:
                 device.cast_copy(source, buffer, chunk.start, p.dst)
             elif bulk is None:
                 ticket = device.copy(slot.staging, at, nbytes, buffer, chunk.start)
-                tickets.append(_SlotTicket(slot.staging, ticket))
+                tickets.append(SlotTicket(slot.staging, ticket))
             else:
                 start = chunk.runs[0].start if chunk.runs else 0  # scales and tables have none
                 copies.append(copy_of(job, name, chunk, start, nbytes, at, slot.scratch))
@@ -401,11 +422,11 @@ class Worker:
             try:
                 failure = bulk.run(0, [read], [slot.staging], 0)
             finally:
-                tickets.append(_SlotTicket(slot.staging, bulk.ticket(slot.staging)))
+                tickets.append(SlotTicket(slot.staging, bulk.ticket(slot.staging)))
             if failure is not None:
                 raise DeviceError(name, f"a copy failed: status {failure.code}")
 
-    def _slot(self, device: str, tickets: Sequence[_SlotTicket]) -> Slot:
+    def _slot(self, device: str, tickets: Sequence[SlotTicket]) -> Slot:
         """Return the next staging slot to fill, once the copies from it have ended."""
         slots = self._slots.setdefault(device, deque())
         if len(slots) < STAGING_SLOTS:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,9 +18,10 @@ import pytest
 import streamload
 from streamload.checkpoint.open import open_checkpoint
 from streamload.core.system import address_of
-from streamload.devices.base import BulkFailure, DeviceInfo, Read, Staging, Ticket
-from streamload.devices.bulk import Loop, libc_calls
+from streamload.devices.base import BulkFailure, DeviceInfo, Read, ReadTable, Staging, Ticket
+from streamload.devices.bulk import Loop, Team, libc_calls
 from streamload.devices.staging import HostStaging
+from streamload.errors import DeviceError
 
 torch = needs.module("torch")
 hf = needs.module("transformers")
@@ -38,6 +41,28 @@ class Slot(HostStaging):
         """Wait for nothing."""
 
 
+class Refills:
+    """Slots that threads of the compiled loop fill together."""
+
+    def __init__(self, loop: Loop, reads: list[Read], slots: Sequence[Slot], count: int) -> None:
+        self._reads, self._slots = reads, slots
+        self._team = Team(loop, [(address_of(s.view), 1, 1) for s in slots], count, nullcontext)
+        self.next = Slot(1)
+
+    def run(self, fd: int, reads: ReadTable) -> BulkFailure | None:
+        """Run the loop; another ticket is the next."""
+        self._reads += [Read(*row[:3], ()) for row in reads.rows.tolist()]
+        self.next = Slot(1)
+        return self._team.run(fd, reads)
+
+    def wait(self) -> None:
+        """Wait for nothing."""
+
+    def close(self) -> None:
+        """End the threads."""
+        self._team.close()
+
+
 class Bulk:
     """Reads and copies by the compiled loop, with a driver that copies at once and counts."""
 
@@ -55,6 +80,9 @@ class Bulk:
         self._loop = Loop(libc_calls() | calls)
 
     def _copy(self, target: int, source: int, nbytes: int, stream: int) -> int:
+        if self._counts["refused"]:
+            self._counts["refused"] -= 1
+            return 719
         ctypes.memmove(target, source, nbytes)
         self._counts["copies"] += 1
         return 0
@@ -62,6 +90,10 @@ class Bulk:
     def ticket(self, slot: Staging) -> Any:
         """The slot."""
         return slot
+
+    def refiller(self, count: int, slots: int, nbytes: int) -> Refills:
+        """Threads of the loop."""
+        return Refills(self._loop, self._reads, [Slot(nbytes) for _ in range(count * slots)], count)
 
     def run(
         self, fd: int, reads: Sequence[Read], slots: Sequence[Staging], busy: int
@@ -96,7 +128,7 @@ class Staged(torch_devices.CPUDevice):
         """A slot."""
         return Slot(nbytes)
 
-    def follow(self, ticket: Ticket) -> None:
+    def follow(self, tickets: Sequence[Ticket]) -> None:
         """Do nothing: copies have ended."""
 
     def mark(self) -> Ticket | None:
@@ -228,6 +260,39 @@ def test_experts_that_are_there_need_no_thread(
         assert not staged.reads
         assert staged.counts["marks"] == 3 * len(found.experts)
         assert not followed
+
+
+def test_the_models_thread_reads_experts(tmp_path: Path, staged: type[Staged]) -> None:
+    """All that a layer lacks by one call; after a failure the next pass tries again."""
+    load: Callable[..., Any] = _moe(tmp_path, "grouped_mm")
+    expected = models.logits(load())
+    model = load(budget=400_000, offload=True)
+    few = models.IDS[:1, :1]
+    with model.streamload_offload as offloaded:
+        found = offloaded.plan.residency
+        assert found.experts
+        assert found.cache_slots < found.experts_total // 2
+        threads: set[str] = set()
+        run = Refills.run
+
+        def noted(self: Refills, fd: int, reads: ReadTable) -> BulkFailure | None:
+            threads.add(threading.current_thread().name)
+            return run(self, fd, reads)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Refills, "run", noted)
+            for _ in range(9):  # other experts each time
+                few = (few + 7) % 50
+                models.logits(model, few)
+        assert threading.current_thread().name in threads
+        assert torch.equal(models.logits(model), expected)
+        for refused in (1, 3):
+            staged.counts["refused"] = refused
+            with pytest.raises(DeviceError, match="a copy failed"):
+                for at in range(60):
+                    models.logits(model, models.IDS[:1, :1] + at)
+            staged.counts["refused"] = 0
+            assert torch.equal(models.logits(model), expected)
 
 
 def test_slots_are_adjacent_where_the_file_is(nf4: Path) -> None:

@@ -74,9 +74,9 @@ class _Late(RecordingDevice):
     _after: list[Any] = field(default_factory=list)
     _reads: tuple[Sequence[_Part], Sequence[bytes]] = ((), ())
 
-    def follow(self, ticket: Any) -> None:
+    def follow(self, tickets: Any) -> None:
         """The next work comes after a copy; the host waits for nothing."""
-        self._after.append(ticket)
+        self._after += tickets
 
     def compute(self, parts: Sequence[_Part], expected: Sequence[bytes]) -> None:
         """Queue work on a layer."""

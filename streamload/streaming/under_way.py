@@ -1,0 +1,40 @@
+"""What a worker has read, and the copies of it that may be running."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from streamload.devices.base import Staging, Ticket
+from streamload.streaming.state import Counts, WorkItem
+
+#: A unit, the counts of its chunks, and the error that ended it, if any.
+Outcome = tuple[WorkItem, list[Counts], BaseException | None]
+
+
+class SlotTicket(NamedTuple):
+    """A copy that may be running, and the staging slot that it reads."""
+
+    staging: Staging
+    ticket: Ticket
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """A work item that has been read, and the tickets of its copies that may be running."""
+
+    unit: WorkItem
+    counts: list[Counts]
+    tickets: list[SlotTicket]
+    ticket: Ticket | None = None  # of copies from slots that threads share
+
+    def outcome(self) -> Outcome:
+        """Wait for the copies; return the work item, its counts, and a copy's error or None."""
+        failure: BaseException | None = None
+        shared = [] if self.ticket is None else [self.ticket]
+        for ticket in [*shared, *(ticket for _, ticket in self.tickets)]:
+            try:
+                ticket.wait()
+            except BaseException as error:
+                failure = error
+        return self.unit, self.counts, failure
