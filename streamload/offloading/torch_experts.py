@@ -69,7 +69,7 @@ def sums_of(module: nn.Module) -> Sums | None:
         small, trials = _small(module), [*_trials(module)]
         config = getattr(module, "config", None)
         if getattr(config, "_experts_implementation", None) == "grouped_mm":
-            eager, forms = _grouped_mm(), ("grouped", *forms)
+            eager, forms = _moe().grouped_mm_experts_forward, ("grouped", *forms)
         wanted = [eager(small, *trial) for trial in trials]
         for sums in forms:
             found = [computed(small, sums, trial, _all_of(small)) for trial in trials]
@@ -80,12 +80,9 @@ def sums_of(module: nn.Module) -> Sums | None:
     return None
 
 
-def _grouped_mm() -> Callable[..., torch.Tensor]:
-    """Return transformers' function that computes experts by the implementation "grouped_mm"."""
-    found: Callable[..., torch.Tensor] = sys.modules[
-        "transformers.integrations.moe"
-    ].grouped_mm_experts_forward
-    return found
+def _moe() -> Any:
+    """Return transformers' module with the implementation "grouped_mm"."""
+    return sys.modules["transformers.integrations.moe"]
 
 
 def _sizes(module: nn.Module) -> Callable[[int], int]:
@@ -157,13 +154,14 @@ def computed(module: Any, sums: Sums, routed: Routed, give: _Give) -> torch.Tens
     flat = choices.T.reshape(-1)  # in the order of the eager loop: by choice, then by token
     order = torch.argsort(flat, stable=True)
     places, numbers = order // tokens, order % tokens
-    mine = _parts(flat, module.num_experts)
+    mine = _parts(flat.cpu().numpy(), module.num_experts)  # the one wait for the device
     dtypes = {"states": states.dtype, "float32": torch.float32, "weights": weights.dtype}
     out = torch.zeros_like(states, dtype=dtypes[sums])
     with closing(give([*mine])) as some:  # closed after an error, too
         for expert, own in chain.from_iterable(map(_one_by_one, some)):
             token, place = numbers[mine[expert]], places[mine[expert]]
-            found = _output(module, states[token], own) * weights[token, place, None]
+            project = partial(_project, module, own)
+            found = _output(module, states[token], project) * weights[token, place, None]
             out.index_add_(0, token, found.to(out.dtype))
     return out.to(states.dtype)
 
@@ -174,65 +172,79 @@ def _one_by_one(given: Given) -> Iterator[tuple[int, _Weights]]:
         yield expert, {name: each[place] for name, each in given.weights.items()}
 
 
-def _parts(flat: torch.Tensor, count: int) -> dict[int, slice]:
+def _parts(flat: np.ndarray[Any, Any], count: int) -> dict[int, slice]:
     """Return by chosen expert the slice of its choices, once ``flat`` is sorted.
 
     ``flat``: the experts that all tokens chose; experts from ``count`` on are left out.
     """
-    # the one wait for the device; torch would wake threads for so little
-    asked, counts = np.unique(flat.cpu().numpy(), return_counts=True)
-    ends = counts.cumsum()
-    rows = zip(asked.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True)
-    return {expert: slice(first, end) for expert, first, end in rows if expert < count}
+    counts = np.bincount(flat, minlength=count)[:count]
+    ends, asked = counts.cumsum(), counts.nonzero()[0]
+    rows = zip(asked.tolist(), ends[asked].tolist(), counts[asked].tolist(), strict=True)
+    return {expert: slice(end - number, end) for expert, end, number in rows}
 
 
 def _computed_grouped(module: Any, routed: Routed, give: _Give) -> torch.Tensor:
     """Return the output (tokens, width) of experts by "grouped_mm", one group per expert.
 
     A token gets the sum of its experts' outputs by the router's weights; ``give``: see `computed`.
+    The host sorts the choices, which it needs anyway, and sends all indices by one copy.
     """
     states, choices, weights = routed
-    grouped, flat = _grouped_mm(), choices.reshape(-1)
-    _, order = torch.sort(flat)  # the same sort as there
+    flat = choices.reshape(-1).cpu().numpy()  # the one wait for the device
+    order = np.argsort(flat, kind="stable")
     mine = _parts(flat, module.num_experts)
     out = states.new_zeros(len(flat), states.shape[-1])
-    one = copy.copy(module)
     with closing(give([*mine])) as some:
         for experts, places, own in some:
-            counts = [mine[expert].stop - mine[expert].start for expert in experts]
-            which = torch.from_numpy(np.repeat(np.array(places, np.int64), counts)[:, None])
-            which = which.to(states.device, non_blocking=True)
-            rows = _joined(order, [mine[expert] for expert in experts])
-            one.__dict__.update(num_experts=len(next(iter(own.values()))), _parameters=dict(own))
-            ones = torch.ones_like(which, dtype=states.dtype)
-            out[rows] = grouped(one, states[rows // choices.shape[-1]], which, ones)
+            parts = [(place, order[mine[e]]) for place, e in zip(places, experts, strict=True)]
+            parts.sort(key=lambda part: part[0])
+            sizes = [len(part) for _, part in parts]
+            rows = np.concatenate([part for _, part in parts])
+            which = np.repeat([place for place, _ in parts], sizes)
+            indices = np.concatenate([rows, rows // choices.shape[-1], which])
+            ends = np.bincount(which, minlength=len(next(iter(own.values())))).cumsum()
+            sent = np.concatenate([indices.view(np.int32), ends.astype(np.int32)])
+            there = torch.from_numpy(sent).to(states.device, non_blocking=True)
+            row, token, place = there[: 2 * len(indices)].view(torch.int64).view(3, -1)
+            project = partial(_project_groups, module, own, place, there[2 * len(indices) :])
+            out.index_copy_(0, row, _output(module, states.index_select(0, token), project))
     weighted = out * weights.reshape(-1, 1)
     return weighted.view(*choices.shape, -1).sum(dim=1).to(states.dtype)
 
 
-def _joined(order: torch.Tensor, parts: Sequence[slice]) -> torch.Tensor:
-    """Return the elements of ascending slices, which are mostly adjacent."""
-    first, stop = parts[0].start, parts[-1].stop
-    if stop - first == sum(part.stop - part.start for part in parts):
-        return order[first:stop]
-    return torch.cat([order[part] for part in parts])
+_Project = Callable[[torch.Tensor, str], torch.Tensor]  # from inputs and a weight's name
 
 
-def _output(module: Any, states: torch.Tensor, own: _Weights) -> torch.Tensor:
-    """Return one expert's output for the states of some tokens, before the router's weight."""
-    up = "gate_up_proj" if module.has_gate else "up_proj"
-    found = _project(module, states, own, up)
+def _output(module: Any, states: torch.Tensor, project: _Project) -> torch.Tensor:
+    """Return the output of experts for the states of some tokens, before the router's weight."""
+    found = project(states, "gate_up_proj" if module.has_gate else "up_proj")
     found = module._apply_gate(found) if module.has_gate else module.act_fn(found)
-    found = _project(module, found, own, "down_proj")
+    found = project(found, "down_proj")
     if getattr(module, "has_post_expert_norm", False):  # newer transformers
         found = module.post_expert_norm(found)
     return found
 
 
-def _project(module: Any, states: torch.Tensor, own: _Weights, name: str) -> torch.Tensor:
+def _project(module: Any, own: _Weights, states: torch.Tensor, name: str) -> torch.Tensor:
     weight = own[name]
     out = states @ weight if module.is_transposed else nn.functional.linear(states, weight)
     return out + own[f"{name}_bias"] if module.has_bias else out
+
+
+def _project_groups(
+    module: Any,
+    own: _Weights,
+    places: torch.Tensor,
+    ends: torch.Tensor,
+    states: torch.Tensor,
+    name: str,
+) -> torch.Tensor:
+    """Project the states of each expert's tokens, which end at ``ends``; ``places``: of each."""
+    bias = own[f"{name}_bias"][places] if module.has_bias else None
+    found: torch.Tensor = _moe()._grouped_linear(
+        states, own[name], ends, bias=bias, is_transposed=module.is_transposed
+    )
+    return found
 
 
 class StreamedExperts(Wrapped):
