@@ -76,6 +76,8 @@ class Names:
     unexpected: dict[str, str] = field(default_factory=dict)  # by tensor, the name that is missing
     refused: dict[str, str] = field(default_factory=dict)  # by parameter, why rows do not fill it
     transforms: list[Any] = field(default_factory=list)  # those of transformers that were used
+    # tensors that were joined to one parameter, and their rows in it, by converter and shapes
+    _joined: dict[Any, tuple[Numbered, Source]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -100,7 +102,7 @@ class Names:
             else:
                 out._add(name, whole(checkpoint, tensor))
         for name, members in fused.items():
-            out._convert(by_pattern[members[0][0]], name, members)
+            out._convert(by_pattern[members[0][0]], name, members, renames.state[name].shape)
         out.transforms = [
             one for one in renames.transforms if getattr(one, "was_used", lambda: True)()
         ]
@@ -111,8 +113,17 @@ class Names:
             both = " and ".join(each.rows[0].tensor for each in (first, source))
             self.refused[name] = f"{both} would both become it"
 
-    def _convert(self, converter: Any, name: str, members: Sequence[tuple[str, str]]) -> None:
-        """Add to `fill`, for parameter `name`, rows of `members` (pattern, tensor) to be joined."""
+    def _convert(
+        self,
+        converter: Any,
+        name: str,
+        members: Sequence[tuple[str, str]],
+        shape: tuple[int, ...],
+    ) -> None:
+        """Add to `fill`, for parameter `name`, rows of `members` (pattern, tensor) to be joined.
+
+        Layers are alike: rows of one are those of others with tensors of the same shapes.
+        """
         if any(map(_of_quantizer, converter.operations)):
             self.refused[name] = (
                 "transformers dequantises its parts to put them together: such experts are opened "
@@ -129,10 +140,17 @@ class Names:
 
         try:
             numbered = Numbered.of(self.checkpoint, [tensor for _, tensor in members])
+            patterns = tuple(pattern for pattern, _ in members)
+            alike = id(converter), patterns, numbered.shapes, tuple(shape)
+            if alike in self._joined:
+                self._add(name, numbered.like(*self._joined[alike]))
+                return
             made, again = convert(lambda ids: ids), convert(renumbered)
             if not all(torch.equal(renumbered(ids), again[new]) for new, ids in made.items()):
                 raise NotRowsError("the values change")
             sources = {new: numbered.source(ids) for new, ids in made.items()}
+            if [*sources] == [name]:
+                self._joined[alike] = numbered, sources[name]
         except Exception as error:  # any, from an operation of transformers
             operations = ", ".join(map(repr, converter.operations))
             listed = ", ".join([tensor for _, tensor in members[:4]] + ["..."] * (len(members) > 4))

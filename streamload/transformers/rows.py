@@ -77,6 +77,12 @@ class Numbered:
             shape = (*shape[:-1], shape[-1] // self.columns * self.length)
         return Source(tuple(self._ranges(first // self.columns)), shape=shape)
 
+    def like(self, other: Numbered, source: Source) -> Source:
+        """Return a `Source` of these tensors that has the rows which ``source`` has of others."""
+        mine = dict(zip(other.tensors, self.tensors, strict=True))
+        rows = (RowRange(mine[row.tensor], row.start, row.stop) for row in source.rows)
+        return Source(tuple(rows), shape=source.shape)
+
     def _ranges(self, numbers: np.ndarray[Any, Any]) -> Iterator[RowRange]:
         """Yield runs of consecutive row numbers as ranges along the tensors' first axes."""
         breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
