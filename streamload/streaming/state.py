@@ -355,8 +355,8 @@ class Job:
         self._to_come[batch[0][0].shard] += len(batch)
         for unit in batch:
             new: Sequence[int]
-            if isinstance(unit, SmallTensorBatch):
-                new = unit.placements
+            if isinstance(unit, SmallTensorBatch):  # memory that is filled again is there
+                new = () if self.transfer.refills else unit.placements
             else:
                 reached = dict.fromkeys(chunk.placement for chunk in unit)
                 new = [index for index in reached if index not in self.buffers]

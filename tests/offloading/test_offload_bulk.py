@@ -224,6 +224,20 @@ def test_units_of_a_layer_are_full(tmp_path: Path, staged: type[Staged]) -> None
     assert sum(size < max(sizes) * 0.8 for size in sizes) <= len(plan.residency.streams) * 4
 
 
+def test_many_small_tensors_of_a_layer(tmp_path: Path, staged: type[Staged]) -> None:
+    """They come by few reads, again and again, into memory that is there."""
+    tensors = {
+        f"layers.{layer}.{at:02}.weight": torch.randn(40 + layer)
+        for layer in range(4)
+        for at in range(50)
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    found, plan = passes(tmp_path, 3, budget=32_000, layers="layers.*")
+    check(tmp_path, found)
+    assert len(plan.residency.streams) >= 2
+    assert len(staged.reads) <= 4 * len(plan.residency.streams)
+
+
 def _moe(path: Path, form: str) -> Any:
     models.built("qwen3-moe").bfloat16().save_pretrained(path)
     return lambda **options: from_pretrained(
