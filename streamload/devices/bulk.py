@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +28,11 @@ from streamload.codecs.ptx import BLOCK_THREADS
 from streamload.core.disk_cache import keep, read_kept
 from streamload.core.system import PLACES_CODE, libc, place_code
 from streamload.devices.base import BulkFailure, BulkStage, Read, ReadTable
+
+if TYPE_CHECKING:
+    Words = array[int]
+else:  # Python 3.11 has no array[int]
+    Words = array
 
 _STAGES: tuple[BulkStage, ...] = ("wait", "read", "end", "copy")
 
@@ -266,16 +271,16 @@ class Loop:
         self._function = _compiled()
         self._calls = array("Q", [calls.get(name, 0) for name in CALLS])
 
-    def job(self, semaphores: int = 0, count: int = 1) -> array[int]:
+    def job(self, semaphores: int = 0, count: int = 1) -> Words:
         """Return a job for ``count`` threads; ``semaphores``: the address of theirs."""
         return array("Q", [_address(self._calls), semaphores, count, *bytes(len(_JOB) - 3)])
 
-    def serve(self, job: array[int], lane: int) -> None:
+    def serve(self, job: Words, lane: int) -> None:
         """Work at a job whenever lane 0 does, until it has -1 reads; ``lane``: 1 or more."""
         self._function(_address(job), lane)
 
     def run(
-        self, job: array[int], fd: int, reads: ReadTable, slots: array[int], lanes: array[int]
+        self, job: Words, fd: int, reads: ReadTable, slots: Words, lanes: Words
     ) -> BulkFailure | None:
         """Run a job as lane 0; all reads before one that failed are done, and perhaps others."""
         rows, copies = (_address_of(each) for each in (reads.rows, reads.copies))
@@ -368,7 +373,7 @@ class Team:
         self.count, self._job = 1, self._loop.job()
 
 
-def _address(values: array[int]) -> int:
+def _address(values: Words) -> int:
     """Return the address of an array's first element."""
     return values.buffer_info()[0]
 

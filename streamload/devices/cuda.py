@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,9 +30,6 @@ from streamload.devices.base import BulkFailure, Read, Staging, Ticket
 from streamload.devices.bulk import Loop, addresses_of, libc_calls
 from streamload.devices.cuda_driver import Driver
 from streamload.errors import AllocationError, DeviceError
-
-if TYPE_CHECKING:
-    from streamload.devices.cuda_refill import Refiller
 
 _STREAMS = 4
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered after the null stream
@@ -426,8 +423,8 @@ class BulkCopier:
         assert isinstance(slot, _Stream)
         return slot
 
-    def refiller(self, count: int, slots: int, nbytes: int) -> Refiller:
-        """Return what fills the same buffers again and again; see `Refiller`."""
+    def refiller(self, count: int, slots: int, nbytes: int) -> Any:
+        """Return a `Refiller`, whose module imports this one; see its arguments."""
         from streamload.devices.cuda_refill import Refiller
 
         return Refiller(self._context, self._loop, count, slots, nbytes)

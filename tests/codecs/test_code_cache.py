@@ -145,8 +145,8 @@ def test_a_loop_with_a_constant_outside_is_not_kept(cache: Path, data: Path) -> 
     """It would have to be linked; llvmlite does that, in each process."""
     change = """
 outside = "@outside = internal constant [2 x i64] [i64 0, i64 9]"
-there = "%there = load volatile i64, ptr @outside ret i64 %there"
-bulk._IR = outside + bulk._IR.replace("ret i64 0", there, 1)
+there = "start: %there = load volatile i64, ptr @outside"
+bulk._IR = outside + bulk._IR.replace("start:", there, 1)
 """
     assert run_loop(cache, data, change=change) == BY_LLVM
     assert kept_files(cache) == []
