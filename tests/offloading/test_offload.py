@@ -501,3 +501,41 @@ def test_tokens_leave_room_for_what_a_pass_is_seen_to_take(tokens: int, tmp_path
     assert done.returncode == 0, done.stderr
     seen, predicted = map(int, done.stdout.split())
     assert seen <= predicted <= 1.6 * seen
+
+
+class _ManySmall(nn.Module):
+    """A layer of many small weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.Sequential(*(nn.Linear(16, 16) for _ in range(20)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = x + self.linears(x)
+        return found
+
+
+class _OfMany(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_ManySmall() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_layers_of_many_small_tensors(tmp_path: Path) -> None:
+    """Which loads read together."""
+    torch.manual_seed(0)
+    model, x = _OfMany().eval(), torch.randn(3, 16)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with torch.no_grad():
+        expected = model(x)
+    given: dict[str, Any] = {"layers": "layers.*", "reader": "pread"}
+    with streamload.offload(model, tmp_path, device="cpu", budget=60_000, **given) as offloaded:
+        assert offloaded.plan.residency.streams
+        assert not offloaded.plan.views
+        for _ in range(3):
+            assert torch.equal(model(x), expected)
