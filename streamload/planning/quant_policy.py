@@ -34,6 +34,8 @@ from streamload.planning.requests import TensorRequest, TensorRequests
 QuantArgument: TypeAlias = str | Mapping[str, str | None] | None
 _Made = TypeVar("_Made")
 
+_MOST_AXES = 3  # of fused experts; convolutions have more, and no module holds these quantized
+
 _AUTO = "auto"
 #: Leaves weights in the blocks in which a file has them.
 STORED = "stored"
@@ -41,8 +43,9 @@ STORED = "stored"
 # docs/measurements.md, "Quality of formats".
 _TRIED = ("q8_0", "int8", "nf4", "nf4-nested")
 
-# Weights that "*" leaves as they are: they are small, and much depends on them.
-_SPARED = re.compile(r"(?i)norm|(^|\.)ln_|router|(^|\.)gate\.weight$|bias$")
+# Weights that "*" leaves as they are: they are small, and much depends on them. The Linears of
+# adaptive norms are large: a quarter of Flux.
+_SPARED = re.compile(r"(?i)norm(?!\w*\.linear\.weight$)|(^|\.)ln_|router|(^|\.)gate\.weight$|bias$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +220,8 @@ class QuantPolicy:
                 found = None
             elif pattern == "*" and found is not None:
                 layers = of_layers(checkpoint.tensors) if layers is None else layers
-                found = found if name in layers and not _SPARED.search(name) else None
+                spared = len(shape) > _MOST_AXES or _SPARED.search(name)
+                found = found if name in layers and not spared else None
             out.append(found)
         return out
 

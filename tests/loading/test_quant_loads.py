@@ -107,6 +107,18 @@ def test_without_layers_all_but_the_ends(tmp_path: Path) -> None:
     assert "norm.weight" not in report.errors
 
 
+def test_norms_and_convolutions_of_layers_stay(tmp_path: Path) -> None:
+    """But for the Linears of adaptive norms; a pattern that names them takes all."""
+    names = ("norm.weight", "norm1.linear.weight", "norm1_context.linear.weight", "conv.weight")
+    arrays = {f"blocks.{at}.{n}": matrix(at, 32, 64) for n in names for at in range(2)}
+    for at in range(2):
+        arrays[f"blocks.{at}.conv.weight"] = matrix(at, 32, 64).reshape(32, 16, 2, 2)
+    path = write(tmp_path, arrays)
+    linears = {name for name in arrays if ".linear." in name}
+    assert load(path, quant="nf4").errors.keys() == linears
+    assert load(path, quant={"blocks*": "nf4"}).errors.keys() == arrays.keys()
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chunk_nbytes", [None, 5000])
 def test_a_matrix_is_transposed_before(tmp_path: Path, name: str, chunk_nbytes: int | None) -> None:
