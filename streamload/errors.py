@@ -368,6 +368,11 @@ class PlanInfeasibleError(BudgetError):
             parts.append("would fit: " + "; or ".join(self.would_fit))
         return "; ".join(parts)
 
+    def of_model(self, model: str) -> PlanInfeasibleError:
+        """Return a copy that names one of several models, and its contributors by it."""
+        largest = [(f"{model}.{name}", nbytes) for name, nbytes in self.largest]
+        return replace(self, largest=largest)
+
     def without(self, *options: str) -> PlanInfeasibleError:
         """Return a copy without the `Fit` suggestions that change these options or calls."""
         fits = [fit for fit in self.would_fit if getattr(fit, "option", "") not in options]

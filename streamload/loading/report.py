@@ -108,6 +108,13 @@ class LoadReport:
     state_dict: dict[str, Any] = field(default_factory=dict, repr=False)
     files: Mapping[str, FileState] = field(default_factory=dict, repr=False)
 
+    @classmethod
+    def of_plan(cls, path: str, plan: Plan) -> LoadReport:
+        """Return the report of a load that has not begun."""
+        predicted = {each.device: each.peak_nbytes for each in plan.devices}
+        predicted |= {"process": plan.process_nbytes}
+        return cls(path, plan, 0, 0, 0.0, 0.0, 0.0, predicted, {}, {}, {}, notes=plan.notes)
+
     def check_files(self) -> None:
         """Check that the checkpoint's files have not changed since they were loaded.
 

@@ -136,7 +136,7 @@ class ModelAdapter(ABC, Generic[P]):
     def end_putting(self, plan: OffloadPlan, rounds: Rounds | None) -> None:
         """End `put`: make the model count passes, and refuse to be saved or moved.
 
-        If nothing streams, only the tokens of passes are counted.
+        Without ``rounds``, if nothing streams, only the tokens of passes are counted.
         """
 
     def take_out(self) -> None:

@@ -284,24 +284,27 @@ def offload(
     asked = OffloadAsked.read(tokens, stay, layers, host, options, on_overrun)
     with uncollected():
         source = opened(path)
-        checkpoint, read, found = read_call(source, model, **options)
-        place = Place.look(model, checkpoint, read, options["device"])
-        wanted = Wanted(
-            *(checkpoint, place.parameters, options["mapping"], options["rename"]),
-            strict=read.strict,
-        )
-        try:
-            prepared = Prepared.make(
-                *(place, checkpoint, read, found, asked), suggest=wanted.suggestions
-            )
-        except StateDictMismatchError as error:
-            call = call_of_library(model, checkpoint.path, offload=True)
-            raise error.or_by(call) from None
+        prepared = prepare(model, source, asked, options)
         local = on_disk(source, options["fetch"], options["progress"])
         if local is not source:  # planned again, by the files
             how: Any = {"tokens": tokens, "stay": stay, "layers": layers, "host": host}
             return offload(model, local, on_overrun=on_overrun, **how, **options)
     return prepared.run(options["progress"], clock)
+
+
+def prepare(model: Any, source: Checkpoint, asked: OffloadAsked, options: LoadOptions) -> Prepared:
+    """Decide an offload, and read no data; errors as in `offload`."""
+    checkpoint, read, found = read_call(source, model, **options)
+    place = Place.look(model, checkpoint, read, options["device"])
+    wanted = Wanted(
+        *(checkpoint, place.parameters, options["mapping"], options["rename"]),
+        strict=read.strict,
+    )
+    try:
+        return Prepared.make(*(place, checkpoint, read, found, asked), suggest=wanted.suggestions)
+    except StateDictMismatchError as error:
+        call = call_of_library(model, checkpoint.path, offload=True)
+        raise error.or_by(call) from None
 
 
 @takes(devices='device="cuda:0"')

@@ -174,7 +174,7 @@ class TorchModel(ModelAdapter[TorchParameter]):
             encoder = self._model.get_encoder()
             if encoder is not self._model:
                 self._wrap(Pass(encoder, self.timed, self.room, has_cache=False))
-        if not absent:
+        if not absent and rounds is None:
             return
         holders = [
             module

@@ -7,9 +7,9 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import cache
 from itertools import chain
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -45,6 +45,9 @@ _LISTS = ("_flat_weights", "_flat_weight_refs")
 
 # Names of functions that write into their first argument.
 _IN_PLACE = re.compile(r"[^_].*_|__i(?!nvert)\w+__")
+
+# Packages that add LoRAs: they ask for names and shapes of weights, and load their own.
+_OF_LORA = ("diffusers.loaders.", "peft.", "transformers.integrations.peft")
 
 # Attributes that are the values of a tensor, or views of them.
 _VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
@@ -83,27 +86,47 @@ class StreamedParameter(torch.Tensor):
         kind = type(self).__name__
         return f"{kind}({self._streamload_streamed}, {list(self.shape)}, {self.dtype})"
 
+    def values(self, what: str, *, writes: bool = False) -> torch.Tensor:
+        """Return zeros for function ``what``, and note as an error that it uses the weight here.
+
+        ``writes``: whether the function changes the weight.
+        """
+        stays = self._streamload_stays
+        reason = (
+            f"streams from its file when its layer computes, and is not here now ({what}): a model "
+            "that is offloaded cannot be saved, moved, copied, trained or changed; read the "
+            "checkpoint, close() the offload first, or where a model uses it outside of its layer"
+        )
+        (Stays() if stays is None else stays).cannot(
+            self._streamload_streamed, reason, outside=True
+        )
+        return zeros_like(self)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call functions that need no values; others get zeros, and are noted as errors."""
+        """Call functions that need no values; others get `values`."""
         name = func.__name__
         if name in ("__get__", "__set__"):  # access to an attribute
             attribute = getattr(getattr(func, "__self__", None), "__name__", "")
             name = f".{attribute}" if attribute in _VALUES else name
         kwargs = kwargs or {}
         if name not in _ASKED:
-            own = args
-            args, kwargs = tree_map_only(StreamedParameter, partial(_zeros, name), (args, kwargs))
-            if _IN_PLACE.fullmatch(name):  # zeros without memory cannot be written
-                return own[0]
+            own = args[0] if args else None
+            writes = _IN_PLACE.fullmatch(name) or func.__name__ in ("__set__", "__setitem__")
+            if name == ".data" and not writes and _adds_lora():
+                return own
+            if writes and isinstance(own, StreamedParameter):
+                own.values(name, writes=True)  # zeros without memory cannot be written
+                return own
+            args, kwargs = _with_values(name, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call operators of autograd and C++ code with zeros, and note the use as an error."""
-        given = tree_map_only(StreamedParameter, partial(_zeros, str(func)), (args, kwargs or {}))
-        return func(*given[0], **given[1])
+        """Call operators of autograd and C++ code with `values`."""
+        args, kwargs = _with_values(str(func), args, kwargs or {})
+        return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Raise OffloadError: a copy would share the slots."""
@@ -118,16 +141,17 @@ class StreamedParameter(torch.Tensor):
         )
 
 
-def _zeros(what: str, weight: StreamedParameter) -> torch.Tensor:
-    """Note as an error that function ``what`` used a weight outside of its layer; return zeros."""
-    stays = weight._streamload_stays
-    reason = (
-        f"streams from its file when its layer computes, and is not here now ({what}): a model "
-        "that is offloaded cannot be saved, moved, copied, trained or changed; read the "
-        "checkpoint, close() the offload first, or where a model uses it outside of its layer"
-    )
-    (Stays() if stays is None else stays).cannot(weight._streamload_streamed, reason, outside=True)
-    return zeros_like(weight)
+def _adds_lora() -> bool:
+    """Return whether one of the callers adds a LoRA."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith(_OF_LORA):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _with_values(what: str, args: Any, kwargs: Any) -> Any:
+    """Return arguments of function ``what`` with the values of placeholders."""
+    return tree_map_only(StreamedParameter, lambda each: each.values(what), (args, kwargs))
 
 
 def zeros_like(weight: torch.Tensor) -> torch.Tensor:
@@ -250,14 +274,14 @@ def _uncompiled() -> Callable[..., Any]:
 
 
 class Wrapped:
-    """A substitute for the ``forward`` of a module; subclasses define what it computes.
+    """A substitute for a method of a module, its ``forward``; subclasses define what it computes.
 
     It keeps no reference to the module, so that a model without users is freed at once.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._refer = weakref.ref(module)
-        self._had = module.__dict__.get("forward")
+    def __init__(self, module: nn.Module, name: str = "forward") -> None:
+        self._refer, self._name = weakref.ref(module), name
+        self._had = module.__dict__.get(name)
 
     @property
     def _module(self) -> nn.Module:
@@ -267,15 +291,16 @@ class Wrapped:
         return module
 
     def put(self) -> None:
-        """Replace the module's ``forward`` by an object that looks like it, and calls this."""
+        """Replace the module's method by an object that looks like it, and calls this."""
         refusal = "a model that is offloaded cannot be copied or saved"
         face: Any = Face(self._own, self._call, refusal)
-        self._module.forward = face
+        setattr(self._module, self._name, face)
 
     def _own(self) -> Callable[..., Any]:
-        """Return the module's own ``forward``, bound to it."""
+        """Return the module's own method, bound to it."""
         module = self._module
-        own = MethodType(type(module).forward, module) if self._had is None else self._had
+        theirs = getattr(type(module), self._name)
+        own = MethodType(theirs, module) if self._had is None else self._had
         return cast("Callable[..., Any]", own)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -287,12 +312,12 @@ class Wrapped:
         return run(self, args, kwargs)
 
     def take_out(self) -> None:
-        """Restore the module's own ``forward``, if there is still a module."""
+        """Restore the module's own method, if there is still a module."""
         module = self._refer()
         if module is not None:
-            module.__dict__.pop("forward", None)
+            module.__dict__.pop(self._name, None)
             if self._had is not None:
-                module.forward = self._had
+                setattr(module, self._name, self._had)
 
 
 def refuse_training(module: nn.Module) -> None:
@@ -485,6 +510,8 @@ _WORDS: Mapping[str, str] = {
     "load_state_dict": "loaded again",
     "save_pretrained": "saved",
     "__deepcopy__": "copied",
+    "enable_group_offload": "offloaded again, by diffusers",
+    "fuse_lora": "changed by a LoRA for good",
 }
 
 
@@ -497,6 +524,10 @@ def _refusing(name: str, refer: Callable[[], Any]) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if name == "_apply" and args and changes_nothing(refer(), args[0]):
             return refer()
+        if name == "state_dict" and _adds_lora():
+            return {**dict(refer().named_parameters()), **dict(refer().named_buffers())}
+        if name == "load_state_dict" and _adds_lora():
+            return type(refer()).load_state_dict(refer(), *args, **kwargs)
         raise OffloadError(refusal)
 
     if name == "__deepcopy__":  # modules have none
