@@ -111,12 +111,16 @@ class Prepared:
 
     def offload(self, devices: Devices, options: ModelOptions, how: Mapping[str, Any]) -> Offloaded:
         """Call `offload` with arguments `how`; OffloadError if quantized weights cannot stream."""
-        if self.quantized.stays:
-            raise OffloadError(f"{self.checkpoint.path}: {self.quantized.stays}")
+        self.check_streams()
         asked = {**how, **self._asked(devices, 0, options)}
         offloaded = offload(self.model, self.checkpoint, **asked)
         offloaded.load = self._noted(offloaded.load)
         return offloaded
+
+    def check_streams(self) -> None:
+        """Raise OffloadError if quantized weights cannot stream."""
+        if self.quantized.stays:
+            raise OffloadError(f"{self.checkpoint.path}: {self.quantized.stays}")
 
     def _asked(self, devices: Devices, beside_nbytes: int, options: ModelOptions) -> dict[str, Any]:
         """Return the options of a load, which skips wrong shapes that `Names.check` allowed."""

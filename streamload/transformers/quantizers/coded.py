@@ -6,17 +6,25 @@ of GGUF, several formats in one model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from streamload.checkpoint.open import Checkpoint
-from streamload.codecs.scheme import CodedWeight
+from streamload.codecs.parts import Part
+from streamload.codecs.scheme import SCHEMES, CodedWeight
+from streamload.codecs.stored import read_states
+from streamload.codecs.weights import QuantizedWeight
+from streamload.core.dtypes import F32, PACKED
 from streamload.devices.names import framework
+from streamload.devices.torch.quantized import computed
 from streamload.errors import CheckpointError
 from streamload.loading.place import Devices
+from streamload.planning.dequantize import dequantized
 from streamload.transformers.configuration import folder_of, placeholder
 from streamload.transformers.names import Renames
 from streamload.transformers.quantizers.stored import QuantizedCheckpoint, method_of, stated_in
@@ -48,7 +56,10 @@ class CodedCheckpoint(QuantizedCheckpoint):
 
     def prepare(self, model: Any, devices: Devices, renames: Callable[[], Renames]) -> None:
         """Put meta buffers for weights into modules; CheckpointError if no module can hold one."""
-        named = renames()
+        self.put(model, renames())
+
+    def put(self, model: Any, named: Callable[[str], tuple[str, Any]]) -> None:
+        """Do so by the names in the model that ``named`` returns, first of a pair, for tensors."""
         formats = {named(tensor)[0]: format for tensor, format in self.formats.items()}
         swap = framework("torch").swap(model, formats)
         for tensor in self.formats:
@@ -79,13 +90,43 @@ class CodedCheckpoint(QuantizedCheckpoint):
         out = []
         for part in said.made.parts:
             info = self.checkpoint.tensors.get(part.name(tensor))
-            shape = part.shape
-            state = len(shape) == 1 and part.dtype.name == "uint8"
-            if info is not None and (state or (*shape, 1) == info.shape):
-                # a state in JSON names the dtype that the weight had; and see `layout`
+            shape = part.shape  # or with one axis more: see `layout`
+            if info is not None and (_is_state(part) or (*shape, 1) == info.shape):
                 shape = info.shape
             out.append(placeholder(shape, part.dtype))
         return out
 
     def finish(self, model: Any) -> None:
         """Do nothing: `as_coded` marks the model as quantized afterwards."""
+
+
+def held_as_stored(checkpoint: Checkpoint, model: Any) -> tuple[Checkpoint, dict[str, str]]:
+    """Find stored weights that modules of a model can hold as they are; dequantize the others.
+
+    Returns the checkpoint, and the formats of those weights by tensor.
+    """
+    groups = read_states(checkpoint.layouts, checkpoint.groups)
+    found = {name: format for name, one in groups.items() if (format := _format_of(one))}
+    held = framework("torch").swap(model, found).coded
+    others = [name for name, one in groups.items() if name not in held and one.kind in PACKED]
+    return dequantized(checkpoint, others), {name: found[name] for name in found if name in held}
+
+
+def _format_of(weight: QuantizedWeight) -> str:
+    """Return the format whose parts are the stored tensors of a weight; "" if none has these."""
+    stored = {each.name: (each.dtype, each.numel) for each in weight.members.values()}
+    for format in computed():
+        with suppress(ValueError):  # it cannot have this shape
+            parts = SCHEMES[format].of(weight.shape or (), F32).parts
+            wanted = {each.name(weight.name): each for each in parts}
+            if wanted.keys() == stored.keys() and all(
+                _is_state(each) or stored[name] == (each.dtype, math.prod(each.shape))
+                for name, each in wanted.items()
+            ):
+                return format
+    return ""
+
+
+def _is_state(part: Part) -> bool:
+    """Return whether a part is a state in JSON, whose length depends on the dtype that it names."""
+    return part.suffix.startswith(".quant_state")
