@@ -37,9 +37,7 @@ _CALLS = {
     "diffusers.models.modeling_utils.ModelMixin": "streamload.diffusers.from_pretrained({path})",
 }
 #: The same for models that are offloaded.
-_OFFLOADING_CALLS = {
-    "transformers.modeling_utils.PreTrainedModel": f"{_TRANSFORMERS}, offload=True)"
-}
+_OFFLOADING_CALLS = {name: call[:-1] + ", offload=True)" for name, call in _CALLS.items()}
 #: By (prefix of tensors, prefix of parameters), the names for which it holds, best first.
 _Prefixes: TypeAlias = Mapping[tuple[str, str], int]
 _ALSO = {"gamma": "weight", "beta": "bias"}  # TensorFlow's names for parameters of a norm

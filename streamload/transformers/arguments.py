@@ -46,7 +46,7 @@ _INSTEAD: Mapping[str, str] = {
     "fusion_config": "put it in the configuration: config=",
     "kernel_config": "load, and then call model.set_use_kernels(True, kernel_config)",
     "output_loading_info": "look at the model's streamload_report: its missing and skipped",
-    "quantization_config": "leave it out, or let diffusers' own from_pretrained quantise",
+    "quantization_config": 'write quant="nf4", or let diffusers\' own from_pretrained quantise',
     "state_dict": "give the path of a checkpoint",
     "tp_plan": "streamload.distributed.load_state_dict shares a model over ranks",
     "tp_size": "streamload.distributed.load_state_dict shares a model over ranks",
@@ -102,13 +102,11 @@ def translated(
         if name not in known and _is_given(rest.pop(name, None)):
             raise _unknown(name, instead)
     if _is_given(rest.pop("offload_folder", None)):
-        fits = "a pipeline fits as a whole: leave it out"
-        streams = f"{_FROM_FILES}: write offload=True"
-        raise _unknown("offload_folder", streams if "offload" in known else fits)
+        raise _unknown("offload_folder", f"{_FROM_FILES}: write offload=True")
     for name, instead in _QUANTIZING.items():
         if not _is_given(rest.get(name)):
             rest.pop(name, None)
-        elif "quant" in known:
+        else:
             raise _unknown(name, f"weights are quantised on the way: write {instead}")
     if _is_given(file := rest.pop("gguf_file", None)):
         found = _found(path, out) / file if isinstance(path, (str, os.PathLike)) else file
@@ -127,7 +125,7 @@ def translated(
         out["dtype"] = dtype
     if isinstance(out["dtype"], str) and out["dtype"] == "auto":
         out["dtype"] = None
-    _place(out, rest.pop("device_map", None), rest.pop("max_memory", None), known)
+    _place(out, rest.pop("device_map", None), rest.pop("max_memory", None))
     if any(get_close_matches(name, known, 1, _NEAR) for name in rest):
         return out | rest  # it is refused, as any unknown argument
     for others in _OTHERS & known:
@@ -233,27 +231,23 @@ def _check_torch_files(path: Any, out: Mapping[str, Any], known: frozenset[str])
     )
 
 
-def _refuse_disk(
-    name: str, devices: Sequence[str], known: frozenset[str], budget: object = None
-) -> None:
+def _refuse_disk(name: str, devices: Sequence[str], budget: object = None) -> None:
     """Raise ValueError, with the arguments to write for `name`, if the disk is among `devices`."""
     if _DISK not in devices:
         return
     others = [device for device in devices if device != _DISK]
     written = [f'device="{others[0]}"'] if others else []
     written += [f"budget={json.dumps(budget)}"] if budget is not None else []
-    instead = f"write {', '.join(written)}" if written else "leave it out"
-    if "offload" in known:
-        instead = f"{_FROM_FILES}: write {', '.join([*written, 'offload=True'])}"
+    instead = f"{_FROM_FILES}: write {', '.join([*written, 'offload=True'])}"
     raise ValueError(f"{name}: the disk is no device here: {instead}")
 
 
-def _place(out: dict[str, Any], device_map: Any, max_memory: Any, known: frozenset[str]) -> None:
+def _place(out: dict[str, Any], device_map: Any, max_memory: Any) -> None:
     """Replace ``device_map`` and ``max_memory`` by entries "device" and "budget" in `out`."""
     if max_memory is not None:
         sizes = {_device(name): size for name, size in max_memory.items()}
         first = next((size for name, size in sizes.items() if name != _DISK), None)
-        _refuse_disk("max_memory", list(sizes), known, first)
+        _refuse_disk("max_memory", list(sizes), first)
         if out.get("budget") is not None:
             raise _twice("max_memory", "budget")
         out["budget"] = sizes
@@ -262,7 +256,7 @@ def _place(out: dict[str, Any], device_map: Any, max_memory: Any, known: frozens
     if device_map is not None:
         if out.get("device") is not None:
             raise _twice("device_map", "device")
-        out["device"] = _devices(device_map, known)
+        out["device"] = _devices(device_map)
     device = out.get("device")
     if isinstance(device, Sequence) and not isinstance(device, str):
         out["device"] = [_device(one) for one in device]
@@ -270,11 +264,11 @@ def _place(out: dict[str, Any], device_map: Any, max_memory: Any, known: frozens
         out["device"] = _device(device)
 
 
-def _devices(device_map: Any, known: frozenset[str]) -> Any:
+def _devices(device_map: Any) -> Any:
     """Return the device, or the list of devices, that a ``device_map`` names."""
     if isinstance(device_map, Mapping):
         found = list(dict.fromkeys(map(_device, device_map.values())))
-        _refuse_disk("device_map", found, known)
+        _refuse_disk("device_map", found)
         if len(found) != 1:
             budget = ", ".join(f'"{name}": "..."' for name in found)
             raise ValueError(
@@ -288,7 +282,7 @@ def _devices(device_map: Any, known: frozenset[str]) -> Any:
         found = device_map
     else:
         found = [device_map]
-        _refuse_disk("device_map", found, known)
+        _refuse_disk("device_map", found)
     return found[0] if len(found) == 1 else found
 
 

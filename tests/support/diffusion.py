@@ -1,4 +1,4 @@
-"""Tiny pipelines of diffusers with random weights: Stable Diffusion, SDXL and Flux."""
+"""Tiny pipelines of diffusers with random weights: Stable Diffusion, SDXL, SD3, Flux and Wan."""
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ def clip(model_class: Any = transformers.CLIPTextModel, hidden_size: int = 32) -
     return model_class(config).eval()
 
 
-def vae() -> Any:
+def vae(**config: Any) -> Any:
     """An image decoder."""
     return diffusers.AutoencoderKL(
+        **config,
         block_out_channels=[32, 64],
         in_channels=3,
         out_channels=3,
@@ -118,21 +119,82 @@ def sdxl() -> Any:
     )
 
 
+def t5(model_class: Any = transformers.T5EncoderModel) -> Any:
+    """A text encoder: T5's, or UMT5's."""
+    sizes = {"vocab_size": 54, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4}
+    return model_class(model_class.config_class(num_layers=2, **sizes)).eval()
+
+
+def sd3() -> Any:
+    """Stable Diffusion 3: a transformer, two of CLIP and T5."""
+    transformer = diffusers.SD3Transformer2DModel(
+        sample_size=32,
+        patch_size=1,
+        in_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        caption_projection_dim=32,
+        joint_attention_dim=32,
+        pooled_projection_dim=64,
+        out_channels=4,
+        pos_embed_max_size=32,
+    )
+    return diffusers.StableDiffusion3Pipeline(
+        transformer=transformer.eval(),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=vae(shift_factor=0.06),
+        text_encoder=clip(transformers.CLIPTextModelWithProjection),
+        text_encoder_2=clip(transformers.CLIPTextModelWithProjection),
+        text_encoder_3=t5(),
+        tokenizer=tokenizer(),
+        tokenizer_2=tokenizer(),
+        tokenizer_3=tokenizer(),
+    )
+
+
+def wan() -> Any:
+    """Wan: a transformer for videos, and UMT5."""
+    transformer = diffusers.WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=32,
+        freq_dim=16,
+        ffn_dim=32,
+        num_layers=2,
+        rope_max_seq_len=32,
+    )
+    return diffusers.WanPipeline(
+        transformer=transformer.eval(),
+        scheduler=diffusers.UniPCMultistepScheduler(use_flow_sigmas=True, flow_shift=3.0),
+        vae=diffusers.AutoencoderKLWan(
+            base_dim=3,
+            z_dim=4,
+            dim_mult=[1, 1, 1, 1],
+            num_res_blocks=1,
+            temperal_downsample=[False, True, True],
+            latents_mean=[0.0] * 4,
+            latents_std=[1.0] * 4,
+        ).eval(),
+        text_encoder=t5(transformers.UMT5EncoderModel),
+        tokenizer=tokenizer(),
+    )
+
+
 def flux() -> Any:
     """Flux: a transformer, CLIP and T5."""
     transformer = diffusers.FluxTransformer2DModel(
         patch_size=1,
         in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
+        num_layers=2,
+        num_single_layers=2,
         attention_head_dim=16,
         num_attention_heads=2,
         joint_attention_dim=32,
         pooled_projection_dim=32,
         axes_dims_rope=(4, 4, 8),
-    )
-    t5 = transformers.T5EncoderModel(
-        transformers.T5Config(vocab_size=54, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
     )
     return diffusers.FluxPipeline(
         transformer=transformer.eval(),
@@ -150,7 +212,7 @@ def flux() -> Any:
             scaling_factor=1.5035,
         ).eval(),
         text_encoder=clip(),
-        text_encoder_2=t5.eval(),
+        text_encoder_2=t5(),
         tokenizer=tokenizer(),
         tokenizer_2=tokenizer(),
     )
@@ -159,7 +221,9 @@ def flux() -> Any:
 PIPELINES: dict[str, Callable[[], Any]] = {
     "Stable Diffusion": stable_diffusion,
     "SDXL": sdxl,
+    "SD3": sd3,
     "Flux": flux,
+    "Wan": wan,
 }
 
 
@@ -181,12 +245,15 @@ def models(pipeline: Any) -> dict[str, Any]:
     return {name: value for name, value in found if isinstance(value, torch.nn.Module)}
 
 
-def image(pipeline: Any) -> Any:
-    """What it draws for a prompt and a seed, as an array."""
+def image(pipeline: Any, **more: Any) -> Any:
+    """What it draws for a prompt and a seed, as an array; ``more``: arguments of the pipeline."""
     pipeline.set_progress_bar_config(disable=True)
     generator = torch.Generator(device="cpu").manual_seed(7)
     size = {"height": 64, "width": 64}
     if isinstance(pipeline, diffusers.FluxPipeline):
         size = {"height": 8, "width": 8, "max_sequence_length": 48}
-    out = pipeline(PROMPT, generator=generator, num_inference_steps=2, output_type="np", **size)
-    return out.images
+    if isinstance(pipeline, diffusers.WanPipeline):
+        size = {"height": 16, "width": 16, "num_frames": 5, "max_sequence_length": 16}
+    given = {"generator": generator, "num_inference_steps": 2, "output_type": "np"}
+    out = pipeline(PROMPT, **given, **(more | size if len(size) > 2 else size | more))
+    return out.frames if isinstance(pipeline, diffusers.WanPipeline) else out.images

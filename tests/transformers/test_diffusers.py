@@ -24,6 +24,7 @@ import safetensors.torch as st  # noqa: E402
 from diffusion import PIPELINES, image, models, saved  # noqa: E402
 
 import streamload  # noqa: E402
+from streamload.devices.torch.quantized import Coded, make_dense  # noqa: E402
 from streamload.errors import (  # noqa: E402
     CheckpointError,
     PlanInfeasibleError,
@@ -53,11 +54,16 @@ def bits(pipeline: Any) -> dict[str, tuple[Any, bytes]]:
 
 
 def test_a_pipeline_of_the_hub(hub: Hub, tmp_path: Path) -> None:
-    """Its files are downloaded, but for weights in other formats; and a model of it alone."""
+    """Files of components that it names are downloaded; and those of a model of it alone."""
     folder = saved(tmp_path / "a", "Stable Diffusion")
     paths = [path for path in folder.rglob("*") if path.is_file()]
     files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-    hub.add("me/pipe", {**files, "unet/diffusion_pytorch_model.bin": b"x", "picture.png": b"x"})
+    others = (
+        *("unet/diffusion_pytorch_model.bin", "picture.png", "vae_decoder/model.onnx"),
+        *("unet/openvino/openvino_model.bin", "other/diffusion_pytorch_model.safetensors"),
+        "other/config.json",
+    )
+    hub.add("me/pipe", {**files, **dict.fromkeys(others, b"x")})
     with pytest.raises(CheckpointError, match="write fetch='cache'"):
         ours("me/pipe", fetch="stream")
     assert bits(ours("me/pipe")) == bits(ours(folder))
@@ -100,6 +106,8 @@ def test_a_pipeline_draws_the_same(tmp_path: Path, name: str) -> None:
     expected = diffusers.DiffusionPipeline.from_pretrained(str(folder))
     assert type(found) is type(expected)
     assert bits(found) == bits(expected)
+    for model in models(found).values():  # not loaded again by diffusers
+        assert model.streamload_report is found.streamload_report
     for model in models(expected).values():
         for parameter in model.parameters():  # views on the file are not aligned: they round so
             parameter.data = parameter.data.clone()
@@ -237,25 +245,79 @@ def test_what_cannot_be_streamed(tmp_path: Path) -> None:
         ours(folder)
 
 
-def test_options_of_other_loads_are_refused_with_what_works(tmp_path: Path) -> None:
-    """diffusers would ignore them: quant= and offload= of a pipeline are lines that run."""
+_QUANTS: list[Any] = [
+    "nf4",
+    "int8",
+    {"transformer": "q8_0", "unet": "q8_0", "text_encoder*": "int8"},
+]
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_quantized_pipelines_draw_as_their_dequantized_weights(tmp_path: Path, name: str) -> None:
+    """Under one budget; by format, or by component, whose others stay as they are."""
+    folder = saved(tmp_path, name)
+    whole = ours(folder).streamload_report.resident_nbytes
+    for quant in _QUANTS:
+        if isinstance(quant, dict):
+            parts = [path.name for path in folder.iterdir()]
+            quant = {part: f for part, f in quant.items() if "*" in part or part in parts}
+        found = ours(folder, quant=quant)
+        report = found.streamload_report
+        assert report.errors and report.resident_nbytes < whole
+        quantized = {each.partition(".")[0] for each in report.errors}
+        assert {"text_encoder"} < quantized
+        assert ("vae" in quantized) == (isinstance(quant, str) and name not in ("Wan",))
+        drawn = image(found, height=16, width=16)
+        (device,) = report.plan.devices
+        budget = device.needed_nbytes + device.reserve_nbytes
+        ours(folder, quant=quant, budget=budget)
+        with pytest.raises(PlanInfeasibleError, match=r"needs .* but the budget"):
+            ours(folder, quant=quant, budget=budget // 2)
+        for model in models(found).values():
+            make_dense(model)
+        assert np.abs(image(found, height=16, width=16) - drawn).max() < 1e-4
+
+
+def test_weights_that_stay_as_they_are(tmp_path: Path) -> None:
+    """Convolutions, norms, what diffusers keeps in float32, shapes that a format cannot hold."""
+    folder = saved(tmp_path, "Wan")
+    found = ours(folder, quant={"transformer": "nf4"}, dtype="float16")
+    held = {name for name, m in found.transformer.named_modules() if isinstance(m, Coded)}
+    assert held == {
+        name
+        for name, module in found.transformer.named_modules()
+        if name.startswith("blocks.") and isinstance(module, torch.nn.Linear)
+    }
+    block = found.transformer.blocks[0]
+    assert block.attn1.to_q.weight.dtype == torch.float16  # dequantised so
+    assert block.norm2.weight.dtype == torch.float32
+    found = ours(folder, quant={"transformer.*to_q.weight": "int8", "default": None})
+    assert isinstance(found.transformer.blocks[0].attn1.to_q, Coded)
+    assert not isinstance(found.transformer.blocks[0].attn1.to_k, Coded)
+    notes = ours(folder, quant={"transformer": "q8_0"}).streamload_report.notes
+    assert any("no format asked holds their shapes: transformer.blocks.*" in note for note in notes)
+    with pytest.raises(ValueError, match=r"^quant: no tensor's name matches 'unet'"):
+        ours(folder, quant={"unet": "nf4"})
+    with pytest.raises(ValueError, match="leave quant= out"):
+        ours(folder, quant="stored")
+    automatic = ours(folder, quant="auto", budget=200_000).streamload_report
+    assert any(note.startswith('quant="auto" took') for note in automatic.notes)
+    alone = ours(folder / "transformer", quant={"blocks.0.*": "int8"})
+    assert isinstance(alone.blocks[0].attn1.to_q, Coded)
+    assert type(alone.blocks[1].attn1.to_q) is torch.nn.Linear
+
+
+def test_options_of_other_loads_are_refused(tmp_path: Path) -> None:
+    """diffusers would ignore them."""
     folder = saved(tmp_path, "Stable Diffusion")
-    scope = {"streamload": streamload, "diffusers": diffusers}
-    for asked in ({"quant": "int8"}, {"load_in_4bit": True}, {"offload": True, "budget": "1.2MB"}):
-        with pytest.raises(ValueError, match=f"^{next(iter(asked))} is no option here: ") as caught:
-            streamload.diffusers.from_pretrained(folder, **asked)
-        names = dict(scope)
-        exec(str(caught.value).partition("write ")[2], names)
-        assert type(names["pipe"]).__name__ == "StableDiffusionPipeline"
-        assert np.isfinite(image(names["pipe"])).all()
-        if "offload" in asked:
-            assert names["offloaded"].plan.residency.streams
-            names["offloaded"].close()
-    with pytest.raises(ValueError, match=r"write model = .*quant='int8'\)$") as caught:
-        ours(folder / "unet", quant="int8")
-    exec(str(caught.value).partition("write ")[2], names := dict(scope))
-    assert type(names["model"]).__name__ == "UNet2DConditionModel"
-    for name, value in (("strict", False), ("tokens", 5), ("offload_folder", "x")):
-        with pytest.raises(ValueError, match=f"^{name} .*leave it out$"):
+    for name, value in (("strict", False), ("tokens", 5), ("layers", "*")):
+        with pytest.raises(ValueError, match=f"^{name} is no option here: leave it out$"):
             ours(folder, **{name: value})
+    for name, instead in (
+        ("load_in_4bit", 'write quant="nf4"'),
+        ("offload_folder", "write offload=True"),
+        ("quantization_config", 'write quant="nf4"'),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} has no counterpart here: .*{instead}"):
+            ours(folder, **{name: "x"})
     ours(folder, quant=None, load_in_8bit=False)
