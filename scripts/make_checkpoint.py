@@ -314,7 +314,8 @@ def make_checkpoint(
             for tensor in part:
                 first = planted[: sizes[tensor]] if tensor in EXTREME_TENSORS else b""
                 file.write(first)
-                file.writelines(source.pieces(sizes[tensor] - len(first), "norm" in tensor))
+                norm = "norm" in tensor and len(shapes[tensor]) == 1
+                file.writelines(source.pieces(sizes[tensor] - len(first), norm))
     total_nbytes = sum(sizes.values())
     if len(parts) > 1:
         index = {

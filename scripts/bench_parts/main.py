@@ -19,6 +19,7 @@ from rich.text import Text
 
 from bench_parts import sections
 from bench_parts.boxed_section import boxed_entrances
+from bench_parts.diffusers_section import diffusers
 from bench_parts.gpu_section import GPU_SECTIONS
 from bench_parts.nodes_section import nodes
 from bench_parts.offload_section import offload
@@ -32,7 +33,13 @@ from streamload.devices.probing import probe
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECTIONS = {**sections.SECTIONS, "nodes": nodes, "torch": torch_box}
-ASKED_FOR = {"boxed": boxed_entrances, "offload": offload, **QUANT_SECTIONS, **GPU_SECTIONS}
+ASKED_FOR = {
+    "boxed": boxed_entrances,
+    "offload": offload,
+    "diffusers": diffusers,
+    **QUANT_SECTIONS,
+    **GPU_SECTIONS,
+}
 KNOWN: dict[str, Callable[[Options], Section]] = SECTIONS | ASKED_FOR
 _OPTIONS = {field.name for field in fields(Options)}
 
@@ -44,7 +51,8 @@ def main() -> None:
     command = shlex.join(["scripts/bench", *sys.argv[1:]])
     facts = machine.facts()
     # opening a device takes its time: not where none of these is used
-    wanted = args.devices.split(",") if set(args.sections) - {*GPU_SECTIONS} else ()
+    others = set(args.sections) - {"diffusers", *GPU_SECTIONS}
+    wanted = args.devices.split(",") if others else ()
     devices = [n for n in wanted if probe("host" if n == "host" else "tinygrad", n).works]
     facts["devices that do not work"] = ", ".join(n for n in wanted if n not in devices)
     report: dict[str, Any] = {"command": command, "machine": facts, "sections": {}}
@@ -103,11 +111,16 @@ def _arguments() -> argparse.Namespace:
     add("--size", dest="nbytes", type=_nbytes, default="2.27GB", metavar="SIZE", help=size)
     add("--runs", type=int, default=5, help="processes of each kind, in turn (%(default)s)")
     add("--devices", default="CL,CPU,host", help="default: %(default)s")
-    ways = "of the section torch: those ways to load whose names contain one of these"
+    ways = "of the sections torch and diffusers: those ways whose names contain one of these"
     add("--ways", nargs="+", default=[], metavar="NAME", help=ways)
     small = "small ones, of the sections many and gpu-small (%(default)s)"
     add("--tensors", type=int, default=50_000, help=small)
     add("--run", action="store_true", help="of the section quant: products, not quantising")
+    add("--scale", type=float, default=1.0, help="of the section diffusers: Flux's size (1)")
+    add("--steps", type=int, default=20, help="likewise: of an image (%(default)s)")
+    add("--pixels", type=int, default=1024, help="likewise: of a side (%(default)s)")
+    budgets = "likewise: bytes of the device (%(default)s)"
+    add("--budgets", type=_list, default="6GB,8GB,12GB,24GB", help=budgets)
     # not the system's temporary folder: that may be in memory
     add(
         "--work",
@@ -134,7 +147,8 @@ def _arguments() -> argparse.Namespace:
         metavar="LOADER=FOLDER",
         help="import a loader from there, to compare another version of it; repeatable",
     )
-    add("--keep", action="store_true", help="leave the checkpoints for the next time")
+    keep = "leave the checkpoints for the next time; those of the section diffusers, too"
+    add("--keep", action="store_true", help=keep)
     add("--charts", type=Path, metavar="FOLDER", help="draw SVG files there")
     args = parser.parse_args()
     unknown = [name for name in args.sections if name not in KNOWN]
@@ -152,6 +166,10 @@ def _nbytes(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _list(text: str) -> list[str]:
+    return text.split(",")
 
 
 def _site(text: str) -> tuple[str, str]:

@@ -87,6 +87,10 @@ class Options:
     devices: tuple[str, ...] = ()  # names of the devices, as far as they work here
     ways: Sequence[str] = ()
     tensors: int = 50_000
+    scale: float = 1.0  # of the section diffusers, like the next
+    steps: int = 20
+    pixels: int = 1024
+    budgets: Sequence[str] = ()
     run: bool = False  # the section quant: products of quantised weights
     cold_nbytes: int = 4_000_000_000
     shards: int = 4
@@ -95,7 +99,7 @@ class Options:
     tinygrad_device: str = "CUDA"
     # for a loader, a folder that comes first on its import path
     sites: Mapping[str, str] = field(default_factory=dict)
-    # where the sections gpu-... leave their checkpoints for the next time, or None
+    # where the sections gpu-... and diffusers leave their checkpoints for the next time, or None
     keep: Path | None = None
 
 

@@ -86,7 +86,7 @@ def process_memory(pid: int | str) -> Memory:
     )
 
 
-def _system_nbytes() -> int:
+def system_nbytes() -> int:
     """Return the machine's memory that is neither free nor page cache, in bytes."""
     found = proc_nbytes("/proc/meminfo")
     cached = found.get("Cached", 0) - found.get("Shmem", 0)  # shared memory counts as cache there
@@ -237,7 +237,7 @@ class Child:
         if not all_of_it:
             return held
         device = self._device_nbytes() if self._device_nbytes else None
-        return replace(held, system_nbytes=_system_nbytes(), device_nbytes=device)
+        return replace(held, system_nbytes=system_nbytes(), device_nbytes=device)
 
     def _receive(self, look: Callable[[], None] | None) -> dict[str, Any]:
         """Await and return the child's next answer, calling ``look``; else MeasurementError."""
