@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
-
-import torch
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.core.tensors import whole as all_of
@@ -25,7 +23,7 @@ from streamload.transformers.internals import (
     leave_out_what_is_ignored,
     rename_source_key,
 )
-from streamload.transformers.rows import Narrow, NotRowsError, Numbered, renumbered
+from streamload.transformers.rows import StandIns
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +74,6 @@ class Names:
     unexpected: dict[str, str] = field(default_factory=dict)  # by tensor, the name that is missing
     refused: dict[str, str] = field(default_factory=dict)  # by parameter, why rows do not fill it
     transforms: list[Any] = field(default_factory=list)  # those of transformers that were used
-    # tensors that were joined to one parameter, and their rows in it, by converter and shapes
-    _joined: dict[Any, tuple[Numbered, Source]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -102,7 +98,7 @@ class Names:
             else:
                 out._add(name, whole(checkpoint, tensor))
         for name, members in fused.items():
-            out._convert(by_pattern[members[0][0]], name, members, renames.state[name].shape)
+            out._convert(by_pattern[members[0][0]], name, members)
         out.transforms = [
             one for one in renames.transforms if getattr(one, "was_used", lambda: True)()
         ]
@@ -113,17 +109,8 @@ class Names:
             both = " and ".join(each.rows[0].tensor for each in (first, source))
             self.refused[name] = f"{both} would both become it"
 
-    def _convert(
-        self,
-        converter: Any,
-        name: str,
-        members: Sequence[tuple[str, str]],
-        shape: tuple[int, ...],
-    ) -> None:
-        """Add to `fill`, for parameter `name`, rows of `members` (pattern, tensor) to be joined.
-
-        Layers are alike: rows of one are those of others with tensors of the same shapes.
-        """
+    def _convert(self, converter: Any, name: str, members: Sequence[tuple[str, str]]) -> None:
+        """Add to `fill`, for parameter `name`, rows of `members` (pattern, tensor) to be joined."""
         if any(map(_of_quantizer, converter.operations)):
             self.refused[name] = (
                 "transformers dequantises its parts to put them together: such experts are opened "
@@ -131,26 +118,16 @@ class Names:
             )
             return
 
-        def convert(number: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-            one = copy.deepcopy(converter)
-            for index, (pattern, tensor) in enumerate(members):
-                one.add_tensor(name, tensor, pattern, number(numbered.ids(index)))
-            made = one.convert(name, model=Narrow(self.model), config=self.model.config)
-            return {new: ids[0] if isinstance(ids, list) else ids for new, ids in made.items()}
-
+        one, stand_ins = copy.deepcopy(converter), StandIns(self.checkpoint)
         try:
-            numbered = Numbered.of(self.checkpoint, [tensor for _, tensor in members])
-            patterns = tuple(pattern for pattern, _ in members)
-            alike = id(converter), patterns, numbered.shapes, tuple(shape)
-            if alike in self._joined:
-                self._add(name, numbered.like(*self._joined[alike]))
-                return
-            made, again = convert(lambda ids: ids), convert(renumbered)
-            if not all(torch.equal(renumbered(ids), again[new]) for new, ids in made.items()):
-                raise NotRowsError("the values change")
-            sources = {new: numbered.source(ids) for new, ids in made.items()}
-            if [*sources] == [name]:
-                self._joined[alike] = numbered, sources[name]
+            for pattern, tensor in members:
+                one.add_tensor(name, tensor, pattern, stand_ins.of(tensor))
+            with stand_ins:
+                made = one.convert(name, model=self.model, config=self.model.config)
+            sources = {
+                new: stand_ins.source(found[0] if isinstance(found, list) else found)
+                for new, found in made.items()
+            }
         except Exception as error:  # any, from an operation of transformers
             operations = ", ".join(map(repr, converter.operations))
             listed = ", ".join([tensor for _, tensor in members[:4]] + ["..."] * (len(members) > 4))

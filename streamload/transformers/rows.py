@@ -1,120 +1,169 @@
-"""Find the rows of tensors that an operation of transformers joins, by running it on row numbers.
+"""Find the rows of tensors that a conversion cuts and joins, by running it on empty stand-ins.
 
-Fused weights then stream row by row from the file, without running the operation on values.
+The converted weights then stream row by row from the file, and no conversion runs on values.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from streamload.checkpoint.open import Checkpoint
-from streamload.core.tensors import RowRange
-from streamload.planning.sources import Source
+from streamload.core.tensors import RowRange, RowTranspose
+from streamload.planning.sources import Source, model_shape
 
-# Columns that stand for a row of any length when transformers' operations are tried on row
-# numbers: the fewest with which halving and interleaving the columns cannot be overlooked.
-COLUMNS = 4
+_MOST_RUNS = 2**22  # of elements that are consecutive in the file, in one converted tensor
+_JOINS = (torch.ops.aten.cat, torch.ops.aten.stack)
 
 
 class NotRowsError(ValueError):
-    """Raised if the result of an operation does not consist of whole rows of its inputs."""
+    """Raised if the result of a conversion does not consist of whole rows of its inputs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Numbered:
-    """Tensors to join, with a number for each row (line along the last axis) in place of values.
+class _Runs(NamedTuple):
+    """Elements of stand-ins: runs of equal length, each consecutive."""
 
-    ``columns`` numbers represent a row, to notice operations that split, reorder or change it.
+    starts: np.ndarray[Any, Any]  # numbers of the first elements
+    length: int
+
+    def cut(self, length: int) -> np.ndarray[Any, Any]:
+        """Return the first elements of runs of a `length` that divides the current one."""
+        steps = np.arange(0, self.length, length)
+        return (self.starts[:, None] + steps).ravel()
+
+
+class StandIns(TorchDispatchMode):  # type: ignore[misc]
+    """Records, inside a ``with`` block, where the elements of converted tensors come from.
+
+    Stand-ins are on the meta device. A view shares the memory of its tensor, and its strides tell
+    its elements; joins and copies are recorded. Any other operation raises NotRowsError.
     """
 
-    tensors: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    bases: tuple[int, ...]  # the number of each tensor's first row, and the count of all rows
-    columns: int
-    length: int  # elements of a row
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__()
+        self._checkpoint = checkpoint
+        self._names: list[str] = []
+        self._bases = [0]  # the number of each tensor's first element, and the count of all
+        # by memory: the index of a stand-in, or the tensors that were joined along an axis
+        self._made: dict[int, int | tuple[list[torch.Tensor], int]] = {}
+        self._kept: list[torch.Tensor] = []  # so that no memory is used again
 
-    @classmethod
-    def of(cls, checkpoint: Checkpoint, tensors: Sequence[str]) -> Numbered:
-        """Number the rows of tensors; raises NotRowsError if rows have several lengths."""
-        shapes = tuple(checkpoint.tensors[tensor].shape for tensor in tensors)
-        lengths = {shape[-1] if len(shape) > 1 else 1 for shape in shapes}
-        length = lengths.pop()
-        if lengths or not all(map(math.prod, shapes)):
-            raise NotRowsError("rows are empty, or of different lengths")
-        counts = (math.prod(shape[:-1] if len(shape) > 1 else shape) for shape in shapes)
-        bases = tuple(accumulate(counts, initial=0))
-        return cls(tuple(tensors), shapes, bases, min(COLUMNS, length), length)
+    def of(self, tensor: str) -> torch.Tensor:
+        """Return a stand-in for a tensor of the checkpoint."""
+        info, shape = self._checkpoint.tensors[tensor], model_shape(self._checkpoint, tensor)
+        dtype = getattr(torch, info.dtype.name, torch.float16)  # blocks become floats
+        made = torch.empty(shape, dtype=dtype, device="meta")
+        self._keep(made, len(self._names))
+        self._names.append(tensor)
+        self._bases.append(self._bases[-1] + info.numel)
+        return made
 
-    def ids(self, index: int) -> torch.Tensor:
-        """Return tensor `index`'s numbers in its shape; the last of several axes has `columns`."""
-        shape = self.shapes[index]
-        start, stop = (base * self.columns for base in self.bases[index : index + 2])
-        small = self.bases[-1] * self.columns < 2**29  # the other numbers fit too
-        kind = torch.int32 if small else torch.int64
-        numbers = torch.arange(start, stop, dtype=kind, device="cpu")
-        return numbers.view(*shape[:-1], self.columns) if len(shape) > 1 else numbers.view(shape)
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation of torch, and record what it makes of stand-ins."""
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if self._is_known(leaf)]
+        out = func(*args, **(kwargs or {}))
+        if not given:
+            return out
+        kind, made = func.overloadpacket, tree_leaves(out)
+        if kind in _JOINS and len(given) == len(args[0]):
+            axis = args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)
+            axis %= out.dim()
+            parts = [part.unsqueeze(axis) for part in given] if kind is _JOINS[1] else given
+            self._keep(out, (parts, axis))
+        elif kind is torch.ops.aten.clone:
+            if not out.is_contiguous():
+                return given[0]
+            self._keep(out, (given, 0))
+        elif func._schema.is_mutable or not all(map(self._is_known, made)):
+            names = ", ".join(dict.fromkeys(name for one in given for name in self._of(one)))
+            raise NotRowsError(f"{kind.__name__} of {names} computes values")
+        return out
 
-    def source(self, ids: torch.Tensor) -> Source:
-        """Return the `Source` of an operation's result `ids`; NotRowsError if not whole rows."""
-        if ids.dtype not in (torch.int32, torch.int64):
-            raise NotRowsError("the dtype changes")
-        shape = tuple(ids.shape)
-        if not ids.numel() or (shape and shape[-1] % self.columns):
-            raise NotRowsError("the last axis is cut")
-        rows = ids.reshape(-1, self.columns).numpy()
-        first = rows[:, 0]
-        if (first % self.columns).any() or (rows != first[:, None] + np.arange(self.columns)).any():
-            raise NotRowsError("the last axis is cut or reordered")
-        if shape and self.length > 1:
-            shape = (*shape[:-1], shape[-1] // self.columns * self.length)
-        return Source(tuple(self._ranges(first // self.columns)), shape=shape)
+    def source(self, tensor: torch.Tensor) -> Source:
+        """Return the rows that make up a converted tensor; NotRowsError if it is not of rows."""
+        if not self._is_known(tensor):
+            raise NotRowsError("it is computed")
+        shape = tuple(tensor.shape)
+        made = self._made[_memory(tensor)]
+        if not isinstance(made, int) and len(made[0]) == 1 and made[0][0].shape == shape:
+            tensor = made[0][0]  # of a copy, the original
+        if tensor.dim() > 1 and not tensor.is_contiguous() and tensor.mT.is_contiguous():
+            *groups, inner, outer = shape
+            rows = self.source(tensor.mT).rows
+            return Source(rows, RowTranspose(math.prod(groups), outer, inner), shape)
+        return Source(tuple(self._ranges(self._runs(tensor))), shape=shape)
 
-    def like(self, other: Numbered, source: Source) -> Source:
-        """Return a `Source` of these tensors that has the rows which ``source`` has of others."""
-        mine = dict(zip(other.tensors, self.tensors, strict=True))
-        rows = (RowRange(mine[row.tensor], row.start, row.stop) for row in source.rows)
-        return Source(tuple(rows), shape=source.shape)
+    def _keep(self, tensor: torch.Tensor, made: int | tuple[list[torch.Tensor], int]) -> None:
+        self._made[_memory(tensor)] = made
+        self._kept.append(tensor)
 
-    def _ranges(self, numbers: np.ndarray[Any, Any]) -> Iterator[RowRange]:
-        """Yield runs of consecutive row numbers as ranges along the tensors' first axes."""
-        breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
-        for run in np.split(numbers, breaks):
-            start, stop = int(run[0]), int(run[-1]) + 1
+    def _is_known(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_meta and _memory(value) in self._made
+
+    def _of(self, tensor: torch.Tensor) -> Iterator[str]:
+        """Yield the names of the tensors that a tensor is made of."""
+        made = self._made[_memory(tensor)]
+        if isinstance(made, int):
+            yield self._names[made]
+        else:
+            for part in made[0]:
+                yield from self._of(part)
+
+    def _runs(self, tensor: torch.Tensor) -> _Runs:
+        """Return the elements of a tensor, in order."""
+        every = zip(tensor.shape, tensor.stride(), strict=True)
+        axes = [(n, step) for n, step in every if n != 1]
+        length = 1
+        while axes and axes[-1][1] == length:
+            length *= axes.pop()[0]
+        if not tensor.numel() or tensor.numel() > length * _MOST_RUNS:
+            names = ", ".join(dict.fromkeys(self._of(tensor)))
+            raise NotRowsError(f"{names}: empty, or the last axis is cut or reordered")
+        starts = np.array([tensor.storage_offset()], np.int64)
+        for n, step in axes:
+            starts = (starts[:, None] + np.arange(n) * step).ravel()
+        made = self._made[_memory(tensor)]
+        if isinstance(made, int):
+            return _Runs(starts + self._bases[made], length)
+        inner = self._joined(*made)
+        unit = math.gcd(inner.length, length, int(np.gcd.reduce(starts)))
+        found = _Runs(starts, length).cut(unit) // unit
+        return _Runs(inner.cut(unit)[found], unit)
+
+    def _joined(self, parts: list[torch.Tensor], axis: int) -> _Runs:
+        """Return the elements of tensors that are joined along an axis."""
+        groups = math.prod(parts[0].shape[:axis])
+        runs = [self._runs(part) for part in parts]
+        inner = (part.numel() // groups for part in parts)
+        unit = math.gcd(*(each.length for each in runs), *inner)
+        cut = [each.cut(unit).reshape(groups, -1) for each in runs]
+        return _Runs(np.concatenate(cut, 1).ravel(), unit)
+
+    def _ranges(self, runs: _Runs) -> Iterator[RowRange]:
+        """Yield runs of elements as ranges along the tensors' first axes, as long as possible."""
+        breaks = np.flatnonzero(np.diff(runs.starts) != runs.length) + 1
+        for run in np.split(runs.starts, breaks):
+            start, stop = int(run[0]), int(run[-1]) + runs.length
             while start < stop:
-                index = bisect_right(self.bases, start) - 1
-                tensor, base = self.tensors[index], self.bases[index]
-                end = min(stop, self.bases[index + 1])
-                inner = math.prod(self.shapes[index][1:-1])  # rows of one step of the first axis
-                if (start - base) % inner or (end - base) % inner:
-                    raise NotRowsError(f"{tensor} is cut along its second axis")
-                yield RowRange(tensor, (start - base) // inner, (end - base) // inner)
+                index = bisect_right(self._bases, start) - 1
+                name, base = self._names[index], self._bases[index]
+                end = min(stop, self._bases[index + 1])
+                row = math.prod(self._checkpoint.tensors[name].shape[1:])
+                if (start - base) % row or (end - base) % row:
+                    raise NotRowsError(f"{name} is cut along its second axis")
+                yield RowRange(name, (start - base) // row, (end - base) // row)
                 start = end
 
 
-def renumbered(ids: torch.Tensor) -> torch.Tensor:
-    """Return other numbers for the same rows, to notice operations that compute with values."""
-    return ids * -3 - 7
-
-
-class Narrow:
-    """A model with parameters as narrow as numbered rows, for operations that ask for shapes."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def get_parameter(self, name: str) -> torch.Tensor:
-        """Return an empty stand-in for a parameter, with as few columns as numbered rows."""
-        shape = tuple(self._model.get_parameter(name).shape)
-        narrow = (*shape[:-1], min(COLUMNS, shape[-1])) if len(shape) > 1 else shape
-        return torch.empty(narrow, device="meta")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+def _memory(tensor: torch.Tensor) -> int:
+    """Return a number that tensors over the same memory share, on the meta device too."""
+    return int(tensor.untyped_storage()._cdata)
