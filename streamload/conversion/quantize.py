@@ -60,9 +60,10 @@ def wanted_of(
     for (name, source), format in zip(fill.items(), formats, strict=True):
         info = chosen.tensors[source.rows[0].tensor]
         made, shape = Joined.of(info) if isinstance(info, Changed) else None, shape_in_models(info)
-        if info.name in chosen.turns and source.transpose is not None:
-            made = Joined.of(info, source.transpose)
+        if info.name in chosen.turns:
             shape = source.shape or shape
+            if source.transpose is not None:
+                made = Joined.of(info, source.transpose)
         turns = format is not None and ALL_SCHEMES[format].transposes_conv1d and len(shape) == 2
         if turns and is_conv1d(chosen.config, info.name):
             made = (made or Joined.of(info)).transposed(*shape)

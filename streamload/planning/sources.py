@@ -211,10 +211,11 @@ def _turned(checkpoint: Checkpoint) -> Mapping[str, Source]:
         for info in packed
         if info.group.is_transposed
     }
-    for name, (*rows, shape) in checkpoint.turns.items():
+    for name, (groups, outer, inner, shape) in checkpoint.turns.items():
         info = checkpoint.tensors.get(name)
         if info is not None and not (shape is not None and _is_blocks(checkpoint, info)):
-            turned[name] = Source(whole(info), RowTranspose(*rows), shape)
+            transpose = RowTranspose(groups, outer, inner) if inner > 1 < outer else None
+            turned[name] = Source(whole(info), transpose, shape)
     return turned
 
 
@@ -318,6 +319,8 @@ def _from_file(checkpoint: Checkpoint, source: Source, turned: Mapping[str, Sour
     if stored is None:
         return source
     t, then = stored.transpose, source.transpose
+    if t is None and source.rows != stored.rows:
+        return source
     if source.rows == stored.rows and then is None:
         return replace(source, transpose=t, shape=source.shape or stored.shape)
     undone = t is None or then == RowTranspose(t.groups, t.inner, t.outer)
@@ -384,7 +387,7 @@ def _with_lengths(checkpoint: Checkpoint, parameter: str, source: Source) -> Sou
 
 
 def model_shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
-    """Return a tensor's shape in models, which differs from the file's if stored transposed."""
+    """Return a tensor's shape in models; the file may have it transposed or reshaped."""
     turn, info = checkpoint.turns.get(name), checkpoint.tensors[name]
     if turn is None or turn.shape is None or _is_blocks(checkpoint, info):
         return info.shape

@@ -63,9 +63,11 @@ def keep_blocks(
         return Kept(checkpoint, found)
     fill = found.fill
     alone = {
-        name: checkpoint.tensors[tensor]
+        name: checkpoint.tensors[source.rows[0].tensor]
         for name, source in fill.items()
-        if (tensor := source.rows[0].tensor) in asked and tensor not in changed
+        if len(kinds := {asked.get(r.tensor) for r in source.rows}) == 1
+        and None not in kinds
+        and not any(r.tensor in changed for r in source.rows)
     }
     made = NO_SWAP
     if swap is not None and alone:
@@ -76,10 +78,9 @@ def keep_blocks(
         if swap is None or name in made.coded
         if (source := _as_blocks(info, fill[name], made.coded.get(name))) is not None
     }
-    # a tensor that fills another parameter, too, is dequantized for both
-    others = {r.tensor for name, source in fill.items() if name not in sources for r in source.rows}
-    sources = {name: s for name, s in sources.items() if s.rows[0].tensor not in others}
-    kept = {source.rows[0].tensor for source in sources.values()}
+    while len(alike := _alone(sources, fill)) < len(sources):
+        sources = alike
+    kept = {r.tensor for source in sources.values() for r in source.rows}
     left |= {name: asked[name] for name in asked if name not in kept and quant.stores(name)}
     if swap is not None and alone and left and not (made.coded or holds):
         classes = ", ".join(dict.fromkeys(made.refused.values()))
@@ -120,20 +121,33 @@ def _asked(
     return kept, left
 
 
+def _alone(sources: Mapping[str, Source], fill: Mapping[str, Source]) -> dict[str, Source]:
+    """Return the sources whose tensors fill no parameter of `fill` that is not in `sources`."""
+    # such a tensor is dequantized for all
+    others = {r.tensor for name, source in fill.items() if name not in sources for r in source.rows}
+    return {
+        name: source
+        for name, source in sources.items()
+        if others.isdisjoint(r.tensor for r in source.rows)
+    }
+
+
 def _as_blocks(info: TensorInfo, source: Source, held: CodedWeight | None) -> Source | None:
     """Return the source of a weight's blocks; None if they would have to be cut.
 
     Args:
-        info: the dequantized weight.
+        info: the dequantized weight, or the first of those that are joined by rows.
         source: fills the parameter with its floats.
         held: what the parameter holds instead; None without a model.
     """
     turned, of_matrix = source.transpose, len(info.shape) == 2
+    found = (sum(r.stop - r.start for r in source.rows), *info.shape[1:])
     # then the file has the order of the blocks
-    is_turned = of_matrix and turned == RowTranspose(1, *info.shape)
-    fits = held is None or (held.shape, held.transposed) == (info.shape, is_turned)
-    by_rows = turned is None or (of_matrix and turned.rows == info.shape[0])
-    if source.rows != (whole(info),) or not fits or not (is_turned or by_rows):
+    is_turned = of_matrix and turned == RowTranspose(1, *found)
+    fits = held is None or (held.shape, held.transposed) == (found, is_turned)
+    by_rows = turned is None or (of_matrix and turned.rows == found[0])
+    is_cut = source.rows != (whole(info),) and not of_matrix
+    if is_cut or not fits or not (is_turned or by_rows):
         return None
     shape = None if held is None or of_matrix else held.made.parts[0].shape
     return Source(source.rows, None if is_turned else turned, shape)

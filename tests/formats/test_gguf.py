@@ -518,6 +518,30 @@ def test_names_of_other_architectures_stay(tmp_path: Path) -> None:
     assert not checkpoint.turns
 
 
+def test_original_shapes_of_reshaped_tensors(tmp_path: Path) -> None:
+    """Convolutions stored as rows of 256 get the shapes that the file names; five axes are read."""
+    rng = np.random.default_rng(0)
+    shapes = {"conv": (8, 32, 3, 3), "linear": (64, 320), "video": (4, 2, 1, 2, 2)}
+    exact = {name: rng.random(shape, np.float32) for name, shape in shapes.items()}
+    path, types = tmp_path / "model.gguf", {"conv": "Q8_0"}
+    stored = {n: a if n == "video" else a.reshape(-1, 256) for n, a in exact.items()}
+    shapes.pop("video")
+    more = [("add_array", (f"comfy.gguf.orig_shape.{n}", s)) for n, s in shapes.items()]
+    write(path, stored, types, architecture="sd1", more=more)
+    exact["conv"] = gguf.quants.dequantize(
+        gguf.quants.quantize(exact["conv"].reshape(-1, 256), 8), 8
+    )
+    exact["conv"] = exact["conv"].reshape(shapes["conv"])
+    found = streamload.load_state_dict(None, path, dtype="float32", device="host").state_dict
+    model = torch.nn.ParameterDict({n: torch.empty(a.shape) for n, a in exact.items()})
+    streamload.load_state_dict(model, path, progress=False)
+    streamload.convert(path, tmp_path / "out", dtype="float32", verify=True, progress=False)
+    converted = streamload.load_state_dict(None, tmp_path / "out", device="host").state_dict
+    for name, array in exact.items():
+        for each in (found, model, converted):
+            assert np.array_equal(torch.as_tensor(each[name]).detach().numpy(), array), name
+
+
 def test_turns_of_a_header(tmp_path: Path) -> None:
     """Query and key rows of Llama, and the weights of GPT-2's Conv1D."""
     for model_type, name, turn in (

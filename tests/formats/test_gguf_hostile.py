@@ -125,7 +125,16 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "tensor's name past the end": (file([], [struct.pack("<Q", 2**33)]), "cut off"),
     "tensor without a name": (file([], [tensor("", (8,))]), "name is not valid"),
     "tensor's name of other bytes": (file([], [tensor(b"\xc3", (8,))]), "name is not valid"),
-    "tensor of 5 axes": (file([], [tensor("a", (1,) * 5)]), "too many axes.*at most 4, found 5"),
+    "tensor of 6 axes": (file([], [tensor("a", (1,) * 6)]), "too many axes.*at most 5, found 6"),
+    "original shape of more elements": (
+        file([pair("comfy.gguf.orig_shape.a", 9, array(5, 2, struct.pack("<2i", 8, 9)))], [A]),
+        r"'a': its original shape.*that of \[8, 8\], found \[8, 9\]",
+    ),
+    "original shape below 0": (
+        file([pair("comfy.gguf.orig_shape.a", 9, array(5, 2, struct.pack("<2i", -8, -8)))], [A]),
+        "'a': its original shape",
+    ),
+    "original shape as text": (file([pair("comfy.gguf.orig_shape.a", 8, "8")], [A]), "'a': its or"),
     "tensor of 2**32 - 1 axes": (
         file([], [text("a") + struct.pack("<I", 2**32 - 1) + bytes(24)]),
         "too many axes",

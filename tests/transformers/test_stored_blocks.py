@@ -177,17 +177,24 @@ class Pair(torch.nn.Module):
         ({"linear.weight": streamload.Source("a", transpose=True)}, False),
         (
             {"linear.weight": [streamload.RowRange("a", 128), streamload.RowRange("b", 0, 128)]},
+            True,
+        ),
+        (
+            {
+                "linear.weight": [streamload.RowRange("a", 128), streamload.RowRange("b", 0, 128)],
+                "embed.weight": "b",
+            },
             False,
         ),
         ({"conv.weight": "a"}, False),  # its rows are columns of a Linear
         ({"conv.weight": streamload.Source("a", transpose=True)}, True),
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_what_would_be_cut_is_dequantised(
     tmp_path: Path, mapping: Mapping[str, Any], stays: bool
 ) -> None:
-    """A weight stays in blocks where it is one whole tensor in the module's order."""
+    """A weight stays in blocks where it is whole rows in the module's order."""
     tensors, types = in_blocks(dict.fromkeys("ab", np.zeros((256, 256))), lambda _: "Q3_K")
     write(tmp_path / "model.gguf", tensors, types, architecture="none")
     (name,) = {"linear.weight", "conv.weight"} & mapping.keys()

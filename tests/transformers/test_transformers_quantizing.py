@@ -254,8 +254,8 @@ def test_blocks_of_gguf_stay_as_they_are_in_modules(tmp_path: Path, family: str)
     assert error(logits(model), logits(load(path))) < 1e-3
 
 
-def test_stored_blocks_of_two_weights_are_not_joined(tmp_path: Path) -> None:
-    """A parameter of rows of both is refused for what it is, with the line that leaves it."""
+def test_rows_of_two_weights_in_blocks_are_joined(tmp_path: Path) -> None:
+    """They stay in their blocks; for another format that they cannot have, a line leaves them."""
     import streamload
 
     write_model(tmp_path / "in", "llama")
@@ -266,7 +266,12 @@ def test_stored_blocks_of_two_weights_are_not_joined(tmp_path: Path) -> None:
     rows = [streamload.RowRange(a, 0, 48), streamload.RowRange(b, 48, 96)]
     given = {"mapping": {"joined.weight": rows}, "strict": False, "progress": False}
     with pytest.raises(UnsupportedCastError, match=r'quant=\{"model'):
-        streamload.load_state_dict(model, path, quant="q8_0", **given)
+        streamload.load_state_dict(model, path, quant="nf4", **given)
+    streamload.load_state_dict(model, path, quant="q8_0", **given)
+    plain = torch.nn.Linear(64, 96, bias=False)
+    streamload.load_state_dict(torch.nn.ModuleDict({"joined": plain}), path, **given)
+    assert isinstance(model["joined"], Coded)
+    assert torch.equal(model["joined"].weight, plain.weight)
 
 
 def test_a_budget_of_the_codes_is_enough(tmp_path: Path) -> None:

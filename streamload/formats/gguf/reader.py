@@ -59,11 +59,12 @@ from streamload.formats.writer import numbered
 
 _FIRST_NBYTES = 2**18  # of the first read
 _MOST_NBYTES = 2**22  # that are read at once
-_MOST_AXES = 4
+_MOST_AXES = 5  # llama.cpp reads 4; files of video models have more
 _MOST_NESTED = 4
 _MOST_LAYERS = 2**12  # of an array of settings
 _LEAST_PAIR_NBYTES, _LEAST_TENSOR_NBYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
 _MOST_U64 = 2**64 - 1
+_ORIGINAL_SHAPE = "comfy.gguf.orig_shape."  # of a tensor that was reshaped into rows of blocks
 _MEMBER = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf", re.ASCII)
 
 #: The end of a tensor's entry, after the number of axes: the axes, its type, its offset.
@@ -127,7 +128,10 @@ class GGUF(FormatReader):
             names.append(name)
             dtypes.append(dtype)
             dims.append(shape)
-            if known is not None and (turn := _turn(file, known, each, settings)) is not None:
+            original = metadata.get(_ORIGINAL_SHAPE + each.name)
+            if original is not None:
+                turns[name] = _reshaped(file, each, original)
+            elif known is not None and (turn := _turn(file, known, each, settings)) is not None:
                 turns[name] = turn
         path, places = file.path, ((each.start for each in kept), (each.stop for each in kept))
         made = records(TensorInfo, names, dtypes, dims, repeat(path), *places)
@@ -180,6 +184,18 @@ def _turn(
     if order is None or 1 in (order.outer, order.inner):
         return None
     return Turn(order.groups, order.inner, order.outer)  # back to that of models
+
+
+def _reshaped(file: File, tensor: _Tensor, original: Any) -> Turn:
+    """Return the change of a tensor's shape to its original one, by city96's ComfyUI-GGUF."""
+    shape = tuple(original.tolist()) if isinstance(original, np.ndarray) else ()
+    valid = len(shape) <= _MOST_AXES and all(type(n) is int and n > 0 for n in shape)
+    if not valid or math.prod(shape) != math.prod(tensor.shape):
+        problem, expected = "its original shape is not valid", f"that of {list(tensor.shape)}"
+        found = list(shape) if shape else describe(original)
+        raise HeaderError(file.path, problem, expected, found, tensor=tensor.name)
+    rows = tensor.shape[0] if tensor.shape else 1
+    return Turn(1, 1, rows, shape)
 
 
 def _freqs(file: File, tensors: Sequence[_Tensor]) -> Sequence[float]:
