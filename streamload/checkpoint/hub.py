@@ -141,10 +141,10 @@ def locate(text: str) -> Location:
 
 def _located(text: str, asked: Repository) -> Location:
     if hub.settings().is_offline_mode():
-        if (snapshot := _snapshot(asked)) is None:
+        if (kept := snapshot(asked)) is None:
             raise hub.offline(text, asked.name)
-        return snapshot
-    found = _listed(text, asked, partial(_snapshot, asked))
+        return kept
+    found = _listed(text, asked, partial(snapshot, asked))
     return found if isinstance(found, Path) else hub.url_of(found)
 
 
@@ -174,7 +174,7 @@ def _inside(files: Mapping[str, int], path: str) -> str | None:
     return path if any(each.startswith(path) for each in files) else None
 
 
-def _snapshot(asked: Repository) -> Path | None:
+def snapshot(asked: Repository) -> Path | None:
     """Return the path of a repository, or of its file, in the local cache; None if it is absent."""
     library = hub.library(asked.name)
     try:

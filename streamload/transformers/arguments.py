@@ -129,9 +129,16 @@ def translated(
     if any(get_close_matches(name, known, 1, _NEAR) for name in rest):
         return out | rest  # it is refused, as any unknown argument
     for others in _OTHERS & known:
-        out[others] = {**(out.get(others) or {}), **rest}
+        out[others] = {**by_name(out.get(others)), **rest}
         rest = {}
     return out | rest
+
+
+def by_name(components: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
+    """Return components by name; "*" is the folder of all others, if a folder is given."""
+    if isinstance(components, (str, os.PathLike)):
+        return {"*": components}
+    return dict(components or {})
 
 
 def _unknown(name: str, instead: str) -> ValueError:

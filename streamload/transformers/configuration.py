@@ -21,6 +21,7 @@ from streamload.core.dtypes import DType
 from streamload.core.location import Url
 from streamload.errors import CheckpointError
 from streamload.loading.options import DEFAULTS
+from streamload.transformers.rows import Converted
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Wanted:
     key_mapping: Mapping[str, str] | None = None
     generation_config: Any = None
     quantization: Any = None
+    converted: Converted | None = None  # by another library, in place of transformers' rules
 
 
 def folder_of(checkpoint: Checkpoint) -> Path:

@@ -23,7 +23,7 @@ from streamload.transformers.internals import (
     leave_out_what_is_ignored,
     rename_source_key,
 )
-from streamload.transformers.rows import StandIns
+from streamload.transformers.rows import Converted, StandIns
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,7 @@ class Names:
     unexpected: dict[str, str] = field(default_factory=dict)  # by tensor, the name that is missing
     refused: dict[str, str] = field(default_factory=dict)  # by parameter, why rows do not fill it
     transforms: list[Any] = field(default_factory=list)  # those of transformers that were used
+    computed: dict[str, Any] = field(default_factory=dict)  # values by parameter, of no checkpoint
 
     @classmethod
     def of(
@@ -103,6 +104,15 @@ class Names:
             one for one in renames.transforms if getattr(one, "was_used", lambda: True)()
         ]
         return out
+
+    @classmethod
+    def of_converted(cls, model: Any, checkpoint: Checkpoint, made: Converted) -> Names:
+        """Match a model to the rows of a conversion; names that it has no use for are ignored."""
+        state = model.state_dict()
+        fill = {name: source for name, source in made.fill.items() if name in state}
+        computed = {name: value for name, value in made.computed.items() if name in state}
+        first = {row.tensor: name for name, source in fill.items() for row in source.rows}
+        return cls(model, checkpoint, fill, first, computed=computed)
 
     def _add(self, name: str, source: Source) -> None:
         if (first := self.fill.setdefault(name, source)) is not source:
@@ -146,7 +156,8 @@ class Names:
         """Raise one StateDictMismatchError for all mismatches that the options do not allow."""
         path, strict = self.checkpoint.path, options.strict
         state = self.model.state_dict(keep_vars=True)
-        filled = {id(state[name]) for name in (*self.fill, *self.refused) if name in state}
+        known = (*self.fill, *self.refused, *self.computed)
+        filled = {id(state[name]) for name in known if name in state}
         info = SimpleNamespace(
             missing_keys={name for name, t in state.items() if id(t) not in filled},
             unexpected_keys={*self.unexpected.values(), *(n for n in self.fill if n not in state)},

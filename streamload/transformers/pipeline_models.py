@@ -27,6 +27,7 @@ from streamload.transformers.dtypes import split_rules
 from streamload.transformers.names import whole
 from streamload.transformers.prepared import Prepared
 from streamload.transformers.quantizers.coded import CodedCheckpoint, held_as_stored
+from streamload.transformers.rows import Converted
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +43,7 @@ class Diffused:
     @classmethod
     def of(cls, model_class: Any, checkpoint: Checkpoint, folder: Path, asked: Any) -> Diffused:
         """Build and match a model as diffusers does; `asked`: its dtype; reads headers only."""
-        config = model_class.load_config(str(folder), local_files_only=True)
-        with accelerate.init_empty_weights():  # buffers that the model computes have values
-            model = model_class.from_config(config)
-        main, (_, rest) = _main(checkpoint), split_rules(asked, None)
-        if rest not in (None, "checkpoint"):
-            main = parse_dtype(rest).name
-        for parameter in model.parameters() if main else ():
-            parameter.data = parameter.data.to(getattr(torch, main))  # as modules will say
+        model = in_dtype(on_meta(model_class, folder), checkpoint, asked)
         checkpoint, formats = held_as_stored(checkpoint, model)
         names: dict[str, Any] = {name: name for name in checkpoint.tensors}
         if len(checkpoint.shards) == 1:
@@ -57,14 +51,30 @@ class Diffused:
         new = {old: (name, None) for name, old in names.items()}
         buffers = dict(model.named_buffers())
         CodedCheckpoint(checkpoint, formats=formats).put(model, new.__getitem__)
-        state = model.state_dict()
-        fill = {new: whole(checkpoint, old) for new, old in names.items() if new in state}
-        ignored = model_class._keys_to_ignore_on_load_unexpected or ()
+        model.register_to_config(_name_or_path=str(folder))
+        fill = {new: whole(checkpoint, old) for new, old in names.items()}
+        return cls.matched(model, checkpoint, fill, asked, buffers)
+
+    @classmethod
+    def matched(
+        cls,
+        model: Any,
+        checkpoint: Checkpoint,
+        fill: Mapping[str, Source],
+        asked: Any,
+        buffers: Mapping[str, torch.Tensor],
+    ) -> Diffused:
+        """Match a model on the meta device to the rows of a checkpoint, by the model's names.
+
+        `buffers`: the model's own, with values.
+        """
+        state, ignored = model.state_dict(), model._keys_to_ignore_on_load_unexpected or ()
         unexpected = [
             name
-            for name in names
+            for name in fill
             if name not in state and not any(re.search(pattern, name) for pattern in ignored)
         ]
+        fill = {name: source for name, source in fill.items() if name in state}
         missing = [name for name in state if name not in fill]
         shapes = [
             ShapeMismatch(name, tuple(state[name].shape), source.shape or ())
@@ -79,7 +89,6 @@ class Diffused:
             if name in fill:  # its values come from the checkpoint
                 _put(model, name, buffer.to("meta"))
         computed = {name: buffer for name, buffer in buffers.items() if name not in fill}
-        model.register_to_config(_name_or_path=str(folder))
         return cls(model, checkpoint, fill, asked, computed)
 
     @property
@@ -141,8 +150,19 @@ def part_of(
     asked: Any,
     devices: Devices,
     options: Mapping[str, Any],
+    converted: Converted | None = None,
 ) -> Part:
-    """Build one model of a pipeline on the meta device, and match it; `asked`: its ``dtype=``."""
+    """Build one model of a pipeline on the meta device, and match it.
+
+    Args:
+        model_class: of diffusers, or of transformers.
+        folder: has the configuration.
+        checkpoint: the model's tensors.
+        asked: its ``dtype=``.
+        devices: those of the load.
+        options: of the load.
+        converted: the rows of the checkpoint that fill a model of transformers; None: by name.
+    """
     if issubclass(model_class, diffusers.ModelMixin):
         return Diffused.of(model_class, checkpoint, folder, asked)
     main = _main(checkpoint)
@@ -151,11 +171,29 @@ def part_of(
     return Prepared.of(
         checkpoint,
         str(folder),
-        Wanted(model_class=model_class, changes=changes),
+        Wanted(model_class=model_class, config=folder, changes=changes, converted=converted),
         devices,
         asked,
         Options.read(budget=options["budget"], cast=options["cast"]),
     )
+
+
+def on_meta(model_class: Any, config: Path | Mapping[str, Any]) -> Any:
+    """Build a model of diffusers without values; `config`: its configuration, or the folder."""
+    if not isinstance(config, Mapping):
+        config = model_class.load_config(str(config), local_files_only=True)
+    with accelerate.init_empty_weights():  # buffers that the model computes have values
+        return model_class.from_config(config)
+
+
+def in_dtype(model: Any, checkpoint: Checkpoint, asked: Any) -> Any:
+    """Return a model with empty parameters of the dtype that modules will say: `asked`, or most."""
+    main, (_, rest) = _main(checkpoint), split_rules(asked, None)
+    if rest not in (None, "checkpoint"):
+        main = parse_dtype(rest).name
+    for parameter in model.parameters() if main else ():
+        parameter.data = parameter.data.to(getattr(torch, main))
+    return model
 
 
 def _main(checkpoint: Checkpoint) -> str:

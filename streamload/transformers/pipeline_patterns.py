@@ -13,7 +13,7 @@ from streamload.codecs.scheme import SCHEMES
 from streamload.core.dtypes import F32
 from streamload.core.patterns import fits
 from streamload.planning.match import wants_of
-from streamload.planning.quant_policy import QuantPolicy, kinds_of
+from streamload.planning.quant_policy import STORED, QuantPolicy, kinds_of
 from streamload.transformers.pipeline_models import Diffused, Part
 
 
@@ -98,8 +98,11 @@ def formats_of(
         wants = wants_of(part.checkpoint, part.fill)
         kept = part.kept if isinstance(part, Diffused) else ()
         by_format: dict[str, list[str]] = {}
-        found = policy.formats(part.checkpoint, wants)
-        for info, shape, format in zip(wants.infos, wants.shapes, found, strict=True):
+        formats = policy.formats(part.checkpoint, wants)
+        blocks = part.checkpoint.stored
+        for info, shape, format in zip(wants.infos, wants.shapes, formats, strict=True):
+            if info.name in blocks and policy.stores(info.name):
+                format = STORED
             if format is None or info.name in kept:
                 continue
             if policy.rule(info.name) == ("*", format) and not _holds(format, shape):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 import diffusers
 import torch
@@ -30,7 +30,7 @@ from streamload.core.patterns import Patterns
 from streamload.core.progress import Progress
 from streamload.devices.names import framework
 from streamload.errors import CheckpointError, PlanInfeasibleError, ShardNotFoundError
-from streamload.files.header import parse_json_object
+from streamload.files.header import Header, parse_json_object
 from streamload.files.hub import cached, choose, file_of, url_of
 from streamload.loading.load import load_state_dict
 from streamload.loading.options import DEFAULTS, StreamOptions, takes
@@ -42,19 +42,28 @@ from streamload.planning.dequantize import dequantized
 from streamload.planning.planner import Residence
 from streamload.planning.quant_policy import QuantArgument
 from streamload.planning.sources import Source
-from streamload.transformers.arguments import found_at, takes_those_of_transformers
+from streamload.transformers.arguments import by_name, found_at, takes_those_of_transformers
 from streamload.transformers.pipeline_models import Part, part_of
 from streamload.transformers.pipeline_offload import fits_in_turns, take_turns
 from streamload.transformers.pipeline_patterns import by_model, formats_of
 from streamload.transformers.prepared import filling, load_untied, without_stale_notes
+from streamload.transformers.single_files import (
+    DOCUMENTS,
+    Contents,
+    InFile,
+    in_file,
+    is_file,
+    part_in_file,
+)
 
 __all__ = ["from_pretrained"]
+
+_T = TypeVar("_T")
 
 _PIPELINE = "model_index.json"
 #: Options of other loads, which diffusers would ignore as unknown components.
 _OTHERS = DEFAULTS.keys() | {"tokens", "layers", "host", "on_overrun"}
 _MODELS = (diffusers.ModelMixin, transformers.PreTrainedModel)
-_DOCUMENTS = (".json", ".txt", ".model", ".jinja", ".py")
 _WEIGHTS = (".safetensors", ".bin", ".msgpack", ".onnx", ".pb", ".ckpt", ".pt", ".pth")
 
 
@@ -79,7 +88,8 @@ def from_pretrained(
     variant: str | None = None,
     revision: str | None = None,
     subfolder: str = "",
-    components: Mapping[str, Any] | None = None,
+    components: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    config: Any = None,
     offload: bool = False,
     stay: Patterns = (),
     **options: Unpack[PipelineOptions],
@@ -92,7 +102,10 @@ def from_pretrained(
 
     Args:
         path: the root of a pipeline, with its ``model_index.json``; the folder of one of its
-            models, which is loaded alone; or ``org/name`` on the Hugging Face Hub.
+            models, which is loaded alone; or ``org/name`` on the Hugging Face Hub. Or a single file
+            in the layout of the model's authors, or a GGUF of ComfyUI-GGUF: the models that it
+            holds are a pipeline; one model alone comes back as that, or with ``components`` as the
+            pipeline.
         budget: most bytes on the device, of all models together, as in
             `streamload.load_state_dict`.
         device: "cuda:0", "cpu" or another of torch's; one for all. None: ``STREAMLOAD_DEVICE``,
@@ -113,7 +126,12 @@ def from_pretrained(
         subfolder: the folder in ``path`` to take.
         components: objects to use in place of components, or None to leave one out. They are taken
             as arguments too: ``safety_checker=None``, ``vae=...``; so are the arguments of the
-            pipeline's class.
+            pipeline's class. With a single file also "*", or a path in place of the dict: the
+            folder of a pipeline that has the components that the file lacks, or ``org/name``.
+        config: of a single file, its configuration: the folder of a pipeline or of the model, or
+            ``org/name``, of which weights are not downloaded; or the model's configuration as a
+            dict. None: ``components``, if that is a folder, else what the local cache has of the
+            repository in which diffusers looks for it.
         offload: the models take turns on the device. A model has the whole budget from its call
             until another needs the room; if it does not fit, layers stream from its files at
             every pass, as with `streamload.offload`. ``streamload_offload`` of the pipeline or
@@ -139,7 +157,7 @@ def from_pretrained(
     """
     if not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"expected the path of a pipeline, not {type(path).__name__}")
-    device, given = options["device"], dict(components or {})
+    device, given = options["device"], by_name(components)
     if device is not None and not isinstance(device, str):
         raise ValueError(f'a pipeline goes to one device: device="cuda:0", not {device!r}')
     if offload:
@@ -148,16 +166,26 @@ def from_pretrained(
         raise ValueError("stay says how a model is offloaded: write offload=True")
     if others := sorted(given.keys() & _OTHERS):
         raise ValueError(f"{others[0]} is no option here: leave it out")
-    folder = found_at(path, revision, subfolder)
-    folder = _downloaded(folder, variant, given.keys(), options)
-    if not isinstance(folder, Path):
+    found = found_at(path, revision, subfolder)
+    inside = Contents(found)
+    if is_file(found):
+        inside = in_file(found, config, given, lambda folder: _classes(folder, given))
+        given = {**inside.left_out, **given}
+    elif config is not None or "*" in given:
+        name = "components with a folder" if config is None else "config"
+        raise ValueError(f"{name} is for a single file, and {found} is none: leave it away")
+    given.pop("*", None)
+    folder = inside.folder
+    if folder is not None:
+        folder = _downloaded(folder, variant, {*given, *inside.models}, options)
+    if isinstance(folder, Url):
         raise CheckpointError(folder, "a pipeline is loaded from a folder on this machine")
-    is_pipeline = (folder / _PIPELINE).is_file()
+    is_pipeline = folder is not None and (folder / _PIPELINE).is_file()
     if not is_pipeline and (given or pipeline_class is not None):
         names = ", ".join(["pipeline_class"] * (pipeline_class is not None) + list(given))
-        raise ValueError(f"{folder} holds one model, and no pipeline: leave {names} away")
+        raise ValueError(f"{found} holds one model, and no pipeline: leave {names} away")
     devices = open_devices(device, framework("torch"), {})
-    parts = _parts(folder, variant, given, devices, options)
+    parts = _parts(folder, inside.models, variant, given, devices, options)
     models = {name: part.model for name, part in parts.items()}
     report = offloaded = None
     if offload:
@@ -166,16 +194,17 @@ def from_pretrained(
         tensors = {name: part.checkpoint.tensors for name, part in parts.items()}
         asked = by_model("quant", options["quant"], tensors, given, alone=not is_pipeline)
         quant, notes = formats_of(parts, asked)
-        report = _load(folder, parts, devices, {**options, "quant": quant})
+        named = found if folder is None or inside.models else folder
+        report = _load(named, parts, devices, {**options, "quant": quant})
         report = replace(report, notes=(*report.notes, *notes))
         for part in parts.values():
             part.finish(report)
-    if not is_pipeline:
+    if folder is None or not is_pipeline:
         (made,) = models.values()
     else:
-        named = str(_read(folder / _PIPELINE).get("_class_name"))
+        kind = str(_read(folder / _PIPELINE).get("_class_name"))
         # the base class does not know which components are optional, and would load these itself
-        owner = pipeline_class or getattr(diffusers, named, diffusers.DiffusionPipeline)
+        owner = pipeline_class or getattr(diffusers, kind, diffusers.DiffusionPipeline)
         made = owner.from_pretrained(str(folder), local_files_only=True, **{**models, **given})
     if report is not None:
         made.streamload_report = report
@@ -206,7 +235,7 @@ def _downloaded(
             for owner, entry in entries.items()
             if files[owner] and _model_class(folder, owner, entry, files[owner]) is not None
         ]
-    wanted = [name for name in names if name.endswith(_DOCUMENTS)]
+    wanted = [name for name in names if name.endswith(DOCUMENTS)]
     sizes = {url_of(file._replace(path=file.path + name)): listed[name] for name in wanted}
     for inside in owners:
         own = [name for name in names if name.startswith(inside)]
@@ -287,37 +316,41 @@ def _has(variant: str, folder: Path) -> bool:
 
 
 def _parts(
-    folder: Path,
+    folder: Path | None,
+    held: Mapping[str, InFile],
     variant: str | None,
     given: Mapping[str, Any],
     devices: Devices,
     options: PipelineOptions,
 ) -> dict[str, Part]:
-    """Build the models of a folder, but `given` ones, on the meta device, and match them."""
-    classes = _classes(folder, given)
-    if variant is not None and not any(_has(variant, where) for _, where in classes.values()):
-        raise ShardNotFoundError(folder, f"holds no file of variant {variant!r}")
+    """Build the models `held` in a file and those of a folder, but `given` ones, and match them."""
+    classes = {} if folder is None else _classes(folder, {**given, **held})
+    if variant and classes and not any(_has(variant, where) for _, where in classes.values()):
+        raise ShardNotFoundError(folder or "", f"holds no file of variant {variant!r}")
     checkpoints = {
         name: open_checkpoint(where, variant=variant if variant and _has(variant, where) else None)
         for name, (_, where) in classes.items()
     }
-    tensors = {name: each.tensors for name, each in checkpoints.items()}
-    alone = not (folder / _PIPELINE).is_file()
+    every = {**checkpoints, **{name: one.checkpoint for name, one in held.items()}}
+    tensors = {name: each.tensors for name, each in every.items()}
+    alone = folder is None or not (folder / _PIPELINE).is_file()
     asked = by_model("dtype", options["dtype"], tensors, given, alone=alone)
     return {
-        name: part_of(*classes[name], checkpoint, asked[name], devices, options)
-        for name, checkpoint in checkpoints.items()
+        name: part_in_file(held[name], asked[name], devices, options)
+        if name in held
+        else part_of(*classes[name], checkpoint, asked[name], devices, options)
+        for name, checkpoint in every.items()
     }
 
 
 def _load(
-    folder: Path,
+    path: Location,
     parts: Mapping[str, Part],
     devices: Devices,
     options: PipelineOptions,
 ) -> LoadReport:
     """Load all models as one, with component names as prefixes, under one budget."""
-    checkpoint = _joined(folder, parts)
+    checkpoint = _joined(path, parts)
     model = torch.nn.ModuleDict({name: part.model for name, part in parts.items()})
 
     def load() -> LoadReport:
@@ -338,22 +371,29 @@ def _load(
     return without_stale_notes(load_untied(load, *parts.values()), model)
 
 
-def _joined(folder: Path, parts: Mapping[str, Part]) -> Checkpoint:
-    headers = [
-        replace(
-            header,
-            tensors=tuple(replace(info, name=f"{name}.{info.name}") for info in header.tensors),
-        )
-        for name, part in parts.items()
-        for header in part.checkpoint.shards
-    ]
+def _joined(path: Location, parts: Mapping[str, Part]) -> Checkpoint:
+    headers: dict[Location, Header] = {}
+    for name, part in parts.items():
+        for header in part.checkpoint.shards:
+            first = headers.get(header.path, replace(header, tensors=(), stored={}, turns={}))
+            mine = (replace(info, name=f"{name}.{info.name}") for info in header.tensors)
+            headers[header.path] = replace(
+                first,
+                tensors=(*first.tensors, *mine),
+                stored={**first.stored, **_prefixed(name, header.stored)},
+                turns={**first.turns, **_prefixed(name, header.turns)},
+            )
     packed = [
         f"{name}.{info.name}"
         for name, part in parts.items()
         for info in part.checkpoint.tensors.values()
         if isinstance(info, Packed)
     ]
-    return dequantized(from_headers(folder, headers), packed)
+    return dequantized(from_headers(path, headers.values()), packed)
+
+
+def _prefixed(name: str, entries: Mapping[str, _T]) -> dict[str, _T]:
+    return {f"{name}.{key}": one for key, one in entries.items()}
 
 
 def _below(name: str, source: Source) -> Source:

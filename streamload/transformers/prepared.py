@@ -75,7 +75,10 @@ class Prepared:
         dtypes = Dtypes.choose(checkpoint, config, dtype, options, devices).updated(quantizer)
         model = on_meta(checkpoint, config, wanted, dtypes.main)
         quantized.prepare(model, devices, lambda: Renames.of(model, mapping, quantizer))
-        names = Names.of(model, checkpoint, mapping, quantizer)
+        if wanted.converted is not None:
+            names = Names.of_converted(model, checkpoint, wanted.converted)
+        else:
+            names = Names.of(model, checkpoint, mapping, quantizer)
         quantized.check(model, names)
         names.check(options)
         untie(names, stored_alike)

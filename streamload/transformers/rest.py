@@ -175,6 +175,8 @@ def device_of(name: str, report: LoadReport) -> str | int:
 def finish(names: Names, report: LoadReport, wanted: Wanted) -> None:
     """Make a loaded model ready for use, as transformers' own ``from_pretrained`` does."""
     model, folder = names.model, folder_of(names.checkpoint)
+    for name, value in names.computed.items():
+        model.get_parameter(name).data.copy_(value)
     model._weight_conversions = names.transforms  # `save_pretrained` goes back by them
     model.eval()
     # before transformers 5 wrote a file of their own, generation settings were in config.json

@@ -27,6 +27,13 @@ class NotRowsError(ValueError):
     """Raised if the result of a conversion does not consist of whole rows of its inputs."""
 
 
+class Converted(NamedTuple):
+    """What a conversion makes of a checkpoint, by parameter: rows, and tensors that it computes."""
+
+    fill: Mapping[str, Source]
+    computed: Mapping[str, torch.Tensor]
+
+
 class _Runs(NamedTuple):
     """Elements of stand-ins: runs of equal length, each consecutive."""
 
@@ -87,6 +94,21 @@ class StandIns(TorchDispatchMode):  # type: ignore[misc]
             names = ", ".join(dict.fromkeys(name for one in given for name in self._of(one)))
             raise NotRowsError(f"{kind.__name__} of {names} computes values")
         return out
+
+    def converted(self, state: Mapping[str, torch.Tensor | None]) -> Converted:
+        """Return the rows of converted tensors by name; NotRowsError names one that has none."""
+        fill, computed = {}, {}
+        for name, tensor in state.items():
+            if tensor is None:
+                continue
+            if not self._is_known(tensor):
+                computed[name] = tensor
+                continue
+            try:
+                fill[name] = self.source(tensor)
+            except NotRowsError as error:
+                raise NotRowsError(f"{name}: {error}") from None
+        return Converted(fill, computed)
 
     def source(self, tensor: torch.Tensor) -> Source:
         """Return the rows that make up a converted tensor; NotRowsError if it is not of rows."""
