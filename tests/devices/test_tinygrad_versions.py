@@ -53,8 +53,10 @@ def test_models_are_filled_with_every_version(wanted: str, tmp_path: Path) -> No
         return
     assert str(site) in run(site, "-c", "import tinygrad; print(tinygrad.__file__)")
     chosen = " and ".join(f"not {name}" for name in _OF_ONE_VERSION)
-    tests = ("tests/devices/test_devices_tinygrad.py", "-k", chosen)
-    assert "passed" in run(site, "-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", *tests)
+    # a folder of its own: pytest closes its usual one to other users, which tests beside this need
+    tests = (f"--basetemp={tmp_path / 'inner'}", "tests/devices/test_devices_tinygrad.py")
+    options = ("-n0", "-q", "-p", "no:cacheprovider", *tests, "-k", chosen)
+    assert "passed" in run(site, "-m", "pytest", *options)
 
 
 def test_a_tinygrad_without_what_is_used_says_so(tmp_path: Path) -> None:
