@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Unpack
+from typing import Annotated, Any, Unpack
 
 import typer
 
@@ -27,7 +27,8 @@ from streamload.devices.names import INSTALLS, framework, installed, spelled_as,
 from streamload.devices.probing import probe
 from streamload.distributed.launch import find_launch
 from streamload.errors import DeviceNotFoundError, PlanInfeasibleError, printable
-from streamload.loading.load import load_state_dict, split
+from streamload.loading.load import load_state_dict
+from streamload.loading.load import split as split_layers
 from streamload.loading.load import plan as plan_load
 from streamload.loading.options import takes
 from streamload.planning.plan import PARTS, Plan
@@ -144,6 +145,14 @@ def plan(
             "--budget one size for all, or one for each.",
         ),
     ] = None,
+    split: Annotated[
+        str | None,
+        flags.option(
+            "WHAT",
+            "With --nodes: layers, tensor for equal slices of each tensor on every node, or a mesh "
+            "such as 2x4: layers over 2 groups, tensors over 4 nodes of each. Default: layers.",
+        ),
+    ] = None,
     bars: Annotated[
         bool | None,
         flags.switch(
@@ -182,10 +191,19 @@ def plan(
         for_offload = {"tokens": tokens, "rate": rate, "stay": stay, "layers": layers, "host": host}
         flags.refuse_without_offload(for_offload)
     over = flags.read_nodes(nodes, given["budget"], given["device"])
+    over_tensors = split not in (None, "layers")
+    if over_tensors and (over is None or offload or plot is not None or bars):
+        raise typer.BadParameter("--split needs --nodes, and takes no --offload, --plot or --bars")
     if offload and over is not None and (layers or host):
         raise typer.BadParameter("--layers and --host are for one device, without --nodes")
     place = flags.read_place(given) if over is None else {}
     checkpoint = flags.read_path(flags.read_revision(path, revision), variant, key, like)
+    if over_tensors and over is not None:
+        from streamload.distributed.tensor_split import split_tensors  # few need it
+
+        shares = split_tensors(checkpoint, nodes=over, split=split or "", **asked)
+        print_lines(*(shares.to_json() if as_json else str(shares)).splitlines())
+        return
     kept = stay or ()
     if offload and over is not None:
         from streamload.distributed.offload_split import split_offload  # few need it
@@ -208,7 +226,7 @@ def plan(
             print_lines(f"{seconds:.3g} s a pass for transfers, at {rate} a second")
         return
     if over is not None:
-        made = split(checkpoint, nodes=over, **asked)
+        made = split_layers(checkpoint, nodes=over, **asked)
     else:
         try:
             made = plan_load(checkpoint, **place, **asked)
@@ -258,8 +276,12 @@ def load(
         ),
     ] = False,
     split: Annotated[
-        Literal["layers", "replicate", "balanced"],
-        flags.option(None, "Over nodes: layers to each, everything to all, or by bytes alone."),
+        str,
+        flags.option(
+            "WHAT",
+            "Over nodes: layers to each, replicate (everything to all), balanced (by bytes alone), "
+            "tensor (slices of each tensor), or a mesh of layers and tensors, such as 2x4.",
+        ),
     ] = "layers",
     timeout: Annotated[
         float, flags.option("SECONDS", "Over nodes: most time until the loss of one is known.")

@@ -158,16 +158,33 @@ class Block(NamedTuple):
         whole: the shape of the tensor.
         first: the first index of the block along each axis.
         shape: the shape of the block.
+        parts: equal parts along the only axis that is cut, as of fused weights. Each part is cut
+            alike, ``first`` counts from its start, and the pieces are joined.
     """
 
     whole: tuple[int, ...]
     first: tuple[int, ...]
     shape: tuple[int, ...]
+    parts: int = 1
 
     @property
     def is_all(self) -> bool:
         """Whether the block is the whole tensor."""
         return self.shape == self.whole
+
+    @property
+    def unfolded(self) -> Block:
+        """The same elements as a block without parts, of the tensor with an axis for its parts."""
+        sizes = zip(self.whole, self.shape, strict=True)
+        axis = next((at for at, (whole, part) in enumerate(sizes) if whole != part), None)
+        if self.parts == 1 or axis is None:
+            return self
+
+        def split(sizes: tuple[int, ...]) -> tuple[int, ...]:
+            return *sizes[:axis], self.parts, sizes[axis] // self.parts, *sizes[axis + 1 :]
+
+        first = *self.first[:axis], 0, *self.first[axis:]
+        return Block(split(self.whole), first, split(self.shape))
 
 
 @dataclass(frozen=True, slots=True)

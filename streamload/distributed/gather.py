@@ -1,4 +1,4 @@
-"""Collective reads of a checkpoint that every rank needs: each reads a part, all exchange parts.
+"""Collective reads of tensors that several ranks need: each reads a part, all exchange parts.
 
 Files are cut into blocks. Each rank reads its part of a block, and an all-gather gives everyone the
 whole block. So storage behind one link sends the model once instead of once per rank. Ranks process
@@ -8,27 +8,29 @@ blocks, and frees one once it has copied the bytes that it needs.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from operator import itemgetter
-from typing import Self
+from typing import NamedTuple, Self
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.checkpoint.shards import Shards, open_shard
 from streamload.core.location import Location
-from streamload.core.tensors import whole
+from streamload.core.tensors import first_byte, whole
 from streamload.core.units import merged
 from streamload.distributed.group import ProcessGroup
 from streamload.files.header import Header
 from streamload.files.local import ResolvedKind
 from streamload.files.reader import Reader
 from streamload.planning.placement import Placement
+from streamload.planning.shares import ClusterPlan
 
 BLOCK_NBYTES = 4 * 2**20  # size of a block
 LEAST_BLOCK_NBYTES = 2**20  # if the host's budget is small
@@ -42,6 +44,24 @@ _JOIN_S = 0.5  # seconds to join threads; waits for a lost rank end by the group
 _READERS = 2
 
 Ranges = Sequence[tuple[int, int]]  # (start, stop) in file bytes, ascending, disjoint
+# Slices with shorter lines in the file are exchanged: a request costs about as much as so many bytes.
+_SHORT_NBYTES = 2**17
+
+
+class Lines(NamedTuple):
+    """Bytes of a file: ``count`` lines of ``nbytes``, whose starts are ``pitch`` bytes apart."""
+
+    start: int
+    nbytes: int
+    count: int = 1
+    pitch: int = 1
+
+    def before(self, at: int) -> int:
+        """Return how many of these bytes are before byte ``at`` of the file."""
+        if at <= self.start:
+            return 0
+        line, rest = divmod(at - self.start, self.pitch) if self.count > 1 else (0, at - self.start)
+        return min(line * self.nbytes + min(rest, self.nbytes), self.count * self.nbytes)
 
 
 def held_nbytes(checkpoint: Checkpoint, ranks: int, block_nbytes: int = BLOCK_NBYTES) -> int:
@@ -73,6 +93,47 @@ def shared_ranges(
     return {shard: merged(_apart(sorted(ranges))) for shard, ranges in found.items()}
 
 
+def exchanged(plan: ClusterPlan) -> list[Placement]:
+    """Return the parameters that several ranks read together, as whole tensors.
+
+    Those that they all hold, and of which they hold slices that are short lines in the file.
+    """
+    if max(share.parts for share in plan.shares) == 1:
+        return list(plan.placements.values()) if plan.split == "replicate" else []
+    found = []
+    for p in plan.placements.values():
+        slices = plan.first_slices.get(p.name, ())
+        lines = [(s.stop - s.start) * math.prod(p.shape[s.axis + 1 :]) for s in slices if s.axis]
+        if not slices or any(p.src.nbytes(numel) < _SHORT_NBYTES for numel in lines):
+            found.append(p)
+    return found
+
+
+def own_lines(
+    checkpoint: Checkpoint, placements: Iterable[Placement]
+) -> dict[Location, list[Lines]]:
+    """Return the bytes of each file that placements read: of whole tensors, or of columns."""
+    found: dict[Location, list[Lines]] = {header.path: [] for header in checkpoint.shards}
+    for p in placements:
+        info, r = checkpoint.tensors[p.source[0].tensor], p.source[0]
+        if len(p.source) > 1 or p.transpose is not None or not p.numel:
+            continue
+        if r == whole(info):
+            found[info.shard].append(Lines(info.start, info.nbytes))
+        elif r.columns is not None:
+            count, pitch = r.stop - r.start, info.dtype.nbytes(r.columns.width)
+            nbytes = info.dtype.nbytes(r.columns.stop - r.columns.start)
+            found[info.shard].append(Lines(first_byte(info, r), nbytes, count, pitch))
+    return {shard: sorted(lines) for shard, lines in found.items()}
+
+
+def _needed_nbytes(lines: Sequence[Lines], start: int, stop: int) -> int:
+    """Return how many bytes of the lines are from ``start`` to ``stop`` (exclusive)."""
+    first = max(bisect_right(lines, start, key=itemgetter(0)) - 1, 0)
+    last = bisect_left(lines, stop, key=itemgetter(0))
+    return sum(each.before(stop) - each.before(start) for each in lines[first:last])
+
+
 def _apart(ranges: Ranges) -> list[tuple[int, int]]:
     """Return the ranges that overlap no other range; ``ranges`` is sorted by start."""
     ends = list(accumulate((stop for _, stop in ranges), max, initial=0))
@@ -100,7 +161,7 @@ class CollectiveReader:
         group: ProcessGroup,
         checkpoint: Checkpoint,
         shared: Mapping[Location, Ranges],
-        mine: Mapping[Location, Ranges],
+        mine: Mapping[Location, Sequence[Lines]],
         kinds: Mapping[Location, ResolvedKind],
         block_nbytes: int = BLOCK_NBYTES,
     ) -> None:
@@ -110,7 +171,7 @@ class CollectiveReader:
             group: the ranks; nothing else may use its collectives until this is closed.
             checkpoint: the headers of the files.
             shared: the ranges to exchange, equal on all ranks; see `shared_ranges`.
-            mine: the ranges that this rank needs.
+            mine: the bytes that this rank needs; see `own_lines`.
             kinds: the kind of reader for each file.
             block_nbytes: most bytes of a block.
         """
@@ -120,7 +181,8 @@ class CollectiveReader:
         self._blocks = {
             shard: [
                 _Block(
-                    shard, at, end := min(at + most, stop), _overlap(mine.get(shard, ()), at, end)
+                    *(shard, at, end := min(at + most, stop)),
+                    _needed_nbytes(mine.get(shard, ()), at, end),
                 )
                 for start, stop in ranges
                 for at in range(start, stop, most)
@@ -333,13 +395,6 @@ class CollectiveReader:
             else:
                 self._free.append(room)  # this rank needs none of it
             self._changed.notify_all()
-
-
-def _overlap(ranges: Ranges, start: int, stop: int) -> int:
-    """Return how many bytes from ``start`` to ``stop`` (exclusive) are in the ranges."""
-    first = max(bisect_right(ranges, start, key=itemgetter(0)) - 1, 0)
-    last = bisect_left(ranges, stop, key=itemgetter(0))
-    return sum(max(min(high, stop) - max(low, start), 0) for low, high in ranges[first:last])
 
 
 class _CollectiveShard(Reader):

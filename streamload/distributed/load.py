@@ -18,7 +18,7 @@ from streamload.core.interrupt import deferred_interrupt
 from streamload.core.memory import BudgetLike
 from streamload.core.patterns import Patterns
 from streamload.core.progress import Progress, reporting
-from streamload.distributed.gather import CollectiveReader, shared_ranges
+from streamload.distributed.gather import CollectiveReader, exchanged, own_lines, shared_ranges
 from streamload.distributed.launch import host_id, node_name, open_group
 from streamload.distributed.negotiate import Agreement, Asked, own_device
 from streamload.distributed.session import Session
@@ -146,10 +146,13 @@ def load_state_dict(
             torch.distributed ProcessGroup, an mpi4py communicator, or a `Group`.
         split: "layers": contiguous whole layers, the fullest share as small as possible, embedding
             and head on the ranks that use them. "replicate": everything on every rank. "balanced":
-            whole tensors, in no order. Or a function of the nodes and of the bytes by parameter
-            name, that returns the parameter names of each node.
+            whole tensors, in no order. "tensor": an equal slice of every layer, of embedding and
+            head on each rank, as `ClusterPlan.slices` lists them. A mesh such as "2x4": layers over
+            2 groups of ranks, tensors over the 4 ranks of each; of a group, the smallest budget
+            counts. Or a function of the nodes and of the bytes by parameter name, that returns the
+            parameter names of each node.
         layers: the numbers that this rank's model has for its layers, if they differ from those of
-            the whole model: a function of the rank's `Share`, for ``split="layers"``. With
+            the whole model: a function of the rank's `Share`, for ``split="layers"`` or a mesh. With
             ``layers=lambda part: range(len(part.layers))`` each rank's model numbers its own layers
             from 0. Names of layers and reports are then the rank's own.
         verify: "crc32" reads parameters that several ranks have back from their devices and
@@ -321,13 +324,13 @@ def _agreed(
 
 
 def _gathered(agreed: Agreement, load: Decision) -> AbstractContextManager[CollectiveReader | None]:
-    """Return a context: a reader for all ranks under "replicate", or None if each reads alone."""
+    """Return a context: a reader for all ranks, or None if each reads alone."""
     group = agreed.session.group
-    if agreed.plan.split != "replicate" or group.size == 1:
+    if not agreed.exchanges:
         return nullcontext()
     whole = agreed.index.checkpoint
-    shared = shared_ranges(whole, agreed.plan.placements.values())
-    mine = shared_ranges(load.call.checkpoint, load.plan.placements)
+    shared = shared_ranges(whole, exchanged(agreed.plan))
+    mine = own_lines(load.call.checkpoint, load.plan.placements)
     reader = agreed.options.reader
     kinds = {header.path: resolve_reader(header.path, reader) for header in whole.shards}
     return CollectiveReader(group, whole, shared, mine, kinds, agreed.block_nbytes)

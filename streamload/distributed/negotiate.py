@@ -20,6 +20,7 @@ from streamload.distributed.gather import BLOCK_NBYTES, BLOCKS, LEAST_BLOCK_NBYT
 from streamload.distributed.index import SAMPLED, Index, check_present, write_index
 from streamload.distributed.offload_split import OffloadSplit, split_offload
 from streamload.distributed.session import Session
+from streamload.distributed.tensor_split import styles_of
 from streamload.errors import (
     Fit,
     NodeError,
@@ -29,6 +30,7 @@ from streamload.errors import (
     Suggestion,
 )
 from streamload.files.hub import HubFile, file_of
+from streamload.files.local import is_slow
 from streamload.loading.load import split
 from streamload.loading.options import NameOptions, WeightOptions
 from streamload.loading.prepare import Call, Decision, Options, Place
@@ -47,6 +49,7 @@ from streamload.planning.shares import (
     Split,
     make_shares,
 )
+from streamload.planning.slices import Mesh
 from streamload.planning.sources import Found, Source
 from streamload.planning.suggest import Wanted
 
@@ -73,10 +76,15 @@ class Asked:
         """Raise ValueError if arguments exclude each other or have a wrong type."""
         if self.layers is not None and not callable(self.layers):
             raise ValueError(f"layers is a function of the part, such as {LOCAL_LAYERS}")
-        if self.layers is not None and self.split != "layers":
-            raise ValueError('layers= needs split="layers": only then a part has whole layers')
+        is_mesh = isinstance(self.split, str) and self.split[:1].isdigit()
+        if self.layers is not None and self.split != "layers" and not is_mesh:
+            raise ValueError(
+                'layers= needs split="layers" or a mesh: only then a part has some of the layers'
+            )
         if self.options.cache is not None and self.split not in ("layers", "replicate"):
             raise ValueError('context= needs split="layers" or "replicate": caches are of layers')
+        if self.options.quant and (is_mesh or self.split == "tensor"):
+            raise ValueError('quant= quantizes whole weights: write split="layers"')
         if not isinstance(self.path, (str, os.PathLike)):
             raise ValueError(
                 f"expected the path of a checkpoint, not {type(self.path).__name__}: each rank "
@@ -118,7 +126,10 @@ class Agreement:
         index: the checkpoint, as rank 0 described it.
         place: the model and the device of this rank; None if no device was opened.
         options: the options of the call, with this rank's share of its host's memory and CPUs.
-        block_nbytes: most bytes of a file exchanged at once, under "replicate".
+        mesh: the mesh of ``split``, or None.
+        exchanges: whether ranks read together what several need: under "replicate", and of slices
+            if the files of a rank are far away.
+        block_nbytes: most bytes of a file exchanged at once.
         plan: the share of each rank.
         notes: sentences for the report.
         names: names of parameters in the plan, by their names in this rank's model.
@@ -132,21 +143,24 @@ class Agreement:
         def write() -> bytes:
             """Return rank 0's message: a line of JSON, and the index.
 
-            The line has the weights to dequantize, and the commit if it is a repository's.
+            The line has the weights to dequantize, the commit if it is a repository's, and
+            transformers' plan for tensor parallelism if tensors are split.
             """
             there, _ = locate(asked.path)
             found = open_checkpoint(there)
             # rank 0 decides for all; plans are compared later
             blocks = model is not None  # a model has floats, unless a dtype is given
             weights = weights_asked(found, asked.options.policy, blocks=blocks)
-            line = json.dumps([weights, file_of(there)])
+            mesh = Mesh.of(asked.split, session.group.size)
+            styles = {} if mesh is None else styles_of(found.config)
+            line = json.dumps([weights, file_of(there), styles])
             return line.encode() + b"\n" + write_index(found, session.me.host)
 
         line, _, data = session.share("the checkpoint", write).partition(b"\n")
 
         def check() -> tuple[tuple[Index, list[str]], bool]:
             """Return the index and missing files, and whether files were compared only in parts."""
-            weights, file = json.loads(line)
+            weights, file, _ = json.loads(line)
             pinned = HubFile(*file) if file else None  # all ranks read one commit
             index = Index.read(data, *locate(asked.path, pinned))
             missing = index.check()
@@ -154,11 +168,19 @@ class Agreement:
             return (replace(index, checkpoint=made), missing), index.is_sampled(session.me.host)
 
         (self.index, self._missing), sampled = session.stage("its files", check)
+        mesh = session.step("its split", lambda: Mesh.of(asked.split, session.group.size))
+        self.mesh = mesh and replace(mesh, styles=json.loads(line)[2])
         nodes = [member.node for member in session.members if sampled[member.rank]]
         self.notes = (f"{', '.join(nodes)}: {SAMPLED}",) if nodes else ()
-        offers = session.exchange("its device", lambda: self._offer(model) | {"terms": asked.terms})
+        slow = any(map(is_slow, (header.path for header in self.index.checkpoint.shards)))
+        known = {"terms": asked.terms, "slow": slow}
+        offers = session.exchange("its device", lambda: self._offer(model) | known)
         self._check_offers(offers)
         self._offered = tuple(offered["budget"] for offered in offers)  # in bytes, by rank
+        shared = asked.split == "replicate" or (
+            self.mesh is not None and self.mesh.size > 1 and any(o["slow"] for o in offers)
+        )
+        self.exchanges = shared and session.group.size > 1
         room = min(offered["room"] for offered in offers)
         self.block_nbytes = min(max(room // BLOCKS, LEAST_BLOCK_NBYTES), BLOCK_NBYTES)
         self.plan = self._planned(self._offered)
@@ -231,15 +253,15 @@ class Agreement:
         staging, held = options.budget.host_nbytes // sharing, 0
         nbytes = max(self._offered[session.me.rank] + options.reserve_nbytes, 1)
         reader, reserve_nbytes = options.reader, options.reserve_nbytes
-        if self.asked.split == "replicate" and session.group.size > 1:
+        if self.exchanges:
             if reader in ("mmap", "direct"):
                 raise ValueError(
-                    'split="replicate" reads files by pread, for all ranks together, and not with '
-                    f'reader="{reader}"'
+                    f'split="{self.asked.split}" reads files by pread, for all ranks together, and '
+                    f'not with reader="{reader}"'
                 )
             if options.page_cache == "drop":
                 raise ValueError(
-                    'split="replicate" leaves the page cache: page_cache="drop" is not'
+                    f'split="{self.asked.split}" leaves the page cache: page_cache="drop" is not'
                 )
             reader = "pread"  # bytes to exchange are read into memory
             held = held_nbytes(self.index.checkpoint, session.group.size, self.block_nbytes)
@@ -280,10 +302,10 @@ class Agreement:
 
         def plan() -> tuple[ClusterPlan | StreamloadError, str]:
             try:
-                weight_of = {name: group.name for name, group in checkpoint.members.items()}
                 rank, fits = session.me.rank, asked.offload is None
+                wanted = self.mesh or asked.split
                 found = make_shares(
-                    rank, members, budgets, asked.split, planned, weight_of, fits=fits
+                    rank, members, budgets, wanted, planned, checkpoint, fits=fits
                 ).with_passes(passes)
             except (PlanInfeasibleError, NodeError) as error:  # of all ranks, if arguments agree
                 return error, str(error)
@@ -351,7 +373,8 @@ class Agreement:
                 return None, error.needed_nbytes - error.budget_nbytes
             return load, 0
 
-        again = _REPLANS if self.asked.split in ("layers", "balanced") else 0
+        moves = self.asked.split in ("layers", "balanced") or (self.mesh and self.mesh.groups > 1)
+        again = _REPLANS if moves else 0
         budgets = self._offered
         for left in range(again, -1, -1):
             load, short = self.session.stage("its part", partial(prepare, not left))
@@ -405,7 +428,7 @@ class Agreement:
         self.names = {name: name for name in mine.parameters}
         if of_model is not None:
             self.names = plan.renumbered(mine, list(of_model(mine)))
-        planned = plan.sources(mine)
+        planned = plan.sources(mine, whole)
         fill = {new: planned[name] for new, name in self.names.items() if name in planned}
         wanted = {r.tensor for source in fill.values() for r in source.rows}
         tensors = {name: info for name, info in whole.tensors.items() if name in wanted}

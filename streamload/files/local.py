@@ -191,6 +191,12 @@ def _choose(
     return ReaderChoice(buffered, reason, resident)
 
 
+def is_slow(path: Location) -> bool:
+    """Return whether a file is far away: behind a URL, or on a network or FUSE filesystem."""
+    filesystem = "" if isinstance(path, Url) else filesystem_and_length(path)[0]
+    return isinstance(path, Url) or filesystem not in MAPPED_FILESYSTEMS | {""}
+
+
 def resolve_reader(path: str | os.PathLike[str], kind: ReaderKind | ResolvedKind) -> ResolvedKind:
     """Return ``kind``, "auto" as "mmap" or "pread"; for a URL, both as "http" or "store"."""
     return _choose(path, kind, "auto", whole_slots=False).kind

@@ -18,6 +18,7 @@ def cut(rows: Sequence[RowRange], row_numel: int, block: Block) -> tuple[RowRang
         row_numel: elements of each of these rows.
         block: the rectangular part of the tensor, such as one device's shard.
     """
+    block = block.unfolded
     if block.is_all:
         return tuple(rows)
     if 0 in block.shape:

@@ -10,7 +10,7 @@ names, and ``permute`` of the query and key rows); Meta's ``llama/model.py`` (``
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 #: Change of a tensor besides its name: none, transpose the last two axes, stack with others to one
@@ -189,3 +189,104 @@ def is_conv1d(config: Mapping[str, Any], name: str) -> bool:
     """Return whether transformers' model of ``config`` has a Conv1D's weight under this name."""
     is_such = config.get("model_type") in _CONV1D_MODELS
     return is_such and _CONV1D_LAYERS.search(name) is not None
+
+
+# --- tensor parallelism ---------------------------------------------------------------------------
+
+
+class Side(NamedTuple):
+    """How tensor parallelism cuts a weight.
+
+    Attributes:
+        of: "out" cuts the outputs of a linear layer (Megatron's column-parallel layers) or the
+            vocabulary, "in" its inputs (row-parallel layers).
+        parts: "halves" and "qkv" (queries, keys, values) are matrices fused along that axis, each
+            of which is cut.
+        heads: the number in config.json of the heads that the axis consists of, or "".
+    """
+
+    of: Literal["out", "in"]
+    parts: Literal["", "halves", "qkv"] = ""
+    heads: Literal["", "num_attention_heads", "num_key_value_heads"] = ""
+
+
+_OUT, _IN = Side("out"), Side("in")
+#: transformers' styles of tensor parallelism (transformers/distributed/tensor_parallel.py) that cut
+#: weights; weights of all other styles stay whole.
+_STYLES = {
+    **dict.fromkeys(("colwise", "colwise_rep", "colwise_gather_output", "embedding_rowwise"), _OUT),
+    **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input", "embedding_colwise"), _IN),
+    "packed_colwise": Side("out", "halves"),
+    "packed_rowwise": Side("in", "halves"),
+}
+#: Ends of a model, and experts that are stored one by one.
+_EVERYWHERE = (
+    (r"embed_tokens|tok_embeddings|word_embeddings|wte|embed_in|shared|lm_head|embed_out", _OUT),
+    (r"^output", _OUT),
+    (r"experts\.\*\.(?:gate_proj|up_proj|w1|w3)", _OUT),
+    (r"experts\.\*\.(?:down_proj|w2)", _IN),
+)
+_ATTENTION = r"(?:self_attn|attention|attn)"
+#: Layers of Llama and similar models, of Meta's, GPT-2, GPT-NeoX, OPT and Phi.
+_LAYERS = (
+    (rf"{_ATTENTION}\.(?:[qkv]_proj|q_b_proj|kv_b_proj|w[qkv]|qkv_proj|c_attn)", _OUT),
+    (rf"{_ATTENTION}\.(?:o_proj|out_proj|dense|wo|c_proj)", _IN),
+    (r"gpt_neox\.layers\.\*\.attention\.query_key_value", _OUT),
+    (r"(?:gate_proj|up_proj|gate_up_proj|feed_forward\.w[13]|fc1|c_fc|dense_h_to_4h)", _OUT),
+    (r"(?:down_proj|feed_forward\.w2|fc2|mlp\.c_proj|dense_4h_to_h)", _IN),
+)
+_FUSED: Mapping[str, Literal["halves", "qkv"]] = {
+    **dict.fromkeys(("qkv_proj", "c_attn"), "qkv"),
+    "gate_up_proj": "halves",
+}
+_OF_HEADS = re.compile(
+    rf"{_ATTENTION}\.(?:(?P<kv>k_proj|v_proj|wk|wv|query_key_value)|q_proj|q_b_proj|kv_b_proj|wq"
+    r"|o_proj|out_proj|dense|wo|c_proj|sinks)$"
+)
+_NOT_TEXT = re.compile(r"(?:^|[._])(?:vision|visual|image|audio|speech)")
+_NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.|$)|^[0-9]+(?=\.)")
+
+
+def general(name: str) -> str:
+    """Return a name with "*" for the numbers of layers and experts."""
+    return _NUMBER.sub("*", name)
+
+
+def side_of(name: str, styles: Mapping[str, str]) -> Side | None:
+    """Return how tensor parallelism cuts a weight; None if it stays whole.
+
+    Args:
+        name: the tensor's name in the checkpoint, as `general` returns it.
+        styles: transformers' plan of the model, a style by module; if empty, rules for families.
+    """
+    module = name.rpartition(".")[0]
+    if _NOT_TEXT.search(name) is not None:
+        return None
+    path, side = module, _matched(_EVERYWHERE, module)
+    if side is None and styles:
+        path, style = _styled(name, styles) or _styled(module, styles) or ("", "")
+        side = _STYLES.get(style)
+    elif side is None:
+        side = _matched(_LAYERS, module)
+    if side is None:
+        return None
+    parts = side.parts or _FUSED.get(path.rpartition(".")[2], "")
+    heads = _OF_HEADS.search(path)
+    if parts == "qkv" or heads is None:
+        return side._replace(parts=parts)
+    return side._replace(heads="num_key_value_heads" if heads["kv"] else "num_attention_heads")
+
+
+def is_styled(name: str, styles: Mapping[str, str]) -> bool:
+    """Return whether a style of transformers' plan is for a tensor; ``name``: as in `side_of`."""
+    return bool(_styled(name, styles) or _styled(name.rpartition(".")[0], styles))
+
+
+def _matched(rules: Iterable[tuple[str, Side]], module: str) -> Side | None:
+    return next((s for rule, s in rules if re.search(rf"(?:^|\.)(?:{rule})$", module)), None)
+
+
+def _styled(path: str, styles: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return a path, and the style in a plan whose names lack the first components of the path."""
+    ends = (path.split(".", cut)[-1] for cut in range(path.count(".") + 1))
+    return next(((path, styles[end]) for end in ends if end in styles), None)

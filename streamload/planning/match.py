@@ -130,7 +130,7 @@ def _begin_at_bytes(info: TensorInfo, columns: Columns | None) -> bool:
     )
 
 
-def _part(checkpoint: Checkpoint, source: Source, block: Block | None) -> Source | None:
+def part_of(checkpoint: Checkpoint, source: Source, block: Block | None) -> Source | None:
     """Return the source of a block (a shard) of a parameter; None if row ranges cannot hold it."""
     if block is None or block.is_all:
         return source
@@ -143,9 +143,9 @@ def _part(checkpoint: Checkpoint, source: Source, block: Block | None) -> Source
         # rows of whole groups change places among themselves, and keep their columns
         per_group = t.outer * t.inner
         size = block.shape[0]
-        if t.rows != found[0] or source.shape is not None or block.shape[1:] != block.whole[1:]:
+        if t.rows != found[0] or source.shape not in (None, found) or block.parts > 1:
             return None
-        if block.first[0] % per_group or size % per_group:
+        if block.shape[1:] != block.whole[1:] or block.first[0] % per_group or size % per_group:
             return None
         t = RowTranspose(size // per_group, t.outer, t.inner) if size else None
     made = cut(rows, row_numel, block)
@@ -428,7 +428,7 @@ def match(
             out.wrong_shape.append(ShapeMismatch(name, wanted, shape))
             out.unfilled += parameter.names
             continue
-        filled = _part(checkpoint, source, block)
+        filled = part_of(checkpoint, source, block)
         if filled is None:
             out.problems.append(
                 f"{name}: it is sharded, and what fills it is put in another order: load the whole,"
@@ -437,7 +437,7 @@ def match(
             continue
         for other in matched[1:]:
             why = incoherent(checkpoint, fill[other])
-            theirs = None if why else _part(checkpoint, fill[other], block)
+            theirs = None if why else part_of(checkpoint, fill[other], block)
             if theirs is None:
                 out.problems.append(f"{other}: {why or 'its values are in another order'}")
             else:

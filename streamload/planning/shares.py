@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from streamload.checkpoint.open import Checkpoint
 from streamload.core.units import format_bytes, format_table
+from streamload.core.tensors import RowRange
 from streamload.errors import NodeError, PlanInfeasibleError
-from streamload.planning.partition import Item, Node, Unit, ordered, partition, units_of
+from streamload.planning.partition import Item, Node, Part, Unit, ordered, partition, units_of
 from streamload.planning.placement import Placement
 from streamload.planning.plan import Plan
+from streamload.planning.slices import Mesh, Slices, sliced, sliced_shape, slices_of
+from streamload.planning.slices import at as slices_at
 from streamload.planning.sources import Source
 
 
@@ -32,7 +36,8 @@ class Member(NamedTuple):
 
 #: A function of nodes and of bytes by parameter; returns the names that each node loads.
 SplitFunction = Callable[[Sequence[Node], Mapping[str, int]], Mapping[str, Iterable[str]]]
-Split = Literal["layers", "replicate", "balanced"] | SplitFunction
+#: A function, "layers", "replicate", "balanced", "tensor", or a mesh such as "2x4".
+Split = str | SplitFunction
 #: The argument for models whose ranks number their own layers from 0.
 LOCAL_LAYERS = "layers=lambda part: range(len(part.layers))"
 
@@ -56,6 +61,8 @@ class Share:
         previous_rank: the rank that has the layers before this share; None for the first.
         next_rank: the rank that has the layers after this share; None for the last.
         pass_nbytes: bytes that a forward pass reads, if the share is offloaded and does not fit.
+        part: which part of each sliced tensor it has, from 0; see `ClusterPlan.slices`.
+        parts: how many nodes hold the parts of these tensors together, this one included.
     """
 
     node: str
@@ -71,6 +78,8 @@ class Share:
     previous_rank: int | None
     next_rank: int | None
     pass_nbytes: int = 0
+    part: int = 0
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +88,14 @@ class ClusterPlan:
 
     Attributes:
         path: the checkpoint.
-        split: "layers", "replicate", "balanced", or the name of the function that split.
+        split: "layers", "replicate", "balanced", "tensor", a mesh such as "2x4", or the name of the
+            function that split.
         shares: one for each rank, in the order of the layers: by node id, numbers in it compared as
             numbers ("board-2" before "board-10"). Not the order of ranks, which launchers may
             change from one start to the next.
         rank: this process's rank.
-        placements: dtype, source and cast of each parameter, by name; on any node.
+        placements: dtype, source and cast of each whole parameter, by name; on any node.
+        first_slices: the slices in part 0 of each parameter that is cut, by name.
     """
 
     path: str
@@ -92,6 +103,7 @@ class ClusterPlan:
     shares: tuple[Share, ...]
     rank: int
     placements: Mapping[str, Placement]
+    first_slices: Mapping[str, Slices] = field(default_factory=dict)
 
     @property
     def mine(self) -> Share:
@@ -107,7 +119,7 @@ class ClusterPlan:
             first = lists.setdefault(id(s.parameters), s.node)
             names = s.parameters if first == s.node else ()
             sizes = s.budget_nbytes, s.nbytes, s.source_nbytes, s.pass_nbytes
-            shares.append([s.node, *sizes, first, *names])
+            shares.append([s.node, *sizes, s.part, s.parts, first, *names])
         sources = [
             [
                 *(p.name, p.shape, p.src.name, p.dst.name),
@@ -116,7 +128,8 @@ class ClusterPlan:
             ]
             for p in self.placements.values()
         ]
-        text = json.dumps([self.split, shares, sources], separators=(",", ":"))
+        whole = [self.split, shares, sources, self.first_slices]
+        text = json.dumps(whole, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def with_passes(self, pass_nbytes: Mapping[str, int]) -> ClusterPlan:
@@ -125,13 +138,19 @@ class ClusterPlan:
         return replace(self, shares=tuple(read))
 
     def replicas(self) -> list[tuple[tuple[int, ...], list[str]]]:
-        """Return (ranks, parameters that exactly these ranks load) for sets of several ranks."""
+        """Return (ranks, parameters that exactly these ranks load) for sets of several ranks.
+
+        Parameters that are cut have no replicas.
+        """
         lists = {id(share.parameters) for share in self.shares}
         if len(lists) == 1 and len(self.shares) > 1:
-            return [(tuple(sorted(s.rank for s in self.shares)), list(self.mine.parameters))]
+            held = [name for name in self.mine.parameters if name not in self.first_slices]
+            return [(tuple(sorted(s.rank for s in self.shares)), held)]
         owners: dict[str, list[int]] = {}
         for share in self.shares:
             for name in share.parameters:
+                if name in self.first_slices:
+                    continue
                 owners.setdefault(name, []).append(share.rank)
         found: dict[tuple[int, ...], list[str]] = {}
         for name, ranks in owners.items():
@@ -139,17 +158,27 @@ class ClusterPlan:
                 found.setdefault(tuple(sorted(ranks)), []).append(name)
         return sorted(found.items())
 
-    def sources(self, share: Share) -> dict[str, Source]:
-        """Return the source of each parameter of a share, by name.
+    def slices(self, share: Share) -> dict[str, Slices]:
+        """Return a share's slices of each parameter that is cut, by name."""
+        found = self.first_slices
+        return {n: slices_at(found[n], share.part) for n in share.parameters if n in found}
+
+    def sources(self, share: Share, checkpoint: Checkpoint) -> dict[str, Source]:
+        """Return the source of each parameter of a share, or of its slices of it, by name.
 
         A quantized weight has one source, by the name of its codes and in the weight's shape.
         """
         found = ((name, self.placements[name]) for name in share.parameters)
-        return {
+        whole = {
             name: Source(p.source, p.transpose, p.shape if p.coding is None else p.coding.shape)
             for name, p in found
             if p.coding is None or not p.coding.part
         }
+        for name, slices in self.slices(share).items():
+            source = sliced(checkpoint, whole[name], slices)
+            assert source is not None, name  # `slices_of` refuses such cuts
+            whole[name] = source
+        return whole
 
     def layers(self) -> list[Unit]:
         """Return the layers of the whole model, in order."""
@@ -194,7 +223,14 @@ class ClusterPlan:
             fields: dict[str, Any] = asdict(share)
             fields["layers"] = [share.layers.start, share.layers.stop]
             nodes[fields.pop("node")] = fields
-        return json.dumps({"split": self.split, "digest": self.digest, "nodes": nodes})
+        return json.dumps(
+            {
+                "split": self.split,
+                "digest": self.digest,
+                "nodes": nodes,
+                "first_slices": dict(self.first_slices),
+            }
+        )
 
     def __str__(self) -> str:
         rows = [
@@ -210,6 +246,10 @@ class ClusterPlan:
             for share in self.shares
         ]
         titles = ["node", "rank", "holds", "tensors", "weights", "budget", "share"]
+        if self.first_slices:
+            titles.append("part")
+            parts = (f"{share.part} of {share.parts}" for share in self.shares)
+            rows = [[*row, part] for row, part in zip(rows, parts, strict=True)]
         if any(share.pass_nbytes for share in self.shares):
             titles.append("a pass reads")
             reads = (format_bytes(s.pass_nbytes) if s.pass_nbytes else "-" for s in self.shares)
@@ -233,37 +273,41 @@ def make_shares(
     rank: int,
     members: Sequence[Member],
     budgets: Sequence[int],
-    split: Split,
+    split: Split | Mesh,
     planned: Callable[[Sequence[Node]], Plan],
-    weight_of: Mapping[str, str] = MappingProxyType({}),
+    checkpoint: Checkpoint,
     *,
     fits: bool = True,
 ) -> ClusterPlan:
     """Return the shares of all ranks of a group.
 
-    ``budgets`` are by rank. ``planned`` plans a load on some nodes. ``weight_of`` maps each tensor
-    of a quantized weight to the weight, whose tensors stay together. Without ``fits``, shares may
-    exceed budgets.
+    ``budgets`` are by rank. ``planned`` plans a load of the checkpoint on some nodes. Without
+    ``fits``, shares may exceed budgets.
     """
     for member in members:
         if budgets[member.rank] < 1:
             raise NodeError(member.node, "has no budget left for weights")
     nodes = ordered(Node(m.node, budgets[m.rank]) for m in members)
-    made = planned(nodes if split == "layers" else [Node("all", 2**62)])
-    if split == "layers":
+    mesh = split if isinstance(split, Mesh) else Mesh(len(nodes), 1)
+    slices: Mapping[str, Slices] = {}
+    if isinstance(split, Mesh):
+        made, slices, names, ends = _over_groups(nodes, split, planned, checkpoint)
+    elif split == "layers":
+        made = planned(nodes)
         names = _grouped(nodes, {p.name: p.device for p in made.placements})
         ends = {d.device: (range(*d.layers), d.embedding, d.head) for d in made.devices if d.layers}
     else:
-        of = {}
+        made = planned([Node("all", 2**62)])
+        weights, of = checkpoint.members, {}  # tensors of a quantized weight stay together
         for p in made.placements:
             tensor = p.source[0].tensor
-            of[p.name] = weight_of.get(tensor, p.name if p.coding is None else tensor)
+            name = p.name if p.coding is None else tensor
+            of[p.name] = weights[tensor].name if tensor in weights else name
         names = _names(nodes, {p.name: p.nbytes for p in made.placements}, split, of)
         ends = {}
     if len(nodes) == 1 or split == "replicate":  # each node has all layers and both ends
         (whole,) = partition([Item(p.name, p.nbytes) for p in made.placements], [Node("all", 1)])
-        every = (whole.layers, whole.has_embedding, whole.has_head)
-        ends = {node.name: every for node in nodes}
+        ends = dict.fromkeys((node.name for node in nodes), _ends(whole))
     placements = {p.name: p for p in made.placements}
     rank_of = {member.node: member.rank for member in members}
     ranks = [rank_of[node.name] for node in nodes]
@@ -272,12 +316,14 @@ def make_shares(
     for index, node in enumerate(nodes):
         mine = names[node.name]
         if id(mine) not in sizes:
-            held = [placements[name] for name in mine]
-            sizes[id(mine)] = sum(p.nbytes for p in held), sum(p.src_nbytes for p in held)
+            held = [_size(placements[name], slices.get(name, ())) for name in mine]
+            sizes[id(mine)] = sum(each[0] for each in held), sum(each[1] for each in held)
         nbytes, source_nbytes = sizes[id(mine)]
         if fits and nbytes > node.budget:
-            largest = sorted(((name, placements[name].nbytes) for name in mine), key=_by_size)
+            each = ((n, _size(placements[n], slices.get(n, ()))[0]) for n in mine)
+            largest = sorted(each, key=_by_size)
             raise PlanInfeasibleError(node.name, nbytes, node.budget, largest=largest[:3])
+        before, after = index - mesh.size, index + mesh.size
         share = Share(
             node.name,
             ranks[index],
@@ -287,12 +333,74 @@ def make_shares(
             nbytes=nbytes,
             source_nbytes=source_nbytes,
             budget_nbytes=node.budget,
-            previous_rank=ranks[index - 1] if index else None,
-            next_rank=ranks[index + 1] if index + 1 < len(ranks) else None,
+            previous_rank=ranks[before] if before >= 0 else None,
+            next_rank=ranks[after] if after < len(ranks) else None,
+            part=index % mesh.size,
+            parts=mesh.size,
         )
         shares.append(share)
-    label = split if isinstance(split, str) else getattr(split, "__qualname__", repr(split))
-    return ClusterPlan(made.path, label, tuple(shares), rank, placements)
+    label = str(split) if isinstance(split, (str, Mesh)) else _name_of(split)
+    return ClusterPlan(made.path, label, tuple(shares), rank, placements, slices)
+
+
+_Ends = tuple[range, bool, bool]  # layers, embedding, head
+
+
+def _ends(part: Part) -> _Ends:
+    return part.layers, part.has_embedding, part.has_head
+
+
+def _name_of(split: SplitFunction) -> str:
+    return getattr(split, "__qualname__", repr(split))
+
+
+def _size(p: Placement, slices: Slices) -> tuple[int, int]:
+    """Return the bytes of a parameter's slices when loaded, and in the checkpoint."""
+    if not slices:
+        return p.nbytes, p.src_nbytes
+    numel = math.prod(sliced_shape(p.shape, slices))
+    return p.dst.nbytes(numel), p.src.nbytes(numel)
+
+
+def _over_groups(
+    nodes: Sequence[Node],
+    mesh: Mesh,
+    planned: Callable[[Sequence[Node]], Plan],
+    checkpoint: Checkpoint,
+) -> tuple[Plan, Mapping[str, Slices], Mapping[str, tuple[str, ...]], Mapping[str, _Ends]]:
+    """Split layers over groups of nodes, by the bytes of a node's slices.
+
+    Of a group, the smallest budget counts. Returns the plan of whole parameters, the slices in
+    part 0, and each node's parameters and ends.
+    """
+    groups = [nodes[at : at + mesh.size] for at in range(0, len(nodes), mesh.size)]
+    made = planned([Node(group[0].name, 2**62) for group in groups])
+    slices = slices_of(checkpoint, made.placements, mesh)
+    first: dict[tuple[RowRange, ...], str] = {}
+    # a tied head has a copy of its own if the embedding is in another group
+    tied = {
+        p.name: name
+        for p in made.placements
+        if (name := first.setdefault(p.source, p.name)) != p.name and len(groups) > 1
+    }
+    parts = partition(
+        [
+            Item(p.name, _size(p, slices.get(p.name, ()))[0])
+            for p in made.placements
+            if p.name not in tied
+        ],
+        [Node(group[0].name, min(node.budget for node in group)) for group in groups],
+        tied=tied,
+    )
+    names: dict[str, tuple[str, ...]] = {}
+    for group, part in zip(groups, parts, strict=True):
+        held = {*part.names, *(name for name, _ in part.tied)}
+        mine = tuple(name for name in made.placements.names if name in held)
+        names |= dict.fromkeys((node.name for node in group), mine)
+    ends = {
+        node.name: _ends(part) for group, part in zip(groups, parts, strict=True) for node in group
+    }
+    return made, slices, names, ends
 
 
 def _by_size(pair: tuple[str, int]) -> tuple[int, str]:
@@ -309,7 +417,8 @@ def _names(
         return _balanced(nodes, sizes, of)
     if not callable(split):
         raise ValueError(
-            f"split is layers, replicate, balanced or a function of nodes and sizes, not {split!r}"
+            "split is layers, replicate, balanced, tensor, a mesh such as 2x4, or a function of "
+            f"nodes and sizes, not {split!r}"
         )
     return _checked(split(nodes, sizes), nodes, sizes)
 

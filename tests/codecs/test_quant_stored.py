@@ -622,13 +622,12 @@ def test_a_split_keeps_them_on_one_node(tmp_path: Path, count: int) -> None:
 def test_a_balanced_split_keeps_them_on_one_node(mixed: Path) -> None:
     """By bytes alone too: over nodes, a weight is one thing."""
     checkpoint = open_checkpoint(mixed)
-    weight_of = {name: group.name for name, group in checkpoint.members.items()}
 
     def planned(nodes: Sequence[Node]) -> Plan:
         return streamload.split(checkpoint, nodes=nodes, dtype="checkpoint")
 
     ranks = [Member(rank, name, name, 0, 1) for rank, name in enumerate(("a", "b", "c"))]
-    made = make_shares(0, ranks, [10**6] * 3, "balanced", planned, weight_of)
+    made = make_shares(0, ranks, [10**6] * 3, "balanced", planned, checkpoint)
     where = {name: share.node for share in made.shares for name in share.parameters}
     assert where.keys() == checkpoint.tensors.keys()
     assert len(set(where.values())) == 3

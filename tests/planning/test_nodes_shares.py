@@ -56,7 +56,7 @@ def made(
     def planned(nodes: Sequence[Node]) -> Plan:
         return streamload.split(checkpoint, nodes=nodes, dtype="checkpoint", **options)
 
-    return make_shares(rank, members(list(nodes)), list(nodes.values()), split, planned)
+    return make_shares(rank, members(list(nodes)), list(nodes.values()), split, planned, checkpoint)
 
 
 def test_the_digest_is_the_same_for_any_order_of_ranks(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_the_digest_tells_plans_apart(change: dict[str, Any], tmp_path: Path) ->
         def planned(nodes: Sequence[Node], options: dict[str, Any] = options) -> Plan:
             return streamload.split(checkpoint, nodes=nodes, **options)
 
-        one = make_shares(0, members(["a", "b"]), [9000, 9000], "layers", planned)
+        one = make_shares(0, members(["a", "b"]), [9000, 9000], "layers", planned, checkpoint)
         digests.add(one.digest)
     assert len(digests) == 3
 
@@ -116,7 +116,7 @@ def test_float16_and_bfloat16_are_not_the_same_plan(tmp_path: Path) -> None:
         def planned(nodes: Sequence[Node], dtype: str = dtype) -> Plan:
             return streamload.split(checkpoint, nodes=nodes, dtype=dtype)
 
-        found.append(make_shares(0, members(["a"]), [9000], "layers", planned))
+        found.append(make_shares(0, members(["a"]), [9000], "layers", planned, checkpoint))
     assert [s.nbytes for s in found[0].shares] == [s.nbytes for s in found[1].shares]
     assert found[0].digest != found[1].digest
 
@@ -133,7 +133,7 @@ def test_whole_layers_and_both_ends(tmp_path: Path) -> None:
     for share in one.shares:
         assert share.nbytes == sum(checkpoint.tensors[n].nbytes for n in share.parameters)
         assert share.nbytes == share.source_nbytes
-        assert one.sources(share).keys() == set(share.parameters)
+        assert one.sources(share, checkpoint).keys() == set(share.parameters)
     assert one.replicas() == []
 
 
@@ -169,7 +169,7 @@ def test_tied_embeddings_are_on_both_ends(tmp_path: Path) -> None:
     assert "model.embed_tokens.weight" in first.parameters
     assert "model.embed_tokens.weight" not in last.parameters
     assert "lm_head.weight" in last.parameters
-    source = one.sources(last)["lm_head.weight"]
+    source = one.sources(last, checkpoint)["lm_head.weight"]
     assert [row.tensor for row in source.rows] == ["model.embed_tokens.weight"]
     assert "lm_head.weight" not in made(checkpoint, {"a": 9000}).mine.parameters
 
@@ -241,7 +241,7 @@ def test_bad_splits(which: str, tmp_path: Path) -> None:
 
 def test_a_split_of_another_name(tmp_path: Path) -> None:
     """Anything else than the four ways is refused."""
-    with pytest.raises(ValueError, match="split is layers, replicate, balanced or a function"):
+    with pytest.raises(ValueError, match="split is layers, replicate, balanced, tensor, a mesh"):
         made(llama(tmp_path), {"a": 9000}, "rows")  # type: ignore[arg-type]
 
 

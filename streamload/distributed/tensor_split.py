@@ -1,0 +1,89 @@
+"""`split_tensors`: plan a tensor-parallel split from budgets alone; transformers' plan of a model."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Unpack
+
+from streamload.checkpoint.open import CheckpointLike, opened
+from streamload.core.model_config import language_part
+from streamload.loading.load import split as split_layers
+from streamload.loading.options import SplitOptions, takes
+from streamload.planning.dequantize import asked, dequantized
+from streamload.planning.partition import Node
+from streamload.planning.plan import Plan
+from streamload.planning.requests import DTypePolicy
+from streamload.planning.shares import ClusterPlan, Member, make_shares
+from streamload.planning.slices import Mesh
+
+_PLAN = "base_model_tp_plan"
+
+
+def styles_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return transformers' tensor-parallel plan of a model, a style by module; {} if it has none.
+
+    Reads the source of the configuration's class, since importing transformers takes 300 MB.
+    """
+    found = find_spec("transformers")
+    places = found.submodule_search_locations if found is not None else None
+    outer, (_, kind) = str(config.get("model_type")), language_part(config)
+    folders = {name.replace("-", "_") for name in (outer, kind, kind.removesuffix("_text"))}
+    for folder in [Path(place, "models", name) for place in places or () for name in folders]:
+        for file in sorted(folder.glob("configuration_*.py")):
+            for node in ast.parse(file.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef):
+                    values = _constants(node)
+                    if values.get("model_type") == kind and _PLAN in values:
+                        return dict(values[_PLAN])
+    return {}
+
+
+def _constants(node: ast.ClassDef) -> dict[str, Any]:
+    """Return the attributes of a class that are its type of model, and its plan."""
+    return {
+        target.id: ast.literal_eval(line.value)
+        for line in node.body
+        if isinstance(line, ast.Assign)
+        for target in line.targets
+        if isinstance(target, ast.Name) and target.id in ("model_type", _PLAN)
+    }
+
+
+@takes()
+def split_tensors(
+    path: CheckpointLike,
+    *,
+    nodes: Sequence[Node],
+    split: str = "tensor",
+    **options: Unpack[SplitOptions],
+) -> ClusterPlan:
+    """Plan to split the tensors of a checkpoint over nodes, without reading any data.
+
+    Args:
+        path: as in `streamload.load_state_dict`, or an open checkpoint.
+        nodes: the nodes; the plan has them in the order of their names.
+        split: "tensor", or a mesh such as "2x4": layers over 2 groups, tensors over 4 nodes of each.
+        **options: see `SplitOptions`.
+
+    Raises:
+        PlanInfeasibleError: it does not fit.
+        CheckpointError: the checkpoint is invalid.
+        ValueError: heads or axes do not divide, or an argument is invalid.
+    """
+    mesh = Mesh.of(split, len(nodes))
+    if mesh is None:
+        raise ValueError(f"split is tensor or a mesh such as 2x4, not {split!r}")
+    checkpoint = opened(path)
+    weights = asked(checkpoint, DTypePolicy.parse(options.get("dtype")))
+    checkpoint = dequantized(checkpoint, weights)
+    members = [Member(rank, node.name, node.name, 0, 1) for rank, node in enumerate(nodes)]
+
+    def planned(groups: Sequence[Node]) -> Plan:
+        return split_layers(checkpoint, nodes=groups, **options)
+
+    mesh = replace(mesh, styles=styles_of(checkpoint.config))
+    return make_shares(0, members, [n.budget for n in nodes], mesh, planned, checkpoint)
