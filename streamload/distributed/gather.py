@@ -44,7 +44,7 @@ _JOIN_S = 0.5  # seconds to join threads; waits for a lost rank end by the group
 _READERS = 2
 
 Ranges = Sequence[tuple[int, int]]  # (start, stop) in file bytes, ascending, disjoint
-# Slices with shorter lines in the file are exchanged: a request costs about as much as so many bytes.
+# Slices with shorter lines are exchanged: a request costs about as much as so many bytes.
 _SHORT_NBYTES = 2**17
 
 

@@ -152,9 +152,9 @@ def load_state_dict(
             counts. Or a function of the nodes and of the bytes by parameter name, that returns the
             parameter names of each node.
         layers: the numbers that this rank's model has for its layers, if they differ from those of
-            the whole model: a function of the rank's `Share`, for ``split="layers"`` or a mesh. With
-            ``layers=lambda part: range(len(part.layers))`` each rank's model numbers its own layers
-            from 0. Names of layers and reports are then the rank's own.
+            the whole model: a function of the rank's `Share`, for ``split="layers"`` or a mesh.
+            With ``layers=lambda part: range(len(part.layers))`` each rank's model numbers its own
+            layers from 0. Names of layers and reports are then the rank's own.
         verify: "crc32" reads parameters that several ranks have back from their devices and
             compares checksums (of ranks with the same dtype); "none" compares names and bytes
             alone.

@@ -1,4 +1,4 @@
-"""`split_tensors`: plan a tensor-parallel split from budgets alone; transformers' plan of a model."""
+"""`split_tensors`: plan a tensor-parallel split from budgets alone, by transformers' rules."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def split_tensors(
     Args:
         path: as in `streamload.load_state_dict`, or an open checkpoint.
         nodes: the nodes; the plan has them in the order of their names.
-        split: "tensor", or a mesh such as "2x4": layers over 2 groups, tensors over 4 nodes of each.
+        split: "tensor", or a mesh such as "2x4": layers over 2 groups of nodes, tensors over the 4
+            nodes of each.
         **options: see `SplitOptions`.
 
     Raises:

@@ -48,6 +48,10 @@ def _lines(block: Block, axes: int) -> Iterator[tuple[int, int]]:
     A line is one index into the first ``axes`` axes of the whole tensor, flattened.
     """
     leading = block.whole[:axes]
+    if block.shape[1:axes] == leading[1:]:  # one run; numpy takes 200 microseconds for many lines
+        inner = math.prod(leading[1:])
+        yield block.first[0] * inner, (block.first[0] + block.shape[0]) * inner
+        return
     part = tuple(slice(f, f + n) for f, n in zip(block.first, block.shape, strict=True))
     numbers = np.arange(math.prod(leading)).reshape(leading)[part[:axes]].ravel()
     breaks = np.flatnonzero(np.diff(numbers) != 1) + 1

@@ -289,26 +289,34 @@ def make_shares(
             raise NodeError(member.node, "has no budget left for weights")
     nodes = ordered(Node(m.node, budgets[m.rank]) for m in members)
     mesh = split if isinstance(split, Mesh) else Mesh(len(nodes), 1)
+    groups = [nodes[at : at + mesh.size] for at in range(0, len(nodes), mesh.size)]
+    wanted = [Node("all", 2**62)]
+    if split == "layers":
+        wanted = list(nodes)
+    elif isinstance(split, Mesh):  # cut by the bytes of slices below
+        wanted = [Node(group[0].name, 2**62) for group in groups]
+    made = planned(wanted)
+    placements = {p.name: p for p in made.placements}
     slices: Mapping[str, Slices] = {}
     if isinstance(split, Mesh):
-        made, slices, names, ends = _over_groups(nodes, split, planned, checkpoint)
+        slices = slices_of(checkpoint, placements.values(), split)
+    nbytes_of = {name: _size(p, slices.get(name, ())) for name, p in placements.items()}
+    ends: dict[str, _Ends] = {}
+    if isinstance(split, Mesh):
+        names, ends = _over_groups(groups, placements, nbytes_of)
     elif split == "layers":
-        made = planned(nodes)
-        names = _grouped(nodes, {p.name: p.device for p in made.placements})
+        names = _grouped(nodes, {name: p.device for name, p in placements.items()})
         ends = {d.device: (range(*d.layers), d.embedding, d.head) for d in made.devices if d.layers}
     else:
-        made = planned([Node("all", 2**62)])
         weights, of = checkpoint.members, {}  # tensors of a quantized weight stay together
-        for p in made.placements:
+        for p in placements.values():
             tensor = p.source[0].tensor
             name = p.name if p.coding is None else tensor
             of[p.name] = weights[tensor].name if tensor in weights else name
-        names = _names(nodes, {p.name: p.nbytes for p in made.placements}, split, of)
-        ends = {}
+        names = _names(nodes, {name: nbytes for name, (nbytes, _) in nbytes_of.items()}, split, of)
     if len(nodes) == 1 or split == "replicate":  # each node has all layers and both ends
-        (whole,) = partition([Item(p.name, p.nbytes) for p in made.placements], [Node("all", 1)])
+        (whole,) = partition([Item(n, nbytes_of[n][0]) for n in placements], [Node("all", 1)])
         ends = dict.fromkeys((node.name for node in nodes), _ends(whole))
-    placements = {p.name: p for p in made.placements}
     rank_of = {member.node: member.rank for member in members}
     ranks = [rank_of[node.name] for node in nodes]
     shares = []
@@ -316,12 +324,11 @@ def make_shares(
     for index, node in enumerate(nodes):
         mine = names[node.name]
         if id(mine) not in sizes:
-            held = [_size(placements[name], slices.get(name, ())) for name in mine]
+            held = [nbytes_of[name] for name in mine]
             sizes[id(mine)] = sum(each[0] for each in held), sum(each[1] for each in held)
         nbytes, source_nbytes = sizes[id(mine)]
         if fits and nbytes > node.budget:
-            each = ((n, _size(placements[n], slices.get(n, ()))[0]) for n in mine)
-            largest = sorted(each, key=_by_size)
+            largest = sorted(((name, nbytes_of[name][0]) for name in mine), key=_by_size)
             raise PlanInfeasibleError(node.name, nbytes, node.budget, largest=largest[:3])
         before, after = index - mesh.size, index + mesh.size
         share = Share(
@@ -363,44 +370,31 @@ def _size(p: Placement, slices: Slices) -> tuple[int, int]:
 
 
 def _over_groups(
-    nodes: Sequence[Node],
-    mesh: Mesh,
-    planned: Callable[[Sequence[Node]], Plan],
-    checkpoint: Checkpoint,
-) -> tuple[Plan, Mapping[str, Slices], Mapping[str, tuple[str, ...]], Mapping[str, _Ends]]:
-    """Split layers over groups of nodes, by the bytes of a node's slices.
+    groups: Sequence[Sequence[Node]],
+    placements: Mapping[str, Placement],
+    nbytes_of: Mapping[str, tuple[int, int]],
+) -> tuple[dict[str, tuple[str, ...]], dict[str, _Ends]]:
+    """Split layers over groups, by a node's bytes of each parameter and a group's smallest budget.
 
-    Of a group, the smallest budget counts. Returns the plan of whole parameters, the slices in
-    part 0, and each node's parameters and ends.
+    Returns the parameters and the ends of each node.
     """
-    groups = [nodes[at : at + mesh.size] for at in range(0, len(nodes), mesh.size)]
-    made = planned([Node(group[0].name, 2**62) for group in groups])
-    slices = slices_of(checkpoint, made.placements, mesh)
     first: dict[tuple[RowRange, ...], str] = {}
     # a tied head has a copy of its own if the embedding is in another group
     tied = {
-        p.name: name
-        for p in made.placements
-        if (name := first.setdefault(p.source, p.name)) != p.name and len(groups) > 1
+        name: other
+        for name, p in placements.items()
+        if (other := first.setdefault(p.source, name)) != name and len(groups) > 1
     }
-    parts = partition(
-        [
-            Item(p.name, _size(p, slices.get(p.name, ()))[0])
-            for p in made.placements
-            if p.name not in tied
-        ],
-        [Node(group[0].name, min(node.budget for node in group)) for group in groups],
-        tied=tied,
-    )
+    items = [Item(name, nbytes_of[name][0]) for name in placements if name not in tied]
+    least = [Node(group[0].name, min(node.budget for node in group)) for group in groups]
     names: dict[str, tuple[str, ...]] = {}
-    for group, part in zip(groups, parts, strict=True):
+    ends = {}
+    for group, part in zip(groups, partition(items, least, tied=tied), strict=True):
         held = {*part.names, *(name for name, _ in part.tied)}
-        mine = tuple(name for name in made.placements.names if name in held)
+        mine = tuple(name for name in placements if name in held)
         names |= dict.fromkeys((node.name for node in group), mine)
-    ends = {
-        node.name: _ends(part) for group, part in zip(groups, parts, strict=True) for node in group
-    }
-    return made, slices, names, ends
+        ends |= dict.fromkeys((node.name for node in group), _ends(part))
+    return names, ends
 
 
 def _by_size(pair: tuple[str, int]) -> tuple[int, str]:
