@@ -37,6 +37,7 @@ from streamload.loading.prepare import Call, Decision, Options, Place
 from streamload.offloading.offload import OffloadAsked, Prepared
 from streamload.planning.dequantize import asked as weights_asked
 from streamload.planning.dequantize import dequantized
+from streamload.planning.match import whole_shape
 from streamload.planning.partition import Node, ordered
 from streamload.planning.plan import Plan
 from streamload.planning.quant_policy import QuantPolicy
@@ -139,6 +140,7 @@ class Agreement:
         """Exchange headers, budgets and plans with the other ranks; all construct it together."""
         self.session, self.asked = session, asked
         self.place: Place | None = None
+        mesh = session.step("its split", lambda: Mesh.of(asked.split, session.group.size))
 
         def write() -> bytes:
             """Return rank 0's message: a line of JSON, and the index.
@@ -151,7 +153,6 @@ class Agreement:
             # rank 0 decides for all; plans are compared later
             blocks = model is not None  # a model has floats, unless a dtype is given
             weights = weights_asked(found, asked.options.policy, blocks=blocks)
-            mesh = Mesh.of(asked.split, session.group.size)
             styles = {} if mesh is None else styles_of(found.config)
             line = json.dumps([weights, file_of(there), styles])
             return line.encode() + b"\n" + write_index(found, session.me.host)
@@ -168,7 +169,6 @@ class Agreement:
             return (replace(index, checkpoint=made), missing), index.is_sampled(session.me.host)
 
         (self.index, self._missing), sampled = session.stage("its files", check)
-        mesh = session.step("its split", lambda: Mesh.of(asked.split, session.group.size))
         self.mesh = mesh and replace(mesh, styles=json.loads(line)[2])
         nodes = [member.node for member in session.members if sampled[member.rank]]
         self.notes = (f"{', '.join(nodes)}: {SAMPLED}",) if nodes else ()
@@ -457,9 +457,25 @@ class Agreement:
         own = replace(place, parameters=parameters)
 
         def suggest() -> tuple[Suggestion, ...]:
-            return (*self._local_layers(place.parameters), *asked.suggestions())
+            found = (*self._local_layers(place.parameters), *self._of_slices(place.parameters))
+            return (*found, *asked.suggestions())
 
         return own, part, options, fill, suggest
+
+    def _of_slices(self, parameters: Sequence[Parameter]) -> Iterator[Suggestion]:
+        """Suggest modules for slices, if parameters have the shapes of whole tensors."""
+        plan, sliced = self.plan, self.plan.slices(self.plan.mine)
+        whole = [
+            p
+            for p in parameters
+            for name in map(self.names.get, (*p.names, *p.wrapped))
+            if name in sliced and whole_shape(p) == plan.placements[name].shape
+        ]
+        write = "modules for slices, of the shapes found: see plan().slices"
+        if any(p.block is not None for p in whole):
+            write = "streamload.load_state_dict, which loads the shards of DTensors"
+        if whole:
+            yield Suggestion(write, len(parameters), len(parameters))
 
     def _local_layers(self, parameters: Sequence[Parameter]) -> Iterator[Suggestion]:
         """Suggest ``layers=`` if more parameters match with layers numbered from 0 on each rank."""
