@@ -6,16 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import needs
 import numpy as np
 import pytest
+from dequant_samples import Sample, bnb_int8, four_bit, fp8, int8, write
 from distributed_helpers import PLENTY, llama, load, path, succeeded
 from remote_server import serve
+from safetensors.numpy import save_file
 from tensor_slices import joined
 from thread_group import ThreadGroup, World, run
 
 import streamload
 from streamload import distributed
 from streamload.errors import PlanInfeasibleError, StateDictMismatchError
+from streamload.planning.slices import Slice
 
 __all__ = ["path"]
 
@@ -129,7 +133,7 @@ def test_a_model_of_slices_is_filled_in_place(path: Path) -> None:
         assert "write modules for slices, of the shapes found: see plan().slices" in str(error)
 
 
-def test_a_cast_of_experts_and_a_mesh_of_unequal_budgets(tmp_path: Path) -> None:
+def test_a_mesh_of_unequal_budgets(tmp_path: Path) -> None:
     """The smallest budget of a group counts: the larger group has more of the layers."""
     path = llama(tmp_path / "model")
     whole = sum(array.nbytes for array in alone(path).values())
@@ -172,9 +176,85 @@ def test_refusals(path: Path) -> None:
 
 
 def test_a_family_without_rules(tmp_path: Path) -> None:
-    """A model whose layers nobody knows how to cut is refused by its type."""
+    """A model whose layers nobody knows how to cut is refused by its type; so are heads unknown."""
     path = llama(tmp_path / "model")
     (path / "config.json").write_text('{"model_type": "odd"}')
-    renamed = {"split": "tensor", "budget": PLENTY}
-    for error in run(World(2), load(path, **renamed)):
+    for error in run(World(2), load(path, split="tensor")):
         assert "config.json has no number of heads that divides model.layers.*" in str(error)
+    for error in run(World(2), load(path, split="tensor", rename=lambda name: f"x.{name}")):
+        assert "config.json has no number of heads that divides model.layers.*" in str(error)
+    one = {f"blocks.{n}.mixer.weight": np.ones((8, 8), np.float32) for n in range(3)}
+    save_file(one, tmp_path / "odd.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "odd"}')
+    for error in run(World(2), load(tmp_path / "odd.safetensors", split="tensor")):
+        assert "there is no rule for the layers of odd; write split" in str(error)
+
+
+def quantized(folder: Path, *samples: Sample) -> Path:
+    """A checkpoint of quantized weights of a layer with four heads."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    return write(folder, list(samples), model_type="llama", **heads)
+
+
+def at(name: str) -> str:
+    """A weight of the first layer."""
+    return f"model.layers.0.{name}.weight"
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_quantized_weights_are_cut_at_their_blocks(dtype: str | None, tmp_path: Path) -> None:
+    """Values and their scales alike, as they are stored or dequantized on the way."""
+    samples = [
+        fp8(at("self_attn.q_proj"), (512, 256)),
+        fp8(at("self_attn.o_proj"), (128, 512)),
+        int8(at("self_attn.k_proj"), zeros=True),
+        bnb_int8(at("mlp.up_proj")),
+        int8(at("mlp.down_proj")),
+    ]
+    path = quantized(tmp_path, *samples)
+    reports = succeeded(run(World(2), load(path, split="tensor", dtype=dtype)))
+    plan = succeeded(planned(path, "tensor", 2, dtype=dtype))[0]
+    found = joined(plan, ((share, reports[share.rank].state_dict) for share in plan.shares))
+    expected = alone(path, dtype=dtype)
+    assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
+    if dtype is None:
+        scales = plan.first_slices[f"{at('self_attn.o_proj')}_scale_inv"]
+        assert scales == (Slice(1, 0, 2),)
+        assert f"{at('mlp.down_proj')}_scale" not in plan.first_slices  # one for each row
+    else:
+        assert all(np.array_equal(found[each.name], each.rounded(dtype)) for each in samples)
+
+
+def test_blocks_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    """By name: blocks of four bits cross rows, and blocks of FP8 cannot be halved."""
+    four = four_bit(at("mlp.down_proj"), (128, 192))
+    path = quantized(tmp_path / "four", four, int8(at("mlp.up_proj")))
+    for error in run(World(2), load(path, split="tensor")):
+        said = "model.layers.*.mlp.down_proj.weight is a tensor of bnb-nf4 that cannot be cut"
+        assert said in str(error)
+    reports = succeeded(run(World(2), load(path, split="tensor", dtype="float32")))
+    halves = [report.state_dict[four.name] for report in reports]
+    assert np.array_equal(np.concatenate(halves, 1), four.rounded("float32"))
+    path = quantized(tmp_path / "fp8", fp8(at("mlp.up_proj"), (384, 256)))
+    for error in run(World(2), load(path, split="tensor")):
+        assert "2 does not divide the 3 blocks of 128 rows of model.layers.*.mlp.up" in str(error)
+
+
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_blocks_of_gguf(dtype: str | None, tmp_path: Path) -> None:
+    """Rows of query heads in the file's order, and columns at blocks of 32."""
+    needs.module("gguf")
+    needs.module("transformers")
+    from gguf_files import small_model, tensors_of, write as write_gguf  # noqa: PLC0415
+
+    model = small_model("llama")
+    tensors = tensors_of(model)
+    types = {name: "Q8_0" for name, array in tensors.items() if array.ndim == 2}
+    write_gguf(tmp_path / "model.gguf", tensors, types, config=model.config)
+    path = tmp_path / "model.gguf"
+    reports = succeeded(run(World(2), load(path, split="tensor", dtype=dtype)))
+    plan = succeeded(planned(path, "tensor", 2, dtype=dtype))[0]
+    found = joined(plan, ((share, reports[share.rank].state_dict) for share in plan.shares))
+    expected = alone(path, dtype=dtype)
+    assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
+    assert "model.layers.0.self_attn.o_proj.weight" in plan.first_slices
