@@ -28,8 +28,8 @@ from streamload.devices.probing import probe
 from streamload.distributed.launch import find_launch
 from streamload.errors import DeviceNotFoundError, PlanInfeasibleError, printable
 from streamload.loading.load import load_state_dict
-from streamload.loading.load import split as split_layers
 from streamload.loading.load import plan as plan_load
+from streamload.loading.load import split as split_layers
 from streamload.loading.options import takes
 from streamload.planning.plan import PARTS, Plan
 from streamload.planning.tokens import speed_line

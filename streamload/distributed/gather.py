@@ -49,19 +49,19 @@ _SHORT_NBYTES = 2**17
 
 
 class Lines(NamedTuple):
-    """Bytes of a file: ``count`` lines of ``nbytes``, whose starts are ``pitch`` bytes apart."""
+    """Bytes of a file: ``lines`` of ``nbytes`` each, whose starts are ``pitch`` bytes apart."""
 
     start: int
     nbytes: int
-    count: int = 1
+    lines: int = 1
     pitch: int = 1
 
     def before(self, at: int) -> int:
         """Return how many of these bytes are before byte ``at`` of the file."""
         if at <= self.start:
             return 0
-        line, rest = divmod(at - self.start, self.pitch) if self.count > 1 else (0, at - self.start)
-        return min(line * self.nbytes + min(rest, self.nbytes), self.count * self.nbytes)
+        line, rest = divmod(at - self.start, self.pitch) if self.lines > 1 else (0, at - self.start)
+        return min(line * self.nbytes + min(rest, self.nbytes), self.lines * self.nbytes)
 
 
 def held_nbytes(checkpoint: Checkpoint, ranks: int, block_nbytes: int = BLOCK_NBYTES) -> int:

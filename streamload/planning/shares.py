@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from streamload.checkpoint.open import Checkpoint
-from streamload.core.units import format_bytes, format_table
 from streamload.core.tensors import RowRange
+from streamload.core.units import format_bytes, format_table
 from streamload.errors import NodeError, PlanInfeasibleError
 from streamload.planning.partition import Item, Node, Part, Unit, ordered, partition, units_of
 from streamload.planning.placement import Placement
@@ -302,6 +302,7 @@ def make_shares(
         slices = slices_of(checkpoint, placements.values(), split)
     nbytes_of = {name: _size(p, slices.get(name, ())) for name, p in placements.items()}
     ends: dict[str, _Ends] = {}
+    names: Mapping[str, tuple[str, ...]]
     if isinstance(split, Mesh):
         names, ends = _over_groups(groups, placements, nbytes_of)
     elif split == "layers":
@@ -388,7 +389,7 @@ def _over_groups(
     items = [Item(name, nbytes_of[name][0]) for name in placements if name not in tied]
     least = [Node(group[0].name, min(node.budget for node in group)) for group in groups]
     names: dict[str, tuple[str, ...]] = {}
-    ends = {}
+    ends: dict[str, _Ends] = {}
     for group, part in zip(groups, partition(items, least, tied=tied), strict=True):
         held = {*part.names, *(name for name, _ in part.tied)}
         mine = tuple(name for name in placements if name in held)

@@ -136,13 +136,13 @@ class _Axis(NamedTuple):
     """The axis of a tensor that is cut.
 
     Attributes:
-        index: its index, from the last: -1.
+        place: its index, counted from the last: -1.
         length: its length in the file.
         numel: its elements: more than ``length`` if the file packs several, or has their scales.
         unit: elements that stay together: those of a block with one scale.
     """
 
-    index: int
+    place: int
     length: int
     numel: int
     unit: int
@@ -173,7 +173,7 @@ class _Cutter:
         for numel, count, label in self._pieces(name, axis, side):
             self._divide(name, axis, numel, (count, label))
             length = numel * axis.length // axis.numel
-            out.append(Slice(len(p.shape) + axis.index, begin, begin + length // self.size))
+            out.append(Slice(len(p.shape) + axis.place, begin, begin + length // self.size))
             begin += length
         is_plain = p.transpose is None and info.dtype.unit == 1 and len(out) == 1
         if len(self.refused) == refused and not is_plain:
@@ -243,7 +243,7 @@ class _Cutter:
         count, label = heads
         blocks = numel // axis.unit if numel % axis.unit == 0 else 1
         self.divisor = math.gcd(self.divisor, count, blocks)
-        side = {-1: "columns", -2: "rows"}[axis.index]
+        side = {-1: "columns", -2: "rows"}[axis.place]
         if count % self.size:
             what = f"{label} {count}" if label else f"the {count} {side} of {name}"
             self.refused[f"{self.size} does not divide {what}"] = None

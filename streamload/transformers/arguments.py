@@ -39,7 +39,6 @@ _WITHOUT_EFFECT = (
 _INSTEAD: Mapping[str, str] = {
     "cache_dir": "set HF_HUB_CACHE in the environment, or give the folder of the snapshot",
     "distributed_config": "streamload.distributed.load_state_dict shares a model over ranks",
-    "device_mesh": "streamload.distributed.load_state_dict shares a model over ranks",
     "force_download": "whole files of the cache are right: remove them by `hf cache rm`",
     "from_flax": "files of Flax are not read: leave it out where there are others",
     "from_tf": "files of TensorFlow are not read: leave it out where there are others",
@@ -48,10 +47,10 @@ _INSTEAD: Mapping[str, str] = {
     "output_loading_info": "look at the model's streamload_report: its missing and skipped",
     "quantization_config": 'write quant="nf4", or let diffusers\' own from_pretrained quantise',
     "state_dict": "give the path of a checkpoint",
-    "tp_plan": "streamload.distributed.load_state_dict shares a model over ranks",
-    "tp_size": "streamload.distributed.load_state_dict shares a model over ranks",
     "use_kernels": "load, and then call model.set_use_kernels(True)",
 }
+#: Arguments that a ``DistributedConfig`` has in transformers 5.
+_OF_A_MESH = ("tp_plan", "tp_size", "device_mesh")
 #: Arguments for bitsandbytes' formats, and the argument to write in place of each.
 _QUANTIZING = {"load_in_8bit": 'quant="int8"', "load_in_4bit": 'quant="nf4"'}
 #: Indexes and files that torch.save wrote, by name; then the same with a variant in the name.
@@ -98,6 +97,14 @@ def translated(
     _check_hub(given, known, path)
     rest = {n: value for n, value in given.items() if n in known or n not in _WITHOUT_EFFECT}
     out = {name: rest.pop(name) for name in list(rest) if name in known}
+    tensors = {n: value for n in _OF_A_MESH if _is_given(value := rest.pop(n, None))}
+    if tensors:
+        first, mesh = next(iter(tensors)), tensors.pop("device_mesh", None)
+        tensors |= {"tp_size": mesh.size()} if mesh is not None and not tensors else {}
+        arguments = ", ".join(f"{name}={value!r}" for name, value in tensors.items())
+        write = f"write distributed_config=DistributedConfig({arguments})"
+        shares = _INSTEAD["distributed_config"]
+        raise _unknown(first, write if "distributed_config" in known else shares)
     for name, instead in _INSTEAD.items():
         if name not in known and _is_given(rest.pop(name, None)):
             raise _unknown(name, instead)

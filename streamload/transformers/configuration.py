@@ -37,6 +37,7 @@ class Wanted:
     generation_config: Any = None
     quantization: Any = None
     converted: Converted | None = None  # by another library, in place of transformers' rules
+    distribution: Any = None  # a `Distribution`: each rank loads its shards
 
 
 def folder_of(checkpoint: Checkpoint) -> Path:

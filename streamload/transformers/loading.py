@@ -25,6 +25,7 @@ from streamload.offloading.overrun import OnOverrun
 from streamload.transformers.adapters import Adapter
 from streamload.transformers.arguments import found_at, takes_those_of_transformers
 from streamload.transformers.configuration import Wanted
+from streamload.transformers.distribution import Distribution
 from streamload.transformers.prepared import Prepared, load_untied, without_stale_notes
 
 _NO_OFFLOAD = {"tokens": None, "stay": (), "layers": (), "host": 0, "on_overrun": "warn"}
@@ -49,6 +50,7 @@ def from_pretrained(
     key_mapping: Mapping[str, str] | None = None,
     generation_config: Any = None,
     quantization_config: Any = None,
+    distributed_config: Any = None,
     adapter_name: str | None = None,
     config_changes: Mapping[str, Any] | None = None,
     offload: bool = False,
@@ -107,6 +109,9 @@ def from_pretrained(
         quantization_config: a ``BitsAndBytesConfig``: weights are quantized on the way into the
             modules of bitsandbytes that transformers chooses, to bitsandbytes' own bytes; fused
             experts, which it leaves at 16 bits, into modules of streamload.
+        distributed_config: a ``DistributedConfig`` of transformers, such as
+            ``DistributedConfig(tp_size=2)``: each rank of torch.distributed reads its shards alone,
+            under a budget of its own, onto the device that transformers gives it.
         adapter_name: the adapter's name in peft; None for "default".
         quant: quantize the weights of layers on the way, into modules of streamload, which need no
             package: a format, or patterns by name, as in `streamload.load_state_dict`. "stored"
@@ -165,6 +170,13 @@ def from_pretrained(
     )
     if not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"expected the path of a checkpoint, not {type(path).__name__}")
+    others: dict[str, Any] = {"device": device, "offload": offload or None}
+    others |= {"quant": options["quant"], "quantization_config": quantization_config}
+    excluded = next((name for name, value in others.items() if value is not None), None)
+    if distributed_config is not None and excluded is not None:
+        raise ValueError(f"cannot use {excluded}= with distributed_config=: leave one of them out")
+    distribution = Distribution.of(distributed_config)
+    device = device if distribution is None else distribution.device
     _check_accelerate(device)
     found = found_at(path, revision, subfolder, local_files_only=local_files_only)
     with ExitStack() as held:
@@ -192,6 +204,7 @@ def from_pretrained(
             key_mapping=key_mapping,
             generation_config=generation_config,
             quantization=quantization_config,
+            distribution=distribution,
         )
         if quantization_config is not None and options["quant"] is not None:
             raise ValueError("quant and quantization_config say the same: leave one of them out")

@@ -10,7 +10,12 @@ from streamload.checkpoint.open import Checkpoint
 from streamload.core.dtypes import DTypeArgument
 from streamload.core.units import parse_bytes
 from streamload.devices.names import framework
-from streamload.errors import OffloadError, PlanInfeasibleError, StateDictMismatchError
+from streamload.errors import (
+    CheckpointError,
+    OffloadError,
+    PlanInfeasibleError,
+    StateDictMismatchError,
+)
 from streamload.loading.load import load_state_dict
 from streamload.loading.options import ModelOptions
 from streamload.loading.place import Devices
@@ -74,6 +79,14 @@ class Prepared:
         mapping, quantizer = wanted.key_mapping, quantized.quantizer
         dtypes = Dtypes.choose(checkpoint, config, dtype, options, devices).updated(quantizer)
         model = on_meta(checkpoint, config, wanted, dtypes.main)
+        if wanted.distribution is not None:
+            if type(quantized) is not Quantization:
+                raise CheckpointError(
+                    checkpoint.path,
+                    "cannot load quantized weights with distributed_config=",
+                    expected="weights of floats",
+                )
+            model = wanted.distribution.apply(model)
         quantized.prepare(model, devices, lambda: Renames.of(model, mapping, quantizer))
         if wanted.converted is not None:
             names = Names.of_converted(model, checkpoint, wanted.converted)

@@ -50,12 +50,17 @@ def untie(names: Names, alike: Callable[[Checkpoint, Source, Source], bool]) -> 
             target,
             source,
         )
-        prefix, _, leaf = target.rpartition(".")
-        module = model.get_submodule(prefix)
-        old = getattr(module, leaf)
-        setattr(module, leaf, nn.Parameter(torch.empty_like(old), requires_grad=old.requires_grad))
+        give_own(model, target)
         del model.all_tied_weights_keys[target]
     return bool(different)
+
+
+def give_own(model: Any, name: str) -> None:
+    """Replace a parameter, which may be tied to another, by one of its own without values."""
+    prefix, _, leaf = name.rpartition(".")
+    module = model.get_submodule(prefix)
+    old = getattr(module, leaf)
+    setattr(module, leaf, nn.Parameter(torch.empty_like(old), requires_grad=old.requires_grad))
 
 
 def stored_alike(checkpoint: Checkpoint, a: Source, b: Source) -> bool:

@@ -245,7 +245,8 @@ def test_blocks_of_gguf(dtype: str | None, tmp_path: Path) -> None:
     """Rows of query heads in the file's order, and columns at blocks of 32."""
     needs.module("gguf")
     needs.module("transformers")
-    from gguf_files import small_model, tensors_of, write as write_gguf  # noqa: PLC0415
+    from gguf_files import small_model, tensors_of
+    from gguf_files import write as write_gguf
 
     model = small_model("llama")
     tensors = tensors_of(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import re
@@ -18,8 +17,6 @@ import streamload
 from streamload.checkpoint.open import Checkpoint, from_headers
 from streamload.core.dtypes import BY_CODE
 from streamload.core.tensors import TensorInfo, byte_ranges
-from streamload.distributed.tensor_split import split_tensors, styles_of
-from streamload.errors import PlanInfeasibleError
 from streamload.files.header import Header
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan

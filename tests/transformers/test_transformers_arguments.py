@@ -113,7 +113,17 @@ def test_budgets_and_devices_as_they_come(tmp_path: Path, given: dict[str, Any])
         ({"load_in_8bit": True}, 'write quant="int8"$'),
         ({"load_in_4bit": True}, 'write quant="nf4"$'),
         ({"pretrained_model_name_or_path": "x"}, "leave one of them out"),
-        ({"tp_plan": "auto"}, r"streamload\.distributed"),
+        (
+            {"tp_plan": "auto", "tp_size": 2},
+            r"write distributed_config=DistributedConfig\(tp_plan='auto', tp_size=2\)$",
+        ),
+        ({"distributed_config": {}, "quant": "nf4"}, "cannot use quant= with distributed_config="),
+        ({"distributed_config": {}, "device": "cpu"}, "cannot use device= with distributed"),
+        ({"distributed_config": {}, "offload": True}, "cannot use offload= with distributed"),
+        (
+            {"distributed_config": transformers.DistributedConfig(pp_size=2)},
+            'write split="layers" or a mesh such as "2x4" of streamload.distributed',
+        ),
         ({"state_dict": {}}, "the path of a checkpoint"),
         (
             {"device_map": {"model": 0, "lm_head": "cpu"}},

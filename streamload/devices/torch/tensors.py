@@ -247,15 +247,36 @@ def _why_no_block(tensor: Any) -> str:
         # FSDP over tensor parallelism: it cuts the shards of later axes of the mesh again
         factor = getattr(placement, "split_factor", None)
         later = (n for n, p in enumerate(placements) if n > at and p.is_shard(placement.dim))
-        if factor is not None and factor != math.prod(mesh.size(n) for n in later):
+        if factor is None or _parts(tensor) is not None:
+            continue
+        if factor != math.prod(mesh.size(n) for n in later):
             return f"its shards are not blocks ({placement})"
     return ""
+
+
+def _parts(tensor: Any) -> Block | None:
+    """Return this process's block of a DTensor of fused parts, each cut alike; None if it is not.
+
+    transformers cuts so the gates of experts, which are fused with their inputs.
+    """
+    cuts = [(at, p) for at, p in enumerate(tensor.placements) if not p.is_replicate()]
+    if len(cuts) != 1 or (parts := getattr(cuts[0][1], "split_factor", 1)) == 1:
+        return None
+    (at, placement), whole = cuts[0], tuple(tensor.shape)
+    axis = placement.dim % len(whole)
+    length, rest = divmod(whole[axis], parts * tensor.device_mesh.size(at))
+    first = [0] * len(whole)
+    first[axis] = tensor.device_mesh.get_coordinate()[at] * length
+    shape = (*whole[:axis], parts * length, *whole[axis + 1 :])
+    return None if rest else Block(whole, tuple(first), shape, parts)
 
 
 def _block(tensor: Any) -> Block | None:
     """Return this process's block of a DTensor; None for any other tensor."""
     if not _is_sharded(tensor):
         return None
+    if (block := _parts(tensor)) is not None:
+        return block
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as computed
 
     whole = tuple(tensor.shape)
