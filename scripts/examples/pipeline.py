@@ -12,6 +12,9 @@ mpirun it is the same, on several hosts with `-x MASTER_ADDR=HOST -x MASTER_PORT
 
 With --offload the budgets may be too small for the shares: each rank keeps what fits of its own,
 and streams the rest at every pass. What is computed is the same, bit for bit.
+
+It is a small example of what a part of a model needs, and no engine: it has no batches, no KV cache
+and no slices of tensors. transformers (`distributed_config=`) and vLLM run models over nodes.
 """
 
 from __future__ import annotations

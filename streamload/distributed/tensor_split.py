@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +32,8 @@ def styles_of(config: Mapping[str, Any]) -> dict[str, str]:
     found = find_spec("transformers")
     places = found.submodule_search_locations if found is not None else None
     outer, (_, kind) = str(config.get("model_type")), language_part(config)
-    folders = {name.replace("-", "_") for name in (outer, kind, kind.removesuffix("_text"))}
+    names = (name.replace("-", "_") for name in (outer, kind, kind.removesuffix("_text")))
+    folders = [name for name in dict.fromkeys(names) if name.isidentifier()]
     for folder in [Path(place, "models", name) for place in places or () for name in folders]:
         for file in sorted(folder.glob("configuration_*.py")):
             for node in ast.parse(file.read_text(encoding="utf-8")).body:
@@ -43,14 +45,13 @@ def styles_of(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _constants(node: ast.ClassDef) -> dict[str, Any]:
-    """Return the attributes of a class that are its type of model, and its plan."""
-    return {
-        target.id: ast.literal_eval(line.value)
-        for line in node.body
-        if isinstance(line, ast.Assign)
-        for target in line.targets
-        if isinstance(target, ast.Name) and target.id in ("model_type", _PLAN)
-    }
+    """Return the attributes of a class that are its type of model, and its plan, if literals."""
+    found = {}
+    for line in node.body:
+        if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
+            with suppress(ValueError):
+                found[line.targets[0].id] = ast.literal_eval(line.value)
+    return found
 
 
 @takes()

@@ -160,6 +160,8 @@ def test_help_fits_the_terminal(
         (["plan", "PATH", "--nodes", "a,a", "--budget", "3GB", "--dtype", "float16"], "a"),
         (["plan", "PATH", "--nodes", "3", "--budget", "3GB,4GB"], "2 budgets for 3 nodes"),
         (["plan", "PATH", "--nodes", "2", "--budget", "80%"], "80%"),
+        (["plan", "PATH", "--split", "tensor", "--budget", "1GB"], "--split needs --nodes"),
+        (["plan", "PATH", "--nodes", "2", "--budget", "1GB", "--split", "x"], "mesh such as 2x4"),
         (["plan", "PATH", "--nodes", "2", "--budget", "1GB", "--device", "CL"], "exclude"),
         (["plan", "PATH", "--budget", "1GB", "--device", "CL,,CPU"], "CL,,CPU"),
         (["load", "PATH", "--budget", "1GB,2GB"], "2 sizes for 0 devices"),
@@ -395,6 +397,18 @@ def test_llama_3_8b_over_nodes(tmp_path: Path) -> None:
     assert max(d.resident_nbytes for d in plan.devices) <= 1_310_000_000
     assert len(streamload.Plan.from_json(run(*common, 6, "--json")[0]).devices) == 6
     assert "6 devices or nodes of 3.00 GB" in refused(*common, 5, code=3)
+    heads = {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps(heads))
+    for split, layers in (("tensor", "embedding, layers 0 to 31, head"), ("2x4", "layers 16 to")):
+        lines = run(*common, 8, "--split", split)[0].splitlines()
+        assert len(lines) == 9 and layers in lines[8] and "2.01 GB  3.00 GB" in lines[8]
+    shares = json.loads(run(*common, 8, "--split", "2x4", "--json")[0])
+    down = shares["first_slices"]["model.layers.0.mlp.down_proj.weight"]
+    assert down == [[1, 0, 3584]] and shares["nodes"]["node5"]["part"] == 1
+    said = refused(*common, 16, "--split", "tensor", code=2)
+    assert "16 does not divide num_key_value_heads 8: sizes that divide: 2, 4, 8" in said
+    small = ("plan", path, "--nodes", 8, "--split", "tensor", "--budget", "1GB")
+    assert "does not fit on node0: needs 2.0" in refused(*small, code=3)
 
 
 # --- load -----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import needs
 import numpy as np
 import pytest
 
@@ -17,6 +18,7 @@ import streamload
 from streamload.checkpoint.open import Checkpoint, from_headers
 from streamload.core.dtypes import BY_CODE
 from streamload.core.tensors import TensorInfo, byte_ranges
+from streamload.distributed.tensor_split import styles_of
 from streamload.files.header import Header
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
@@ -224,3 +226,55 @@ def test_each_byte_is_on_one_rank_of_a_group(seed: int) -> None:
             cut = {name for name in checkpoint.tensors if not whole.search(name)}
             assert plan.first_slices.keys() == cut
         check_coverage(plan, checkpoint, mesh, model.head)
+
+
+def test_rules_are_those_of_transformers() -> None:
+    """Its plan is read from its source, of the language model in a model of several parts."""
+    transformers = needs.module("transformers")
+    for model_type, name in {
+        "llama": "LlamaConfig",
+        "qwen3_moe": "Qwen3MoeConfig",
+        "deepseek_v3": "DeepseekV3Config",
+        "phi3": "Phi3Config",
+    }.items():
+        plan = getattr(transformers, name).base_model_tp_plan
+        assert plan and styles_of({"model_type": model_type}) == plan
+    inside = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}
+    assert styles_of(inside) == transformers.Gemma3TextConfig.base_model_tp_plan
+    assert styles_of({"model_type": "gpt2"}) == styles_of({"model_type": "../x"}) == {}
+    assert styles_of({}) == {}
+
+
+def test_what_transformers_leaves_whole_stays_whole() -> None:
+    """Its plan decides if names are its own; else those of the family do."""
+    shapes = {f"model.layers.0.self_attn.{x}_proj.weight": (8, 8) for x in "qkvo"}
+    shapes |= {"model.layers.0.mlp.up_proj.weight": (16, 8)}
+    config = {"model_type": "x", "num_attention_heads": 4}
+    checkpoint = checkpoint_of(shapes, config)
+    plan = made(checkpoint, [10**6] * 2, Mesh(1, 2, {"layers.*.mlp.up_proj": "colwise"}))
+    assert list(plan.first_slices) == ["model.layers.0.mlp.up_proj.weight"]
+    plan = made(checkpoint, [10**6] * 2, Mesh(1, 2, {"blocks.*.up": "colwise"}))
+    assert plan.first_slices.keys() == shapes.keys()
+
+
+def test_replicas_and_digest() -> None:
+    """Whole parameters are replicas in their group; the digest covers slices and parts."""
+    checkpoint = Model("llama", 8, 4, 4, 32, 16, 2).checkpoint()
+    plan = made(checkpoint, [10**6] * 4, Mesh(2, 2))
+    (first, names), (second, others) = plan.replicas()
+    assert (first, second) == ((0, 1), (2, 3))
+    assert names == ["model.layers.0.self_attn.q_norm.weight"]
+    assert others == ["model.layers.1.self_attn.q_norm.weight"]
+    meshes = (Mesh(2, 2), Mesh(1, 4), Mesh(4, 1), Mesh(2, 2, {"layers.*.mlp.up_proj": "colwise"}))
+    assert len({made(checkpoint, [10**6] * 4, mesh).digest for mesh in meshes}) == 4
+
+
+def test_fused_matrices_are_cut_each() -> None:
+    """Queries, keys and values, and gates and inputs: a slice of each, joined."""
+    checkpoint = Model("fused", 8, 4, 4, 32, 16, 1).checkpoint()
+    plan = made(checkpoint, [10**6] * 2, Mesh(1, 2))
+    slices = plan.slices(plan.shares[1])
+    at = "model.layers.0."
+    assert slices[f"{at}self_attn.qkv_proj.weight"] == ((0, 16, 32), (0, 40, 48), (0, 56, 64))
+    assert slices[f"{at}mlp.gate_up_proj.weight"] == ((0, 16, 32), (0, 48, 64))
+    assert slices[f"{at}mlp.down_proj.weight"] == ((1, 16, 32),)
