@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from streamload.checkpoint.open import Checkpoint
-from streamload.codecs.weights import QuantizedWeight
 from streamload.core.model_config import integer, language_part
 from streamload.core.tensors import Block, TensorInfo
 from streamload.planning.families import Side, general, is_conv1d, is_styled, side_of
@@ -133,19 +132,12 @@ def _first(shape: tuple[int, ...], one: Slice) -> tuple[int, ...]:
 
 
 class _Axis(NamedTuple):
-    """The axis of a tensor that is cut.
+    """The axis of a tensor that is cut."""
 
-    Attributes:
-        place: its index, counted from the last: -1.
-        length: its length in the file.
-        numel: its elements: more than ``length`` if the file packs several, or has their scales.
-        unit: elements that stay together: those of a block with one scale.
-    """
-
-    place: int
-    length: int
-    numel: int
-    unit: int
+    place: int  # counted from the last: -1
+    length: int  # in the file
+    numel: int  # elements of the weight, of which a quantized tensor may have fewer
+    unit: int  # elements that stay together: of a block with one scale
 
 
 @dataclass(slots=True)
@@ -163,7 +155,7 @@ class _Cutter:
         info = self.checkpoint.tensors[p.source[0].tensor]
         name = general(info.name)
         side = self.sides[name]
-        axis = self._axis(name, info, side) if side is not None else None
+        axis = self._axis(name, info, side.of) if side is not None else None
         if side is None or axis is None:
             return ()
         if p.shape[-len(info.shape) :] != info.shape:
@@ -182,39 +174,23 @@ class _Cutter:
                 self.refused[f"{name} is stored transposed, or in blocks that cross rows"] = None
         return tuple(out)
 
-    def _axis(self, name: str, info: TensorInfo, side: Side) -> _Axis | None:
+    def _axis(self, name: str, info: TensorInfo, of: str) -> _Axis | None:
         """Return the axis that is cut; None if the tensor stays whole."""
-        is_out = side.of == "out"
         shape, group = info.shape, self.checkpoint.members.get(info.name)
-        if len(shape) == 1 and is_out and group is None:
-            return _Axis(-1, shape[0], shape[0], 1)
-        if group is not None:
-            return self._axis_of_member(name, info, group, is_out)
-        if len(shape) < 2:
-            return None
-        index = -2 if is_out != is_conv1d(self.checkpoint.config, info.name) else -1
-        return _Axis(index, shape[index], shape[index], info.dtype.unit if index == -1 else 1)
-
-    def _axis_of_member(
-        self, name: str, info: TensorInfo, group: QuantizedWeight, is_out: bool
-    ) -> _Axis | None:
-        """Return the axis of a tensor of a quantized weight: values, or their scales."""
-        shape, whole = info.shape, group.shape or ()
+        whole = shape if group is None else group.shape or ()
+        block = (info.dtype.unit,) if group is None else group.block
         if info.numel == 1:
             return None
-        is_bias_like = len(shape) == 1 and len(whole) == 2 and shape[0] == whole[0]
-        if group.is_transposed or len(whole) != 2 or not (len(shape) == 2 or is_bias_like):
-            self.refused[
-                f"{name} is a tensor of {group.kind} that cannot be cut: dtype= dequantizes it"
-            ] = None
-            return None
-        index = -2 if is_out else -1
-        if is_bias_like:
-            return _Axis(-1, shape[0], whole[0], 1) if is_out else None
-        if shape[index] == 1:
-            return None
-        block = group.block[index] if len(group.block) >= -index else 1
-        return _Axis(index, shape[index], whole[index], block if block < whole[index] else 1)
+        if group is not None:
+            is_known = len(whole) == 2 and not group.is_transposed
+            if not is_known or len(shape) > 2 or (len(shape) == 1 and shape[0] != whole[0]):
+                self.refused[f"{name} is a tensor of {group.kind}: dtype= dequantizes it"] = None
+                return None
+        if len(shape) < 2:  # a bias, or a scale for each output
+            return _Axis(-1, shape[0], shape[0], 1) if of == "out" else None
+        place = -1 if (of == "in") != is_conv1d(self.checkpoint.config, info.name) else -2
+        unit = block[place] if len(block) >= -place and block[place] < whole[place] else 1
+        return _Axis(place, shape[place], whole[place], unit) if shape[place] > 1 else None
 
     def _pieces(self, name: str, axis: _Axis, side: Side) -> Iterator[tuple[int, int, str]]:
         """Yield (elements, parts that stay whole, their name) of each matrix along an axis."""

@@ -38,6 +38,7 @@ _WITHOUT_EFFECT = (
 #: Arguments that are refused, and why; None, False and "" count as not given.
 _INSTEAD: Mapping[str, str] = {
     "cache_dir": "set HF_HUB_CACHE in the environment, or give the folder of the snapshot",
+    "device_mesh": "a DistributedConfig has sizes, and transformers makes the mesh of them",
     "distributed_config": "streamload.distributed.load_state_dict shares a model over ranks",
     "force_download": "whole files of the cache are right: remove them by `hf cache rm`",
     "from_flax": "files of Flax are not read: leave it out where there are others",
@@ -49,8 +50,8 @@ _INSTEAD: Mapping[str, str] = {
     "state_dict": "give the path of a checkpoint",
     "use_kernels": "load, and then call model.set_use_kernels(True)",
 }
-#: Arguments that a ``DistributedConfig`` has in transformers 5.
-_OF_A_MESH = ("tp_plan", "tp_size", "device_mesh")
+#: Arguments that belong into a ``DistributedConfig``.
+_OF_A_MESH = ("tp_plan", "tp_size")
 #: Arguments for bitsandbytes' formats, and the argument to write in place of each.
 _QUANTIZING = {"load_in_8bit": 'quant="int8"', "load_in_4bit": 'quant="nf4"'}
 #: Indexes and files that torch.save wrote, by name; then the same with a variant in the name.
@@ -99,12 +100,10 @@ def translated(
     out = {name: rest.pop(name) for name in list(rest) if name in known}
     tensors = {n: value for n in _OF_A_MESH if _is_given(value := rest.pop(n, None))}
     if tensors:
-        first, mesh = next(iter(tensors)), tensors.pop("device_mesh", None)
-        tensors |= {"tp_size": mesh.size()} if mesh is not None and not tensors else {}
         arguments = ", ".join(f"{name}={value!r}" for name, value in tensors.items())
         write = f"write distributed_config=DistributedConfig({arguments})"
         shares = _INSTEAD["distributed_config"]
-        raise _unknown(first, write if "distributed_config" in known else shares)
+        raise _unknown(next(iter(tensors)), write if "distributed_config" in known else shares)
     for name, instead in _INSTEAD.items():
         if name not in known and _is_given(rest.pop(name, None)):
             raise _unknown(name, instead)
