@@ -9,13 +9,13 @@ import shutil
 import time
 from collections.abc import Iterator
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from cluster_parts.hosts import Cluster, NoClusterError
 from cluster_parts.running import Running
 from make_checkpoint import PRESETS
 
-from bench_parts.section import NotHereError, Options, Section, checkpoint
+from bench_parts.section import NotHereError, Options, Section, checkpoint, forget
 from streamload.bench.processes import call, command
 from streamload.core.memory import available_host_nbytes
 from streamload.core.units import format_bytes
@@ -38,10 +38,28 @@ EXCHANGE = "exchange alone"
 LAUNCHERS = {"torch": "env", "mpi": "mpirun"}
 
 # the headline: Llama-3-8B in full
-BUDGET_NBYTES = 3_000_000_000
-BASE_NBYTES = 500_000_000  # interpreter, torch or tinygrad, LLVM, and windows of mapped files
-RANKS = 6
 PRESET_NBYTES = 16_060_522_496
+
+
+class Headline(NamedTuple):
+    """How a model is split that is larger than any of the boxes."""
+
+    split: str
+    launcher: str
+    ranks: int
+    budget: int  # of a rank
+    # of a rank: with the interpreter, torch or tinygrad, LLVM, and windows of mapped files
+    box_nbytes: int
+
+
+#: Layers are cast; slices are read as they are, by ranks of MPI.
+HEADLINES = (
+    Headline("layers", "env", 6, 3_000_000_000, 3_500_000_000),
+    Headline("2x4", "mpirun", 8, 2_200_000_000, 2_500_000_000),
+    Headline("tensor", "mpirun", 8, 2_200_000_000, 2_500_000_000),
+)
+#: Ranks of transformers' tensor parallelism, each with its budget and a model of so many bytes.
+SHARDS = (4, 1_000_000_000, 2_200_095_744)
 
 
 def nodes(options: Options) -> Section:
@@ -60,15 +78,17 @@ def nodes(options: Options) -> Section:
         raise NotHereError(str(error)) from error
     _engines(options, section)
     _links(options, section)
-    _headline(options, section)
+    for headline in HEADLINES:
+        _headline(options, section, headline)
+    _shards(options, section)
     return section
 
 
 def _run(
-    hosts: Cluster, launcher: str, timeout_s: float = 600.0, **asked: Any
+    hosts: Cluster, launcher: str, timeout_s: float = 600.0, jobs: str = "nodes_jobs", **asked: Any
 ) -> list[dict[str, Any]]:
-    """Run a job of `bench_parts.nodes_jobs` on all hosts; what each rank said."""
-    job = call("bench_parts.nodes_jobs:rank", begun=time.time(), **asked)
+    """Run a job of ``bench_parts.nodes_jobs``, or others, on all hosts; what each rank said."""
+    job = call(f"bench_parts.{jobs}:rank", begun=time.time(), **asked)
     ended = Running(hosts, launcher, command(job, at_once=True)).wait(timeout_s)
     said: list[dict[str, Any]] = []
     for one in ended:
@@ -153,27 +173,30 @@ def _links(options: Options, section: Section) -> None:
                 section.target(what, seconds / least_s, at_most=MOST_OVER_LINK)
 
 
-def _headline(options: Options, section: Section) -> None:
-    """Llama-3-8B over ranks whose boxes are smaller than a fifth of it."""
+def _headline(options: Options, section: Section, asked: Headline) -> None:
+    """Llama-3-8B over ranks whose boxes are smaller than a fourth of it."""
+    split, launcher, ranks, budget, limit = asked
+    is_cast = split == "layers"
     room, memory = shutil.disk_usage(options.work).free, available_host_nbytes()
-    if room < PRESET_NBYTES + 2**30 or memory < PRESET_NBYTES + RANKS * BASE_NBYTES:
+    if room < PRESET_NBYTES + 2**30 or memory < PRESET_NBYTES + ranks * (limit - budget):
         section.note += (
-            f"; no Llama-3-8B here: {format_bytes(room)} of disk and {format_bytes(memory)} free"
+            f"; no Llama-3-8B by {split} here: {format_bytes(room)} of disk and "
+            f"{format_bytes(memory)} free"
         )
         return
-    limit = BUDGET_NBYTES + BASE_NBYTES
     with checkpoint(options, PRESET_NBYTES, PRESETS["llama-3-8b"], shards=4) as path:
-        options.say(f"nodes: Llama-3-8B, {RANKS} hosts of {format_bytes(limit)}")
-        with Cluster(RANKS, memory_nbytes=limit) as hosts:
+        options.say(f"nodes: Llama-3-8B by {split}, {ranks} hosts of {format_bytes(limit)}")
+        with Cluster(ranks, memory_nbytes=limit) as hosts:
             said = _run(
                 hosts,
-                "env",
+                launcher,
                 3600.0,
                 way="layers",
                 path=str(path),
-                budget=BUDGET_NBYTES,
-                device="CL" if "CL" in options.devices else "host",
-                dtype="float16",
+                budget=budget,
+                device="CL" if "CL" in options.devices and is_cast else "host",
+                dtype="float16" if is_cast else "checkpoint",
+                split=split,
                 timeout=300.0,
             )
             boxes = [host.box for host in hosts.hosts if host.box is not None]
@@ -181,23 +204,53 @@ def _headline(options: Options, section: Section) -> None:
             killed = sum(box.oom_killed for box in boxes)
     section.rows.append(
         {
-            "what": f"Llama-3-8B, budgets of {format_bytes(BUDGET_NBYTES)}, boxes of "
+            "what": f"Llama-3-8B by {split}, budgets of {format_bytes(budget)}, boxes of "
             f"{format_bytes(limit)}",
-            "hosts": RANKS,
+            "hosts": ranks,
             "seconds": round(max(one["seconds"] for one in said), 1),
             "served": round(sum(one["read_nbytes"] for one in said) / PRESET_NBYTES, 3),
             "memory of a rank": f"box at most {format_bytes(max(peaks))}",
         }
     )
-    section.rows.append(
-        {
-            "what": "computed: as many layers on each, embedding and head on all",
-            "hosts": RANKS,
-            "memory of a rank": f"{format_bytes(_by_count(RANKS))} of weights",
-        }
-    )
-    section.target("ranks killed for memory", killed, at_most=0)
-    section.target("ranks that loaded", len(said), at_least=RANKS)
+    if is_cast:
+        section.rows.append(
+            {
+                "what": "computed: as many layers on each, embedding and head on all",
+                "hosts": ranks,
+                "memory of a rank": f"{format_bytes(_by_count(ranks))} of weights",
+            }
+        )
+    section.target(f"ranks killed for memory, by {split}", killed, at_most=0)
+    section.target(f"ranks that loaded, by {split}", len(said), at_least=ranks)
+
+
+def _shards(options: Options, section: Section) -> None:
+    """transformers' tensor parallelism: its own load, torch's, and streamload's."""
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
+        return
+    from bench_parts.shards_jobs import WAYS  # they import torch
+
+    ranks, budget, nbytes = SHARDS
+    with checkpoint(options, nbytes, PRESETS["tinyllama-1.1b"]) as path:
+        for way in WAYS:
+            options.say(f"nodes: shards of {ranks} ranks by {way}")
+            forget(path)
+            with Cluster(ranks) as hosts:
+                asked: dict[str, Any] = {"way": way, "path": str(path), "budget": budget}
+                said = _run(hosts, "env", jobs="shards_jobs", **asked)
+            most = {name: max(one[name] for one in said) for name in said[0]}
+            disk, called = (sum(o[n] for o in said) for n in ("disk_nbytes", "called_nbytes"))
+            section.rows.append(
+                {
+                    "what": f"TinyLlama's shards by {way}, files not cached",
+                    "hosts": ranks,
+                    "seconds": round(most["seconds"], 1),
+                    "memory of a rank": f"{format_bytes(most['grown_nbytes'])} for "
+                    f"{format_bytes(most['weights_nbytes'])} of weights",
+                    "read": f"{format_bytes(called)} by calls, {format_bytes(disk)} of the disk",
+                }
+            )
+            section.raw.append({"what": f"shards by {way}", "ranks": said})
 
 
 def _by_count(ranks: int) -> int:
