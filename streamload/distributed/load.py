@@ -162,7 +162,8 @@ def load_state_dict(
             longer either: under "replicate", to read a block of 4 MiB.
         budget: most bytes on this rank's device; each rank may have another. Ranks on one host
             divide its staging memory (8 MiB at least), and its free memory unless a budget is
-            given. The blocks of "replicate" take 8 to 32 MiB more of the host for each rank, or are
+            given. Blocks that ranks exchange (under "replicate", and for slices of files behind a
+            URL or on a network filesystem) take 8 to 32 MiB more of the host for each rank, or are
             part of the staging if ``Budget(..., host=...)`` is given.
         dtype: as in `streamload.load_state_dict`; required if the ranks' devices would choose
             different dtypes.
