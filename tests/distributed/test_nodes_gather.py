@@ -20,6 +20,7 @@ from streamload.distributed.gather import (
     BLOCK_NBYTES,
     BLOCKS,
     CollectiveReader,
+    Lines,
     Ranges,
     held_nbytes,
     shared_ranges,
@@ -56,9 +57,16 @@ def gatherer(
     """All tensors are shared; this rank takes these."""
     shared = ranges_of(checkpoint)
     kinds = {header.path: "pread" for header in checkpoint.shards}
-    return CollectiveReader(
-        group, checkpoint, shared, shared if mine is None else mine, kinds, BLOCK
-    )
+    own = lines_of(shared if mine is None else mine)
+    return CollectiveReader(group, checkpoint, shared, own, kinds, BLOCK)
+
+
+def lines_of(ranges: Mapping[Any, Ranges]) -> dict[Any, list[Lines]]:
+    """The same bytes, of which a rank needs all."""
+    return {
+        shard: [Lines(start, stop - start) for start, stop in each]
+        for shard, each in ranges.items()
+    }
 
 
 def take_all(
@@ -179,6 +187,17 @@ def test_what_is_not_whole_is_read_where_it_lies(tmp_path: Path) -> None:
     info = checkpoint.tensors["d"]
     found = shared_ranges(checkpoint, made.placements)
     assert found == {checkpoint.shards[0].path: [(info.start, info.stop)]}
+
+
+def test_bytes_of_lines() -> None:
+    """How many bytes of equidistant lines are before a place in the file: by counting."""
+    chance = random.Random(1)
+    for _ in range(200):
+        nbytes, lines = chance.randrange(1, 9), chance.randrange(1, 9)
+        one = Lines(chance.randrange(20), nbytes, lines, nbytes + chance.randrange(9))
+        taken = {one.start + line * one.pitch + at for line in range(lines) for at in range(nbytes)}
+        for at in range(200):
+            assert one.before(at) == sum(each < at for each in taken), (one, at)
 
 
 @pytest.mark.parametrize("wrong", [0, 2])
@@ -330,7 +349,9 @@ def test_what_is_beside_the_blocks_comes_from_the_file(tmp_path: Path) -> None:
 
     def body(group: ThreadGroup) -> Any:
         shared = ranges_of(checkpoint, names)
-        with CollectiveReader(group, checkpoint, shared, shared, {path: "pread"}, 8) as held:
+        with CollectiveReader(
+            group, checkpoint, shared, lines_of(shared), {path: "pread"}, 8
+        ) as held:
             with held.open(checkpoint.shards[0], "pread") as reader:
                 assert (reader.mapped, reader.has_file, reader.nbytes) == (False, False, len(data))
                 with reader.view(0, len(data)) as view:
