@@ -19,12 +19,14 @@ from cluster_parts.hosts import Cluster
 from cluster_parts.launchers import Program
 from cluster_parts.running import Running
 from distributed_rank import FAILED, asking, holds, told
-from make_checkpoint import make_checkpoint, shape_of_size
+from make_checkpoint import LlamaShape, make_checkpoint, shape_of_size
 from nodes_scenarios import Act, Aftermath, cluster, cut_link, lose_host, play, sigkill
 
 import streamload
 from streamload.core.dtypes import parse_dtype
 from streamload.distributed.gather import BLOCK_NBYTES, UNDER_WAY
+from streamload.distributed.tensor_split import split_tensors
+from streamload.planning.partition import Node
 
 ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
@@ -201,6 +203,42 @@ def test_storage_sends_the_model_once(
         for start, stop in ranges
     )
     assert served.nbytes == tensors_nbytes + 4 * HEAD_NBYTES + others
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["env", "mpirun"])
+@pytest.mark.parametrize("split", ["2x2", "tensor"])
+def test_slices_on_hosts_of_their_budget(
+    split: str, launcher: str, cgroup: Boxes, tmp_path: Path
+) -> None:
+    """Each rank reads its slices as planned, from files and from storage, which sends all once."""
+    need(launcher)
+    needs.module("httpx2")
+    path, budget = tmp_path / "model", 100_000_000
+    make_checkpoint(path, LlamaShape(1024, 1024, 4096, 8, 8, 4), shards=2, dtype="float16")
+    make_checkpoint(tmp_path / "small", LlamaShape(64, 64, 128, 2, 8, 4), dtype="float16")
+    nodes = [Node(f"node-{n}", budget) for n in range(4)]
+    planned = [
+        share.source_nbytes for share in split_tensors(path, nodes=nodes, split=split).shares
+    ]
+    tensors_nbytes, _ = files(path)
+    asked: dict[str, Any] = {"split": split, "budget": budget, "reference": str(path)}
+    asked["warm"] = str(tmp_path / "small")
+    with cluster(4, storage=path, memory_nbytes=budget + BASE_NBYTES) as hosts:
+        found = loaded(hosts, launcher, tmp_path / "out", path, reader="pread", **asked)
+        before = hosts.served().nbytes
+        there = loaded(hosts, launcher, tmp_path / "there", hosts.storage_url, **asked)
+        served = hosts.served().nbytes - before
+        boxes = [host.box for host in hosts.hosts]
+        assert [box is not None and box.oom_killed for box in boxes] == [False] * 4
+    assert [said["differ"] for said in (*found, *there)] == [[]] * 8
+    assert [said["read_nbytes"] for said in found] == planned
+    assert [said["resident_nbytes"] for said in (*found, *there)] == planned * 2
+    for said, nbytes in zip(found, planned, strict=True):
+        assert nbytes <= said["rchar"] <= nbytes + 8 * SAMPLED_NBYTES + BESIDE_NBYTES
+        assert said["grown_nbytes"] <= nbytes + KEPT_NBYTES
+    assert sum(node["read_nbytes"] for node in there[0]["nodes"]) == tensors_nbytes
+    assert served <= tensors_nbytes + 2 * HEAD_NBYTES + 2**16
 
 
 @pytest.mark.slow
