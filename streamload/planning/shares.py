@@ -19,8 +19,7 @@ from streamload.errors import NodeError, PlanInfeasibleError
 from streamload.planning.partition import Item, Node, Part, Unit, ordered, partition, units_of
 from streamload.planning.placement import Placement
 from streamload.planning.plan import Plan
-from streamload.planning.slices import Mesh, Slices, sliced, sliced_shape, slices_of
-from streamload.planning.slices import at as slices_at
+from streamload.planning.slices import Mesh, Slices, sliced, sliced_shape, slices_at, slices_of
 from streamload.planning.sources import Source
 
 

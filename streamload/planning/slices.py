@@ -89,7 +89,7 @@ def slices_of(
     return found
 
 
-def at(slices: Slices, index: int) -> Slices:
+def slices_at(slices: Slices, index: int) -> Slices:
     """Return the slices of another rank of the group, from those of the first."""
     return tuple(
         Slice(axis, *(edge + index * (stop - start) for edge in (start, stop)))
