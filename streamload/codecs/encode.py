@@ -14,6 +14,7 @@ import ctypes
 import math
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -293,32 +294,52 @@ class _UnitEncoder(Encoder):
         done = whole * unit
         by_oracle = target[whole * tensor.unit_nbytes :]
         rest = source[done * self._src.itemsize :]
-        return counts + self._by_oracle(rest, by_oracle, statistics[whole:], numel - done)
+        return counts + self._by_oracle(rest, by_oracle, statistics[whole:])
 
     def finish(self) -> dict[str, memoryview]:
         found = self._tensor.finished(self.statistics)
         return {name: as_bytes(array) for name, array in found.items()}
 
-    def _by_oracle(self, source: Array, out: Array, statistics: Array, numel: int) -> QuantCounts:
-        tensor, unit = self._tensor, self._tensor.unit_numel
-        itemsize = self._src.itemsize
-        step = max(_ORACLE_NUMEL // unit, 1) * unit
-        counts = QuantCounts()
-        whole = numel - numel % unit
-        # whole units at once, and a short one alone
-        for begin, end in pairwise(sorted({*range(0, whole, step), whole, numel})):
-            # copy: numpy and ml_dtypes are only right, or fast, on aligned elements
-            raw = source[begin * itemsize : end * itemsize].copy()
-            x = raw.view(self._src.numpy).astype(np.float32)
-            clean, nan, inf = cleaned(x.reshape(-1, min(unit, end - begin)))
-            found = tensor.encoded(clean)
-            at = begin // unit
-            codes = found.codes.reshape(-1).view(np.uint8)
-            out[at * tensor.unit_nbytes :][: codes.size] = codes
+    def _by_oracle(self, source: Array, out: Array, statistics: Array) -> QuantCounts:
+        tensor = self._tensor
+
+        def encoded(x: Array, first: int) -> Encoded:
+            found = tensor.encoded(x)
             if tensor.has_statistics:
-                statistics[at : at + clean.shape[0]] = found.statistics
-            counts += _counted(clean, found, nan, inf)
-        return counts
+                statistics[first : first + len(x)] = found.statistics
+            return found
+
+        return encode_units(tensor, self._src, source, out, encoded)
+
+
+def encode_units(
+    tensor: Quantized,
+    src: DType,
+    source: Array,
+    out: Array,
+    encoded: Callable[[Array, int], Encoded],
+) -> QuantCounts:
+    """Quantize the elements of ``source`` in numpy to codes in ``out``, some units at a time.
+
+    ``encoded`` returns what finite float32 units become, one a row, given the index of the first.
+    """
+    unit, itemsize = tensor.unit_numel, src.itemsize
+    numel = source.size // itemsize
+    step = max(_ORACLE_NUMEL // unit, 1) * unit
+    counts = QuantCounts()
+    whole = numel - numel % unit
+    # whole units at once, and a short one alone
+    for begin, end in pairwise(sorted({*range(0, whole, step), whole, numel})):
+        # copy: numpy and ml_dtypes are only right, or fast, on aligned elements
+        raw = source[begin * itemsize : end * itemsize].copy()
+        x = raw.view(src.numpy).astype(np.float32)
+        clean, nan, inf = cleaned(x.reshape(-1, min(unit, end - begin)))
+        with np.errstate(all="ignore"):
+            found = encoded(clean, begin // unit)
+        codes = found.codes.reshape(-1).view(np.uint8)
+        out[begin // unit * tensor.unit_nbytes :][: codes.size] = codes
+        counts += _counted(clean, found, nan, inf)
+    return counts
 
 
 def as_bytes(array: Any) -> memoryview:
@@ -339,17 +360,18 @@ def cleaned(x: Array) -> tuple[Array, int, int]:
 
 def _counted(x: Array, found: Encoded, nan: int, inf: int) -> QuantCounts:
     with np.errstate(all="ignore"):
-        errors = np.abs(x - found.decoded.reshape(x.shape))
-        errors[np.isnan(errors)] = np.inf
-        wide = errors.astype(np.float64)
-        squares = x.astype(np.float64)
-        return QuantCounts(
-            largest_error=float(errors.max()),
-            squared_error=float((wide * wide).sum()),
-            squared=float((squares * squares).sum()),
-            largest=float(np.abs(x).max()),
-            numel=x.size,
-            nan=nan,
-            inf=inf,
-            overflowed=found.overflowed,
-        )
+        errors = x - found.decoded.reshape(x.shape)
+        largest, squared_error = _measured(errors)
+    if math.isnan(largest):
+        largest = squared_error = math.inf
+    most, squared = _measured(x)
+    return QuantCounts(
+        *(largest, squared_error, squared, most),
+        *(x.size, nan, inf, found.overflowed),
+    )
+
+
+def _measured(x: Array) -> tuple[float, float]:
+    """Return the largest magnitude of float32 elements, and the float64 sum of their squares."""
+    wide = x.reshape(-1).astype(np.float64)
+    return float(max(x.max(), -x.min())), float(np.einsum("i,i->", wide, wide))

@@ -95,7 +95,7 @@ class _Q3K(Blocks):
             b.store(v.op("fmul", "float", wide, b.spread(scales, 16, 2 * part, 16)))
 
 
-def _six_bits(blocks: Array) -> tuple[Array, Array]:
+def six_bits(blocks: Array) -> tuple[Array, Array]:
     """Unpack the 8 scales and 8 minima of Q4_K and Q5_K, 6 bits each, from bytes 4 to 15."""
     a, b, c = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     return (
@@ -105,7 +105,7 @@ def _six_bits(blocks: Array) -> tuple[Array, Array]:
 
 
 def _six_bits_ir(b: BlockWriter) -> tuple[str, str]:
-    """Write IR of the scales and minima of `_six_bits` as float32, times the block's two scales."""
+    """Write IR of the scales and minima of `six_bits` as float32, times the block's two scales."""
     four, eight = b.of(4), b.of(8)
     first, second = b.load(4, 4), b.load(8, 4)
     found = []
@@ -127,7 +127,7 @@ class _Q4K(Blocks):
         self._codes = 48 if fifth else 16
 
     def decoded(self, blocks: Array) -> Array:
-        scales, minima = _six_bits(blocks)
+        scales, minima = six_bits(blocks)
         codes = _at_places(blocks[:, self._codes :], 4, 32)
         if self._fifth:
             codes |= _at_places(blocks[:, 16:48], 1, 32) << 4
