@@ -27,8 +27,8 @@ QuantOption = Annotated[
     list[str] | None,
     flags.option(
         "FORMAT",
-        "Quantize the weights of layers: nf4, fp4, int8, bitsandbytes-int8, q8_0, q4_0, or "
-        "PATTERN=FORMAT (or =none) by tensor name; repeatable.",
+        "Quantize the weights of layers: nf4, fp4, int8, bitsandbytes-int8, q8_0, q6_k, q4_0, q4_k_m "
+        "of GGUF, or PATTERN=FORMAT (or =none) by tensor name; repeatable.",
     ),
 ]
 QuantizedOption = Annotated[
@@ -221,6 +221,13 @@ def convert(
         ),
     ] = None,
     adapter: flags.AdapterOption = None,
+    imatrix: Annotated[
+        str | None,
+        flags.option(
+            "FILE",
+            "An importance matrix of llama.cpp, by which the K-quants of GGUF are weighted.",
+        ),
+    ] = None,
     resume: Annotated[
         bool, flags.switch("--resume", "Continue a conversion that was left unfinished there.")
     ] = False,
@@ -264,6 +271,7 @@ def convert(
         exclude=exclude or (),
         rename=flags.read_renames(rename),
         adapters=flags.read_adapters(adapter),
+        imatrix=imatrix,
         resume=resume,
         overwrite=overwrite,
         verify=verify,

@@ -24,7 +24,7 @@ import numpy as np
 from streamload.codecs.encode_kernels import Recipe, Tally, compile_kernel
 from streamload.codecs.llvm import Engine, Kernel, kernel_for
 from streamload.codecs.parts import Array, Part, QuantCounts, check_source
-from streamload.core.dtypes import BY_CODE, PACKED, DType
+from streamload.core.dtypes import BY_CODE, F32, F64, PACKED, DType
 from streamload.errors import UnsupportedCastError
 
 if TYPE_CHECKING:
@@ -158,6 +158,13 @@ class Quantized(ABC):
     def constants(self, offset: float = 0.0) -> dict[str, Array]:
         """Return arrays by suffix of the parts that use no statistic but their mean, ``offset``."""
         return {}
+
+    def weighted(self, importance: Array) -> Quantized:
+        """Return this tensor with a weight for each column; itself if the format takes none.
+
+        ``importance`` is float32, a row for each matrix of the tensor.
+        """
+        return self
 
     def codes_nbytes(self, numel: int) -> int:
         """Return the bytes of the codes of ``numel`` elements, which begin at a unit's start."""
@@ -340,6 +347,32 @@ def encode_units(
         out[begin // unit * tensor.unit_nbytes :][: codes.size] = codes
         counts += _counted(clean, found, nan, inf)
     return counts
+
+
+def encoder_for(tensor: Quantized, src: DType, engine: Engine = "auto") -> Encoder:
+    """Return an encoder of a tensor from dtype ``src``; float64 is rounded to float32 first."""
+    return _Rounded(tensor, engine) if src is F64 else tensor.encoder(src, engine)
+
+
+class _Rounded(Encoder):
+    """Rounds float64 elements to the nearest float32, and encodes these."""
+
+    def __init__(self, tensor: Quantized, engine: Engine) -> None:
+        self._tensor, self._encoder = tensor, tensor.encoder(F32, engine)
+
+    def encode(self, data: memoryview, out: memoryview, first: int) -> QuantCounts:
+        unit = self._tensor.unit_numel
+        x, at, counts = np.frombuffer(data, F64.numpy), 0, QuantCounts()
+        for some in np.split(x, range(step := max(_ORACLE_NUMEL // unit, 1) * unit, x.size, step)):
+            with np.errstate(over="ignore"):
+                rounded = as_bytes(some.astype(np.float32))
+            end = at + self._tensor.codes_nbytes(some.size)
+            counts += self._encoder.encode(rounded, out[at:end], first)
+            first, at = first + some.size, end
+        return counts
+
+    def finish(self) -> dict[str, memoryview]:
+        return self._encoder.finish()
 
 
 def as_bytes(array: Any) -> memoryview:

@@ -150,6 +150,7 @@ def convert(
     exclude: Patterns = (),
     rename: Rename | None = None,
     adapters: AdaptersArgument | None = None,
+    imatrix: str | os.PathLike[str] | None = None,
     resume: bool = False,
     overwrite: bool = False,
     verify: bool = False,
@@ -206,6 +207,8 @@ def convert(
         adapters: LoRA adapters as in `load_state_dict`, merged in order, before any cast or
             quantization; also with whole tensors (modules_to_save, biases, embeddings) of the
             checkpoint's shapes, which take the dtypes of those that they replace.
+        imatrix: an importance matrix of llama.cpp (GGUF, or the older .dat), by which K-quants of
+            ``to="gguf"`` are weighted.
         resume: continue an unfinished call with the same source and options; start a new one if
             there is none; do nothing if it is finished.
         overwrite: replace a finished checkpoint as above, or restart an unfinished conversion.
@@ -236,6 +239,7 @@ def convert(
         max_shard_size=max_shard_size,
         nodes=nodes,
     )
+    options = options.weighted(imatrix)
     options = replace(options, selection=Selection.parse(select, exclude), rename=rename)
     checkpoint = opened(source)
     names = asked(checkpoint, options.policy, blocks=not options.writer.takes_blocks)

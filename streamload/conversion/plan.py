@@ -34,6 +34,7 @@ from streamload.conversion.companions import (
     followed_config,
     main_dtype,
 )
+from streamload.conversion.disk import file_digest
 from streamload.conversion.openable import Judging, Verdict, asked_of_models
 from streamload.conversion.quantize import all_entries, described, kept_back, wanted_of
 from streamload.conversion.rename import check_rename, rules_of
@@ -44,6 +45,7 @@ from streamload.core.units import format_bytes, format_table, parse_bytes, round
 from streamload.errors import CheckpointError, UnsupportedCastError, printed
 from streamload.files.header import SAFETENSORS, is_text
 from streamload.files.local import ResolvedKind
+from streamload.formats.imatrix import Importance, read_imatrix
 from streamload.formats.safetensors import parse_header
 from streamload.formats.writer import (
     FormatWriter,
@@ -96,6 +98,8 @@ class ConvertOptions:
     runtime: str | None = None  # one of `RUNTIMES`
     notes: tuple[str, ...] = ()  # sentences for users
     adapters: tuple[Sequence[str | float], ...] = ()  # path, scale and digest of each
+    imatrix: Mapping[str, Importance] | None = None
+    imatrix_digest: str = ""
     # weights that modules of transformers can hold quantized; None if that was not asked
     verdict: Verdict | None = None
 
@@ -139,6 +143,18 @@ class ConvertOptions:
             notes=tuple(notes),
         )
 
+    def weighted(self, imatrix: str | os.PathLike[str] | None) -> Self:
+        """Return these options with an importance matrix; raises CheckpointError or ValueError."""
+        if imatrix is None:
+            return self
+        formats = self.writer.weighted
+        if not any(format in formats for _, format in self.quant.rules):
+            of = [f'to="{w.name}"' for w in writers().values() if w.weighted]
+            known = " or ".join(formats) or f"those of {' or '.join(of)}"
+            raise ValueError(f"imatrix weighs quant {known} alone")
+        path = Path(imatrix)
+        return replace(self, imatrix=read_imatrix(path), imatrix_digest=file_digest(path))
+
     def asked_of_models(
         self, checkpoint: Checkpoint, judging: Judging, noted: Mapping[str, Any]
     ) -> Self:
@@ -169,6 +185,7 @@ class ConvertOptions:
             "to": self.writer.name if self.writer.name != SAFETENSORS else "",
             "for": self.runtime,
             "adapters": [list(each) for each in self.adapters],
+            "imatrix": self.imatrix_digest,
         }
         return {
             **{key: value for key, value in optional.items() if value},
@@ -374,6 +391,7 @@ def plan_conversion(
         {name: partial(content_of, file) for name, file in beside.items()},
         next((dtype for pattern, dtype in options.policy.rules if pattern == "*"), None),
         next((format for pattern, format in options.quant.rules if pattern == "*"), None),
+        options.imatrix,
     )
     writer = options.writer(model)
     lists = all_entries(writer.tensors(), options.quant)

@@ -64,7 +64,8 @@ def wanted_of(
             shape = source.shape or shape
             if source.transpose is not None:
                 made = Joined.of(info, source.transpose)
-        turns = format is not None and ALL_SCHEMES[format].transposes_conv1d and len(shape) == 2
+        scheme = ALL_SCHEMES.get(format or "")  # a writer's own format may be none
+        turns = scheme is not None and scheme.transposes_conv1d and len(shape) == 2
         if turns and is_conv1d(chosen.config, info.name):
             made = (made or Joined.of(info)).transposed(*shape)
             shape = shape[::-1]
@@ -116,7 +117,10 @@ def entries_of(wanted: Target) -> list[OutTensor]:
         return [OutTensor(wanted.name, info, wanted.dtype, wanted.shape, None, made)]
     src = info.dtype if made is None else made.src
     return [
-        OutTensor(part.name(wanted.name), info, part.dtype, part.shape, coding, made)
+        OutTensor(
+            *(part.name(wanted.name), info, part.dtype, part.shape, coding, made),
+            importance=wanted.importance,
+        )
         for part, coding in codings_of(info, wanted.shape, src, wanted.quant)
     ]
 

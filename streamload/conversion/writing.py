@@ -199,7 +199,9 @@ class Writer:
         out = tensor.out
         nbytes = self._way.block_nbytes if out.turn is None else self._way.turned_nbytes
         if out.coding is not None:
-            tensor.encoder, tensor.errors = encoder_of(out.coding, out.src), QuantCounts()
+            weights = None if out.importance is None else out.importance.read()
+            tensor.encoder = encoder_of(out.coding, out.src, weights)
+            tensor.errors = QuantCounts()
         if out.turn is not None and out.coding is not None:
             step = most_codes(out, out.coding, nbytes)  # a block is read at once
         else:

@@ -32,6 +32,7 @@ from streamload.core.tensors import Coding, RowTranspose, TensorInfo
 from streamload.core.units import round_up
 from streamload.errors import CheckpointError
 from streamload.files.header import SAFETENSORS, Stored
+from streamload.formats.imatrix import Importance
 from streamload.formats.reader import import_all
 
 _T = TypeVar("_T")
@@ -156,6 +157,7 @@ class Target:
         quant: scheme to quantize to; None for none.
         made: the source elements, joined or permuted; None for ``info`` in the order of its file.
         stored: how ``info`` stores blocks that are copied as they are; ``shape`` counts bytes then.
+        importance: the weights of columns by which it is quantized; None for equal weights.
     """
 
     name: str
@@ -165,6 +167,7 @@ class Target:
     quant: str | None = None
     made: Joined | None = None
     stored: Stored | None = None
+    importance: Importance | None = None
 
     @property
     def source(self) -> Joined:
@@ -184,6 +187,7 @@ class OutTensor(NamedTuple):
         dtype: dtype of the elements; for quantized values the scheme's.
         coding: how the part is computed from the weight; None if not quantized.
         made: see `Target`.
+        importance: see `Target`.
         start: first byte, counted from the start of the file; 0 before it is `placed`.
     """
 
@@ -194,6 +198,7 @@ class OutTensor(NamedTuple):
     coding: Coding | None = None
     made: Joined | None = None
     start: int = 0
+    importance: Importance | None = None
 
     @property
     def nbytes(self) -> int:
@@ -327,6 +332,7 @@ class Model:
         companions: functions that return the bytes of the source's other files, by name.
         dtype: the dtype requested for all tensors; None without one, or with several by pattern.
         quant: the scheme requested for the pattern "*", or None.
+        imatrix: the importance of matrices by GGUF's names; None if none is given.
     """
 
     path: Location
@@ -336,6 +342,7 @@ class Model:
     companions: Mapping[str, Callable[[], bytes]]
     dtype: DType | None = None
     quant: str | None = None
+    imatrix: Mapping[str, Importance] | None = None
 
     @cached_property
     def family(self) -> str:
@@ -409,6 +416,7 @@ class FormatWriter(ABC):
         copied: names of the files that are copied if ``keeps_companions`` is false.
         wants_sums: whether `documents` needs the md5 sums of the files.
         takes_blocks: whether blocks of GGUF files are copied unchanged if no dtype is requested.
+        weighted: schemes that an importance matrix changes.
     """
 
     name: str
@@ -418,6 +426,7 @@ class FormatWriter(ABC):
     copied: tuple[str, ...] = ()
     wants_sums: bool = False
     takes_blocks: bool = False
+    weighted: tuple[str, ...] = ()
 
     def __init__(self, model: Model) -> None:
         self.model = model

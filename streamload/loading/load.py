@@ -55,7 +55,7 @@ from streamload.planning.dequantize import (
 from streamload.planning.match import Match, wants_of
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
-from streamload.planning.quant_policy import QuantPolicy
+from streamload.planning.quant_policy import QuantPolicy, narrower
 from streamload.planning.requests import DeviceSpec
 from streamload.planning.sources import parameters_of, sources
 from streamload.planning.stored_blocks import Kept, keep_blocks
@@ -310,13 +310,15 @@ def _planned(call: Call, specs: Callable[[bool], Sequence[DeviceSpec]], *, store
         if stored:
             kept = keep_blocks(*kept[:2], quant, changed)
         checkpoint, (fill, _, tied), _, notes = kept
-        wants = replace(read, quant=quant).quantised(checkpoint, fill)
-        casting = read.casting(specs(wants.needs_native_bf16(read.policy)))
-        made = read.plan(read.request(checkpoint, wants, casting, engine, tied))
+        tried = read.trying(quant)
+        wants = tried.quantised(checkpoint, fill)
+        casting = tried.casting(specs(wants.needs_native_bf16(tried.policy)))
+        made = tried.plan(tried.request(checkpoint, wants, casting, engine, tied))
         return replace(made, notes=(*made.notes, *notes))
 
     try:
-        made, notes = read.quant.least_loss(planned, stored=stored)
+        dtype = narrower(call.checkpoint, read.policy)
+        made, notes = read.quant.least_loss(planned, stored=stored, dtype=dtype)
     except PlanInfeasibleError as error:
         fits = [] if read.quant else QuantPolicy.that_fits(planned, stored=stored)
         raise error.suggesting(fits) from None

@@ -48,7 +48,13 @@ from streamload.planning.planner import (
     Residence,
     make_plan,
 )
-from streamload.planning.quant_policy import NO_QUANT, QuantPolicy, quantised, said_of_dense
+from streamload.planning.quant_policy import (
+    NO_QUANT,
+    QuantPolicy,
+    narrower,
+    quantised,
+    said_of_dense,
+)
 from streamload.planning.requests import DeviceSpec, DTypePolicy, TensorRequest, TensorRequests
 from streamload.planning.sources import Found, Source
 from streamload.planning.stored_blocks import keep_blocks
@@ -104,6 +110,13 @@ class Options:
             cache=CacheRequest.read(options["context"], options["batch"], options["cache_dtype"]),
             **plain_options(options),
         )
+
+    def trying(self, quant: QuantPolicy) -> Options:
+        """Return these options with what is tried for ``quant=``: formats, or a dtype."""
+        rules = (
+            self.policy.rules if quant.dtype is None else (*self.policy.rules, ("*", quant.dtype))
+        )
+        return replace(self, quant=quant, policy=replace(self.policy, rules=rules))
 
     def quantised(self, checkpoint: Checkpoint, fill: Mapping[str, Source]) -> TensorRequests:
         """Return a request for each source in ``fill``, or for each part of a quantized weight."""
@@ -411,26 +424,26 @@ class Decision:
         offers: Collection[str] = ("quant", "residence", "device"),
     ) -> Decision:
         """Plan the load of a call; a PlanInfeasibleError suggests the options named in `offers`."""
-        options, stored, holds = call.options, bool(call.checkpoint.stored), bool(place.coded)
+        asked, stored, holds = call.options, bool(call.checkpoint.stored), bool(place.coded)
         swapping = None if place.owner is None else partial(place.owner.swap, place.model)
 
         def demanded(quant: QuantPolicy) -> _Demand:
-            changed = options.changes.by_tensor
+            options, changed = asked.trying(quant), asked.changes.by_tensor
             kept = keep_blocks(call.checkpoint, call.found, quant, changed, swapping, holds=holds)
-            checkpoint, _, found = own = call._replace(checkpoint=kept.checkpoint, found=kept.found)
+            checkpoint, _, found = own = Call(kept.checkpoint, options, kept.found)
             notes = list(kept.notes)
             if match is None:
-                wants = replace(options, quant=quant).quantised(checkpoint, found.fill)
+                wants = options.quantised(checkpoint, found.fill)
                 return _Demand(place, own, wants, notes=notes)
             matched, swap = match, NO_SWAP
-            if kept.blocks:
+            if kept.blocks or quant.dtype is not None:
                 matched = match_parameters(checkpoint, place, found, options.policy, kept.blocks)
             if quant and swapping is not None:
-                asked = matched.formats(checkpoint, quant, place.coded)
-                asked |= {name: one.format for name, one in kept.blocks.items()}
-                swap = swapping(asked)
-                if asked or not notes:
-                    notes += matched.not_swapped(checkpoint, asked, swap, place.coded)
+                formats = matched.formats(checkpoint, quant, place.coded)
+                formats |= {name: one.format for name, one in kept.blocks.items()}
+                swap = swapping(formats)
+                if formats or not notes:
+                    notes += matched.not_swapped(checkpoint, formats, swap, place.coded)
                 if swap.dense_nbytes:
                     said = said_of_dense(swap.dense_nbytes)
                     notes.append(f"for many tokens a module dequantises its own weight: {said}")
@@ -440,18 +453,19 @@ class Decision:
 
         demand = demanded(NO_QUANT)
         try:
-            (demand, (made, begun)), chosen = options.quant.least_loss(
+            (demand, (made, begun)), chosen = asked.quant.least_loss(
                 lambda quant: (
-                    (found := demanded(quant) if quant else demand),
+                    (found := demanded(quant) if quant or quant.dtype else demand),
                     found.planned(place.devices),
                 ),
                 stored=stored,
+                dtype=narrower(call.checkpoint, asked.policy),
             )
         except PlanInfeasibleError as error:
             if error.reason and not place.pages_are_known:
                 error = error.suggesting((), "/proc/self/pagemap cannot be read: " + error.reason)
             fits = []
-            may_quantize = "quant" in offers and not options.quant and not place.coded
+            may_quantize = "quant" in offers and not asked.quant and not place.coded
             if may_quantize and has_room_to_try(len(demand.wants)):
                 fits = QuantPolicy.that_fits(
                     lambda q: demanded(q).planned(place.devices)[0], stored=stored
@@ -462,7 +476,7 @@ class Decision:
         call, match = demand.call, demand.match
         checkpoint = call.checkpoint
         place.devices.check_buffers(made)
-        if options.changes.by_tensor:
+        if asked.changes.by_tensor:
             _check_changes(made)
         if match is not None:
             match.check_views(checkpoint.path, made.placements)

@@ -16,10 +16,10 @@ from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
 from streamload.checkpoint.open import Checkpoint
-from streamload.codecs.encode import Encoder, Quantized
-from streamload.codecs.parts import Part
+from streamload.codecs.encode import Encoder, Quantized, encoder_for
+from streamload.codecs.parts import Array, Part
 from streamload.codecs.scheme import ALL_SCHEMES, SCHEMES, CodedWeight
-from streamload.core.dtypes import F32, DType
+from streamload.core.dtypes import BF16, F16, F32, F64, DType
 from streamload.core.patterns import did_you_mean
 from streamload.core.tensors import Coding, RowTranspose, TensorInfo
 from streamload.core.units import format_bytes
@@ -28,7 +28,7 @@ from streamload.planning.families import is_conv1d
 from streamload.planning.partition import Item, units_of
 from streamload.planning.placement import Placement
 from streamload.planning.plan import Plan
-from streamload.planning.requests import TensorRequest, TensorRequests
+from streamload.planning.requests import DTypePolicy, TensorRequest, TensorRequests
 
 #: The argument ``quant=``: the name of a format, or by pattern of names a format or None.
 QuantArgument: TypeAlias = str | Mapping[str, str | None] | None
@@ -41,7 +41,7 @@ _AUTO = "auto"
 STORED = "stored"
 # Formats that "auto" tries if the stored weights do not fit, least loss first: see
 # docs/measurements.md, "Quality of formats".
-_TRIED = ("q8_0", "int8", "nf4", "nf4-nested")
+_FORMATS = ("q8_0", "int8", "nf4", "nf4-nested")
 
 # Weights that "*" leaves as they are: they are small, and much depends on them. The Linears of
 # adaptive norms are large: a quarter of Flux.
@@ -56,12 +56,14 @@ class QuantPolicy:
         rules: (pattern, format) in order; the first match decides; None leaves a tensor as
             it is. The pattern "*" stands for the weights of layers that are no norms or routers,
             and with "stored" for all weights.
-        tried: the format tried in place of "auto", or "no format"; "" without "auto".
+        tried: the format or dtype tried in place of "auto", or "no format"; "" without "auto".
+        dtype: the dtype tried in place of "auto" for all floats without one; else None.
         by_tensor: in place of rules, the format of each quantized tensor, by name.
     """
 
     rules: tuple[tuple[str, str | None], ...] = ()
     tried: str = ""
+    dtype: DType | None = None
     by_tensor: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -122,13 +124,18 @@ class QuantPolicy:
         return any(name == STORED for _, name in self.rules)
 
     def least_loss(
-        self, attempt: Callable[[QuantPolicy], _Made], *, stored: bool
+        self,
+        attempt: Callable[[QuantPolicy], _Made],
+        *,
+        stored: bool,
+        dtype: DType | None,
     ) -> tuple[_Made, list[str]]:
         """Plan by ``attempt``; "auto" becomes the format of least loss that fits.
 
         Args:
             attempt: plans with a policy without "auto".
             stored: whether "stored" is tried before weights are quantized again.
+            dtype: what is tried before for all floats, if anything; see `narrower`.
 
         Returns:
             The result of the attempt, and notes that explain the choice.
@@ -141,17 +148,21 @@ class QuantPolicy:
             return attempt(self), []
         reasons: list[str] = []
         failures: list[Exception] = []
-        for name in (None, *[STORED] * stored, *_TRIED):
+        tries: list[tuple[str | None, DType | None]] = [(None, None)]
+        tries += [(STORED, None)] * stored
+        tries += [(None, dtype)] * (dtype is not None)
+        tries += ((name, None) for name in _FORMATS)
+        for name, cast in tries:
             rules = tuple((p, name if found == _AUTO else found) for p, found in self.rules)
-            tried = name or "no format"
+            tried = name or (f'dtype="{cast}"' if cast else "no format")
             try:
-                made = attempt(QuantPolicy(rules, tried))
+                made = attempt(QuantPolicy(rules, tried, cast))
             except PlanInfeasibleError as error:
                 failures.append(error)
                 size = format_bytes(error.needed_nbytes)
                 reasons.append(f"{tried} needs {size} on {error.device}")
             except ValueError as error:
-                if name is None:
+                if not reasons:
                     raise
                 failures.append(error)
                 reasons.append(f"{tried} cannot hold every weight")
@@ -167,7 +178,7 @@ class QuantPolicy:
 
         ``stored``: whether "stored" is tried first.
         """
-        for name in (*[STORED] * stored, *_TRIED):
+        for name in (*[STORED] * stored, *_FORMATS):
             # MemoryError: the plan, or the statistics alone, do not fit
             with suppress(MemoryError, UnsupportedCastError, ValueError):
                 devices = attempt(cls.parse(name)).devices
@@ -226,6 +237,22 @@ class QuantPolicy:
         return out
 
 
+def narrower(checkpoint: Checkpoint, policy: DTypePolicy) -> DType | None:
+    """Return the 16-bit dtype that "auto" tries for a checkpoint with float32 or float64 weights.
+
+    float16 rounds less; bfloat16 if config.json or the other weights have it. None if weights have
+    a dtype by ``policy``, are stored quantized, or have both 16-bit dtypes.
+    """
+    if checkpoint.groups or checkpoint.stored:
+        return None
+    tensors = checkpoint.tensors.values()
+    floats = {t.dtype for t in tensors if t.dtype.kind == "float" and not policy.mentions(t.name)}
+    stated = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    others = floats - {F32, F64}
+    wanted = BF16 if BF16 in others or (stated == BF16.name and F16 not in others) else F16
+    return wanted if others < floats and others <= {wanted} else None
+
+
 def of_layers(names: Iterable[str], *more: str) -> frozenset[str]:
     """Return the names of tensors in layers; without layers, of all but embeddings and heads.
 
@@ -239,7 +266,7 @@ def of_layers(names: Iterable[str], *more: str) -> frozenset[str]:
 @cache
 def coded(coding: Coding, src: DType) -> Quantized:
     """Return the layout of the weight that a coding describes; ``src``: its stored dtype."""
-    return ALL_SCHEMES[coding.format].of(coding.shape, src)
+    return ALL_SCHEMES[coding.format].of(coding.shape, F32 if src is F64 else src)
 
 
 def coded_want(coded: CodedWeight, want: TensorRequest) -> TensorRequest:
@@ -384,9 +411,15 @@ def compile_encoders(wants: TensorRequests) -> None:
         encoder_of(coding, src)
 
 
-def encoder_of(coding: Coding, src: DType) -> Encoder:
-    """Return the encoder that quantizes ``src`` elements, or float32 ones if ``coding.of_rows``."""
-    return coded(coding, src).encoder(F32 if coding.of_rows else src)
+def encoder_of(coding: Coding, src: DType, importance: Array | None = None) -> Encoder:
+    """Return the encoder that quantizes ``src`` elements, or float32 ones if ``coding.of_rows``.
+
+    ``importance``: see `Quantized.weighted`.
+    """
+    made = coded(coding, src)
+    if importance is not None:
+        made = made.weighted(importance)
+    return encoder_for(made, F32 if coding.of_rows else src)
 
 
 def said_of_dense(nbytes: int) -> str:
@@ -417,11 +450,11 @@ def _codings(
     ``of_rows``: the user's functions change its rows. ``in_order``: a device may quantize it as it
     is read.
     """
-    made = ALL_SCHEMES[name].of(shape, src)
+    made = ALL_SCHEMES[name].of(shape, F32 if src is F64 else src)
     coding = Coding(
         *(name, shape, "", made.unit_numel),
         *(src.nbytes(made.unit_numel), made.unit_nbytes, made.statistics_nbytes, of_rows),
-        made.device_parts if in_order else None,
+        made.device_parts if in_order and src is not F64 else None,
     )
     return tuple((part, replace(coding, part=part.suffix)) for part in made.parts)
 
@@ -463,7 +496,7 @@ def quantized_of(info: TensorInfo, shape: tuple[int, ...], src: DType, name: str
     reason = "this call dequantises it: quantise what convert(dtype=...) writes"
     try:
         if not src.is_packed:
-            return ALL_SCHEMES[name].of(shape, src)
+            return ALL_SCHEMES[name].of(shape, F32 if src is F64 else src)
     except ValueError as error:
         reason = str(error)
     tensor, path = info.name, info.shard

@@ -19,6 +19,7 @@ from streamload.checkpoint.shards import cut
 from streamload.codecs.cast_reference import Array, cast_array, cast_bytes
 from streamload.codecs.cast_table import OutOfRange
 from streamload.codecs.decode import Decoders
+from streamload.codecs.encode import encoder_for
 from streamload.codecs.weights import Packed
 from streamload.core.dtypes import DType
 from streamload.core.tensors import Coding, RowRange, RowTranspose, TensorInfo, byte_ranges, whole
@@ -92,7 +93,7 @@ class Expected:
         info, src = self.sources[0][0], self.src
         weight = coded(self.coding, src)
         variants = weight.on_cuda if self.on_cuda else (weight,)
-        encoder, *others = (variant.encoder(src, "numpy") for variant in variants)
+        encoder, *others = (encoder_for(variant, src, "numpy") for variant in variants)
         at = first = 0
         for data in _whole_units(self.values(read, block_nbytes), src.nbytes(weight.unit_numel)):
             numel = len(data) // src.itemsize

@@ -231,6 +231,7 @@ class Searched(StoredBlocks):
         return PACKED[self.format].nbytes(self.unit_numel)
 
     def weighted(self, importance: Array) -> Searched:
+        """Return this tensor with a weight for each column; see `Quantized.weighted`."""
         return replace(self, importance=importance.reshape(-1, self.shape[-1]))
 
     def encoder(self, src: DType, engine: Engine = "auto") -> Encoder:

@@ -1,8 +1,9 @@
 """Writes GGUF: ``convert --to gguf`` of Llama, Mistral, Qwen2, Qwen3 and GPT-2.
 
 One file ``model.gguf``, or with a smaller ``max_shard_size`` a set with the names that llama.cpp
-expects; the tokenizer is in the metadata. ``quant`` is "q8_0" or "q4_0" and applies to all
-matrices, embedding and head included. See `streamload.formats.gguf.model` for the types.
+expects; the tokenizer is in the metadata. ``quant`` applies to all matrices, embedding and head
+included: "q8_0", "q4_0", or a mixture of several types such as "q4_k_m" (`mixture.MIXTURES`), with
+an importance matrix or without. See `streamload.formats.gguf.model` for the types.
 
 Source: docs/gguf.md in github.com/ggml-org/ggml, and the names of split files in
 ``llama_split_path`` of llama.cpp.
@@ -10,6 +11,7 @@ Source: docs/gguf.md in github.com/ggml-org/ggml, and the names of split files i
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,9 +33,11 @@ from streamload.formats.gguf.layout import (
     metadata_bytes,
     split_metadata,
 )
+from streamload.formats.gguf.mixture import EMBEDDING, HEAD, MIXTURES, Mixer
 from streamload.formats.gguf.model import architecture_of, metadata, rope_freqs, type_of
 from streamload.formats.gguf.names import ROPE_FREQS, Architecture, is_computed
 from streamload.formats.gguf.vocabulary_out import no_vocabulary, parse_tokenizer, to_gguf
+from streamload.formats.imatrix import Importance
 from streamload.formats.writer import (
     FormatWriter,
     Joined,
@@ -49,7 +53,6 @@ from streamload.formats.writer import (
 
 _QUANTS = ("q8_0", "q4_0")
 _DTYPES = ("F32", "F16", "BF16")
-EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _ALL = "**"  # all matrices; "*" means the weights of layers alone
 _TOKENIZER = "tokenizer.json"
 _SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
@@ -73,6 +76,8 @@ class GGUF(FormatWriter):
     name = "gguf"
     max_shard_size = "1TB"  # one file: what runs it maps it
     takes_blocks = True
+    quants = tuple(MIXTURES)
+    weighted = tuple(MIXTURES)
     _tokenizer: _Tokenizer | None = None
 
     @staticmethod
@@ -80,10 +85,9 @@ class GGUF(FormatWriter):
         """Return dtype and quant by pattern, "*" for all matrices; ValueError for other schemes."""
         rules = quant if isinstance(quant, Mapping) else {"*": quant} if quant is not None else {}
         for found in rules.values():
-            if found is not None and found not in _QUANTS:
-                raise ValueError(
-                    f"GGUF is written with quant {' or '.join(_QUANTS)}, not {found!r}"
-                )
+            if found is not None and found not in (*_QUANTS, *MIXTURES):
+                known = ", ".join((*_QUANTS, *MIXTURES))
+                raise ValueError(f"GGUF is written with quant one of {known}, not {found!r}")
         wider = {_ALL if pattern == "*" else pattern: found for pattern, found in rules.items()}
         return dtype, wider or None
 
@@ -115,13 +119,13 @@ class GGUF(FormatWriter):
                     f'out with exclude=["{name}"] (--exclude)',
                     tensor=name,
                 )
-            if own == _HEAD and self._is_tied:
+            if own == HEAD and self._is_tied:
                 continue
             if own in found:
                 problem = f"{sources[own]!r} would have the same name in GGUF, {own}"
                 raise CheckpointError(model.path, problem, tensor=name)
             sources[own], found[own] = name, self._target(own, name, target)
-        if EMBEDDING in found and _HEAD not in found and self._is_tied is False:
+        if EMBEDDING in found and HEAD not in found and self._is_tied is False:
             raise CheckpointError(
                 model.path,
                 "the head is missing, and config.json does not tie it to the embedding "
@@ -163,13 +167,41 @@ class GGUF(FormatWriter):
         if stays:
             return replace(target, name=own, made=made)
         # vectors have a type of their own, and may be of a dtype that matrices may not
-        asked = (target.quant or target.dtype.code).upper()
-        kind = type_of(own, shape, TENSOR_TYPE_OF.get(asked, TENSOR_TYPE_OF["F32"]))
+        if target.quant in MIXTURES:
+            asked = self._mixer.kind(own, shape[-1] if shape else 1, target.quant)
+        else:
+            code = (target.quant or target.dtype.code).upper()
+            asked = TENSOR_TYPE_OF.get(code, TENSOR_TYPE_OF["F32"])
+        kind = type_of(own, shape, asked)
         if not kind.dtype.is_packed:
             return Target(own, target.info, kind.dtype, shape, None, made)
         if isinstance(target.info, Packed):
             made = made or target.source  # dequantized to F32, and quantized again
-        return Target(own, target.info, F16, shape, kind.dtype.name, made)
+        importance = self._importance(own, shape)
+        quant = kind.dtype.name
+        return Target(own, target.info, F16, shape, quant, made, importance=importance)
+
+    @cached_property
+    def _mixer(self) -> Mixer:
+        found = map(self._architecture.to_gguf, self.model.tensors)
+        names = {name for name in found if name is not None} - ({HEAD} if self._is_tied else set())
+        return Mixer(names, self.model.config)
+
+    def _importance(self, own: str, shape: tuple[int, ...]) -> Importance | None:
+        """Return the importance of a matrix's columns, if it is known; CheckpointError if not it's.
+
+        An embedding's rows are not multiplied: what has its name may be of another size.
+        """
+        found = (self.model.imatrix or {}).get(own)
+        if found is None or found.sums.numel == math.prod(shape[:-2]) * shape[-1]:
+            return found
+        if own == EMBEDDING:
+            return None
+        expected = f"one of each column of a matrix of shape {list(shape)}"
+        problem = "has other weights than the model"
+        raise CheckpointError(
+            found.header.path, problem, expected, found.sums.numel, tensor=found.sums.name
+        )
 
     def tensors(self) -> Sequence[Sequence[Target]]:
         return [[target] for target in self._targets.values()]
@@ -180,6 +212,9 @@ class GGUF(FormatWriter):
             out.name: _described(self._targets[out.name]) for listed in lists for out in listed
         }
         keys = metadata(self.model.path, self.model.config, list(described.values()))
+        mixtures = Counter(t.quant for t in self.model.tensors.values() if t.quant in MIXTURES)
+        for mixture, _ in mixtures.most_common(1):
+            keys["general.file_type"] = MIXTURES[str(mixture)].file_type
         keys = {key: value for key, value in keys.items() if key not in vocabulary.keys}
         raw, count = metadata_bytes(keys) + vocabulary.raw, len(keys) + len(vocabulary.keys)
         room = max_nbytes - OVERHEAD_NBYTES
@@ -202,6 +237,10 @@ class GGUF(FormatWriter):
         model = self.model
         kinds = Counter(t.stored.kind for t in model.tensors.values() if t.stored is not None)
         stay = [f"{n} tensors stay as they are stored: {kind}" for kind, n in kinds.items()]
+        if model.imatrix is not None:
+            targets = [t for t in self._targets.values() if t.quant is not None]
+            lack = sum(t.importance is None for t in targets)
+            stay.append(f"the importance matrix lacks {lack} of {len(targets)} quantised tensors")
         window = model.config.get("sliding_window")
         if window and model.family == "mistral":
             stay.append(
