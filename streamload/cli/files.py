@@ -27,8 +27,8 @@ QuantOption = Annotated[
     list[str] | None,
     flags.option(
         "FORMAT",
-        "Quantize the weights of layers: nf4, fp4, int8, bitsandbytes-int8, q8_0, q6_k, q4_0, q4_k_m "
-        "of GGUF, or PATTERN=FORMAT (or =none) by tensor name; repeatable.",
+        "Quantize the weights of layers: nf4, fp4, int8, bitsandbytes-int8, q8_0, q6_k, q4_0, with "
+        "--to gguf also q4_k_m, or PATTERN=FORMAT (or =none) by tensor name; repeatable.",
     ),
 ]
 QuantizedOption = Annotated[

@@ -10,6 +10,7 @@ import needs
 import numpy as np
 import pytest
 from quant_bounds import bound, elements_of
+from quant_kernels_helpers import SEARCHED
 
 import streamload
 from streamload.codecs.scheme import SCHEMES
@@ -49,7 +50,7 @@ def load(path: Path, device: str, **options: Any) -> streamload.LoadReport:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", list(SCHEMES))
+@pytest.mark.parametrize("name", [name for name in SCHEMES if name not in SEARCHED])
 def test_codes_of_the_gpu(tmp_path: Path, name: str, dtype: Any) -> None:
     """Those of the host where arithmetic is the same, and else within the format's error."""
     tensors = checkpoint(tmp_path, dtype)

@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import streamload
 from streamload import RowRange, Source
 from streamload.cli import main
 from streamload.codecs.scheme import SCHEMES
-from streamload.core.dtypes import BY_CODE
+from streamload.core.dtypes import BY_CODE, BY_NAME
 from streamload.core.tensors import RowTranspose
 from streamload.errors import (
     FileChangedError,
@@ -382,11 +383,71 @@ def test_auto_takes_the_least_loss_that_fits(tmp_path: Path) -> None:
         load(path, budget=needs["q8_0"])
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "config", "took"),
+    [
+        (("float32",), {}, "float16"),
+        (("float32", "float64"), {"dtype": "bfloat16"}, "bfloat16"),
+        (("float32", "bfloat16"), {}, "bfloat16"),
+        (("float32", "float16"), {"torch_dtype": "bfloat16"}, "float16"),
+    ],
+)
+def test_auto_casts_before_it_quantizes(
+    tmp_path: Path, dtypes: Sequence[str], config: Any, took: str
+) -> None:
+    """Of float32, to the 16 bits that the configuration and the other weights have."""
+    arrays = {
+        f"layers.{i}.weight": matrix(i, 64, 64, dtype=BY_NAME[dtypes[i % len(dtypes)]].numpy)
+        for i in range(4)
+    }
+    path = write(tmp_path, arrays)
+    (path / "config.json").write_text(json.dumps(config))
+    halved = 2 * 4 * 64 * 64
+    report = load(path, quant="auto", budget=halved, dtype=None)
+    assert {tensor.dtype.name for tensor in report.state_dict.values()} == {took}
+    assert any(f'took dtype="{took}", for no format needs' in note for note in report.notes)
+    report = load(path, quant="auto", budget=halved - 1, dtype=None)
+    assert any("took q8_0, for no format needs" in note for note in report.notes)
+    report = load(path, quant="auto", budget=halved, dtype="checkpoint")  # which is asked for
+    assert any("took q8_0" in note and "dtype=" not in note for note in report.notes)
+
+
+def test_auto_leaves_weights_of_both_16_bits(tmp_path: Path) -> None:
+    """Neither dtype holds the other's values."""
+    kinds = (np.float32, np.float16, ml_dtypes.bfloat16)
+    path = write(
+        tmp_path, {f"layers.{i}.weight": matrix(i, 64, 64, dtype=kinds[i % 3]) for i in range(6)}
+    )
+    made = streamload.plan(path, budget=6 * 64 * 64 * 2, device="host", quant="auto")
+    assert any("took q8_0, for no format needs" in note for note in made.notes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_float64_is_rounded_once_to_float32(tmp_path: Path, name: str) -> None:
+    """Codes, scales and errors are those of the float32 weights; beyond float32 is infinite."""
+    single = model(np.float32)
+    double = {n: a.astype(np.float64) * (1 + 2.0**-30) for n, a in single.items()}
+    spoilt = double["model.layers.0.mlp.down_proj.weight"]
+    spoilt[3, 5:7] = 1e300, -np.inf
+    with np.errstate(over="ignore"):
+        single = {n: a.astype(np.float32) for n, a in double.items()}
+    quant = {"*experts*": None, "*": name} if name == "bitsandbytes-int8" else name
+    found = load(write(tmp_path / "64", double), quant=quant, chunk_nbytes=4096)
+    expected = load(write(tmp_path / "32", single), quant=quant)
+    errors = {n: e.rounded() for n, e in expected.errors.items()}
+    assert {n: e.rounded() for n, e in found.errors.items()} == errors and len(errors) > 3
+    for tensor, one in expected.state_dict.items():
+        there = found.state_dict[tensor]
+        assert there.dtype == np.float64 or there.tobytes() == one.tobytes(), tensor
+    whole = streamload.convert(tmp_path / "64", tmp_path / "out", quant=quant, progress=False)
+    assert whole.errors == errors
+
+
 def test_auto_passes_over_formats_that_cannot_hold_a_weight(tmp_path: Path) -> None:
     """Rows of 33 elements have no blocks of 32; the plan says so."""
     names = [f"layers.{i}.weight" for i in range(8)]
     path = write(tmp_path, {name: matrix(0, 33, 33) for name in names})
-    made = streamload.plan(path, budget=20_000, device="host", quant="auto")
+    made = streamload.plan(path, budget=12_000, device="host", quant="auto")
     (note,) = (note for note in made.notes if "auto" in note)
     assert "took int8" in note and "q8_0 cannot hold every weight" in note
 

@@ -86,9 +86,8 @@ def elements_of(tensor: Any, parts: Mapping[str, Any]) -> Array:
             scales = part(tensor, parts, tensor.parts[1].suffix)
             rows = codes.astype(np.float32) * scales.reshape(-1, *(1,) * (codes.ndim - 1))
             return rows if tensor.format == "int8" else rows * STEP
-        if tensor.format in ("q8_0", "q4_0"):
-            layout = layout_of(tensor.format)
-            assert isinstance(layout, Blocks)
+        layout = layout_of(tensor.format)
+        if isinstance(layout, Blocks):
             return layout.decoded(codes.reshape(-1, layout.nbytes)).reshape(tensor.shape)
     codes = np.stack([codes >> 4, codes & 15], axis=1).reshape(-1)[: tensor.numel]
     each = np.repeat(_absmax(tensor, parts), tensor.block)[: tensor.numel]

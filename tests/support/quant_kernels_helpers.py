@@ -18,6 +18,13 @@ from streamload.core.dtypes import DType
 Array = np.ndarray[Any, np.dtype[Any]]
 
 BLOCKED = ("q8_0", "q4_0")
+#: Formats whose scales are searched for; a unit of the first two is a row.
+SEARCHED = ("q5_0", "q5_1", "q4_k", "q5_k", "q6_k")
+
+
+def columns_of(name: str) -> int:
+    """What divides the rows of a format's tensors."""
+    return 256 if name.endswith("_k") else 32 if name in (*BLOCKED, *SEARCHED, "q4f16_0") else 1
 
 
 def shaped(name: str, x: Array) -> Array:
@@ -29,8 +36,7 @@ def shaped(name: str, x: Array) -> Array:
 
 def fitting(name: str, count: int = 500, *, non_finite: bool = True) -> Iterator[Sample]:
     """Samples that a format can hold."""
-    columns = 32 if name in (*BLOCKED, "q4f16_0") else 1
-    for sample in samples(count, columns=columns, non_finite=non_finite):
+    for sample in samples(count, columns=columns_of(name), non_finite=non_finite):
         yield sample._replace(x=shaped(name, sample.x))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from quant_kernels_helpers import SEARCHED
 from safetensors_files import write_safetensors
 
 import streamload
@@ -15,9 +16,10 @@ from streamload.verification.verify import verify
 
 Array = np.ndarray[Any, Any]
 
-CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
 
-NAMES = tuple(SCHEMES)
+#: Formats that hold rows of 64 elements; the others are like q4_0, which holds blocks, too.
+NAMES = tuple(name for name in SCHEMES if name not in SEARCHED)
 
 
 def write(path: Path, arrays: Mapping[str, Array], shards: int = 1) -> Path:

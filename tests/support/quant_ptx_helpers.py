@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from quant_kernels_helpers import SEARCHED
 
 from streamload.codecs.encode_kernels import Tally
 from streamload.codecs.parts import SOURCES, QuantCounts
@@ -17,7 +18,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 FILL = 0xA5
 
-NAMES = tuple(name for name in SCHEMES if not name.endswith("-nested"))
+#: Formats that CUDA kernels quantize to.
+NAMES = tuple(name for name in SCHEMES if name not in SEARCHED and not name.endswith("-nested"))
 
 KERNELS = [(name, src) for name in NAMES for src in SOURCES]
 

@@ -221,6 +221,12 @@ class Searched(StoredBlocks):
     importance: Array | None = field(default=None, compare=False)
 
     @property
+    def search(self) -> Search:
+        """The search for the scales of groups."""
+        form = _FORMS[self.format]
+        return form.plain if self.importance is None else form.weighted
+
+    @property
     def unit_numel(self) -> int:
         """Elements of a block, or of a row."""
         return self.shape[-1] if _FORMS[self.format].by_rows else super().unit_numel
@@ -245,9 +251,8 @@ class _Encoder(Encoder):
 
     def __init__(self, tensor: Searched, src: DType, engine: Engine) -> None:
         self._tensor, self._src, self._form = tensor, src, _FORMS[tensor.format]
-        search = self._form.plain if tensor.importance is None else self._form.weighted
-        kernel = kernel_for(engine, lambda: compile_search(search, tensor.format))
-        self._find = partial(searched, kernel, search)
+        kernel = kernel_for(engine, lambda: compile_search(tensor.search, tensor.format))
+        self._find = partial(searched, kernel, tensor.search)
 
     def encode(self, data: memoryview, out: memoryview, first: int) -> QuantCounts:
         tensor = self._tensor

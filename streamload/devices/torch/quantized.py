@@ -444,7 +444,7 @@ def set_aside(model: nn.Module) -> Iterator[None]:
 @cache
 def computed() -> tuple[str, ...]:
     """Return the names of the formats that modules compute with."""
-    return tuple(name for name in SCHEMES if CodedWeight(name, (64, 64)).made.form is not None)
+    return tuple(name for name in SCHEMES if CodedWeight(name, (1, 256)).made.form is not None)
 
 
 _Place = tuple[nn.Module, str]
