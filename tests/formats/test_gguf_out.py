@@ -346,8 +346,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         r"from_pretrained\(\"\S+in/irpa\"\).save_pretrained\(\"\S+in/irpa\"\)",
     ),
     "json": (_broken_tokenizer, {}, "tokenizer.json: is not JSON"),
-    "quant": (_source, {"quant": "nf4"}, "q8_0 or q4_0, not 'nf4'"),
-    "pattern": (_source, {"quant": {"*mlp*": "int8"}}, "q8_0 or q4_0, not 'int8'"),
+    "quant": (_source, {"quant": "nf4"}, "one of q8_0, q4_0, q4_k_s, .*, not 'nf4'"),
+    "pattern": (_source, {"quant": {"*mlp*": "int8"}}, "one of q8_0, q4_0, q4_k_s, .*, not 'int8'"),
     "dtype": (_source, {"dtype": "float64"}, "float32, float16, bfloat16.*--dtype float16"),
     "setting": (lambda p: _source(p, rms_norm_eps=None), {}, "rms_norm_eps is missing"),
     "rope": (
