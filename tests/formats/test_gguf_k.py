@@ -43,7 +43,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 256, "n_layer": 3},
 }
 #: SHA-256 of the types that ``llama_quant_compute_types`` of llama-cpp-python 0.3.36 gave for the
-#: models of `test_types_are_those_recorded`. (It takes no Qwen2 for "70B"; llama.cpp's loader does.)
+#: models of `test_types_are_those_recorded`.
 RECORDED = "28d6e8cc0015fb63d5c447dc491251f5c13c9912c7983ea101af2c800990e62a"
 
 

@@ -98,15 +98,22 @@ def metadata(
         if key.endswith(_REQUIRED) and f"{architecture.name}.{key}" not in settings:
             raise CheckpointError(path, f"config.json: {ours} is missing, which llama.cpp needs")
     name = config.get("_name_or_path")  # of the older transformers; a folder's name is no model's
-    nbytes: Counter[str] = Counter()
-    for entry in entries:
-        nbytes[entry.kind.name] += entry.nbytes
-    main = nbytes.most_common(1)[0][0] if nbytes else "F32"
     return {
         "general.architecture": architecture.name,
         "general.type": "model",
         **({"general.name": name.rpartition("/")[2]} if isinstance(name, str) and name else {}),
         **settings,
+        **numbers(entries),
+    }
+
+
+def numbers(entries: Sequence[Described]) -> dict[str, int]:
+    """Return the metadata on the types of a file's tensors."""
+    nbytes: Counter[str] = Counter()
+    for entry in entries:
+        nbytes[entry.kind.name] += entry.nbytes
+    main = nbytes.most_common(1)[0][0] if nbytes else "F32"
+    return {
         "general.file_type": FILE_TYPES[main],
         "general.quantization_version": _QUANTIZATION_VERSION,
     }

@@ -25,6 +25,7 @@ from streamload.core.location import Location
 from streamload.core.system import trim_heap
 from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.formats.gguf.constants import ALIGNMENT, BLOCKS_OF, TENSOR_TYPE_OF, TensorType
+from streamload.formats.gguf.diffusion import Diffusion
 from streamload.formats.gguf.layout import (
     OVERHEAD_NBYTES,
     Described,
@@ -34,7 +35,13 @@ from streamload.formats.gguf.layout import (
     split_metadata,
 )
 from streamload.formats.gguf.mixture import EMBEDDING, HEAD, MIXTURES, Mixer
-from streamload.formats.gguf.model import architecture_of, metadata, rope_freqs, type_of
+from streamload.formats.gguf.model import (
+    architecture_of,
+    metadata,
+    numbers,
+    rope_freqs,
+    type_of,
+)
 from streamload.formats.gguf.names import ROPE_FREQS, Architecture, is_computed
 from streamload.formats.gguf.vocabulary_out import no_vocabulary, parse_tokenizer, to_gguf
 from streamload.formats.imatrix import Importance
@@ -99,8 +106,15 @@ class GGUF(FormatWriter):
         return found
 
     @cached_property
+    def _diffusion(self) -> Diffusion | None:
+        """The diffusion model to write; None for a language model."""
+        return None if self.model.family else Diffusion.of(self.model)
+
+    @cached_property
     def _targets(self) -> dict[str, Target]:
         """The tensors to write, by GGUF's names; CheckpointError for a tensor without any."""
+        if self._diffusion is not None:
+            return self._diffusion.targets()
         model, architecture = self.model, self._architecture
         kept = {name: t for name, t in model.tensors.items() if not is_computed(name)}
         for name, target in kept.items():
@@ -211,7 +225,11 @@ class GGUF(FormatWriter):
         described = {
             out.name: _described(self._targets[out.name]) for listed in lists for out in listed
         }
-        keys = metadata(self.model.path, self.model.config, list(described.values()))
+        entries = list(described.values())
+        if self._diffusion is None:
+            keys = metadata(self.model.path, self.model.config, entries)
+        else:
+            keys = self._diffusion.metadata() | numbers(entries)
         mixtures = Counter(t.quant for t in self.model.tensors.values() if t.quant in MIXTURES)
         for mixture, _ in mixtures.most_common(1):
             keys["general.file_type"] = MIXTURES[str(mixture)].file_type
@@ -251,6 +269,8 @@ class GGUF(FormatWriter):
 
     def _vocabulary(self) -> _Tokenizer:
         """Return the tokenizer's metadata, read once for the notes and the files."""
+        if self._diffusion is not None:
+            return _Tokenizer(b"", frozenset(), ())
         if self._tokenizer is None:
             embedding = self._targets.get(EMBEDDING)
             rows = embedding.shape[0] if embedding else self.model.config.get("vocab_size")
