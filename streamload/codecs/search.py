@@ -97,24 +97,20 @@ def summed(rows: Array) -> Array:
     return total
 
 
-def extremes(rows: Array) -> tuple[Array, Array]:
-    """Return the least and the largest element of each column; of equal ones the first."""
-    low = high = rows[0]
-    for row in rows[1:]:
-        low, high = np.where(row < low, row, low), np.where(row > high, row, high)
+def extremes(x: Array, axis: int) -> tuple[Array, Array]:
+    """Return the first of the least and of the largest elements along an axis, which stays."""
+    ends = (find(axis=axis, keepdims=True) for find in (x.argmin, x.argmax))
+    low, high = (np.take_along_axis(x, end, axis) for end in ends)
     return low, high
 
 
-def peaks(rows: Array) -> Array:
-    """Return the element of the largest magnitude of each column; the first of several."""
-    peak = np.zeros_like(rows[0])
-    for row in rows:
-        peak = np.where(np.abs(row) > np.abs(peak), row, peak)
-    return peak
+def peaks(x: Array, axis: int) -> Array:
+    """Return the first of the elements of the largest magnitude along an axis, which stays."""
+    return np.take_along_axis(x, np.abs(x).argmax(axis=axis, keepdims=True), axis)
 
 
 def _affine(x: Array, weights: Array, search: Search) -> Sequence[Array]:
-    low, high = extremes(x)
+    low, high = (end[0] for end in extremes(x, 0))
     low = first = np.where(low > 0, np.float32(0), low)
     is_flat = high == low
     sum_w, sum_x = summed(weights), summed(weights * x)
@@ -152,7 +148,7 @@ def _affine(x: Array, weights: Array, search: Search) -> Sequence[Array]:
 
 
 def _symmetric(x: Array, weights: Array, search: Search) -> Sequence[Array]:
-    peak = peaks(x)
+    peak = peaks(x, 0)[0]
     scale, slope, best = np.zeros((3, *peak.shape), np.float32)
     for index, tried in enumerate(search.ranges):
         steps = np.float32(tried) / peak

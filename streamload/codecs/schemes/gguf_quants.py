@@ -61,15 +61,15 @@ def _packed(low: Array, high: Array) -> Array:
 
 
 def _finished(blocks: list[Array], decoded: Array, *scales: Array) -> Encoded:
-    """Join the fields of blocks; elements of blocks with an infinite scale count as overflowed."""
-    lost = np.isinf(np.stack([stored(each)[1] for each in scales])).any(axis=0)
+    """Join the fields of blocks; those with an infinite one of ``scales`` count as overflowed."""
+    lost = np.isinf(np.stack(scales)).any(axis=0)
     count = int(np.count_nonzero(lost)) * (decoded.size // lost.size)
     return Encoded(np.concatenate(blocks, axis=1), decoded, overflowed=count)
 
 
 def _to_six_bits(rows: Array) -> tuple[Array, Array]:
     """Round scales, a block a column; return uint8 of 6 bits, and the unit of each block."""
-    top = extremes(np.concatenate([np.zeros_like(rows[:1]), rows]))[1]
+    top = np.fmax.reduce(rows, initial=0) + np.float32(0)  # which is no -0
     inverse = np.where(top > 0, _TOP / top, np.float32(0))
     return np.minimum(nearest(inverse * rows) & 255, 63).astype(np.uint8), top / _TOP
 
@@ -88,17 +88,18 @@ def _affine_k(x: Array, importance: Array | None, find: _Find, *, most: int) -> 
         (scales, d), (minima, least) = map(_to_six_bits, by_block)
     else:
         sums = summed(weights).reshape(-1, 8).T
-        both, units = positive(np.concatenate(by_block, axis=1), np.tile(sums, 2), 63)
-        (scales, minima), (d, least) = np.split(both, 2, axis=1), np.split(units, 2)
+        both, found = positive(np.concatenate(by_block, axis=1), np.tile(sums, 2), 63)
+        (scales, minima), (d, least) = np.split(both, 2, axis=1), np.split(found, 2)
         if most > 15:
             scales, minima = np.minimum(scales, 63), np.minimum(minima, 63)
     scales, minima = scales.T, minima.T
-    head = [stored(d)[0], stored(least)[0]]
+    bits, units = zip(stored(d), stored(least), strict=True)
+    head = [*bits]
     head += [each[:, :4] | each[:, 4:] >> 4 << 6 for each in (scales, minima)]
     header = np.concatenate([*head, _packed(scales[:, 4:], minima[:, 4:])], axis=1)
     steps, lows = (
-        (stored(unit)[1][:, None] * bits.astype(np.float32))[..., None]
-        for unit, bits in zip((d, least), six_bits(header), strict=True)
+        (unit[:, None] * six.astype(np.float32))[..., None]
+        for unit, six in zip(units, six_bits(header), strict=True)
     )
     groups = x.reshape(-1, 8, 32)
     codes = np.clip(nearest((groups + lows) / steps), 0, most).astype(np.uint8)
@@ -110,7 +111,7 @@ def _affine_k(x: Array, importance: Array | None, find: _Find, *, most: int) -> 
     if most > 15:
         high = np.packbits(codes >> 4, axis=1, bitorder="little")
         fields.insert(1, high.reshape(-1, 32))
-    return _finished(fields, steps * codes.astype(np.float32) - lows, d, least)
+    return _finished(fields, steps * codes.astype(np.float32) - lows, *units)
 
 
 def _q6_k(x: Array, importance: Array | None, find: _Find) -> Encoded:
@@ -118,12 +119,13 @@ def _q6_k(x: Array, importance: Array | None, find: _Find) -> Encoded:
     weights = columns * columns if importance is None else _columns(importance, 16)
     fits = find(columns, weights)
     scales = fits.scale.reshape(-1, 16)
-    peak = peaks(scales.T)[:, None]
+    peak = peaks(np.where(np.isnan(scales), np.float32(0), scales), 1)
     is_zero = np.abs(peak) < LEAST
     slope = np.where(is_zero, np.float32(0), np.float32(-128) / peak)
     d = np.where(is_zero, np.float32(0), np.float32(1) / slope)
     rounded = np.minimum(nearest(slope * scales), 127).astype(np.int8)
-    steps = (stored(d)[1] * rounded.astype(np.float32))[..., None]
+    bits, kept = stored(d)
+    steps = (kept * rounded.astype(np.float32))[..., None]
     groups = x.reshape(-1, 16, 16)
     codes = (np.clip(nearest(groups / steps), -32, 31) + 32).astype(np.uint8)
     lost = steps[..., 0] == 0
@@ -136,7 +138,7 @@ def _q6_k(x: Array, importance: Array | None, find: _Find) -> Encoded:
     low = _packed(quarters[:, :, :2], quarters[:, :, 2:]).reshape(-1, 128)
     places = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     high = np.bitwise_or.reduce(quarters >> 4 << places, axis=2).reshape(-1, 64)
-    return _finished([low, high, rounded.view(np.uint8), stored(d)[0]], decoded, d[:, 0])
+    return _finished([low, high, rounded.view(np.uint8), bits], decoded, kept)
 
 
 def _halves(codes: Array) -> list[Array]:
@@ -146,36 +148,36 @@ def _halves(codes: Array) -> list[Array]:
 
 
 def _q5_0(x: Array, importance: Array | None, find: _Find) -> Encoded:
-    columns, blocks = _columns(x, 32), x.reshape(-1, 32)
+    blocks = x.reshape(-1, 32)
     if importance is None:
-        d = peaks(columns) / np.float32(-16)
-        inverse = inverted(d)[:, None]
-        centre = np.where((d == 0)[:, None] | (inverse != 0), np.float32(16.5), np.float32(0))
+        d = peaks(blocks, 1) / np.float32(-16)
+        inverse = inverted(d)
+        centre = np.where((d == 0) | (inverse != 0), np.float32(16.5), np.float32(0))
         codes = np.minimum((blocks * inverse + centre).astype(np.int32), 31).astype(np.uint8)
     else:
-        fits = find(columns, _columns(_weights(x, importance, 1), 32))
-        d, slope = fits.scale, fits.slope[:, None]
+        fits = find(_columns(x, 32), _columns(_weights(x, importance, 1), 32))
+        d, slope = fits.scale[:, None], fits.slope[:, None]
         codes = (np.clip(nearest(slope * blocks), -16, 15) + 16).astype(np.uint8)
         codes = np.where(slope == 0, np.uint8(0), codes)
     bits, kept = stored(d)
-    return _finished([bits, *_halves(codes)], kept[:, None] * (codes.astype(np.float32) - 16), d)
+    return _finished([bits, *_halves(codes)], kept * (codes.astype(np.float32) - 16), kept)
 
 
 def _q5_1(x: Array, importance: Array | None, find: _Find) -> Encoded:
-    columns, blocks = _columns(x, 32), x.reshape(-1, 32)
+    blocks = x.reshape(-1, 32)
     if importance is None:
-        low, high = extremes(columns)
+        low, high = extremes(blocks, 1)
         d = (high - low) / np.float32(31)
-        steps = (blocks - low[:, None]) * inverted(d)[:, None] + np.float32(0.5)
+        steps = (blocks - low) * inverted(d) + np.float32(0.5)
         codes = np.where(np.isfinite(steps), steps, 0).astype(np.uint8)
     else:
-        fits = find(columns, _columns(_weights(x, importance, 1), 32))
-        d, low = fits.scale, fits.low
+        fits = find(_columns(x, 32), _columns(_weights(x, importance, 1), 32))
+        d, low = fits.scale[:, None], fits.low[:, None]
         slope, offset = fits.slope[:, None], fits.offset[:, None]
         codes = np.clip(nearest(slope * (blocks - offset)), 0, 31).astype(np.uint8)
     (bits, kept), (low_bits, lows) = stored(d), stored(low)
-    decoded = kept[:, None] * codes.astype(np.float32) + lows[:, None]
-    return _finished([bits, low_bits, *_halves(codes)], decoded, d, low)
+    decoded = kept * codes.astype(np.float32) + lows
+    return _finished([bits, low_bits, *_halves(codes)], decoded, kept, lows)
 
 
 @dataclass(frozen=True)
