@@ -91,7 +91,7 @@ def nearest(x: Array) -> Array:
 
 def summed(rows: Array) -> Array:
     """Return the float32 sum of each column, added from the first row to the last."""
-    total = np.zeros_like(rows[0])
+    total: Array = np.zeros_like(rows[0])
     for row in rows:
         total += row
     return total
@@ -106,7 +106,8 @@ def extremes(x: Array, axis: int) -> tuple[Array, Array]:
 
 def peaks(x: Array, axis: int) -> Array:
     """Return the first of the elements of the largest magnitude along an axis, which stays."""
-    return np.take_along_axis(x, np.abs(x).argmax(axis=axis, keepdims=True), axis)
+    found: Array = np.take_along_axis(x, np.abs(x).argmax(axis=axis, keepdims=True), axis)
+    return found
 
 
 def _affine(x: Array, weights: Array, search: Search) -> Sequence[Array]:

@@ -190,10 +190,11 @@ def convert(
             Weights that are stored quantized are dequantized, as by `load_state_dict`. Blocks of
             GGUF files that no pattern matches become float16, or stay with ``to="gguf"``.
         quant: quantize the weights of layers: a format, or patterns by name, as in
-            `load_state_dict`; not "auto". The checkpoint's own values are quantized, before any
-            cast to ``dtype``; weights that ``dtype`` dequantizes cannot be quantized in one call.
-            config.json gets the ``quantization_config`` by which transformers opens them (nf4,
-            fp4, int8, bitsandbytes-int8).
+            `load_state_dict`; not "auto"; a format ``to`` may have more, such as "q4_k_m" of GGUF.
+            The checkpoint's own values are quantized, before any cast to ``dtype``; weights that
+            ``dtype`` dequantizes cannot be quantized in one call. config.json gets the
+            ``quantization_config`` by which transformers opens them (nf4, fp4, int8,
+            bitsandbytes-int8).
         out_of_range: replace finite values that a dtype cannot represent by infinity ("inf") or by
             the largest finite value ("clamp"), or raise OutOfRangeError ("error").
         max_shard_size: most bytes of a file, unless one tensor alone is larger; None: the usual

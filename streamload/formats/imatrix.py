@@ -97,6 +97,7 @@ class _Entries(FormatReader):
     """Reads the older files, a list of entries."""
 
     name = "imatrix"
+    suffixes = ()
 
     def read_header(self, file: File) -> Header:
         at = _NUMBER.size

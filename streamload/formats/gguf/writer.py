@@ -181,7 +181,7 @@ class GGUF(FormatWriter):
         if stays:
             return replace(target, name=own, made=made)
         # vectors have a type of their own, and may be of a dtype that matrices may not
-        if target.quant in MIXTURES:
+        if target.quant is not None and target.quant in MIXTURES:
             asked = self._mixer.kind(own, shape[-1] if shape else 1, target.quant)
         else:
             code = (target.quant or target.dtype.code).upper()
