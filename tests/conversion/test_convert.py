@@ -788,12 +788,20 @@ def test_another_filesystem(source: Path, small_disk: Callable[[str], Path]) -> 
 # --- small machines -------------------------------------------------------------------------------
 
 
-def test_it_needs_little_memory(cgroup: Boxes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--dtype", "float16"],
+        pytest.param(["--to", "gguf", "--quant", "q4_k_m"], marks=pytest.mark.slow),
+    ],
+    ids=["float16", "q4_k_m"],
+)
+def test_it_needs_little_memory(cgroup: Boxes, tmp_path: Path, options: list[str]) -> None:
     """A checkpoint larger than the memory that there is, page cache and all, is converted."""
     make_checkpoint(tmp_path / "in", shape_of_size(300_000_000, BF16))
     forget(tmp_path / "in")
     command = [sys.executable, "-m", "streamload", "convert", tmp_path / "in", tmp_path / "out"]
-    done = cgroup.run([*command, "--dtype", "float16", "--verify", "--no-progress"], 2**27)
+    done = cgroup.run([*command, *options, "--verify", "--no-progress"], 2**27)
     assert (done.returncode, done.oom_killed) == (0, False), done.stderr
     assert "verified" in done.stdout
 

@@ -65,11 +65,18 @@ def of_no_class(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "options",
+    [{"quant": "nf4-nested"}, {"quant": "q4_k_m", "to": "gguf"}],
+    ids=["nf4-nested", "q4_k_m"],
+)
+@pytest.mark.parametrize(
     "kills", [2, pytest.param(40, marks=pytest.mark.slow)], ids=["few", "many"]
 )
-def test_killed_while_it_quantizes(start: Start, tmp_path: Path, kills: int) -> None:
+def test_killed_while_it_quantizes(
+    start: Start, tmp_path: Path, kills: int, options: dict[str, object]
+) -> None:
     """Weights whose parts are not all there are begun again, with the bytes of a whole run."""
-    options: dict[str, object] = {"quant": "nf4-nested", "max_shard_size": "2MB"}
+    options = options | {"max_shard_size": "2MB"}
     path = tmp_path / "in"
     make_checkpoint(path, shape_of_size(24_000_000, BF16), shards=3)
     of_no_class(path)
