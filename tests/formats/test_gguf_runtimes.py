@@ -26,10 +26,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bfloat16"},
     "q8_0": {"quant": "q8_0"},
     "q4_0": {"quant": "q4_0"},
+    "q6_k": {"quant": "q6_k"},
+    "q4_k_m": {"quant": "q4_k_m"},
 }
 # Of the range of all logits, the most by which one may be off: llama.cpp computes in f16 or in
 # blocks of 8 bits where transformers does in float32.
 _OFF = {"f32": 1e-5, "f16": 0.003, "bf16": 0.015, "q8_0": 0.05, "q4_0": 0.35}
+_OFF |= {"q6_k": 0.1, "q4_k_m": 0.35}
 _COMMON: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
