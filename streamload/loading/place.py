@@ -449,3 +449,16 @@ def _engine(
             binding()  # logs what that costs
         return "numpy", [f"{why}: weights are dequantized in numpy"]
     return "llvm", []
+
+
+def on_unstored(unstored: Mapping[str, str], made: Plan) -> list[str]:
+    """Return notes on tensors that the load leaves on the meta device or on another device."""
+    fates = dict.fromkeys((d.device for d in made.devices), "")
+    fates["meta"] = "are on the meta device still, without values"
+    notes = []
+    for fate in (fates["meta"], "stay on another device"):
+        names = [n for n, at in unstored.items() if fates.get(at, "stay on another device") == fate]
+        listed = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
+        if names:
+            notes.append(f"{len(names)} buffers that checkpoints do not hold {fate}: {listed}")
+    return notes

@@ -34,7 +34,13 @@ from streamload.files.local import REMOTE_KINDS, ReaderKind, choose_reader
 from streamload.files.page_cache import PageCacheKind
 from streamload.files.strided import thread_nbytes
 from streamload.loading.options import DEFAULTS, CastArgument, LoadOptions, plain_options
-from streamload.loading.place import Devices, host_engine, host_room_nbytes, open_devices
+from streamload.loading.place import (
+    Devices,
+    host_engine,
+    host_room_nbytes,
+    on_unstored,
+    open_devices,
+)
 from streamload.loading.read_choice import Reading, ahead_nbytes, reader_choice
 from streamload.planning.kv_cache import CacheRequest, KvCache
 from streamload.planning.match import Match, ModelParameters, Shapes, wants_of
@@ -113,9 +119,8 @@ class Options:
 
     def trying(self, quant: QuantPolicy) -> Options:
         """Return these options with what is tried for ``quant=``: formats, or a dtype."""
-        rules = (
-            self.policy.rules if quant.dtype is None else (*self.policy.rules, ("*", quant.dtype))
-        )
+        dtype = () if quant.dtype is None else (("*", quant.dtype),)
+        rules = (*self.policy.rules, *dtype)
         return replace(self, quant=quant, policy=replace(self.policy, rules=rules))
 
     def quantised(self, checkpoint: Checkpoint, fill: Mapping[str, Source]) -> TensorRequests:
@@ -214,7 +219,7 @@ class Options:
         found = made(reading)
         if free is None:
             return found
-        taken = host_nbytes(found)
+        taken = found.machine_nbytes
         if taken > free:  # what devices with memory of their own need of the host
             raise PlanInfeasibleError("host", taken, free, limit="free memory")
         if free - taken >= ahead_nbytes(found):
@@ -227,7 +232,7 @@ class Options:
             found = made("direct")
         except PlanInfeasibleError:  # what is unaligned takes memory
             found = made("exact")
-        if host_nbytes(found) > free:
+        if found.machine_nbytes > free:
             found = made("exact")
         return replace(found, notes=(*found.notes, note))
 
@@ -266,11 +271,6 @@ class Options:
 
 def _less(nbytes: int | None, reserved: int) -> int | None:
     return None if nbytes is None else max(nbytes - reserved, 0)
-
-
-def host_nbytes(made: Plan) -> int:
-    """Return the bytes of host memory that a plan needs, page tables included."""
-    return made.process_nbytes + sum(d.kernel_nbytes for d in made.devices)
 
 
 def _mapped_in_little(made: Plan, taken_nbytes: int, free_nbytes: int) -> Plan:
@@ -598,16 +598,3 @@ def has_room_to_try(parameters: int) -> bool:
     except PlanInfeasibleError:
         return False
     return free is None or free >= _WIDER_NBYTES
-
-
-def on_unstored(unstored: Mapping[str, str], made: Plan) -> list[str]:
-    """Return notes on tensors that the load leaves on the meta device or on another device."""
-    fates = dict.fromkeys((d.device for d in made.devices), "")
-    fates["meta"] = "are on the meta device still, without values"
-    notes = []
-    for fate in (fates["meta"], "stay on another device"):
-        names = [n for n, at in unstored.items() if fates.get(at, "stay on another device") == fate]
-        listed = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
-        if names:
-            notes.append(f"{len(names)} buffers that checkpoints do not hold {fate}: {listed}")
-    return notes

@@ -241,6 +241,11 @@ class Plan:
         return load + fresh + self.host_nbytes + sum(d.object_nbytes for d in self.devices)
 
     @property
+    def machine_nbytes(self) -> int:
+        """Bytes of host memory that the load needs, page tables included."""
+        return self.process_nbytes + sum(d.kernel_nbytes for d in self.devices)
+
+    @property
     def reading(self) -> list[str]:
         """A line for each reader and reason, with the number of shards that it reads."""
         reasons = self.reader_reasons or [""] * len(self.readers)

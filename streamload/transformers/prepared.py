@@ -18,8 +18,8 @@ from streamload.errors import (
 )
 from streamload.loading.load import load_state_dict
 from streamload.loading.options import ModelOptions
-from streamload.loading.place import Devices
-from streamload.loading.prepare import Options, on_unstored
+from streamload.loading.place import Devices, on_unstored
+from streamload.loading.prepare import Options
 from streamload.loading.report import LoadReport
 from streamload.offloading.offload import Offloaded, offload
 from streamload.offloading.suggest import OFFLOAD
