@@ -48,8 +48,8 @@ _SEMAPHORE_NBYTES = 64  # sem_t has 32; one for each line of the cache
 # reads:  {offset, bytes to ask for, bytes needed, first copy, copies, shift of addresses} each
 # copies: the fields of a `Copy` each
 # slots:  {address, stream, event, busy} each; lane i has slot i, and each that is a multiple of the
-#         number of lanes further, in turn
-# lanes:  {index of the read, a call's result, 0 or the stage's number from 1 on, turns} each
+#         number of lanes further, one after the other
+# lanes:  {index of the read, a call's result, 0 or the stage's number from 1 on, reads so far} each
 # Lane 0 is the caller's thread: it posts the semaphores of the others, works, and waits for its own
 # once for each; the others return if there are -1 reads. Each takes the next read that none has.
 _JOB = (

@@ -15,7 +15,7 @@ from streamload.planning.plan import Plan
 
 
 class Holding:
-    """The slots of a `Rounds`, whose lock guards all of this; its table says who changes what."""
+    """The slots of a `Rounds`; its lock guards all of this, and its table lists the threads."""
 
     def __init__(
         self, plan: Plan, layers: Sequence[Layer], memory: Slots, experts: ExpertCache | None

@@ -66,6 +66,6 @@ class Adapter:
 
     def add_to(self, model: Any, name: str | None) -> None:
         """Let peft add the adapter to a model, by a name (None: "default")."""
-        # in a folder transformers looks for safetensors alone, unless told otherwise
+        # in a folder transformers looks for safetensors alone by default
         only = {} if self.file.endswith(".safetensors") else {"use_safetensors": False}
         model.load_adapter(str(self.folder), adapter_name=name, **only)

@@ -187,7 +187,7 @@ def on_meta(model_class: Any, config: Path | Mapping[str, Any]) -> Any:
 
 
 def in_dtype(model: Any, checkpoint: Checkpoint, asked: Any) -> Any:
-    """Return a model with empty parameters of the dtype that modules will say: `asked`, or most."""
+    """Return a model with empty parameters in a dtype: `asked`, or that of most tensors."""
     main, (_, rest) = _main(checkpoint), split_rules(asked, None)
     if rest not in (None, "checkpoint"):
         main = parse_dtype(rest).name

@@ -284,7 +284,7 @@ def _model_class(where: Location, name: str, entry: tuple[str, str], files: list
     """Return the class of component ``name`` if it is a model; None for a scheduler and the like.
 
     Raises:
-        CheckpointError: it is a model of another library, which would load it beside the budget.
+        CheckpointError: it is a model of another library, which would load it outside the budget.
     """
     found = _class(*entry)
     if isinstance(found, type) and issubclass(found, _MODELS):

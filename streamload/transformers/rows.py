@@ -49,7 +49,7 @@ class _Runs(NamedTuple):
 class StandIns(TorchDispatchMode):  # type: ignore[misc]
     """Records, inside a ``with`` block, where the elements of converted tensors come from.
 
-    Stand-ins are on the meta device. A view shares the memory of its tensor, and its strides tell
+    Stand-ins are on the meta device. A view shares the memory of its tensor, and its strides give
     its elements; joins and copies are recorded. Any other operation raises NotRowsError.
     """
 
@@ -132,7 +132,7 @@ class StandIns(TorchDispatchMode):  # type: ignore[misc]
         return isinstance(value, torch.Tensor) and value.is_meta and _memory(value) in self._made
 
     def _of(self, tensor: torch.Tensor) -> Iterator[str]:
-        """Yield the names of the tensors that a tensor is made of."""
+        """Yield the names of the tensors in a tensor."""
         made = self._made[_memory(tensor)]
         if isinstance(made, int):
             yield self._names[made]

@@ -287,7 +287,7 @@ def part_in_file(held: InFile, dtype: Any, devices: Devices, options: Mapping[st
         return Diffused.matched(model, checkpoint, made.fill, dtype, buffers)
     folder = held.config
     assert isinstance(folder, Path), "a configuration that is a dict is of diffusers"
-    if isinstance(checkpoint.path, Url):  # transformers looks beside it for documents
+    if isinstance(checkpoint.path, Url):  # transformers looks for documents in its folder
         checkpoint = replace(checkpoint, path=folder)
     return part_of(held.model_class, folder, checkpoint, dtype, devices, options, made)
 

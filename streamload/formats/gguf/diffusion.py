@@ -147,7 +147,7 @@ class Diffusion:
 
     @classmethod
     def of(cls, model: Model) -> Diffusion | None:
-        """Return the diffusion model that a file holds, beside others; None if it has none."""
+        """Return the diffusion model of a file, which may hold others too; or None."""
         for prefix in (*_PREFIXES, ""):
             names = {n.removeprefix(prefix) for n in model.tensors if n.startswith(prefix)}
             for family in FAMILIES:
