@@ -331,6 +331,7 @@ def test_a_plain_reader_reads_every_byte(
     assert limits.read(paths, threads, MIB, direct=direct, seconds=0).nbytes == 0
 
 
+@pytest.mark.slow
 def test_the_rate_of_memory_is_kept_for_plans(
     small_checkpoint: Path,
     tmp_path: Path,
