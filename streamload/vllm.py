@@ -15,7 +15,6 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,14 +148,13 @@ def _localize(args: EngineArgs) -> None:
     if _REPOSITORY.fullmatch(given) and not os.path.exists(given):
         return
     found, _ = locate(revised(given, args.revision))  # of the hub at a commit
-    # the cache may have the weights of a repository without the tokenizer
-    checkpoint = replace(_opened(found, extra), path=found)
+    checkpoint = _opened(found, extra)
     files = {name: content_of(file) for name, file in files_beside(checkpoint)[0].items()}
     if CONFIG in files:
         files[CONFIG] = _untied(checkpoint, files[CONFIG])
     elif args.hf_config_path is None:
         raise CheckpointError(
-            checkpoint.path,
+            found,
             "vLLM needs a configuration",
             f"{CONFIG} beside it, or --hf-config-path FOLDER --tokenizer FOLDER",
             "neither",

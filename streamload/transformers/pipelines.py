@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from streamload.checkpoint.fetch import download
-from streamload.checkpoint.hub import keep_ref, listing
+from streamload.checkpoint.hub import listing
 from streamload.checkpoint.open import Checkpoint, from_headers, open_checkpoint, read_json_file
 from streamload.checkpoint.variants import is_of
 from streamload.codecs.weights import Packed
@@ -244,7 +244,6 @@ def _downloaded(
         shards = open_checkpoint(part, variant=variant if has else None).shards
         sizes |= {h.path: h.file_nbytes for h in shards if isinstance(h.path, Url)}
     choose("cache", sizes, folder)
-    keep_ref(folder)
     download([*sizes], sum(sizes.values()), options["progress"])
     first = _PIPELINE if _PIPELINE in names else "config.json"
     return cached(url_of(file._replace(path=file.path + first))).parent

@@ -298,7 +298,6 @@ def _documents(folder: Url) -> Path:
     names = [name for name in listed or () if name.endswith(DOCUMENTS)]
     if listed is None or not names:
         raise CheckpointError(folder, "holds no configuration: write a folder, or a repository")
-    hub.keep_ref(folder)
     urls = [folder / name for name in names]
     paths = download(urls, sum(listed[name] for name in names), progress=False)
     return paths[0].parents[names[0].count("/")]
