@@ -123,7 +123,8 @@ class _Writer(UnitWriter):
             mine = t.select("%is.leader", "float", scalars.statistic, 0.0)
             total = t.op("fadd", "double", total, t.convert("fpext", "float", mine, "double"))
         if scalars.header:
-            t.when("%is.leader", lambda: t.store("i16", 2, scalars.header, out))
+            nbytes = recipe.header_nbytes
+            t.when("%is.leader", lambda: t.store(f"i{8 * nbytes}", nbytes, scalars.header, out))
         if scalars.statistic:
             store = "float", 4, scalars.statistic, "%statistics", unit
             t.when("%is.leader", lambda: t.store(*store))

@@ -54,7 +54,7 @@ class Scalars:
 
     Attributes:
         elements: float32 values that `Recipe.encode` takes for every element.
-        header: the i16 stored before the codes, or "".
+        header: the integer of `Recipe.header_nbytes` stored before the codes, or "".
         statistic: the unit's float32 statistic, or "".
         overflowed: an i1, set if float16 cannot hold the unit's scale, or "".
     """
@@ -216,7 +216,8 @@ class _Writer(UnitWriter):
             value = self._with_sign(source, largest, value)
         scalars = recipe.scalars(one, value)
         if scalars.header:
-            one.lines.append(f"store i16 {scalars.header}, ptr {out}, align 1")
+            of = f"i{8 * recipe.header_nbytes}"
+            one.lines.append(f"store {of} {scalars.header}, ptr {out}, align 1")
             out = one.emit(f"getelementptr i8, ptr {out}, i64 {recipe.header_nbytes}")
         if scalars.statistic:
             at = one.emit(f"getelementptr float, ptr %statistics, i64 {unit}")

@@ -5,9 +5,9 @@ unless a tensor is larger, which has a file of its own. ``tensor-cache.json`` ha
 tensors and the md5 sum of each file, ``mlc-chat-config.json`` the model; the tokenizer is in the
 same folder. Names are those of Hugging Face, except of tensors that are joined by rows: query, key
 and value are ``qkv_proj`` (``c_attn`` of Qwen), gate and up ``gate_up_proj``. With ``--quant``
-q0f16 or q0f32 all have one dtype; with other values, weights of linear layers and embeddings are
-``q_weight`` and ``q_scale``, see `streamload.codecs.schemes.mlc`, and the rest is float16. MLC's
-own converter stores float32 as bfloat16; here it stays float32.
+q0f16, q0f32 or q0bf16 all have one dtype; with other values, weights of linear layers and
+embeddings are ``q_weight`` and ``q_scale``, see `streamload.codecs.schemes.mlc`, and the rest has
+the dtype of the name. MLC's own converter stores float32 as bfloat16; here it stays float32.
 
 Source: github.com/mlc-ai/mlc-llm, ``*_model.py`` and ``*_loader.py`` of python/mlc_llm/model
 (names, shapes, fields of the configuration), interface/gen_config.py, interface/convert_weight.py,
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from streamload.codecs.schemes.mlc import CODES
 from streamload.codecs.weights import Packed
 from streamload.core.bounded_json import parse_json
-from streamload.core.dtypes import F16, F32
+from streamload.core.dtypes import BF16, F16, F32
 from streamload.formats.writer import (
     FormatWriter,
     Joined,
@@ -49,8 +49,9 @@ _TOKENIZER_FILES = (
     *("tokenizer.model", _TOKENIZER, "vocab.json", "merges.txt"),
     *("added_tokens.json", "tokenizer_config.json"),
 )
-_PLAIN = {"q0f16": F16, "q0f32": F32}
-_QUANTS = ("q4f16_1", "q4f16_0", "q3f16_1")
+_PLAIN = {"q0f16": F16, "q0f32": F32, "q0bf16": BF16}
+# schemes, and the dtype of all that is not quantized
+_QUANTS = {"q4f16_1": F16, "q4f16_0": F16, "q3f16_1": F16, "q4f32_1": F32, "q4bf16_1": BF16}
 _TURNED, _NOT_TURNED, _GROUP = "q4f16_0", "q4f16_1", 32  # embeddings are never stored transposed
 
 #: Fields of every configuration that no source has.
@@ -273,7 +274,7 @@ class MLC(FormatWriter):
 
     name = "mlc"
     max_shard_size = "32MiB"
-    quants = _QUANTS
+    quants = tuple(_QUANTS)
     copied = _TOKENIZER_FILES
     wants_sums = True
 
@@ -285,7 +286,7 @@ class MLC(FormatWriter):
             raise ValueError(f"mlc needs quant=, one of {', '.join(known)}, not {quant!r}")
         if dtype is not None:
             raise ValueError(f"mlc takes no dtype=: quant={quant!r} says what all tensors are")
-        return (_PLAIN[quant].name, None) if quant in _PLAIN else (F16.name, quant)
+        return (_PLAIN[quant].name, None) if quant in _PLAIN else (_QUANTS[quant].name, quant)
 
     def tensors(self) -> Sequence[Sequence[Target]]:
         """Return MLC's tensors in the order of the layers; refuse a model that MLC lacks."""
@@ -350,7 +351,7 @@ def _as_read(model: Model, parameter: _Parameter, parts: Sequence[Target]) -> Ta
     # ``made`` is None, for one contiguous read, if it is quantized in the file's order, except if
     # it is dequantized first or shares its source with another tensor
     first, name = parts[0], parameter.name
-    dtype = F32 if model.dtype is F32 else F16
+    dtype = model.dtype or F16
     made = parts[0].made if len(parts) == 1 else Joined.joined([each.source for each in parts])
     shape = (sum(each.shape[0] for each in parts), *first.shape[1:])
     is_turned = model.quant == _TURNED and parameter.is_linear

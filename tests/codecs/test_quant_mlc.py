@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from quant_bounds import bound, elements_of
@@ -16,12 +17,13 @@ from quant_kernels_helpers import assert_same_counts, encoded, fitting, shaped
 
 from streamload.codecs.parts import SOURCES, QuantCounts
 from streamload.codecs.scheme import ALL_SCHEMES, SCHEMES
-from streamload.core.dtypes import F16, F32, DType
+from streamload.core.dtypes import BF16, F16, F32, DType
 from streamload.planning.quant_policy import QuantPolicy
 
 Array = np.ndarray[Any, np.dtype[Any]]
-GROUPS = {"q4f16_1": 32, "q4f16_0": 32, "q3f16_1": 40}
-BITS = {"q4f16_1": 4, "q4f16_0": 4, "q3f16_1": 3}
+GROUPS = {"q4f16_1": 32, "q4f16_0": 32, "q3f16_1": 40, "q4f32_1": 32, "q4bf16_1": 32}
+BITS = dict.fromkeys(GROUPS, 4) | {"q3f16_1": 3}
+KINDS = dict.fromkeys(GROUPS, F16.numpy) | {"q4f32_1": F32.numpy, "q4bf16_1": BF16.numpy}
 SEVERAL = pytest.mark.parametrize("name", GROUPS)
 
 
@@ -32,10 +34,11 @@ def described(name: str, x: Array) -> tuple[Array, Array]:
     rows, columns = x.shape
     groups = -(-columns // group)
     words = np.zeros((rows, groups * group // in_word), np.uint32)
-    scales = np.zeros((rows, groups), np.float16)
+    kind = KINDS[name]
+    scales = np.zeros((rows, groups), kind)
     for row, g in itertools.product(range(rows), range(groups)):
         some = x[row, g * group : (g + 1) * group].astype(np.float32)
-        scale = scales[row, g] = np.float16(np.abs(some).max() / np.float32(most))
+        scale = scales[row, g] = (np.abs(some).max() / np.float32(most)).astype(kind)
         for i, value in enumerate(some, g * group):
             steps = np.float32(value / np.float32(scale)) if scale else np.float32(0)
             code = min(max(round(float(steps + np.float32(most))), 0), 2 * most)
@@ -59,15 +62,18 @@ def test_words_and_scales_are_as_described(name: str) -> None:
 
 @SEVERAL
 def test_errors_are_at_most_half_a_step(name: str) -> None:
-    """And what float16 does to the scale: so large is the bound that errors are compared with."""
+    """And what rounding does to the scale: so large is the bound that errors are compared with."""
     most = 2 ** (BITS[name] - 1) - 1
+    info = ml_dtypes.finfo(KINDS[name])
     for sample in fitting(name, non_finite=False):
         tensor = ALL_SCHEMES[name].of(sample.x.shape, sample.src)
         parts, counts = encoded(ALL_SCHEMES[name], sample.x, sample.src)
         if not counts.overflowed:
             limit = bound(tensor, parts).max()
-            scales = np.frombuffer(parts["q_scale"], np.float16).astype(np.float64)
-            assert limit <= scales.max() * (0.5 + (most + 1) * 2**-11) + (most + 1) * 2**-25
+            scales = np.frombuffer(parts["q_scale"], KINDS[name]).astype(np.float64)
+            rounding = (most + 1) * float(info.eps) / 2
+            least = (most + 1) * float(info.smallest_subnormal) / 2
+            assert limit <= scales.max() * (0.5 + rounding + 2**-20) + least
 
 
 @SEVERAL
@@ -119,17 +125,20 @@ def test_nan_infinity_zeros_and_overflow(name: str) -> None:
     assert not decoded[2].any() and np.isfinite(decoded).all()
     filled[0, 3 * group + 1] = 1e9
     parts, counts = encoded(form, shaped(name, filled), F32)
+    if KINDS[name] is not F16.numpy:  # their exponents reach as far as those of the elements
+        assert counts.overflowed == 0 and counts.largest_error < 1e9 / 7
+        return
     assert (counts.overflowed, counts.largest_error) == (group, math.inf)
     if name != "q4f16_0":  # a short group counts no more than it has
         _, counts = encoded(form, filled[:, : 3 * group + 2].copy(), F32)
         assert (counts.overflowed, counts.numel) == (2, 3 * group + 2)
 
 
-def by_numpy(x: Array, bits: int, group: int) -> tuple[Array, Array]:
+def by_numpy(x: Array, bits: int, group: int, kind: Any) -> tuple[Array, Array]:
     """What one writes in numpy for rows of whole groups."""
     most = np.float32(2 ** (bits - 1) - 1)
     groups = x.astype(np.float32).reshape(-1, group)
-    scales = (np.abs(groups).max(axis=1, keepdims=True) / most).astype(np.float16)
+    scales = (np.abs(groups).max(axis=1, keepdims=True) / most).astype(kind)
     codes = np.clip(np.rint(groups / scales.astype(np.float32) + most), 0, 2 * most)
     shifts = bits * np.arange(32 // bits, dtype=np.uint32)
     by_word = codes.astype(np.uint32).reshape(-1, 32 // bits) << shifts
@@ -151,7 +160,7 @@ def test_it_is_five_times_as_fast_as_numpy(name: str, src: DType) -> None:
         encoder.encode(data, out, 0)
         seconds["mine"].append(time.thread_time() - begun)
         begun = time.thread_time()
-        words, scales = by_numpy(x, BITS[name], GROUPS[name])
+        words, scales = by_numpy(x, BITS[name], GROUPS[name], KINDS[name])
         seconds["numpy"].append(time.thread_time() - begun)
     if name != "q4f16_0":
         assert bytes(out) == words.tobytes()

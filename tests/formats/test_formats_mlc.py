@@ -25,9 +25,9 @@ from streamload.errors import CheckpointError
 __all__ = ["start"]  # a fixture
 
 Array = np.ndarray[Any, Any]
-BITS = {"q4f16_1": 4, "q4f16_0": 4, "q3f16_1": 3}
-GROUPS = {"q4f16_1": 32, "q4f16_0": 32, "q3f16_1": 40}
-QUANTS = (*BITS, "q0f16", "q0f32")
+GROUPS = {"q4f16_1": 32, "q4f16_0": 32, "q3f16_1": 40, "q4f32_1": 32, "q4bf16_1": 32}
+BITS = dict.fromkeys(GROUPS, 4) | {"q3f16_1": 3}
+QUANTS = (*BITS, "q0f16", "q0f32", "q0bf16")
 CHAT_CONFIG = "mlc-chat-config.json"
 
 # --- models ---------------------------------------------------------------------------------------
@@ -155,7 +155,8 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
         for one in shard["records"]:
             assert (one["byteOffset"], one["format"]) == (at, "raw")
             at += one["nbytes"]
-            array = np.frombuffer(data[one["byteOffset"] : at], one["dtype"])
+            kind = ml_dtypes.bfloat16 if one["dtype"] == "bfloat16" else one["dtype"]
+            array = np.frombuffer(data[one["byteOffset"] : at], kind)
             found[one["name"]] = array.reshape(one["shape"])
         assert at == len(data)
     names = [one["name"] for shard in cache["records"] for one in shard["records"]]
@@ -179,10 +180,16 @@ def is_embedding(name: str) -> bool:
     return any(part in name for part in ("embed_tokens", "wte", "wpe"))
 
 
+def kind_of(quant: str) -> Any:
+    """The numpy dtype that the name of a quantisation says."""
+    code = quant[2:].partition("_")[0]
+    return {"f16": np.float16, "f32": np.float32, "bf16": ml_dtypes.bfloat16}[code]
+
+
 def quantised(quant: str, name: str, found: dict[str, Array]) -> tuple[Array, Array]:
     """Words and scales of a weight, a row of them for each of its rows."""
     words, scales = (found[name.replace(".weight", f".q_{part}")] for part in ("weight", "scale"))
-    assert (words.dtype, scales.dtype) == (np.uint32, np.float16)
+    assert (words.dtype, scales.dtype) == (np.uint32, kind_of(quant))
     return (
         (words.T, scales.T) if quant.endswith("_0") and not is_embedding(name) else (words, scales)
     )
@@ -191,7 +198,7 @@ def quantised(quant: str, name: str, found: dict[str, Array]) -> tuple[Array, Ar
 @FAMILIES
 @pytest.mark.parametrize("quant", QUANTS)
 def test_tensors_are_those_of_mlcs_models(tmp_path: Path, name: str, quant: str) -> None:
-    """Every name and shape, each element within half a step, and float16 or float32 as cast."""
+    """Every name and shape, each element within half a step, and the rest as cast."""
     config = CONFIGS[name]
     arrays = write(tmp_path / "in", config)
     expected = expected_of(config, arrays)
@@ -213,11 +220,12 @@ def test_tensors_are_those_of_mlcs_models(tmp_path: Path, name: str, quant: str)
             assert (words.shape, scales.shape) == ((len(array), 4 * groups), (len(array), groups))
             values, steps = dequantized(quant, words, scales, array.shape[1])
             most = 2 ** (BITS[quant] - 1) - 1
-            bound = steps * (0.5 + most * 2.0**-10)
+            bound = steps * (0.5 + most * float(ml_dtypes.finfo(kind_of(quant)).eps) + 1e-5)
             assert (np.abs(values - array) <= bound).all(), parameter
         else:
-            dtype = np.float32 if quant == "q0f32" else np.float16
-            assert np.array_equal(found[parameter], array.astype(dtype)), parameter
+            expected_values = array.astype(kind_of(quant))
+            assert found[parameter].dtype == expected_values.dtype
+            assert np.array_equal(found[parameter], expected_values), parameter
             left.remove(parameter)
     assert not left
     chat = json.loads((tmp_path / "out" / CHAT_CONFIG).read_text())
@@ -387,7 +395,7 @@ def test_what_is_asked_wrong(tmp_path: Path) -> None:
         quiet(tmp_path / "in", tmp_path / "out", **options)
 
     for quant in (None, "nf4", {"*": "q4f16_1"}):
-        with pytest.raises(ValueError, match="mlc needs quant=, one of q4f16_1, q4f16_0, q3f16_1"):
+        with pytest.raises(ValueError, match="mlc needs quant=, one of q4f16_1, .*q4f32_1"):
             convert(to="mlc", quant=quant)
     with pytest.raises(ValueError, match="mlc takes no dtype="):
         convert(to="mlc", quant="q4f16_1", dtype="float32")
@@ -433,11 +441,11 @@ def test_tvms_loaders_open_the_folder(tvm: Any, tmp_path: Path, quant: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quant", ["q4f16_1", "q3f16_1"])
+@pytest.mark.parametrize("quant", ["q4f16_1", "q3f16_1", "q4f32_1"])
 def test_codes_are_nearer_than_mlcs(tvm: Any, tmp_path: Path, quant: str) -> None:
-    """MLC's quantiser, all in float16 and compiled by TVM: the same scales, codes but near ties."""
+    """MLC's quantiser in the name's dtype, compiled by TVM: same scales, codes but near ties."""
     te, tirx, bits, group = tvm.te, tvm.tirx, BITS[quant], GROUPS[quant]
-    groups, kind = COLUMNS // group + 1, "float16"
+    groups, kind = COLUMNS // group + 1, np.dtype(kind_of(quant)).name
     most = tirx.const(2 ** (bits - 1) - 1, kind)
     weight, r = te.placeholder((ROWS, groups * group), kind, "weight"), te.reduce_axis((0, group))
     largest = te.compute(
@@ -456,7 +464,7 @@ def test_codes_are_nearer_than_mlcs(tvm: Any, tmp_path: Path, quant: str) -> Non
     quiet(tmp_path / "in", tmp_path / "out", to="mlc", quant=quant)
     words, scales = quantised(quant, "lm_head.weight", read(tmp_path / "out")[1])
     made = [tvm.runtime.empty(shape, kind) for shape in (scales.shape, array.shape)]
-    kernel(tvm.runtime.tensor(array.astype(np.float16)), *made)
+    kernel(tvm.runtime.tensor(array.astype(kind)), *made)
     theirs = made[1].numpy().astype(np.float32) - (2 ** (bits - 1) - 1)
     assert np.array_equal(scales, made[0].numpy())
     mine, steps = dequantized(quant, words, scales, groups * group)
@@ -473,7 +481,8 @@ def dequantizing(tvm: Any, quant: str, columns: int, is_turned: bool) -> Callabl
     lines = {"words": groups * group // in_word, "scales": groups}
     shapes = {n: (count, ROWS) if is_turned else (ROWS, count) for n, count in lines.items()}
     words = te.placeholder(shapes["words"], "uint32", "words")
-    scales = te.placeholder(shapes["scales"], "float16", "scales")
+    kind = np.dtype(kind_of(quant)).name
+    scales = te.placeholder(shapes["scales"], kind, "scales")
 
     def element(row: Any, column: Any) -> Any:
         at = [(n, row) if is_turned else (row, n) for n in (column // in_word, column // group)]
@@ -481,14 +490,14 @@ def dequantizing(tvm: Any, quant: str, columns: int, is_turned: bool) -> Callabl
         code = tirx.bitwise_and(
             tirx.shift_right(words[at[0]], shift), tirx.const(2**bits - 1, "uint32")
         )
-        steps = code.astype("float16") - tirx.const(2 ** (bits - 1) - 1, "float16")
+        steps = code.astype(kind) - tirx.const(2 ** (bits - 1) - 1, kind)
         return steps * scales[at[1]]
 
     out = te.compute((ROWS, columns), element, name="out")
     kernel = tvm.compile(te.create_prim_func([words, scales, out]), target="llvm")
 
     def run(*arrays: Array) -> Array:
-        made = tvm.runtime.empty((ROWS, columns), "float16")
+        made = tvm.runtime.empty((ROWS, columns), kind)
         kernel(*(tvm.runtime.tensor(np.ascontiguousarray(a)) for a in arrays), made)
         found: Array = made.numpy()
         return found
@@ -512,5 +521,6 @@ def test_a_kernel_of_tvm_dequantizes(tvm: Any, tmp_path: Path, quant: str) -> No
         steps = np.repeat(scales.astype(np.float32), GROUPS[quant], 1)[:, : ROWS * 4]
         errors = np.abs(values - arrays[f"{name}.weight"])
         most = 2 ** (BITS[quant] - 1) - 1
-        assert (errors <= steps * (0.5 + 2 * most * 2.0**-10)).all()
+        eps = float(ml_dtypes.finfo(kind_of(quant)).eps)
+        assert (errors <= steps * (0.5 + 2 * most * eps + 1e-5)).all()
         assert np.corrcoef(values.ravel(), arrays[f"{name}.weight"].ravel())[0, 1] > 0.95

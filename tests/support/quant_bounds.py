@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from streamload.codecs.decode_blocks import Blocks
@@ -31,10 +32,12 @@ def bound(tensor: Any, parts: Mapping[str, Any]) -> Array:
     if (
         tensor.parts[-1].suffix == SCALES
     ):  # half a step, and the scale's rounding times the largest code
-        most = (1 << tensor.bits - 1) - 1
-        d = np.frombuffer(memoryview(parts[SCALES]), "<f2").astype(np.float64)
-        groups = np.repeat(d * (0.5 + (most + 1) * 2.0**-11), tensor.group_numel)
-        return _cut(tensor, groups + (most + 1) * 2.0**-25)
+        most, kind = tensor.recipe.most, tensor.recipe.scale.numpy
+        info = ml_dtypes.finfo(kind)
+        rounding = (most + 1) * float(info.eps) / 2 + 2.0**-20  # and what is computed in float32
+        d = np.frombuffer(memoryview(parts[SCALES]), kind).astype(np.float64)
+        groups = np.repeat(d * (0.5 + rounding), tensor.group_numel)
+        return _cut(tensor, groups + (most + 1) * float(info.smallest_subnormal) / 2)
     if tensor.format in ("q8_0", "q4_0"):
         blocks = part(tensor, parts, "").reshape(-1, tensor.unit_nbytes)
         d = np.abs(blocks[:, :2].copy().view(np.float16).astype(np.float64))
@@ -110,9 +113,10 @@ def _groups(tensor: Any, parts: Mapping[str, Any]) -> Array:
     if tensor.is_transposed:
         groups, rows, _ = tensor.shape
         words = part(tensor, parts, "").reshape(groups, 4, rows).transpose(0, 2, 1).reshape(-1, 4)
-    shifts = tensor.bits * np.arange(32 // tensor.bits, dtype=np.uint32)
-    codes = (words[:, :, None] >> shifts & (2**tensor.bits - 1)).reshape(len(words), -1)
-    steps = codes.astype(np.float32) - (2 ** (tensor.bits - 1) - 1)
+    bits = tensor.recipe.bits
+    shifts = bits * np.arange(32 // bits, dtype=np.uint32)
+    codes = (words[:, :, None] >> shifts & (2**bits - 1)).reshape(len(words), -1)
+    steps = codes.astype(np.float32) - tensor.recipe.most
     return _cut(tensor, steps * part(tensor, parts, SCALES).reshape(-1, 1).astype(np.float32))
 
 
