@@ -147,7 +147,7 @@ _MODULES = (
     "streamload.formats.gguf.writer",
     "streamload.formats.irpa",
     "streamload.formats.llmc",
-    "streamload.formats.mlc",
+    "streamload.formats.mlc.writer",
     "streamload.formats.torch.archive",
 )
 _readers: dict[str, FormatReader] = {}

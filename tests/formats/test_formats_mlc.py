@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": LLAMA | {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
     "qwen3-bias": LLAMA | {"model_type": "qwen3", "attention_bias": True},
     "gpt2": GPT2 | {"vocab_size": 200},
+    "qwen3_moe": LLAMA
+    | {
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 48,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "phi3": LLAMA | {"model_type": "phi3"},
 }
-FAMILIES = pytest.mark.parametrize("name", CONFIGS)
 
 
 def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -77,23 +85,48 @@ def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     width, family = config.get("head_dim", n // heads), config["model_type"]
     found = {"model.embed_tokens.weight": (vocab, n), "model.norm.weight": (n,)}
     rows = {"q": heads * width, "k": shared * width, "v": shared * width}
+    rows = {"qkv": sum(rows.values())} if family == "phi3" else rows
     for i in range(config["num_hidden_layers"]):
         start = f"model.layers.{i}"
         for key, count in rows.items():
             found[f"{start}.self_attn.{key}_proj.weight"] = (count, n)
             if family == "qwen2" or config.get("attention_bias"):
                 found[f"{start}.self_attn.{key}_proj.bias"] = (count,)
-            if family == "qwen3" and key != "v":
+            if family.startswith("qwen3") and key != "v":
                 found[f"{start}.self_attn.{key}_norm.weight"] = (width,)
         found[f"{start}.self_attn.o_proj.weight"] = (n, heads * width)
         if config.get("attention_bias"):
             found[f"{start}.self_attn.o_proj.bias"] = (n,)
         found[f"{start}.self_attn.rotary_emb.inv_freq"] = (width // 2,)
-        found |= {f"{start}.mlp.{key}_proj.weight": (inner, n) for key in ("gate", "up")}
-        found[f"{start}.mlp.down_proj.weight"] = (n, inner)
+        if family == "phi3":
+            found[f"{start}.mlp.gate_up_proj.weight"] = (2 * inner, n)
+        if family == "qwen3_moe":
+            found[f"{start}.mlp.gate.weight"] = (config["num_experts"], n)
+        for mlp, size in mlps_of(config, start).items():
+            if family != "phi3":
+                found |= {f"{mlp}.{key}_proj.weight": (size, n) for key in ("gate", "up")}
+            found[f"{mlp}.down_proj.weight"] = (n, size)
         for key in ("input", "post_attention"):
             found[f"{start}.{key}_layernorm.weight"] = (n,)
     return found if config.get("tie_word_embeddings") else {**found, "lm_head.weight": (vocab, n)}
+
+
+def mlps_of(config: dict[str, Any], start: str) -> dict[str, int]:
+    """The starts of the names of gates, and their rows: of each expert, or of the layer."""
+    if "num_experts" not in config:
+        return {f"{start}.mlp": config["intermediate_size"]}
+    size = config["moe_intermediate_size"]
+    return {f"{start}.mlp.experts.{i}": size for i in range(config["num_experts"])}
+
+
+PHI3 = {
+    "model.embed_tokens": "transformer.embd",
+    "model.norm": "transformer.norm",
+    "model.layers": "transformer.h",
+    "input_layernorm": "ln",
+    "self_attn.qkv_proj": "mixer.qkv_proj",
+    "self_attn.o_proj": "mixer.out_proj",
+}
 
 
 def write(folder: Path, config: dict[str, Any], **others: Array) -> dict[str, Array]:
@@ -121,6 +154,11 @@ def expected_of(config: dict[str, Any], arrays: dict[str, Array]) -> dict[str, A
         conv = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
         found = {name: a.T if name.endswith(conv) else a for name, a in kept.items()}
         return {**found, "lm_head.weight": arrays["transformer.wte.weight"]}
+    if config["model_type"] == "phi3":
+        found = {name: a for name, a in arrays.items() if not name.endswith("inv_freq")}
+        for old, new in PHI3.items():
+            found = {name.replace(old, new): a for name, a in found.items()}
+        return found
     joined = "c_attn" if config["model_type"].startswith("qwen") else "qkv_proj"
     left = {name: a for name, a in arrays.items() if not name.endswith("inv_freq")}
     found = {}
@@ -134,6 +172,15 @@ def expected_of(config: dict[str, Any], arrays: dict[str, Array]) -> dict[str, A
                 some = [left.pop(f"{start}.{part}.{kind}", None) for part in parts]
                 if some[0] is not None:
                     found[f"{start}.{name}.{kind}"] = np.concatenate([a for a in some])
+        if "num_experts" in config:
+            start = f"model.layers.{i}.mlp"
+            parts = [
+                [left.pop(f"{each}.{key}_proj.weight") for key in ("gate", "up", "down")]
+                for each in mlps_of(config, f"model.layers.{i}")
+            ]
+            both = [np.concatenate([gate, up]) for gate, up, _ in parts]
+            found[f"{start}.moe_gate_up_proj.weight"] = np.stack(both)
+            found[f"{start}.moe_down_proj.weight"] = np.stack([down for *_, down in parts])
     if config["model_type"] == "mistral" and config.get("tie_word_embeddings"):
         found["lm_head.weight"] = left["model.embed_tokens.weight"]
     return {**found, **left}
@@ -177,7 +224,7 @@ def dequantized(quant: str, words: Array, scales: Array, columns: int) -> tuple[
 
 def is_embedding(name: str) -> bool:
     """Whether MLC has it as an Embedding: these are not transposed."""
-    return any(part in name for part in ("embed_tokens", "wte", "wpe"))
+    return any(part in name for part in ("embed_tokens", "embd", "wte", "wpe"))
 
 
 def kind_of(quant: str) -> Any:
@@ -195,11 +242,21 @@ def quantised(quant: str, name: str, found: dict[str, Array]) -> tuple[Array, Ar
     )
 
 
-@FAMILIES
-@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize(
+    ("name", "quant"),
+    [
+        *itertools.product(CONFIGS, ("q4f16_1", "q4f16_0", "q0f16")),
+        *itertools.product(("llama", "qwen3_moe"), QUANTS[2:]),
+    ],
+)
 def test_tensors_are_those_of_mlcs_models(tmp_path: Path, name: str, quant: str) -> None:
     """Every name and shape, each element within half a step, and the rest as cast."""
     config = CONFIGS[name]
+    if (name, quant) == ("qwen3_moe", "q4f16_0"):
+        write(tmp_path / "in", config)
+        with pytest.raises(CheckpointError, match="no experts in q4f16_0: write q4f16_1"):
+            quiet(tmp_path / "in", tmp_path / "out", to="mlc", quant=quant)
+        return
     arrays = write(tmp_path / "in", config)
     expected = expected_of(config, arrays)
     used = {key: a for key, a in arrays.items() if not key.endswith((".attn.bias", "inv_freq"))}
@@ -213,9 +270,11 @@ def test_tensors_are_those_of_mlcs_models(tmp_path: Path, name: str, quant: str)
     assert said["BitsPerParam"] == pytest.approx(8 * nbytes / read_numel)
     left = set(found)
     for parameter, array in expected.items():
-        if quant in BITS and array.ndim == 2:
+        if quant in BITS and array.ndim > 1 and not parameter.endswith(".gate.weight"):
             words, scales = quantised(quant, parameter, found)
             left -= {parameter.replace(".weight", f".q_{part}") for part in ("weight", "scale")}
+            assert words.shape[:-2] == array.shape[:-2]
+            words, scales, array = (a.reshape(-1, a.shape[-1]) for a in (words, scales, array))
             groups = math.ceil(array.shape[1] / GROUPS[quant])
             assert (words.shape, scales.shape) == ((len(array), 4 * groups), (len(array), groups))
             values, steps = dequantized(quant, words, scales, array.shape[1])
@@ -357,10 +416,109 @@ def test_the_configuration_of_others(tmp_path: Path) -> None:
     assert (inner["n_inner"], inner["context_window_size"], inner["head_dim"]) == (256, 48, 16)
 
 
+def jinja(each: str, last: str, start: str = "", assistant: str = "assistant") -> str:
+    """A chat template: each message as ``each``, then ``last``."""
+    role = "{{ '" + assistant + "' if m.role == 'assistant' else m.role }}"
+    each = each.replace("ROLE", role).replace("TEXT", "{{ m.content | trim }}")
+    said = "{% for m in messages %}" + each + "{% endfor %}"
+    return start + said + "{% if add_generation_prompt %}" + last + "{% endif %}"
+
+
+HEADER = "<|start_header_id|>ROLE<|end_header_id|>\n\n"
+TEMPLATES = {
+    "chatml": jinja("<|im_start|>ROLE\nTEXT<|im_end|>\n", "<|im_start|>assistant\n"),
+    "llama-3": jinja(
+        HEADER + "TEXT<|eot_id|>",
+        HEADER.replace("ROLE", "assistant"),
+        "{{ bos_token }}" + HEADER.replace("ROLE", "system") + "{{ strftime_now('%d') }}<|eot_id|>",
+    ),
+    "gemma_instruction": jinja(
+        "<start_of_turn>ROLE\nTEXT<end_of_turn>\n",
+        "<start_of_turn>model\n",
+        "{{ bos_token }}",
+        "model",
+    ),
+    "phi-3": jinja("<|ROLE|>\nTEXT<|end|>\n", "<|assistant|>\n"),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_conversation_template(tmp_path: Path, name: str) -> None:
+    """MLC's whose prompt is that of the source's Jinja; the tokens are the source's."""
+    template = {"chat_template": TEMPLATES[name], "bos_token": {"content": "<b>"}}
+    generation = {"eos_token_id": [3, 4], "bos_token_id": 9}
+    files = {"tokenizer_config_json": template, "generation_config_json": generation}
+    found = chat_config(tmp_path, LLAMA, **files)["conv_template"]
+    assert (found["name"], found["stop_token_ids"]) == (name, [3, 4])
+    begins = "bos_token" in TEMPLATES[name]
+    assert found.get("system_prefix_token_ids") == ([9] if begins else None)
+    assert found["role_content_sep"] == found["role_empty_sep"]
+
+
+def test_a_template_of_a_file_and_of_a_family(tmp_path: Path) -> None:
+    """chat_template.jinja comes first; Qwen3 strips what it thought."""
+    write(tmp_path / "in", CONFIGS["qwen3"])
+    (tmp_path / "in" / "chat_template.jinja").write_text(TEMPLATES["chatml"])
+    (tmp_path / "in" / "tokenizer_config.json").write_text('{"chat_template": "{{ 1 }}"}')
+    quiet(tmp_path / "in", tmp_path / "out", to="mlc", quant="q0f16")
+    found = json.loads((tmp_path / "out" / CHAT_CONFIG).read_text())["conv_template"]
+    assert (found["name"], found["strip_reasoning_in_history"]) == ("qwen3", True)
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (None, "the source has no chat template"),
+        (jinja("[ROLE] TEXT", "[assistant]"), "is none of MLC's"),
+        ("{% for", "cannot be run .*Syntax"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "cannot be run .*unsafe"),
+        ("{{ raise_exception('no') }}", r"cannot be run .*no\)"),
+        ("{{ 'a' * 2000000000 }}", "cannot be run .*MemoryError"),
+        ([{"name": "tool", "template": "x"}], "the source has no chat template"),
+        ({"a": 1}, "the source has no chat template"),
+    ],
+)
+def test_no_conversation_template(tmp_path: Path, template: Any, why: str) -> None:
+    """The note says why, and hostile templates take neither memory nor the program's objects."""
+    write(tmp_path / "in", LLAMA)
+    said = {} if template is None else {"chat_template": template}
+    (tmp_path / "in" / "tokenizer_config.json").write_text(json.dumps(said))
+    report = quiet(tmp_path / "in", tmp_path / "out", to="mlc", quant="q0f16")
+    (note,) = (note for note in report.plan.notes if "conv_template" in note)
+    assert re.search(why, note), note
+    assert "conv_template" not in json.loads((tmp_path / "out" / CHAT_CONFIG).read_text())
+
+
+def test_phi3_and_its_long_rope(tmp_path: Path) -> None:
+    """Factors by either name of config.json; what MLC's phi3 lacks is refused."""
+    factors = {"long_factor": [1.0] * 8, "short_factor": [2.0] * 8}
+    scaling = {"type": "su", **factors}
+    config = CONFIGS["phi3"] | {"rope_scaling": scaling, "original_max_position_embeddings": 256}
+    inner = chat_config(tmp_path / "a", config)["model_config"]
+    places = {"max_position_embeddings": 512, "original_max_position_embeddings": 256}
+    expected = {"type": "longrope", "rope_type": "longrope", **factors, **places}
+    assert inner["rope_scaling"] == expected
+    assert (inner["position_embedding_base"], inner["partial_rotary_factor"]) == (5000.0, 1.0)
+    for i, wrong in enumerate(({"type": "yarn"}, {"type": "longrope"}, [1])):
+        write(tmp_path / f"in{i}", config | {"rope_scaling": wrong})
+        with pytest.raises(CheckpointError, match=r"no such scaling|rope_scaling of config.json"):
+            quiet(tmp_path / f"in{i}", tmp_path / "out", to="mlc", quant="q4f32_1")
+
+
+def test_experts_in_the_configuration(tmp_path: Path) -> None:
+    """And layers without experts are refused."""
+    inner = chat_config(tmp_path / "a", CONFIGS["qwen3_moe"])["model_config"]
+    keys = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+    assert [inner[key] for key in keys] == [4, 2, 48, False]
+    write(tmp_path / "in", CONFIGS["qwen3_moe"] | {"mlp_only_layers": [0]})
+    with pytest.raises(CheckpointError, match="qwen3_moe has no such mlp_only_layers"):
+        quiet(tmp_path / "in", tmp_path / "out", to="mlc", quant="q4f16_1")
+
+
 @pytest.mark.parametrize(
     ("config", "others", "why"),
     [
-        ({"model_type": "phi3"}, {}, r"no way from this family.*llama, mistral.*found phi3"),
+        ({"model_type": "mamba"}, {}, r"no way from this family.*llama, mistral.*found mamba"),
         ({"hidden_act": "gelu"}, {}, "MLC's llama has no such hidden_act"),
         ({"partial_rotary_factor": 0.5}, {}, "MLC's llama has no such partial_rotary_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, {}, "rotates all of a head"),
@@ -395,7 +553,7 @@ def test_what_is_asked_wrong(tmp_path: Path) -> None:
         quiet(tmp_path / "in", tmp_path / "out", **options)
 
     for quant in (None, "nf4", {"*": "q4f16_1"}):
-        with pytest.raises(ValueError, match="mlc needs quant=, one of q4f16_1, .*q4f32_1"):
+        with pytest.raises(ValueError, match=r"mlc needs quant=, one of q4f16_1, .*q4f32_1"):
             convert(to="mlc", quant=quant)
     with pytest.raises(ValueError, match="mlc takes no dtype="):
         convert(to="mlc", quant="q4f16_1", dtype="float32")

@@ -1,0 +1,1 @@
+"""Folders of weights for MLC-LLM."""
