@@ -443,6 +443,14 @@ class FormatWriter(ABC):
         """
         return dtype, quant
 
+    @staticmethod
+    def shifts(config: Mapping[str, Any]) -> Mapping[str, float]:
+        """Return numbers to add to all elements of tensors, by pattern of the source's names.
+
+        Some formats store the weights of a family's norms plus 1; the base class adds nothing.
+        """
+        return {}
+
     def tensors(self) -> Sequence[Sequence[Target]]:
         """Return the tensors to write, in order; those of one list stay in one file.
 

@@ -64,6 +64,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
     "phi3": LLAMA | {"model_type": "phi3"},
+    "gemma3": LLAMA
+    | {"model_type": "gemma3_text", "head_dim": 32, "sliding_window": 128}
+    | {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True},
 }
 
 
@@ -92,7 +95,7 @@ def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             found[f"{start}.self_attn.{key}_proj.weight"] = (count, n)
             if family == "qwen2" or config.get("attention_bias"):
                 found[f"{start}.self_attn.{key}_proj.bias"] = (count,)
-            if family.startswith("qwen3") and key != "v":
+            if family.startswith(("qwen3", "gemma3")) and key != "v":
                 found[f"{start}.self_attn.{key}_norm.weight"] = (width,)
         found[f"{start}.self_attn.o_proj.weight"] = (n, heads * width)
         if config.get("attention_bias"):
@@ -106,7 +109,8 @@ def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             if family != "phi3":
                 found |= {f"{mlp}.{key}_proj.weight": (size, n) for key in ("gate", "up")}
             found[f"{mlp}.down_proj.weight"] = (n, size)
-        for key in ("input", "post_attention"):
+        norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+        for key in norms if family == "gemma3_text" else norms[:2]:
             found[f"{start}.{key}_layernorm.weight"] = (n,)
     return found if config.get("tie_word_embeddings") else {**found, "lm_head.weight": (vocab, n)}
 
@@ -161,10 +165,10 @@ def expected_of(config: dict[str, Any], arrays: dict[str, Array]) -> dict[str, A
         return found
     joined = "c_attn" if config["model_type"].startswith("qwen") else "qkv_proj"
     left = {name: a for name, a in arrays.items() if not name.endswith("inv_freq")}
-    found = {}
+    found, is_gemma = {}, config["model_type"] == "gemma3_text"
     for i in range(config["num_hidden_layers"]):
         for module, name, parts in (
-            ("self_attn", joined, ("q_proj", "k_proj", "v_proj")),
+            *([("self_attn", joined, ("q_proj", "k_proj", "v_proj"))] if not is_gemma else []),
             ("mlp", "gate_up_proj", ("gate_proj", "up_proj")),
         ):
             for kind in ("weight", "bias"):
@@ -183,7 +187,13 @@ def expected_of(config: dict[str, Any], arrays: dict[str, Array]) -> dict[str, A
             found[f"{start}.moe_down_proj.weight"] = np.stack([down for *_, down in parts])
     if config["model_type"] == "mistral" and config.get("tie_word_embeddings"):
         found["lm_head.weight"] = left["model.embed_tokens.weight"]
-    return {**found, **left}
+    found |= left
+    if is_gemma:  # a norm of MLC's has all of the factor, Gemma's lacks 1
+        norms = {
+            name: a + np.float64(1) for name, a in found.items() if name.endswith("norm.weight")
+        }
+        return {f"language_model.{name}": a for name, a in (found | norms).items()}
+    return found
 
 
 # --- a reader of what is written ------------------------------------------------------------------
@@ -503,6 +513,22 @@ def test_phi3_and_its_long_rope(tmp_path: Path) -> None:
         write(tmp_path / f"in{i}", config | {"rope_scaling": wrong})
         with pytest.raises(CheckpointError, match=r"no such scaling|rope_scaling of config.json"):
             quiet(tmp_path / f"in{i}", tmp_path / "out", to="mlc", quant="q4f32_1")
+
+
+def test_gemma3_in_the_configuration(tmp_path: Path) -> None:
+    """Its text model's numbers are in a part of their own; layers of another order are refused."""
+    rope = {"full_attention": {"rope_type": "default", "rope_theta": 9e5}}
+    config = CONFIGS["gemma3"] | {"rope_parameters": rope, "query_pre_attn_scalar": 168}
+    found = chat_config(tmp_path / "a", config)
+    inner = found["model_config"]["text_config"]
+    assert (inner["position_embedding_base"], inner["query_pre_attn_scalar"]) == (9e5, 168)
+    assert (inner["head_dim"], inner["sliding_window_size"]) == (32, 128)
+    assert (found["vocab_size"], found["context_window_size"]) == (200, 8192)
+    linear = {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}
+    for i, wrong in enumerate((linear, {"layer_types": ["full_attention"] * 2})):
+        write(tmp_path / f"in{i}", CONFIGS["gemma3"] | wrong)
+        with pytest.raises(CheckpointError, match=r"no scaling of rotary|no such layer_types"):
+            quiet(tmp_path / f"in{i}", tmp_path / "out", to="mlc", quant="q4f16_1")
 
 
 def test_experts_in_the_configuration(tmp_path: Path) -> None:

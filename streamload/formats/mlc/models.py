@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from streamload.formats.writer import Model
@@ -20,6 +21,7 @@ from streamload.formats.writer import Model
 HEAD = "lm_head.weight"
 _QWEN3 = ("qwen3", "qwen3_moe")
 _PLAIN_EXPERTS = 256
+_GEMMA3_NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
 _ORIGINAL, _TOP = "original_max_position_embeddings", "norm_topk_prob"
 #: Fields of every configuration that no source has.
 _ONE_DEVICE = {"tensor_parallel_shards": 1, "max_batch_size": 128}
@@ -127,6 +129,33 @@ def _phi3(model: Model) -> Iterator[Parameter]:
     yield _rows("transformer.norm.weight", "model.norm.weight", rows=[width])
     if not model.config.get("tie_word_embeddings"):
         yield _rows(HEAD, rows=[vocabulary], columns=width)
+
+
+def _gemma3(model: Model) -> Iterator[Parameter]:
+    """Yield the tensors of MLC's Gemma 3, of text alone."""
+    n = _llama_numbers(model)
+    width, inner, head = n["hidden_size"], n["intermediate_size"], n["head_dim"]
+    mixed, shared = (n[f"num_{kind}_heads"] * head for kind in ("attention", "key_value"))
+    embedding, to = "model.embed_tokens.weight", "language_model."
+    yield Parameter(to + embedding, {embedding: (n["vocab_size"], width)}, is_embedding=True)
+    for layer in range(n["num_hidden_layers"]):
+        start = f"model.layers.{layer}."
+        for name, rows, columns in (
+            *(
+                (f"self_attn.{each}_proj", rows, width)
+                for each, rows in zip("qkv", (mixed, shared, shared), strict=True)
+            ),
+            ("self_attn.o_proj", width, mixed),
+            *((f"self_attn.{each}_norm", head, 0) for each in "qk"),
+            ("mlp.down_proj", width, inner),
+            *((f"{each}_layernorm", width, 0) for each in _GEMMA3_NORMS),
+        ):
+            source = f"{start}{name}.weight"
+            yield _rows(to + source, source, rows=[rows], columns=columns)
+        parts = [f"{start}mlp.{each}_proj.weight" for each in ("gate", "up")]
+        name = f"{to}{start}mlp.gate_up_proj.weight"
+        yield _rows(name, *parts, rows=(inner, inner), columns=width)
+    yield _rows(f"{to}model.norm.weight", "model.norm.weight", rows=[width])
 
 
 def _gpt2(model: Model) -> Iterator[Parameter]:
@@ -259,6 +288,41 @@ def _phi3_config(model: Model) -> dict[str, Any]:
     }
 
 
+def _gemma3_config(model: Model) -> dict[str, Any]:
+    """Return the ``model_config`` of MLC's Gemma 3; its layers see a window but each sixth."""
+    found, scaling = _llama_numbers(model), _scaling(model)
+    scaling = scaling.get("full_attention", scaling)
+    if not isinstance(scaling, Mapping) or scaling.get("rope_type", "default") != "default":
+        model.refuse("MLC's gemma3 has no scaling of rotary embeddings", found=scaling)
+    kinds = model.config.get("layer_types")
+    layers = range(1, found["num_hidden_layers"] + 1)
+    known = ["sliding_attention" if i % 6 else "full_attention" for i in layers]
+    if kinds not in (None, known):
+        model.refuse("MLC's gemma3 has no such layer_types in config.json", known, kinds)
+    window = model.number("sliding_window", 4096)
+    chunk = min(model.number("max_position_embeddings", 131072), 8192)
+    vocabulary = found.pop("vocab_size")
+    sizes = {
+        "context_window_size": max(window, 8192),
+        "prefill_chunk_size": chunk,
+        "sliding_window_size": window,
+    }
+    text = {
+        **found,
+        "attention_bias": False,
+        "rms_norm_eps": model.config.get("rms_norm_eps", 1e-6),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "position_embedding_base": scaling.get(
+            "rope_theta", model.config.get("rope_theta", 1_000_000)
+        ),
+        "rope_scaling": 0,
+        "query_pre_attn_scalar": model.config.get("query_pre_attn_scalar", 256),
+        **sizes,
+    }
+    whole = {"vocab_size": vocabulary, "is_text_model": True}
+    return {"text_config": text, **whole, **sizes, **_ONE_DEVICE}
+
+
 def _gpt2_config(model: Model) -> dict[str, Any]:
     """Return the ``model_config`` of MLC's GPT-2."""
     found = _gpt2_numbers(model)
@@ -283,6 +347,7 @@ class Family(NamedTuple):
     values: Mapping[str, tuple[object, ...]]  # those of config.json that MLC implements
     dropped: re.Pattern[str]  # names of tensors that are left out
     prefix: str  # removed from names of the source
+    shifts: Mapping[str, float] = MappingProxyType({})  # see `FormatWriter.shifts`
 
 
 _LLAMA = Family(
@@ -305,6 +370,22 @@ _PHI3 = Family(
     _LLAMA.dropped,
     "",
 )
+_GEMMA3 = Family(
+    _gemma3,
+    _gemma3_config,
+    {
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "tie_word_embeddings": (True, None),
+        "attention_bias": (False, None),
+        "final_logit_softcapping": (None,),
+        "attn_logit_softcapping": (None,),
+        "sliding_window_pattern": (6, None),
+        "use_bidirectional_attention": (False, None),
+    },
+    _LLAMA.dropped,
+    "",
+    {"*norm.weight": 1.0},
+)
 _GPT2 = Family(
     _gpt2,
     _gpt2_config,
@@ -318,9 +399,16 @@ _GPT2 = Family(
 )
 _FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", *_QWEN3), _LLAMA),
+    "gemma3_text": _GEMMA3,
     "phi3": _PHI3,
     "gpt2": _GPT2,
 }
+
+
+def shifts_of(config: Mapping[str, Any]) -> Mapping[str, float]:
+    """Return what MLC adds to tensors of the source's family; see `FormatWriter.shifts`."""
+    found = _FAMILIES.get(str(config.get("model_type")))
+    return {} if found is None else found.shifts
 
 
 def family_of(model: Model) -> Family:

@@ -25,7 +25,7 @@ from streamload.codecs.schemes.mlc import CODES
 from streamload.codecs.weights import Packed
 from streamload.core.dtypes import BF16, F16, F32
 from streamload.formats.mlc.chat import TOKENIZER_FILES, chat_config, conv_template
-from streamload.formats.mlc.models import HEAD, Parameter, family_of
+from streamload.formats.mlc.models import HEAD, Parameter, family_of, shifts_of
 from streamload.formats.writer import (
     FormatWriter,
     Joined,
@@ -64,6 +64,8 @@ class MLC(FormatWriter):
         if dtype is not None:
             raise ValueError(f"mlc takes no dtype=: quant={quant!r} says what all tensors are")
         return (PLAIN[quant].name, None) if quant in PLAIN else (_QUANTS[quant].name, quant)
+
+    shifts = staticmethod(shifts_of)
 
     def tensors(self) -> Sequence[Sequence[Target]]:
         """Return MLC's tensors in the order of the layers; refuse a model that MLC lacks."""
