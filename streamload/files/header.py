@@ -64,7 +64,8 @@ class View:
 
     It gets a virtual range after the file's end, from byte ``start`` on, where its elements are
     contiguous; see `streamload.files.strided`. ``at`` is the file byte of its first element. No
-    length of the shape is 0; strides count bytes, 0 or more.
+    length of the shape is 0; strides count bytes, 0 or more. ``shift`` is added to the elements,
+    which are float32 if it is not 0.
     """
 
     start: int
@@ -72,6 +73,7 @@ class View:
     itemsize: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    shift: float = 0.0
 
     @property
     def stop(self) -> int:

@@ -86,6 +86,9 @@ class StridedReader(Reader):
             numel = math.prod(box[1])
             self._gather(*box, made[at : at + numel].reshape(box[1]))
             at += numel
+        if view.shift:
+            values = made.view("<f4")
+            np.add(values, np.float32(view.shift), out=values)
         if not whole:
             out[:] = made.view(np.uint8).data[begin - first * n : end - first * n]
 

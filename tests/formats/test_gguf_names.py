@@ -10,9 +10,9 @@ import pytest
 import transformers
 
 from streamload.core.tensors import RowTranspose
+from streamload.formats.gguf.architectures import ARCHITECTURES, OF_MODEL
 from streamload.formats.gguf.names import (
-    ARCHITECTURES,
-    OF_MODEL,
+    ROPE_FREQS,
     config_of,
     is_computed,
     llama3_factors,
@@ -111,7 +111,7 @@ def test_settings_go_to_gguf_and_back(model_type: str, more: dict[str, Any]) -> 
     config = config_of(
         {k: float(np.float32(v)) if isinstance(v, float) else v for k, v in metadata.items()},
         shapes,
-        np.float32(llama3_factors(before) or []).tolist(),
+        {ROPE_FREQS: np.float32(llama3_factors(before) or []).tolist()},
     )
     after = transformers.AutoConfig.for_model(**config).to_dict()
     same = {*architecture.settings.values(), "rope_parameters", "tie_word_embeddings", "mlp_bias"}

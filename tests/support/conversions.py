@@ -19,8 +19,9 @@ from streamload.codecs.cast_reference import cast_array
 from streamload.conversion.convert import ConvertReport, convert
 from streamload.core.dtypes import BF16, F32, DType
 from streamload.formats.gguf import layout as gguf_bytes
+from streamload.formats.gguf.architectures import ARCHITECTURES
 from streamload.formats.gguf.constants import ALIGNMENT, TENSOR_TYPE_OF
-from streamload.formats.gguf.names import ARCHITECTURES, metadata_of
+from streamload.formats.gguf.names import metadata_of
 
 
 def quiet(source: Path, destination: Path, **arguments: Any) -> ConvertReport:

@@ -18,15 +18,10 @@ from typing import Any
 import numpy as np
 
 from streamload.errors import CheckpointError
+from streamload.formats.gguf.architectures import ARCHITECTURES, OF_MODEL, Architecture
 from streamload.formats.gguf.constants import FILE_TYPES, TENSOR_TYPE_OF, TensorType
 from streamload.formats.gguf.layout import Described
-from streamload.formats.gguf.names import (
-    ARCHITECTURES,
-    OF_MODEL,
-    Architecture,
-    llama3_factors,
-    metadata_of,
-)
+from streamload.formats.gguf.names import llama3_factors, metadata_of
 
 _F32, _F16 = TENSOR_TYPE_OF["F32"], TENSOR_TYPE_OF["F16"]
 _POSITIONS = "position_embd.weight"

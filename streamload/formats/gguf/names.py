@@ -1,18 +1,10 @@
-"""Translates names of tensors and settings between GGUF and Hugging Face, both ways.
+"""Translates settings between GGUF's metadata and config.json, both ways.
 
-GGUF names a tensor by its module in the architecture (``blk.0.attn_q.weight``) and a setting by the
-architecture and a key (``llama.block_count``). Mistral has the architecture "llama".
-
-A GGUF of the architecture "llama" has query and key rows interleaved, as Meta's checkpoints have
-them: element i of the second half of a head comes after element i of the first. GPT-2's Conv1D
-keeps the inputs along its first axis, GGUF along its last.
-
-Sources: docs/gguf.md in github.com/ggml-org/ggml; the tables ``Keys``, ``MODEL_TENSORS``,
-``TENSOR_NAMES`` in gguf/constants.py and ``TensorNameMap`` in gguf/tensor_mapping.py of gguf-py,
-version 0.19; `GGUF_CONFIG_MAPPING` in transformers/integrations/ggml.py, version 5; Meta's
-``apply_scaling`` in llama/model.py of Llama 3.1, as transformers has it in
-modeling_rope_utils.py; the constructor of ``llama_context`` in llama-context.cpp of llama.cpp (its
-own factor of YaRN).
+Sources: docs/gguf.md in github.com/ggml-org/ggml; the table ``Keys`` in gguf/constants.py of
+gguf-py, version 0.19; Meta's ``apply_scaling`` in llama/model.py of Llama 3.1, as transformers has
+it in modeling_rope_utils.py; the constructor of ``llama_context`` in llama-context.cpp (its own
+factor of YaRN), ``load_swa_pattern`` in llama-model.cpp and the modules of ``src/models/`` in
+llama.cpp (windows, and the scale of Gemma's attention).
 """
 
 from __future__ import annotations
@@ -20,190 +12,33 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from streamload.core.model_config import head_size
-from streamload.core.tensors import RowTranspose
+from streamload.formats.gguf.architectures import (
+    ARCHITECTURE,
+    ARCHITECTURES,
+    OF_MODEL,
+    Architecture,
+    architecture_of,
+)
 
-ARCHITECTURE = "general.architecture"
 ROPE_FREQS = "rope_freqs.weight"
-_LAYER = re.compile(r"(?<=\.)(0|[1-9]\d{0,8})(?=\.)")
+_LONG_FACTORS, _SHORT_FACTORS = (f"rope_factors_{of}.weight" for of in ("long", "short"))
+#: Tensors of GGUF that are settings of models.
+ROPE_TENSORS = (ROPE_FREQS, _LONG_FACTORS, _SHORT_FACTORS)
+#: The most layers, and experts of one, that are believed.
+MOST_LAYERS = 2**12
+_HEADS = "num_attention_heads"
+_SLIDING, _FULL = "sliding_attention", "full_attention"
 #: Buffers that old checkpoints hold, and no GGUF.
 _COMPUTED = re.compile(r".*\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """The names of one GGUF architecture's tensors and settings, and Hugging Face's for them.
-
-    Attributes:
-        name: the architecture's name in GGUF files.
-        models: class with a language model's head by model_type of config.json; the first is the
-            default for GGUF files.
-        prefix: prefix of Hugging Face's names, which a model without its head lacks.
-        modules: Hugging Face's module by GGUF's; "{}" is the layer's number.
-        settings: key of config.json by GGUF's key without the architecture.
-        values: by key of config.json, the values that llama.cpp implements; the first is the
-            default.
-        rotated: by GGUF module whose rows are interleaved, the config key of its number of heads.
-        transposed: GGUF modules whose weights are transposed.
-    """
-
-    name: str
-    models: Mapping[str, str]
-    prefix: str
-    modules: Mapping[str, str]
-    settings: Mapping[str, str]
-    values: Mapping[str, tuple[object, ...]]
-    rotated: Mapping[str, str] = field(default_factory=dict)
-    transposed: frozenset[str] = frozenset()
-
-    def to_hugging_face(self, name: str) -> str | None:
-        """Return Hugging Face's name of a GGUF tensor; None if it is unknown."""
-        return _renamed(name, self.modules)
-
-    def to_gguf(self, name: str) -> str | None:
-        """Return GGUF's name of a Hugging Face tensor, with or without prefix; None if unknown."""
-        modules = {theirs: ours for ours, theirs in self.modules.items()}
-        return _renamed(name, modules) or _renamed(self.prefix + name, modules)
-
-    def is_transposed(self, name: str) -> bool:
-        """Return whether a tensor, by GGUF's name, is the transpose of Hugging Face's."""
-        module, _ = _template(name)
-        return name.endswith(".weight") and module in self.transposed
-
-    def interleaved(self, name: str, rows: int, config: Mapping[str, Any]) -> RowTranspose | None:
-        """Return the row permutation into GGUF's order, or None; ValueError for partial heads."""
-        key = self.rotated.get(_template(name)[0])
-        if key is None:
-            return None
-        heads = config.get(key, config.get("num_attention_heads"))
-        if type(heads) is not int or heads < 1 or rows % (2 * heads):
-            raise ValueError(f"{rows} rows are not {heads} heads of an even size ({key})")
-        return RowTranspose(heads, 2, rows // heads // 2)
-
-
-@lru_cache(maxsize=16)  # called several times for one tensor
-def _template(name: str) -> tuple[str, str]:
-    """Return a tensor's module with "{}" for the layer's number, and the number ("" for none)."""
-    module = name.rpartition(".")[0]
-    found = _LAYER.search(name)
-    if found is None:
-        return module, ""
-    return module[: found.start()] + "{}" + module[found.end() :], found[0]
-
-
-def _renamed(name: str, modules: Mapping[str, str]) -> str | None:
-    """Return a tensor's name with its module replaced by the table; None if the table lacks it."""
-    module, layer = _template(name)
-    found = modules.get(module)
-    return None if found is None else f"{found.format(layer)}.{name.rpartition('.')[2]}"
-
-
-def _of_layers(prefix: str, **modules: str) -> dict[str, str]:
-    """Return a table of the modules in a layer: Hugging Face's name by GGUF's."""
-    return {f"blk.{{}}.{ours}": f"{prefix}.{{}}.{theirs}" for ours, theirs in modules.items()}
-
-
-_LLAMA_MODULES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    **_of_layers(
-        "model.layers",
-        attn_norm="input_layernorm",
-        attn_q="self_attn.q_proj",
-        attn_k="self_attn.k_proj",
-        attn_v="self_attn.v_proj",
-        attn_output="self_attn.o_proj",
-        ffn_norm="post_attention_layernorm",
-        ffn_gate="mlp.gate_proj",
-        ffn_up="mlp.up_proj",
-        ffn_down="mlp.down_proj",
-    ),
-}
-_QWEN3_MODULES = _LLAMA_MODULES | _of_layers(
-    "model.layers", attn_q_norm="self_attn.q_norm", attn_k_norm="self_attn.k_norm"
-)
-_GPT2_MODULES = {
-    "token_embd": "transformer.wte",
-    "position_embd": "transformer.wpe",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-    **_of_layers(
-        "transformer.h",
-        attn_norm="ln_1",
-        attn_qkv="attn.c_attn",
-        attn_output="attn.c_proj",
-        ffn_norm="ln_2",
-        ffn_up="mlp.c_fc",
-        ffn_down="mlp.c_proj",
-    ),
-}
-_LLAMA_SETTINGS = {
-    "vocab_size": "vocab_size",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.key_length": "head_dim",
-    "attention.value_length": "head_dim",
-    "attention.sliding_window": "sliding_window",
-    "rope.dimension_count": "head_dim",
-    "rope.freq_base": "rope_theta",
-}
-_GPT2_SETTINGS = {
-    "vocab_size": "vocab_size",
-    "context_length": "n_positions",
-    "embedding_length": "n_embd",
-    "block_count": "n_layer",
-    "feed_forward_length": "n_inner",
-    "attention.head_count": "n_head",
-    "attention.layer_norm_epsilon": "layer_norm_epsilon",
-}
-_GPT2_VALUES = {
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-}
-
-_LLAMA = Architecture(
-    "llama",
-    {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"},
-    "model.",
-    _LLAMA_MODULES,
-    _LLAMA_SETTINGS,
-    {"hidden_act": ("silu", "swish"), "partial_rotary_factor": (1.0, None)},
-    rotated={"blk.{}.attn_q": "num_attention_heads", "blk.{}.attn_k": "num_key_value_heads"},
-)
-_QWEN2 = replace(_LLAMA, name="qwen2", models={"qwen2": "Qwen2ForCausalLM"}, rotated={})
-_QWEN3 = replace(_QWEN2, name="qwen3", models={"qwen3": "Qwen3ForCausalLM"}, modules=_QWEN3_MODULES)
-_GPT2_MATRICES = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
-_GPT2 = Architecture(
-    "gpt2",
-    {"gpt2": "GPT2LMHeadModel"},
-    "transformer.",
-    _GPT2_MODULES,
-    _GPT2_SETTINGS,
-    _GPT2_VALUES,
-    transposed=frozenset(f"blk.{{}}.{module}" for module in _GPT2_MATRICES),
-)
-#: By the name that files have.
-ARCHITECTURES: Mapping[str, Architecture] = {
-    one.name: one for one in (_LLAMA, _QWEN2, _QWEN3, _GPT2)
-}
-#: By model_type of config.json.
-OF_MODEL: Mapping[str, Architecture] = {
-    model: one for one in ARCHITECTURES.values() for model in one.models
-}
 #: By GGUF's key, the key of config.json; each is a token's number.
 TOKENS: Mapping[str, str] = {
     "tokenizer.ggml.bos_token_id": "bos_token_id",
@@ -223,25 +58,25 @@ def is_computed(name: str) -> bool:
 def config_of(
     metadata: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
-    rope_freqs: Sequence[float] = (),
+    rope: Mapping[str, Sequence[float]] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the config.json for a GGUF file; {} for an unknown architecture.
 
-    ``shapes`` are by GGUF's names; ``rope_freqs`` are the values of rope_freqs.weight. Raise
+    ``shapes`` are by GGUF's names; ``rope`` has the values of `ROPE_TENSORS`, by name. Raise
     ValueError if layers have different settings.
     """
-    architecture = ARCHITECTURES.get(str(metadata.get(ARCHITECTURE)))
+    architecture = architecture_of(metadata, shapes)
     if architecture is None:
         return {}
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = dict(architecture.defaults)
     for key, ours in architecture.settings.items():
         value = _of_all_layers(f"{architecture.name}.{key}", metadata)
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if isinstance(value, int | float) and isinstance(value, bool) == ours.startswith("use_"):
             found.setdefault(ours, shortest(value) if isinstance(value, float) else value)
     window = found.get("sliding_window")
     models = list(architecture.models)
     model = "mistral" if window and "mistral" in models else models[0]
-    if model in ("qwen2", "qwen3") and window:
+    if model.startswith(("qwen2", "qwen3")) and window:
         found["use_sliding_window"] = True
     embedding = shapes.get("token_embd.weight", ())
     if "vocab_size" not in found and len(embedding) == 2:
@@ -249,11 +84,12 @@ def config_of(
     if model == "gpt2":
         found["n_ctx"] = found.get("n_positions")
     else:
-        found |= _rope_of(architecture.name, metadata, found, rope_freqs)
-    if model in ("llama", "qwen3"):
+        found |= _rope_of(architecture, metadata, found, rope)
+    if model in ("llama", "qwen3", "qwen3_moe"):
         found["attention_bias"] = "blk.0.attn_q.bias" in shapes
     if model == "llama":
         found["mlp_bias"] = "blk.0.ffn_up.bias" in shapes
+    found |= _of_windows(architecture, metadata, found) | _of_tensors(model, found, shapes)
     found |= {ours: metadata[key] for key, ours in TOKENS.items() if type(metadata.get(key)) is int}
     return {
         "architectures": [architecture.models[model]],
@@ -261,6 +97,59 @@ def config_of(
         **{key: value for key, value in found.items() if value is not None},
         "tie_word_embeddings": "output.weight" not in shapes,
     }
+
+
+def _of_windows(
+    architecture: Architecture, metadata: Mapping[str, Any], found: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the settings of attention to a window, and the scale of Gemma's attention."""
+    if not architecture.window:
+        # of Phi-3 0 means none
+        return {"sliding_window": found.get("sliding_window") or None}
+    out: dict[str, Any] = {}
+    name, layers, heads = architecture.name, found.get("num_hidden_layers"), found.get(_HEADS)
+    pattern = metadata.get(f"{name}.attention.sliding_window_pattern", architecture.window)
+    if name == "gemma3" and not found.get("sliding_window"):
+        pattern = 0
+    if type(layers) is int and 0 < layers <= MOST_LAYERS:
+        out["layer_types"] = _layer_types(pattern, layers)
+    if architecture.norm_shift and type(heads) is int and heads > 0:
+        is_wide = layers == architecture.wide_layers
+        of_width = found.get("hidden_size", 0) // heads
+        out["query_pre_attn_scalar"] = of_width if is_wide else found.get("head_dim", of_width)
+    return out
+
+
+def _layer_types(pattern: Any, layers: int) -> list[str]:
+    """Return the kind of each layer's attention: every n-th to all tokens, or as an array says."""
+    if isinstance(pattern, np.ndarray) and len(pattern) == layers:
+        return [_SLIDING if slides else _FULL for slides in pattern.tolist()]
+    if type(pattern) is not int or pattern < 0:
+        raise ValueError(f"attention.sliding_window_pattern {pattern} of {layers} layers")
+    return [_FULL if not pattern or (at + 1) % pattern == 0 else _SLIDING for at in range(layers)]
+
+
+def _of_tensors(
+    model: str, found: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Any]:
+    """Return the settings that the tensors of a file say."""
+    if model == "stablelm":
+        return {
+            "use_qkv_bias": "blk.0.attn_q.bias" in shapes,
+            "qk_layernorm": "blk.0.attn_q_norm.weight" in shapes,
+            "use_parallel_residual": "blk.0.ffn_norm.weight" not in shapes,
+        }
+    if model == "falcon":
+        keys, two = found.get("num_kv_heads", 1), "blk.0.attn_norm_2.weight" in shapes
+        is_new = two or keys > 1
+        return {
+            "num_kv_heads": keys,
+            "multi_query": keys == 1,
+            "new_decoder_architecture": is_new,
+            "num_ln_in_parallel_attn": (2 if two else 1) if is_new else None,
+            "bias": "blk.0.attn_qkv.bias" in shapes,
+        }
+    return {}
 
 
 def _of_all_layers(key: str, metadata: Mapping[str, Any]) -> Any:
@@ -414,13 +303,23 @@ def _whole_yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str,
 
 
 def _rope_of(
-    name: str, metadata: Mapping[str, Any], found: Mapping[str, Any], freqs: Sequence[float]
+    architecture: Architecture,
+    metadata: Mapping[str, Any],
+    found: Mapping[str, Any],
+    rope: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
-    """Return rope_theta and rope_scaling of config.json by a file's metadata.
+    """Return the settings of rotary embeddings in config.json by a file's metadata.
 
-    ``name`` is the architecture, ``found`` config.json so far, ``freqs`` rope_freqs.weight.
+    ``found`` is config.json so far, ``rope`` has the values of `ROPE_TENSORS`.
     """
+    name = architecture.name
     out: dict[str, Any] = {"rope_theta": found.get("rope_theta", 10000.0)}
+    rotated, size = metadata.get(f"{name}.rope.dimension_count"), head_size(found)
+    if architecture.rotates_part and isinstance(rotated, int) and size:
+        out["partial_rotary_factor"] = rotated / size
+    context = metadata.get(f"{name}.rope.scaling.original_context_length")
+    if name == "phi3" and isinstance(context, int):
+        out["original_max_position_embeddings"] = context
     kind = metadata.get(f"{name}.rope.scaling.type")
     names = _SCALINGS.get(str(kind), {})
     if names:
@@ -432,27 +331,36 @@ def _rope_of(
         factor, times = (scaling.get("factor"), metadata.get(f"{name}.rope.scaling.attn_factor"))
         if kind == "yarn" and isinstance(times, float) and isinstance(factor, float) and factor > 0:
             scaling["attention_factor"] = float(f"{times * _yarn_factor(factor):.6g}")
+        if kind == "yarn" and name == "gpt-oss":  # which no key of GGUF says
+            scaling["truncate"] = False
         out["rope_scaling"] = scaling
-    elif (llama3 := llama3_scaling(freqs, out["rope_theta"])) is not None:
+    elif _LONG_FACTORS in rope and _SHORT_FACTORS in rope:
+        out["rope_scaling"] = {
+            "rope_type": "longrope",
+            "long_factor": [*map(shortest, rope[_LONG_FACTORS])],
+            "short_factor": [*map(shortest, rope[_SHORT_FACTORS])],
+        }
+    elif (llama3 := llama3_scaling(rope.get(ROPE_FREQS, ()), out["rope_theta"])) is not None:
         out["rope_scaling"] = llama3
     return out
 
 
 def unsaid_of(
-    metadata: Mapping[str, Any], config: Mapping[str, Any], rope_freqs: Sequence[float]
+    metadata: Mapping[str, Any], config: Mapping[str, Any], rope: Mapping[str, Sequence[float]]
 ) -> str | None:
     """Return a sentence on a GGUF file's RoPE settings that config.json cannot express, or None."""
     name = metadata[ARCHITECTURE]
     kind = metadata.get(f"{name}.rope.scaling.type", "none")
-    if kind not in ("none", *_SCALINGS):
+    if kind not in ("none", "longrope", *_SCALINGS):
         return f"it scales rotary embeddings by {kind!r}"
-    if any(factor != 1 for factor in rope_freqs) and "rope_scaling" not in config:
+    if any(factor != 1 for factor in rope.get(ROPE_FREQS, ())) and "rope_scaling" not in config:
         return f"{ROPE_FREQS} is no scaling of Llama 3 that is known"
     rotated = metadata.get(f"{name}.rope.dimension_count")
     size = metadata.get(f"{name}.attention.key_length") or head_size(
         {key: value for key, value in config.items() if key != "head_dim"}
     )
-    if isinstance(rotated, int) and isinstance(size, int) and rotated != size:
+    partial = ARCHITECTURES[name].rotates_part
+    if not partial and isinstance(rotated, int) and isinstance(size, int) and rotated != size:
         return f"it rotates {rotated} of the {size} elements of a head"
     return None
 

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from streamload.errors import CheckpointError, HeaderError, TruncatedFileError
 from streamload.files.header import MAX_HEADER_NBYTES, Header, Stored, Turn, describe, is_text
 from streamload.files.limits import check_nbytes, check_tensors, most_nbytes
 from streamload.formats.gguf import vocabulary as gguf_vocabulary
+from streamload.formats.gguf.architectures import architecture_of
 from streamload.formats.gguf.constants import (
     ALIGNMENT,
     ARRAY,
@@ -44,16 +45,9 @@ from streamload.formats.gguf.constants import (
     TENSOR_TYPES,
     TYPE_NAMES,
     VERSIONS,
-    TensorType,
 )
-from streamload.formats.gguf.names import (
-    ARCHITECTURE,
-    ARCHITECTURES,
-    ROPE_FREQS,
-    Architecture,
-    config_of,
-    unsaid_of,
-)
+from streamload.formats.gguf.names import ROPE_TENSORS, config_of, unsaid_of
+from streamload.formats.gguf.placement import FileTensor, in_models
 from streamload.formats.reader import File, FormatReader, open_location, register_reader
 from streamload.formats.writer import numbered
 
@@ -64,6 +58,8 @@ _MOST_NESTED = 4
 _MOST_LAYERS = 2**12  # of an array of settings
 _LEAST_PAIR_NBYTES, _LEAST_TENSOR_NBYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
 _MOST_U64 = 2**64 - 1
+#: The key of an adapter's alpha, which `Header.metadata` has, too.
+LORA_ALPHA = "adapter.lora.alpha"
 _ORIGINAL_SHAPE = "comfy.gguf.orig_shape."  # of a tensor that was reshaped into rows of blocks
 _MEMBER = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf", re.ASCII)
 
@@ -71,16 +67,6 @@ _MEMBER = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf"
 _AFTER_AXES = [struct.Struct(f"<{axes}QIQ") for axes in range(_MOST_AXES + 1)]
 #: A tensor's entry: its name, its shape, the number of its type, its offset.
 _Said: TypeAlias = "tuple[str, tuple[int, ...], int, int]"
-
-
-class _Tensor(NamedTuple):
-    """A tensor under the file's own name, of file bytes ``start`` to ``stop``."""
-
-    name: str
-    type: TensorType
-    shape: tuple[int, ...]
-    start: int
-    stop: int
 
 
 class GGUF(FormatReader):
@@ -96,15 +82,16 @@ class GGUF(FormatReader):
     def read_header(self, file: File) -> Header:
         metadata, tensors, data_start = _read(file)
         of_model, shapes = _of_set(file, metadata, tensors)
-        known = ARCHITECTURES.get(str(of_model.get(ARCHITECTURE)))
-        freqs = () if known is None else _freqs(file, tensors)
+        is_adapter = of_model.get("general.type") == "adapter"
+        known = None if is_adapter else architecture_of(of_model, shapes)
+        rope = {} if known is None else _rope(file, tensors)
         try:
-            settings = config_of(of_model, shapes, freqs)
+            settings = {} if known is None else config_of(of_model, shapes, rope)
         except ValueError as error:
             problem = "its layers have different settings"
             raise HeaderError(file.path, problem, "one number for all", str(error)) from error
         config = settings if of_model is metadata else {}  # the first file's, for all
-        if config and (unsaid := unsaid_of(of_model, config, freqs)):
+        if config and (unsaid := unsaid_of(of_model, config, rope)):
             warnings.warn(
                 f"{file.path}: {unsaid}, which no config.json says: its tensors are read, and the "
                 "model opens with a config.json beside it alone, or with config=",
@@ -112,27 +99,26 @@ class GGUF(FormatReader):
                 stacklevel=2,
             )
             config = {}
-        kept = [each for each in tensors if known is None or each.name != ROPE_FREQS]
+        kept, views = in_models(file, known, tensors, settings)
         names: list[str] = []
         dtypes: list[DType] = []
         dims: list[tuple[int, ...]] = []
         stored: dict[str, Stored] = {}
         turns: dict[str, Turn] = {}
         for each in kept:  # there may be millions
-            name = (known and known.to_hugging_face(each.name)) or each.name
             dtype, shape = each.type.dtype, each.shape
             if dtype.is_packed:
-                stored[name] = Stored(dtype.name, shape, (dtype.block,), 8)
+                stored[each.name] = Stored(dtype.name, shape, (dtype.block,), 8)
                 shape = (*shape[:-1], dtype.nbytes(shape[-1]))
                 dtype = BY_CODE["U8"]
-            names.append(name)
+            names.append(each.name)
             dtypes.append(dtype)
             dims.append(shape)
             original = metadata.get(_ORIGINAL_SHAPE + each.name)
             if original is not None:
-                turns[name] = _reshaped(file, each, original)
-            elif known is not None and (turn := _turn(file, known, each, settings)) is not None:
-                turns[name] = turn
+                turns[each.name] = _reshaped(file, each, original)
+            elif each.turn is not None:
+                turns[each.name] = each.turn
         path, places = file.path, ((each.start for each in kept), (each.stop for each in kept))
         made = records(TensorInfo, names, dtypes, dims, repeat(path), *places)
         infos = sorted(made, key=attrgetter("start", "stop", "name"))
@@ -140,12 +126,15 @@ class GGUF(FormatReader):
         said = {
             k: v for k, v in metadata.items() if k.startswith("general.") and isinstance(v, str)
         }
+        if isinstance(alpha := metadata.get(LORA_ALPHA), int | float):
+            said[LORA_ALPHA] = repr(float(alpha))
         return Header(
             *(path, file.nbytes, data_start, tuple(infos), said),
             format=self.name,
             config=config,
             stored=stored,
             turns=turns,
+            views=tuple(views),
         )
 
     def siblings(self, header: Header) -> Sequence[str]:
@@ -168,25 +157,7 @@ class GGUF(FormatReader):
         return {}
 
 
-def _turn(
-    file: File, known: Architecture, tensor: _Tensor, config: Mapping[str, Any]
-) -> Turn | None:
-    """Return the permutation of a tensor's rows from the file's order to the model's, or None."""
-    shape = tensor.shape
-    if known.is_transposed(tensor.name) and len(shape) == 2 and min(shape) > 1:
-        return Turn(1, *shape, shape[::-1])
-    try:
-        order = known.interleaved(tensor.name, shape[0] if shape else 1, config)
-    except ValueError as error:
-        raise HeaderError(
-            file.path, "its rows cannot be split into heads", str(error), shape, tensor=tensor.name
-        ) from error
-    if order is None or 1 in (order.outer, order.inner):
-        return None
-    return Turn(order.groups, order.inner, order.outer)  # back to that of models
-
-
-def _reshaped(file: File, tensor: _Tensor, original: Any) -> Turn:
+def _reshaped(file: File, tensor: FileTensor, original: Any) -> Turn:
     """Return the change of a tensor's shape to its original one, by city96's ComfyUI-GGUF."""
     shape = tuple(original.tolist()) if isinstance(original, np.ndarray) else ()
     valid = len(shape) <= _MOST_AXES and all(type(n) is int and n > 0 for n in shape)
@@ -198,20 +169,21 @@ def _reshaped(file: File, tensor: _Tensor, original: Any) -> Turn:
     return Turn(1, 1, rows, shape)
 
 
-def _freqs(file: File, tensors: Sequence[_Tensor]) -> Sequence[float]:
-    """Return the values of rope_freqs.weight, which divide RoPE's frequencies; () without it."""
-    found = next((each for each in tensors if each.name == ROPE_FREQS), None)
-    if found is None or found.type.name != "F32" or found.stop - found.start > _FIRST_NBYTES:
-        return ()
-    raw = file.read(found.start, found.stop)
-    return tuple(np.frombuffer(raw, "<f4").tolist())
+def _rope(file: File, tensors: Sequence[FileTensor]) -> dict[str, Sequence[float]]:
+    """Return the values of tensors that divide the frequencies of RoPE, by name."""
+    found = {each.name: each for each in tensors if each.name in ROPE_TENSORS}
+    return {
+        name: tuple(np.frombuffer(file.read(each.start, each.stop), "<f4").tolist())
+        for name, each in found.items()
+        if each.type.name == "F32" and each.stop - each.start <= _FIRST_NBYTES
+    }
 
 
 # --- sets of files --------------------------------------------------------------------------------
 
 
 def _of_set(
-    file: File, metadata: dict[str, Any], tensors: Sequence[_Tensor]
+    file: File, metadata: dict[str, Any], tensors: Sequence[FileTensor]
 ) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
     """Return the first file's metadata and the shapes of all files' tensors, by GGUF's names.
 
@@ -224,7 +196,8 @@ def _of_set(
         raise HeaderError(file.path, "split.no and split.count are invalid", "numbers", found)
     others = _others(file.path, number, count)
     if number:
-        return _read_other(others[0])[0], shapes
+        first, more, _ = _read_other(others[0])
+        return first, shapes | {each.name: each.shape for each in more}
     counts = [len(tensors)]
     for other in others[1:]:  # the configuration depends on all tensors
         try:
@@ -259,7 +232,7 @@ def _others(path: Location, number: int, count: int) -> list[Location]:
     return [path.parent / name for name in numbered(count, ".gguf", match["stem"])]
 
 
-def _read_other(path: Location) -> tuple[dict[str, Any], list[_Tensor], int]:
+def _read_other(path: Location) -> tuple[dict[str, Any], list[FileTensor], int]:
     """Return metadata, tensors and first data byte of another file of the set; see `_read`."""
     with open_location(path) as file:
         return _read(file)
@@ -268,7 +241,7 @@ def _read_other(path: Location) -> tuple[dict[str, Any], list[_Tensor], int]:
 # --- the grammar ----------------------------------------------------------------------------------
 
 
-def _read(file: File) -> tuple[dict[str, Any], list[_Tensor], int]:
+def _read(file: File) -> tuple[dict[str, Any], list[FileTensor], int]:
     """Return the metadata without long arrays, the tensors, and the first byte of the data."""
     cursor = _Cursor(file)
     metadata, count = cursor.metadata(arrays=False)
@@ -301,11 +274,11 @@ def _check_distinct(file: File, names: Sequence[str]) -> None:
         raise HeaderError(file.path, "a name is not unique", "each name once", found, tensor=twice)
 
 
-def _placed(file: File, said: Sequence[_Said], alignment: int, data_start: int) -> list[_Tensor]:
+def _placed(file: File, said: Sequence[_Said], alignment: int, data_start: int) -> list[FileTensor]:
     """Return the tensors of entries, with file bytes; raise if an entry is not valid."""
     # one loop, since there may be millions
     name, most = "", file.nbytes
-    out: list[_Tensor] = []
+    out: list[FileTensor] = []
 
     def refuse(problem: str, expected: object, found: object) -> NoReturn:
         raise HeaderError(file.path, problem, expected, found, tensor=name)
@@ -328,7 +301,7 @@ def _placed(file: File, said: Sequence[_Said], alignment: int, data_start: int) 
             raise TruncatedFileError(
                 file.path, "is shorter than its header says", stop, most, tensor=name
             )
-        out.append(_Tensor(name, kind, shape, start, stop))
+        out.append(FileTensor(name, kind, shape, start, stop))
     return out
 
 

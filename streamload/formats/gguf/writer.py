@@ -24,6 +24,7 @@ from streamload.core.dtypes import BY_CODE, F16, F32
 from streamload.core.location import Location
 from streamload.core.system import trim_heap
 from streamload.errors import CheckpointError, UnsupportedCastError
+from streamload.formats.gguf.architectures import Architecture
 from streamload.formats.gguf.constants import ALIGNMENT, BLOCKS_OF, TENSOR_TYPE_OF, TensorType
 from streamload.formats.gguf.diffusion import Diffusion
 from streamload.formats.gguf.layout import (
@@ -42,7 +43,7 @@ from streamload.formats.gguf.model import (
     rope_freqs,
     type_of,
 )
-from streamload.formats.gguf.names import ROPE_FREQS, Architecture, is_computed
+from streamload.formats.gguf.names import ROPE_FREQS, is_computed
 from streamload.formats.gguf.vocabulary_out import no_vocabulary, parse_tokenizer, to_gguf
 from streamload.formats.imatrix import Importance
 from streamload.formats.writer import (
