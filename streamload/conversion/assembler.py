@@ -68,7 +68,7 @@ class Assembler:
             return
         for piece, begin, end, shift in _overlaps(made, first, stop):
             info = piece.info
-            computed = info is None or info.is_computed or piece.turn is not None
+            computed = info is None or info.is_computed or piece.turn is not None or piece.shift
             if info is None or computed or info.dtype is not self.dtype:
                 yield begin, end, None, 0
             else:
@@ -89,6 +89,9 @@ class Assembler:
             part = out[(a - first) * n : (b - first) * n]
             with self._values(info, a, b) as data:
                 counts += self._make(info, data, part, a)
+        if piece.shift:
+            values = np.frombuffer(out, "<f4")
+            np.add(values, np.float32(piece.shift), out=values)
         return counts
 
     def _most_numel(self, info: TensorInfo) -> int:

@@ -294,7 +294,7 @@ class ConvertPlan:
                 if t.made is not None:
                     read += [t.dtype.code, str(t.made.turn)]
                     read += [
-                        str((p.info and p.info.name, p.first, p.stop, p.turn, p.data))
+                        str((p.info and p.info.name, p.first, p.stop, p.turn, p.data, p.shift))
                         for p in t.made.pieces
                     ]
                 digest.update(memoryview(json.dumps(read).encode()))

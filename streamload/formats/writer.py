@@ -50,6 +50,7 @@ class Slice:
     stop: int
     turn: RowTranspose | None = None  # the rows from the file's order to the model's
     data: bytes = b""  # constants in the dtype that is written; b"" for zeros
+    shift: float = 0.0  # a number to add to the elements, which are written as float32 then
 
     @property
     def numel(self) -> int:

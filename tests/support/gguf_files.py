@@ -276,9 +276,10 @@ def settings_of(writer: Any, config: Any) -> None:
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
         writer.add_rope_dimension_count(int(rope.get("partial_rotary_factor", 1.0) * size))
         writer.add_sliding_window(config.sliding_window or 0)
-        if scale := config.max_position_embeddings / config.original_max_position_embeddings:
+        if "long_factor" in rope:
+            scale = config.max_position_embeddings / config.original_max_position_embeddings
             ratio = math.log(scale) / math.log(config.original_max_position_embeddings)
-            writer.add_rope_scaling_attn_factors(math.sqrt(1 + max(ratio, 0)))
+            writer.add_rope_scaling_attn_factors(math.sqrt(1 + ratio))
         return
     if kind in ("llama", "mistral", "qwen2"):
         writer.add_vocab_size(config.vocab_size)

@@ -75,7 +75,7 @@ class Architecture:
     rotates_part: bool = False
 
     def to_hugging_face(self, name: str) -> str | None:
-        """Return Hugging Face's name of a GGUF tensor, "{}" the number in a stack; None: unknown."""
+        """Return Hugging Face's name of a GGUF tensor, "{}" for a number in a stack, or None."""
         return _renamed(name, self.modules)
 
     def to_gguf(self, name: str) -> str | None:

@@ -1,7 +1,7 @@
 """Chooses a model's architecture in GGUF, the types of its tensors, and its metadata.
 
-The types are llama.cpp's own choice for files of one type: vectors, and the positions of GPT-2,
-stay F32; a matrix whose rows are not whole blocks becomes F16.
+The types are llama.cpp's own choice for files of one type: vectors, routers, and the positions of
+GPT-2, stay F32; a matrix whose rows are not whole blocks becomes F16.
 
 Sources: docs/gguf.md in github.com/ggml-org/ggml (keys of ``general``); "Tensor Encoding Schemes"
 in the wiki of llama.cpp.
@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 
 from streamload.errors import CheckpointError
-from streamload.formats.gguf.architectures import ARCHITECTURES, OF_MODEL, Architecture
+from streamload.formats.gguf.architectures import ARCHITECTURES, OF_MODEL, Architecture, of_model
 from streamload.formats.gguf.constants import FILE_TYPES, TENSOR_TYPE_OF, TensorType
 from streamload.formats.gguf.layout import Described
-from streamload.formats.gguf.names import llama3_factors, metadata_of
+from streamload.formats.gguf.names import metadata_of, rope_tensors
 
 _F32, _F16 = TENSOR_TYPE_OF["F32"], TENSOR_TYPE_OF["F16"]
-_POSITIONS = "position_embd.weight"
+#: Ends of names of matrices that stay F32: positions, routers, and a norm for each head.
+_PLAIN = ("position_embd.weight", ".ffn_gate_inp.weight", "_norm.weight")
 _QUANTIZATION_VERSION = 2  # of ggml's blocks
 # Keys without which llama.cpp opens no file.
 _REQUIRED = (
@@ -37,43 +38,31 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 def architecture_of(path: str | PathLike[str], config: Mapping[str, Any]) -> Architecture:
     """Return GGUF's architecture for a config.json; raise CheckpointError if none is supported."""
     model = config.get("model_type")
-    expected = f"config.json with a model_type of {', '.join(OF_MODEL)}"
+    found = of_model(config)
     experts = next((key for key in _EXPERTS if config.get(key)), None)
-    if experts is not None:
-        raise CheckpointError(
-            path,
-            "a model with experts (MoE) is not written as GGUF; llama.cpp's own "
-            "convert_hf_to_gguf.py does",
-            expected,
-            f"{model!r} with {experts} {config[experts]}",
-        )
-    found = OF_MODEL.get(str(model))
-    if found is None:
-        raise CheckpointError(
-            path,
-            "is no model that is written as GGUF; llama.cpp's own convert_hf_to_gguf.py knows more",
-            expected,
-            repr(model) if config else "no config.json",
-        )
-    return found
+    if found is not None and (experts is None or "expert_count" in found.settings):
+        return found
+    stated = repr(model) if config else "no config.json"
+    raise CheckpointError(
+        path,
+        "is no model that is written as GGUF; llama.cpp's own convert_hf_to_gguf.py knows more",
+        f"config.json with a model_type of {', '.join(OF_MODEL)}",
+        stated if experts is None else f"{stated} with {experts} {config[experts]}",
+    )
 
 
 def type_of(name: str, shape: Sequence[int], asked: TensorType) -> TensorType:
     """Return the type to write for GGUF's tensor ``name``; ``asked`` is the type for matrices."""
-    if len(shape) < 2 or name == _POSITIONS:
+    if len(shape) < 2 or name.endswith(_PLAIN):
         return _F32
     return _F16 if shape[-1] % asked.dtype.block else asked
 
 
-def rope_freqs(
-    path: str | PathLike[str], config: Mapping[str, Any], architecture: Architecture
-) -> bytes:
-    """Return the float32 bytes of the tensor rope_freqs.weight; b"" for a model without it."""
-    if architecture.name == "gpt2":
-        return b""
+def rope_bytes(path: str | PathLike[str], config: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return by name the float32 bytes of tensors that divide the frequencies of RoPE."""
     with _naming_config(path):
-        factors = llama3_factors(config)
-    return b"" if factors is None else np.array(factors, "<f4").tobytes()
+        found = rope_tensors(config)
+    return {name: np.array(values, "<f4").tobytes() for name, values in found.items()}
 
 
 def metadata(

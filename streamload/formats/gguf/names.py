@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from streamload.core.model_config import head_size
+from streamload.core.model_config import head_size, stated
 from streamload.formats.gguf.architectures import (
     ARCHITECTURE,
     ARCHITECTURES,
     OF_MODEL,
     Architecture,
     architecture_of,
+    of_model,
 )
 
 ROPE_FREQS = "rope_freqs.weight"
@@ -33,7 +34,7 @@ _LONG_FACTORS, _SHORT_FACTORS = (f"rope_factors_{of}.weight" for of in ("long", 
 ROPE_TENSORS = (ROPE_FREQS, _LONG_FACTORS, _SHORT_FACTORS)
 #: The most layers, and experts of one, that are believed.
 MOST_LAYERS = 2**12
-_HEADS = "num_attention_heads"
+_HEADS, _ORIGINAL = "num_attention_heads", "original_max_position_embeddings"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 #: Buffers that old checkpoints hold, and no GGUF.
 _COMPUTED = re.compile(r".*\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
@@ -170,7 +171,7 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     embeddings is not among them but a tensor: see `llama3_factors`.
     """
     model = config.get("model_type")
-    architecture = OF_MODEL.get(str(model))
+    architecture = of_model(config)
     if architecture is None:
         raise ValueError(f"model_type is one of {', '.join(OF_MODEL)}, not {model!r}")
     rope = _rope(config)
@@ -179,15 +180,21 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
         given["n_inner"] = config.get("n_inner") or 4 * _count(config, "n_embd")
     elif given.get("num_key_value_heads") is None:
         given["num_key_value_heads"] = given.get("num_attention_heads")
-    if model in ("qwen2", "qwen3"):
+    if str(model).startswith(("qwen2", "qwen3")):
         least = config.get("max_window_layers", 28)  # the layers from here on have a window
         if config.get("use_sliding_window") and least < _count(config, "num_hidden_layers"):
             raise ValueError("llama.cpp has no windows for Qwen: use_sliding_window is false there")
         given["sliding_window"] = None
+    if "expert_count" in architecture.settings:
+        given["num_experts"] = stated(config, "num_experts")
     found: dict[str, Any] = {ARCHITECTURE: architecture.name}
+    found |= _of_model(architecture, given, rope)
     for key, ours in architecture.settings.items():
-        if given.get(ours) is not None:
-            number = _number if key.endswith(("epsilon", "freq_base")) else _count
+        if type(given.get(ours)) is bool and ours.startswith("use_"):
+            found[f"{architecture.name}.{key}"] = given[ours]
+        elif given.get(ours) is not None:
+            is_real = key.endswith(("epsilon", "freq_base", "freq_base_swa", "softcapping"))
+            number = _number if is_real else _count
             found[f"{architecture.name}.{key}"] = number(given, ours)
     for key, ours in TOKENS.items():
         value = config.get(ours)
@@ -196,6 +203,44 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
             found[key] = value
     scaling = _scaling_of(rope, config)
     return found | {f"{architecture.name}.rope.scaling.{key}": v for key, v in scaling.items()}
+
+
+def _of_model(
+    architecture: Architecture, given: dict[str, Any], rope: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return keys that single architectures have; completes ``given``, the settings to write.
+
+    Raise ValueError for settings that llama.cpp computes in another way.
+    """
+    name, out = architecture.name, {}
+    if architecture.window:
+        given["rope_local_base_freq"] = rope.get("rope_local_base_freq")
+        expected = _of_windows(architecture, {}, given)
+        for key, default in (("layer_types", None), ("query_pre_attn_scalar", 256)):
+            if given.get(key, default) not in (expected[key], None):
+                problem = f"llama.cpp computes with {key} {expected[key]}"
+                raise ValueError(f"{problem}, not {given.get(key, default)}")
+    if name == "falcon":
+        out["falcon.tensor_data_layout"] = "jploski"  # of fused queries, keys and values
+        given["ffn_hidden_size"] = given.get("ffn_hidden_size") or 4 * _count(given, "hidden_size")
+        given.setdefault("max_position_embeddings", 2048)
+        if not given.get("new_decoder_architecture") and given.get("multi_query", True):
+            given["num_kv_heads"] = 1
+    if architecture.rotates_part:
+        part = rope.get("partial_rotary_factor", 0.25 if name == "stablelm" else 1.0)
+        size = _count(given, "head_dim")
+        out[f"{name}.rope.dimension_count"] = int(_number({"part": part}, "part") * size)
+    if name == "phi3":
+        given["sliding_window"] = given.get("sliding_window") or 0
+        default = given.get(_ORIGINAL, given.get("max_position_embeddings"))
+        original = rope.get(_ORIGINAL) or default
+        context = _count({_ORIGINAL: original}, _ORIGINAL)
+        out["phi3.rope.scaling.original_context_length"] = context
+        if phi3_factors(rope):
+            scale = _count(given, "max_position_embeddings") / max(context, 1)
+            factor = math.sqrt(1 + math.log(scale) / math.log(context)) if scale > 1 else 1.0
+            out["phi3.rope.scaling.attn_factor"] = float(rope.get("attention_factor") or factor)
+    return out
 
 
 def _number(given: Mapping[str, Any], key: str) -> float:
@@ -242,12 +287,21 @@ _CONTEXTS = sorted((2**power for power in range(3, 25)), key=lambda n: abs(math.
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json's settings of rotary embeddings, of transformers 4 or 5."""
-    found: dict[str, Any] = {"rope_theta": config.get("rope_theta")}
+    """Return config.json's settings of rotary embeddings, of transformers 4 or 5.
+
+    Those of layers that attend to a window are under the key ``rope_local_base_freq`` alone.
+    """
+    own = ("rope_theta", "rope_local_base_freq", "partial_rotary_factor")
+    found: dict[str, Any] = {key: config[key] for key in own if config.get(key) is not None}
     for key in ("rope_scaling", "rope_parameters"):
-        if isinstance(config.get(key), Mapping):
-            found |= config[key]
-    return found
+        given = config.get(key)
+        if isinstance(given, Mapping):
+            local = given.get(_SLIDING)
+            if isinstance(local, Mapping) and "rope_theta" in local:
+                found["rope_local_base_freq"] = local["rope_theta"]
+            of_all = given.get(_FULL, given)
+            found |= of_all if isinstance(of_all, Mapping) else {}
+    return {"rope_theta": None, **found}
 
 
 def _scaling_of(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,9 +311,13 @@ def _scaling_of(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str,
     """
     kind = rope.get("rope_type", rope.get("type", "default"))
     names = _SCALINGS.get(kind)
+    architecture = of_model(config)
+    if architecture is not None and architecture.name == "phi3" and kind in ("longrope", "su"):
+        return {}  # its factors are tensors
     if names is None:
         raise ValueError(f"GGUF has no scaling {kind!r} of rotary embeddings")
-    if rope.get("partial_rotary_factor") not in (None, 1):
+    partial = architecture is not None and architecture.rotates_part
+    if not partial and rope.get("partial_rotary_factor") not in (None, 1):
         raise ValueError("GGUF has no partial_rotary_factor for this architecture")
     if not names:
         return {}
@@ -363,6 +421,30 @@ def unsaid_of(
     if not partial and isinstance(rotated, int) and isinstance(size, int) and rotated != size:
         return f"it rotates {rotated} of the {size} elements of a head"
     return None
+
+
+def phi3_factors(rope: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return the values of rope_factors_long.weight and the short one; {} for none."""
+    if rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
+        return {}
+    out = {}
+    for name, key in ((_LONG_FACTORS, "long_factor"), (_SHORT_FACTORS, "short_factor")):
+        values = rope.get(key)
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"{key} is a list of numbers, not {values!r}")
+        out[name] = [_number({key: value}, key) for value in values]
+    return out
+
+
+def rope_tensors(config: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return the values of `ROPE_TENSORS` for a config.json, by name."""
+    architecture = of_model(config)
+    if architecture is None or architecture.name == "gpt2":
+        return {}
+    if architecture.name == "phi3":
+        return phi3_factors(_rope(config))
+    factors = llama3_factors(config)
+    return {} if factors is None else {ROPE_FREQS: factors}
 
 
 def llama3_factors(config: Mapping[str, Any]) -> list[float] | None:

@@ -1,4 +1,4 @@
-"""Writes GGUF: ``convert --to gguf`` of Llama, Mistral, Qwen2, Qwen3 and GPT-2.
+"""Writes GGUF: ``convert --to gguf`` of the language models in `architectures.OF_MODEL`.
 
 One file ``model.gguf``, or with a smaller ``max_shard_size`` a set with the names that llama.cpp
 expects; the tokenizer is in the metadata. ``quant`` applies to all matrices, embedding and head
@@ -24,7 +24,7 @@ from streamload.core.dtypes import BY_CODE, F16, F32
 from streamload.core.location import Location
 from streamload.core.system import trim_heap
 from streamload.errors import CheckpointError, UnsupportedCastError
-from streamload.formats.gguf.architectures import Architecture
+from streamload.formats.gguf.architectures import Architecture, module_of
 from streamload.formats.gguf.constants import ALIGNMENT, BLOCKS_OF, TENSOR_TYPE_OF, TensorType
 from streamload.formats.gguf.diffusion import Diffusion
 from streamload.formats.gguf.layout import (
@@ -40,10 +40,10 @@ from streamload.formats.gguf.model import (
     architecture_of,
     metadata,
     numbers,
-    rope_freqs,
+    rope_bytes,
     type_of,
 )
-from streamload.formats.gguf.names import ROPE_FREQS, is_computed
+from streamload.formats.gguf.names import is_computed
 from streamload.formats.gguf.vocabulary_out import no_vocabulary, parse_tokenizer, to_gguf
 from streamload.formats.imatrix import Importance
 from streamload.formats.writer import (
@@ -52,6 +52,7 @@ from streamload.formats.writer import (
     Model,
     OutFile,
     OutTensor,
+    Slice,
     Target,
     numbered,
     placed,
@@ -107,6 +108,16 @@ class GGUF(FormatWriter):
         return found
 
     @cached_property
+    def _settings(self) -> Mapping[str, Any]:
+        """config.json, with the number of key heads that older Falcons do not state."""
+        config = dict(self.model.config)
+        if not config.get("new_decoder_architecture") and config.get("multi_query", True):
+            config["num_kv_heads"] = 1
+        elif config.get("num_kv_heads") is None:
+            config["num_kv_heads"] = config.get("num_attention_heads")
+        return config
+
+    @cached_property
     def _diffusion(self) -> Diffusion | None:
         """The diffusion model to write; None for a language model."""
         return None if self.model.family else Diffusion.of(self.model)
@@ -125,6 +136,7 @@ class GGUF(FormatWriter):
             model.refuse("no tensor of it is written as GGUF")
         sources: dict[str, str] = {}
         found: dict[str, Target] = {}
+        stacks: dict[str, dict[int, Target]] = {}
         for name, target in kept.items():
             own = architecture.to_gguf(name)
             if own is None or not own.endswith((".weight", ".bias")):
@@ -135,6 +147,11 @@ class GGUF(FormatWriter):
                     tensor=name,
                 )
             if own == HEAD and self._is_tied:
+                continue
+            number = architecture.number_in_stack(name)
+            if number is not None and number not in stacks.setdefault(own, {}):
+                stacks[own][number] = target
+                found[own] = target  # in its place; see below
                 continue
             if own in found:
                 problem = f"{sources[own]!r} would have the same name in GGUF, {own}"
@@ -148,13 +165,32 @@ class GGUF(FormatWriter):
                 "lm_head.weight",
                 "no such tensor",
             )
-        data = rope_freqs(model.path, model.config, architecture)
-        if not data:
-            return found
+        for own, parts in stacks.items():
+            found[own] = self._target(own, parts[0].name, self._stacked(own, parts))
         infos = [target.info for target in found.values()]
         first = next((info for info in infos if info.dtype.kind == "float"), infos[0])
-        made = Joined.constant(len(data) // 4, data)
-        return {ROPE_FREQS: Target(ROPE_FREQS, first, F32, (len(data) // 4,), made=made), **found}
+        rope = {
+            name: Target(name, first, F32, (n,), made=Joined.constant(n, data))
+            for name, data in rope_bytes(model.path, model.config).items()
+            if (n := len(data) // 4)
+        }
+        return rope | found
+
+    def _stacked(self, own: str, parts: Mapping[int, Target]) -> Target:
+        """Return a stack of tensors by their numbers; CheckpointError if they differ."""
+        listed = [parts[number] for number in sorted(parts)]
+        kinds = {(t.dtype, t.quant, t.shape, t.stored and t.stored.kind) for t in listed}
+        if set(parts) != set(range(len(parts))) or len(kinds) > 1:
+            self.model.refuse(
+                f"they cannot be stacked to {own}",
+                f"numbers 0 to {len(parts) - 1}, of one shape, dtype and quantisation",
+                f"numbers up to {max(parts)}, {len(kinds)} kinds",
+                listed[0].name,
+            )
+        first, count = listed[0], len(listed)
+        stored = first.stored and replace(first.stored, shape=(count, *first.stored.shape))
+        made = Joined.joined([target.source for target in listed])
+        return replace(first, shape=(count, *first.shape), made=made, stored=stored)
 
     @property
     def _is_tied(self) -> bool | None:
@@ -170,15 +206,21 @@ class GGUF(FormatWriter):
         stays = stays and _stored_type(target) is not None
         if self._architecture.is_transposed(own) and not stays:
             made, shape = target.source.transposed(*shape), shape[::-1]
+        rows = target.shape[0] if target.shape else 1
         try:
-            order = self._architecture.interleaved(
-                own, target.shape[0] if target.shape else 1, self.model.config
-            )
+            order = self._architecture.interleaved(own, rows, self.model.config)
+            heads = self._architecture.heads(own, rows, self._settings)
         except ValueError as error:
             problem = f"its rows cannot be reordered: {error}"
             raise CheckpointError(self.model.path, problem, tensor=name) from error
         if order is not None:
             made = target.source.permuted(order.groups, order.outer, order.inner)
+        if heads is not None and heads[0] > 1:
+            made = _ungrouped(target, *heads)
+        if shift := self._architecture.shift(own):
+            made = Joined((Slice(target.info, 0, target.numel, shift=shift),))
+        if shape[:1] == (1,) and module_of(own) in self._architecture.as_rows:
+            shape = shape[1:]
         if stays:
             return replace(target, name=own, made=made)
         # vectors have a type of their own, and may be of a dtype that matrices may not
@@ -278,6 +320,16 @@ class GGUF(FormatWriter):
             self._tokenizer = _read_tokenizer(self.model, rows, self._architecture.name)
             trim_heap()  # tens of MB of small objects are gone
         return self._tokenizer
+
+
+def _ungrouped(target: Target, keys: int, queries: int, size: int) -> Joined:
+    """Return fused rows with all queries first, then all keys; models group them by key head."""
+    row, group = math.prod(target.shape[1:]), queries + 2
+    heads = [(at * group, at * group + queries) for at in range(keys)]
+    heads += [
+        (at * group + n, at * group + n + 1) for n in (queries, queries + 1) for at in range(keys)
+    ]
+    return Joined(tuple(Slice(target.info, a * size * row, b * size * row) for a, b in heads))
 
 
 def _check_kind(model: Model, name: str, target: Target) -> None:
