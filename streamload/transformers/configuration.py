@@ -20,6 +20,7 @@ from streamload.checkpoint.open import Checkpoint
 from streamload.core.dtypes import DType
 from streamload.core.location import Url
 from streamload.errors import CheckpointError
+from streamload.formats.gguf.architectures import ARCHITECTURE, ARCHITECTURES
 from streamload.loading.options import DEFAULTS
 from streamload.transformers.rows import Converted
 
@@ -94,9 +95,12 @@ def _read(
     folder = folder_of(checkpoint) if given is None else Path(given).expanduser()
     path = folder if folder.is_file() else folder / "config.json"
     if not path.is_file():
-        raise CheckpointError(
-            checkpoint.path, "no configuration", expected=f"{path} or config=", found="neither"
-        )
+        expected, found = f"{path} or config=", "neither"
+        if (architecture := checkpoint.metadata.get(ARCHITECTURE)) is not None:  # of GGUF
+            kind = checkpoint.metadata.get("general.type", "model")
+            found = f"general.architecture {architecture!r}, general.type {kind!r}"
+            expected += f", or a GGUF model of {', '.join(ARCHITECTURES)}"
+        raise CheckpointError(checkpoint.path, "no configuration", expected, found)
     try:
         config, unused = transformers.AutoConfig.from_pretrained(
             folder,

@@ -37,13 +37,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2": (
         "gemma2",
         "GEMMA2",
-        {"num_key_value_heads": 2, "head_dim": 32, "query_pre_attn_scalar": 32}
+        {"num_key_value_heads": 2, "head_dim": 64, "query_pre_attn_scalar": 64}
         | {"sliding_window": 8, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0},
     ),
     "gemma3": (
         "gemma3_text",
         "GEMMA3",
-        {"num_key_value_heads": 2, "head_dim": 32, "query_pre_attn_scalar": 32}
+        {"num_key_value_heads": 2, "head_dim": 64, "query_pre_attn_scalar": 64}
         | {
             "sliding_window": 8,
             "num_hidden_layers": 7,
@@ -113,6 +113,7 @@ def small_model(name: str, **more: Any) -> Any:
         for key, parameter in model.named_parameters():
             if parameter.dim() == 1 or key.endswith(("_bias", "sinks")):  # 0 or 1 at first
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
+                parameter.mul_(1024).round_().div_(1024)  # 1 is added and taken away again exactly
     return model
 
 
@@ -276,6 +277,7 @@ def settings_of(writer: Any, config: Any) -> None:
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
         writer.add_rope_dimension_count(int(rope.get("partial_rotary_factor", 1.0) * size))
         writer.add_sliding_window(config.sliding_window or 0)
+        writer.add_pad_token_id(config.pad_token_id)
         if "long_factor" in rope:
             scale = config.max_position_embeddings / config.original_max_position_embeddings
             ratio = math.log(scale) / math.log(config.original_max_position_embeddings)

@@ -285,6 +285,7 @@ _GPT2_VALUES = {
 }
 
 _SILU: Mapping[str, tuple[object, ...]] = {"hidden_act": ("silu", "swish")}
+_UNTIED = {"tie_word_embeddings": (False,)}
 _MOE_VALUES = _SILU | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
 _GEMMA_VALUES = {
     "hidden_activation": ("gelu_pytorch_tanh",),
@@ -322,7 +323,7 @@ _QWEN2_MOE = replace(
     settings=_LLAMA_SETTINGS
     | _MOE_SETTINGS
     | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-    values=_MOE_VALUES | {"norm_topk_prob": (False,)},
+    values=_MOE_VALUES | {"norm_topk_prob": (False,)} | _UNTIED,
     as_rows=frozenset({"blk.{}.ffn_gate_inp_shexp"}),
 )
 _QWEN3_MOE = replace(
@@ -340,7 +341,7 @@ _GEMMA2 = replace(
     models={"gemma2": "Gemma2ForCausalLM"},
     modules=_LLAMA_MODULES | _GEMMA_NORMS,
     settings=_GEMMA_SETTINGS,
-    values=_GEMMA_VALUES,
+    values=_GEMMA_VALUES | {"tie_word_embeddings": (True,)},
     norm_shift=1.0,
     window=2,
     wide_layers=46,
@@ -372,6 +373,7 @@ _STABLELM = replace(
     name="stablelm",
     models={"stablelm": "StableLmForCausalLM"},
     modules=_LLAMA_MODULES | _STABLELM_NORMS,
+    values=_SILU | _UNTIED,
     settings=_without(_PARTIAL_SETTINGS, "attention.layer_norm_rms_epsilon")
     | {
         "attention.layer_norm_epsilon": "layer_norm_eps",

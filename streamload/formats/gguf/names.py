@@ -409,7 +409,8 @@ def unsaid_of(
     """Return a sentence on a GGUF file's RoPE settings that config.json cannot express, or None."""
     name = metadata[ARCHITECTURE]
     kind = metadata.get(f"{name}.rope.scaling.type", "none")
-    if kind not in ("none", "longrope", *_SCALINGS):
+    is_long = kind == "longrope" and "rope_scaling" in config
+    if kind not in ("none", *_SCALINGS) and not is_long:
         return f"it scales rotary embeddings by {kind!r}"
     if any(factor != 1 for factor in rope.get(ROPE_FREQS, ())) and "rope_scaling" not in config:
         return f"{ROPE_FREQS} is no scaling of Llama 3 that is known"
