@@ -236,7 +236,7 @@ REFUSED = {
                 ],
             }
         ),
-        r"the regex of gpt-2, llama-bpe, qwen2 .*without a vocabulary\), found \\p\{L\}\+",
+        r"the regexes of gpt-2, llama-bpe, qwen2, .*.*without a vocabulary\), found \\p\{L\}\+",
     ),
     "digits": (
         _changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [_DIGITS, _BYTES]}),

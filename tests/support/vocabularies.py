@@ -56,8 +56,9 @@ def _trained(pre: str, size: int) -> str:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre == "gpt-2")
     tokenizer.pre_tokenizer = byte_level
     if pre != "gpt-2":
-        split = pre_tokenizers.Split(Regex(PRE_TOKENIZERS[pre]), "isolated")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+        regexes = map(Regex, PRE_TOKENIZERS[pre])
+        splits = [pre_tokenizers.Split(regex, "isolated") for regex in regexes]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()

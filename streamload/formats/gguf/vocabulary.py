@@ -4,9 +4,9 @@ Sources: "GGUF" in the documentation of ggml (keys and token types); llama.cpp's
 ``src/llama-vocab.cpp`` (the regexes behind ``tokenizer.ggml.pre``, the defaults of missing keys,
 and the order in which its tokenizers merge); the JSON that Hugging Face's `tokenizers` 0.23 reads.
 
-Two kinds of vocabularies are read: byte-level BPE (``gpt2``) under the pre-tokenizers "gpt-2",
-"llama-bpe" and "qwen2", and the BPE of SentencePiece with byte fallback (``llama``: Llama 2,
-Mistral 7B). `streamload.formats.gguf.vocabulary_out` is the inverse.
+Two kinds of vocabularies are read: byte-level BPE (``gpt2``) under the pre-tokenizers in
+`PRE_TOKENIZERS`, and the BPE of SentencePiece with byte fallback (``llama``: Llama 2, Mistral 7B,
+Phi-3, Gemma). `streamload.formats.gguf.vocabulary_out` is the inverse.
 """
 
 from __future__ import annotations
@@ -27,11 +27,18 @@ Document: TypeAlias = Mapping[str, Any]
 
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-#: The regexes that cut text into words, by llama.cpp's names.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}"
+_CASED += rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}"
+#: The regexes that cut text into words, one after the other, by llama.cpp's names.
 PRE_TOKENIZERS = {
-    "gpt-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    "llama-bpe": rf"{_LETTERS}\p{{N}}{{1,3}}{_REST}",
-    "qwen2": rf"{_LETTERS}\p{{N}}{_REST}",
+    "gpt-2": (_GPT2,),
+    "llama-bpe": (rf"{_LETTERS}\p{{N}}{{1,3}}{_REST}",),
+    "qwen2": (rf"{_LETTERS}\p{{N}}{_REST}",),
+    "gpt-4o": (rf"{_CASED}\p{{N}}{{1,3}}{_REST.replace('n]*', 'n/]*', 1)}",),
+    "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
 }
 #: The pre-tokenizer under which llama.cpp does not merge words that are tokens themselves.
 WHOLE_WORDS = "llama-bpe"
@@ -42,6 +49,7 @@ BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 #: Roles of special tokens: GGUF's name by that in tokenizer_config.json.
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+_ALIASES |= {"stablelm2": "qwen2", "llama4": "gpt-4o"}
 # SentencePiece's own limit is 16. The merges of a token take its length squared.
 _MOST_CHARACTERS = 128
 
@@ -233,13 +241,14 @@ def _byte_level_json(read: _Reader) -> dict[str, Any]:
         if len(pair) != 2 or not {*pair, "".join(pair)} <= read.used.keys():
             raise read.invalid("merges", "two tokens that make a third", " ".join(pair))
     whole = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    cut = {"type": "Split", "pattern": {"Regex": PRE_TOKENIZERS[name]}, "behavior": "Isolated"}
-    steps = [{**cut, "invert": False}, {**whole, "use_regex": False}]
+    cut = {"type": "Split", "behavior": "Isolated", "invert": False}
+    steps = [{**cut, "pattern": {"Regex": regex}} for regex in PRE_TOKENIZERS[name]]
+    steps.append({**whole, "use_regex": False})
     return _json(
         read,
         {"merges": pairs, "ignore_merges": name == WHOLE_WORDS},
         # all models with this pre-tokenizer have it; the file has no key for it
-        normalizer={"type": "NFC"} if name == "qwen2" else None,
+        normalizer={"type": "NFC"} if name == "qwen2" and stated != "stablelm2" else None,
         pre_tokenizer={**whole, "use_regex": True}
         if name == "gpt-2"
         else {"type": "Sequence", "pretokenizers": steps},

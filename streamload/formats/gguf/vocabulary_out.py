@@ -267,6 +267,10 @@ class _Vocabulary:
         if normalizer.get("type", "NFC") != "NFC":
             raise self._refusal("its text is normalised", "NFC or nothing", normalizer["type"])
         name = self._pre_tokenizer()
+        if name == "gpt-4o":
+            self._notes.append(
+                "llama.cpp cuts words at combining marks under gpt-4o: transformers does not"
+            )
         merges = [m if isinstance(m, str) else " ".join(m) for m in self._model["merges"]]
         if (odd := next((m for m in merges if m.count(" ") != 1), None)) is not None:
             raise self._refusal("a merge is no two tokens", "no space in them", repr(odd))
@@ -304,14 +308,15 @@ class _Vocabulary:
                 and "Regex" in split.get("pattern", {})
                 for split in splits
             ]
-            if isolates == [True] and not last.get("use_regex", True):
-                found = splits[0]["pattern"]["Regex"]
-                regex = str(found).replace(_EITHER_CASE, _ENDINGS)
+            if isolates and all(isolates) and not last.get("use_regex", True):
+                regexes = [str(split["pattern"]["Regex"]) for split in splits]
+                found = " and ".join(regexes)
+                spelled = tuple(regex.replace(_EITHER_CASE, _ENDINGS) for regex in regexes)
                 for name, expected in PRE_TOKENIZERS.items():
-                    if regex == expected:
+                    if spelled == expected:
                         return name
         known = ", ".join(PRE_TOKENIZERS)
-        raise self._refusal("its pre-tokenizer is unknown", f"the regex of {known}", found)
+        raise self._refusal("its pre-tokenizer is unknown", f"the regexes of {known}", found)
 
     # --- SentencePiece's BPE ----------------------------------------------------------------------
 
