@@ -29,6 +29,7 @@ from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, ShardNotFoundError
 from streamload.files.header import Header, parse_json_object
 from streamload.files.hub import fingerprint, identity
+from streamload.loading.lora_gguf import is_adapter, translated
 from streamload.planning.families import is_conv1d
 from streamload.planning.sources import HEADS, tied_names
 from streamload.planning.transforms import Change, Changes, Rows, Transform
@@ -195,9 +196,16 @@ class _Reader:
     ) -> None:
         self._checkpoint, self._scale, self._to = checkpoint, scale, to
         self._adapter, folder = open_adapter(path)
-        self._path = folder / _CONFIG
-        raw = read_json_file(self._path)
-        self._config = _checked(parse_json_object(raw, self._path), self._path)
+        self._orders: Mapping[str, np.ndarray[Any, Any] | None] = {}
+        if is_adapter(self._adapter):  # of GGUF
+            self._path = self._adapter.path
+            tensors, self._config, self._orders = translated(self._adapter, checkpoint)
+            self._adapter = replace(self._adapter, tensors=tensors)
+            raw = json.dumps(self._config).encode()
+        else:
+            self._path = folder / _CONFIG
+            raw = read_json_file(self._path)
+            self._config = _checked(parse_json_object(raw, self._path), self._path)
         self._hasher = hasher()
         self._hasher.update(raw)
 
@@ -247,7 +255,7 @@ class _Reader:
             stated = ", ".join(f"{key} {bool(config.get(key))}" for key in asked.values())
             problem = f"only LoRA of matrices is merged, and {_CONFIG} states {stated}"
             self._refuse(some, problem, f"{expected}, A and B of two axes each", shapes)
-        target = self._target(f"{module}.weight", some)
+        target = self._target(f"{module}.weight", some, may_turn=True)
         values = {part: self._values(info) for part, info in parts.items()}
         a, b = values["A"], values["B"]
         scale = self._scale * self._alpha(module, len(a))
@@ -259,18 +267,22 @@ class _Reader:
         is_conv = is_conv1d(self._checkpoint.config, target.name) or config.get("fan_in_fan_out")
         is_turned = embedding or target.shape != plain or (plain == turned and bool(is_conv))
         left, right = (a.T, b.T) if is_turned else (b, a)
+        left = left[self._rows_of(target)]
         magnitude = values.get("magnitude_vector")
         if magnitude is not None and (is_turned or self._to.by_tensor.get(target.name)):
             problem = "use_dora is merged into a Linear, and before other adapters"
             self._refuse(some, problem, "a matrix of (outputs, inputs)", target.name)
         if magnitude is not None and len(magnitude) != len(left):
             self._refuse(parts["magnitude_vector"], "its length is wrong", len(left), shapes)
+        if magnitude is not None:
+            magnitude = magnitude[self._rows_of(target)]
         self._change(target, _Merge(left, np.ascontiguousarray(right), scale, magnitude))
         if "bias" in values:
-            bias = self._target(f"{module}.bias", parts["bias"])
+            bias = self._target(f"{module}.bias", parts["bias"], may_turn=True)
             if bias.shape != values["bias"].shape:
                 self._refuse(parts["bias"], f"does not fit {bias.name!r}", bias.shape, shapes)
-            self._change(bias, _Merge(values["bias"][:, None], np.ones((1, 1)), scale))
+            column = values["bias"][self._rows_of(bias), None]
+            self._change(bias, _Merge(column, np.ones((1, 1)), scale))
 
     def _assign(self, module: str, info: TensorInfo) -> None:
         """Add the change of an embedding by rows of trained tokens."""
@@ -310,8 +322,11 @@ class _Reader:
         state = fingerprint(self._adapter.headers[info.shard])
         self._hasher.update(json.dumps([key, state]).encode())
 
-    def _target(self, name: str, part: TensorInfo) -> TensorInfo:
-        """Return the checkpoint's tensor that a part changes; names may differ by a prefix."""
+    def _target(self, name: str, part: TensorInfo, *, may_turn: bool = False) -> TensorInfo:
+        """Return the checkpoint's tensor that a part changes; names may differ by a prefix.
+
+        Raise CheckpointError if its rows are in another order than models have, unless `may_turn`.
+        """
         tensors, shorter = self._checkpoint.tensors, name.partition(".")[2]
         longer = [other for other in tensors if other.endswith(f".{name}")]
         found = [one for one in (name, shorter) if one in tensors][:1] or longer
@@ -328,10 +343,19 @@ class _Reader:
                 target.dtype.name,
                 tensor=target.name,
             )
-        if target.name in self._checkpoint.turns:
+        turn = self._checkpoint.turns.get(target.name)
+        if turn is not None and (turn.shape is not None or not may_turn):
             problem = "the base has rows in another order: convert it alone first, to safetensors"
             self._refuse(part, problem, found=target.name)
         return target
+
+    def _rows_of(self, target: TensorInfo) -> Any:
+        """Return the index of each of the base's rows, in its file's order, in that of models."""
+        turn = self._checkpoint.turns.get(target.name)
+        if turn is None:
+            return slice(None)
+        rows = np.arange(target.shape[0])
+        return rows.reshape(turn.groups, turn.inner, turn.outer).swapaxes(1, 2).ravel()
 
     def _change(self, target: TensorInfo, change: Change) -> None:
         self._to.by_tensor.setdefault(target.name, []).append(change)
@@ -355,7 +379,11 @@ class _Reader:
         data = next(read_whole(self._adapter.shards, [info]))
         self._hasher.update(json.dumps([info.name, info.dtype.code, info.shape]).encode())
         self._hasher.update(data)
-        return np.frombuffer(data, info.dtype.numpy).reshape(info.shape)
+        values = np.frombuffer(data, info.dtype.numpy).reshape(info.shape)
+        if info.name not in self._orders:
+            return values
+        order = self._orders[info.name]
+        return values.T if order is None else values[order]
 
     def _refuse(
         self, info: TensorInfo, problem: str, expected: object = None, found: object = None

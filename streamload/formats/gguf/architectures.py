@@ -113,7 +113,10 @@ class Architecture:
         """
         if module_of(name) not in self.grouped:
             return None
-        queries, keys = (config.get(f"num_{of}_heads") for of in ("attention", "kv"))
+        queries = config.get("num_attention_heads")
+        keys = config.get("num_kv_heads", queries)
+        if not config.get("new_decoder_architecture") and config.get("multi_query", True):
+            keys = 1  # whatever Falcon 7B states
         if type(queries) is not int or type(keys) is not int or not 1 <= keys <= queries:
             raise ValueError(f"num_attention_heads {queries} and num_kv_heads {keys} are invalid")
         if queries % keys or rows % (queries + 2 * keys):

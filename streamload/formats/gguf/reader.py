@@ -58,8 +58,6 @@ _MOST_NESTED = 4
 _MOST_LAYERS = 2**12  # of an array of settings
 _LEAST_PAIR_NBYTES, _LEAST_TENSOR_NBYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
 _MOST_U64 = 2**64 - 1
-#: The key of an adapter's alpha, which `Header.metadata` has, too.
-LORA_ALPHA = "adapter.lora.alpha"
 _ORIGINAL_SHAPE = "comfy.gguf.orig_shape."  # of a tensor that was reshaped into rows of blocks
 _MEMBER = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf", re.ASCII)
 
@@ -126,8 +124,7 @@ class GGUF(FormatReader):
         said = {
             k: v for k, v in metadata.items() if k.startswith("general.") and isinstance(v, str)
         }
-        if isinstance(alpha := metadata.get(LORA_ALPHA), int | float):
-            said[LORA_ALPHA] = repr(float(alpha))
+        said |= {k: str(v) for k, v in metadata.items() if k.startswith("adapter.")}
         return Header(
             *(path, file.nbytes, data_start, tuple(infos), said),
             format=self.name,

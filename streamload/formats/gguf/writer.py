@@ -108,16 +108,6 @@ class GGUF(FormatWriter):
         return found
 
     @cached_property
-    def _settings(self) -> Mapping[str, Any]:
-        """config.json, with the number of key heads that older Falcons do not state."""
-        config = dict(self.model.config)
-        if not config.get("new_decoder_architecture") and config.get("multi_query", True):
-            config["num_kv_heads"] = 1
-        elif config.get("num_kv_heads") is None:
-            config["num_kv_heads"] = config.get("num_attention_heads")
-        return config
-
-    @cached_property
     def _diffusion(self) -> Diffusion | None:
         """The diffusion model to write; None for a language model."""
         return None if self.model.family else Diffusion.of(self.model)
@@ -209,7 +199,7 @@ class GGUF(FormatWriter):
         rows = target.shape[0] if target.shape else 1
         try:
             order = self._architecture.interleaved(own, rows, self.model.config)
-            heads = self._architecture.heads(own, rows, self._settings)
+            heads = self._architecture.heads(own, rows, self.model.config)
         except ValueError as error:
             problem = f"its rows cannot be reordered: {error}"
             raise CheckpointError(self.model.path, problem, tensor=name) from error
