@@ -23,7 +23,7 @@ NAME = "m/tokenizer.json"
 
 def _written(tokenizer: dict[str, Any], **settings: Any) -> dict[str, Any]:
     metadata, notes = to_gguf(NAME, tokenizer, {**SETTINGS, **settings}, {}, _rows(tokenizer))
-    assert not notes
+    assert [note for note in notes if "combining marks" not in note] == []
     return {"general.architecture": "llama", "llama.context_length": 64, **metadata}
 
 
@@ -77,6 +77,31 @@ def test_byte_level_there_and_back(pre: str, bos: bool, tmp_path: Path) -> None:
     assert again.keys() == metadata.keys()
     for key, value in metadata.items():
         assert np.array_equal(again[key], value), key
+
+
+def test_stablelm_cuts_as_qwen_does_without_nfc() -> None:
+    """llama.cpp has one regex for both; only Qwen's tokenizers normalise."""
+    metadata = _written(byte_level("qwen2"))
+    found = from_gguf("x", metadata | {"tokenizer.ggml.pre": "stablelm2"})["tokenizer.json"]
+    qwen = from_gguf("x", metadata)["tokenizer.json"]
+    assert found["normalizer"] is None
+    assert found == qwen | {"normalizer": None}
+    assert qwen["normalizer"] == {"type": "NFC"}
+
+
+@pytest.mark.parametrize("text", ["a b", " a  b", "\n\n x", "caf\u00e9 \u4f60"])
+def test_gemma_puts_no_space_before_text(text: str, tmp_path: Path) -> None:
+    """Its vocabulary is SentencePiece's with add_space_prefix false, and comes back as the text."""
+    metadata = sentencepiece_metadata() | {"tokenizer.ggml.add_space_prefix": False}
+    files = from_gguf("x.gguf", metadata | {"general.architecture": "gemma2"})
+    tokenizer = _saved(tmp_path, files["tokenizer.json"], **files["tokenizer_config.json"])
+    ids = tokenizer.encode(text)
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(ids[1:]) == text
+    with_space = from_gguf("x.gguf", sentencepiece_metadata())
+    (tmp_path / "b").mkdir()
+    other = _saved(tmp_path / "b", with_space["tokenizer.json"])
+    assert (other.tokenize(text) == tokenizer.tokenize(text)) is False
 
 
 def test_sentencepiece_there_and_back(tmp_path: Path) -> None:
@@ -311,6 +336,8 @@ def test_notes_where_llama_cpp_differs() -> None:
     tokenizer["added_tokens"][0] |= {"lstrip": False, "single_word": True}
     (note,) = to_gguf(NAME, tokenizer, SETTINGS, {}, 900)[1]
     assert f"{SPECIAL[0]!r} out of words" in note
+    (note,) = to_gguf(NAME, byte_level("gpt-4o"), SETTINGS, {}, 900)[1]
+    assert "combining marks" in note
     tokenizer = from_gguf("x", sentencepiece_metadata())["tokenizer.json"]
     space = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first"}
     tokenizer |= {"normalizer": None, "pre_tokenizer": space | {"split": False}}
