@@ -6,6 +6,7 @@ import struct
 import tracemalloc
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from parameters import few
 
 from streamload.checkpoint.open import Checkpoint, open_checkpoint
 from streamload.errors import CheckpointError
+from streamload.loading.load import load_state_dict
 
 HUGE = 2**64 - 1
 _CODES = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
@@ -75,6 +77,18 @@ def nested(depth: int) -> bytes:
     return array(9, 1, nested(depth - 1)) if depth else array(4, 1, bytes(4))
 
 
+def of(name: str, **settings: Any) -> tuple[bytes, ...]:
+    """Keys of an architecture; dots are written as two underscores, bytes are arrays."""
+    out = [pair("general.architecture", 8, name)]
+    for key, value in settings.items():
+        kind = {int: 4, float: 6, bytes: 9, str: 8, bool: 7}[type(value)]
+        out.append(pair(f"{name}.{key.replace('__', '.')}", kind, value))
+    return tuple(out)
+
+
+EXPERTS = "blk.0.ffn_gate_exps.weight"
+FALCON = of("falcon", attention__head_count=4, attention__head_count_kv=2)
+QKV = "blk.0.attn_qkv.weight"
 #: By what is wrong: the file, and what the error says.
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "cut off"),
@@ -169,6 +183,125 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         file([LLAMA[0], pair(HEADS, 6, 4.0)], [tensor(QUERIES, (8, 8))]),
         "split into heads",
     ),
+    "a stack without tensors": (
+        file(of("qwen3moe"), [tensor(EXPERTS, (4, 4, 0))]),
+        r"ffn_gate_exps.*cannot be split.*1 to 4096 tensors, found \[0, 4, 4\]",
+    ),
+    "a stack of 2**40 empty tensors": (
+        file(of("qwen2moe"), [tensor(EXPERTS, (0, 4, 2**40))]),
+        "cannot be split",
+    ),
+    "a stack of 4097 tensors": (
+        file(of("qwen3moe"), [tensor(EXPERTS, (1, 1, 4097))], 2**15),
+        "cannot be split.*1 to 4096",
+    ),
+    "a stack of one axis": (file(of("qwen3moe"), [tensor(EXPERTS, (8,))]), "cannot be split"),
+    "a stack that is a scalar": (file(of("qwen3moe"), [tensor(EXPERTS, ())]), "cannot be split"),
+    "norms of no head": (
+        file(of("stablelm"), [tensor("blk.0.attn_q_norm.weight", (4, 0))]),
+        "cannot be split",
+    ),
+    "two tensors of one expert": (
+        file(
+            of("qwen3moe"),
+            [
+                tensor(EXPERTS, (4, 4, 2)),
+                tensor("model.layers.0.mlp.experts.1.gate_proj.weight", (4, 4), 0, 128),
+            ],
+        ),
+        "a name is not unique",
+    ),
+    "norms in half precision": (
+        file(of("gemma2"), [tensor("blk.0.attn_norm.weight", (8,), 1)]),
+        "attn_norm.*cannot be shifted: expected F32, found F16",
+    ),
+    "norms in blocks": (
+        file(of("gemma3"), [tensor("output_norm.weight", (32,), 8)]),
+        "cannot be shifted: expected F32, found Q8_0",
+    ),
+    "fused rows that are no heads": (
+        file(FALCON, [tensor(QKV, (4, 15))]),
+        "split into heads.*15 rows are not 4 queries and twice 2 keys",
+    ),
+    "fused rows that are a scalar": (file(FALCON, [tensor(QKV, ())]), "split into heads"),
+    "fused rows without elements": (file(FALCON, [tensor(QKV, (0, 16))]), "split into heads"),
+    "fused rows of no heads": (file(of("falcon"), [tensor(QKV, (4, 16))]), "split into heads"),
+    "more keys than queries": (
+        file(
+            of("falcon", attention__head_count=2, attention__head_count_kv=4),
+            [tensor(QKV, (4, 16))],
+        ),
+        "num_kv_heads 4 are invalid",
+    ),
+    "keys that do not divide queries": (
+        file(
+            of("falcon", attention__head_count=4, attention__head_count_kv=3),
+            [tensor(QKV, (4, 40))],
+        ),
+        "40 rows are not 4 queries",
+    ),
+    "5000 key heads": (
+        file(
+            of("falcon", attention__head_count=5000, attention__head_count_kv=5000),
+            [tensor(QKV, (1, 15000))],
+            2**16,
+        ),
+        "1 to 4096 key heads, found 5000",
+    ),
+    "2**32 - 1 layers": (
+        file(of("gemma2", block_count=2**32 - 1)),
+        "at most 4096 layers.*gemma2.block_count 4294967295",
+    ),
+    "layers below 0": (
+        file([*of("gemma3"), pair("gemma3.block_count", 5, -1)]),
+        "gemma3.block_count -1",
+    ),
+    "layers that are no number": (
+        file(of("phi3", block_count=float("nan"))),
+        "phi3.block_count nan",
+    ),
+    "2**31 experts": (file(of("gpt-oss", expert_count=2**31)), "gpt-oss.expert_count 2147483648"),
+    "experts that differ": (
+        file(of("qwen2moe", expert_used_count=array(4, 2, struct.pack("<2I", 2, 4)))),
+        "different settings.*expert_used_count",
+    ),
+    "a window of text": (
+        file(of("gemma2", block_count=2, attention__sliding_window_pattern="x")),
+        "sliding_window_pattern x of 2 layers",
+    ),
+    "windows of fewer layers": (
+        file(
+            [
+                *of("gemma3", block_count=3, attention__sliding_window=4),
+                pair("gemma3.attention.sliding_window_pattern", 9, array(7, 2, b"\1\0")),
+            ]
+        ),
+        r"sliding_window_pattern \[.*\] of 3 layers",
+    ),
+    "a window below 0": (
+        file(
+            [*of("gpt-oss", block_count=2), pair("gpt-oss.attention.sliding_window_pattern", 5, -6)]
+        ),
+        "sliding_window_pattern -6 of 2 layers",
+    ),
+    "rows in turn that overlap": (
+        file(
+            of("gpt-oss"),
+            [tensor(EXPERTS, (8, 4, 2)), tensor("blk.0.ffn_up_exps.weight", (8, 4, 2), 0, 32)],
+        ),
+        "begins inside another",
+    ),
+    "two tensors of rows in turn": (
+        file(
+            of("gpt-oss"),
+            [
+                tensor(EXPERTS, (8, 4, 2)),
+                tensor("blk.0.ffn_up_exps.weight", (8, 4, 2), 0, 256),
+                tensor("model.layers.0.mlp.experts.gate_up_proj", (8,), 0, 512),
+            ],
+        ),
+        "a name is not unique",
+    ),
     "split as text": (file([pair("split.count", 8, "2")], [A]), "split.count are invalid"),
     "split without a number in its name": (
         file([pair("split.count", 2, 3), pair("split.no", 2, 1)], [A]),
@@ -216,7 +349,7 @@ def test_the_parts_make_a_valid_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("raw", "said"), HOSTILE.values(), ids=HOSTILE.keys())
 def test_hostile_files_are_one_of_our_errors(raw: bytes, said: str, tmp_path: Path) -> None:
     """It says what is wrong, and names the file."""
-    assert len(HOSTILE) >= 40
+    assert len(HOSTILE) >= 80
     with pytest.raises(CheckpointError, match=said) as error:
         opened(tmp_path / "model.gguf", raw)
     assert "model.gguf" in str(error.value)
@@ -261,14 +394,60 @@ VALID = file(
         tensor("output.weight", (32, 2), 8, 2048),
     ],
 )
+#: A valid file of each of some architectures, whose tensors are split, joined, and shifted.
+OTHERS = {
+    "qwen3moe": file(
+        of("qwen3moe", block_count=1, expert_count=2, expert_used_count=1),
+        [tensor(EXPERTS, (32, 2, 2), 8), tensor("blk.0.ffn_gate_inp_shexp.weight", (8,), 0, 160)],
+    ),
+    "gpt-oss": file(
+        of("gpt-oss", block_count=2, attention__sliding_window=4, rope__scaling__type="yarn"),
+        [
+            tensor(EXPERTS, (32, 3, 2), 39),
+            tensor("blk.0.ffn_up_exps.weight", (32, 3, 2), 39, 128),
+            tensor("blk.0.ffn_gate_exps.bias", (3, 2), 0, 256),
+            tensor("blk.0.ffn_up_exps.bias", (3, 2), 0, 288),
+            tensor("blk.0.ffn_down_exps.weight", (8, 4, 2), 0, 320),
+            tensor("blk.0.attn_sinks.weight", (4,), 0, 576),
+        ],
+    ),
+    "gemma3": file(
+        [
+            *of("gemma3", block_count=2, attention__head_count=2, attention__sliding_window=4),
+            pair("gemma3.attention.sliding_window_pattern", 9, array(7, 2, b"\1\0")),
+        ],
+        [tensor("blk.0.attn_norm.weight", (8,)), tensor("output_norm.weight", (8,), 0, 32)],
+    ),
+    "falcon": file(
+        FALCON, [tensor(QKV, (4, 16)), tensor("blk.0.attn_norm_2.weight", (4,), 0, 256)]
+    ),
+    "stablelm": file(
+        of("stablelm", embedding_length=16, attention__head_count=2, rope__dimension_count=2)
+        + of("stablelm", use_parallel_residual=True)[1:],
+        [tensor("blk.0.attn_q_norm.weight", (8, 2)), tensor("blk.0.attn_q.bias", (4,), 0, 64)],
+    ),
+    "phi3": file(
+        of("phi3", rope__scaling__original_context_length=16, attention__sliding_window=0),
+        [
+            tensor("rope_factors_long.weight", (4,)),
+            tensor("rope_factors_short.weight", (4,), 0, 32),
+            tensor("blk.0.attn_qkv.weight", (4, 4), 0, 64),
+        ],
+    ),
+    "adapter": file(
+        (*LLAMA[:1], pair("general.type", 8, "adapter"), pair("adapter.lora.alpha", 6, 8.0)),
+        [tensor(f"{QUERIES}.lora_a", (8, 2)), tensor(f"{QUERIES}.lora_b", (2, 8), 0, 64)],
+    ),
+}
 _EDGES = [0, 1, 2, 7, 2**7, 2**8 - 1, 2**16, 2**31, 2**32 - 1, 2**32, 2**40, 2**63, HUGE]
 
 
 @st.composite
 def mutated(draw: st.DrawFn) -> bytes:
     """A valid file with some bytes, or numbers, replaced, inserted or cut out."""
-    raw = bytearray(VALID)
-    header = raw.index(b"output.weight") + 60
+    valid = draw(st.sampled_from([VALID, *OTHERS.values()]))
+    raw = bytearray(valid)
+    header = len(valid) - 4096
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, max(min(header, len(raw) - 1), 0)))
         kind = draw(st.sampled_from(["byte", "u64", "u32", "cut", "insert", "end"]))
@@ -302,6 +481,31 @@ def test_mutated_files_are_valid_or_one_of_our_errors(raw: bytes, tmp_path: Path
             checkpoint = opened(tmp_path / "model.gguf", raw)
         except CheckpointError:
             return
+    reach = checkpoint.shards[0].reach_nbytes
     for info in checkpoint.tensors.values():
-        assert 0 <= info.start <= info.stop <= len(raw)
+        assert 0 <= info.start <= info.stop <= reach
         assert info.nbytes == info.dtype.nbytes(info.numel)
+    for view in checkpoint.shards[0].views:
+        last = sum((n - 1) * step for n, step in zip(view.shape, view.strides, strict=True))
+        assert 0 <= view.at <= view.at + last + view.itemsize <= len(raw)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("raw", OTHERS.values(), ids=OTHERS)
+def test_every_setting_at_its_edges(raw: bytes, tmp_path: Path) -> None:
+    """Each number of 32 bits replaced by edges: the file opens, or there is one error."""
+    for at in range(24, len(raw) - 4096 - 4):
+        for value in (0, 2**16, 2**31, 2**32 - 1):
+            changed = bytearray(raw)
+            changed[at : at + 4] = value.to_bytes(4, "little")
+            with warnings.catch_warnings(), suppress(CheckpointError):
+                warnings.simplefilter("ignore")
+                opened(tmp_path / "model.gguf", bytes(changed))
+
+
+@pytest.mark.parametrize("raw", OTHERS.values(), ids=OTHERS)
+def test_the_other_parts_make_valid_files(raw: bytes, tmp_path: Path) -> None:
+    """The files that are damaged above are read; their tensors, in all, too."""
+    checkpoint = opened(tmp_path / "model.gguf", raw)
+    found = load_state_dict(None, checkpoint, device="host", budget="1GB").state_dict
+    assert len(found) == len(checkpoint.tensors) > 0

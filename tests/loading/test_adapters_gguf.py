@@ -191,5 +191,5 @@ def test_what_is_no_adapter_of_the_base_is_one_error(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=expected):
             loaded(tmp_path / "base", tmp_path / "a.gguf")
     write_gguf(tmp_path / "a.gguf", {}, architecture="mamba", more=said)
-    with pytest.raises(CheckpointError, match="architecture is not known.*llama, qwen2.*mamba"):
+    with pytest.raises(CheckpointError, match=r"architecture is not known.*llama, qwen2.*mamba"):
         loaded(tmp_path / "base", tmp_path / "a.gguf")

@@ -119,7 +119,7 @@ class Architecture:
             keys = 1  # whatever Falcon 7B states
         if type(queries) is not int or type(keys) is not int or not 1 <= keys <= queries:
             raise ValueError(f"num_attention_heads {queries} and num_kv_heads {keys} are invalid")
-        if queries % keys or rows % (queries + 2 * keys):
+        if rows < 1 or queries % keys or rows % (queries + 2 * keys):
             raise ValueError(f"{rows} rows are not {queries} queries and twice {keys} keys")
         return keys, queries // keys, rows // (queries + 2 * keys)
 

@@ -64,12 +64,16 @@ def config_of(
     """Return the config.json for a GGUF file; {} for an unknown architecture.
 
     ``shapes`` are by GGUF's names; ``rope`` has the values of `ROPE_TENSORS`, by name. Raise
-    ValueError if layers have different settings.
+    ValueError if layers have different settings, or are very many.
     """
     architecture = architecture_of(metadata, shapes)
     if architecture is None:
         return {}
     found: dict[str, Any] = dict(architecture.defaults)
+    for key in ("block_count", "expert_count"):  # a model of them takes memory, whatever its file
+        value = metadata.get(f"{architecture.name}.{key}", 0)
+        if isinstance(value, int | float) and not 0 <= value <= MOST_LAYERS:
+            raise ValueError(f"{architecture.name}.{key} {value}")
     for key, ours in architecture.settings.items():
         value = _of_all_layers(f"{architecture.name}.{key}", metadata)
         if isinstance(value, int | float) and isinstance(value, bool) == ours.startswith("use_"):

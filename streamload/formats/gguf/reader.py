@@ -46,7 +46,7 @@ from streamload.formats.gguf.constants import (
     TYPE_NAMES,
     VERSIONS,
 )
-from streamload.formats.gguf.names import ROPE_TENSORS, config_of, unsaid_of
+from streamload.formats.gguf.names import MOST_LAYERS, ROPE_TENSORS, config_of, unsaid_of
 from streamload.formats.gguf.placement import FileTensor, in_models
 from streamload.formats.reader import File, FormatReader, open_location, register_reader
 from streamload.formats.writer import numbered
@@ -86,8 +86,9 @@ class GGUF(FormatReader):
         try:
             settings = {} if known is None else config_of(of_model, shapes, rope)
         except ValueError as error:
-            problem = "its layers have different settings"
-            raise HeaderError(file.path, problem, "one number for all", str(error)) from error
+            problem = "its layers have different settings, or are too many"
+            expected = f"one number for all, and at most {MOST_LAYERS} layers, and experts of one"
+            raise HeaderError(file.path, problem, expected, str(error)) from error
         config = settings if of_model is metadata else {}  # the first file's, for all
         if config and (unsaid := unsaid_of(of_model, config, rope)):
             warnings.warn(
