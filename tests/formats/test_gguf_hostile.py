@@ -310,90 +310,6 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 }
 
 
-def opened(path: Path, raw: bytes) -> Checkpoint:
-    """Open a file of these bytes; the memory for it is bounded by their length."""
-    path.write_bytes(raw)
-    tracemalloc.start()
-    try:
-        return open_checkpoint(path)
-    finally:
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert peak < 2**20 + 40 * len(raw), peak
-
-
-@pytest.fixture(scope="module", autouse=True)
-def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Import what a first file imports."""
-    path = tmp_path_factory.mktemp("warm") / "a.gguf"
-    path.write_bytes(file(LLAMA, [A]))
-    open_checkpoint(path)
-
-
-def test_the_parts_make_a_valid_file(tmp_path: Path) -> None:
-    """What the hostile files are made of is valid where nothing is wrong."""
-    more = (pair("x", 9, array(8, 2, text("a") + text(b"\xff"))), pair("y", 9, nested(3)))
-    said = (*LLAMA, *more, pair("general.alignment", 4, 64))
-    tensors = [tensor("b", (32, 2), 8, 256), tensor("a", (8, 8)), tensor("c", (0, 4), 0, 256)]
-    checkpoint = opened(tmp_path / "a.gguf", file(said, tensors))
-    assert [(i.name, i.shape) for i in checkpoint.tensors.values()] == [
-        ("a", (8, 8)),
-        ("c", (4, 0)),
-        ("b", (2, 34)),
-    ]
-    assert checkpoint.tensors["a"].start % 64 == 0
-    assert checkpoint.config["num_attention_heads"] == 4
-    assert not opened(tmp_path / "v2.gguf", file(version=2)).tensors
-
-
-@pytest.mark.parametrize(("raw", "said"), HOSTILE.values(), ids=HOSTILE.keys())
-def test_hostile_files_are_one_of_our_errors(raw: bytes, said: str, tmp_path: Path) -> None:
-    """It says what is wrong, and names the file."""
-    assert len(HOSTILE) >= 80
-    with pytest.raises(CheckpointError, match=said) as error:
-        opened(tmp_path / "model.gguf", raw)
-    assert "model.gguf" in str(error.value)
-
-
-def test_a_large_file_of_lies_takes_little_memory(tmp_path: Path) -> None:
-    """Lengths near that of a sparse file of 1 TB are not believed, and not allocated."""
-    for pairs, said in (
-        ([pair("a", 8, struct.pack("<Q", 2**39))], "too long"),
-        ([pair("a", 9, array(0, 2**39, b""))], "too long"),
-        ([pair("a", 9, array(8, 2**36, b""))], "longer than what is left"),
-        ([pair("a", 9, array(9, 2**36, b""))], "longer than what is left"),
-        ([struct.pack("<Q", 2**38)], "too long"),
-    ):
-        path = tmp_path / "model.gguf"
-        path.write_bytes(file(pairs))
-        with path.open("r+b") as out:
-            out.truncate(2**40)
-        tracemalloc.start()
-        try:
-            with pytest.raises(CheckpointError, match=said):
-                open_checkpoint(path)
-            assert tracemalloc.get_traced_memory()[1] < 2**26
-        finally:
-            tracemalloc.stop()
-
-
-VALID = file(
-    (
-        *LLAMA,
-        pair("llama.rope.freq_base", 6, 5e5),
-        pair("llama.embedding_length", 4, 8),
-        pair("tokenizer.ggml.tokens", 9, array(8, 3, text("a") + text("b") + text("cd"))),
-        pair("y", 9, nested(2)),
-        pair("general.alignment", 4, 32),
-    ),
-    [
-        tensor("token_embd.weight", (8, 16)),
-        tensor(QUERIES, (8, 8), 0, 512),
-        tensor("rope_freqs.weight", (2,), 0, 768),
-        tensor("blk.0.ffn_up.weight", (256, 2), 12, 1024),
-        tensor("output.weight", (32, 2), 8, 2048),
-    ],
-)
 #: A valid file of each of some architectures, whose tensors are split, joined, and shifted.
 OTHERS = {
     "qwen3moe": file(
@@ -439,6 +355,99 @@ OTHERS = {
         [tensor(f"{QUERIES}.lora_a", (8, 2)), tensor(f"{QUERIES}.lora_b", (2, 8), 0, 64)],
     ),
 }
+HOSTILE |= {
+    f"2**32 - 1 layers of {name}": (file(of(name, block_count=2**32 - 1)), "at most 4096 layers")
+    for name in ("gemma3", "phi3", "qwen2moe", "qwen3moe", "gpt-oss", "stablelm", "falcon")
+} | {
+    f"{name} cut off": (raw[: len(raw) - 4096 + 4], "shorter than its header says")
+    for name, raw in OTHERS.items()
+}
+
+
+def opened(path: Path, raw: bytes) -> Checkpoint:
+    """Open a file of these bytes; the memory for it is bounded by their length."""
+    path.write_bytes(raw)
+    tracemalloc.start()
+    try:
+        return open_checkpoint(path)
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 2**20 + 40 * len(raw), peak
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Import what a first file imports."""
+    path = tmp_path_factory.mktemp("warm") / "a.gguf"
+    path.write_bytes(file(LLAMA, [A]))
+    open_checkpoint(path)
+
+
+def test_the_parts_make_a_valid_file(tmp_path: Path) -> None:
+    """What the hostile files are made of is valid where nothing is wrong."""
+    more = (pair("x", 9, array(8, 2, text("a") + text(b"\xff"))), pair("y", 9, nested(3)))
+    said = (*LLAMA, *more, pair("general.alignment", 4, 64))
+    tensors = [tensor("b", (32, 2), 8, 256), tensor("a", (8, 8)), tensor("c", (0, 4), 0, 256)]
+    checkpoint = opened(tmp_path / "a.gguf", file(said, tensors))
+    assert [(i.name, i.shape) for i in checkpoint.tensors.values()] == [
+        ("a", (8, 8)),
+        ("c", (4, 0)),
+        ("b", (2, 34)),
+    ]
+    assert checkpoint.tensors["a"].start % 64 == 0
+    assert checkpoint.config["num_attention_heads"] == 4
+    assert not opened(tmp_path / "v2.gguf", file(version=2)).tensors
+
+
+@pytest.mark.parametrize(("raw", "said"), HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_files_are_one_of_our_errors(raw: bytes, said: str, tmp_path: Path) -> None:
+    """It says what is wrong, and names the file."""
+    assert len(HOSTILE) > 100
+    with pytest.raises(CheckpointError, match=said) as error:
+        opened(tmp_path / "model.gguf", raw)
+    assert "model.gguf" in str(error.value)
+
+
+def test_a_large_file_of_lies_takes_little_memory(tmp_path: Path) -> None:
+    """Lengths near that of a sparse file of 1 TB are not believed, and not allocated."""
+    for pairs, said in (
+        ([pair("a", 8, struct.pack("<Q", 2**39))], "too long"),
+        ([pair("a", 9, array(0, 2**39, b""))], "too long"),
+        ([pair("a", 9, array(8, 2**36, b""))], "longer than what is left"),
+        ([pair("a", 9, array(9, 2**36, b""))], "longer than what is left"),
+        ([struct.pack("<Q", 2**38)], "too long"),
+    ):
+        path = tmp_path / "model.gguf"
+        path.write_bytes(file(pairs))
+        with path.open("r+b") as out:
+            out.truncate(2**40)
+        tracemalloc.start()
+        try:
+            with pytest.raises(CheckpointError, match=said):
+                open_checkpoint(path)
+            assert tracemalloc.get_traced_memory()[1] < 2**26
+        finally:
+            tracemalloc.stop()
+
+
+VALID = file(
+    (
+        *LLAMA,
+        pair("llama.rope.freq_base", 6, 5e5),
+        pair("llama.embedding_length", 4, 8),
+        pair("tokenizer.ggml.tokens", 9, array(8, 3, text("a") + text("b") + text("cd"))),
+        pair("y", 9, nested(2)),
+        pair("general.alignment", 4, 32),
+    ),
+    [
+        tensor("token_embd.weight", (8, 16)),
+        tensor(QUERIES, (8, 8), 0, 512),
+        tensor("rope_freqs.weight", (2,), 0, 768),
+        tensor("blk.0.ffn_up.weight", (256, 2), 12, 1024),
+        tensor("output.weight", (32, 2), 8, 2048),
+    ],
+)
 _EDGES = [0, 1, 2, 7, 2**7, 2**8 - 1, 2**16, 2**31, 2**32 - 1, 2**32, 2**40, 2**63, HUGE]
 
 
