@@ -14,6 +14,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from streamload.core.model_config import stated
 from streamload.formats.gguf.constants import TENSOR_TYPE_OF, TensorType
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
@@ -38,6 +39,7 @@ _NARROWER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # of blocks of 32
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _VALUES = re.compile(r"attn_(qkv|kv_b|v)\.weight$")
 _LAYERS_OF_70B = 80
+_EXPERTS_OF_MIXTRAL = 8  # llama.cpp's choice for any model of as many
 
 
 class Mixer:
@@ -61,10 +63,17 @@ class Mixer:
     def _chosen(self, name: str, columns: int, mixture: str) -> str:
         """Return the name of a matrix's type, which rows of any length may not fit."""
         most = MIXTURES[mixture].kind
+        is_falcon = self._config.get("model_type") == "falcon"
         if name == HEAD or (name == EMBEDDING and HEAD not in self._names):
-            return "Q8_0" if columns % TENSOR_TYPE_OF[most].dtype.block else "Q6_K"
+            is_whole = not columns % TENSOR_TYPE_OF[most].dtype.block
+            return "Q6_K" if is_whole and not is_falcon else "Q8_0"
         found = _LAYER.match(name)
         layer = int(found[1]) if found else 0
+        if stated(self._config, "num_experts") == _EXPERTS_OF_MIXTRAL:
+            if name.endswith((".attn_v.weight", ".attn_k.weight")):
+                return "Q8_0"
+            if name.endswith(".attn_output.weight") and most == "Q4_K":
+                return "Q5_K"
         if _VALUES.search(name):
             at = self._values.index(layer)
             if mixture.endswith("_m") and _is_wide(at, len(self._values)):
@@ -73,8 +82,10 @@ class Mixer:
             return "Q5_K" if is_wider else most
         if ".ffn_down" in name:
             if mixture.endswith("_m") and _is_wide(layer, self._layers):
-                return "Q6_K"
-            return "Q5_K" if mixture == "q4_k_s" and layer < self._layers // 8 else most
+                narrow = is_falcon and most == "Q4_K" and layer >= self._layers // 16
+                return "Q5_K" if narrow else "Q6_K"
+            is_first = layer < self._layers // 8 and not is_falcon
+            return "Q5_K" if mixture == "q4_k_s" and is_first else most
         return most
 
     @property
