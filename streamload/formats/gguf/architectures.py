@@ -22,11 +22,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from streamload.core.tensors import RowTranspose
 
 ARCHITECTURE = "general.architecture"
+#: Of config.json, by key the values that llama.cpp implements.
+_Values: TypeAlias = dict[str, tuple[object, ...]]
 _NUMBER = re.compile(r"(?<=\.)(0|[1-9]\d{0,8})(?=\.)")
 
 
@@ -287,10 +289,10 @@ _GPT2_VALUES = {
     "scale_attn_by_inverse_layer_idx": (False,),
 }
 
-_SILU: Mapping[str, tuple[object, ...]] = {"hidden_act": ("silu", "swish")}
-_UNTIED = {"tie_word_embeddings": (False,)}
-_MOE_VALUES = _SILU | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
-_GEMMA_VALUES = {
+_SILU: _Values = {"hidden_act": ("silu", "swish")}
+_UNTIED: _Values = {"tie_word_embeddings": (False,)}
+_MOE_VALUES: _Values = _SILU | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
+_GEMMA_VALUES: _Values = {
     "hidden_activation": ("gelu_pytorch_tanh",),
     "attention_bias": (False,),
     "use_bidirectional_attention": (False, None),

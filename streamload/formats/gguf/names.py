@@ -216,7 +216,8 @@ def _of_model(
 
     Raise ValueError for settings that llama.cpp computes in another way.
     """
-    name, out = architecture.name, {}
+    name = architecture.name
+    out: dict[str, Any] = {}
     if architecture.window:
         given["rope_local_base_freq"] = rope.get("rope_local_base_freq")
         expected = _of_windows(architecture, {}, given)
