@@ -88,10 +88,12 @@ class Assembler:
         for a, b in cut(first, stop, step, first // unit * unit):
             part = out[(a - first) * n : (b - first) * n]
             with self._values(info, a, b) as data:
-                counts += self._make(info, data, part, a)
-        if piece.shift:
-            values = np.frombuffer(out, "<f4")
-            np.add(values, np.float32(piece.shift), out=values)
+                if piece.shift:  # of vectors: there is no kernel for it
+                    values = np.frombuffer(data, info.read_dtype.numpy).astype(np.float32)
+                    shifted = (values + np.float32(piece.shift)).astype(self.dtype.numpy)
+                    part[:] = shifted.tobytes()
+                else:
+                    counts += self._make(info, data, part, a)
         return counts
 
     def _most_numel(self, info: TensorInfo) -> int:

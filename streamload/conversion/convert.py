@@ -249,8 +249,7 @@ def convert(
     checkpoint = as_in_models(dequantized(checkpoint, names))
     merged = Adapters.read(checkpoint, adapters)
     options = replace(options, adapters=tuple(merged.identity))
-    changes = merged.changes.plus(checkpoint, options.writer.shifts(checkpoint.config))
-    checkpoint = with_changes(checkpoint, changes, merged.replaced, merged.headers)
+    checkpoint = with_changes(checkpoint, merged.changes, merged.replaced, merged.headers)
     dtypes = [wanted for _, wanted in options.policy.rules]
     way = choose_way(checkpoint, dtypes, nodes=bool(nodes))
     if is_foreign(os.fsdecode(destination)):

@@ -50,7 +50,7 @@ class Slice:
     stop: int
     turn: RowTranspose | None = None  # the rows from the file's order to the model's
     data: bytes = b""  # constants in the dtype that is written; b"" for zeros
-    shift: float = 0.0  # a number to add to the elements, which are written as float32 then
+    shift: float = 0.0  # a number that is added to the elements, in float32, before the cast
 
     @property
     def numel(self) -> int:
@@ -443,14 +443,6 @@ class FormatWriter(ABC):
             ValueError: the format lacks the dtype or scheme; the message names those it has.
         """
         return dtype, quant
-
-    @staticmethod
-    def shifts(config: Mapping[str, Any]) -> Mapping[str, float]:
-        """Return numbers to add to all elements of tensors, by pattern of the source's names.
-
-        Some formats store the weights of a family's norms plus 1; the base class adds nothing.
-        """
-        return {}
 
     def tensors(self) -> Sequence[Sequence[Target]]:
         """Return the tensors to write, in order; those of one list stay in one file.

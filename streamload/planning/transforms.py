@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -60,16 +59,6 @@ class Changes:
                 found[name] = (*found.get(name, ()), _of_rows_alone(function))
         return Changes(found, self.nbytes, self.thread_nbytes)
 
-    def plus(self, checkpoint: Checkpoint, shifts: Mapping[str, float]) -> Changes:
-        """Return these changes followed by the addition of numbers, by pattern of tensor names."""
-        added = {
-            name: partial(_plus, shift)
-            for pattern, shift in shifts.items()
-            for name in checkpoint.tensors
-            if fnmatchcase(name, pattern)
-        }
-        return self.then(checkpoint, added) if added else self
-
     def apply(self, info: TensorInfo, data: memoryview, first: int) -> tuple[Rows, DType]:
         """Return the changed rows as bytes, and their dtype; ``data`` has rows from ``first`` on.
 
@@ -94,10 +83,6 @@ class Changes:
             rows = changed
         flat = np.ascontiguousarray(rows, rows.dtype.newbyteorder("=")).reshape(-1)
         return flat.view(np.uint8), BY_NAME[rows.dtype.name]
-
-
-def _plus(shift: float, rows: Rows) -> Rows:
-    return np.asarray(rows, np.float64) + shift
 
 
 def _of_rows_alone(function: Callable[[Rows], Rows]) -> Change:
@@ -159,7 +144,7 @@ def with_changes(
     ``replaced``: tensors to read instead, by name in the checkpoint; ``headers``: of the files of
     these tensors and of the functions.
     """
-    if not changes.by_tensor and not replaced:
+    if not headers:
         return checkpoint
     tensors = dict(checkpoint.tensors)
     for name in changes.by_tensor.keys() | replaced.keys():

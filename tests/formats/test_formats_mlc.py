@@ -190,7 +190,7 @@ def expected_of(config: dict[str, Any], arrays: dict[str, Array]) -> dict[str, A
     found |= left
     if is_gemma:  # a norm of MLC's has all of the factor, Gemma's lacks 1
         norms = {
-            name: a + np.float64(1) for name, a in found.items() if name.endswith("norm.weight")
+            name: a + np.float32(1) for name, a in found.items() if name.endswith("norm.weight")
         }
         return {f"language_model.{name}": a for name, a in (found | norms).items()}
     return found

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from streamload.formats.writer import Model
@@ -36,6 +35,7 @@ class Parameter(NamedTuple):
     is_embedding: bool = False
     is_conv1d: bool = False
     experts: int = 0  # whose matrices are joined and stacked; 0 for a matrix or a vector
+    shift: float = 0.0  # is added to the elements; MLC has Gemma's norms plus 1
 
 
 def _rows(name: str, *sources: str, rows: Sequence[int], columns: int = 0) -> Parameter:
@@ -151,11 +151,13 @@ def _gemma3(model: Model) -> Iterator[Parameter]:
             *((f"{each}_layernorm", width, 0) for each in _GEMMA3_NORMS),
         ):
             source = f"{start}{name}.weight"
-            yield _rows(to + source, source, rows=[rows], columns=columns)
+            found = _rows(to + source, source, rows=[rows], columns=columns)
+            yield found if columns else found._replace(shift=1.0)
         parts = [f"{start}mlp.{each}_proj.weight" for each in ("gate", "up")]
         name = f"{to}{start}mlp.gate_up_proj.weight"
         yield _rows(name, *parts, rows=(inner, inner), columns=width)
-    yield _rows(f"{to}model.norm.weight", "model.norm.weight", rows=[width])
+    norm = _rows(f"{to}model.norm.weight", "model.norm.weight", rows=[width])
+    yield norm._replace(shift=1.0)
 
 
 def _gpt2(model: Model) -> Iterator[Parameter]:
@@ -347,7 +349,6 @@ class Family(NamedTuple):
     values: Mapping[str, tuple[object, ...]]  # those of config.json that MLC implements
     dropped: re.Pattern[str]  # names of tensors that are left out
     prefix: str  # removed from names of the source
-    shifts: Mapping[str, float] = MappingProxyType({})  # see `FormatWriter.shifts`
 
 
 _LLAMA = Family(
@@ -384,7 +385,6 @@ _GEMMA3 = Family(
     },
     _LLAMA.dropped,
     "",
-    {"*norm.weight": 1.0},
 )
 _GPT2 = Family(
     _gpt2,
@@ -403,12 +403,6 @@ _FAMILIES = {
     "phi3": _PHI3,
     "gpt2": _GPT2,
 }
-
-
-def shifts_of(config: Mapping[str, Any]) -> Mapping[str, float]:
-    """Return what MLC adds to tensors of the source's family; see `FormatWriter.shifts`."""
-    found = _FAMILIES.get(str(config.get("model_type")))
-    return {} if found is None else found.shifts
 
 
 def family_of(model: Model) -> Family:

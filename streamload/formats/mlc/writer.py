@@ -25,13 +25,14 @@ from streamload.codecs.schemes.mlc import CODES
 from streamload.codecs.weights import Packed
 from streamload.core.dtypes import BF16, F16, F32
 from streamload.formats.mlc.chat import TOKENIZER_FILES, chat_config, conv_template
-from streamload.formats.mlc.models import HEAD, Parameter, family_of, shifts_of
+from streamload.formats.mlc.models import HEAD, Parameter, family_of
 from streamload.formats.writer import (
     FormatWriter,
     Joined,
     Model,
     OutFile,
     OutTensor,
+    Slice,
     Target,
     placed,
     register_writer,
@@ -64,8 +65,6 @@ class MLC(FormatWriter):
         if dtype is not None:
             raise ValueError(f"mlc takes no dtype=: quant={quant!r} says what all tensors are")
         return (PLAIN[quant].name, None) if quant in PLAIN else (_QUANTS[quant].name, quant)
-
-    shifts = staticmethod(shifts_of)
 
     def tensors(self) -> Sequence[Sequence[Target]]:
         """Return MLC's tensors in the order of the layers; refuse a model that MLC lacks."""
@@ -138,6 +137,8 @@ def _as_read(model: Model, parameter: Parameter, parts: Sequence[Target]) -> Tar
     if parameter.is_conv1d:
         shape = shape[::-1]
         made = first.source if is_turned else first.source.transposed(*first.shape)
+    if parameter.shift:
+        made = Joined((Slice(first.info, 0, first.numel, shift=parameter.shift),))
     if model.quant is None or not (parameter.is_linear or parameter.is_embedding):
         return Target(name, first.info, dtype, shape, made=made)
     is_shared = parameter.name == HEAD and HEAD not in parameter.sources  # the embedding
