@@ -55,7 +55,7 @@ __all__ = ["start"]  # a fixture
 
 Array = np.ndarray[Any, Any]
 #: Of these others of the same format are tried at once.
-_LATER = ("llm.c-bf16", "gguf-q4_0", "mlc-q4f16_0", "mlc-q3f16_1", "mlc-q0f16")
+_LATER = ("llm.c-bf16", "gguf-q4_0", "mlc-q4f16_0", "mlc-q3f16_1", "mlc-q4f32_1", "mlc-q0f16")
 _LATER += tuple(name for name in WRITTEN if name.startswith("from "))
 SEVERAL = pytest.mark.parametrize(
     "name",

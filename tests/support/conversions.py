@@ -234,6 +234,7 @@ WRITTEN = {
     "mlc-q4f16_1": Written(make_llama, {"to": "mlc", "quant": "q4f16_1"}),
     "mlc-q4f16_0": Written(make_llama, {"to": "mlc", "quant": "q4f16_0"}),
     "mlc-q3f16_1": Written(make_llama, {"to": "mlc", "quant": "q3f16_1"}),
+    "mlc-q4f32_1": Written(make_llama, {"to": "mlc", "quant": "q4f32_1"}),
     # the md5 sums of all bytes take more of the CPU than the plain cast (docs/measurements.md)
     "mlc-q0f16": Written(make_llama, {"to": "mlc", "quant": "q0f16"}, speed=0.25),
     "from .pth": Written(make_torch, {"dtype": "float16"}, file="pytorch_model.bin"),
