@@ -289,7 +289,8 @@ def node_specs(read: Options, nodes: Sequence[Node]) -> list[DeviceSpec]:
     """Describe nodes to the planner for a split, by their names and budgets alone."""
     rounds = UNSEEN_GRANULARITY_NBYTES
     infos = [DeviceInfo(n.name, "", granularity_nbytes=rounds, threads=2) for n in nodes]
-    return [DeviceSpec(i, n.budget, own_host=True) for i, n in zip(infos, nodes, strict=True)]
+    pairs = zip(infos, nodes, strict=True)
+    return [DeviceSpec(i, n.budget, own_host=True, held=n.held) for i, n in pairs]
 
 
 def _check_distinct(names: Sequence[str]) -> None:

@@ -133,6 +133,8 @@ class _Largest:
         return max(row[start], row[stop - (1 << level)])
 
 
+_MOST_STOPS = 256  # of a node that `keeping_stops` compares; more units end runs in steps
+
 _Bounds = tuple[tuple[Measure, int], ...]  # most bytes of a node by each measure
 _Ranges = list[tuple[int, int]]  # (first, last included), disjoint, ascending
 
@@ -207,6 +209,45 @@ def _fullest(costs: Costs, stops: Sequence[int], budgets: Sequence[int]) -> Frac
     return max(Fraction(costs(*run), budget) for run, budget in zip(runs, budgets, strict=True))
 
 
+def _may_be_empty(count: int, nodes: int, between: bool) -> list[bool]:
+    """Return whether each node may hold none of ``count`` units; ``between``: those in between."""
+    # the ends are held by the ends
+    return [k > 0 and (k < nodes - 1 or count == 1) and between for k in range(nodes)]
+
+
+def keeping_stops(
+    costs: Costs, budgets: Sequence[int], held: Sequence[Sequence[int]]
+) -> list[int] | None:
+    """Return the stop of each node's run such that nodes read the fewest bytes; None if none fits.
+
+    Of equally good cuts, the fullest node is as empty as possible.
+
+    Args:
+        costs: the bytes of runs.
+        budgets: of each node.
+        held: for each node, the bytes of each unit that it holds and need not read.
+    """
+    count, nodes = costs.count, len(budgets)
+    step = max(-(-count // _MOST_STOPS), 1)
+    every = [*range(0, count, step), count]
+    best: dict[int, tuple[int, float, tuple[int, ...]]] = {0: (0, 0.0, ())}  # by stop
+    may_be_empty = _may_be_empty(count, nodes, count < nodes)
+    for k, (budget, empty) in enumerate(zip(budgets, may_be_empty, strict=True)):
+        kept = [0, *accumulate(held[k])]
+        found: dict[int, tuple[int, float, tuple[int, ...]]] = {}
+        for start, (read, share, stops) in best.items():
+            ends = every if k < nodes - 1 else [count]
+            for stop in ends[bisect_left(ends, start + (not empty)) :]:
+                nbytes = costs(start, stop)
+                if nbytes > budget:
+                    break
+                new = read + nbytes - kept[stop] + kept[start]
+                made = (new, max(share, nbytes / budget), (*stops, stop))
+                found[stop] = min(found.get(stop, made), made)
+        best = found
+    return list(best[count][2]) if count in best else None
+
+
 def stops_of(
     costs: Costs, budgets: Sequence[int], leasts: Leasts | None = None
 ) -> list[int] | None:
@@ -219,11 +260,7 @@ def stops_of(
     count, nodes = costs.count, len(budgets)
     if not count:
         return [0] * nodes
-    # the ends are held by the ends; a node in between is empty only where there are too few units
-    may_be_empty = [
-        k > 0 and (k < nodes - 1 or count == 1) and (count < nodes or leasts is not None)
-        for k in range(nodes)
-    ]
+    may_be_empty = _may_be_empty(count, nodes, count < nodes or leasts is not None)
     measures: list[Measure] = [costs] if leasts is None else [costs, leasts]
 
     def cut(share: Fraction, *, strictly_below: bool = False) -> list[int] | None:

@@ -14,7 +14,7 @@ from operator import eq
 from typing import Literal, NamedTuple
 
 from streamload.core.memory import Size
-from streamload.planning.cuts import Costs, Leasts, Need, stops_of
+from streamload.planning.cuts import Costs, Leasts, Need, keeping_stops, stops_of
 
 Kind = Literal["embedding", "layer", "head", "inner", "tensor"]
 
@@ -28,17 +28,20 @@ class Node:
     Attributes:
         name: its name.
         budget: the bytes that it may hold, at least 1.
+        held: names of tensors that it holds already, within the budget.
     """
 
     name: str
     budget: int
+    held: frozenset[str]
 
-    def __init__(self, name: str, budget: float | str) -> None:
+    def __init__(self, name: str, budget: float | str, held: Iterable[str] = ()) -> None:
         """Read a node.
 
         Args:
             name: its name.
             budget: bytes, or a size such as "3GB".
+            held: names of tensors that it holds already: a split lets it keep them if it can.
 
         Raises:
             ValueError: the budget is not such a size, is not above zero, or is a percentage.
@@ -51,6 +54,7 @@ class Node:
             )
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "budget", nbytes)
+        object.__setattr__(self, "held", frozenset(held))
 
 
 def ordered(nodes: Iterable[Node]) -> tuple[Node, ...]:
@@ -350,10 +354,19 @@ def _costs(units: Sequence[Unit], sizes: Sequence[int]) -> Costs:
 
 
 def _stops(
-    units: Sequence[Unit], budgets: Sequence[int], needs: Callable[[Unit], Need] | None
+    units: Sequence[Unit], nodes: Sequence[Node], needs: Callable[[Unit], Need] | None
 ) -> list[int]:
     """Return the stop of each node's run of units; see `partition`."""
     sizes = [unit.nbytes + unit.cache_nbytes for unit in units]
+    budgets = [node.budget for node in nodes]
+    if any(node.held for node in nodes):
+        held = [
+            [sum(item.nbytes for item in unit.items if item.name in node.held) for unit in units]
+            for node in nodes
+        ]
+        stops = keeping_stops(_costs(units, sizes), budgets, held)
+        if stops is not None:
+            return stops
     if needs is not None:
         found = [needs(unit) for unit in units]
         shared = [size - need.rows_nbytes for size, need in zip(sizes, found, strict=True)]
@@ -379,7 +392,8 @@ def partition(
     integers. Nodes keep their order: the first holds the embedding, the last norm and head; a node
     in between is empty only if there are fewer units than nodes. Of equally good splits, the result
     shares the rest by budget, front to back. The same input gives the same parts, on any machine. A
-    part may exceed its node's budget: see `Part.fits`.
+    part may exceed its node's budget: see `Part.fits`. If nodes hold tensors already, the fewest
+    bytes are read instead, within the budgets; then the largest share counts.
 
     A node that holds a ``tied`` name without its tensor holds a copy, which counts there. ``needs``
     gives the least memory of a unit whose weights stream: splits that leave each node its least
@@ -390,7 +404,7 @@ def partition(
     if len({node.name for node in nodes}) < len(nodes):
         raise ValueError(f"two nodes of one name: {', '.join(node.name for node in nodes)}")
     units = units_of(items, tied=tied, cache=cache)
-    stops = _stops(units, [node.budget for node in nodes], needs)
+    stops = _stops(units, nodes, needs)
     position = {item.name: place for place, item in enumerate(items)}
     layers = [0, *accumulate(unit.kind == "layer" for unit in units)]
     return tuple(

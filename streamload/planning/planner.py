@@ -375,7 +375,7 @@ def assign(
     alike = {names[0]: names for names in together(checkpoint.members, rows)}
     parts = partition(
         [Item(name, sum(nbytes[each] for each in names)) for name, names in alike.items()],
-        [Node(spec.name, max(spec.budget_nbytes - taken[spec.name], 1)) for spec in devices],
+        [Node(s.name, max(s.budget_nbytes - taken[s.name], 1), s.held) for s in devices],
         tied={k: v for k, v in tied.items() if v in free and k not in free},
         cache=cache,
         needs=needs,

@@ -38,6 +38,7 @@ class DeviceSpec:
         objects: host memory of tensor objects besides their elements.
         own_host: whether it is a node, with a host whose memory no other node uses.
         alone: whether the caller can use no other device.
+        held: of a node, names of parameters that it holds already.
     """
 
     info: DeviceInfo
@@ -52,6 +53,7 @@ class DeviceSpec:
     objects: ObjectCosts = NO_OBJECTS
     own_host: bool = False
     alone: bool = False
+    held: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:

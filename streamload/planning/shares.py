@@ -31,6 +31,7 @@ class Member(NamedTuple):
     host: str  # the host that it runs on
     local_rank: int  # its index among the ranks of that host, from 0
     local_size: int  # the number of ranks on that host
+    held: frozenset[str] = frozenset()  # names of parameters that it holds already
 
 
 #: A function of nodes and of bytes by parameter; returns the names that each node loads.
@@ -286,7 +287,7 @@ def make_shares(
     for member in members:
         if budgets[member.rank] < 1:
             raise NodeError(member.node, "has no budget left for weights")
-    nodes = ordered(Node(m.node, budgets[m.rank]) for m in members)
+    nodes = ordered(Node(m.node, budgets[m.rank], m.held) for m in members)
     mesh = split if isinstance(split, Mesh) else Mesh(len(nodes), 1)
     groups = [nodes[at : at + mesh.size] for at in range(0, len(nodes), mesh.size)]
     wanted = [Node("all", 2**62)]
@@ -428,16 +429,25 @@ def _grouped(nodes: Sequence[Node], owner: Mapping[str, str]) -> Mapping[str, tu
 def _balanced(
     nodes: Sequence[Node], sizes: Mapping[str, int], of: Mapping[str, str]
 ) -> Mapping[str, tuple[str, ...]]:
-    """Return each node's parameters: whole groups (``of``), largest first, to the emptiest node."""
+    """Return each node's parameters: whole groups (``of``), largest first, to the emptiest node.
+
+    Groups that a node holds stay there, if they leave room for the rest.
+    """
     wholes: Counter[str] = Counter()
     for name, nbytes in sizes.items():
         wholes[of[name]] += nbytes
-    taken, budgets = np.zeros(len(nodes)), np.array([node.budget for node in nodes], float)
-    owner = {}
-    for name, nbytes in sorted(wholes.items(), key=_by_size):
-        best = int(np.argmin((taken + nbytes) / budgets))  # of equals the first
-        owner[name] = nodes[best].name
-        taken[best] += nbytes
+    budgets = np.array([node.budget for node in nodes], float)
+    held = {of[n]: at for at, node in enumerate(nodes) for n in node.held if n in of}
+    for pinned in (held, {}):  # nothing stays pinned if the others then have no room
+        taken, owner = np.zeros(len(nodes)), {}
+        for name, at in pinned.items():
+            taken[at] += wholes[name]
+        for name, nbytes in sorted(wholes.items(), key=_by_size):
+            best = pinned.get(name, int(np.argmin((taken + nbytes) / budgets)))  # of equals first
+            owner[name] = nodes[best].name
+            taken[best] += nbytes if name not in pinned else 0
+        if not held or all(taken <= budgets):
+            break
     return _grouped(nodes, {name: owner[of[name]] for name in sizes})
 
 
