@@ -571,8 +571,17 @@ class NodeError(StreamloadError, RuntimeError):
         return f"node {self.node}: {self.problem}"
 
 
+@dataclass(eq=False, repr=False)
 class PeerFailedError(NodeError):
-    """Another node died, hangs or left the group while this one waited for it."""
+    """Another node died, hangs or left the group while this one waited for it.
+
+    Attributes:
+        node (str): its name.
+        problem (str): the failure, in words.
+        rank: its rank in the group; None if unknown.
+    """
+
+    rank: int | None = None
 
 
 class PlanMismatchError(NodeError):

@@ -86,6 +86,41 @@ class ProcessGroup(Protocol):
         """
 
 
+class Meeting(Protocol):
+    """A store that outlives a group, in which the ranks that are left form another.
+
+    Every method raises PeerFailedError if the store has ended; it may wait without end if the
+    store's host is silent.
+    """
+
+    @property
+    def rank(self) -> int:
+        """Number of this process in the group."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+
+    def first(self, key: str, value: str) -> str:
+        """Write a value unless the key has one; return the one that it has then."""
+
+    def find(self, keys: Sequence[str]) -> list[str | None]:
+        """Return the values of keys in their order, None for missing ones."""
+
+    def among(self, members: Sequence[int]) -> Meeting:
+        """Return the meeting of some of the ranks, in this order; this one is one of them."""
+
+    def open(self, timeout: float) -> ProcessGroup:
+        """Return the group of all ranks of this meeting, once they have come.
+
+        Args:
+            timeout: seconds for the ranks to come, and for each collective.
+
+        Raises:
+            PeerFailedError: one did not come.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """The environment of a process that a launcher (torchrun, mpirun, srun) started, parsed."""
@@ -123,7 +158,12 @@ class Engine(ProcessGroup):
     """Base class of groups over a library that has a broadcast and an all-gather.
 
     After a failure, all collectives raise PeerFailedError. A subclass sets `engine` and `store`.
+
+    Attributes:
+        meeting: where the ranks regroup after a loss; None if they cannot.
     """
+
+    meeting: Meeting | None = None
 
     _errors: tuple[type[Exception], ...]  # exceptions of the library
     _message: Callable[[Exception], str]  # the message of one of these
@@ -179,6 +219,9 @@ class Engine(ProcessGroup):
                 end()
 
         return wait
+
+    def rest(self) -> None:
+        """Release what only collectives need; the store stays."""
 
     @contextmanager
     def _losses(self) -> Iterator[None]:
@@ -249,4 +292,4 @@ def poll(
 
 def lost(problem: str, rank: int | None = None) -> PeerFailedError:
     """Return the error for a lost rank; None: unknown, as engines often do not report the rank."""
-    return PeerFailedError("unknown" if rank is None else f"rank {rank}", problem)
+    return PeerFailedError("unknown" if rank is None else f"rank {rank}", problem, rank)

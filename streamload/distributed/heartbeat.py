@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from streamload.core.bounded_json import parse_json
@@ -75,7 +75,7 @@ class Heartbeat:
         self._named = False  # whether all ranks know each other's nodes
         self._loss: PeerFailedError | None = None
         self._listener: Callable[[PeerFailedError], None] = _ignore
-        self._to_write: tuple[str, str] | None = None  # the loss to write
+        self._to_write: tuple[str, str, int] | None = None  # the loss to write
         self._news = threading.Condition()
         self._wake = threading.Event()
         self._ended = threading.Event()
@@ -181,7 +181,7 @@ class Heartbeat:
         with self._news:
             # a raised error refers to the load's memory: an abandoned thread must not keep it
             if self._loss is not None:
-                self._loss = PeerFailedError(self._loss.node, self._loss.problem)
+                self._loss = replace(self._loss)
 
     def _beat(self) -> None:
         """Write and read beats until this rank ends; the first thread's work."""
@@ -202,7 +202,8 @@ class Heartbeat:
         except PeerFailedError as error:
             self._lost(error)
         except Exception as error:  # a waiter would wait for ever
-            self._lost(PeerFailedError(self._node(self._group.rank), f"its beat failed: {error!r}"))
+            rank = self._group.rank
+            self._lost(PeerFailedError(self._node(rank), f"its beat failed: {error!r}", rank))
         self._ended.set()
 
     def _watch(self) -> None:
@@ -214,7 +215,7 @@ class Heartbeat:
             answers, before = self._answers, now
             if silent_s > self._stale_s:
                 problem = f"has not answered for {silent_s:.0f} s"
-                self._lost(PeerFailedError(self._node(0), problem))
+                self._lost(PeerFailedError(self._node(0), problem, 0))
                 return
 
     def _speak(self) -> None:
@@ -294,18 +295,18 @@ class Heartbeat:
             answer = call(*arguments)
         except PeerFailedError as error:
             problem = f"does not answer any more: {error.problem}"
-            raise PeerFailedError(self._node(0), problem) from error
+            raise PeerFailedError(self._node(0), problem, 0) from error
         self._answers += 1
         return answer
 
     def _lose(self, rank: int, problem: str) -> None:
         """Record a rank as lost, unless one is already; `_speak` writes it for the others."""
-        error = PeerFailedError(self._node(rank), problem)
-        self._lost(error, (error.node, problem))
+        error = PeerFailedError(self._node(rank), problem, rank)
+        self._lost(error, (error.node, problem, rank))
         self._wake.set()
 
-    def _lost(self, error: PeerFailedError, to_write: tuple[str, str] | None = None) -> None:
-        """Record the first loss and call the listener; ``to_write``: (node, problem) for others."""
+    def _lost(self, error: PeerFailedError, to_write: tuple[str, str, int] | None = None) -> None:
+        """Record the first loss and call the listener; ``to_write``: its facts for the others."""
         with self._news:
             if self._loss is not None:
                 return

@@ -8,7 +8,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NoReturn, Unpack
@@ -19,8 +19,10 @@ from streamload.core.memory import BudgetLike
 from streamload.core.patterns import Patterns
 from streamload.core.progress import Progress, reporting
 from streamload.distributed.gather import CollectiveReader, exchanged, own_lines, shared_ranges
+from streamload.distributed.group import Engine
 from streamload.distributed.launch import host_id, node_name, open_group
 from streamload.distributed.negotiate import Agreement, Asked, own_device
+from streamload.distributed.replan import Held, OnLoss, Recovery, replanned
 from streamload.distributed.session import Session
 from streamload.errors import LoadState, NodeError, PeerFailedError, StreamloadError
 from streamload.files.local import resolve_reader
@@ -111,7 +113,7 @@ def plan(
             raise ValueError('offload=True needs split="layers": only layers stream')
         return Asked(path, Options.read(**options), split, options, device, offload=streams)
 
-    with _agreed(group, timeout, read, None) as agreed:
+    with _agreed(group, Held("raise", timeout), read, None) as (agreed, _):
         return agreed.plan
 
 
@@ -125,6 +127,7 @@ def load_state_dict(
     split: Split = "layers",
     verify: Verify = "crc32",
     timeout: float = 60.0,
+    on_loss: OnLoss = "raise",
     layers: LayerNumbers | None = None,
     **options: Unpack[ClusterLoadOptions],
 ) -> LoadReport:
@@ -160,6 +163,12 @@ def load_state_dict(
             alone.
         timeout: seconds within which all ranks know the loss of one. A collective must not take
             longer either: under "replicate", to read a block of 4 MiB.
+        on_loss: "raise": if a rank is lost, the others raise PeerFailedError. "replan": they plan
+            again over the ranks and budgets that are left, keep the parameters that they hold, and
+            read what is missing; ``report.lost`` names the lost nodes, the notes say what moved,
+            and ``report.recovery.recover()`` does the same after the load. Needs torch's engine,
+            a ``model`` that can hold other layers (the whole on the meta device, or None), and a
+            store for the ranks to meet in that outlives the lost rank.
         budget: most bytes on this rank's device; each rank may have another. Ranks on one host
             divide its staging memory (8 MiB at least), and its free memory unless a budget is
             given. Blocks that ranks exchange (under "replicate", and for slices of files behind a
@@ -193,23 +202,46 @@ def load_state_dict(
     def read() -> Asked:
         if verify not in ("crc32", "none"):
             raise ValueError(f"verify is crc32 or none, not {verify!r}")
-        return Asked(path, Options.read(**options), split, options, device, verify, layers)
+        known = Options.read(**options)
+        return Asked(path, known, split, options, device, verify, layers, on_loss=on_loss)
 
-    with _agreed(group, timeout, read, model) as agreed:
-        load = agreed.prepare()
-        total = sum(share.source_nbytes for share in agreed.plan.shares)
-        with _gathered(agreed, load) as gatherer:
-            opener = gatherer.open if gatherer is not None else open_shard
+    held = Held(on_loss, timeout)
 
-            def begin(progress: Progress) -> LoadReport:
-                return run(load, progress, clock, opener)
+    def attempt() -> LoadReport:
+        with _agreed(group, held, read, model) as (agreed, stack):
+            load, plan = agreed.prepare(), agreed.plan
+            with held.kept(load):
+                with _gathered(agreed, load) as gatherer:
+                    opener = gatherer.open if gatherer is not None else open_shard
 
-            report = _loaded(agreed, load, begin, total, gatherer)
-            read_nbytes = gatherer.read_nbytes if gatherer is not None else report.read_nbytes
-        dtypes = {p.name: p.dst.name for p in load.plan.placements}
-        with _stated(load):
-            nodes = _verified(agreed, dtypes, report, (read_nbytes, 0), model)
-        return replace(report, nodes=nodes, seconds=clock.seconds)
+                    def begin(progress: Progress) -> LoadReport:
+                        report = run(load, progress, clock, opener, held.left)
+                        return held.whole(load, report, plan)
+
+                    report = _loaded(agreed, load, begin, agreed.source_nbytes, gatherer)
+                    read_nbytes = report.read_nbytes
+                    if gatherer is not None:
+                        read_nbytes = gatherer.read_nbytes
+                dtypes = {p.name: p.dst.name for p in report.plan.placements}
+                with _stated(load):
+                    nodes = _verified(agreed, dtypes, report, (read_nbytes, 0), model)
+                    held.commit()
+                with suppress(PeerFailedError):  # the store may end with a rank that returns
+                    agreed.session.heartbeat.arrive()
+            report = replace(report, nodes=nodes, seconds=clock.seconds)
+            if on_loss == "raise":
+                return report
+            opened = agreed.session.group
+            if opened is not group and isinstance(opened, Engine):
+                opened.rest()
+            notes = (*report.notes, *held.story(plan, agreed.each_held))
+            recovery = Recovery(again, held, agreed.session, stack.pop_all())
+            return replace(report, notes=notes, lost=tuple(held.lost), recovery=recovery)
+
+    def again() -> LoadReport:
+        return replanned(attempt, held)
+
+    return again()
 
 
 @takes()
@@ -273,7 +305,7 @@ def offload(
 
     begun: list[Offloaded] = []
     try:
-        with _agreed(group, timeout, read, model) as agreed:
+        with _agreed(group, Held("raise", timeout), read, model) as (agreed, _):
             prepared, total = agreed.prepare_offload()
 
             def begin(progress: Progress) -> LoadReport:
@@ -296,32 +328,36 @@ def offload(
 
 @contextmanager
 def _agreed(
-    group: object, timeout: float, read: Callable[[], Asked], model: Any
-) -> Iterator[Agreement]:
+    group: object, held: Held, read: Callable[[], Asked], model: Any
+) -> Iterator[tuple[Agreement, ExitStack]]:
     """Meet all ranks and yield their common plan; an error of one rank ends the call on all.
 
-    ``read`` returns the checked arguments of the call.
+    ``read`` returns the checked arguments of the call. ``held``: what the rank has of an attempt
+    that lost a rank. The stack, if it is kept, closes session and group.
     """
+    timeout = held.timeout
     if not (isinstance(timeout, (int, float)) and timeout > 0 and math.isfinite(timeout)):
         raise ValueError(f"timeout is a number of seconds above zero, not {timeout!r}")
-    opened = open_group(group, timeout)
+    opened = held.group or open_group(group, timeout)
     torn = True  # whether ranks may still wait in a collective
-    try:
-        with Session(opened, node_name(), host_id(), timeout_s=timeout) as session:
-
-            def arguments() -> Asked:
-                asked = read()
-                return replace(asked, device=own_device(asked.device, session.me))
-
-            try:
-                yield Agreement(session, session.step("its arguments", arguments), model)
-            except Exception as error:  # all raise the error of a stage
-                torn = session.loading or isinstance(error, PeerFailedError)
-                raise
-        torn = False
-    finally:
+    with ExitStack() as stack:
         if opened is not group:
-            opened.close(torn)
+            stack.callback(lambda: opened.close(torn))
+        node = held.met(opened) or node_name()
+        session = stack.enter_context(Session(opened, node, host_id(), timeout_s=timeout))
+
+        def arguments() -> Asked:
+            asked = read()
+            held.named([member.node for member in session.members])
+            held.device = held.device or own_device(asked.device, session.me)
+            return replace(asked, device=held.device)
+
+        try:
+            yield Agreement(session, session.step("its arguments", arguments), model, held), stack
+        except Exception as error:  # all raise the error of a stage
+            torn = session.loading or isinstance(error, PeerFailedError)
+            raise
+        torn = False
 
 
 def _gathered(agreed: Agreement, load: Decision) -> AbstractContextManager[CollectiveReader | None]:
@@ -330,7 +366,8 @@ def _gathered(agreed: Agreement, load: Decision) -> AbstractContextManager[Colle
     if not agreed.exchanges:
         return nullcontext()
     whole = agreed.index.checkpoint
-    shared = shared_ranges(whole, exchanged(agreed.plan))
+    missing = [p for p in exchanged(agreed.plan) if p.name not in agreed.everywhere]
+    shared = shared_ranges(whole, missing)
     mine = own_lines(load.call.checkpoint, load.plan.placements)
     reader = agreed.options.reader
     kinds = {header.path: resolve_reader(header.path, reader) for header in whole.shards}

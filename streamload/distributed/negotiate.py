@@ -19,6 +19,7 @@ from streamload.devices.names import framework, spelled_as, split_name
 from streamload.distributed.gather import BLOCK_NBYTES, BLOCKS, LEAST_BLOCK_NBYTES, held_nbytes
 from streamload.distributed.index import SAMPLED, Index, check_present, write_index
 from streamload.distributed.offload_split import OffloadSplit, split_offload
+from streamload.distributed.replan import Held, OnLoss
 from streamload.distributed.session import Session
 from streamload.distributed.tensor_split import styles_of
 from streamload.errors import (
@@ -72,6 +73,7 @@ class Asked:
     verify: str = "crc32"
     layers: LayerNumbers | None = None
     offload: OffloadAsked | None = None  # None: each rank loads its whole share
+    on_loss: OnLoss = "raise"
 
     def __post_init__(self) -> None:
         """Raise ValueError if arguments exclude each other or have a wrong type."""
@@ -86,6 +88,18 @@ class Asked:
             raise ValueError('context= needs split="layers" or "replicate": caches are of layers')
         if self.options.quant and (is_mesh or self.split == "tensor"):
             raise ValueError('quant= quantizes whole weights: write split="layers"')
+        if self.on_loss not in ("raise", "replan"):
+            raise ValueError(f"on_loss is raise or replan, not {self.on_loss!r}")
+        if self.on_loss == "replan" and (is_mesh or self.split == "tensor"):
+            raise ValueError(
+                f'on_loss="replan" keeps whole tensors, and split="{self.split}" cuts them: with '
+                'fewer ranks every slice is another; write on_loss="raise", and load again'
+            )
+        if self.on_loss == "replan" and (self.layers is not None or self.options.quant):
+            raise ValueError(
+                'on_loss="replan" needs the names and values of the checkpoint: leave out layers= '
+                "and quant="
+            )
         if not isinstance(self.path, (str, os.PathLike)):
             raise ValueError(
                 f"expected the path of a checkpoint, not {type(self.path).__name__}: each rank "
@@ -111,6 +125,7 @@ class Asked:
             "verify": self.verify,
             "strict": self.options.strict,
             "shapes": self.options.shapes,
+            "on_loss": self.on_loss,
             "offload": self.offload is not None,
             "tokens": self.offload and self.offload.tokens,
             "stay": self.offload and self.offload.stay,
@@ -133,12 +148,14 @@ class Agreement:
         block_nbytes: most bytes of a file exchanged at once.
         plan: the share of each rank.
         notes: sentences for the report.
-        names: names of parameters in the plan, by their names in this rank's model.
+        names: names of parameters in the plan that this rank loads, by their names in its model.
+        held: the parameters that this rank held before, in a load that lost a rank.
+        everywhere: names of parameters that all ranks held before.
     """
 
-    def __init__(self, session: Session, asked: Asked, model: Any) -> None:
+    def __init__(self, session: Session, asked: Asked, model: Any, held: Held) -> None:
         """Exchange headers, budgets and plans with the other ranks; all construct it together."""
-        self.session, self.asked = session, asked
+        self.session, self.asked, self.held = session, asked, held
         self.place: Place | None = None
         mesh = session.step("its split", lambda: Mesh.of(asked.split, session.group.size))
 
@@ -173,10 +190,13 @@ class Agreement:
         nodes = [member.node for member in session.members if sampled[member.rank]]
         self.notes = (f"{', '.join(nodes)}: {SAMPLED}",) if nodes else ()
         slow = any(map(is_slow, (header.path for header in self.index.checkpoint.shards)))
-        known = {"terms": asked.terms, "slow": slow}
+        known = {"terms": asked.terms, "slow": slow, "held": held.names(self.index.checkpoint)}
         offers = session.exchange("its device", lambda: self._offer(model) | known)
         self._check_offers(offers)
         self._offered = tuple(offered["budget"] for offered in offers)  # in bytes, by rank
+        held.budget_nbytes = self._offered[session.me.rank]
+        self.each_held = [frozenset(offered["held"]) for offered in offers]
+        self.everywhere = frozenset.intersection(*self.each_held)
         shared = asked.split == "replicate" or (
             self.mesh is not None and self.mesh.size > 1 and any(o["slow"] for o in offers)
         )
@@ -200,16 +220,18 @@ class Agreement:
         if options.budget.host_stated:
             room = options.budget.host_nbytes // sharing - MIN_HOST_NBYTES
         undecided = TensorRequests.every(checkpoint).needs_native_bf16(options.policy)
+        before = self.held.budget_nbytes
         if model is None and not undecided and options.budget.is_stated(name):
             nbytes = options.budget.resolve(name, None) - options.reserve_nbytes
-            return {"room": room, "budget": max(nbytes, 0), "bf16": None}
+            return {"room": room, "budget": before or max(nbytes, 0), "bf16": None}
         self.place = self._look(model, options)
         (spec,) = self.place.specs(options, undecided)
         nbytes, reserved = spec.budget_nbytes, options.reserve_nbytes
         if not options.budget.is_stated(spec.name) and spec.info.shared_memory:
             # all ranks of this host see the same free memory
             nbytes = max((nbytes + reserved) // sharing - reserved, 0)
-        return {"room": room, "budget": nbytes, "bf16": spec.native_bf16 if undecided else None}
+        native = spec.native_bf16 if undecided else None
+        return {"room": room, "budget": before or nbytes, "bf16": native}
 
     def _look(self, model: Any, options: Options) -> Place:
         """Open this rank's device, which must be one, and list the model's parameters."""
@@ -290,7 +312,7 @@ class Agreement:
     def _planned(self, budgets: Sequence[int]) -> ClusterPlan:
         """Return the plan for budgets in bytes by rank; PlanMismatchError if ranks disagree."""
         session, asked, checkpoint = self.session, self.asked, self.index.checkpoint
-        members = session.members
+        members = [m._replace(held=self.each_held[m.rank]) for m in session.members]
         passes: dict[str, int] = {}
 
         def planned(nodes: Sequence[Node]) -> Plan:
@@ -323,6 +345,16 @@ class Agreement:
         if isinstance(made, StreamloadError):
             raise self._or_offload(made)
         return made
+
+    @property
+    def source_nbytes(self) -> int:
+        """File bytes of the parameters that all ranks are to load."""
+        kept = [
+            self.plan.placements[name].src_nbytes
+            for share in self.plan.shares
+            for name in self.each_held[share.rank].intersection(share.parameters)
+        ]
+        return sum(share.source_nbytes for share in self.plan.shares) - sum(kept)
 
     @property
     def _given(self) -> dict[str, Any]:
@@ -363,6 +395,7 @@ class Agreement:
         def prepare(last: bool) -> tuple[Decision | None, int]:
             """Return this rank's load and 0; if too large, None and the lacking bytes."""
             place = self.place or self._look(None, self.options)
+            self.held.free(self.plan.mine.parameters, place)
             try:
                 own, part, options, fill, suggest = self._own(place)
                 call = Call(part, options, Found(fill))
@@ -425,7 +458,13 @@ class Agreement:
         """
         plan, whole, options = self.plan, self.index.checkpoint, self.options
         mine, of_model = plan.mine, self.asked.layers
-        self.names = {name: name for name in mine.parameters}
+        kept = self.held.placements
+        self.names = {name: name for name in mine.parameters if name not in kept}
+        if kept:
+            nbytes = self.held.budget_nbytes or 0
+            nbytes += options.reserve_nbytes - sum(p.resident_nbytes for p in kept.values())
+            budgets = dict.fromkeys(place.devices.opened, max(nbytes, 1))
+            options = replace(options, budget=Budget(budgets, host=options.budget.host_nbytes))
         if of_model is not None:
             self.names = plan.renumbered(mine, list(of_model(mine)))
         planned = plan.sources(mine, whole)

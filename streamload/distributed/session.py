@@ -17,7 +17,7 @@ from streamload.errors import NodeError, PeerFailedError, StreamloadError
 from streamload.planning.shares import Member
 
 #: The version of the messages, which all ranks must share.
-PROTOCOL = 7
+PROTOCOL = 8
 
 T = TypeVar("T")
 _LISTED = 3  # failed ranks named in an error

@@ -16,8 +16,9 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -73,6 +74,10 @@ class TorchGroup(Engine):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._library))
         self._library = None
 
+    def rest(self) -> None:
+        """Release gloo, and keep the store."""
+        self._library = None
+
     def _start(self, name: str, *arguments: object) -> Callable[[], None]:
         work = getattr(self._library, name)(*arguments)
 
@@ -85,6 +90,69 @@ class TorchGroup(Engine):
 
     def _message(self, error: Exception) -> str:
         return f"gloo: {_summary(error)}"
+
+
+@dataclass(frozen=True, slots=True)
+class TorchMeeting:
+    """See `Meeting`: in a store of torch, which ends with the process that serves it.
+
+    Attributes:
+        store: a store with this meeting's keys alone.
+        rank: number of this process.
+        size: number of ranks.
+        claims: the launcher's store, and in it the key of each rank's claim (see `_claim`), if any.
+    """
+
+    store: Any
+    rank: int
+    size: int
+    claims: tuple[Any, tuple[str, ...]] = (None, ())
+
+    def first(self, key: str, value: str) -> str:
+        """See `Meeting.first`."""
+        with _answered():
+            return str(self.store.compare_set(key, "", value).decode())
+
+    def find(self, keys: Sequence[str]) -> list[str | None]:
+        """See `Meeting.find`."""
+        with _answered():
+            return [self.store.get(k).decode() if self.store.check([k]) else None for k in keys]
+
+    def among(self, members: Sequence[int]) -> TorchMeeting:
+        """See `Meeting.among`; processes that replace the others may claim their ranks."""
+        launcher, claims = self.claims
+        if members[0] == self.rank:
+            with _answered():
+                for rank, key in enumerate(claims):
+                    if rank not in members:
+                        launcher.set(key, "")
+        left = tuple(claims[rank] for rank in members) if claims else ()
+        return replace(
+            self,
+            store=dist.PrefixStore("next", self.store),
+            rank=members.index(self.rank),
+            size=len(members),
+            claims=(launcher, left),
+        )
+
+    def open(self, timeout: float) -> ProcessGroup:
+        """See `Meeting.open`."""
+        end = time.monotonic() + timeout
+        group = _group(self.store, "group", self.rank, self.size, timeout, end)
+        group.meeting = self
+        return group
+
+
+@contextmanager
+def _answered() -> Iterator[None]:
+    """Raise PeerFailedError if the store of a meeting has ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise lost(
+            f"the store in which ranks meet has ended ({_summary(error)}): keep it outside of the "
+            "ranks, as torchrun --rdzv-backend c10d does on its first node"
+        ) from error
 
 
 def launched(launch: Launch, timeout: float) -> ProcessGroup:
@@ -120,7 +188,11 @@ def launched(launch: Launch, timeout: float) -> ProcessGroup:
     except RuntimeError as error:
         raise lost(f"the ranks did not meet: {_summary(error)}") from error
     store, prefix = _launched[found], _prefix(launch)
-    return _group(store, prefix, launch.rank, launch.size, timeout, end, keeper)
+    group = _group(store, prefix, launch.rank, launch.size, timeout, end, keeper)
+    claims = tuple(f"{prefix}/process/{rank}" for rank in range(launch.size))
+    assert isinstance(group.meeting, TorchMeeting)
+    group.meeting = replace(group.meeting, claims=(store, claims))
+    return group
 
 
 def _prefix(launch: Launch) -> str:
@@ -259,7 +331,7 @@ def _group(
     timeout: float,
     end: float,
     keeper: int | None = None,
-) -> ProcessGroup:
+) -> TorchGroup:
     """Meet the other ranks in a store, and return a gloo group of all.
 
     Args:
@@ -310,7 +382,9 @@ def _group(
         raise lost(f"the store of the meeting is gone: {_summary(error)}", keeper) from error
     except RuntimeError as error:
         raise lost(f"the ranks did not meet: {_summary(error)}") from error
-    return TorchGroup(gloo, timeout, mine)
+    group = TorchGroup(gloo, timeout, mine)
+    group.meeting = TorchMeeting(store, rank, size)
+    return group
 
 
 def _roll_call(store: Any, missed: str, rank: int, size: int, said: str, end: float) -> list[str]:

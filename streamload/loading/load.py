@@ -367,9 +367,16 @@ def _as_held(model: Any, checkpoint: Checkpoint, read: Options, given: LoadOptio
 
 
 def run(
-    decided: Decision, progress: Progress, clock: Clock, opener: Opener = open_shard
+    decided: Decision,
+    progress: Progress,
+    clock: Clock,
+    opener: Opener = open_shard,
+    left: dict[str, Any] | None = None,
 ) -> LoadReport:
-    """Stream a planned load, and return its report; `clock` runs since the call began."""
+    """Stream a planned load, and return its report; `clock` runs since the call began.
+
+    `left` gets the finished tensors of a load without a model that fails; None: they are freed.
+    """
     made, checkpoint, devices = decided.plan, decided.call.checkpoint, decided.place.devices.opened
     ledger = Ledger(
         # a model may hold more than the budget already; it only becomes less then
@@ -418,6 +425,8 @@ def run(
                 stats = stream(transfer, target, ledger)
     except BaseException as error:
         state = target.fail()
+        if left is not None:
+            left |= target.state_dict
         target.state_dict.clear()  # a kept error does not keep the memory
         if not state.loaded and not state.invalid:
             undo()

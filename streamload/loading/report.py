@@ -80,6 +80,8 @@ class LoadReport:
         page_cache: the treatment of the page cache, and its reason; "" if none was used.
         dropped_nbytes: file bytes that were dropped from the page cache.
         nodes: of a load across nodes, each node's part, by rank.
+        lost: of a load across nodes with ``on_loss="replan"``, the nodes without which it ended.
+        recovery: of such a load, the `streamload.distributed.Recovery` for losses after it.
         state_dict: with ``model=None``, the tensors by name.
         files: size, time and identity of each of the checkpoint's files on this machine.
     """
@@ -105,6 +107,8 @@ class LoadReport:
     page_cache: str = ""
     dropped_nbytes: int = 0
     nodes: tuple[NodeReport, ...] = ()
+    lost: tuple[str, ...] = ()
+    recovery: Any = field(default=None, repr=False)
     state_dict: dict[str, Any] = field(default_factory=dict, repr=False)
     files: Mapping[str, FileState] = field(default_factory=dict, repr=False)
 
@@ -143,7 +147,8 @@ class LoadReport:
 
     def to_json(self) -> str:
         """Return everything but the tensors as JSON; `Plan.from_json` reads the value of "plan"."""
-        names = [name for name in self.__slots__ if name not in ("plan", "state_dict", "files")]
+        left_out = ("plan", "state_dict", "files", "recovery")
+        names = [name for name in self.__slots__ if name not in left_out]
         data = {name: getattr(self, name) for name in names} | {
             "digest": self.plan.digest,
             "tensors": len(self.plan.placements),

@@ -45,6 +45,7 @@ class World:
         self.broken = False
         self.gone = threading.Event()  # the store
         self.over = threading.Event()
+        self.next: dict[tuple[int, ...], World] = {}  # worlds of those that go on, by rank here
         self.groups = [ThreadGroup(self, rank) for rank in range(self.size)]
 
     def kill(self, rank: int, *, silent: bool = False) -> None:
@@ -53,6 +54,9 @@ class World:
             self.lost.add(rank)
             self.broken |= not silent
             self.changed.notify_all()
+        for members, world in list(self.next.items()):
+            if rank in members:
+                world.kill(members.index(rank), silent=silent)
 
     def stop_store(self) -> None:
         """The store answers nobody any more."""
@@ -60,6 +64,8 @@ class World:
 
     def close(self) -> None:
         """Let go of everyone who waits."""
+        for world in self.next.values():
+            world.close()
         self.over.set()
         with self.changed:
             self.changed.notify_all()
@@ -100,6 +106,7 @@ class ThreadGroup:
         self.rank = rank
         self.size = world.size
         self.store = self
+        self.meeting = ThreadMeeting(world, rank, world.size)
         self._number = 0
         self._failed = False
         self._inside = threading.Lock()
@@ -159,6 +166,48 @@ class ThreadGroup:
     def close(self, failed: bool = False) -> None:
         """See `Group.close`."""
         self.world.closed.add(self.rank)
+
+
+@dataclass(frozen=True)
+class ThreadMeeting:
+    """See `streamload.distributed.group.Meeting`: in the world's memory, for those not lost."""
+
+    world: World
+    rank: int
+    size: int
+
+    def first(self, key: str, value: str) -> str:
+        """See `Meeting.first`."""
+        self.world.enter(self.rank, "first")
+        with self.world.changed:
+            found = self.world.store.get(f"meeting/{key}")
+            if found is None:
+                found = value.encode()
+                self.world.store.set(f"meeting/{key}", found)
+        return found.decode()
+
+    def find(self, keys: Sequence[str]) -> list[str | None]:
+        """See `Meeting.find`."""
+        self.world.enter(self.rank, "find")
+        found = self.world.store.get_many([f"meeting/{key}" for key in keys])
+        return [None if value is None else value.decode() for value in found]
+
+    def among(self, members: Sequence[int]) -> ThreadMeeting:
+        """See `Meeting.among`."""
+        key = tuple(members)
+
+        def watch(rank: int, operation: str) -> None:
+            self.world.watch(key[rank], operation)
+
+        with self.world.changed:
+            world = self.world.next.setdefault(key, World(len(key), self.world.timeout_s, watch))
+        for rank in self.world.lost.intersection(key):
+            world.kill(key.index(rank))
+        return ThreadMeeting(world, members.index(self.rank), len(members))
+
+    def open(self, timeout: float) -> ThreadGroup:
+        """See `Meeting.open`."""
+        return self.world.groups[self.rank]
 
 
 def run(world: World, body: Callable[[ThreadGroup], Any], *, main: int | None = None) -> list[Any]:

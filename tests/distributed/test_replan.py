@@ -1,0 +1,309 @@
+"""Loads that lose ranks and go on: what moves, what stays, and what is refused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from distributed_helpers import PLENTY, llama, path
+from safetensors_files import write_safetensors
+from thread_group import ThreadGroup, World, run
+
+import streamload
+from streamload import distributed
+from streamload.errors import NodeError, PeerFailedError, PlanInfeasibleError
+from streamload.loading.report import LoadReport
+from streamload.planning.partition import Node
+
+__all__ = ["path"]
+
+LOSS_S = 1.0  # the timeout where a rank is lost
+Body = Callable[[ThreadGroup], Any]
+
+
+def alone(where: Path) -> dict[str, bytes]:
+    """The bytes of each tensor, loaded by one process."""
+    report = streamload.load_state_dict(None, where, device="host", progress=False)
+    return {name: array.tobytes() for name, array in report.state_dict.items()}
+
+
+def loading(
+    where: Path,
+    *,
+    after: Callable[[LoadReport, ThreadGroup], LoadReport] = lambda report, _: report,
+    model: Callable[[int], Any] = lambda _: None,
+    budget: Callable[[int], int] = lambda _: PLENTY,
+    **options: Any,
+) -> Body:
+    """A rank that plans again if another is lost; ``after`` gets its report."""
+    options = {"device": "host", "progress": False, "timeout": LOSS_S, **options}
+
+    def body(group: ThreadGroup) -> Any:
+        report = distributed.load_state_dict(
+            model(group.rank),
+            where,
+            group=group,
+            on_loss="replan",
+            budget=budget(group.rank),
+            **options,
+        )
+        try:
+            report = after(report, group)
+        finally:
+            report.recovery.close()
+        return report
+
+    return body
+
+
+def falling(world: World, *deaths: tuple[int, str, int], silent: bool = False) -> None:
+    """Lose ranks at their n-th call of an operation: (rank, operation, n)."""
+    counts: dict[tuple[int, str], int] = {}
+
+    def watch(rank: int, operation: str) -> None:
+        key = rank, operation
+        counts[key] = counts.get(key, 0) + 1
+        if (*key, counts[key]) in deaths:
+            world.kill(rank, silent=silent)
+
+    world.watch = watch
+
+
+def left(world: World, found: Sequence[Any]) -> list[Any]:
+    """The reports of those that were not lost."""
+    reports = [said for rank, said in enumerate(found) if rank not in world.lost]
+    for said in reports:
+        if isinstance(said, BaseException):
+            raise said
+    return reports
+
+
+def whole(reports: Sequence[LoadReport], where: Path, *, times: int = 1) -> None:
+    """Assert that every tensor is there, as one process loads it, as often as it should be."""
+    expected = alone(where)
+    names = [name for report in reports for name in report.state_dict]
+    assert sorted(names) == sorted([*expected] * times)
+    for report in reports:
+        assert {n: a.tobytes() for n, a in report.state_dict.items()}.items() <= expected.items()
+        assert set(report.plan.placements.names) == set(report.state_dict)
+        assert [node.tensors for node in report.nodes] == [len(r.state_dict) for r in reports]
+
+
+# --- while they load ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", ["layers", "balanced", "replicate"])
+@pytest.mark.parametrize("number", [1, 2, 6, pytest.param(9, marks=pytest.mark.slow), 10])
+def test_a_loss_in_every_stage(number: int, split: str, path: Path) -> None:
+    """Whatever message is the last of a rank, the two others load everything, and name it."""
+    rank = number % 3
+    world = World(3, timeout_s=LOSS_S)
+    falling(world, (rank, "allgather", number))
+    reports = left(world, run(world, loading(path, split=split)))
+    whole(reports, path, times=2 if split == "replicate" else 1)
+    for report in reports:
+        assert len(report.lost) == 1 and report.lost[0].endswith(str(rank))
+        (note,) = [note for note in report.notes if note.startswith("lost ")]
+        assert "planned again and loaded in" in note
+        assert note == f"{note.partition(' stayed')[0]} stayed where they were"
+
+
+def test_two_losses_one_after_the_other(path: Path) -> None:
+    """The second comes while those that are left plan again; the last rank loads everything."""
+    world = World(3, timeout_s=LOSS_S)
+    falling(world, (1, "allgather", 6), (0, "allgather", 9))
+    (report,) = left(world, run(world, loading(path)))
+    whole([report], path)
+    assert [name[-1] for name in report.lost] == ["1", "0"]
+
+
+def test_two_losses_at_once_that_nobody_hears_of(path: Path) -> None:
+    """One is named, the other does not come to the meeting."""
+    world = World(4, timeout_s=LOSS_S)
+    falling(world, (1, "allgather", 7), (3, "allgather", 7), silent=True)
+    reports = left(world, run(world, loading(path)))
+    whole(reports, path)
+    assert all(sorted(name[-1] for name in report.lost) == ["1", "3"] for report in reports)
+
+
+def test_parts_that_are_loaded_stay(tmp_path: Path) -> None:
+    """A rank that is stopped half-way keeps complete tensors, and reads only the others."""
+    tensors = {f"t{n:02}": ("U8", (2**18,), bytes([n]) * 2**18) for n in range(40)}
+    where = write_safetensors(tmp_path / "m.safetensors", tensors)
+    world = World(2, timeout_s=LOSS_S)
+    stopped = False
+
+    def progress(done: int, total: int) -> None:
+        nonlocal stopped
+        if done >= 2**20 and not stopped:
+            stopped = True
+            world.kill(1)
+            time.sleep(LOSS_S)
+
+    options = {"progress": progress, "chunk_nbytes": 2**18, "threads": 1, "split": "balanced"}
+    (report,) = left(world, run(world, loading(where, **options)))
+    whole([report], where)
+    assert 0 < report.read_nbytes <= 2**18 * 40 - 2**20
+    assert report.resident_nbytes == 2**18 * 40
+
+
+@pytest.mark.parametrize("split", ["layers", "balanced"])
+def test_models_of_arrays_are_filled_in_place(split: str, path: Path) -> None:
+    """The arrays of the program have the values, whoever was to load them first."""
+    expected = alone(path)
+    shapes = streamload.load_state_dict(None, path, device="host", progress=False).state_dict
+    models = [{n: np.zeros_like(a) for n, a in shapes.items()} for _ in range(3)]
+    world = World(3, timeout_s=LOSS_S)
+    falling(world, (2, "allgather", 10))
+    body = loading(path, split=split, device=None, model=models.__getitem__)
+    reports = left(world, run(world, body))
+    for rank, report in enumerate(reports):
+        for name in report.plan.placements.names:
+            assert models[rank][name].tobytes() == expected[name]
+    names = [name for report in reports for name in report.plan.placements.names]
+    assert sorted(names) == sorted(expected)
+
+
+# --- after the load -------------------------------------------------------------------------------
+
+
+def recovering(world: World, *lost: int) -> Callable[[LoadReport, ThreadGroup], LoadReport]:
+    """Lose ranks after the load; the others recover, once they have noticed."""
+
+    def after(report: LoadReport, group: ThreadGroup) -> LoadReport:
+        group.allgather(b"")
+        if group.rank in lost:
+            world.kill(group.rank)
+            group.store.get("x")
+        until = time.monotonic() + LOSS_S
+        with pytest.raises(PeerFailedError, match=f"/{lost[0]}: "):
+            while time.monotonic() < until:
+                report.recovery.check()
+                time.sleep(0.01)
+        before = dict(report.state_dict)
+        found: LoadReport = report.recovery.recover()
+        for name, array in found.state_dict.items():
+            assert array is before.get(name, array)
+        assert not {*before} - {*found.state_dict} & {*report.state_dict}  # freed
+        return found
+
+    return after
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("split", ["layers", "balanced", "replicate"])
+def test_a_loss_after_the_load(split: str, lost: int, path: Path) -> None:
+    """What is held stays, as the same arrays; only what was on the lost rank is read."""
+    expected = alone(path)
+    world = World(3, timeout_s=LOSS_S)
+    reports = left(world, run(world, loading(path, split=split, after=recovering(world, lost))))
+    whole(reports, path, times=2 if split == "replicate" else 1)
+    read = sum(report.read_nbytes for report in reports)
+    assert read < sum(map(len, expected.values())) / 2
+    assert split != "replicate" or not read
+    for report in reports:
+        assert [name[-1] for name in report.lost] == [str(lost)]
+
+
+def test_a_loss_that_leaves_too_little_memory(path: Path) -> None:
+    """All raise the numbers of one node, and say what would fit; what they hold, they still do."""
+    total = sum(map(len, alone(path).values()))
+    world = World(3, timeout_s=LOSS_S)
+
+    def after(report: LoadReport, group: ThreadGroup) -> LoadReport:
+        with pytest.raises(PlanInfeasibleError) as raised:
+            recovering(world, 1)(report, group)
+        assert raised.value.needed_nbytes > raised.value.budget_nbytes
+        assert raised.value.state is not None
+        assert set(raised.value.state.loaded) == set(report.state_dict)
+        assert "streamload.distributed.offload" in str(raised.value)
+        return report
+
+    left(world, run(world, loading(path, after=after, budget=lambda _: total // 3 + 6000)))
+
+
+def test_layers_move_where_budgets_demand_it(tmp_path: Path) -> None:
+    """A rank gives layers away if those before them must go to it."""
+    where = llama(tmp_path / "m", width=32)
+    total = sum(map(len, alone(where).values()))
+    world = World(3, timeout_s=LOSS_S)
+    body = loading(where, after=recovering(world, 0), budget=lambda _: int(total * 0.6))
+    reports = left(world, run(world, body))
+    whole(reports, where)
+    assert any("away" in note for note in reports[0].notes)
+    assert all(report.resident_nbytes <= total * 0.6 for report in reports)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"split": "tensor"}, 'split="tensor" cuts them'),
+        ({"split": "3x1"}, 'split="3x1" cuts them'),
+        ({"quant": "int8"}, "leave out layers= and quant="),
+        ({"layers": lambda part: range(len(part.layers))}, "leave out layers= and quant="),
+        ({"on_loss": "retry"}, "on_loss is raise or replan, not 'retry'"),
+    ],
+)
+def test_what_cannot_be_planned_again(options: dict[str, Any], said: str, path: Path) -> None:
+    """Is refused before anything is read."""
+
+    def body(group: ThreadGroup) -> Any:
+        asked = {"on_loss": "replan", "budget": PLENTY, "device": "host", **options}
+        return distributed.load_state_dict(None, path, group=group, **asked)
+
+    for error in run(World(3), body):
+        assert isinstance(error, ValueError)
+        assert said in str(error)
+
+
+def test_engines_that_lose_all_ranks_are_refused(path: Path) -> None:
+    """A group without a meeting, such as that of MPI."""
+
+    def body(group: ThreadGroup) -> Any:
+        del group.meeting
+        return loading(path)(group)
+
+    for error in run(World(2), body):
+        assert isinstance(error, NodeError)
+        assert 'write on_loss="raise", or start the ranks with torchrun' in str(error)
+
+
+def test_a_rank_that_comes_too_late_is_left_out(path: Path) -> None:
+    """It raises, and says so; the others have everything."""
+    world = World(3, timeout_s=LOSS_S)
+
+    def late(report: LoadReport, group: ThreadGroup) -> LoadReport:
+        group.allgather(b"")
+        if group.rank == 1:
+            time.sleep(2 * LOSS_S)
+        found: LoadReport = report.recovery.recover()
+        return found
+
+    found = run(world, loading(path, after=late))
+    assert isinstance(found[1], PeerFailedError)
+    assert "the others went on without this rank, which came too late" in str(found[1])
+    assert found[1].state is not None and found[1].state.loaded
+    whole([found[0], found[2]], path)
+
+
+def test_functions_split_again(path: Path) -> None:
+    """They are asked again, with the nodes that are left and what these hold."""
+    asked: list[list[Node]] = []
+
+    def first(nodes: Sequence[Node], sizes: Mapping[str, int]) -> dict[str, list[str]]:
+        asked.append([*nodes])
+        return {nodes[0].name: list(sizes)}
+
+    world = World(3, timeout_s=LOSS_S)
+    reports = left(world, run(world, loading(path, split=first, after=recovering(world, 2))))
+    whole(reports, path)
+    assert sum(report.read_nbytes for report in reports) == 0
+    assert [len(nodes) for nodes in asked] == [3, 3, 3, 2, 2]
+    assert asked[-1][0].held == {*alone(path)}
