@@ -51,7 +51,7 @@ class Held:
         device: the device of the first attempt; it stays.
         budget_nbytes: the budget of the first attempt; None until it is known.
         placements: the complete parameters that this rank holds, by name.
-        tensors: without a model, their tensors.
+        tensors: without a model, their tensors: the ``state_dict`` of the reports.
         lost: the names of lost nodes.
         group: the group of the next attempt; None: as the call says.
         meeting: where the ranks of the last attempt regroup; None if they cannot.
@@ -139,30 +139,27 @@ class Held:
 
     def whole(self, load: Decision, report: LoadReport, plan: ClusterPlan) -> LoadReport:
         """Return the report of an attempt with the parameters that were held before."""
-        before = list(self.placements.values())
+        if self.on_loss == "raise":
+            return report
+        nbytes = sum(p.resident_nbytes for p in self.placements.values())
         self._keep(load, list(load.plan.placements))
-        self.tensors.update(report.state_dict)
-        if before:
-            order = [name for name in plan.mine.parameters if name in self.placements]
-            every = Placements.of(self.placements[name] for name in order)
-            nbytes = sum(p.resident_nbytes for p in before)
-            (mine,) = report.plan.devices
-            whole = replace(
-                mine,
-                budget_nbytes=mine.budget_nbytes + nbytes,
-                resident_nbytes=mine.resident_nbytes + nbytes,
-                peak_nbytes=mine.peak_nbytes + nbytes,
-            )
-            more = {mine.device: nbytes}
-            report = replace(
-                report,
-                plan=replace(report.plan, placements=every, devices=(whole,)),
-                resident_nbytes=report.resident_nbytes + nbytes,
-                predicted_nbytes=_sum(report.predicted_nbytes, more),
-                held_nbytes=_sum(report.held_nbytes, more),
-                state_dict={n: self.tensors[n] for n in order if n in self.tensors},
-            )
-        return report
+        order = [name for name in plan.mine.parameters if name in self.placements]
+        every = Placements.of(self.placements[name] for name in order)
+        found = {**self.tensors, **report.state_dict}
+        self.tensors.clear()
+        self.tensors.update({name: found[name] for name in order if name in found})
+        (mine,) = report.plan.devices
+        sizes = ("budget_nbytes", "resident_nbytes", "peak_nbytes")
+        whole = replace(mine, **{size: getattr(mine, size) + nbytes for size in sizes})
+        more = {mine.device: nbytes}
+        return replace(
+            report,
+            plan=replace(report.plan, placements=every, devices=(whole,)),
+            resident_nbytes=report.resident_nbytes + nbytes,
+            predicted_nbytes=_sum(report.predicted_nbytes, more),
+            held_nbytes=_sum(report.held_nbytes, more),
+            state_dict=self.tensors,
+        )
 
     def story(self, plan: ClusterPlan, held: Sequence[frozenset[str]]) -> list[str]:
         """Return notes on who was lost, what moved, and the seconds; [] if no rank was lost.
@@ -316,8 +313,8 @@ class Recovery:
 
         Returns:
             The new report. Parameters that this rank keeps are not read or compared again: they
-            have the values that the program has given them. Tensors that move to another rank leave
-            the ``state_dict`` of the old report, and raise if they are used in a model.
+            have the values that the program has given them. Parameters that moved to another rank
+            raise if a model uses them. The ``state_dict`` is that of the first report, changed.
 
         Raises:
             PeerFailedError: the ranks cannot meet, or this one came too late.

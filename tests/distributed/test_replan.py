@@ -52,10 +52,11 @@ def loading(
             **options,
         )
         try:
-            report = after(report, group)
+            found = after(report, group)
+            found.recovery.close()
         finally:
             report.recovery.close()
-        return report
+        return found
 
     return body
 
@@ -188,7 +189,7 @@ def recovering(world: World, *lost: int) -> Callable[[LoadReport, ThreadGroup], 
         found: LoadReport = report.recovery.recover()
         for name, array in found.state_dict.items():
             assert array is before.get(name, array)
-        assert not {*before} - {*found.state_dict} & {*report.state_dict}  # freed
+        assert report.state_dict is found.state_dict  # what moved is freed
         return found
 
     return after
