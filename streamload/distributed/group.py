@@ -121,6 +121,14 @@ class Meeting(Protocol):
         """
 
 
+#: Called with the meeting of a group that is about to open, so that its ranks can regroup.
+Met = Callable[[Meeting], None]
+
+
+def unmet(meeting: Meeting) -> None:
+    """Do nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """The environment of a process that a launcher (torchrun, mpirun, srun) started, parsed."""

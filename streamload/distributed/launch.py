@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from streamload.core.system import file_text
-from streamload.distributed.group import Alone, Launch, ProcessGroup
+from streamload.distributed.group import Alone, Launch, Met, ProcessGroup, unmet
 from streamload.errors import NodeError, PeerFailedError
 
 _TORCH_LOG = "TORCH_CPP_LOG_LEVEL"
@@ -118,7 +118,7 @@ def host_id() -> str:
     return f"{socket.gethostname()} {boot.strip()}"
 
 
-def open_group(group: object = None, timeout: float = 60.0) -> ProcessGroup:
+def open_group(group: object = None, timeout: float = 60.0, met: Met = unmet) -> ProcessGroup:
     """Open the group of processes for a load.
 
     Args:
@@ -126,6 +126,7 @@ def open_group(group: object = None, timeout: float = 60.0) -> ProcessGroup:
             mpi4py communicator; or None: torch's default group (``init_process_group``) if it
             exists, else the launcher's.
         timeout: seconds for the ranks to meet, and for each collective.
+        met: called with the `Meeting` in which the group opens, if the engine has one.
 
     Returns:
         The group; the caller closes it, unless it was given.
@@ -139,13 +140,15 @@ def open_group(group: object = None, timeout: float = 60.0) -> ProcessGroup:
         distributed = sys.modules.get("torch.distributed")
         if distributed is None or not getattr(distributed, "is_initialized", bool)():
             launch = find_launch()
-            return Alone() if launch is None or launch.size == 1 else _launched(launch, timeout)
+            if launch is None or launch.size == 1:
+                return Alone()
+            return _launched(launch, timeout, met)
         group = distributed.group.WORLD
     if isinstance(group, ProcessGroup):
         return group
     for engine, module in (("torch", "torch"), ("mpi", "mpi4py.MPI")):
         if module in sys.modules and _engine(engine).is_group(group):
-            wrapped: ProcessGroup = _engine(engine).wrap(group, timeout)
+            wrapped: ProcessGroup = _engine(engine).wrap(group, timeout, met)
             return wrapped
     raise TypeError(
         f"{type(group).__name__} is not a group: give a streamload Group, a "
@@ -153,12 +156,12 @@ def open_group(group: object = None, timeout: float = 60.0) -> ProcessGroup:
     )
 
 
-def _launched(launch: Launch, timeout: float) -> ProcessGroup:
+def _launched(launch: Launch, timeout: float, met: Met) -> ProcessGroup:
     """Return the launcher's group, by the first engine that works; else raise NodeError."""
     problems = []
     for engine in _ENGINES[launch.engine_hint]:
         try:
-            opened: ProcessGroup = _engine(engine).launched(launch, timeout)
+            opened: ProcessGroup = _engine(engine).launched(launch, timeout, met)
             return opened
         except PeerFailedError:
             raise

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NoReturn, Unpack
+from typing import Any, Literal, NoReturn, TypeVar, Unpack
 
 from streamload.checkpoint.shards import open_shard
 from streamload.core.interrupt import deferred_interrupt
@@ -43,6 +43,7 @@ from streamload.planning.shares import ClusterPlan, LayerNumbers, Split
 from streamload.verification.verify import checksums
 
 Verify = Literal["crc32", "none"]
+T = TypeVar("T")
 
 _LOOK_S = 0.1  # between checks for Ctrl-C and losses, while others need this rank's blocks
 _LISTED = 8  # names in a message
@@ -225,18 +226,9 @@ def load_state_dict(
                 dtypes = {p.name: p.dst.name for p in report.plan.placements}
                 with _stated(load):
                     nodes = _verified(agreed, dtypes, report, (read_nbytes, 0), model)
-                    held.commit()
-                with suppress(PeerFailedError):  # the store may end with a rank that returns
-                    agreed.session.heartbeat.arrive()
+                    _committed(agreed)
             report = replace(report, nodes=nodes, seconds=clock.seconds)
-            if on_loss == "raise":
-                return report
-            opened = agreed.session.group
-            if opened is not group and isinstance(opened, Engine):
-                opened.rest()
-            notes = (*report.notes, *held.story(plan, agreed.each_held))
-            recovery = Recovery(again, held, agreed.session, stack.pop_all())
-            return replace(report, notes=notes, lost=tuple(held.lost), recovery=recovery)
+            return _watched(agreed, report, again, stack)
 
     def again() -> LoadReport:
         return replanned(attempt, held)
@@ -257,6 +249,7 @@ def offload(
     stay: Patterns = (),
     host: float | str = 0,
     on_overrun: OnOverrun = "warn",
+    on_loss: OnLoss = "raise",
     **options: Unpack[ClusterLoadOptions],
 ) -> Offloaded:
     """Let a model run that is spread over several nodes and larger than all of them.
@@ -280,6 +273,9 @@ def offload(
         stay: see ``tokens``.
         host: see ``tokens``.
         on_overrun: as in `streamload.offload`, of this rank's part.
+        on_loss: as in `load_state_dict`, but weights that stay are read again: the plan may need
+            their memory for slots. ``offloaded.load.recovery.recover()`` closes the handle, and
+            returns another.
         budget: as in `load_state_dict`; it holds while passes run.
         **options: see `ClusterLoadOptions`.
 
@@ -301,29 +297,70 @@ def offload(
         every = {**DEFAULTS, **options}
         asked = OffloadAsked.read(tokens, stay, (), host, every, on_overrun)
         known = Options.read(**options)
-        return Asked(path, known, "layers", options, device, "none", layers, asked)
+        return Asked(path, known, "layers", options, device, "none", layers, asked, on_loss)
 
+    held = Held(on_loss, timeout)
     begun: list[Offloaded] = []
-    try:
-        with _agreed(group, Held("raise", timeout), read, model) as (agreed, _):
+
+    def attempt() -> Offloaded:
+        with _agreed(group, held, read, model) as (agreed, stack):
             prepared, total = agreed.prepare_offload()
+            load = prepared.load
 
             def begin(progress: Progress) -> LoadReport:
                 begun.append(prepared.run(progress, clock))
                 return begun[0].load
 
-            report = _loaded(agreed, prepared.load, begin, total, None)
-            problem = prepared.problem
-            dtypes = dict(zip(problem.wants.names, (d.name for d in problem.dsts), strict=True))
-            each_nbytes = report.read_nbytes, prepared.plan.read_nbytes
-            with _stated(prepared.load):
-                nodes = _verified(agreed, dtypes, report, each_nbytes, model)
+            with held.kept(load):
+                report = _loaded(agreed, load, begin, total, None)
+                problem = prepared.problem
+                dtypes = dict(zip(problem.wants.names, (d.name for d in problem.dsts), strict=True))
+                each_nbytes = report.read_nbytes, prepared.plan.read_nbytes
+                with _stated(load):
+                    nodes = _verified(agreed, dtypes, report, each_nbytes, model)
+                    _committed(agreed)
+            held.keep(load, load.plan.placements)
+            report = replace(report, nodes=nodes, seconds=clock.seconds)
+            begun[0].load = _watched(agreed, report, partial(_closed, begun, again), stack)
+        return begun[0]
+
+    def again() -> Offloaded:
+        return replanned(partial(_closed, begun, attempt), held)
+
+    try:
+        return again()
     except BaseException:
-        for offloaded in begun:
-            offloaded.close()
+        _closed(begun, bool)
         raise
-    begun[0].load = replace(report, nodes=nodes, seconds=clock.seconds)
-    return begun[0]
+
+
+def _closed(begun: list[Offloaded], then: Callable[[], T]) -> T:
+    """Close the handles in ``begun``, and return ``then()``."""
+    while begun:
+        begun.pop().close()
+    return then()
+
+
+def _committed(agreed: Agreement) -> None:
+    """End the load on all ranks alike; see `Held.commit`."""
+    agreed.held.commit()
+    with suppress(PeerFailedError):  # the store may end with a rank that returns
+        agreed.session.heartbeat.arrive()
+
+
+def _watched(
+    agreed: Agreement, report: LoadReport, again: Callable[[], Any], stack: ExitStack
+) -> LoadReport:
+    """Return the report with the ranks that were lost; the ranks stay in touch under "replan"."""
+    held = agreed.held
+    if held.on_loss == "raise":
+        return report
+    kept = stack.pop_all()
+    if held.owned and isinstance(agreed.session.group, Engine):
+        agreed.session.group.rest()
+    notes = (*report.notes, *held.story(agreed.plan, agreed.each_held))
+    recovery = Recovery(again, held, agreed.session, kept)
+    return replace(report, notes=notes, lost=tuple(held.lost), recovery=recovery)
 
 
 @contextmanager
@@ -338,12 +375,12 @@ def _agreed(
     timeout = held.timeout
     if not (isinstance(timeout, (int, float)) and timeout > 0 and math.isfinite(timeout)):
         raise ValueError(f"timeout is a number of seconds above zero, not {timeout!r}")
-    opened = held.group or open_group(group, timeout)
+    opened = held.group or open_group(group, timeout, held.meets)
     torn = True  # whether ranks may still wait in a collective
     with ExitStack() as stack:
         if opened is not group:
             stack.callback(lambda: opened.close(torn))
-        node = held.met(opened) or node_name()
+        node = held.met(opened, owned=opened is not group) or node_name()
         session = stack.enter_context(Session(opened, node, host_id(), timeout_s=timeout))
 
         def arguments() -> Asked:

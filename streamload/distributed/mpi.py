@@ -15,7 +15,16 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from streamload.distributed.group import Engine, Launch, ProcessGroup, check_blocks, lost, poll
+from streamload.distributed.group import (
+    Engine,
+    Launch,
+    Met,
+    ProcessGroup,
+    check_blocks,
+    lost,
+    poll,
+    unmet,
+)
 from streamload.distributed.store import SharedStore, open_store
 from streamload.errors import NodeError
 
@@ -73,12 +82,13 @@ class MpiGroup(Engine):
         return f"MPI: {error}"
 
 
-def launched(launch: Launch, timeout: float) -> ProcessGroup:
+def launched(launch: Launch, timeout: float, met: Met = unmet) -> ProcessGroup:
     """Return the group of all ranks of ``mpirun``, ``mpiexec`` or ``srun``.
 
     Args:
         launch: the launcher's variables.
         timeout: seconds for the ranks to meet, and for each collective.
+        met: never called: MPI's ranks cannot regroup.
 
     Raises:
         PeerFailedError: not all ranks came.
@@ -97,7 +107,7 @@ def launched(launch: Launch, timeout: float) -> ProcessGroup:
     return wrap(world, timeout)
 
 
-def wrap(comm: Any, timeout: float) -> ProcessGroup:
+def wrap(comm: Any, timeout: float, met: Met = unmet) -> ProcessGroup:
     """Return a group over a duplicate of an ``mpi4py.MPI.Intracomm``; ``timeout`` in seconds."""
     mpi = _start()
     own, request = comm.Idup()

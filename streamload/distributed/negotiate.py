@@ -190,7 +190,8 @@ class Agreement:
         nodes = [member.node for member in session.members if sampled[member.rank]]
         self.notes = (f"{', '.join(nodes)}: {SAMPLED}",) if nodes else ()
         slow = any(map(is_slow, (header.path for header in self.index.checkpoint.shards)))
-        known = {"terms": asked.terms, "slow": slow, "held": held.names(self.index.checkpoint)}
+        names = held.names(self.index.checkpoint) if asked.offload is None else []
+        known = {"terms": asked.terms, "slow": slow, "held": names}
         offers = session.exchange("its device", lambda: self._offer(model) | known)
         self._check_offers(offers)
         self._offered = tuple(offered["budget"] for offered in offers)  # in bytes, by rank
@@ -437,6 +438,7 @@ class Agreement:
 
         def prepare() -> tuple[Prepared, int]:
             place = self.place or self._look(None, self.options)
+            self.held.free(self.plan.mine.parameters, place)
             own, part, options, fill, suggest = self._own(place)
             assert self.asked.offload is not None
             found = Prepared.make(
@@ -458,7 +460,7 @@ class Agreement:
         """
         plan, whole, options = self.plan, self.index.checkpoint, self.options
         mine, of_model = plan.mine, self.asked.layers
-        kept = self.held.placements
+        kept = self.held.placements if self.asked.offload is None else {}
         self.names = {name: name for name in mine.parameters if name not in kept}
         if kept:
             nbytes = self.held.budget_nbytes or 0

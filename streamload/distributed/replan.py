@@ -15,10 +15,10 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from streamload.checkpoint.open import Checkpoint
 from streamload.core.bounded_json import parse_json
@@ -55,6 +55,7 @@ class Held:
         lost: the names of lost nodes.
         group: the group of the next attempt; None: as the call says.
         meeting: where the ranks of the last attempt regroup; None if they cannot.
+        owned: whether the group of the last attempt is the load's own, not the program's.
         noticed_s: when the first loss was known, by `time.monotonic`; 0: none was lost.
     """
 
@@ -67,11 +68,13 @@ class Held:
     lost: list[str] = field(default_factory=list)
     group: ProcessGroup | None = None
     meeting: Meeting | None = None
+    owned: bool = True
     noticed_s: float = 0.0
     _files: dict[Location, FileState | None] = field(default_factory=dict)
     _shards: dict[str, set[Location]] = field(default_factory=dict)  # of each parameter
     _nodes: list[str] = field(default_factory=list)  # by rank there
     _named: bool = False  # whether these are the nodes' own names
+    _begun: bool = False  # whether a group was ever open
     _part: int = 0  # decisions of that meeting so far: the load's end, then each recovery
     _vain: int = 0  # regroupings in a row in which no rank was lost
 
@@ -80,13 +83,17 @@ class Held:
         """A dict for the tensors of an attempt that fails; None: they are freed."""
         return self.tensors if self.on_loss == "replan" else None
 
-    def met(self, group: ProcessGroup) -> str:
+    def meets(self, meeting: Meeting) -> None:
+        """Record the meeting of the first attempt."""
+        self.meeting, self._nodes = meeting, [f"rank {rank}" for rank in range(meeting.size)]
+
+    def met(self, group: ProcessGroup, *, owned: bool) -> str:
         """Record the group of an attempt; return the name that this node had before, or ""."""
-        self.meeting = getattr(group, "meeting", None)
-        if self._named:
-            return self._nodes[group.rank]
-        self._nodes = [f"rank {rank}" for rank in range(group.size)]
-        return ""
+        meeting = getattr(group, "meeting", None)
+        if self.group is None and meeting is not None:
+            self.meets(meeting)
+        self.owned, self._begun = owned, True
+        return self._nodes[group.rank] if self._named else ""
 
     def named(self, nodes: Sequence[str]) -> None:
         """Record the names of nodes, by rank; raise NodeError if a loss could not be handled."""
@@ -127,10 +134,11 @@ class Held:
             yield
         except PeerFailedError as error:
             loaded = set(error.state.loaded if error.state is not None else ())
-            self._keep(load, [p for p in load.plan.placements if p.name in loaded])
+            self.keep(load, [p for p in load.plan.placements if p.name in loaded])
             raise
 
-    def _keep(self, load: Decision, placements: Sequence[Placement]) -> None:
+    def keep(self, load: Decision, placements: Iterable[Placement]) -> None:
+        """Record complete parameters of a load."""
         checkpoint = load.call.checkpoint
         self._files |= {header.path: header.state for header in checkpoint.shards}
         for p in placements:
@@ -142,7 +150,7 @@ class Held:
         if self.on_loss == "raise":
             return report
         nbytes = sum(p.resident_nbytes for p in self.placements.values())
-        self._keep(load, list(load.plan.placements))
+        self.keep(load, load.plan.placements)
         order = [name for name in plan.mine.parameters if name in self.placements]
         every = Placements.of(self.placements[name] for name in order)
         found = {**self.tensors, **report.state_dict}
@@ -238,6 +246,8 @@ class Held:
         members = parse_json(decided)
         if meeting.rank not in members:
             raise lost("the others went on without this rank, which came too late", meeting.rank)
+        if not self._begun and 2 * len(members) <= meeting.size:
+            raise lost(f"only {len(members)} of {meeting.size} ranks came, which is not most")
         away = [node for rank, node in enumerate(self._nodes) if rank not in members]
         self._vain = 0 if away else self._vain + 1
         if self._vain > 1:
@@ -289,14 +299,14 @@ def replanned(attempt: Callable[[], T], held: Held) -> T:
             raise
 
 
-class Recovery:
+class Recovery(Generic[T]):
     """Watches the ranks after a load, and loads again without those that are lost.
 
     All ranks that are left call `recover`, within the load's ``timeout`` of each other.
     """
 
     def __init__(
-        self, again: Callable[[], LoadReport], held: Held, session: Session, stack: ExitStack
+        self, again: Callable[[], T], held: Held, session: Session, stack: ExitStack
     ) -> None:
         """Watch the ranks of a session, until `close`; ``stack`` closes it and its group."""
         self._again, self._held, self._session, self._stack = again, held, session, stack
@@ -308,13 +318,14 @@ class Recovery:
         """Raise PeerFailedError if a rank was lost since the load."""
         self._session.heartbeat.check()
 
-    def recover(self) -> LoadReport:
+    def recover(self) -> T:
         """Plan again over the ranks that are left, and load what is missing on this one.
 
         Returns:
-            The new report. Parameters that this rank keeps are not read or compared again: they
-            have the values that the program has given them. Parameters that moved to another rank
-            raise if a model uses them. The ``state_dict`` is that of the first report, changed.
+            The new report, or of an offload the new handle. Parameters that this rank keeps are not
+            read or compared again: they have the values that the program has given them. Parameters
+            that moved to another rank raise if a model uses them. The ``state_dict`` is that of the
+            first report, changed.
 
         Raises:
             PeerFailedError: the ranks cannot meet, or this one came too late.

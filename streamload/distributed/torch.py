@@ -27,7 +27,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from streamload.distributed.group import Engine, Launch, ProcessGroup, check_blocks, lost, poll
+from streamload.distributed.group import (
+    Engine,
+    Launch,
+    Met,
+    ProcessGroup,
+    check_blocks,
+    lost,
+    poll,
+    unmet,
+)
 from streamload.distributed.store import SharedStore, gloo_interfaces, interface_address, open_store
 from streamload.errors import NodeError, PeerFailedError
 
@@ -101,12 +110,14 @@ class TorchMeeting:
         rank: number of this process.
         size: number of ranks.
         claims: the launcher's store, and in it the key of each rank's claim (see `_claim`), if any.
+        keeper: rank of the store's server, for errors; None if unknown.
     """
 
     store: Any
     rank: int
     size: int
     claims: tuple[Any, tuple[str, ...]] = (None, ())
+    keeper: int | None = None
 
     def first(self, key: str, value: str) -> str:
         """See `Meeting.first`."""
@@ -133,12 +144,49 @@ class TorchMeeting:
             rank=members.index(self.rank),
             size=len(members),
             claims=(launcher, left),
+            keeper=None,
         )
 
-    def open(self, timeout: float) -> ProcessGroup:
-        """See `Meeting.open`."""
-        end = time.monotonic() + timeout
-        group = _group(self.store, "group", self.rank, self.size, timeout, end)
+    def open(self, timeout: float, end: float = 0.0) -> ProcessGroup:
+        """See `Meeting.open`; ``end``: deadline for all to come, by `time.monotonic`; 0: none."""
+        store, rank, size = self.store, self.rank, self.size
+        interfaces = gloo_interfaces()
+        try:
+            # first: a rank that cannot take part does not announce itself
+            devices = [c10d.ProcessGroupGloo.create_device(interface=name) for name in interfaces]
+        except RuntimeError as error:
+            problem = f"GLOO_SOCKET_IFNAME={','.join(interfaces)}: {_summary(error)}"
+            raise NodeError(socket.gethostname(), problem) from error
+        try:
+            # Gloo alone takes what the host's name resolves to, which on many systems is 127.0.1.1.
+            # Each rank takes the address from which it reaches the server of the store; on the
+            # server's own host, that from which it reaches the others.
+            server = _server(store)
+            mine = _way_to(*server) if server is not None else _own_address()
+            end = end or time.monotonic() + timeout
+            addresses = _roll_call(store, "did not come in time", rank, size, mine, end)
+            if interfaces:
+                mine = interface_address(interfaces[0])
+            else:
+                if server is not None and ipaddress.ip_address(mine).is_loopback:
+                    remote = [a for a in addresses if not ipaddress.ip_address(a).is_loopback]
+                    mine = _way_to(remote[0], server[1]) if remote else mine
+                devices = [c10d.ProcessGroupGloo.create_device(hostname=mine)]
+            # finds a rank that was lost while others were still to come, before gloo waits for it
+            late = time.monotonic() + timeout
+            _roll_call(store, "came, and does not answer any more", rank, size, "", late)
+            options = c10d.ProcessGroupGloo._Options()
+            options._timeout = timedelta(seconds=timeout)
+            options._devices = devices
+            gloo = c10d.ProcessGroupGloo(store, rank, size, options)
+        except PeerFailedError:
+            raise
+        except dist.DistNetworkError as error:
+            problem = f"the store of the meeting is gone: {_summary(error)}"
+            raise lost(problem, self.keeper) from error
+        except RuntimeError as error:
+            raise lost(f"the ranks did not meet: {_summary(error)}") from error
+        group = TorchGroup(gloo, timeout, mine)
         group.meeting = self
         return group
 
@@ -155,12 +203,13 @@ def _answered() -> Iterator[None]:
         ) from error
 
 
-def launched(launch: Launch, timeout: float) -> ProcessGroup:
+def launched(launch: Launch, timeout: float, met: Met = unmet) -> ProcessGroup:
     """Return the group of all ranks that a launcher started.
 
     Args:
         launch: the launcher's variables.
         timeout: seconds for the ranks to meet, and for each collective.
+        met: see `streamload.distributed.launch.open_group`.
 
     Raises:
         PeerFailedError: not all ranks came.
@@ -188,11 +237,11 @@ def launched(launch: Launch, timeout: float) -> ProcessGroup:
     except RuntimeError as error:
         raise lost(f"the ranks did not meet: {_summary(error)}") from error
     store, prefix = _launched[found], _prefix(launch)
-    group = _group(store, prefix, launch.rank, launch.size, timeout, end, keeper)
     claims = tuple(f"{prefix}/process/{rank}" for rank in range(launch.size))
-    assert isinstance(group.meeting, TorchMeeting)
-    group.meeting = replace(group.meeting, claims=(store, claims))
-    return group
+    meeting = _meeting(store, prefix, launch.rank, launch.size)
+    meeting = replace(meeting, claims=(store, claims), keeper=keeper)
+    met(meeting)
+    return meeting.open(timeout, end)
 
 
 def _prefix(launch: Launch) -> str:
@@ -300,7 +349,7 @@ def _await_server(meeting: str, keeper: int | None, end: float) -> None:
             time.sleep(_LOOK_S)
 
 
-def wrap(group: Any, timeout: float) -> ProcessGroup:
+def wrap(group: Any, timeout: float, met: Met = unmet) -> ProcessGroup:
     """Return a gloo group of the ranks of a ``torch.distributed.ProcessGroup`` of any backend.
 
     The ranks meet in that group's store. The group itself is not used: its timeout (30 minutes
@@ -315,7 +364,9 @@ def wrap(group: Any, timeout: float) -> ProcessGroup:
     except (RuntimeError, KeyError) as error:
         problem = f"the process group has no store to meet in: {_summary(error)}"
         raise NodeError(f"rank {rank}", problem) from error
-    return _group(store, "streamload", rank, size, timeout, time.monotonic() + timeout)
+    meeting = _meeting(store, "streamload", rank, size)
+    met(meeting)
+    return meeting.open(timeout)
 
 
 def is_group(thing: object) -> bool:
@@ -323,68 +374,13 @@ def is_group(thing: object) -> bool:
     return isinstance(thing, dist.ProcessGroup)
 
 
-def _group(
-    store: Any,
-    prefix: str,
-    rank: int,
-    size: int,
-    timeout: float,
-    end: float,
-    keeper: int | None = None,
-) -> TorchGroup:
-    """Meet the other ranks in a store, and return a gloo group of all.
-
-    Args:
-        store: a store that all ranks share.
-        prefix: of the keys.
-        rank: number of this process.
-        size: number of ranks.
-        timeout: seconds for each collective.
-        end: deadline for all ranks to come, by `time.monotonic`.
-        keeper: rank of the store's server, for errors; None if unknown.
-    """
-    interfaces = gloo_interfaces()
-    try:
-        # first: a rank that cannot take part does not announce itself
-        devices = [c10d.ProcessGroupGloo.create_device(interface=name) for name in interfaces]
-    except RuntimeError as error:
-        problem = f"GLOO_SOCKET_IFNAME={','.join(interfaces)}: {_summary(error)}"
-        raise NodeError(socket.gethostname(), problem) from error
-    try:
-        # a connection of its own: a wait blocks all other threads on the same one
-        store = store.clone() if hasattr(store, "clone") else store
-        # each rank counts its own meetings: equal numbers without a message
-        opened = store.add(f"{prefix}/{rank}", 1)
-        store = dist.PrefixStore(f"{prefix}/{opened}", store)
-        # Gloo alone takes what the host's name resolves to, which on many systems is 127.0.1.1.
-        # Each rank takes the address from which it reaches the server of the store; on the server's
-        # own host, that from which it reaches the others.
-        server = _server(store)
-        mine = _way_to(*server) if server is not None else _own_address()
-        addresses = _roll_call(store, "did not come in time", rank, size, mine, end)
-        if interfaces:
-            mine = interface_address(interfaces[0])
-        else:
-            if server is not None and ipaddress.ip_address(mine).is_loopback:
-                remote = [a for a in addresses if not ipaddress.ip_address(a).is_loopback]
-                mine = _way_to(remote[0], server[1]) if remote else mine
-            devices = [c10d.ProcessGroupGloo.create_device(hostname=mine)]
-        # finds a rank that was lost while others were still to come, before gloo waits for it
-        late = time.monotonic() + timeout
-        _roll_call(store, "came, and does not answer any more", rank, size, "", late)
-        options = c10d.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=timeout)
-        options._devices = devices
-        gloo = c10d.ProcessGroupGloo(store, rank, size, options)
-    except PeerFailedError:
-        raise
-    except dist.DistNetworkError as error:
-        raise lost(f"the store of the meeting is gone: {_summary(error)}", keeper) from error
-    except RuntimeError as error:
-        raise lost(f"the ranks did not meet: {_summary(error)}") from error
-    group = TorchGroup(gloo, timeout, mine)
-    group.meeting = TorchMeeting(store, rank, size)
-    return group
+def _meeting(store: Any, prefix: str, rank: int, size: int) -> TorchMeeting:
+    """Return the next meeting of ``size`` ranks in a store; ``prefix``: of the keys of all."""
+    # a connection of its own: a wait blocks all other threads on the same one
+    store = store.clone() if hasattr(store, "clone") else store
+    # each rank counts its own meetings: equal numbers without a message
+    opened = store.add(f"{prefix}/{rank}", 1)
+    return TorchMeeting(dist.PrefixStore(f"{prefix}/{opened}", store), rank, size)
 
 
 def _roll_call(store: Any, missed: str, rank: int, size: int, said: str, end: float) -> list[str]:

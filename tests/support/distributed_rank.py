@@ -8,8 +8,10 @@ ASKED is JSON:
     options: of `streamload.distributed.load_state_dict`.
     cache_nbytes: of each of its layers the rank takes so many bytes more, as a model that runs.
     hosts: what is otherwise on a host, by its name: path, options, or protocol (its version).
+    recovers: once it has loaded and the others have, it prints "loaded", waits until a rank is
+        lost, and recovers.
 
-Rank 0 prints "at 10%" and so on while all load.
+It prints "begun" when the load begins. Rank 0 prints "at 10%" and so on while all load.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from streamload.core.system import trim_heap
 from streamload.devices.names import framework, framework_of
 from streamload.distributed import session
 from streamload.distributed.launch import find_launch
-from streamload.errors import NodeError, StreamloadError
+from streamload.errors import NodeError, PeerFailedError, StreamloadError
 from streamload.loading.report import LoadReport
 from streamload.verification.verify import verify
 
@@ -87,7 +89,11 @@ def load(asked: dict[str, Any]) -> dict[str, Any]:
     """Load, and say what is there then."""
     options = {"timeout": 60.0, **asked["options"]}
     before = counter("io", "rchar")
+    print("begun", flush=True)
     report = distributed.load_state_dict(None, asked["path"], progress=steps(), **options)
+    if asked.get("recovers"):
+        print("loaded", flush=True)
+        report = recovered(report)
     read = counter("io", "rchar") - before
     layers = {name.split(".")[2] for name in report.state_dict if name.startswith("model.layers.")}
     # every byte is written, so that there is memory behind it
@@ -95,6 +101,8 @@ def load(asked: dict[str, Any]) -> dict[str, Any]:
     reference = streamload.open_checkpoint(asked.get("reference", asked["path"]))
     return {
         "rchar": read,
+        "lost": list(report.lost),
+        "notes": list(report.notes),
         "read_nbytes": report.read_nbytes,
         "resident_nbytes": report.resident_nbytes,
         "cache_nbytes": sum(array.nbytes for array in taken),
@@ -102,6 +110,17 @@ def load(asked: dict[str, Any]) -> dict[str, Any]:
         "hashes": hashes(report),
         "differ": [str(mismatch) for mismatch in verify(report, reference)],
     }
+
+
+def recovered(report: LoadReport) -> LoadReport:
+    """The report when a loss that this rank waited for is made good."""
+    while True:
+        try:
+            report.recovery.check()
+        except PeerFailedError:
+            found: LoadReport = report.recovery.recover()
+            return found
+        time.sleep(0.01)
 
 
 def failed(error: StreamloadError, raised_s: float) -> dict[str, Any]:
@@ -151,7 +170,7 @@ def main() -> None:
 def asking(out: Path, path: object, **asked: Any) -> list[str]:
     """The command of a rank; what is not the program's own are options of the load."""
     out.mkdir(exist_ok=True)
-    names = ("reference", "warm", "cache_nbytes", "hosts")
+    names = ("reference", "warm", "cache_nbytes", "hosts", "recovers")
     own = {name: asked.pop(name) for name in names if name in asked}
     options = {"budget": PLENTY, "device": "host", "dtype": "float16"} | asked
     said = {"out": str(out), "path": str(path), "options": options, **own}
