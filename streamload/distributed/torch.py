@@ -227,8 +227,8 @@ def launched(launch: Launch, timeout: float, met: Met = unmet) -> ProcessGroup:
             if launch.rank != keeper:
                 _await_server(launch.meeting, keeper, end)
             # of size 1: else the server waits for all before this rank can announce itself
-            met = dist.rendezvous(*found[:2], 1, timeout=timedelta(seconds=timeout))
-            _launched[found] = _store(launch, met, timeout, serves=launch.rank == keeper)
+            stores = dist.rendezvous(*found[:2], 1, timeout=timedelta(seconds=timeout))
+            _launched[found] = _store(launch, stores, timeout, serves=launch.rank == keeper)
         _claim(_launched[found], launch, outlived=agents)
     except ValueError as error:
         raise NodeError(launch.host, _summary(error)) from error
