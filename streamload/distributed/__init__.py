@@ -16,7 +16,8 @@ The same line runs on every rank, under torchrun, mpirun, srun or bare environme
 stays, 5 loads that, and passes of a rank stream the rest from its own files, without the others.
 
 All ranks raise an error of one rank before LOAD, naming it. `streamload.errors.PeerFailedError`
-names a rank that is lost at any time, on all others and within the timeout.
+names a rank that is lost at any time, on all others and within the timeout. With
+``on_loss="replan"`` the others go on instead: see `streamload.distributed.replan`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # imported at first use: every command imports `launch` alone
     from streamload.distributed.group import ProcessGroup as Group
     from streamload.distributed.load import load_state_dict, offload, plan
+    from streamload.distributed.replan import Recovery
     from streamload.planning.shares import ClusterPlan, Share
 
 
@@ -37,6 +39,10 @@ def __getattr__(name: str) -> Any:
         from streamload.planning import shares
 
         return getattr(shares, name)
+    if name == "Recovery":
+        from streamload.distributed.replan import Recovery
+
+        return Recovery
     if name == "Group":
         from streamload.distributed.group import ProcessGroup
 
@@ -44,4 +50,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["ClusterPlan", "Group", "Share", "load_state_dict", "offload", "plan"]
+__all__ = ["ClusterPlan", "Group", "Recovery", "Share", "load_state_dict", "offload", "plan"]

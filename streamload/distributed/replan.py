@@ -195,9 +195,10 @@ class Held:
         """End the load on all ranks alike, unless others have decided to go on without this one."""
         if self.on_loss == "raise" or self.meeting is None:
             return
-        if self.meeting.first(f"decided/{self._part}", _LOADED) != _LOADED:
+        if _in_time(self.meeting.first, 0.0, f"decided/{self._part}", _LOADED) != _LOADED:
             raise lost("the others went on without this rank, which was late", self.meeting.rank)
         self._part += 1
+        self._vain = 0
 
     def regroup(self, error: PeerFailedError) -> None:
         """Form the group of the ranks that are left, or raise ``error`` with why that failed."""
@@ -208,7 +209,7 @@ class Held:
                 _in_time(self._decide, self.timeout, suspect)
                 assert self.meeting is not None
                 try:
-                    self.group = _in_time(self.meeting.open, 3 * self.timeout, self.timeout)
+                    self.group = _in_time(self.meeting.open, 4 * self.timeout, self.timeout)
                     return
                 except PeerFailedError as again:
                     suspect = again.rank
@@ -344,5 +345,5 @@ class Recovery(Generic[T]):
         return self._again()
 
     def close(self) -> None:
-        """Stop watching; rank 0 waits some seconds for the others to do so."""
+        """Stop watching; rank 0 waits for the others to do so, for half of the timeout at most."""
         self._stack.close()

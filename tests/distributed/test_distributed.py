@@ -20,7 +20,7 @@ import forked
 import needs
 import numpy as np
 import pytest
-from distributed_helpers import LAYERS, PLENTY, WIDTH, llama, load, path, succeeded
+from distributed_helpers import LAYERS, PLENTY, WIDTH, environment, llama, load, path, succeeded
 from safetensors_files import write_safetensors
 from thread_group import ThreadGroup, World, run
 
@@ -1053,14 +1053,6 @@ def test_warnings_that_are_errors(tmp_path: Path) -> None:
 
 
 # --- processes ------------------------------------------------------------------------------------
-
-
-def environment(**more: str) -> dict[str, str]:
-    """This process's environment without what a launcher says."""
-    prefixes = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC")
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
-    python = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return clean | {"PYTHONPATH": python, "OMP_NUM_THREADS": "1"} | more
 
 
 BODY = """

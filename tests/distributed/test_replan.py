@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import needs
 import numpy as np
 import pytest
-from distributed_helpers import PLENTY, llama, path
+from distributed_helpers import PLENTY, environment, llama, path
 from safetensors_files import write_safetensors
 from thread_group import ThreadGroup, World, run
 
@@ -237,6 +242,94 @@ def test_layers_move_where_budgets_demand_it(tmp_path: Path) -> None:
     whole(reports, where)
     assert any("away" in note for note in reports[0].notes)
     assert all(report.resident_nbytes <= total * 0.6 for report in reports)
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+BODY = """
+import hashlib, json, os, sys, time
+import torch.distributed
+from streamload import distributed
+from streamload.errors import PeerFailedError
+path, fate = sys.argv[1:]
+def load():
+    return distributed.load_state_dict(
+        None, path, budget="1GB", device="host", progress=False, timeout=4, on_loss="replan"
+    )
+def say(report):
+    hashes = {n: hashlib.sha256(a.tobytes()).hexdigest() for n, a in report.state_dict.items()}
+    print(json.dumps({"lost": report.lost, "read": report.read_nbytes, "hashes": hashes}))
+    sys.stdout.flush()
+print("ready", flush=True)
+sys.stdin.readline()
+report = load()
+say(report)
+if fate == "dies":
+    sys.stdin.read()
+while fate == "stays":
+    try:
+        report.recovery.check()
+        time.sleep(0.01)
+    except PeerFailedError:
+        recovered = report.recovery.recover()
+        say(recovered)
+        sys.stdin.readline()
+        say(load())
+        fate = "done"
+"""
+
+
+def test_a_process_that_is_killed_comes_back(path: Path) -> None:
+    """Rank 0 goes after a load, the others recover, and the next load is of all three."""
+    dist = needs.module("torch").distributed
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    env = environment(
+        WORLD_SIZE="3",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(store.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+
+    def start(rank: int, fate: str) -> Any:
+        return subprocess.Popen(
+            [sys.executable, "-c", BODY, path, fate],
+            env=env | {"RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def go() -> None:
+        for process in processes:
+            process.stdin.write("\n")
+            process.stdin.flush()
+
+    expected = {n: hashlib.sha256(data).hexdigest() for n, data in alone(path).items()}
+    processes = [start(rank, "dies" if rank == 0 else "stays") for rank in range(3)]
+
+    def said(*ranks: int) -> list[Any]:
+        found = [json.loads(processes[rank].stdout.readline()) for rank in ranks]
+        names = [name for one in found for name in one["hashes"]]
+        assert sorted(names) == sorted(expected)
+        assert all(one["hashes"].items() <= expected.items() for one in found)
+        return found
+
+    try:
+        assert [process.stdout.readline() for process in processes] == ["ready\n"] * 3
+        go()
+        said(0, 1, 2)
+        processes[0].kill()
+        processes[0].wait()
+        for one in said(1, 2):
+            assert [name[-1] for name in one["lost"]] == ["0"]
+        processes[0] = start(0, "returns")
+        assert processes[0].stdout.readline() == "ready\n"
+        go()
+        assert all(one["lost"] == [] for one in said(0, 1, 2))
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 # --- what is refused ------------------------------------------------------------------------------

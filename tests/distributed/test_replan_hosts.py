@@ -146,7 +146,7 @@ def outcome(found: Sequence[Mapping[str, Any]], rank: int, where: Path) -> str:
     errors = [said["message"] for said in others if said["error"]]
     if errors:
         assert len(errors) == len(others), errors
-        assert all("did not come in time" in e or "cannot plan again" in e for e in errors), errors
+        assert all("not here" in error or "cannot plan again" in error for error in errors), errors
         return f"refused: {errors[0]}"
     reference = expected(where)
     names = [name for said in others for name in said["hashes"]]
@@ -164,3 +164,65 @@ def outcome(found: Sequence[Mapping[str, Any]], rank: int, where: Path) -> str:
     ]
     assert all(float(s) < MOST_S for s in seconds)
     return f"replanned in {max(map(float, seconds)):.1f} s" if seconds else "had loaded"
+
+
+#: Seconds after the begin of a load: the meeting, the plan, the load itself, and its end.
+MOMENTS = [n * 0.17 for n in range(20)]
+
+
+def lost(what: str, rank: int) -> tuple[Callable[[Ranks, int], None], int]:
+    """An act, and the rank."""
+    return {"killed": kill, "stopped": stop, "cut": cut}[what], rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "moment"),
+    [
+        *(("killed", n) for n in range(20)),
+        *((what, n) for what in ("stopped", "cut") for n in (4, 7, 9, 12, 16)),
+    ],
+)
+def test_a_loss_while_they_load(
+    what: str, moment: int, path: Path, small: Path, tmp_path: Path
+) -> None:
+    """Those that are left load everything, with the right values, or refuse in one line."""
+    act, rank = lost(what, moment % RANKS)
+    found, seconds = lose(act, rank, MOMENTS[moment], path, small, tmp_path / "out")
+    said = outcome(found, rank, path)
+    print(f"{what} after {MOMENTS[moment]:.2f} s: {said}; {seconds:.1f} s in all")
+    assert seconds < END_S / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "rank"),
+    [*(("killed", rank) for rank in (0, 1, 2, 3, 1)), ("stopped", 0), ("stopped", 3), ("cut", 0)],
+)
+def test_a_loss_after_the_load(
+    what: str, rank: int, path: Path, small: Path, tmp_path: Path
+) -> None:
+    """Those that are left keep what they have, and read the rest."""
+    act, _ = lost(what, rank)
+    found, seconds = lose(act, rank, 0.3, path, small, tmp_path / "out", recovers=True)
+    said = outcome(found, rank, path)
+    print(f"{what} after the load: {said}; {seconds:.1f} s in all")
+    assert said.startswith("replanned")
+    assert all(one["lost"] == [f"node-{rank}"] for one in found if one["rank"] != rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["killed", "stopped", "cut"])
+def test_a_loss_of_the_rank_that_keeps_the_store(
+    what: str, path: Path, small: Path, tmp_path: Path
+) -> None:
+    """It is refused by all others, in one line each, and nobody hangs."""
+    act, rank = lost(what, 0)
+    found, seconds = lose(act, rank, 1.4, path, small, tmp_path / "out", keeper=0)
+    others = [said for said in found if said["rank"] != 0]
+    assert len(others) == RANKS - 1
+    for said in others:
+        assert said["error"] == "PeerFailedError"
+        assert "cannot plan again without it: the store in which ranks meet" in said["message"]
+        assert "\n" not in said["message"]
+    assert seconds < END_S / 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from safetensors_files import write_safetensors
 from thread_group import ThreadGroup
 
 from streamload import distributed
+
+ROOT = Path(__file__).parents[2]
 
 LAYERS, WIDTH = 5, 16
 
@@ -81,3 +84,11 @@ def succeeded(found: Sequence[Any]) -> list[Any]:
         if isinstance(said, BaseException):
             raise said
     return list(found)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment without what a launcher says."""
+    prefixes = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
+    python = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return clean | {"PYTHONPATH": python, "OMP_NUM_THREADS": "1"} | more
