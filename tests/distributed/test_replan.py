@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import forked
 import needs
 import numpy as np
 import pytest
@@ -279,6 +282,7 @@ while fate == "stays":
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_comes_back(path: Path) -> None:
     """Rank 0 goes after a load, the others recover, and the next load is of all three."""
     dist = needs.module("torch").distributed
@@ -330,6 +334,89 @@ def test_a_process_that_is_killed_comes_back(path: Path) -> None:
         for process in processes:
             process.kill()
             process.communicate()
+
+
+DIES = """
+import hashlib, json, os, signal, sys
+from streamload import distributed
+path, rank = sys.argv[1], int(os.environ["RANK"])
+def split(nodes, sizes):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    names = list(sizes)
+    return {node.name: names[at :: len(nodes)] for at, node in enumerate(nodes)}
+report = distributed.load_state_dict(
+    None, path, split=split, budget="1GB", device="host", progress=False, timeout=3,
+    on_loss="replan",
+)
+hashes = {n: hashlib.sha256(a.tobytes()).hexdigest() for n, a in report.state_dict.items()}
+print(json.dumps([report.lost, hashes]))
+"""
+
+
+def test_a_process_that_is_killed(path: Path) -> None:
+    """Over torch's engine; rank 0 keeps the store."""
+    needs.module("torch")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        forked.start(
+            [sys.executable, "-c", DIES, path],
+            forked.TORCH,
+            env=environment(RANK=str(rank), **meeting),
+        )
+        for rank in range(3)
+    ]
+    try:
+        said = [process.communicate(timeout=60) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, -signal.SIGKILL, 0], said
+    found = [json.loads(said[rank][0]) for rank in (0, 2)]
+    assert all([name[-1] for name in lost] == ["1"] for lost, _ in found)
+    hashes = {n: hashlib.sha256(data).hexdigest() for n, data in alone(path).items()}
+    assert found[0][1] | found[1][1] == hashes
+    assert not found[0][1].keys() & found[1][1].keys()
+
+
+# --- any loss -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(60))
+def test_random_losses(seed: int, tmp_path: Path) -> None:
+    """Up to two ranks go at any call: the others load the right bytes, once, or all refuse."""
+    chance = np.random.default_rng(seed)
+    where = llama(tmp_path / "m", shards=int(chance.integers(1, 4)), seed=seed)
+    expected = alone(where)
+    total = sum(map(len, expected.values()))
+    size, split = (
+        int(chance.integers(2, 6)),
+        str(chance.choice(["layers", "balanced", "replicate"])),
+    )
+    need = total if split == "replicate" else total // size
+    budgets = [int(need * chance.uniform(1.2, 5)) + 20_000 for _ in range(size)]
+    operations = ["allgather", "set", "get", "broadcast", "first", "find", "all_gather_into"]
+    deaths = [
+        (int(chance.integers(size)), str(chance.choice(operations)), int(chance.integers(1, 12)))
+        for _ in range(int(chance.integers(1, 3)))
+    ]
+    world = World(size, timeout_s=LOSS_S)
+    falling(world, *deaths, silent=bool(chance.integers(2)))
+    found = run(world, loading(where, split=split, budget=budgets.__getitem__))
+    others = [said for rank, said in enumerate(found) if rank not in world.lost]
+    reports = [said for said in others if isinstance(said, LoadReport)]
+    raised = [said for said in others if not isinstance(said, LoadReport)]
+    assert all(isinstance(e, (PeerFailedError, PlanInfeasibleError)) for e in raised), raised
+    for report in reports:
+        assert {n: a.tobytes() for n, a in report.state_dict.items()}.items() <= expected.items()
+    names = [name for report in reports for name in report.state_dict]
+    if not raised and any(report.lost for report in reports):
+        assert sorted(names) == sorted([*expected] * (len(reports) if split[0] == "r" else 1))
+    if any(isinstance(error, PlanInfeasibleError) for error in raised):
+        assert not reports
 
 
 # --- what is refused ------------------------------------------------------------------------------
