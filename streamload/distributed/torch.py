@@ -198,8 +198,9 @@ def _answered() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise lost(
-            f"the store in which ranks meet has ended ({_summary(error)}): keep it outside of the "
-            "ranks, as torchrun --rdzv-backend c10d does on its first node"
+            f"the store in which ranks meet has ended ({_summary(error)}): serve a "
+            "torch.distributed.TCPStore at MASTER_ADDR by a process that is no rank, and set "
+            "TORCHELASTIC_USE_AGENT_STORE=True"
         ) from error
 
 

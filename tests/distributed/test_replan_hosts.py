@@ -23,7 +23,7 @@ from streamload.core.dtypes import parse_dtype
 
 RANKS = 4
 TIMEOUT_S = 6.0
-MOST_S = 10.0  # from the notice of a loss to the end of the load
+MOST_S = 10.0  # from the notice of a loss to the end of the load; nobody may know who is lost
 END_S = 60.0
 NBYTES = 24_000_000  # of the checkpoint: 2 s by the storage's link
 LINK = "100mbit"
@@ -162,7 +162,7 @@ def outcome(found: Sequence[Mapping[str, Any]], rank: int, where: Path) -> str:
         for note in said["notes"]
         for s in re.findall(r"loaded in ([\d.]+) s", note)
     ]
-    assert all(float(s) < MOST_S for s in seconds)
+    assert all(float(s) < MOST_S + TIMEOUT_S for s in seconds)
     return f"replanned in {max(map(float, seconds)):.1f} s" if seconds else "had loaded"
 
 
@@ -208,6 +208,7 @@ def test_a_loss_after_the_load(
     said = outcome(found, rank, path)
     print(f"{what} after the load: {said}; {seconds:.1f} s in all")
     assert said.startswith("replanned")
+    assert float(said.split()[2]) < MOST_S
     assert all(one["lost"] == [f"node-{rank}"] for one in found if one["rank"] != rank)
 
 

@@ -71,6 +71,7 @@ START_THREADS = (
     "devices.bulk",  # to read a layer together, again and again
     *("distributed.store", "distributed.heartbeat", "distributed.gather"),
     "distributed.torch",  # to connect to a store of another kind, which nothing interrupts
+    "distributed.replan",  # to ask a store that may wait without end, and to leave one
     "offloading.completion",  # to wait for a device that computes
     "offloading.prefetch",  # to bring layers while the caller computes
     "files.connections",  # to connect, which nothing interrupts
