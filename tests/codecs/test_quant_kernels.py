@@ -270,15 +270,9 @@ def test_other_blocks(block: int) -> None:
         FourBit("nf4", block=48).of((4, 64), F32)
 
 
-@pytest.mark.parametrize(
-    "name",
-    # Windows, which is refused, wants a call for a frame of more than a page
-    [
-        n if n == "host" else pytest.param(n, marks=pytest.mark.slow)
-        for n in SCANNED
-        if n != "windows"
-    ],
-)
+@pytest.mark.slow
+# Windows, which is refused, wants a call for a frame of more than a page
+@pytest.mark.parametrize("name", [name for name in SCANNED if name != "windows"])
 def test_no_kernel_needs_an_external_symbol(name: str) -> None:
     """Every format and source, in each form that the target may get."""
     target = SCANNED[name]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -14,6 +15,9 @@ import pytest
 from safetensors_files import write_safetensors
 
 ROOT = Path(__file__).parents[2]
+
+# fast where it is truly absent: with `scripts/test --plain`
+pytestmark = [pytest.mark.slow] * (importlib.util.find_spec("llvmlite") is not None)
 
 _PRELUDE = """
 import sys

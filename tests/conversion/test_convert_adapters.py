@@ -336,10 +336,8 @@ def test_the_command(base: Path, tmp_path: Path, here: Callable[..., tuple[str, 
     assert files_of(tmp_path / "command") == files_of(tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    "kills", [2, pytest.param(20, marks=pytest.mark.slow)], ids=["few", "many"]
-)
-def test_killed_while_it_merges(start: Start, tmp_path: Path, kills: int) -> None:
+@pytest.mark.slow
+def test_killed_while_it_merges(start: Start, tmp_path: Path) -> None:
     """SIGKILL at random points: the bytes of a whole run."""
     path, shape = tmp_path / "in", shape_of_size(24_000_000, BF16)
     make_checkpoint(path, shape, shards=3)
@@ -348,13 +346,13 @@ def test_killed_while_it_merges(start: Start, tmp_path: Path, kills: int) -> Non
     chance = chances.Random(11)
     longest_s = duration(start, path, tmp_path / "first", options)
     whole = files_of(tmp_path / "first")
-    for i in range(kills):
+    for i in range(20):
         kill_and_resume(start, path, tmp_path / f"out{i}", whole, chance, longest_s, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("nbytes", "limit_nbytes"),
-    [(300_000_000, 2**27), pytest.param(2_270_000_000, 256_000_000, marks=pytest.mark.slow)],
+    ("nbytes", "limit_nbytes"), [(300_000_000, 2**27), (2_270_000_000, 256_000_000)]
 )
 def test_it_needs_little_memory(
     cgroup: Boxes, tmp_path: Path, nbytes: int, limit_nbytes: int

@@ -66,8 +66,10 @@ def of_no_class(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"quant": "nf4-nested"}, {"quant": "q4_k_m", "to": "gguf"}],
-    ids=["nf4-nested", "q4_k_m"],
+    [
+        pytest.param({"quant": "nf4-nested"}, id="nf4-nested"),
+        pytest.param({"quant": "q4_k_m", "to": "gguf"}, id="q4_k_m", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize(
     "kills", [2, pytest.param(40, marks=pytest.mark.slow)], ids=["few", "many"]

@@ -309,6 +309,7 @@ def test_a_finished_conversion_reports_what_it_changed(
     assert _convert(tmp_path / "moved", out, resume=True).resumed == 2
 
 
+@pytest.mark.slow
 def test_very_many_tensors_need_little_memory_each(tmp_path: Path) -> None:
     """Names, places and digests are held once: what is written of them is written line by line."""
     peaks = []

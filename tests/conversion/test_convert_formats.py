@@ -57,16 +57,23 @@ Array = np.ndarray[Any, Any]
 #: Of these others of the same format are tried at once.
 _LATER = ("llm.c-bf16", "gguf-q4_0", "mlc-q4f16_0", "mlc-q3f16_1", "mlc-q4f32_1", "mlc-q0f16")
 _LATER += tuple(name for name in WRITTEN if name.startswith("from "))
-SEVERAL = pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in _LATER)) for name in WRITTEN],
-)
+
+
+def _several(*later: str) -> pytest.MarkDecorator:
+    """What is written; the slow tests try `later` of it, and those of `_LATER`."""
+    slow = (*_LATER, *later)
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in WRITTEN]
+    )
+
+
+SEVERAL = _several()
 
 
 # --- what holds for all formats -------------------------------------------------------------------
 
 
-@SEVERAL
+@_several("gguf-q8_0", "mlc-q4f16_1")
 @pytest.mark.parametrize(
     "kills", [2, pytest.param(30, marks=pytest.mark.slow)], ids=["few", "many"]
 )

@@ -103,7 +103,7 @@ ENGINES: dict[Launcher, str] = {bare: "torch", torchrun: "torch", mpirun: "mpi"}
     ("launcher", "size", "loss"),
     [
         pytest.param(torchrun, 2, "away", id="torchrun-away", marks=pytest.mark.slow),
-        pytest.param(mpirun, 3, "away", id="mpirun-away"),
+        pytest.param(mpirun, 3, "away", id="mpirun-away", marks=pytest.mark.slow),
         pytest.param(mpirun, 2, "none", id="mpirun-none"),
         *(
             pytest.param(
@@ -248,6 +248,7 @@ def test_no_engine_is_installed(
     assert all(problem in said.splitlines()[-1] for problem in problems)
 
 
+@pytest.mark.slow
 def test_an_mpi_that_is_not_the_launchers() -> None:
     """Where MPI counts fewer ranks than the launcher, it says so instead of loading alone."""
     needs.module("mpi4py")

@@ -138,7 +138,12 @@ def write_gguf(path: Path, sums: Mapping[str, Array], counts: Any = ((7,),)) -> 
 
 
 @pytest.mark.parametrize(
-    ("family", "mixture"), [("llama", "q4_k_s"), ("qwen2", "q5_k_m"), ("gpt2", "q4_k_m")]
+    ("family", "mixture"),
+    [
+        pytest.param("llama", "q4_k_s", marks=pytest.mark.slow),
+        pytest.param("qwen2", "q5_k_m", marks=pytest.mark.slow),
+        ("gpt2", "q4_k_m"),
+    ],
 )
 def test_blocks_of_a_model(family: str, mixture: str, tmp_path: Path) -> None:
     """Each tensor is its matrix in its type; both forms of importance give the same file."""

@@ -145,6 +145,7 @@ def test_own_loop_predicts_as_transformers_does(small_checkpoint: Path) -> None:
     assert said.splitlines()[-1].split()[1:] == [str(token) for token in ids[0].tolist()]
 
 
+@pytest.mark.slow
 def test_two_devices_plans_without_them(small_checkpoint: Path) -> None:
     """Where the devices are not there, the example shows the plan and says why it is alone."""
     needs.module("torch")

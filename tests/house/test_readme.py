@@ -8,7 +8,9 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import forked
 import needs
@@ -21,6 +23,9 @@ _PAGES = {
     str(path.relative_to(_ROOT)): path.read_text()
     for path in (_ROOT / "README.md", *sorted((_ROOT / "docs").rglob("*.md")))
 }
+#: Pages that only `scripts/test --all` runs: they take long.
+_LONG_EXAMPLES = ("docs/options.md", "docs/recipes.md")
+_LONG_COMMANDS = ("docs/commands.md",)
 _BLOCK = re.compile(r"^( *)```(.*)\n((?s:.*?))^\1```$", re.M)
 
 # Runs the blocks of a page, which it gets as a list, each with names of its own.
@@ -66,6 +71,11 @@ def folder(tmp_path: Path, checkpoint: Path) -> Path:
     return tmp_path
 
 
+def _each(pages: Iterable[str], long: Sequence[str]) -> list[Any]:
+    """Pages to run, the long ones with the slow tests."""
+    return [pytest.param(page, marks=[pytest.mark.slow] * (page in long)) for page in pages]
+
+
 def _run(argv: list[str], imported: tuple[str, ...], folder: Path, stdin: str = "") -> str:
     """What it prints; it has to end without an error, and print something."""
     environment = os.environ | {
@@ -97,7 +107,9 @@ def test_blocks_are_run_or_say_that_they_are_not() -> None:
         assert 2 * len(kinds) == len(re.findall("^ *```", text, re.M)), page
 
 
-@pytest.mark.parametrize("page", [page for page in _PAGES if _blocks(page, "python")])
+@pytest.mark.parametrize(
+    "page", _each((page for page in _PAGES if _blocks(page, "python")), _LONG_EXAMPLES)
+)
 def test_python_examples_run(page: str, folder: Path) -> None:
     """Every Python example ends without an error and prints something; a page is one process."""
     blocks = _blocks(page, "python")
@@ -113,7 +125,9 @@ def test_python_examples_run(page: str, folder: Path) -> None:
     assert all(output.strip() for output in outputs)
 
 
-@pytest.mark.parametrize("page", [page for page in _PAGES if _commands(page)])
+@pytest.mark.parametrize(
+    "page", _each((page for page in _PAGES if _commands(page)), _LONG_COMMANDS)
+)
 def test_commands_run(page: str, folder: Path) -> None:
     """Every command of a page ends with exit code 0, after those before it."""
     for command in _commands(page):

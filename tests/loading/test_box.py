@@ -344,7 +344,9 @@ def test_no_conversion_that_quantizes_is_killed(
         ),
     ],
 )
-@pytest.mark.parametrize("name", ["digests", "conversion", "differences"])
+@pytest.mark.parametrize(
+    "name", ["digests", "conversion", pytest.param("differences", marks=pytest.mark.slow)]
+)
 def test_a_check_is_done_or_refused(
     cgroup: Boxes, tmp_path: Path, name: str, rooms_nbytes: Sequence[int]
 ) -> None:

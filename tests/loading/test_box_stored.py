@@ -38,6 +38,7 @@ def run(cgroup: Boxes, path: Path, room_nbytes: int | None, **options: Any) -> d
     return boxed(cgroup, call("stored_job:Job", path=str(path), **options), limit)
 
 
+@pytest.mark.slow
 def test_blocks_take_what_was_predicted(cgroup: Boxes, path: Path) -> None:
     """By the kernel's count; in a box of that they load, floats are refused, "auto" takes them."""
     found = run(cgroup, path, None, quant="stored", budget="1GB")

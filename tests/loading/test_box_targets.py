@@ -112,14 +112,9 @@ def test_memory_that_is_there_is_written_again(
     assert found["taken_nbytes"] < NBYTES // 4
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype"),
-    product(
-        ["host", "torch"],
-        ["float16", "float32"],
-        fast=lambda device, dtype: (device, dtype) == ("torch", "float32"),
-    ),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("device", ["host", "torch"])
 def test_what_is_replaced_is_given_back_in_time(
     cgroup: Boxes, folder: Path, device: str, dtype: str
 ) -> None:
@@ -162,14 +157,9 @@ def test_many_tensors_take_what_was_predicted(
     assert (found["outcome"], found["why"]) == ("loaded", ""), found
 
 
-@pytest.mark.parametrize(
-    ("device", "kind"),
-    product(
-        ["host", "torch", "CL", "CPU"],
-        ["none", "dict"],
-        fast=lambda device, kind: (device, kind) == ("CL", "none"),
-    ),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["none", "dict"])
+@pytest.mark.parametrize("device", ["host", "torch", "CL", "CPU"])
 def test_tensors_that_are_unlike_take_what_was_predicted(
     cgroup: Boxes, tmp_path: Path, device: str, kind: str
 ) -> None:

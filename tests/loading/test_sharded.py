@@ -26,9 +26,7 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-@pytest.mark.parametrize(
-    "case", product(sharded_rank.CASES, fast=lambda case: case in ("fsdp", "tensors"))
-)
+@pytest.mark.parametrize("case", product(sharded_rank.CASES, fast=lambda case: case == "fsdp"))
 def test_every_rank_reads_its_own_shard(case: str, tmp_path: Path) -> None:
     """Rows and columns of its own and nothing else; as the full load that is sharded afterwards."""
     needs.module("torch")

@@ -16,6 +16,7 @@ import pytest
 import torch
 from boxes import Boxes
 from make_checkpoint import make_checkpoint, make_header, shape_of_size
+from parameters import product
 from torch import nn
 
 import streamload
@@ -357,14 +358,22 @@ def test_what_does_not_fit_comes_from_the_disk(
         assert (resident > 0.9) is cached
 
 
-@pytest.fixture(scope="module", params=["llama", "t5"])
+@pytest.fixture(scope="module")
 def wider(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with tensors of some megabytes."""
     path = tmp_path_factory.mktemp("wider") / "model"
     return models.save(models.built(request.param, times=8), path)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda:0", "CUDA"])
+@pytest.mark.parametrize(
+    ("wider", "device"),
+    product(
+        ["llama", "t5"],
+        ["cpu", "cuda:0", "CUDA"],
+        fast=lambda model, device: (model, device) != ("t5", "CUDA"),
+    ),
+    indirect=["wider"],
+)
 def test_what_an_error_says_is_needed_is_accepted(device: str, wider: Path) -> None:
     """With what its allocator rounds small tensors to, and what loading those that stay takes."""
     asked: dict[str, Any] = {"device": device, "dtype": "float32", "tokens": 64}

@@ -478,6 +478,7 @@ def test_one_tinyjit_is_captured_once_and_replayed_with_each_layers_weights(
         work.reset()
 
 
+@pytest.mark.slow
 def test_a_models_own_tinyjit_is_set_aside_and_comes_back(device: str, folder: Path) -> None:
     """What it captured would not ask for layers; others that capture a layer are refused."""
     model = Model()
@@ -789,7 +790,8 @@ def test_a_model_that_is_larger_than_its_box(cgroup: Boxes, tmp_path: Path) -> N
     assert said["peak_nbytes"] <= said["planned_nbytes"] + 300_000_000
 
 
-@pytest.mark.parametrize("format", [pytest.param("q8_0", marks=pytest.mark.slow), "int8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["q8_0", "int8"])
 def test_codes_stream_into_layers_that_hold_them(
     device: str, folder: Path, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
