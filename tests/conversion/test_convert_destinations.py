@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 from conversions import files_of, quiet, tensors_of
@@ -267,8 +268,7 @@ except CheckpointError as error:
 
 def _as_nobody(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Convert as a user who owns nothing."""
-    command = [sys.executable, "-c", _AS_NOBODY, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+    return forked.run([sys.executable, "-c", _AS_NOBODY, *arguments], forked.COMMANDS)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")

@@ -11,6 +11,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import forked
 import ml_dtypes
 import needs
 import numpy as np
@@ -61,9 +62,8 @@ sys.addaudithook(no_proc)
 
 
 def child(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own."""
-    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+    """Run code in a process of its own, which has not imported streamload."""
+    return forked.run([sys.executable, "-c", textwrap.dedent(code), *arguments], forked.TORCH)
 
 
 @pytest.fixture(scope="module")

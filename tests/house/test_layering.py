@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import graphlib
 import importlib
 import inspect
@@ -166,6 +167,16 @@ def _documented(module: str) -> set[int]:
         for node in _nodes(module)
         if isinstance(node, kinds) and node.body and isinstance(node.body[0], ast.Expr)
     }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def uncollected() -> Iterator[None]:
+    """No garbage collection while the trees grow: it takes twice as long as parsing does."""
+    gc.disable()
+    yield
+    _tree.cache_clear()
+    _nodes.cache_clear()
+    gc.enable()
 
 
 def test_every_file_is_in_a_room() -> None:

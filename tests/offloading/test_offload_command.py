@@ -7,14 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import offloading_models as models
 import pytest
 
 
 def run(*arguments: object, code: int = 0) -> str:
     """What a command says."""
-    command = [sys.executable, "-m", "streamload", *map(str, arguments)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    found = forked.run([sys.executable, "-m", "streamload", *arguments], forked.COMMANDS)
     assert found.returncode == code, found.stderr
     return found.stdout if not code else " ".join(found.stderr.split())
 

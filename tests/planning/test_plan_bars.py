@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Mapping
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -34,16 +33,20 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def plan(*arguments: object, env: Mapping[str, str] | None = None) -> list[str]:
+#: The command, with stdout in the encoding that is the first argument.
+_ENCODED = """
+import runpy, sys
+sys.stdout.reconfigure(encoding=sys.argv.pop(1))
+runpy.run_module("streamload", run_name="__main__", alter_sys=True)
+"""
+
+
+def plan(*arguments: object, encoding: str = "utf-8") -> list[str]:
     """The lines that ``streamload plan`` prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", "streamload", "plan", *map(str, arguments)],
-        capture_output=True,
-        env=os.environ | {"PYTHONIOENCODING": "utf-8", "COLUMNS": "80"} | (env or {}),
-        timeout=120,
-    )
+    command = [sys.executable, "-c", _ENCODED, encoding, "plan", *arguments]
+    done = forked.run(command, forked.COMMANDS, env=os.environ | {"COLUMNS": "80"})
     assert done.returncode == 0, done.stderr
-    return done.stdout.decode().splitlines()
+    return done.stdout.splitlines()
 
 
 def test_bars_are_to_scale() -> None:
@@ -102,7 +105,7 @@ def test_a_bar_for_each_node(layers: Path) -> None:
         pytest.approx(len(bar) * share, abs=1) for share in (1 / 2, 1 / 4, 1 / 8, 1 / 8)
     ]
     assert second.startswith("node1")
-    plain = plan(*arguments, env={"PYTHONIOENCODING": "ascii"})
+    plain = plan(*arguments, encoding="ascii")
     assert plain[-1] == "# weights  = KV cache  - reserve  . free"
     assert [len(line) for line in plain] == [len(line) for line in plan(*arguments)]
 
