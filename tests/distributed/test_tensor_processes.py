@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -62,13 +60,6 @@ def save(folder: Path, name: str) -> None:
     model.save_pretrained(folder / name)
 
 
-def free_port() -> int:
-    """A port of loopback."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
@@ -81,28 +72,8 @@ def test_slices_and_tokens(ranks: int, names: list[str], tmp_path: Path) -> None
     """Slices joined are the whole; `generate` with DTensors gives the tokens of one process."""
     for name in names:
         save(tmp_path, name)
-    variables = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(ranks),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
     program = ROOT / "tests" / "support" / "tensor_rank.py"
-    command = [sys.executable, program, tmp_path, *names]
-    started = [
-        forked.start(
-            command, forked.TORCH, env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        said = [rank.communicate()[1] for rank in started]
-    finally:
-        for rank in started:
-            rank.kill()
-    assert [rank.returncode for rank in started] == [0] * ranks, said[0][-3000:]
+    forked.run_ranks(ranks, [sys.executable, program, tmp_path, *names])
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     for name in names:
         nodes = [Node(f"n{rank}", "100MB") for rank in range(ranks)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 from pathlib import Path
 
@@ -19,13 +17,6 @@ ROOT = Path(__file__).parents[2]
 RANKS = 4
 
 
-def free_port() -> int:
-    """A port of loopback."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 @pytest.mark.parametrize("case", product(sharded_rank.CASES, fast=lambda case: case == "fsdp"))
 def test_every_rank_reads_its_own_shard(case: str, tmp_path: Path) -> None:
     """Rows and columns of its own and nothing else; as the full load that is sharded afterwards."""
@@ -36,30 +27,6 @@ def test_every_rank_reads_its_own_shard(case: str, tmp_path: Path) -> None:
     shapes["2.bias"] = sizes[2:]
     arrays = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     save_file(arrays, tmp_path / "model.safetensors")
-    variables = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(RANKS),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    command = [
-        sys.executable,
-        str(ROOT / "tests" / "support" / "sharded_rank.py"),
-        case,
-        str(tmp_path),
-    ]
-    ranks = [
-        forked.start(
-            command, forked.TORCH, env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        said = [rank.communicate()[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * RANKS, said[0][-3000:]
+    program = ROOT / "tests" / "support" / "sharded_rank.py"
+    forked.run_ranks(RANKS, [sys.executable, program, case, tmp_path])
     assert len(list(tmp_path.glob("*.json"))) == RANKS
