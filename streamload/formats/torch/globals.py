@@ -18,7 +18,6 @@ from streamload.core.dtypes import BY_NAME
 
 _MOST_AXES = 64  # as torch has
 _LONGEST_KEY = 64  # of a storage: torch uses small numbers
-_SCALARS = frozenset((str, int, float, bool, type(None)))
 
 
 class PickleError(ValueError):
@@ -29,6 +28,10 @@ class PickleError(ValueError):
         self.expected = expected
         self.found = found
         self.named = named
+
+
+class CutOffError(PickleError):
+    """Raised for a pickle that ends before its last opcode."""
 
 
 #: Raises PickleError for invalid arguments of a function: called with expected, found.
@@ -50,13 +53,32 @@ class Global:
     value: str = ""  # the dtype of a storage, or why a tensor cannot be read
 
 
+#: Returns the record of a global by module and name; raises PickleError if it must not be named.
+Lookup = Callable[[str, str], Global]
+
+
+@dataclass(eq=False, slots=True)
+class Instance:
+    """An object of a class with this name, and its state; no attribute is set."""
+
+    name: str
+    state: Any = None
+
+
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The memory of tensors: ``numel`` elements of a torch dtype, in the archive's ``data/key``."""
+    """The memory of tensors: ``numel`` elements of a torch dtype, in the archive's ``data/key``.
+
+    ``offset``: the elements before a view of it, which torch before 0.4 has.
+    """
 
     key: str
     dtype: str
     numel: int
+    offset: int = 0
+
+
+_SIMPLE = frozenset((str, int, float, bool, type(None), Instance))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +160,11 @@ _GLOBALS: Mapping[tuple[str, str], tuple[str, str]] = {
 }
 
 
-def named(module: str, name: str) -> Global:
+def named(
+    module: str, name: str, table: Mapping[tuple[str, str], tuple[str, str]] = _GLOBALS
+) -> Global:
     """Return the record of a global; raise PickleError if it is not in the table."""
-    found = _GLOBALS.get((module, name))
+    found = table.get((module, name))
     if found is None:
         said = f"{module[:100]}.{name[:100]}"
         raise PickleError(
@@ -158,20 +182,28 @@ def kind_of(value: object) -> str:
 
 
 def key_of(key: Any) -> Any:
-    """Return a dict's key if it is a scalar, else an `Opaque`: hashing tuples may recurse."""
-    return key if type(key) in _SCALARS else Opaque()
+    """Return a dict's key if its hash is simple, else an `Opaque`: hashing tuples may recurse."""
+    return key if type(key) in _SIMPLE else Opaque()
 
 
 def storage_of(found: Any, refuse: Refuse) -> Storage:
-    """Return the storage of a persistent id, a tuple of five; call ``refuse`` for anything else."""
+    """Return the storage of a persistent id; call ``refuse`` for anything else."""
+    # before version 1.6, a sixth item is None, or the key, offset and length of a view
     match found:
-        case ("storage", Global(role="storage", value=dtype), str(key), str(), int(numel)):
+        case ("storage", Global(role="storage", value=dtype), str(key), str(), int(numel), *rest):
+            match rest:
+                case [] | [None]:
+                    offset = 0
+                case [(str(), int(offset), int(length))] if 0 <= offset <= numel - length <= numel:
+                    pass
+                case _:
+                    refuse("a view inside its storage", "another")
             if numel < 0 or len(key) > _LONGEST_KEY:
                 refuse(
                     f"a length of 0 or more, of a key of {_LONGEST_KEY} letters or fewer",
                     f"{numel} of {key[:_LONGEST_KEY]!r}",
                 )
-            return Storage(key, dtype, numel)
+            return Storage(key, dtype, numel, offset)
     refuse("a storage: its class, key, device and length", kind_of(found))
 
 
@@ -186,6 +218,8 @@ def called(function: Any, arguments: Any, refuse: Refuse) -> Any:
     match function.role, arguments:
         case "dict", () | (dict(),):
             return dict(*arguments)  # a copy, as torch makes it: either may change afterwards
+        case "dict", (list(pairs),) if all(type(p) in (list, tuple) and len(p) == 2 for p in pairs):
+            return {key_of(key): value for key, value in pairs}  # as Python 2 wrote it
         case "size", () | (tuple(),):
             return tuple(*arguments)
         case "plain", _:

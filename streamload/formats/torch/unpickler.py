@@ -16,12 +16,16 @@ import codecs
 import pickletools
 import struct
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import repeat
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from streamload.core.memory import first_that_fits
 from streamload.formats.torch.globals import (
+    CutOffError,
     Global,
+    Instance,
+    Lookup,
     Opaque,
     PickleError,
     Storage,
@@ -33,13 +37,24 @@ from streamload.formats.torch.globals import (
 )
 
 
-def load(data: bytes) -> Any:
-    """Return the content of a pickle: tuples, lists, dicts, strings, numbers, `Tensor`, `Opaque`.
+class Loaded(NamedTuple):
+    """The content of a pickle, the byte after it, and its storages by key."""
 
-    Objects may refer to themselves, and several times to one object. Raise PickleError if the
-    pickle is not valid, or not of a torch checkpoint.
+    root: Any
+    stop: int
+    storages: Mapping[str, Storage]
+
+
+def load(data: bytes, at: int = 0, lookup: Lookup = named) -> Loaded:
+    """Return the content of the pickle at byte ``at``.
+
+    It consists of tuples, lists, dicts, strings, numbers, `Tensor`, `Instance` and `Opaque`.
+    Objects may refer to themselves, and several times to one object. ``lookup`` returns the records
+    of the globals that the pickle may name. Raise PickleError if the pickle is not valid, or not of
+    a torch checkpoint.
     """
-    return _Machine(data).run()
+    machine = _Machine(data, at, lookup)
+    return Loaded(machine.run(), machine.at, {**machine.empty, **machine.storages})
 
 
 # --- the machine ----------------------------------------------------------------------------------
@@ -63,14 +78,16 @@ _MOST_DIGITS = 20
 class _Machine:
     """The state of the pickle interpreter: a stack, a memo, and the position in the pickle."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, at: int, lookup: Lookup) -> None:
         self._data = data
-        self.at = 0  # the next byte
+        self.at = at  # the next byte
+        self.lookup = lookup
         self._byte = 0  # the current opcode
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []  # the stacks below the marks
         self.memo: dict[int, Any] = {}
-        self._storages: dict[str, Storage] = {}  # by key
+        self.storages: dict[str, Storage] = {}  # by key
+        self.empty: dict[str, Storage] = {}  # those without elements, by key
         self._copied = 0  # entries of dicts copied so far
 
     def run(self) -> Any:
@@ -80,7 +97,7 @@ class _Machine:
             for _ in repeat(None, _CHECKED_OPCODES):
                 at = self.at
                 if at >= end:
-                    raise PickleError("is cut off", "an opcode", f"the end at byte {at}")
+                    raise CutOffError("is cut off", "an opcode", f"the end at byte {at}")
                 self._byte = byte = data[at]
                 self.at = at + 1
                 kind, action = opcodes[byte]
@@ -116,13 +133,15 @@ class _Machine:
 
     def storage(self, found: Storage) -> Storage:
         """Return the first storage of this key; raise PickleError if ``found`` differs from it."""
-        if not found.numel and found.key not in self._storages:
-            return found  # torch does not keep empty ones
-        first = self._storages.setdefault(found.key, found)
-        if first != found:
+        whole = replace(found, offset=0) if found.offset else found
+        if not found.numel and found.key not in self.storages:
+            self.empty[found.key] = found
+            return found  # of any dtype: torch does not share empty ones
+        first = self.storages.setdefault(found.key, whole)
+        if first != whole:
             said = (f"{each.numel} of {each.dtype}" for each in (first, found))
             self.refuse(f"one dtype and length of storage {found.key!r}", " and ".join(said))
-        return first
+        return found if found.offset else first
 
     def _argument(self, kind: int) -> _Raw:
         """Return the current opcode's argument, without its length, and move past it.
@@ -137,12 +156,12 @@ class _Machine:
             for _ in range(_LINES.get(self.name, 1)):
                 stop = data.find(b"\n", stop) + 1
                 if not stop:
-                    raise PickleError("is cut off", "the end of a line", f"{self.name} at {at - 1}")
+                    raise CutOffError("is cut off", "the end of a line", f"{self.name} at {at - 1}")
         else:
             at += _LENGTHS[kind]
             stop = at + int.from_bytes(data[self.at : at], "little")
         if stop > len(data):
-            raise PickleError(
+            raise CutOffError(
                 "is cut off", f"{stop} bytes for {self.name} at {self.at - 1}", str(len(data))
             )
         self.at = stop
@@ -341,7 +360,7 @@ def _refused(machine: _Machine, raw: _Raw) -> None:
 
 def _global(machine: _Machine, raw: _Raw) -> None:
     module, _, name = str(raw[:-1], "utf-8", "replace").partition("\n")
-    machine.stack.append(named(module, name))
+    machine.stack.append(machine.lookup(module, name))
 
 
 def _stack_global(machine: _Machine, raw: _Raw) -> None:
@@ -350,13 +369,25 @@ def _stack_global(machine: _Machine, raw: _Raw) -> None:
         machine.refuse(
             "the names of a module and a class", f"{kind_of(module)} and {kind_of(name)}"
         )
-    machine.stack.append(named(module, name))
+    machine.stack.append(machine.lookup(module, name))
+
+
+def _new(machine: _Machine, raw: _Raw) -> None:
+    """Push the `Instance` of a class without arguments; refuse other objects."""
+    match machine.stack[-2:]:
+        case [Global(role="instance", name=name), ()]:
+            machine.stack[-2:] = [Instance(name)]
+        case _:
+            _refused(machine, raw)
 
 
 def _build(machine: _Machine, raw: _Raw) -> None:
-    """Run BUILD on a dict by dropping the attributes, as ``_metadata``; refuse other objects."""
-    machine.pop()
-    machine.top(dict)
+    """Run BUILD: keep an `Instance`'s state, drop a dict's attributes; refuse other objects."""
+    state = machine.pop()
+    if machine.stack and type(machine.stack[-1]) is Instance:
+        machine.stack[-1].state = state
+    else:
+        machine.top(dict)
 
 
 def _persistent(machine: _Machine, raw: _Raw) -> None:
@@ -365,7 +396,7 @@ def _persistent(machine: _Machine, raw: _Raw) -> None:
 
 def _reduce(machine: _Machine, raw: _Raw) -> None:
     arguments, function = machine.pop(), machine.pop()
-    if type(arguments) is tuple and len(arguments) == 1 and type(arguments[0]) is dict:
+    if type(arguments) is tuple and len(arguments) == 1 and type(arguments[0]) in (dict, list):
         machine.count_copied(len(arguments[0]))
     machine.stack.append(called(function, arguments, machine.refuse))
 
@@ -412,6 +443,7 @@ _ALIKE: Mapping[str, _Action] = {
     "MEMOIZE": lambda machine, raw: _keep(machine, len(machine.memo)),
     "GLOBAL": _global,
     "STACK_GLOBAL": _stack_global,
+    "NEWOBJ": _new,
     "REDUCE": _reduce,
     "BUILD": _build,
     "BINPERSID": _persistent,

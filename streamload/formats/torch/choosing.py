@@ -1,0 +1,116 @@
+"""Finds the tensors by name among the objects of a pickle: the one dict of a model's weights.
+
+A trainer's checkpoint has its weights under any key, with counters, scores and an optimizer.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+from streamload.errors import HeaderError
+from streamload.files.header import describe, some
+from streamload.formats.reader import File
+from streamload.formats.torch.globals import Tensor
+
+#: The call that writes a checkpoint, for errors.
+SAVE = 'torch.save(model.state_dict(), "model.pth")'
+#: The key of the outermost dict.
+ROOT = "."
+_DEEPEST = 8  # levels of nested dicts that are searched
+_LISTED = 8
+_SHOWN = 80  # letters of a key
+_OPTIMIZER = {"state", "param_groups"}  # keys of torch.optim.Optimizer.state_dict
+
+#: The keys that lead to a dict, as a linked list: (last key, those before); None for the outermost.
+_Way: TypeAlias = "tuple[str, _Way] | None"
+
+
+def chosen(file: File, root: Any, key: str | None) -> Mapping[str, Tensor]:
+    """Return the tensors of the dict at ``key``, or of the model's weights; raise HeaderError.
+
+    These are the only dict of tensors by name; single elements (scores, counters) do not count if
+    there are others, and optimizers never.
+    """
+    if key is not None and (tensors := _tensors_at(root, key)):
+        return tensors
+    found = sorted(_holders(root), key=lambda one: -len(one[1]))
+    if key is None:
+        found = [one for one in found if not all(map(_is_single, one[1].values()))] or found
+    shown = [
+        f"{describe(_key(way))} ({len(tensors)} tensor{'s' * (len(tensors) != 1)})"
+        for way, tensors in found[:_LISTED]
+    ]
+    listed = some(shown, len(found))
+    if key is not None:
+        problem = f"key {describe(key)} holds no tensors by name"
+        raise HeaderError(file.path, problem, listed or "a dict of tensors", "no such dict")
+    if not found:
+        what = "one tensor without a name" if isinstance(root, Tensor) else type(root).__name__
+        raise HeaderError(file.path, "holds no tensors by name", SAVE, what)
+    if len(found) > 1:
+        most = _key(found[0][0])[:_SHOWN]
+        expected = f"open_checkpoint(path, key={most!r}), or --key {most}"
+        raise HeaderError(file.path, "holds several dicts of tensors", expected, listed)
+    return found[0][1]
+
+
+def _holders(root: Any) -> Iterator[tuple[_Way, dict[str, Tensor]]]:
+    """Yield each dict that holds tensors by name, with the string keys that lead to it."""
+    # other keys are not followed: an optimizer's tensors are below numbers of parameters
+    seen: set[int] = set()
+    level: list[tuple[_Way, Any]] = [(None, root)] if type(root) is dict else []
+    for _ in range(_DEEPEST):
+        below: list[tuple[_Way, Any]] = []
+        for way, each in level:
+            if id(each) in seen or _is_optimizer(each):
+                continue
+            seen.add(id(each))
+            if tensors := _tensors_in(each):
+                yield way, tensors
+            below += [((k, way), v) for k, v in each.items() if type(k) is str and type(v) is dict]
+        level = below
+
+
+def _is_single(tensor: Tensor) -> bool:
+    """Return whether a tensor has one element."""
+    return not tensor.problem and all(length == 1 for length in tensor.shape)
+
+
+def _is_optimizer(found: Mapping[Any, Any]) -> bool:
+    """Return whether a dict is the state of an optimizer, nested or with dotted keys."""
+    return {key.partition(".")[0] for key in found if type(key) is str} >= _OPTIMIZER
+
+
+def _tensors_at(root: Any, key: str) -> dict[str, Tensor]:
+    """Return the tensors of the dict at a dotted key, whose parts may have dots; {} for none."""
+    ends = [at for at, letter in enumerate(key) if letter == "."] + [len(key)]
+    level = {(id(root), 0): root} if type(root) is dict else {}
+    if key == ROOT:
+        return _tensors_in(root) if level else {}
+    for _ in range(_DEEPEST):
+        below: dict[tuple[int, int], Any] = {}
+        for (_, start), each in level.items():
+            for end in ends[bisect_left(ends, start) :]:
+                found = each.get(key[start:end])
+                if type(found) is dict:
+                    if end == len(key) and (tensors := _tensors_in(found)):
+                        return tensors
+                    below[id(found), end + 1] = found
+        level = below
+    return {}
+
+
+def _tensors_in(found: Mapping[Any, Any]) -> dict[str, Tensor]:
+    """Return the members of a dict that are tensors with string keys."""
+    return {k: v for k, v in found.items() if type(k) is str and type(v) is Tensor}
+
+
+def _key(way: _Way) -> str:
+    """Return the dotted key of a dict; computed when needed, since keys may be long and shared."""
+    keys: list[str] = []
+    while way is not None:
+        key, way = way
+        keys.append(key)
+    return ".".join(reversed(keys)) or ROOT
