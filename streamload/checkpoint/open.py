@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -41,6 +40,7 @@ from streamload.files.header import (
 )
 from streamload.files.hub import HubFile, cached, file_of, url_of
 from streamload.files.limits import Limits, check_nbytes, limited, most_nbytes
+from streamload.formats.chunks import joined_shards
 from streamload.formats.reader import (
     UNREAD_SUFFIXES,
     FormatReader,
@@ -406,7 +406,7 @@ def _open_folder(
             return from_headers(folder, headers, config or _own_config(headers))
     shards = [single] if single in names else _unindexed(folder, names, variant, reader)
     headers = [read_header(cached(folder / name), reader=reader) for name in shards]
-    found = _plain(folder, headers, variant)
+    found = variants.without(folder, joined_shards(headers), variant)
     return from_headers(folder, found, config or _own_config(found))
 
 
@@ -436,27 +436,6 @@ def _reader_of_index(name: str) -> FormatReader:
     if stem == name or stem.endswith(default.suffixes):
         return default
     return next((r for r in readers().values() if r.index and stem.endswith(r.suffixes)), default)
-
-
-def _plain(folder: Location, headers: Sequence[Header], variant: str | None) -> Sequence[Header]:
-    """Return the headers without variants (``a.fp16.bin``) of files that exist, too (``a.bin``).
-
-    All stay with a ``variant`` or if no tensor repeats. Raise HeaderError if a folder holds several
-    variants and no file without one, or a model more than once in files of other formats.
-    """
-    counts = Counter(info.name for header in headers for info in header.tensors)
-    if max(counts.values(), default=0) < 2:
-        return headers  # distinct tensors: parts of one checkpoint, whatever their names
-    names = [header.path.name for header in headers]
-    if headers[0].format != default_reader().name:
-        raise HeaderError(folder, "holds several checkpoints", "the path of one file", some(names))
-    if variant:
-        return headers
-    kept = set(variants.plain(names))
-    if len(kept) == len(names) and len(found := variants.found(names)) > 1:
-        written = " or ".join(f'open_checkpoint(path, variant="{name}")' for name in found)
-        raise HeaderError(folder, "holds several variants", written, some(names))
-    return [header for header in headers if header.path.name in kept]
 
 
 def _unindexed(

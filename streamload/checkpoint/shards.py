@@ -42,7 +42,9 @@ Opener = Callable[[Header, ResolvedKind], Reader]
 
 def open_shard(header: Header, kind: ReaderKind | ResolvedKind = "pread") -> Reader:
     """Return an open reader of the file with this header; see `open_reader`."""
-    return open_reader(header.path, header.file_nbytes, kind, header.state, header.views)
+    return open_reader(
+        header.path, header.file_nbytes, kind, header.state, header.views, header.parts
+    )
 
 
 def map_shard(header: Header) -> mmap.mmap:

@@ -8,7 +8,13 @@ of an index before ``.json``. Source: their ``_add_variant`` and ``_get_checkpoi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from streamload.core.location import Location
+from streamload.errors import HeaderError
+from streamload.files.header import Header, some
+from streamload.formats.reader import default_reader
 
 _NUMBER = re.compile(r"-\d+-of-\d+", re.ASCII)
 
@@ -36,6 +42,27 @@ def found(names: Iterable[str]) -> list[str]:
     """Return the possible variants in the names of files, sorted: "fp16" of "a.fp16.bin"."""
     parts = (_NUMBER.sub("", name).split(".") for name in names)
     return sorted({part[-2] for part in parts if len(part) > 2})
+
+
+def without(folder: Location, headers: Sequence[Header], variant: str | None) -> Sequence[Header]:
+    """Return the headers without variants (``a.fp16.bin``) of files that exist, too (``a.bin``).
+
+    All stay with a ``variant`` or if no tensor repeats. Raise HeaderError if a folder holds several
+    variants and no file without one, or a model more than once in files of other formats.
+    """
+    counts = Counter(info.name for header in headers for info in header.tensors)
+    if max(counts.values(), default=0) < 2:
+        return headers  # distinct tensors: parts of one checkpoint, whatever their names
+    names = [header.path.name for header in headers]
+    if headers[0].format != default_reader().name:
+        raise HeaderError(folder, "holds several checkpoints", "the path of one file", some(names))
+    if variant:
+        return headers
+    kept = set(plain(names))
+    if len(kept) == len(names) and len(known := found(names)) > 1:
+        written = " or ".join(f'open_checkpoint(path, variant="{name}")' for name in known)
+        raise HeaderError(folder, "holds several variants", written, some(names))
+    return [header for header in headers if header.path.name in kept]
 
 
 def _without(name: str) -> str | None:

@@ -24,7 +24,9 @@ def read_whole(shards: Iterable[Header], infos: Sequence[TensorInfo]) -> Iterato
     for shard in dict.fromkeys(info.shard for info in infos):
         header = headers[shard]
         kind: ReaderKind = "pread" if isinstance(shard, Path) else "auto"
-        with open_reader(shard, header.file_nbytes, kind, header.state, header.views) as reader:
+        with open_reader(
+            shard, header.file_nbytes, kind, header.state, header.views, header.parts
+        ) as reader:
             for info in infos:
                 if info.shard == shard:
                     data = bytearray(info.nbytes)

@@ -309,18 +309,18 @@ class _Conversion:
         }
         self._check_source()
         self.destination.check_apart(
-            [header.path for header in checkpoint.shards if isinstance(header.path, Path)]
+            [p.path for h in checkpoint.shards for p in h.files if isinstance(p.path, Path)]
         )
 
     def _check_source(self) -> None:
         """Raise CheckpointError if a source file has changed since its header was read."""
-        for header in self._shards:
-            if isinstance(header.path, Path) and header.state is not None:
+        for part in (part for header in self._shards for part in header.files):
+            if isinstance(part.path, Path) and part.state is not None:
                 try:
-                    now = FileState.of(header.path)
+                    now = FileState.of(part.path)
                 except OSError as error:
-                    raise unreadable(header.path, error) from error
-                header.state.check(now, header.path)
+                    raise unreadable(part.path, error) from error
+                part.state.check(now, part.path)
 
     def check(self, *, resume: bool, overwrite: bool) -> dict[str, Finished] | None:
         """Raise CheckpointError if the options do not allow to write the destination.

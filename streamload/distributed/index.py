@@ -27,7 +27,9 @@ from streamload.errors import CheckpointError, ShardNotFoundError
 from streamload.files.guard import FileState
 from streamload.files.header import (
     SAFETENSORS,
+    Chunk,
     Header,
+    Part,
     Stored,
     Turn,
     View,
@@ -89,6 +91,7 @@ def _other_than_safetensors(header: Header) -> dict[str, Any]:
         "stored": {name: astuple(one) for name, one in header.stored.items()},
         "turns": dict(header.turns),
         "views": [astuple(view) for view in header.views],
+        "parts": [(part.path.name, part.nbytes) for part in header.parts],
     }
 
 
@@ -176,12 +179,9 @@ class Index:
 
 def _header(shard: Mapping[str, Any], path: Location) -> Header:
     """Return the header of a file at ``path`` from rank 0's facts on it."""
-    state = None
+    state = _state(path)
     if isinstance(path, Url):  # every answer must have this version
         path = path.of_version(shard["version"])
-    else:
-        with suppress(OSError):  # `Index.check` finds missing files
-            state = FileState.of(path)
     dtypes = [BY_CODE[code] for code in shard["codes"]]
     at = shard["data_start"]
     columns = shard["names"], shard["dtypes"], shard["shapes"]
@@ -201,8 +201,22 @@ def _header(shard: Mapping[str, Any], path: Location) -> Header:
         shard.get("format", SAFETENSORS),
         stored={name: Stored(*_tuples(one)) for name, one in shard.get("stored", {}).items()},
         turns={name: Turn(*_tuples(one)) for name, one in shard.get("turns", {}).items()},
-        views=tuple(View(*_tuples(one)) for one in shard.get("views", [])),
+        views=tuple(
+            View(start, itemsize, tuple(shape), tuple(Chunk(*_tuples(c)) for c in chunks), shift)
+            for start, itemsize, shape, chunks, shift in shard.get("views", [])
+        ),
+        parts=tuple(
+            Part(path.parent / name, nbytes, _state(path.parent / name))
+            for name, nbytes in shard.get("parts", [])
+        ),
     )
+
+
+def _state(path: Location) -> FileState | None:
+    """Return a local file's state; None if it is missing, as `Index.check` finds out."""
+    with suppress(OSError):
+        return FileState.of(path) if isinstance(path, Path) else None
+    return None
 
 
 def _place(header: Header, host: str) -> list[Any]:
@@ -251,14 +265,15 @@ def check_present(checkpoint: Checkpoint, missing: Sequence[str]) -> None:
 
 def sample(header: Header) -> str:
     """Return a hexadecimal digest of blocks spread over a file, to compare copies; "" for a URL."""
-    if not isinstance(header.path, Path):
-        return ""
     digest = hasher()
-    last = max(header.file_nbytes - _SAMPLE_NBYTES, 0)
-    with open_regular(header.path) as file:
-        for at in dict.fromkeys(last * k // (_SAMPLES - 1) for k in range(_SAMPLES)):
-            try:
-                digest.update(memoryview(os.pread(file.fileno(), _SAMPLE_NBYTES, at)))
-            except OSError as error:
-                raise unreadable(header.path, error) from error
+    for path, nbytes, _ in header.files:
+        if not isinstance(path, Path):
+            return ""
+        last = max(nbytes - _SAMPLE_NBYTES, 0)
+        with open_regular(path) as file:
+            for at in dict.fromkeys(last * k // (_SAMPLES - 1) for k in range(_SAMPLES)):
+                try:
+                    digest.update(memoryview(os.pread(file.fileno(), _SAMPLE_NBYTES, at)))
+                except OSError as error:
+                    raise unreadable(path, error) from error
     return digest.hexdigest()

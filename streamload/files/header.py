@@ -58,22 +58,46 @@ class Turn(NamedTuple):
     shape: tuple[int, ...] | None = None
 
 
+class Chunk(NamedTuple):
+    """A box of a tensor, from index ``origin`` on, whose elements are strided in the file's bytes.
+
+    ``at`` is the file byte of its first element. No length of the shape is 0; strides count bytes,
+    0 or more.
+    """
+
+    origin: tuple[int, ...]
+    shape: tuple[int, ...]
+    at: int
+    strides: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor whose elements are not contiguous in its file: a strided view of the file's bytes.
+    """A tensor whose elements are not contiguous in its file: chunks that cover it, each once.
 
     It gets a virtual range after the file's end, from byte ``start`` on, where its elements are
-    contiguous; see `streamload.files.strided`. ``at`` is the file byte of its first element. No
-    length of the shape is 0; strides count bytes, 0 or more. ``shift`` is added to the elements,
-    which are float32 if it is not 0.
+    contiguous; see `streamload.files.strided`. The chunks are in order of their origins. ``shift``
+    is added to the elements, which are float32 if it is not 0.
     """
 
     start: int
-    at: int
     itemsize: int
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
     shift: float = 0.0
+
+    @classmethod
+    def strided(
+        cls,
+        start: int,
+        at: int,
+        itemsize: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        shift: float = 0.0,
+    ) -> View:
+        """Return the view of one chunk."""
+        return cls(start, itemsize, shape, (Chunk((0,) * len(shape), shape, at, strides),), shift)
 
     @property
     def stop(self) -> int:
@@ -95,6 +119,14 @@ class Stored:
     shape: tuple[int, ...]
     block: tuple[int, ...]
     bits: int
+
+
+class Part(NamedTuple):
+    """One of the files whose bytes a header's views address as one, in order."""
+
+    path: Location
+    nbytes: int
+    state: FileState | None = None
 
 
 #: The name of the default format to convert to.
@@ -120,6 +152,8 @@ class Header:
         turns: by tensor name, the permutation of the rows; read-only.
         views: the ranges of tensors that are not contiguous, in order, all after the file's end.
         untyped: names of tensors for which the file has bytes but no dtype and shape.
+        parts: other files with bytes of the tensors, which are all views: their bytes follow those
+            of ``path``.
     """
 
     path: Location
@@ -134,6 +168,12 @@ class Header:
     turns: Mapping[str, Turn] = field(default_factory=dict, repr=False)
     views: tuple[View, ...] = field(default=(), repr=False)
     untyped: frozenset[str] = field(default=frozenset(), repr=False)
+    parts: tuple[Part, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def files(self) -> tuple[Part, ...]:
+        """All files with bytes of the tensors."""
+        return Part(self.path, self.file_nbytes, self.state), *self.parts
 
     @property
     def reach_nbytes(self) -> int:
@@ -158,6 +198,8 @@ class Header:
         # both times, since users can set only one; no device number, since many filesystems get
         # another one at each mount
         found: dict[str, str | int] = {"nbytes": self.file_nbytes}
+        for part in self.parts:
+            found[part.path.name] = str(part.state and part.state[1:5])
         if (state := self.state) is not None:
             found |= {"mtime_ns": state.written_ns, "inode": state.inode}
             return found | {"ctime_ns": state.changed_ns}

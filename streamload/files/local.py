@@ -38,9 +38,10 @@ from streamload.core.units import round_up
 from streamload.errors import CheckpointError, HeaderError, TruncatedFileError
 from streamload.files import hub
 from streamload.files.guard import FileState, Guard, take_lease
-from streamload.files.header import View, open_regular, unreadable
+from streamload.files.header import Part, View, open_regular, unreadable
 from streamload.files.mapped import FileMap
 from streamload.files.page_cache import PageCacheKind, resident_fraction
+from streamload.files.parts import PartsReader
 from streamload.files.reader import Addresses
 from streamload.files.reader import Reader as Reader
 from streamload.files.remote import HttpReader
@@ -107,6 +108,7 @@ def open_reader(
     kind: ReaderKind | ResolvedKind = "auto",
     state: FileState | None = None,
     views: Sequence[View] = (),
+    parts: Sequence[Part] = (),
 ) -> Reader:
     """Return an open `Reader` of a shard; the arguments but ``kind`` are from its `Header`.
 
@@ -114,7 +116,13 @@ def open_reader(
     is read by pread instead of a map; `Reader.fallback` gives the reason.
     """
     if views:
-        return StridedReader(open_reader(shard, file_nbytes, kind, state), views)
+        if not parts:
+            return StridedReader(open_reader(shard, file_nbytes, kind, state), views)
+        files = (Part(shard, file_nbytes, state), *parts)
+        return StridedReader(
+            PartsReader(files, lambda part: open_reader(part.path, part.nbytes, kind, part.state)),
+            views,
+        )
     resolved = resolve_reader(shard, kind)
     if isinstance(shard, Url):
         return (CachedReader if resolved == "cache" else HttpReader)(shard, file_nbytes)

@@ -1,6 +1,7 @@
-"""Tensors whose elements are not contiguous in their file: strided views of a storage.
+"""Tensors whose elements are not contiguous in their file: strided views of a storage, and chunks.
 
-Transposes, slices and expanded elements have strides. They get virtual byte ranges after the file's
+Transposes, slices and expanded elements have strides; several processes may have saved a tensor in
+chunks. These tensors get virtual byte ranges after the file's
 end, where their elements are contiguous; a `StridedReader` computes those bytes from the file's.
 So all code that reads ranges reads views like any tensor: loads, conversions, comparisons, on this
 machine and over HTTP.
@@ -14,14 +15,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from streamload.files.header import View
+from streamload.files.header import Chunk, View
 from streamload.files.reader import Reader
 
 _Array = np.ndarray[Any, Any]
+#: The first and last index (exclusive) along each axis of a tensor.
+_Box: TypeAlias = tuple[tuple[int, int], ...]
 
 # Elements within this many bytes are read by one read, together with the bytes between them.
 _SPAN_NBYTES = 2**20
@@ -33,7 +36,8 @@ _HELD = 3  # memory as a multiple of one read: its bytes, a copy, and heap overh
 
 def thread_nbytes(views: Iterable[View]) -> int:
     """Return the bytes that a thread needs to read views, without the target: 3 MB or less."""
-    extents = (zip(view.shape, view.strides, strict=True) for view in views)
+    chunks = (chunk for view in views for chunk in view.chunks)
+    extents = (zip(chunk.shape, chunk.strides, strict=True) for chunk in chunks)
     longest = max((sum((n - 1) * step for n, step in each) for each in extents), default=0)
     return _HELD * min(longest, _SPAN_NBYTES)
 
@@ -82,15 +86,35 @@ class StridedReader(Reader):
         whole = begin % n == 0 and end % n == 0
         made = np.frombuffer(out if whole else bytearray((last - first) * n), _kind(n))
         at = 0
-        for box in _boxes(view.at, view.shape, view.strides, first, last):
-            numel = math.prod(box[1])
-            self._gather(*box, made[at : at + numel].reshape(box[1]))
+        for box in _boxes(view.shape, first, last):
+            numel = math.prod(stop - start for start, stop in box)
+            part = made[at : at + numel].reshape([stop - start for start, stop in box])
             at += numel
+            for chunk in view.chunks:
+                if box and chunk.origin[0] >= box[0][1]:
+                    break
+                self._fill_box(box, chunk, part)
         if view.shift:
             values = made.view("<f4")
             np.add(values, np.float32(view.shift), out=values)
         if not whole:
             out[:] = made.view(np.uint8).data[begin - first * n : end - first * n]
+
+    def _fill_box(self, box: _Box, chunk: Chunk, out: _Array) -> None:
+        """Fill the elements of ``out``, the values in a box of a view, that a chunk has."""
+        start: tuple[Any, ...] = (...,)
+        shape: tuple[int, ...] = ()
+        at = chunk.at
+        for (first, stop), origin, length, step in zip(
+            box, chunk.origin, chunk.shape, chunk.strides, strict=True
+        ):
+            begin, end = max(first, origin), min(stop, origin + length)
+            if begin >= end:
+                return
+            start += (slice(begin - first, end - first),)
+            shape += (end - begin,)
+            at += (begin - origin) * step
+        self._gather(at, shape, chunk.strides, out[start])
 
     def _gather(
         self, at: int, shape: tuple[int, ...], strides: tuple[int, ...], out: _Array
@@ -98,6 +122,9 @@ class StridedReader(Reader):
         """Fill ``out`` with elements from file byte ``at`` on, in few reads; strides in bytes."""
         extents = [(n - 1) * stride for n, stride in zip(shape, strides, strict=True)]
         span = sum(extents) + out.itemsize
+        if out.flags.c_contiguous and _is_contiguous(shape, strides, out.itemsize):
+            self._reader.read_into(at, out.reshape(-1).view(np.uint8).data)
+            return
         axis = int(np.argmax(extents)) if extents else 0
         between = strides[axis] - (span - extents[axis]) if extents else 0
         apart = self._reader.has_file and between > _BETWEEN_NBYTES and shape[axis] > 1
@@ -131,19 +158,26 @@ def _kind(itemsize: int) -> str:
     return f"u{itemsize}" if itemsize in (1, 2, 4, 8) else f"V{itemsize}"
 
 
-def _boxes(
-    at: int, shape: tuple[int, ...], strides: tuple[int, ...], first: int, stop: int
-) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Yield first byte, shape, byte strides of arrays that cover elements ``first`` to ``stop``."""
+def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Return whether elements with these strides in bytes follow each other."""
+    for n, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if n > 1 and stride != itemsize:
+            return False
+        itemsize *= n
+    return True
+
+
+def _boxes(shape: tuple[int, ...], first: int, stop: int) -> Iterator[_Box]:
+    """Yield boxes of a tensor that cover elements ``first`` to ``stop``, in their order."""
     if not shape or (first == 0 and stop == math.prod(shape)):
-        yield at, shape, strides
+        yield tuple((0, n) for n in shape)
         return
     row_numel = math.prod(shape[1:])
     begin, lead = divmod(first, row_numel)
     end, tail = divmod(stop, row_numel)
 
-    def of_row(row: int, start: int, until: int) -> Iterator[Any]:
-        return _boxes(at + row * strides[0], shape[1:], strides[1:], start, until)
+    def of_row(row: int, start: int, until: int) -> Iterator[_Box]:
+        return (((row, row + 1), *box) for box in _boxes(shape[1:], start, until))
 
     if begin == end:
         yield from of_row(begin, lead, tail)
@@ -152,6 +186,6 @@ def _boxes(
         yield from of_row(begin, lead, row_numel)
         begin += 1
     if begin < end:
-        yield at + begin * strides[0], (end - begin, *shape[1:]), strides
+        yield ((begin, end), *((0, n) for n in shape[1:]))
     if tail:
         yield from of_row(end, 0, tail)

@@ -143,7 +143,7 @@ class _Contents:
         if nbytes <= pattern:
             self.add(name, dtype, shape, at, at + nbytes)
             return
-        view = View(self._after, at, pattern, (nbytes // pattern,), (0,))
+        view = View.strided(self._after, at, pattern, (nbytes // pattern,), (0,))
         if view.stop > _MOST_NBYTES:
             limit = f"at most {_MOST_NBYTES} bytes of splats"
             raise HeaderError(self.file.path, "a splat is too long", limit, nbytes, tensor=name)

@@ -149,6 +149,7 @@ _MODULES = (
     "streamload.formats.llmc",
     "streamload.formats.mlc.writer",
     "streamload.formats.torch.archive",
+    "streamload.formats.torch.dcp",
 )
 _readers: dict[str, FormatReader] = {}
 

@@ -501,7 +501,12 @@ def _report(
         page_cache=stats.page_cache,
         dropped_nbytes=stats.dropped_nbytes,
         state_dict={name: tensors[name] for name in made.placements.names} if tensors else {},
-        files={str(h.path): h.state for h in checkpoint.shards if h.state is not None},
+        files={
+            str(part.path): part.state
+            for header in checkpoint.shards
+            for part in header.files
+            if part.state is not None
+        },
     )
 
 

@@ -383,7 +383,7 @@ def test_a_read_takes_as_long_for_many_views(tmp_path: Path) -> None:
     """A reader looks at those that a read touches alone."""
     path, seconds = write(tmp_path / "file", bytes(1000)), []
     for count in (100, 200_000):
-        views = [View(4096 + 64 * i, 0, 4, (4,), (8,)) for i in range(count)]
+        views = [View.strided(4096 + 64 * i, 0, 4, (4,), (8,)) for i in range(count)]
         with open_reader(path, 1000, "pread", views=views) as reader:
             begun = time.thread_time()
             for view in views[:100] * 3:
@@ -418,7 +418,7 @@ def test_any_range_of_views(tmp_path: Path) -> None:
     """A reader gives any bytes of the file and of its views, also from the middle of elements."""
     path = write(tmp_path / "file", bytes(range(48)))
     table = np.frombuffer(bytes(range(48)), "<u4").reshape(3, 4)
-    views = View(64, 0, 4, (4, 3), (4, 16)), View(128, 8, 4, (2, 2), (0, 4))
+    views = View.strided(64, 0, 4, (4, 3), (4, 16)), View.strided(128, 8, 4, (2, 2), (0, 4))
     turned, doubled = table.T.tobytes(), (table.reshape(-1)[2:4].tobytes()) * 2
     whole = bytes(range(48)) + bytes(16) + turned + bytes(16) + doubled
     with open_reader(path, 48, "pread", views=views) as reader:

@@ -183,7 +183,7 @@ class _Placement:
         """Add a view of the file's bytes from ``at`` on; return its first byte."""
         start = self._after
         if all(shape):
-            self.views.append(View(start, at, itemsize, shape, strides, shift))
+            self.views.append(View.strided(start, at, itemsize, shape, strides, shift))
         return start
 
     def _refuse(self, each: FileTensor, problem: str, expected: object, found: object) -> NoReturn:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from streamload.core.dtypes import BY_NAME
+from streamload.core.dtypes import BY_NAME, DType
 from streamload.core.tensors import TensorInfo
 from streamload.core.units import round_up
 from streamload.errors import HeaderError
@@ -193,11 +193,10 @@ class Archive:
             shown = describe(found.decode("ascii", "replace"))
             raise HeaderError(self.file.path, problem, f"little: {again}", shown)
 
-    def place(self, name: str, tensor: Tensor, after: int) -> tuple[TensorInfo, View | None]:
-        """Return a tensor's info, and its `View` if its elements are not contiguous, else None.
+    def locate(self, name: str, tensor: Tensor) -> tuple[DType, int]:
+        """Return a tensor's dtype and the file byte of its first element.
 
-        The view's virtual range begins at byte ``after``. Raise HeaderError if the tensor or its
-        storage is not valid.
+        Raise HeaderError if the tensor or its storage is not valid.
         """
         fail = partial(HeaderError, self.file.path, tensor=name)
         check_name(name, self.file.path)
@@ -218,24 +217,31 @@ class Archive:
                 "its storage has another length than data.pkl says", stated_nbytes, entry.nbytes
             )
         _check_layout(fail, tensor)
-        shape = tensor.shape
-        numel = math.prod(shape)
+        if not math.prod(tensor.shape):
+            return dtype, entry.start
         at = entry.start + (storage.offset + tensor.offset) * dtype.itemsize
-        if not numel:
-            return TensorInfo(name, dtype, shape, self.file.path, entry.start, entry.start), None
-        axes = _axes(shape, tensor.strides)
-        follows = axes in ([], [(numel, 1)])
-        last = numel - 1 if follows else sum((n - 1) * stride for n, stride in axes)
-        stop = at + (last + 1) * dtype.itemsize
+        extents = ((n - 1) * stride for n, stride in zip(tensor.shape, tensor.strides, strict=True))
+        stop = at + (sum(extents) + 1) * dtype.itemsize
         if stop > entry.stop:
             expected = f"{entry.nbytes} bytes of data/{storage.key}"
             raise fail("leads out of its storage", expected, f"its end at {stop - entry.start}")
-        if follows:
-            return TensorInfo(name, dtype, shape, self.file.path, at, stop), None
+        return dtype, at
+
+    def place(self, name: str, tensor: Tensor, after: int) -> tuple[TensorInfo, View | None]:
+        """Return a tensor's info, and its `View` if its elements are not contiguous, else None.
+
+        The view's virtual range begins at byte ``after``. Raises as `locate`.
+        """
+        dtype, at = self.locate(name, tensor)
+        shape, path = tensor.shape, self.file.path
+        numel = math.prod(shape)
+        axes = _axes(shape, tensor.strides)
+        if not numel or axes in ([], [(numel, 1)]):
+            return TensorInfo(name, dtype, shape, path, at, at + numel * dtype.itemsize), None
         lengths, steps = zip(*axes, strict=True)
         steps = tuple(step * dtype.itemsize for step in steps)
-        view = View(after, at, dtype.itemsize, lengths, steps)
-        return TensorInfo(name, dtype, shape, self.file.path, view.start, view.stop), view
+        view = View.strided(after, at, dtype.itemsize, lengths, steps)
+        return TensorInfo(name, dtype, shape, path, view.start, view.stop), view
 
 
 def _refuse_other(file: File, head: bytes) -> None:

@@ -113,7 +113,8 @@ _STORAGES = {
     "QUInt4x2": "quint4x2",
     "QUInt2x4": "quint2x4",
 }
-_DTYPES = (
+#: Names of torch's dtypes.
+DTYPES = (
     *BY_NAME,
     *("complex32", "complex128", "quint8", "qint8", "qint32", "quint4x2", "quint2x4", "bits8"),
     *("float4_e2m1fn_x2", "bits16", "bits1x8", "bits2x4", "bits4x2"),
@@ -149,7 +150,7 @@ _GLOBALS: Mapping[tuple[str, str], tuple[str, str]] = {
     ("torch._tensor", "_rebuild_from_type_v2"): ("from_type", ""),
     ("torch.storage", "UntypedStorage"): ("storage", "uint8"),  # torch has bytes there
     **{("torch", f"{kind}Storage"): ("storage", dtype) for kind, dtype in _STORAGES.items()},
-    **{("torch", name): ("dtype", name) for name in _DTYPES},
+    **{("torch", name): ("dtype", name) for name in DTYPES},
     **{("torch._utils", name): ("unreadable", why) for name, why in _UNREADABLE.items()},
     **{("torch", name): ("plain", "") for name in _QSCHEMES},
     **{
