@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import pickle
+import re
 import time
 import zipfile
 from collections import OrderedDict
@@ -24,6 +25,7 @@ from recording import RecordingDevice
 from remote_server import serve
 from safetensors_files import write_safetensors
 from torch_files import write
+from torch_loads import bits, check, loaded
 
 import streamload
 from streamload.checkpoint.open import open_checkpoint
@@ -137,33 +139,6 @@ CASES: Mapping[str, Callable[[], Any]] = {
 }
 
 
-def bits(tensor: Any) -> tuple[Any, ...]:
-    """Dtype, shape and bytes."""
-    flat = tensor.detach().clone(memory_format=torch.contiguous_format).flatten()
-    raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return tensor.dtype, tuple(tensor.shape), raw
-
-
-def empty_like(expected: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors to be filled."""
-    return {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in expected.items()}
-
-
-def loaded(path: Any, expected: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-    """What a load makes of a checkpoint on torch's CPU."""
-    found = empty_like(expected)
-    arguments = {"device": "cpu", "dtype": "checkpoint", "progress": False}
-    streamload.load_state_dict(found, path, **(arguments | options))
-    return found
-
-
-def check(path: Any, expected: Mapping[str, Any], **options: Any) -> None:
-    """Compare a load with torch's own."""
-    found = loaded(path, expected, **options)
-    for name, value in expected.items():
-        assert bits(found[name]) == bits(value), name
-
-
 def of_torch(path: Path) -> Any:
     """What torch reads, without running the pickle."""
     found = torch.load(path, weights_only=True)
@@ -173,23 +148,29 @@ def of_torch(path: Path) -> Any:
 # --- the same as torch.load -----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_zip", [True, False])
 @pytest.mark.parametrize("protocol", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("case", CASES)
-def test_loads_what_torch_load_does(tmp_path: Path, case: str, protocol: int) -> None:
-    """Of each kind of tensors and each protocol, a load has the bytes that torch.load has."""
+def test_loads_what_torch_load_does(tmp_path: Path, case: str, protocol: int, is_zip: bool) -> None:
+    """Of each kind of tensors, protocol and form, a load has the bytes that torch.load has."""
     path = tmp_path / "model.pth"
     value = CASES[case]()
-    torch.save(value, path, pickle_protocol=protocol)
+    if not is_zip and protocol == 2:
+        # torch writes these dtypes in the old form, and cannot load them
+        of_v3 = re.compile(r"torch\.(float8|uint\d\d).*")
+        value = {k: v for k, v in value.items() if not of_v3.match(str(getattr(v, "dtype", "")))}
+    torch.save(value, path, pickle_protocol=protocol, _use_new_zipfile_serialization=is_zip)
     expected = of_torch(path) if protocol == 2 else value.get("model", value)
     check(path, expected)
 
 
+@pytest.mark.parametrize("is_zip", [True, False])
 @pytest.mark.parametrize("reader", ["mmap", "pread", "direct"])
-def test_every_reader_reads_views(tmp_path: Path, reader: ReaderKind) -> None:
+def test_every_reader_reads_views(tmp_path: Path, reader: ReaderKind, is_zip: bool) -> None:
     """Views come from whichever reader the file has."""
     path = tmp_path / "model.pth"
-    torch.save(_views(), path)
-    check(path, of_torch(path), reader=reader)
+    torch.save(_views(), path, _use_new_zipfile_serialization=is_zip)
+    check(path, _views(), reader=reader)
 
 
 @pytest.mark.parametrize("alignment", [64, 512, 4096])

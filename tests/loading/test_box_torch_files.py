@@ -16,26 +16,35 @@ from streamload.bench.processes import call, measure
 from streamload.verification.diff import diff
 
 torch = needs.module("torch")
+dcp = needs.module("torch.distributed.checkpoint")
 
 BOX_NBYTES = 2**28
 
 
-def save(path: Path, nbytes: int) -> Path:
-    """A state dict of so many bytes below "model", some transposed and sliced."""
+def save(path: Path, nbytes: int, form: str = "zip") -> Path:
+    """A state dict of so many bytes below "model", some transposed and sliced.
+
+    ``form``: of torch.save ("zip", or "old" before version 1.6), or "dcp", a folder.
+    """
     path.parent.mkdir()
     rows = max(nbytes // 2 // 4096 // 24, 2)
     whole = {f"layers.{i}": torch.randn(rows, 4096).bfloat16() for i in range(21)}
     turned = torch.randn(4096, rows).bfloat16().t()
     wide = torch.randn(rows, 8192).bfloat16()
     value = {**whole, "turned": turned, "columns": wide[:, 1000:5096], "again": whole["layers.0"]}
-    torch.save({"model": value, "optimizer": {"state": {0: {"step": torch.zeros(1)}}}}, path)
+    whole = {"model": value, "optimizer": {"state": {0: {"step": torch.zeros(1)}}}}
+    if form == "dcp":
+        dcp.save(whole, checkpoint_id=path, no_dist=True)
+    else:
+        torch.save(whole, path, _use_new_zipfile_serialization=form == "zip")
     return path
 
 
 @pytest.mark.slow
-def test_conversion_in_a_small_box(cgroup: Boxes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["zip", "old", "dcp"])
+def test_conversion_in_a_small_box(cgroup: Boxes, tmp_path: Path, form: str) -> None:
     """1.2 GB become float16 in 256 MB, page cache and all, and every value is right."""
-    source, out = save(tmp_path / "in" / "model.pth", 1_200_000_000), tmp_path / "out"
+    source, out = save(tmp_path / "in" / "model.pth", 1_200_000_000, form), tmp_path / "out"
     forget(source.parent)
     command: list[Any] = [sys.executable, "-m", "streamload", "convert", source, out]
     done = cgroup.run([*command, "--dtype", "float16", "--verify", "--no-progress"], BOX_NBYTES)
@@ -45,11 +54,12 @@ def test_conversion_in_a_small_box(cgroup: Boxes, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["zip", "old", "dcp"])
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, form: str) -> None:
     """1.2 GB take at most 100 MB of anonymous memory over what 1 MB takes."""
     peaks = []
     for nbytes in (1_000_000, 1_200_000_000):
-        source = save(tmp_path / str(nbytes) / "model.pth", nbytes)
+        source = save(tmp_path / str(nbytes) / "model.pth", nbytes, form)
         paths = {"path": str(source), "out": str(tmp_path / f"out{nbytes}")}
         job = call("bench_parts.jobs:convert", way="streamload", **paths)
         peaks.append(measure(job, sample_s=0.0005).peak_nbytes)
@@ -96,9 +106,10 @@ print(seen)
 
 
 @pytest.mark.slow
-def test_tensors_one_by_one_in_a_small_box(cgroup: Boxes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["zip", "old", "dcp"])
+def test_tensors_one_by_one_in_a_small_box(cgroup: Boxes, tmp_path: Path, form: str) -> None:
     """1.2 GB pass through 256 MB, a tensor at a time."""
-    source = save(tmp_path / "in" / "model.pth", 1_200_000_000)
+    source = save(tmp_path / "in" / "model.pth", 1_200_000_000, form)
     forget(source.parent)
     done = cgroup.run([sys.executable, "-c", LOAD, source], BOX_NBYTES)
     assert (done.returncode, done.oom_killed) == (0, False), done.stderr

@@ -26,10 +26,10 @@ def tuple_of(*items: bytes) -> bytes:
     return b"(" + b"".join(items) + b"t"
 
 
-def storage(key: str = "0", numel: int = 4, kind: str = "FloatStorage") -> bytes:
-    """Opcodes of a storage: its persistent id."""
+def storage(key: str = "0", numel: int = 4, kind: str = "FloatStorage", view: bytes = b"") -> bytes:
+    """Opcodes of a storage: its persistent id; ``view`` is None or a view in the old form."""
     named = f"ctorch\n{kind}\n".encode()
-    return tuple_of(text("storage"), named, text(key), text("cpu"), integer(numel)) + b"Q"
+    return tuple_of(text("storage"), named, text(key), text("cpu"), integer(numel), view) + b"Q"
 
 
 def tensor(
@@ -68,6 +68,24 @@ def archive(
             made.writestr(f"{prefix}/data/{key}", data)
         made.writestr(f"{prefix}/version", b"3\n")
     return out.getvalue()
+
+
+#: The first three pickles of the form before version 1.6.
+LEGACY_HEAD = (
+    b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+    + pickle_of(integer(1001))
+    + pickle_of(b"}" + text("little_endian") + b"\x88s")
+)
+
+
+def legacy(
+    pickle: bytes, storages: Mapping[str, bytes] | None = None, itemsize: int = 4, head: bytes = b""
+) -> bytes:
+    """A file as torch wrote it before version 1.6."""
+    storages = {"0": bytes(16)} if storages is None else storages
+    keys = pickle_of(b"](" + b"".join(map(text, storages)) + b"e")
+    counted = (struct.pack("<q", len(data) // itemsize) + data for data in storages.values())
+    return (head or LEGACY_HEAD) + pickle + keys + b"".join(counted)
 
 
 def write(path: Path, data: bytes) -> Path:

@@ -66,7 +66,7 @@ class TorchSave(FormatReader):
     def looks(self, head: bytes) -> bool:
         name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
         is_zip = head.startswith(zip_entries.MAGIC) and _FIRST_ENTRY.fullmatch(name) is not None
-        return is_zip or legacy.MAGIC in head[: legacy.MAGIC_NBYTES]
+        return is_zip or legacy.is_legacy(head)
 
     def weights(self, names: Sequence[str]) -> Sequence[str]:
         found = [name for name in names if not name.startswith(_NO_WEIGHTS)]
@@ -119,7 +119,7 @@ class Archive:
     def of(cls, file: File) -> Archive:
         """Return the content of a file, without running its pickle; raise HeaderError."""
         head = file.read(0, _HEAD_NBYTES)
-        if legacy.MAGIC in head[: legacy.MAGIC_NBYTES]:
+        if legacy.is_legacy(head):
             root, stored = legacy.read_legacy(file)
             return cls(file, "", stored, root)
         if not head.startswith(zip_entries.MAGIC):

@@ -23,15 +23,19 @@ from streamload.formats.torch.pickles import check_length, unpickle
 from streamload.formats.torch.unpickler import Loaded
 from streamload.formats.torch.zip_entries import Entry
 
-#: The opcode that pushes the magic number.
-MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
-MAGIC_NBYTES = 32  # of the file, in which it stands
-
+# The opcodes that push the magic number, from protocol 2 on and before; they end in few bytes.
+_MAGICS = (b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b"L119547037146038801333356L\n.")
+_MAGIC_NBYTES = 32
 _PROTOCOL = 1001
 _FIRST_NBYTES = 2**18  # read first; four times as many while the pickles are longer
 _COUNT_NBYTES = 8
 _OTHER_ITEMSIZES = {"complex128": 16, "complex32": 4, "qint32": 4}  # of those unreadable, not 1
 _WHAT = "its pickle"
+
+
+def is_legacy(head: bytes) -> bool:
+    """Return whether a file that begins with ``head`` has this form."""
+    return any(magic in head[:_MAGIC_NBYTES] for magic in _MAGICS)
 
 
 def read_legacy(file: File) -> tuple[Any, Mapping[str, Entry]]:

@@ -1,0 +1,39 @@
+"""Loads of files of torch, compared with torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import needs
+
+import streamload
+
+torch = needs.module("torch")
+
+
+def bits(tensor: Any) -> tuple[Any, ...]:
+    """Dtype, shape and bytes."""
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format).flatten()
+    raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return tensor.dtype, tuple(tensor.shape), raw
+
+
+def empty_like(expected: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors to be filled."""
+    return {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in expected.items()}
+
+
+def loaded(path: Any, expected: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    """What a load makes of a checkpoint on torch's CPU."""
+    found = empty_like(expected)
+    arguments = {"device": "cpu", "dtype": "checkpoint", "progress": False}
+    streamload.load_state_dict(found, path, **(arguments | options))
+    return found
+
+
+def check(path: Any, expected: Mapping[str, Any], **options: Any) -> None:
+    """Compare a load with torch's own."""
+    found = loaded(path, expected, **options)
+    for name, value in expected.items():
+        assert bits(found[name]) == bits(value), name
