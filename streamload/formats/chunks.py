@@ -71,7 +71,7 @@ def joined(
     for part in (own, *parts):
         starts[part.path] = end
         end += part.nbytes
-    first = after = round_up(end, _PAGE) + _PAGE
+    after = round_up(end, _PAGE) + _PAGE  # apart from the last block of a file
     infos, views = [], []
     for name, (dtype, shape, pieces) in tensors.items():
         check_name(name, own.path)
@@ -87,7 +87,8 @@ def joined(
         limit = f"at most {_MOST_NBYTES} bytes"
         raise HeaderError(own.path, "its tensors are too large", limit, after)
     infos.sort(key=lambda info: (info.start, info.stop, info.name))
-    header = Header(own.path, own.nbytes, first, tuple(infos), metadata, own.state, "dcp")
+    data_start = min((chunk.at for view in views for chunk in view.chunks), default=own.nbytes)
+    header = Header(own.path, own.nbytes, data_start, tuple(infos), metadata, own.state, "dcp")
     return replace(header, views=tuple(views), parts=parts)
 
 

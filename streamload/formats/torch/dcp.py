@@ -30,7 +30,7 @@ from streamload.formats.reader import (
     read_exactly,
     register_reader,
 )
-from streamload.formats.torch.archive import Archive
+from streamload.formats.torch.archive import Archive, TorchSave
 from streamload.formats.torch.choosing import chosen
 from streamload.formats.torch.globals import (
     DTYPES,
@@ -90,7 +90,7 @@ class Dcp(FormatReader):
     suffixes = (".distcp",)
 
     def looks(self, head: bytes) -> bool:
-        return head[:1] == b"\x80" and _MODULE.encode() in head
+        return TorchSave().looks(head) or (head[:1] == b"\x80" and _MODULE.encode() in head)
 
     def weights(self, names: Sequence[str]) -> Sequence[str]:
         return [_NAME] if names else []
