@@ -19,8 +19,8 @@ _CLASS = re.compile(
     r"^class (\w+)\(Module\):\n  __parameters__ = \[(.*)\]\n  __buffers__ = \[(.*)\]\n", re.M
 )
 _QUOTED = re.compile(r'"([^"]*)"')
-_MOST_LETTERS = 2**26  # of all names and code together: modules may be shared
-_MOST_CODE_NBYTES = 2**24  # of a file of code
+_MOST_LETTERS = 2**22  # of all names together: modules may be shared
+_MOST_CODE_NBYTES = 2**24  # of all code that is read
 
 #: By class, the names of its parameters and buffers.
 _Classes = Mapping[str, frozenset[str]]
@@ -44,18 +44,19 @@ def state_dict(root: Any, read: Callable[[str], bytes | None]) -> dict[str, Tens
     files: dict[str, _Classes] = {}
     found: dict[str, Tensor] = {}
     modules = [("", root)]
-    letters = 0
+    letters = code_nbytes = 0
     while modules:
         prefix, module = modules.pop()
         letters += len(prefix) + 1
-        if type(module) is not Instance or letters > _MOST_LETTERS:
+        many = letters > _MOST_LETTERS or code_nbytes > _MOST_CODE_NBYTES
+        if type(module) is not Instance or many:
             return None
         package, _, name = module.name.rpartition(".")
         if package not in files:
             source = read(f"code/{package.replace('.', '/')}.py")
             if source is None:
                 return None
-            letters += len(source)
+            code_nbytes += len(source)
             files[package] = _classes(source)
         if name not in files[package] or type(module.state) is not dict:
             if not prefix:
