@@ -191,9 +191,10 @@ def open_checkpoint(
         variant: of a folder, the files that have this in their names: "fp16" for
             ``model.fp16.safetensors``. None: the files without variant, if several files hold the
             same tensors.
-        key: of a file that torch.save wrote, the dict whose tensors are the checkpoint:
-            "state_dict", or "ema.state_dict" for one inside another, "." for the outermost. None:
-            the only one that holds tensors by name.
+        key: of a file that torch.save wrote, or of a folder of torch.distributed.checkpoint, the
+            dict whose tensors are the checkpoint: "state_dict", or "ema.state_dict" for one inside
+            another, "." for the outermost. None: the only one that holds tensors by name, without
+            optimizers, and without single elements beside others.
         like: for IREE's parameter archives, which may hold bytes alone: a checkpoint whose tensors
             of the same names give dtypes and shapes. None: tensors without them are
             one-dimensional U8.
@@ -203,8 +204,8 @@ def open_checkpoint(
     ``model.safetensors`` exists and no index names it, of that file alone; or else of all
     ``*.safetensors`` except hidden ones and, if there are others, ``consolidated*``. The Hub and
     buckets list their folders; at other URLs only the first two are found. A folder without
-    safetensors files may hold ``pytorch_model.bin``, its index and its files, or ``*.pth`` and the
-    like.
+    safetensors files may hold ``pytorch_model.bin``, its index and its files, ``*.pth`` and the
+    like, or ``.metadata`` and ``*.distcp``.
 
     A ``.gguf`` file is a checkpoint, too, and any file of a set of them stands for all. Its tensors
     have the names of Hugging Face, and its metadata take the place of ``config.json``.
