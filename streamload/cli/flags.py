@@ -67,7 +67,7 @@ KeyOption = Annotated[
     str | None,
     option(
         "KEY",
-        "Of a file that torch.save wrote, the dict whose tensors are meant: state_dict, or "
+        "Of a file that torch.save wrote or a DCP folder, the dict of the tensors: state_dict, or "
         "ema.state_dict for one inside another. Default: the only one.",
     ),
 ]

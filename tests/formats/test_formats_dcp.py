@@ -19,7 +19,7 @@ from conversions import quiet
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parameters import few
-from torch_loads import bits, check, empty_like
+from torch_loads import bits, check
 
 import streamload
 from streamload.checkpoint.open import open_checkpoint
@@ -242,8 +242,8 @@ def test_more_files_than_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         reader.read_into(64, memoryview(out))
 
 
-def test_offloads_and_places(saved: Path) -> None:
-    """A plan and a load into a module, by name."""
+def test_loads_a_module(saved: Path) -> None:
+    """The weights of a model that several processes trained, in a module of one."""
     module = torch.nn.Sequential(
         *(torch.nn.Linear(7, 13), torch.nn.LayerNorm(13)),
         *(torch.nn.Linear(13, 5, bias=False), torch.nn.BatchNorm1d(5)),
@@ -252,4 +252,3 @@ def test_offloads_and_places(saved: Path) -> None:
     expected = of_dcp(saved / "nested", "model.")
     for name, tensor in module.state_dict().items():
         assert bits(tensor) == bits(expected[name]), name
-    assert empty_like(expected).keys() == module.state_dict().keys()

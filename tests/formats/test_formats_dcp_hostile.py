@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import struct
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -272,6 +273,21 @@ def test_other_names(tmp_path: Path, named: str) -> None:
     folder = write_folder(tmp_path / "a", pickle_of(f"c{module}\n{name}\n".encode() + b")R"))
     with pytest.raises(HeaderError, match=f"names {module}.{name}, which is never called"):
         open_checkpoint(folder)
+
+
+def test_long_tuples_that_many_share(tmp_path: Path) -> None:
+    """Keys, offsets and shapes of 100,000 members are looked at once, if at all."""
+    long = (1,) * 10**5
+    changed = metadata()
+    info, place = _info(changed), _place(changed)
+    for number in range(2000):
+        name = f"model.{number}"
+        changed.planner_data[name] = long
+        changed.state_dict_metadata[name] = M.TensorStorageMetadata(info.properties, long, [])
+        changed.storage_data[_index_of(long)] = place
+    started = time.monotonic()
+    assert [*open_checkpoint(write_folder(tmp_path / "a", pickle.dumps(changed)))] == ["w"]
+    assert time.monotonic() - started < 5
 
 
 # --- data -----------------------------------------------------------------------------------------

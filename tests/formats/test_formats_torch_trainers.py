@@ -219,6 +219,17 @@ SCRIPTS: Mapping[str, tuple[bytes, str]] = {
         _by_hand(b"c__torch__\nN\n)\x81q\0}" + text("a" * 99) + b"h\0sb"),
         _REFUSED,
     ),
+    "long names of many modules": (
+        _by_hand(
+            _module(
+                b"}"
+                + text("k" * 10**6)
+                + _module(b"}(" + b"".join(text(str(i)) + _module(_W) for i in range(2000)) + b"u")
+                + b"s"
+            )
+        ),
+        _REFUSED,
+    ),
     "no parameters": (_by_hand(_module(b"}")), "holds no tensors by name"),
     "a tensor that is no parameter": (
         _by_hand(_module(b"}" + text("v") + tensor() + b"s")),
@@ -242,6 +253,7 @@ def test_hostile_scripts(tmp_path: Path, name: str) -> None:
         return
     # as many names and as much code as an archive may have
     most_nbytes = {"code that grows": 2**26, "a module of modules of it": 2**23, "itself": 2**25}
+    most_nbytes["long names of many modules"] = 2**25
     with little_memory(most_nbytes.get(name, 2**22)), pytest.raises(CheckpointError) as raised:
         open_checkpoint(path)
     assert problem in raised.value.problem

@@ -21,7 +21,7 @@ ROOT = "."
 _DEEPEST = 8  # levels of nested dicts that are searched
 _LISTED = 8
 _SHOWN = 80  # letters of a key
-_OPTIMIZER = {"state", "param_groups"}  # keys of torch.optim.Optimizer.state_dict
+_OPTIMIZER = ("state", "param_groups")  # keys of torch.optim.Optimizer.state_dict
 
 #: The keys that lead to a dict, as a linked list: (last key, those before); None for the outermost.
 _Way: TypeAlias = "tuple[str, _Way] | None"
@@ -80,7 +80,8 @@ def _is_single(tensor: Tensor) -> bool:
 
 def _is_optimizer(found: Mapping[Any, Any]) -> bool:
     """Return whether a dict is the state of an optimizer, nested or with dotted keys."""
-    return {key.partition(".")[0] for key in found if type(key) is str} >= _OPTIMIZER
+    keys = [key for key in found if type(key) is str]
+    return all(any(k == part or k.startswith(f"{part}.") for k in keys) for part in _OPTIMIZER)
 
 
 def _tensors_at(root: Any, key: str) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from streamload.core.dtypes import BY_NAME, DType
 from streamload.errors import CheckpointError, HeaderError, TruncatedFileError
@@ -145,16 +145,16 @@ def _nested(stated: Mapping[Any, Any], keys: Mapping[Any, Any]) -> dict[Any, Any
     root: dict[Any, Any] = {}
     for flat, each in stated.items():
         way = keys.get(flat)
-        if type(way) is not tuple or not all(type(key) in (str, int) for key in way):
+        if not _are(way, (str, int)):
             way = (flat,)
         found = root
         for key in way[:-1]:
             below = found.setdefault(key, {})
             found = below if type(below) is dict else {}
         size = _fields(each, f"{_MODULE}.TensorStorageMetadata").get("size")
-        is_tensor = type(size) is tuple and type(flat) is str
-        shape = size if type(size) is tuple else ()
-        value = Tensor(Storage(flat, "", 0), "", shape=shape) if is_tensor else Opaque()
+        value: Any = Opaque()
+        if _are(size, (int,)) and type(flat) is str:
+            value = Tensor(Storage(flat, "", 0), "", shape=size)
         found.update({key: value for key in way[-1:]})
     return root
 
@@ -165,7 +165,7 @@ def _places(stored: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...]], Mapp
     for index, place in stored.items():
         fields = _fields(index, f"{_MODULE}.MetadataIndex")
         flat, offsets = fields.get("fqn"), fields.get("offset")
-        if type(flat) is str and type(offsets) is tuple and all(type(n) is int for n in offsets):
+        if type(flat) is str and _are(offsets, (int,)):
             places[flat, offsets] = _fields(place, ".".join(_STORAGE_INFO))
     return places
 
@@ -241,11 +241,16 @@ def _fields(found: Any, name: str = "") -> Mapping[str, Any]:
     return found.state if type(found.state) is dict else {}
 
 
+def _are(found: Any, types: tuple[type, ...]) -> TypeGuard[tuple[Any, ...]]:
+    """Return whether an object is a tuple of few members, all of these types."""
+    few = type(found) is tuple and len(found) <= _MOST_AXES  # many objects may share a long one
+    return few and all(type(each) in types for each in found)
+
+
 def _shape(found: Any, fail: _Fail) -> tuple[int, ...]:
     """Return a tuple of lengths."""
-    few = type(found) is tuple and len(found) <= _MOST_AXES
-    if few and all(type(length) is int and 0 <= length <= _MOST_LENGTH for length in found):
-        return found  # type: ignore[no-any-return]
+    if _are(found, (int,)) and all(0 <= length <= _MOST_LENGTH for length in found):
+        return found
     raise fail("a shape is not valid", f"lengths of 0 to {_MOST_LENGTH}", kind_of(found))
 
 

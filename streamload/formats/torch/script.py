@@ -47,9 +47,7 @@ def state_dict(root: Any, read: Callable[[str], bytes | None]) -> dict[str, Tens
     letters = code_nbytes = 0
     while modules:
         prefix, module = modules.pop()
-        letters += len(prefix) + 1
-        many = letters > _MOST_LETTERS or code_nbytes > _MOST_CODE_NBYTES
-        if type(module) is not Instance or many:
+        if type(module) is not Instance:
             return None
         package, _, name = module.name.rpartition(".")
         if package not in files:
@@ -57,17 +55,22 @@ def state_dict(root: Any, read: Callable[[str], bytes | None]) -> dict[str, Tens
             if source is None:
                 return None
             code_nbytes += len(source)
+            if code_nbytes > _MOST_CODE_NBYTES:
+                return None
             files[package] = _classes(source)
         if name not in files[package] or type(module.state) is not dict:
             if not prefix:
                 return None
             continue  # an object that is no module
         for key, value in module.state.items():
-            if type(value) is Tensor and key in files[package][name]:
-                letters += len(prefix) + len(key)
-                found[prefix + key] = value
-            elif type(value) is Instance and type(key) is str:
+            if type(key) is not str or type(value) not in (Tensor, Instance):
+                continue
+            if (letters := letters + len(prefix) + len(key) + 1) > _MOST_LETTERS:
+                return None
+            if type(value) is Instance:
                 modules.append((f"{prefix}{key}.", value))
+            elif key in files[package][name]:
+                found[prefix + key] = value
     return found
 
 
