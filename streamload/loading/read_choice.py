@@ -52,7 +52,8 @@ def reader_choice(
     if fetch == "cache" and file_of(header.path) is not None:
         return choose_reader(header.path, "cache")
     if header.views and not isinstance(header.path, Url):
-        return ReaderChoice("pread", "some of its tensors are views with strides")
+        views = "views with strides" if not header.parts else "in chunks of several files"
+        return ReaderChoice("pread", f"some of its tensors are {views}")
     choice = choose_reader(header.path, reader, page_cache=page_cache, whole_slots=whole_slots)
     if reading == "ahead" or choice.kind != "mmap":
         return choice

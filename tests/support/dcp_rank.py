@@ -17,12 +17,15 @@ from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import streamload
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -55,6 +58,19 @@ def meshes(ranks: int) -> dict[str, Any]:
     return found
 
 
+def check_reload(folder: Path) -> None:
+    """Load into a sharded model; compare with dcp.load into another one."""
+    mine, _ = trained()
+    streamload.load_state_dict(mine, folder, device="cpu", progress=False)
+    theirs = {"model": get_model_state_dict(trained()[0])}
+    dcp.load(theirs, checkpoint_id=folder)
+    for name, tensor in get_model_state_dict(mine).items():
+        other = theirs["model"][name]
+        if isinstance(tensor, DTensor):
+            tensor, other = tensor.to_local(), other.to_local()
+        assert torch.equal(tensor, other), name
+
+
 def main() -> None:
     """Save each form."""
     folder = Path(sys.argv[1])
@@ -62,11 +78,13 @@ def main() -> None:
     model, optimizer = trained()
     weights, state = get_state_dict(model, optimizer)
     flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    weights["0.weight"].to_local().mul_(3)  # unlike those of any new model
     step = {"step": torch.tensor(3, dtype=torch.int32)}
     dcp.save(
         {"model": weights, "optimizer": state, "epoch": 3, "name": ["a"]},
         checkpoint_id=folder / "nested",
     )
+    check_reload(folder / "nested")
     # as torchtitan: the model's tensors at the top, the optimizer's under flat names
     dcp.save({**weights, "optimizer": flat, "train_state": step}, checkpoint_id=folder / "titan")
     dcp.save({"model": weights, "ema": weights}, checkpoint_id=folder / "two")
