@@ -119,12 +119,12 @@ def _print_inspection(checkpoint: Checkpoint, quantised: Mapping[str, QuantizedW
         rows.append((name, dtype, shape, format_bytes(nbytes)))
     by_dtype = ", ".join(f"{name} {format_bytes(n)}" for name, n in kinds.most_common())
     count = len(shown)
+    files = sum(len(header.files) for header in checkpoint.shards)
     weights = f", of {count} quantised weights and {len(rows) - count} others" if count else ""
     print_lines(
         *format_table(("tensor", "dtype", "shape", "bytes"), rows, right=1),
-        f"{len(checkpoint.tensors)} tensors{weights} in {len(checkpoint.shards)} "
-        f"file{'s' * (len(checkpoint.shards) != 1)}, {format_bytes(checkpoint.nbytes)}"
-        + (f": {by_dtype}" if by_dtype else ""),
+        f"{len(checkpoint.tensors)} tensors{weights} in {files} file{'s' * (files != 1)}, "
+        f"{format_bytes(checkpoint.nbytes)}" + (f": {by_dtype}" if by_dtype else ""),
         *(f"metadata {key}: {value}" for key, value in checkpoint.metadata.items()),
     )
 

@@ -54,11 +54,6 @@ class Chunked(NamedTuple):
     pieces: list[Piece]
 
 
-def row_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Return the strides in bytes of contiguous elements."""
-    return tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
 def joined(
     own: Part, parts: Iterable[Part], tensors: Mapping[str, Chunked], metadata: Mapping[str, str]
 ) -> Header:
@@ -116,8 +111,8 @@ def joined_shards(headers: Sequence[Header]) -> Sequence[Header]:
             if not info.dtype.itemsize:
                 raise fail("its dtype cannot be read in chunks", "whole bytes", info.dtype)
             ends = (max(n, a + b) for n, a, b in zip(known.shape, origin, info.shape, strict=True))
-            strides = row_strides(info.shape, info.dtype.itemsize)
-            chunk = Chunk(tuple(origin), info.shape, info.start, strides)
+            strides = (info.dtype.itemsize * math.prod(info.shape[a + 1 :]) for a in range(axes))
+            chunk = Chunk(tuple(origin), info.shape, info.start, tuple(strides))
             known.pieces.append(Piece(header.path, chunk))
             tensors[info.name] = known._replace(shape=tuple(ends))
     if all(len(c.pieces) == 1 and c.shape == c.pieces[0].chunk.shape for c in tensors.values()):
