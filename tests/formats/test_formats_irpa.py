@@ -430,7 +430,8 @@ def test_mutated_files(tmp_path_factory: pytest.TempPathFactory, content: bytes)
         if view is None or not info.nbytes:
             assert 0 <= info.start <= info.stop <= len(content)
         else:
-            assert view.stop == info.stop and view.at + view.itemsize <= len(content)
+            (chunk,) = view.chunks
+            assert view.stop == info.stop and chunk.at + view.itemsize <= len(content)
 
 
 # --- IREE -----------------------------------------------------------------------------------------
