@@ -196,7 +196,7 @@ def test_folder_without_weights_says_what_is_there(
     for name in files:
         (tmp_path / name).write_text("{}")
     error = refused(tmp_path, ShardNotFoundError)
-    known = "*.safetensors, *.gguf, *.irpa, *.pth, *.bin, *.pt or *.ckpt"
+    known = "*.safetensors, *.gguf, *.irpa, *.pth, *.bin, *.pt, *.ckpt or *.distcp"
     assert (error.path, error.expected, error.found) == (str(tmp_path), known, found)
 
 
