@@ -495,8 +495,9 @@ def test_mutated_files_are_valid_or_one_of_our_errors(raw: bytes, tmp_path: Path
         assert 0 <= info.start <= info.stop <= reach
         assert info.nbytes == info.dtype.nbytes(info.numel)
     for view in checkpoint.shards[0].views:
-        last = sum((n - 1) * step for n, step in zip(view.shape, view.strides, strict=True))
-        assert 0 <= view.at <= view.at + last + view.itemsize <= len(raw)
+        (chunk,) = view.chunks
+        last = sum((n - 1) * step for n, step in zip(chunk.shape, chunk.strides, strict=True))
+        assert 0 <= chunk.at <= chunk.at + last + view.itemsize <= len(raw)
 
 
 @pytest.mark.slow
