@@ -1,0 +1,228 @@
+"""Loads over the nodes of a Ray cluster: one actor on each loads and keeps its part of a model.
+
+    import ray
+    import streamload.distributed.ray
+
+    ray.init("auto")
+    budget = {node["NodeName"]: "3GB" for node in ray.nodes()}
+    with streamload.distributed.ray.load(model_fn, path, budget=budget) as loaded:
+        hidden = tokens
+        for actor in loaded.actors.values():
+            hidden = actor.call.remote("forward", hidden)
+        print(ray.get(hidden))
+
+Each actor calls `streamload.distributed.load_state_dict` as a process under torchrun does: rank 0
+serves a TCPStore, and the ranks meet there for a gloo group. Its RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT are set, so that models may call ``torch.distributed.init_process_group``.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Self
+
+from streamload.core.memory import BudgetLike
+from streamload.distributed import load as over_nodes
+from streamload.errors import NodeError, PeerFailedError, PlanInfeasibleError
+from streamload.loading.report import LoadReport
+from streamload.planning.partition import natural_key
+from streamload.planning.shares import Share
+
+try:
+    import ray
+except ImportError as error:
+    raise ImportError(
+        "cannot import Ray: it is not installed; write pip install 'streamload[ray]'", name="ray"
+    ) from error
+
+_GRACE_S = 2.0  # after the first error, for those of other actors
+#: The options of `load` that its plan takes, too.
+_PLANNED = over_nodes.ClusterPlanOptions.__annotations__.keys() | {"device", "split", "timeout"}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model over the nodes of a Ray cluster; a context that ends its actors.
+
+    Attributes:
+        actors: the handle of each node's actor, by node, in the order of the layers.
+            ``actor.call.remote(name, *args, **kwargs)`` calls a method of its model.
+        reports: the report of each node's load, by node: ``plan.placements`` lists its parameters,
+            ``nodes`` the bytes of all nodes. Tensors stay in the actors.
+    """
+
+    actors: Mapping[str, Any]
+    reports: Mapping[str, LoadReport]
+    _placed: Any = field(repr=False)  # the placement group
+
+    def close(self) -> None:
+        """End the actors, and release what Ray reserved for them."""
+        ray.util.remove_placement_group(self._placed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Rank:
+    """The actor of one rank."""
+
+    model: Any = None
+
+    def port(self) -> int:
+        """Return a free port of this node."""
+        with socket.create_server(("", 0)) as server:
+            return int(server.getsockname()[1])
+
+    def load(
+        self,
+        environment: Mapping[str, str],
+        model_fn: Callable[[Share], Any],
+        path: str | os.PathLike[str],
+        options: Mapping[str, Any],
+    ) -> LoadReport:
+        """Plan, build the model of this rank and load it; return the report without tensors."""
+        os.environ.update(environment)
+        planned = {name: value for name, value in options.items() if name in _PLANNED}
+        self.model = model_fn(over_nodes.plan(path, **planned).mine)
+        report = over_nodes.load_state_dict(self.model, path, **options)
+        if self.model is None:
+            self.model = report.state_dict
+        return replace(report, state_dict={})
+
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of this rank's model; of the dictionary of its tensors if it has none."""
+        return getattr(self.model, method)(*args, **kwargs)
+
+
+def load(
+    model_fn: Callable[[Share], Any],
+    path: str | os.PathLike[str],
+    *,
+    budget: Mapping[str, BudgetLike],
+    num_cpus: float = 1,
+    num_gpus: float = 0,
+    timeout: float = 60.0,
+    **options: Any,
+) -> Loaded:
+    """Load a checkpoint over nodes of a Ray cluster, by one actor on each.
+
+    The driver calls this after ``ray.init``. streamload and the checkpoint must be on each node.
+
+    Args:
+        model_fn: called in each actor with the rank's `Share`; returns the ``model`` of
+            `streamload.distributed.load_state_dict`: the rank's part, the whole with the parts of
+            others on the meta device, or None for a dictionary of the part's tensors.
+        path: as in `streamload.distributed.load_state_dict`, on every node.
+        budget: the nodes, by ``ray start --node-name`` or else by address, and the budget of each.
+        num_cpus: CPUs that Ray reserves for each actor; it limits torch to as many threads.
+        num_gpus: GPUs that Ray reserves for each actor and lets it see.
+        timeout: seconds for Ray to place and start the actors; and as in
+            `streamload.distributed.load_state_dict`.
+        **options: others of `streamload.distributed.load_state_dict`.
+
+    Returns:
+        The handles of the actors, and their reports. Its ``close``, or the end of the driver, ends
+        the actors; so does an error of this call.
+
+    Raises:
+        PlanInfeasibleError: it does not fit.
+        PeerFailedError: a node or its actor died or hangs; names the node.
+        NodeError: the cluster lacks a node or free CPUs, or an actor could not load; names the
+            node. The cause is the actor's error, with its traceback there.
+
+    If a node dies later, calls of its actor raise Ray's ActorDiedError with the node's address.
+    """
+    found = {node["NodeName"]: node for node in ray.nodes() if node["Alive"]}
+    if missing := [name for name in budget if name not in found]:
+        raise NodeError(
+            ", ".join(missing),
+            f"not in the Ray cluster, which has {', '.join(sorted(found, key=natural_key))}; "
+            "write ray start there, or leave it out of budget=",
+        )
+    nodes = sorted(budget, key=natural_key)  # the order of the layers
+    reserved = {"CPU": num_cpus, "GPU": num_gpus}
+    placed = ray.util.placement_group(
+        [
+            {f"node:{found[name]['NodeManagerAddress']}": 0.001}
+            | {kind: count for kind, count in reserved.items() if count}
+            for name in nodes
+        ],
+        strategy="STRICT_SPREAD",
+    )
+    try:
+        if not placed.wait(timeout):
+            raise NodeError(
+                ", ".join(nodes),
+                f"Ray found no room for an actor with {num_cpus:g} CPUs and {num_gpus:g} GPUs on "
+                f"each within {timeout:g} s; write num_cpus= or num_gpus=, or end what uses them",
+            )
+        actors = {}
+        for rank, name in enumerate(nodes):
+            at = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(placed, rank)
+            kind = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, scheduling_strategy=at)(_Rank)
+            actors[name] = kind.remote()
+        ports = _answers({actor.port.remote(): name for name, actor in actors.items()}, timeout)
+        calls = {}
+        for rank, (name, actor) in enumerate(actors.items()):
+            environment = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(nodes)),
+                "MASTER_ADDR": found[nodes[0]]["NodeManagerAddress"],
+                "MASTER_PORT": str(ports[nodes[0]]),
+                "STREAMLOAD_NODE_ID": name,
+            }
+            asked = {"budget": budget[name], "timeout": timeout, **options}
+            calls[actor.load.remote(environment, model_fn, path, asked)] = name
+        reports = _answers(calls)
+        return Loaded(actors, {name: reports[name] for name in nodes}, placed)
+    except BaseException:
+        ray.util.remove_placement_group(placed)
+        raise
+
+
+def _answers(calls: Mapping[Any, str], timeout: float | None = None) -> dict[str, Any]:
+    """Return the results of calls of all nodes, by node; raise an error that names one.
+
+    Args:
+        calls: the nodes, by Ray's references.
+        timeout: seconds between two results; None: no limit.
+    """
+    pending, found = list(calls), {}
+    errors: list[Exception] = []
+    while pending:
+        done, pending = ray.wait(pending, timeout=_GRACE_S if errors else timeout)
+        if not done:
+            break
+        for call in done:
+            try:
+                found[calls[call]] = ray.get(call)
+            except ray.exceptions.RayError as error:
+                errors.append(_named(calls[call], error))
+    if pending and not errors:
+        late = ", ".join(calls[call] for call in pending)
+        raise PeerFailedError(late, f"its actor did not start within {timeout:g} s")
+    if errors:
+        # of one node: the others know of it as a NodeError
+        raise next((e for e in errors if isinstance(e, PlanInfeasibleError)), errors[0])
+    return found
+
+
+def _named(node: str, error: Any) -> Exception:
+    """Return an error that names a node, for Ray's error of a call there."""
+    if not isinstance(error, ray.exceptions.RayTaskError):
+        named: NodeError = PeerFailedError(node, f"Ray: {' '.join(str(error).split())}")
+    elif isinstance(error.cause, PlanInfeasibleError | NodeError):
+        return error.cause
+    else:
+        named = NodeError(node, f"{type(error.cause).__name__}: {error.cause}")
+    named.__cause__ = error
+    return named
