@@ -147,8 +147,8 @@ def open_group(group: object = None, timeout: float = 60.0, met: Met = unmet) ->
     if isinstance(group, ProcessGroup):
         return group
     for engine, module in (("torch", "torch"), ("mpi", "mpi4py.MPI")):
-        if module in sys.modules and _engine(engine).is_group(group):
-            wrapped: ProcessGroup = _engine(engine).wrap(group, timeout, met)
+        if module in sys.modules and engine_module(engine).is_group(group):
+            wrapped: ProcessGroup = engine_module(engine).wrap(group, timeout, met)
             return wrapped
     raise TypeError(
         f"{type(group).__name__} is not a group: give a streamload Group, a "
@@ -161,7 +161,7 @@ def _launched(launch: Launch, timeout: float, met: Met) -> ProcessGroup:
     problems = []
     for engine in _ENGINES[launch.engine_hint]:
         try:
-            opened: ProcessGroup = _engine(engine).launched(launch, timeout, met)
+            opened: ProcessGroup = engine_module(engine).launched(launch, timeout, met)
             return opened
         except PeerFailedError:
             raise
@@ -197,7 +197,7 @@ def _meeting(env: Mapping[str, str]) -> str:
     return f"tcp://{first}:{_PORTS[(16 * job + step) % len(_PORTS)]}"
 
 
-def _engine(name: str) -> Any:
+def engine_module(name: str) -> Any:
     """Import the module of engine ``name``, with torch's log off: streamload raises its errors."""
     quiet = _TORCH_LOG not in os.environ and "torch" not in sys.modules
     if quiet:

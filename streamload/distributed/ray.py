@@ -9,24 +9,23 @@
         hidden = tokens
         for actor in loaded.actors.values():
             hidden = actor.call.remote("forward", hidden)
-        print(ray.get(hidden))
+        print(loaded.get(hidden))
 
-Each actor calls `streamload.distributed.load_state_dict` as a process under torchrun does: rank 0
-serves a TCPStore, and the ranks meet there for a gloo group. Its RANK, WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT are set, so that models may call ``torch.distributed.init_process_group``.
+Each actor calls `streamload.distributed.load_state_dict` as a process under torchrun does. They
+meet in a TCPStore, which the driver serves, for a gloo group. Their RANK, WORLD_SIZE, MASTER_ADDR
+and MASTER_PORT are set, so that models may call ``torch.distributed.init_process_group``, too.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Self
 
 from streamload.core.memory import BudgetLike
 from streamload.distributed import load as over_nodes
+from streamload.distributed.launch import engine_module
 from streamload.errors import NodeError, PeerFailedError, PlanInfeasibleError
 from streamload.loading.report import LoadReport
 from streamload.planning.partition import natural_key
@@ -58,6 +57,17 @@ class Loaded:
     actors: Mapping[str, Any]
     reports: Mapping[str, LoadReport]
     _placed: Any = field(repr=False)  # the placement group
+    _store: Any = field(repr=False)  # in which the ranks meet
+
+    def get(self, answers: Any, timeout: float | None = None) -> Any:
+        """Return ``ray.get(answers, timeout=timeout)``; PeerFailedError names a node that died."""
+        try:
+            return ray.get(answers, timeout=timeout)
+        except ray.exceptions.RayActorError as error:
+            dead = [name for name, a in self.actors.items() if a._actor_id.hex() == error.actor_id]
+            if not dead:
+                raise
+            raise _named(dead[0], error) from error
 
     def close(self) -> None:
         """End the actors, and release what Ray reserved for them."""
@@ -66,9 +76,7 @@ class Loaded:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -77,10 +85,8 @@ class _Rank:
 
     model: Any = None
 
-    def port(self) -> int:
-        """Return a free port of this node."""
-        with socket.create_server(("", 0)) as server:
-            return int(server.getsockname()[1])
+    def __init__(self) -> None:
+        engine_module("torch")  # imported before the others wait
 
     def load(
         self,
@@ -115,7 +121,8 @@ def load(
 ) -> Loaded:
     """Load a checkpoint over nodes of a Ray cluster, by one actor on each.
 
-    The driver calls this after ``ray.init``. streamload and the checkpoint must be on each node.
+    The driver calls this after ``ray.init``, on a node of the cluster. streamload and the
+    checkpoint must be on every node of ``budget``.
 
     Args:
         model_fn: called in each actor with the rank's `Share`; returns the ``model`` of
@@ -139,7 +146,8 @@ def load(
         NodeError: the cluster lacks a node or free CPUs, or an actor could not load; names the
             node. The cause is the actor's error, with its traceback there.
 
-    If a node dies later, calls of its actor raise Ray's ActorDiedError with the node's address.
+    If a node dies later, calls of its actor raise Ray's ActorDiedError or ActorUnavailableError;
+    `Loaded.get` names the node.
     """
     found = {node["NodeName"]: node for node in ray.nodes() if node["Alive"]}
     if missing := [name for name in budget if name not in found]:
@@ -170,20 +178,23 @@ def load(
             at = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(placed, rank)
             kind = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, scheduling_strategy=at)(_Rank)
             actors[name] = kind.remote()
-        ports = _answers({actor.port.remote(): name for name, actor in actors.items()}, timeout)
+        _answers({actor.__ray_ready__.remote(): name for name, actor in actors.items()}, timeout)
+        address = ray.util.get_node_ip_address()
+        store = engine_module("torch").serve(address)
         calls = {}
         for rank, (name, actor) in enumerate(actors.items()):
             environment = {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(len(nodes)),
-                "MASTER_ADDR": found[nodes[0]]["NodeManagerAddress"],
-                "MASTER_PORT": str(ports[nodes[0]]),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank serves the store
                 "STREAMLOAD_NODE_ID": name,
             }
             asked = {"budget": budget[name], "timeout": timeout, **options}
             calls[actor.load.remote(environment, model_fn, path, asked)] = name
         reports = _answers(calls)
-        return Loaded(actors, {name: reports[name] for name in nodes}, placed)
+        return Loaded(actors, {name: reports[name] for name in nodes}, placed, store)
     except BaseException:
         ray.util.remove_placement_group(placed)
         raise
@@ -219,8 +230,11 @@ def _answers(calls: Mapping[Any, str], timeout: float | None = None) -> dict[str
 def _named(node: str, error: Any) -> Exception:
     """Return an error that names a node, for Ray's error of a call there."""
     if not isinstance(error, ray.exceptions.RayTaskError):
-        named: NodeError = PeerFailedError(node, f"Ray: {' '.join(str(error).split())}")
-    elif isinstance(error.cause, PlanInfeasibleError | NodeError):
+        # the last line of several has the reason
+        named: NodeError = PeerFailedError(node, f"Ray: {str(error).splitlines()[-1].strip()}")
+    elif isinstance(error.cause, PlanInfeasibleError):
+        return error.cause.without("streamload.distributed.offload")  # not here
+    elif isinstance(error.cause, NodeError):
         return error.cause
     else:
         named = NodeError(node, f"{type(error.cause).__name__}: {error.cause}")

@@ -370,6 +370,11 @@ def wrap(group: Any, timeout: float, met: Met = unmet) -> ProcessGroup:
     return meeting.open(timeout)
 
 
+def serve(address: str) -> Any:
+    """Return a store for ranks to meet in, served by this process, which is none of them."""
+    return dist.TCPStore(address, 0, None, True, wait_for_workers=False)
+
+
 def is_group(thing: object) -> bool:
     """Return whether ``thing`` is a process group of torch."""
     return isinstance(thing, dist.ProcessGroup)

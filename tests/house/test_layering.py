@@ -48,6 +48,7 @@ FRAMEWORKS = {
     "tinygrad": ("tinygrad",),
     "torch": ("torch",),
     "mpi4py": ("mpi",),
+    "ray": ("ray",),
     "transformers": (),
     "accelerate": (),
     "diffusers": (),
@@ -64,7 +65,7 @@ READ_ENVIRONMENT = (
     *("core.disk_cache", "files.connections"),
     "files.stores",
     *("devices.names", "devices.probing"),
-    *("distributed.launch", "distributed.store", "distributed.torch"),
+    *("distributed.launch", "distributed.ray", "distributed.store", "distributed.torch"),
 )
 START_THREADS = (
     *("streaming.loop", "conversion.writing", "bench.limits"),  # of a process each
