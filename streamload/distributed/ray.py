@@ -38,6 +38,7 @@ except ImportError as error:
         "cannot import Ray: it is not installed; write pip install 'streamload[ray]'", name="ray"
     ) from error
 
+_START_S = 120.0  # for actors to start: they import torch
 _GRACE_S = 2.0  # after the first error, for those of other actors
 #: The options of `load` that its plan takes, too.
 _PLANNED = over_nodes.ClusterPlanOptions.__annotations__.keys() | {"device", "split", "timeout"}
@@ -132,13 +133,12 @@ def load(
         budget: the nodes, by ``ray start --node-name`` or else by address, and the budget of each.
         num_cpus: CPUs that Ray reserves for each actor; it limits torch to as many threads.
         num_gpus: GPUs that Ray reserves for each actor and lets it see.
-        timeout: seconds for Ray to place and start the actors; and as in
+        timeout: seconds for Ray to find room for the actors; and as in
             `streamload.distributed.load_state_dict`.
         **options: others of `streamload.distributed.load_state_dict`.
 
     Returns:
-        The handles of the actors, and their reports. Its ``close``, or the end of the driver, ends
-        the actors; so does an error of this call.
+        The actors and their reports; its ``close``, or the driver's exit, ends the actors.
 
     Raises:
         PlanInfeasibleError: it does not fit.
@@ -146,8 +146,8 @@ def load(
         NodeError: the cluster lacks a node or free CPUs, or an actor could not load; names the
             node. The cause is the actor's error, with its traceback there.
 
-    If a node dies later, calls of its actor raise Ray's ActorDiedError or ActorUnavailableError;
-    `Loaded.get` names the node.
+    After an error no actor runs on. If a node dies later, calls of its actor raise Ray's
+    ActorDiedError or ActorUnavailableError; `Loaded.get` names the node.
     """
     found = {node["NodeName"]: node for node in ray.nodes() if node["Alive"]}
     if missing := [name for name in budget if name not in found]:
@@ -178,7 +178,7 @@ def load(
             at = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(placed, rank)
             kind = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, scheduling_strategy=at)(_Rank)
             actors[name] = kind.remote()
-        _answers({actor.__ray_ready__.remote(): name for name, actor in actors.items()}, timeout)
+        _answers({actor.__ray_ready__.remote(): name for name, actor in actors.items()}, _START_S)
         address = ray.util.get_node_ip_address()
         store = engine_module("torch").serve(address)
         calls = {}
@@ -220,7 +220,7 @@ def _answers(calls: Mapping[Any, str], timeout: float | None = None) -> dict[str
                 errors.append(_named(calls[call], error))
     if pending and not errors:
         late = ", ".join(calls[call] for call in pending)
-        raise PeerFailedError(late, f"its actor did not start within {timeout:g} s")
+        raise PeerFailedError(late, f"its actor did not answer within {timeout:g} s")
     if errors:
         # of one node: the others know of it as a NodeError
         raise next((e for e in errors if isinstance(e, PlanInfeasibleError)), errors[0])
