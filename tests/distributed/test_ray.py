@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,14 @@ def plain(path: Any) -> dict[str, np.ndarray[Any, Any]]:
     return report.state_dict
 
 
+def held(loaded: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """The tensors of all actors; each is on one."""
+    parts = loaded.get([actor.call.remote("copy") for actor in loaded.actors.values()])
+    whole = {name: array for part in parts for name, array in part.items()}
+    assert len(whole) == sum(map(len, parts))
+    return whole
+
+
 def equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Assert that arrays are the same, bit for bit."""
     assert found.keys() == expected.keys()
@@ -155,8 +163,7 @@ def test_each_node_holds_its_part(load: Callable[..., Any], tmp_path: Path) -> N
             assert {placement.name for placement in report.plan.placements} == part.keys()
             assert not report.state_dict
             assert [each.node for each in report.nodes] == [*NODES]
-        assert sum(map(len, parts)) == len({name for part in parts for name in part})
-        equal({n: array for part in parts for n, array in part.items()}, plain(tmp_path / "model"))
+        equal(held(loaded), plain(tmp_path / "model"))
 
 
 @pytest.mark.slow
@@ -187,31 +194,42 @@ def test_models_are_called(load: Callable[..., Any]) -> None:
         np.testing.assert_allclose(found, [whole] * 2)
 
 
-@pytest.mark.slow
-def test_a_node_is_killed_during_a_load(load: Callable[..., Any], cluster: Cluster) -> None:
-    """The driver names it within seconds, and no actor runs on."""
-    reached = threading.Event()
+@contextmanager
+def losing(cluster: Cluster, node: str, folder: Path) -> Iterator[tuple[str, list[float]]]:
+    """The URL of a checkpoint, and when a node was killed: as soon as data of tensors is asked for.
 
-    def slowly(handler: Handler, content: bytes) -> None:
-        body = handler.wanted is not None and handler.wanted[0] > 0  # behind the header
-        if body:
+    None is sent before that.
+    """
+    reached, killed, times = threading.Event(), threading.Event(), list[float]()
+
+    def hold(handler: Handler, content: bytes) -> None:
+        if handler.wanted is not None and handler.wanted[0] > 0:  # behind the header
             reached.set()
-        Answer(dribble=0.05 if body else None)(handler, content)
+            killed.wait(START_S)
+        Answer()(handler, content)
 
-    with tempfile.TemporaryDirectory() as folder, serve(llama(Path(folder) / "model")) as site:
-        site.always |= {f"/model-0000{n}-of-00002.safetensors": slowly for n in (1, 2)}
-        killed: list[float] = []
+    def kill() -> None:
+        if reached.wait(START_S):
+            times.append(time.monotonic())
+            cluster.kill(node)
+            killed.set()
 
-        def kill() -> None:
-            if reached.wait(START_S):
-                killed.append(time.monotonic())
-                cluster.kill(NODES[2])
-
+    with serve(folder) as site:
+        site.always |= {f"/model-0000{n}-of-00002.safetensors": hold for n in (1, 2)}
         killing = threading.Thread(target=kill)
         killing.start()
-        with pytest.raises(PeerFailedError) as raised:
-            load(path=site.url)
+        yield site.url, times
         killing.join()
+
+
+@pytest.mark.slow
+def test_a_node_is_killed_during_a_load(
+    load: Callable[..., Any], cluster: Cluster, tmp_path: Path
+) -> None:
+    """The driver names it within seconds, and no actor runs on."""
+    with losing(cluster, NODES[2], tmp_path / "model") as (url, killed):
+        with pytest.raises(PeerFailedError) as raised:
+            load(path=url)
         assert time.monotonic() - killed[0] < SOON_S
         assert raised.value.node == NODES[2]
 
