@@ -52,7 +52,7 @@ class Loaded:
         actors: the handle of each node's actor, by node, in the order of the layers.
             ``actor.call.remote(name, *args, **kwargs)`` calls a method of its model.
         reports: the report of each node's load, by node: ``plan.placements`` lists its parameters,
-            ``nodes`` the bytes of all nodes. Tensors stay in the actors.
+            ``nodes`` the bytes of all nodes, ``lost`` the lost ones. Tensors stay in the actors.
     """
 
     actors: Mapping[str, Any]
@@ -69,6 +69,16 @@ class Loaded:
             if not dead:
                 raise
             raise _named(dead[0], error) from error
+
+    def recover(self) -> Loaded:
+        """Load again without nodes that died, after a load with ``on_loss="replan"``.
+
+        See `streamload.distributed.Recovery.recover`; the actors that are left stay.
+        """
+        calls = {actor.recover.remote(): name for name, actor in self.actors.items()}
+        reports = _answers(calls, replan=True)
+        left = {name: reports[name] for name in self.actors if name in reports}
+        return replace(self, actors={name: self.actors[name] for name in left}, reports=left)
 
     def close(self) -> None:
         """End the actors, and release what Ray reserved for them."""
@@ -100,10 +110,17 @@ class _Rank:
         os.environ.update(environment)
         planned = {name: value for name, value in options.items() if name in _PLANNED}
         self.model = model_fn(over_nodes.plan(path, **planned).mine)
-        report = over_nodes.load_state_dict(self.model, path, **options)
+        return self._loaded(over_nodes.load_state_dict(self.model, path, **options))
+
+    def recover(self) -> LoadReport:
+        """Load again without lost ranks; return the new report without tensors."""
+        return self._loaded(self._recovery.recover())
+
+    def _loaded(self, report: LoadReport) -> LoadReport:
+        self._recovery = report.recovery
         if self.model is None:
             self.model = report.state_dict
-        return replace(report, state_dict={})
+        return replace(report, state_dict={}, recovery=None)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of this rank's model; of the dictionary of its tensors if it has none."""
@@ -193,37 +210,46 @@ def load(
             }
             asked = {"budget": budget[name], "timeout": timeout, **options}
             calls[actor.load.remote(environment, model_fn, path, asked)] = name
-        reports = _answers(calls)
-        return Loaded(actors, {name: reports[name] for name in nodes}, placed, store)
+        reports = _answers(calls, replan=options.get("on_loss") == "replan")
+        left = {name: reports[name] for name in nodes if name in reports}
+        return Loaded({name: actors[name] for name in left}, left, placed, store)
     except BaseException:
         ray.util.remove_placement_group(placed)
         raise
 
 
-def _answers(calls: Mapping[Any, str], timeout: float | None = None) -> dict[str, Any]:
+def _answers(
+    calls: Mapping[Any, str], timeout: float | None = None, *, replan: bool = False
+) -> dict[str, Any]:
     """Return the results of calls of all nodes, by node; raise an error that names one.
 
     Args:
         calls: the nodes, by Ray's references.
         timeout: seconds between two results; None: no limit.
+        replan: the results are reports; leave out nodes that they list as lost.
     """
-    pending, found = list(calls), {}
-    errors: list[Exception] = []
+    pending, found, lost = list(calls), {}, set()
+    errors: dict[str, Exception] = {}
     while pending:
-        done, pending = ray.wait(pending, timeout=_GRACE_S if errors else timeout)
+        known = [e for e in errors.values() if not (replan and isinstance(e, PeerFailedError))]
+        done, pending = ray.wait(pending, timeout=_GRACE_S if known else timeout)
         if not done:
             break
         for call in done:
             try:
                 found[calls[call]] = ray.get(call)
             except ray.exceptions.RayError as error:
-                errors.append(_named(calls[call], error))
-    if pending and not errors:
+                errors[calls[call]] = _named(calls[call], error)
+        if replan:
+            lost = {name for report in found.values() for name in report.lost}
+            pending = [call for call in pending if calls[call] not in lost]
+    serious = [error for name, error in errors.items() if name not in lost]
+    if pending and not serious:
         late = ", ".join(calls[call] for call in pending)
         raise PeerFailedError(late, f"its actor did not answer within {timeout:g} s")
-    if errors:
+    if serious:
         # of one node: the others know of it as a NodeError
-        raise next((e for e in errors if isinstance(e, PlanInfeasibleError)), errors[0])
+        raise next((e for e in serious if isinstance(e, PlanInfeasibleError)), serious[0])
     return found
 
 

@@ -235,6 +235,27 @@ def test_a_node_is_killed_during_a_load(
 
 
 @pytest.mark.slow
+def test_loads_go_on_without_lost_nodes(
+    load: Callable[..., Any], cluster: Cluster, tmp_path: Path
+) -> None:
+    """By on_loss="replan" during a load, even without rank 0, and by `recover` after it."""
+    path = tmp_path / "model"
+    for nodes, lost in ((NODES[1:], NODES[1]), (NODES, NODES[1])):
+        if lost not in cluster.nodes:
+            cluster.start(lost)
+        options = {"budget": dict.fromkeys(nodes, PLENTY), "on_loss": "replan", "timeout": 10}
+        with losing(cluster, lost, path) as (url, _), load(path=url, **options) as loaded:
+            assert [*loaded.actors] == [node for node in nodes if node != lost]
+            assert all(report.lost == (lost,) for report in loaded.reports.values())
+            equal(held(loaded), plain(path))
+            if nodes == NODES:
+                cluster.kill(NODES[2])
+                again = loaded.recover()
+                assert [*again.actors] == [*again.reports] == [NODES[0]]
+                equal(held(again), plain(path))
+
+
+@pytest.mark.slow
 def test_a_node_is_killed_after_a_load(load: Callable[..., Any], cluster: Cluster) -> None:
     """Calls that wait and later ones name it within seconds; other nodes answer on."""
     with load() as loaded:
