@@ -293,6 +293,15 @@ def _with_a_tensor(folder: Path, name: str, code: str = "F32") -> Path:
     return source
 
 
+def _of_experts(folder: Path, *names: str, without: str = "") -> Path:
+    source = _source(folder, model_type="qwen3_moe", num_experts=2)
+    starts = (f"model.layers.0.mlp.experts.{name}.weight" for name in names)
+    found = [start.removeprefix(without) if at else start for at, start in enumerate(starts)]
+    tensors = {name: ("F32", (2, 2), bytes(16)) for name in found}
+    write_safetensors(folder / "model.safetensors", tensors)
+    return source
+
+
 def _other_tokenizer(folder: Path) -> Path:
     source = _source(folder, tokenizer=False)
     (source / "tokenizer.model").write_bytes(b"x")
@@ -325,6 +334,28 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "config": (_without_config, {}, "found no config.json"),
     "experts": (lambda p: _source(p, num_experts=8), {}, "convert_hf_to_gguf.py knows more"),
+    "experts without the first": (
+        lambda p: _of_experts(p, "1.gate_proj"),
+        {"dtype": "float16"},
+        r"cannot be stacked.*numbers 0 to 0.*numbers up to 1",
+    ),
+    "an expert twice": (
+        lambda p: _of_experts(p, "0.gate_proj", "0.gate_proj", without="model."),
+        {"dtype": "float16"},
+        r"would have the same name in GGUF, blk\.0\.ffn_gate_exps\.weight",
+    ),
+    "window of gemma": (
+        lambda p: _source(
+            *(p,), model_type="gemma3_text", tie_word_embeddings=True, sliding_window_pattern=3
+        ),
+        {},
+        "no such sliding_window_pattern in config.json.*found 3",
+    ),
+    "window of qwen": (
+        lambda p: _source(p, model_type="qwen2", max_window_layers="x"),
+        {},
+        "max_window_layers is a whole number",
+    ),
     "name": (
         lambda p: _with_a_tensor(p, "model.vision.weight"),
         {},

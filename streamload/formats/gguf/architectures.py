@@ -357,7 +357,7 @@ _GEMMA3 = replace(
     models={"gemma3_text": "Gemma3ForCausalLM"},
     modules=_LLAMA_MODULES | _GEMMA_NORMS | _QK_NORMS,
     settings=_GEMMA_SETTINGS | {"rope.freq_base_swa": "rope_local_base_freq"},
-    values=_GEMMA_VALUES | {"attn_logit_softcapping": (None,)},
+    values=_GEMMA_VALUES | {"attn_logit_softcapping": (None,), "sliding_window_pattern": (6, None)},
     window=6,
     wide_layers=62,
 )

@@ -124,7 +124,7 @@ class GGUF(FormatWriter):
                 _check_kind(model, name, target)
         if not kept:
             model.refuse("no tensor of it is written as GGUF")
-        sources: dict[str, str] = {}
+        sources: dict[tuple[str, int | None], str] = {}  # by GGUF's name and number in a stack
         found: dict[str, Target] = {}
         stacks: dict[str, dict[int, Target]] = {}
         for name, target in kept.items():
@@ -139,14 +139,13 @@ class GGUF(FormatWriter):
             if own == HEAD and self._is_tied:
                 continue
             number = architecture.number_in_stack(name)
-            if number is not None and number not in stacks.setdefault(own, {}):
-                stacks[own][number] = target
-                found[own] = target  # in its place; see below
-                continue
-            if own in found:
-                problem = f"{sources[own]!r} would have the same name in GGUF, {own}"
+            if (other := sources.setdefault((own, number), name)) != name:
+                problem = f"{other!r} would have the same name in GGUF, {own}"
                 raise CheckpointError(model.path, problem, tensor=name)
-            sources[own], found[own] = name, self._target(own, name, target)
+            if number is None:
+                found[own] = self._target(own, name, target)
+            else:
+                stacks.setdefault(own, {})[number] = found[own] = target  # in its place; see below
         if EMBEDDING in found and HEAD not in found and self._is_tied is False:
             raise CheckpointError(
                 model.path,
@@ -156,7 +155,8 @@ class GGUF(FormatWriter):
                 "no such tensor",
             )
         for own, parts in stacks.items():
-            found[own] = self._target(own, parts[0].name, self._stacked(own, parts))
+            whole = self._stacked(own, parts)
+            found[own] = self._target(own, whole.name, whole)
         infos = [target.info for target in found.values()]
         first = next((info for info in infos if info.dtype.kind == "float"), infos[0])
         rope = {
