@@ -170,6 +170,28 @@ def test_counts_are_whole_numbers(value: object) -> None:
         metadata_of(config)
 
 
+@pytest.mark.parametrize(
+    ("family", "more", "said"),
+    [
+        ("gemma2", {"num_hidden_layers": None}, "num_hidden_layers is a number above 0, not None"),
+        ("gemma3_text", {"hidden_size": "64"}, "hidden_size is a number above 0, not '64'"),
+        ("gemma2", {"num_attention_heads": 0}, "num_attention_heads is a number above 0, not 0"),
+        ("qwen2", {"max_window_layers": "x"}, "max_window_layers is a whole number, not 'x'"),
+        ("phi3", {"original_max_position_embeddings": 1}, "is at least 2, not 1"),
+        ("phi3", {"attention_factor": [1]}, r"attention_factor is a number above 0, not \[1\]"),
+    ],
+)
+def test_settings_of_single_families_that_are_invalid(
+    family: str, more: dict[str, Any], said: str
+) -> None:
+    """A setting of a wrong type, from which another one is computed, is named."""
+    long = {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0], **more}
+    config = _model("llama").config.to_dict() | {"model_type": family, **more}
+    rope = {"rope_parameters": long} if family == "phi3" else {}
+    with pytest.raises(ValueError, match=said):
+        metadata_of(config | rope)
+
+
 def test_what_gguf_has_no_key_for_is_refused() -> None:
     """A scaling or an architecture that GGUF cannot express is an error that names it."""
     config = _model("llama").config.to_dict()

@@ -185,7 +185,8 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     elif given.get("num_key_value_heads") is None:
         given["num_key_value_heads"] = given.get("num_attention_heads")
     if str(model).startswith(("qwen2", "qwen3")):
-        least = config.get("max_window_layers", 28)  # the layers from here on have a window
+        # the layers from here on have a window
+        least = _count({"max_window_layers": 28, **config}, "max_window_layers")
         if config.get("use_sliding_window") and least < _count(config, "num_hidden_layers"):
             raise ValueError("llama.cpp has no windows for Qwen: use_sliding_window is false there")
         given["sliding_window"] = None
@@ -220,10 +221,12 @@ def _of_model(
     out: dict[str, Any] = {}
     if architecture.window:
         given["rope_local_base_freq"] = rope.get("rope_local_base_freq")
+        for key in ("num_hidden_layers", _HEADS, "hidden_size"):
+            _number(given, key)
         expected = _of_windows(architecture, {}, given)
         for key, default in (("layer_types", None), ("query_pre_attn_scalar", 256)):
-            if given.get(key, default) not in (expected[key], None):
-                problem = f"llama.cpp computes with {key} {expected[key]}"
+            if given.get(key, default) not in (expected.get(key), None):
+                problem = f"llama.cpp computes with {key} {expected.get(key)}"
                 raise ValueError(f"{problem}, not {given.get(key, default)}")
     if name == "falcon":
         out["falcon.tensor_data_layout"] = "jploski"  # of fused queries, keys and values
@@ -242,9 +245,13 @@ def _of_model(
         context = _count({_ORIGINAL: original}, _ORIGINAL)
         out["phi3.rope.scaling.original_context_length"] = context
         if phi3_factors(rope):
-            scale = _count(given, "max_position_embeddings") / max(context, 1)
+            if context < 2:
+                raise ValueError(f"{_ORIGINAL} is at least 2, not {context}")
+            scale = _count(given, "max_position_embeddings") / context
             factor = math.sqrt(1 + math.log(scale) / math.log(context)) if scale > 1 else 1.0
-            out["phi3.rope.scaling.attn_factor"] = float(rope.get("attention_factor") or factor)
+            own = rope.get("attention_factor")
+            attention = _number(rope, "attention_factor") if own else factor
+            out["phi3.rope.scaling.attn_factor"] = attention
     return out
 
 
