@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import tracemalloc
 import warnings
@@ -17,6 +18,7 @@ from parameters import few
 
 from streamload.checkpoint.open import Checkpoint, open_checkpoint
 from streamload.errors import CheckpointError
+from streamload.files.limits import Limits
 from streamload.loading.load import load_state_dict
 
 HUGE = 2**64 - 1
@@ -89,6 +91,7 @@ def of(name: str, **settings: Any) -> tuple[bytes, ...]:
 EXPERTS = "blk.0.ffn_gate_exps.weight"
 FALCON = of("falcon", attention__head_count=4, attention__head_count_kv=2)
 QKV = "blk.0.attn_qkv.weight"
+QKVS = "attn_qkv", (1, 3 * 4096), 24  # of as many heads
 #: By what is wrong: the file, and what the error says.
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "cut off"),
@@ -429,6 +432,37 @@ def test_a_large_file_of_lies_takes_little_memory(tmp_path: Path) -> None:
             assert tracemalloc.get_traced_memory()[1] < 2**26
         finally:
             tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "name", "shape", "kind"),
+    [
+        (of("qwen3moe"), "ffn_gate_exps", (1, 1, 4096), 24),
+        (of("falcon", attention__head_count=4096, attention__head_count_kv=4096), *QKVS),
+    ],
+    ids=["experts", "heads"],
+)
+def test_few_entries_of_many_parts_take_little_memory(
+    metadata: tuple[bytes, ...], name: str, shape: tuple[int, ...], kind: int, tmp_path: Path
+) -> None:
+    """A header of 100 KB does not become millions of tensors; ``limits=`` counts them, too."""
+    stride = -(-math.prod(shape) // 32) * 32
+    tensors = [tensor(f"blk.{at}.{name}.weight", shape, kind, at * stride) for at in range(1500)]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(file(metadata, tensors))
+    with path.open("r+b") as out:
+        out.truncate(2**32)
+    with pytest.raises(CheckpointError, match="too many parts"):
+        open_checkpoint(path)
+
+
+def test_experts_count_for_limits(tmp_path: Path) -> None:
+    """A stack of 8 experts is 8 tensors."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(file(of("qwen3moe"), [tensor(EXPERTS, (4, 4, 8))]))
+    assert len(open_checkpoint(path, limits=Limits(tensors=8)).tensors) == 8
+    with pytest.raises(CheckpointError, match="too many tensors"):
+        open_checkpoint(path, limits=Limits(tensors=7))
 
 
 VALID = file(

@@ -13,10 +13,13 @@ from typing import Any, NamedTuple, NoReturn
 
 from streamload.errors import HeaderError
 from streamload.files.header import Turn, View
+from streamload.files.limits import check_tensors
 from streamload.formats.gguf.architectures import Architecture, module_of
 from streamload.formats.gguf.constants import TensorType
 from streamload.formats.gguf.names import MOST_LAYERS, ROPE_TENSORS
 from streamload.formats.reader import File
+
+_MOST_PARTS = 2**20  # tensors of all stacks of a file, and views: an entry may have thousands
 
 
 class FileTensor(NamedTuple):
@@ -45,17 +48,24 @@ def in_models(
         return tensors, ()
     placement = _Placement(file, known, config, _pairs(known, tensors))
     out: list[FileTensor] = []
+    parts = 0
     left_out = {*ROPE_TENSORS, *(each.name for each in placement.followers.values())}
     for each in tensors:  # there may be millions
         if each.name in left_out:
             continue
         name = known.to_hugging_face(each.name)
         if name is not None and "{}" in name:
-            out += placement.of_stack(each, name)
+            stack = placement.of_stack(each, name)
+            parts += len(stack) - 1
+            check_tensors(file.path, len(tensors) + parts)
+            out += stack
         elif name is None or (placement.is_leader(each) and each.name not in placement.followers):
             out.append(each)  # under the file's name
         else:
             out.append(placement.of_one(each)._replace(name=name))
+        if parts + len(placement.views) > _MOST_PARTS:
+            problem = "its tensors have too many parts, experts or heads"
+            raise HeaderError(file.path, problem, f"at most {_MOST_PARTS}", tensor=each.name)
     return out, placement.views
 
 
