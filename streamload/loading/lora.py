@@ -29,7 +29,7 @@ from streamload.core.tensors import TensorInfo
 from streamload.errors import CheckpointError, ShardNotFoundError
 from streamload.files.header import Header, parse_json_object
 from streamload.files.hub import fingerprint, identity
-from streamload.loading.lora_gguf import is_adapter, translated
+from streamload.loading.lora_gguf import is_adapter, translated, undone
 from streamload.planning.families import is_conv1d
 from streamload.planning.sources import HEADS, tied_names
 from streamload.planning.transforms import Change, Changes, Rows, Transform
@@ -352,10 +352,7 @@ class _Reader:
     def _rows_of(self, target: TensorInfo) -> Any:
         """Return the index of each of the base's rows, in its file's order, in that of models."""
         turn = self._checkpoint.turns.get(target.name)
-        if turn is None:
-            return slice(None)
-        rows = np.arange(target.shape[0])
-        return rows.reshape(turn.groups, turn.inner, turn.outer).swapaxes(1, 2).ravel()
+        return slice(None) if turn is None else undone(turn)
 
     def _change(self, target: TensorInfo, change: Change) -> None:
         self._to.by_tensor.setdefault(target.name, []).append(change)

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from streamload.checkpoint.open import Checkpoint
-from streamload.core.tensors import TensorInfo
+from streamload.core.tensors import RowTranspose, TensorInfo
 from streamload.errors import CheckpointError
+from streamload.files.header import Turn
 from streamload.formats.gguf.architectures import ARCHITECTURE, ARCHITECTURES, Architecture
 
 _ALPHA, _KIND = "adapter.lora.alpha", "adapter.type"
@@ -59,7 +60,10 @@ def translated(adapter: Checkpoint, base: Checkpoint) -> Translated:
     if model not in architecture.models:
         expected = f"config.json with a model_type of {', '.join(architecture.models)}"
         raise CheckpointError(path, f"the adapter does not fit {base.path}", expected, model)
-    alpha = float(said.get(_ALPHA, "0"))
+    try:
+        alpha = float(said.get(_ALPHA, "0"))
+    except ValueError:  # of a bool or a string
+        alpha = 0.0
     if said.get(_KIND, "lora") != "lora" or not 0 < alpha < float("inf") or _INVOKED in said:
         stated = {key: said.get(key) for key in (_KIND, _ALPHA, _INVOKED) if key in said}
         expected = f"{_KIND} lora, {_ALPHA} above 0, no {_INVOKED}"
@@ -84,23 +88,28 @@ def translated(adapter: Checkpoint, base: Checkpoint) -> Translated:
     return Translated(tensors, {"peft_type": "LORA", "lora_alpha": alpha}, orders)
 
 
+def undone(order: RowTranspose | Turn) -> np.ndarray[Any, Any]:
+    """Return the index of each row of a permutation's input in its output."""
+    rows = np.arange(order.groups * order.outer * order.inner)
+    return rows.reshape(order.groups, order.inner, order.outer).swapaxes(1, 2).ravel()
+
+
 def _order(
     architecture: Architecture, name: str, info: TensorInfo, base: Checkpoint
 ) -> np.ndarray[Any, Any] | None:
     """Return the indices of the file's rows in the order of models; None if they are the same."""
     rows = info.shape[0] if info.shape else 0
-    at = np.arange(rows)
     try:
-        turn = architecture.interleaved(name, rows, base.config)
+        order = architecture.interleaved(name, rows, base.config)
         heads = architecture.heads(name, rows, base.config)
     except ValueError as error:
         problem = "its rows cannot be split into heads"
         raise CheckpointError(info.shard, problem, str(error), info.shape, tensor=name) from error
-    if turn is not None:
-        return at.reshape(turn.groups, turn.inner, turn.outer).swapaxes(1, 2).ravel()
+    if order is not None:
+        return undone(order)
     if heads is None:
         return None
     keys, queries, size = heads
-    own, shared = np.split(at, [keys * queries * size])
+    own, shared = np.split(np.arange(rows), [keys * queries * size])
     parts = own.reshape(keys, queries, size), shared.reshape(2, keys, size).swapaxes(0, 1)
     return np.concatenate(parts, axis=1).ravel()

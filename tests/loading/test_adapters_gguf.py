@@ -169,6 +169,10 @@ def test_what_is_no_adapter_of_the_base_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"adapter\.type lora.*control_vector"):
         loaded(tmp_path / "base", odd)
     said = [("add_string", ("general.type", "adapter"))]
+    odd_alpha = ("add_string", ("adapter.lora.alpha", "much"))
+    write_gguf(tmp_path / "odd.gguf", {}, more=[*said, odd_alpha])
+    with pytest.raises(CheckpointError, match=r"above 0.*much"):
+        loaded(tmp_path / "base", tmp_path / "odd.gguf")
     for tensors, expected in (
         ({"blk.0.attn_norm.weight": np.ones(4, np.float32)}, "above 0"),
         ({}, "above 0"),
