@@ -544,7 +544,7 @@ def test_experts_in_the_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "others", "why"),
     [
-        ({"model_type": "mamba"}, {}, r"no way from this family.*llama, mistral.*found mamba"),
+        ({"model_type": "mamba"}, {}, r"no model for the family.*llama, mistral.*found mamba"),
         ({"hidden_act": "gelu"}, {}, "MLC's llama has no such hidden_act"),
         ({"partial_rotary_factor": 0.5}, {}, "MLC's llama has no such partial_rotary_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, {}, "rotates all of a head"),

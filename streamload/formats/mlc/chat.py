@@ -89,7 +89,10 @@ def _generation(model: Model) -> dict[str, Any]:
 
 def _document(model: Model, name: str) -> Mapping[str, Any]:
     """Return the JSON object in a file beside the source; {} if there is none."""
-    found = parse_json(model.companions[name]()) if name in model.companions else {}
+    try:
+        found = parse_json(model.companions[name]()) if name in model.companions else {}
+    except ValueError as error:
+        model.refuse(f"{name} is not valid JSON", found=str(error))
     return found if isinstance(found, Mapping) else {}
 
 
@@ -175,7 +178,7 @@ _NAMES: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": {"name": "gemma3_instruction"},
 }
 _ASKED, _ANSWERED, _AGAIN = "0 is the first?", "It is.", "And then?"
-_MOST_S, _MOST_NBYTES = 20, 2**20
+_MOST_S, _MOST_LENGTH = 20, 2**20  # seconds that a template runs, and characters of its prompt
 #: Runs a template of a source, which may be hostile, with limits of time and memory.
 _RENDER = """
 import json, sys
@@ -195,7 +198,8 @@ jinja = ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
 )
 jinja.globals.update(raise_exception=refuse, strftime_now=lambda form: "")
-json.dump(jinja.from_string(given.pop("template")).render(**given), sys.stdout)
+template, most = given.pop("template"), given.pop("most")
+json.dump(jinja.from_string(template).render(**given)[:most], sys.stdout)
 """
 
 
@@ -252,12 +256,13 @@ def _rendered(text: str, tokens: Mapping[str, str]) -> tuple[str | None, str]:
     said = (("user", _ASKED), ("assistant", _ANSWERED), ("user", _AGAIN))
     messages = [{"role": role, "content": content} for role, content in said]
     given = {"template": text, "messages": messages, "add_generation_prompt": True, **tokens}
+    given["most"] = _MOST_LENGTH
     command = [sys.executable, "-c", _RENDER]
     try:
         done = subprocess.run(
             command, input=json.dumps(given), capture_output=True, text=True, timeout=_MOST_S
         )
-        prompt = json.loads(done.stdout[:_MOST_NBYTES]) if not done.returncode else None
+        prompt = json.loads(done.stdout) if not done.returncode else None
     except (subprocess.TimeoutExpired, ValueError):
         return None, "the source's chat template does not come to an end"
     if prompt is None:

@@ -216,13 +216,17 @@ def _scaling(model: Model) -> Mapping[str, Any]:
     return found
 
 
+def _kind(scaling: Mapping[str, Any]) -> Any:
+    return scaling.get("rope_type", scaling.get("type", "default"))
+
+
 def _rope(model: Model) -> tuple[float, dict[str, Any] | None]:
     """Return the base and the scaling, or None, of rotary embeddings; refuse one MLC lacks."""
     scaling = _scaling(model)
     if scaling.get("partial_rotary_factor") not in (None, 1):
         model.refuse("MLC rotates all of a head", "no partial_rotary_factor in config.json")
     base = model.config.get("rope_theta", scaling.get("rope_theta", 10000))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = _kind(scaling)
     if kind == "default":
         return base, None
     if kind != "llama3" or model.family != "llama":
@@ -267,7 +271,7 @@ def _phi3_config(model: Model) -> dict[str, Any]:
         model.refuse("MLC's phi3 has no such head_dim in config.json", found=found["head_dim"])
     context = model.number("max_position_embeddings")
     original = model.number(_ORIGINAL, scaling.get(_ORIGINAL, context))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = _kind(scaling)
     if kind not in ("default", "longrope", "su"):
         model.refuse("MLC's phi3 has no such scaling of rotary embeddings", "longrope", kind)
     factors = {key: scaling.get(key) for key in ("long_factor", "short_factor")}
@@ -294,7 +298,7 @@ def _gemma3_config(model: Model) -> dict[str, Any]:
     """Return the ``model_config`` of MLC's Gemma 3; its layers see a window but each sixth."""
     found, scaling = _llama_numbers(model), _scaling(model)
     scaling = scaling.get("full_attention", scaling)
-    if not isinstance(scaling, Mapping) or scaling.get("rope_type", "default") != "default":
+    if not isinstance(scaling, Mapping) or _kind(scaling) != "default":
         model.refuse("MLC's gemma3 has no scaling of rotary embeddings", found=scaling)
     kinds = model.config.get("layer_types")
     layers = range(1, found["num_hidden_layers"] + 1)
@@ -410,5 +414,5 @@ def family_of(model: Model) -> Family:
     found = _FAMILIES.get(model.family)
     if found is None:
         expected = f"model_type {', '.join(_FAMILIES)} in config.json"
-        model.refuse("there is no way from this family to MLC's", expected, model.family)
+        model.refuse("cannot write MLC: it has no model for the family", expected, model.family)
     return found

@@ -8,9 +8,7 @@ of linear layers and embeddings are ``q_weight`` and ``q_scale``, see
 `streamload.codecs.schemes.mlc`, and the rest has the dtype of the name. MLC's own converter stores
 float32 as bfloat16; here it stays float32.
 
-Source: github.com/mlc-ai/mlc-llm, ``*_model.py`` and ``*_loader.py`` of python/mlc_llm/model
-(names, shapes, fields of the configuration), interface/gen_config.py, interface/convert_weight.py,
-protocol/mlc_chat_config.py, cpp/tokenizers/tokenizers.cc (what tokenizer_info is); and
+Source: github.com/mlc-ai/mlc-llm, python/mlc_llm/interface/convert_weight.py; and
 python/tvm/contrib/tvmjs.py of github.com/apache/tvm (``dump_tensor_cache``).
 """
 
