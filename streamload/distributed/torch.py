@@ -382,10 +382,11 @@ def is_group(thing: object) -> bool:
 
 def _meeting(store: Any, prefix: str, rank: int, size: int) -> TorchMeeting:
     """Return the next meeting of ``size`` ranks in a store; ``prefix``: of the keys of all."""
-    # a connection of its own: a wait blocks all other threads on the same one
-    store = store.clone() if hasattr(store, "clone") else store
-    # each rank counts its own meetings: equal numbers without a message
-    opened = store.add(f"{prefix}/{rank}", 1)
+    with _answered():
+        # a connection of its own: a wait blocks all other threads on the same one
+        store = store.clone() if hasattr(store, "clone") else store
+        # each rank counts its own meetings: equal numbers without a message
+        opened = store.add(f"{prefix}/{rank}", 1)
     return TorchMeeting(dist.PrefixStore(f"{prefix}/{opened}", store), rank, size)
 
 
