@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NoReturn, TypeVar, Unpack
+from typing import Any, Literal, NoReturn, Unpack
 
 from streamload.checkpoint.shards import open_shard
 from streamload.core.interrupt import deferred_interrupt
@@ -43,7 +43,6 @@ from streamload.planning.shares import ClusterPlan, LayerNumbers, Split
 from streamload.verification.verify import checksums
 
 Verify = Literal["crc32", "none"]
-T = TypeVar("T")
 
 _LOOK_S = 0.1  # between checks for Ctrl-C and losses, while others need this rank's blocks
 _LISTED = 8  # names in a message
@@ -302,7 +301,12 @@ def offload(
     held = Held(on_loss, timeout)
     begun: list[Offloaded] = []
 
+    def close() -> None:
+        while begun:
+            begun.pop().close()
+
     def attempt() -> Offloaded:
+        close()  # the handle of the attempt before
         with _agreed(group, held, read, model) as (agreed, stack):
             prepared, total = agreed.prepare_offload()
             load = prepared.load
@@ -321,24 +325,17 @@ def offload(
                     _committed(agreed)
             held.keep(load, load.plan.placements)
             report = replace(report, nodes=nodes, seconds=clock.seconds)
-            begun[0].load = _watched(agreed, report, partial(_closed, begun, again), stack)
+            begun[0].load = _watched(agreed, report, again, stack)
         return begun[0]
 
     def again() -> Offloaded:
-        return replanned(partial(_closed, begun, attempt), held)
+        try:
+            return replanned(attempt, held)
+        except BaseException:
+            close()
+            raise
 
-    try:
-        return again()
-    except BaseException:
-        _closed(begun, bool)
-        raise
-
-
-def _closed(begun: list[Offloaded], then: Callable[[], T]) -> T:
-    """Close the handles in ``begun``, and return ``then()``."""
-    while begun:
-        begun.pop().close()
-    return then()
+    return again()
 
 
 def _committed(agreed: Agreement) -> None:
