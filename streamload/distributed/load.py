@@ -339,7 +339,9 @@ def offload(
 
 
 def _committed(agreed: Agreement) -> None:
-    """End the load on all ranks alike; see `Held.commit`."""
+    """Under "replan" end the load on all ranks alike; see `Held.commit`."""
+    if agreed.held.on_loss == "raise":
+        return
     agreed.held.commit()
     with suppress(PeerFailedError):  # the store may end with a rank that returns
         agreed.session.heartbeat.arrive()

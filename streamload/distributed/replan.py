@@ -193,7 +193,7 @@ class Held:
 
     def commit(self) -> None:
         """End the load on all ranks alike, unless others have decided to go on without this one."""
-        if self.on_loss == "raise" or self.meeting is None:
+        if self.meeting is None:
             return
         if _in_time(self.meeting.first, 0.0, f"decided/{self._part}", _LOADED) != _LOADED:
             raise lost("the others went on without this rank, which was late", self.meeting.rank)
@@ -231,15 +231,18 @@ class Held:
         meeting, key = self.meeting, f"decided/{self._part}"
         assert meeting is not None
         meeting.first(f"came/{self._part}/{meeting.rank}", json.dumps(suspect))
-        keys = [f"came/{self._part}/{rank}" for rank in range(meeting.size)]
         end = time.monotonic() + self.timeout
+        said: dict[int, int | None] = {}  # by rank that came, the one that seems lost to it
         decided: str | None = None
         while decided is None:
+            others = [rank for rank in range(meeting.size) if rank not in said]
+            keys = [f"came/{self._part}/{rank}" for rank in others]
             *came, decided = meeting.find([*keys, key])
-            said = {rank: parse_json(text) for rank, text in enumerate(came) if text is not None}
+            pairs = zip(others, came, strict=True)
+            said |= {rank: parse_json(text) for rank, text in pairs if text is not None}
             known = len(said.keys() | {rank for rank in said.values() if rank is not None})
             if decided is None and (known == meeting.size or time.monotonic() > end):
-                decided = meeting.first(key, json.dumps(list(said)))
+                decided = meeting.first(key, json.dumps(sorted(said)))
             elif decided is None:
                 time.sleep(_LOOK_S)
         if decided == _LOADED:
