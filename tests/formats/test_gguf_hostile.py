@@ -199,6 +199,20 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         "cannot be split.*1 to 4096",
     ),
     "a stack of one axis": (file(of("qwen3moe"), [tensor(EXPERTS, (8,))]), "cannot be split"),
+    "fused rows that share a block": (
+        file(FALCON, [tensor("blk.0.attn_qkv.bias", (256,), 8)]),
+        "cannot be reordered.*whole blocks of 32, found 1",
+    ),
+    "rows in turn that share a block": (
+        file(
+            of("gpt-oss"),
+            [
+                tensor("blk.0.ffn_gate_exps.bias", (64, 2), 8),
+                tensor("blk.0.ffn_up_exps.bias", (64, 2), 8, 160),
+            ],
+        ),
+        "cannot be reordered.*whole blocks of 32, found 1",
+    ),
     "a stack that is a scalar": (file(of("qwen3moe"), [tensor(EXPERTS, ())]), "cannot be split"),
     "norms of no head": (
         file(of("stablelm"), [tensor("blk.0.attn_q_norm.weight", (4, 0))]),

@@ -127,10 +127,18 @@ class _Placement:
     def _in_turn(self, each: FileTensor, follower: FileTensor) -> FileTensor:
         """Return a tensor of the rows of two in turn."""
         groups, rows, *rest = each.shape
-        nbytes = each.type.dtype.nbytes(math.prod(rest))
+        nbytes = self._row_nbytes(each, rest)
         strides = (rows * nbytes, nbytes, follower.start - each.start)
         start = self._view(each.start, nbytes, (groups, rows, 2), strides)
         return each._replace(shape=(groups, 2 * rows, *rest), start=start, stop=self._after)
+
+    def _row_nbytes(self, each: FileTensor, shape: Sequence[int]) -> int:
+        """Return the bytes of a row of this shape; refuse rows that share a block."""
+        numel, dtype = math.prod(shape), each.type.dtype
+        if numel % dtype.block:
+            expected = f"rows of whole blocks of {dtype.block}"
+            self._refuse(each, "its rows cannot be reordered", expected, numel)
+        return dtype.nbytes(numel)
 
     def _shifted(self, each: FileTensor, shift: float) -> FileTensor:
         """Return a tensor with a number added to its values."""
@@ -152,7 +160,7 @@ class _Placement:
         if keys > MOST_LAYERS or not math.prod(each.shape):
             expected = f"1 to {MOST_LAYERS} key heads"
             self._refuse(each, "its rows cannot be split into heads", expected, keys)
-        nbytes = each.type.dtype.nbytes(math.prod(each.shape[1:]))
+        nbytes = self._row_nbytes(each, each.shape[1:])
         head, start = size * nbytes, self._after
         for key in range(keys):
             at = each.start + key * queries * head
