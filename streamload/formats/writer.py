@@ -73,9 +73,9 @@ class Joined:
     turn: RowTranspose | None = None  # of the rows of the joined elements
 
     @classmethod
-    def of(cls, info: TensorInfo, turn: RowTranspose | None = None) -> Joined:
+    def of(cls, info: TensorInfo, turn: RowTranspose | None = None, shift: float = 0.0) -> Joined:
         """Return a whole tensor; ``turn`` permutes its rows into the model's order."""
-        return cls((Slice(info, 0, info.numel, turn),))
+        return cls((Slice(info, 0, info.numel, turn, shift=shift),))
 
     @classmethod
     def constant(cls, numel: int, data: bytes = b"") -> Joined:

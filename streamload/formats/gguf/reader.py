@@ -92,8 +92,8 @@ class GGUF(FormatReader):
         config = settings if of_model is metadata else {}  # the first file's, for all
         if config and (unsaid := unsaid_of(of_model, config, rope)):
             warnings.warn(
-                f"{file.path}: {unsaid}, which no config.json says: its tensors are read, and the "
-                "model opens with a config.json beside it alone, or with config=",
+                f"{file.path}: {unsaid}, and config.json cannot express this: tensors load; put a "
+                "config.json next to the file, or pass config=, to build the model",
                 UserWarning,
                 stacklevel=2,
             )

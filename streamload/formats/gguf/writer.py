@@ -208,7 +208,7 @@ class GGUF(FormatWriter):
         if heads is not None and heads[0] > 1:
             made = _ungrouped(target, *heads)
         if shift := self._architecture.shift(own):
-            made = Joined((Slice(target.info, 0, target.numel, shift=shift),))
+            made = Joined.of(target.info, shift=shift)
         if shape[:1] == (1,) and module_of(own) in self._architecture.as_rows:
             shape = shape[1:]
         if stays:

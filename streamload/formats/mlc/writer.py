@@ -30,7 +30,6 @@ from streamload.formats.writer import (
     Model,
     OutFile,
     OutTensor,
-    Slice,
     Target,
     placed,
     register_writer,
@@ -136,7 +135,7 @@ def _as_read(model: Model, parameter: Parameter, parts: Sequence[Target]) -> Tar
         shape = shape[::-1]
         made = first.source if is_turned else first.source.transposed(*first.shape)
     if parameter.shift:
-        made = Joined((Slice(first.info, 0, first.numel, shift=parameter.shift),))
+        made = Joined.of(first.info, shift=parameter.shift)
     if model.quant is None or not (parameter.is_linear or parameter.is_embedding):
         return Target(name, first.info, dtype, shape, made=made)
     is_shared = parameter.name == HEAD and HEAD not in parameter.sources  # the embedding
