@@ -525,7 +525,8 @@ def test_gemma3_in_the_configuration(tmp_path: Path) -> None:
     assert (inner["head_dim"], inner["sliding_window_size"]) == (32, 128)
     assert (found["vocab_size"], found["context_window_size"]) == (200, 8192)
     linear = {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}
-    for i, wrong in enumerate((linear, {"layer_types": ["full_attention"] * 2})):
+    old = {"rope_scaling": {"type": "linear", "factor": 8.0}}
+    for i, wrong in enumerate((linear, old, {"layer_types": ["full_attention"] * 2})):
         write(tmp_path / f"in{i}", CONFIGS["gemma3"] | wrong)
         with pytest.raises(CheckpointError, match=r"no scaling of rotary|no such layer_types"):
             quiet(tmp_path / f"in{i}", tmp_path / "out", to="mlc", quant="q4f16_1")
@@ -568,6 +569,14 @@ def test_what_mlc_has_no_model_for(
     with pytest.raises(CheckpointError, match=why):
         quiet(tmp_path / "in", tmp_path / "out", to="mlc", quant="q4f16_1")
     assert not (tmp_path / "out").exists()
+
+
+def test_invalid_json_is_named(tmp_path: Path) -> None:
+    """A file of the tokenizer that is cut off is one error, before anything is written."""
+    write(tmp_path / "in", LLAMA)
+    (tmp_path / "in" / "generation_config.json").write_text('{"top_p": ')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json is not valid JSON"):
+        quiet(tmp_path / "in", tmp_path / "out", to="mlc", quant="q0f16")
 
 
 def test_what_is_asked_wrong(tmp_path: Path) -> None:
