@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, NoReturn
 
 from streamload.errors import HeaderError
 from streamload.files.header import Turn, View
-from streamload.files.limits import check_tensors
 from streamload.formats.gguf.architectures import Architecture, module_of
 from streamload.formats.gguf.constants import TensorType
 from streamload.formats.gguf.names import MOST_LAYERS, ROPE_TENSORS
@@ -56,8 +55,7 @@ def in_models(
         name = known.to_hugging_face(each.name)
         if name is not None and "{}" in name:
             stack = placement.of_stack(each, name)
-            parts += len(stack) - 1
-            check_tensors(file.path, len(tensors) + parts)
+            parts += len(stack)
             out += stack
         elif name is None or (placement.is_leader(each) and each.name not in placement.followers):
             out.append(each)  # under the file's name
