@@ -224,11 +224,7 @@ def in_blocks(
 
 def is_matrix(name: str, array: np.ndarray[Any, Any]) -> bool:
     """Whether a tensor may be of blocks: not a vector for each head or expert, nor a router."""
-    return (
-        array.ndim > 1
-        and name.endswith(".weight")
-        and not name.endswith(("_norm.weight", "gate_inp.weight"))
-    )
+    return array.ndim > 1 and not name.endswith((".bias", "_norm.weight", "gate_inp.weight"))
 
 
 def q4_k_m(name: str) -> str:
