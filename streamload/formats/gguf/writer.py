@@ -170,14 +170,16 @@ class GGUF(FormatWriter):
         """Return a stack of tensors by their numbers; CheckpointError if they differ."""
         listed = [parts[number] for number in sorted(parts)]
         kinds = {(t.dtype, t.quant, t.shape, t.stored and t.stored.kind) for t in listed}
-        if set(parts) != set(range(len(parts))) or len(kinds) > 1:
+        stated = (self.model.config.get(key) for key in ("num_experts", "num_local_experts"))
+        count = next((each for each in stated if type(each) is int), len(parts))
+        if set(parts) != set(range(count)) or len(kinds) > 1:
             self.model.refuse(
                 f"they cannot be stacked to {own}",
-                f"numbers 0 to {len(parts) - 1}, of one shape, dtype and quantisation",
+                f"numbers 0 to {count - 1}, of one shape, dtype and quantisation",
                 f"numbers up to {max(parts)}, {len(kinds)} kinds",
                 listed[0].name,
             )
-        first, count = listed[0], len(listed)
+        first = listed[0]
         stored = first.stored and replace(first.stored, shape=(count, *first.stored.shape))
         made = Joined.joined([target.source for target in listed])
         return replace(first, shape=(count, *first.shape), made=made, stored=stored)

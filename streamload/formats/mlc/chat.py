@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from streamload.core.bounded_json import parse_json
@@ -27,6 +28,7 @@ from streamload.formats.writer import Model
 _VERSION = "0.1.0"
 _TOKENIZER = "tokenizer.json"
 _STEPS_NBYTES = 2**20  # most bytes of the normalizer or decoder in tokenizer.json
+_MOST_PLACES = 8  # where these may begin
 #: Files of the tokenizer that MLC copies.
 TOKENIZER_FILES = (
     *("tokenizer.model", _TOKENIZER, "vocab.json", "merges.txt"),
@@ -114,7 +116,8 @@ def _steps(raw: bytes, key: str, several: str) -> list[Mapping[str, Any]]:
     """Return the steps of tokenizer.json's ``key``, such as "normalizer"; [] without it."""
     # a Sequence lists its steps in ``several``; only this part is parsed: the whole file would take
     # 100 MB; words of a vocabulary may equal the key, but are not objects
-    for at in re.finditer(rf'(?<!\\)"{key}"\s*:\s*(?=\{{)'.encode(), raw):
+    places = re.finditer(rf'(?<!\\)"{key}"\s*:\s*(?=\{{)'.encode(), raw)
+    for at in islice(places, _MOST_PLACES):
         text = raw[at.end() : at.end() + _STEPS_NBYTES].decode(errors="replace")
         try:
             found, _ = json.JSONDecoder().raw_decode(text)
@@ -184,9 +187,10 @@ _RENDER = """
 import json, sys
 try:
     import resource
-    resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
-except ImportError:
-    pass
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (2**30, most))
+except (ImportError, ValueError, OSError):
+    pass  # of this system, or a lower limit holds
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
