@@ -60,7 +60,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {
         "model_type": "qwen3_moe",
         "moe_intermediate_size": 48,
-        "num_experts": 4,
+        "num_local_experts": 4,  # as transformers 5 names it
         "num_experts_per_tok": 2,
     },
     "phi3": LLAMA | {"model_type": "phi3"},
@@ -104,7 +104,7 @@ def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         if family == "phi3":
             found[f"{start}.mlp.gate_up_proj.weight"] = (2 * inner, n)
         if family == "qwen3_moe":
-            found[f"{start}.mlp.gate.weight"] = (config["num_experts"], n)
+            found[f"{start}.mlp.gate.weight"] = (config["num_local_experts"], n)
         for mlp, size in mlps_of(config, start).items():
             if family != "phi3":
                 found |= {f"{mlp}.{key}_proj.weight": (size, n) for key in ("gate", "up")}
@@ -117,10 +117,10 @@ def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def mlps_of(config: dict[str, Any], start: str) -> dict[str, int]:
     """The starts of the names of gates, and their rows: of each expert, or of the layer."""
-    if "num_experts" not in config:
+    if "num_local_experts" not in config:
         return {f"{start}.mlp": config["intermediate_size"]}
     size = config["moe_intermediate_size"]
-    return {f"{start}.mlp.experts.{i}": size for i in range(config["num_experts"])}
+    return {f"{start}.mlp.experts.{i}": size for i in range(config["num_local_experts"])}
 
 
 PHI3 = {
@@ -176,7 +176,7 @@ def expected_of(config: dict[str, Any], arrays: dict[str, Array]) -> dict[str, A
                 some = [left.pop(f"{start}.{part}.{kind}", None) for part in parts]
                 if some[0] is not None:
                     found[f"{start}.{name}.{kind}"] = np.concatenate([a for a in some])
-        if "num_experts" in config:
+        if "num_local_experts" in config:
             start = f"model.layers.{i}.mlp"
             parts = [
                 [left.pop(f"{each}.{key}_proj.weight") for key in ("gate", "up", "down")]
@@ -482,9 +482,12 @@ def test_a_template_of_a_file_and_of_a_family(tmp_path: Path) -> None:
         (jinja("[ROLE] TEXT", "[assistant]"), "is none of MLC's"),
         ("{% for", "cannot be run .*Syntax"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "cannot be run .*unsafe"),
-        ("{{ raise_exception('no') }}", r"cannot be run .*no\)"),
+        ("{{ raise_exception('no') }}", r"cannot be run .*no"),
         ("{{ 'a' * 2000000000 }}", "cannot be run .*MemoryError"),
+        ("{{ raise_exception('no' * 10**8) }}", r"cannot be run .{200,300}\)"),
+        ("{{ 'a' * 10**8 }}", "is none of MLC's"),
         ([{"name": "tool", "template": "x"}], "the source has no chat template"),
+        ([{"name": ["default"], "template": "x"}], "the source has no chat template"),
         ({"a": 1}, "the source has no chat template"),
     ],
 )
@@ -495,7 +498,7 @@ def test_no_conversation_template(tmp_path: Path, template: Any, why: str) -> No
     (tmp_path / "in" / "tokenizer_config.json").write_text(json.dumps(said))
     report = quiet(tmp_path / "in", tmp_path / "out", to="mlc", quant="q0f16")
     (note,) = (note for note in report.plan.notes if "conv_template" in note)
-    assert re.search(why, note), note
+    assert re.search(why, note) and len(note) < 500, note
     assert "conv_template" not in json.loads((tmp_path / "out" / CHAT_CONFIG).read_text())
 
 
@@ -509,9 +512,11 @@ def test_phi3_and_its_long_rope(tmp_path: Path) -> None:
     expected = {"type": "longrope", "rope_type": "longrope", **factors, **places}
     assert inner["rope_scaling"] == expected
     assert (inner["position_embedding_base"], inner["partial_rotary_factor"]) == (5000.0, 1.0)
-    for i, wrong in enumerate(({"type": "yarn"}, {"type": "longrope"}, [1])):
+    others = (scaling | {"factor": 3.0}, scaling | {"attention_factor": 1.5})
+    for i, wrong in enumerate(({"type": "yarn"}, {"type": "longrope"}, [1], *others)):
         write(tmp_path / f"in{i}", config | {"rope_scaling": wrong})
-        with pytest.raises(CheckpointError, match=r"no such scaling|rope_scaling of config.json"):
+        problem = r"no such (scaling|factor)|rope_scaling of config.json|no attention_factor"
+        with pytest.raises(CheckpointError, match=problem):
             quiet(tmp_path / f"in{i}", tmp_path / "out", to="mlc", quant="q4f32_1")
 
 

@@ -124,7 +124,8 @@ def _steps(raw: bytes, key: str, several: str) -> list[Mapping[str, Any]]:
         except (ValueError, RecursionError):
             continue
         steps = found.get(several) if found.get("type") == "Sequence" else [found]
-        return [each for each in steps or () if isinstance(each, Mapping)]
+        steps = steps if isinstance(steps, list) else []
+        return [each for each in steps if isinstance(each, Mapping)]
     return []
 
 
@@ -191,19 +192,24 @@ try:
     resource.setrlimit(resource.RLIMIT_AS, (2**30, most))
 except (ImportError, ValueError, OSError):
     pass  # of this system, or a lower limit holds
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 def refuse(message):
     raise ValueError(message)
 
 given = json.load(sys.stdin)
-jinja = ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-)
-jinja.globals.update(raise_exception=refuse, strftime_now=lambda form: "")
 template, most = given.pop("template"), given.pop("most")
-json.dump(jinja.from_string(template).render(**given)[:most], sys.stdout)
+try:
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    jinja = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    jinja.globals.update(raise_exception=refuse, strftime_now=lambda form: "")
+    prompt = jinja.from_string(template).render(**given)[:most]
+except BaseException as error:
+    sys.exit(f"{type(error).__name__}: {str(error)[:200]!r}")
+json.dump(prompt, sys.stdout)
 """
 
 
@@ -212,8 +218,8 @@ def conv_template(model: Model) -> tuple[Mapping[str, Any] | None, str]:
     tokenizer = _document(model, "tokenizer_config.json")
     text = tokenizer.get("chat_template")
     if isinstance(text, list):  # several by name
-        names = {each.get("name"): each.get("template") for each in text if isinstance(each, dict)}
-        text = names.get("default")
+        named = (each for each in text if isinstance(each, dict) and each.get("name") == "default")
+        text = next(named, {}).get("template")
     if "chat_template.jinja" in model.companions:
         text = model.companions["chat_template.jinja"]().decode(errors="replace")
     if not isinstance(text, str) or not text:
@@ -270,8 +276,8 @@ def _rendered(text: str, tokens: Mapping[str, str]) -> tuple[str | None, str]:
     except (subprocess.TimeoutExpired, ValueError):
         return None, "the source's chat template does not come to an end"
     if prompt is None:
-        why = done.stderr.strip().rpartition("\n")[2]
-        if "No module named 'jinja2'" in why:
+        why = done.stderr.strip()
+        if why.startswith("ModuleNotFoundError"):
             return None, "jinja2 is not installed (pip install jinja2)"
         return None, f"the source's chat template cannot be run ({why})"
     return str(prompt), ""

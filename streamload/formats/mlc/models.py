@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from streamload.core.model_config import stated
 from streamload.formats.writer import Model
 
 #: The head's name here and there.
@@ -199,7 +200,9 @@ def _llama_numbers(model: Model) -> dict[str, int]:
 
 
 def _experts_numbers(model: Model) -> dict[str, int]:
-    return model.numbers(num_experts=None, moe_intermediate_size=None, num_experts_per_tok=None)
+    count = stated(model.config, "num_experts")
+    found = model.numbers(moe_intermediate_size=None, num_experts_per_tok=None)
+    return {"num_experts": model.number("num_experts", count), **found}
 
 
 def _gpt2_numbers(model: Model) -> dict[str, int]:
@@ -277,6 +280,11 @@ def _phi3_config(model: Model) -> dict[str, Any]:
     factors = {key: scaling.get(key) for key in ("long_factor", "short_factor")}
     if kind != "default" and not all(isinstance(each, list) for each in factors.values()):
         model.refuse("rope_scaling of config.json is invalid", "lists of factors", factors)
+    factor = context / original  # from which MLC computes attention_factor
+    if kind != "default" and scaling.get("factor") not in (None, factor):
+        model.refuse("MLC's phi3 has no such factor of RoPE", factor, scaling["factor"])
+    if kind != "default" and scaling.get("attention_factor") is not None:
+        model.refuse("MLC's phi3 has no attention_factor of RoPE", found=scaling)
     places = {"max_position_embeddings": context, _ORIGINAL: original}
     longrope = {"type": "longrope", "rope_type": "longrope", **factors, **places}
     part = model.config.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0))
@@ -297,14 +305,18 @@ def _phi3_config(model: Model) -> dict[str, Any]:
 def _gemma3_config(model: Model) -> dict[str, Any]:
     """Return the ``model_config`` of MLC's Gemma 3; its layers see a window but each sixth."""
     found, scaling = _llama_numbers(model), _scaling(model)
+    local = scaling.get("sliding_attention", {})
     scaling = scaling.get("full_attention", scaling)
-    if not isinstance(scaling, Mapping) or _kind(scaling) != "default":
-        model.refuse("MLC's gemma3 has no scaling of rotary embeddings", found=scaling)
+    for each in (scaling, local):
+        if not isinstance(each, Mapping) or _kind(each) != "default":
+            model.refuse("MLC's gemma3 has no scaling of rotary embeddings", found=each)
     kinds = model.config.get("layer_types")
     layers = range(1, found["num_hidden_layers"] + 1)
     known = ["sliding_attention" if i % 6 else "full_attention" for i in layers]
     if kinds not in (None, known):
         model.refuse("MLC's gemma3 has no such layer_types in config.json", known, kinds)
+    if model.config.get("sliding_window", 4096) is None:
+        model.refuse("MLC's gemma3 needs a sliding_window in config.json", "a number", "null")
     window = model.number("sliding_window", 4096)
     chunk = min(model.number("max_position_embeddings", 131072), 8192)
     vocabulary = found.pop("vocab_size")
@@ -407,6 +419,16 @@ _FAMILIES = {
     "phi3": _PHI3,
     "gpt2": _GPT2,
 }
+
+
+def notes_of(model: Model) -> Sequence[str]:
+    """Return notes on what MLC's model computes otherwise than the source's."""
+    window = model.config.get("sliding_window")
+    if model.family == "phi3" and window is not None:
+        return (f"MLC's phi3 attends to all tokens, the source to the last {window}",)
+    if model.family == "gemma3_text":
+        return ("MLC's gemma3 has one base of rotary embeddings for all layers, the source two",)
+    return ()
 
 
 def family_of(model: Model) -> Family:

@@ -23,7 +23,7 @@ from streamload.codecs.schemes.mlc import CODES
 from streamload.codecs.weights import Packed
 from streamload.core.dtypes import BF16, F16, F32
 from streamload.formats.mlc.chat import TOKENIZER_FILES, chat_config, conv_template
-from streamload.formats.mlc.models import HEAD, Parameter, family_of
+from streamload.formats.mlc.models import HEAD, Parameter, family_of, notes_of
 from streamload.formats.writer import (
     FormatWriter,
     Joined,
@@ -107,10 +107,11 @@ class MLC(FormatWriter):
         return {CHAT_CONFIG: self._chat_config, CACHE: _json(_cache(files, sums))}
 
     def notes(self) -> Sequence[str]:
-        """Return a note if the configuration lacks a conversation template."""
+        """Return notes on a missing conversation template, and on what MLC computes otherwise."""
         template, why = self._template
         asks = "to chat, give it one of MLC's (mlc_llm gen_config --conv-template)"
-        return () if template else (f"{CHAT_CONFIG} has no conv_template, for {why}: {asks}",)
+        lacks = f"{CHAT_CONFIG} has no conv_template, for {why}: {asks}"
+        return (*notes_of(self.model), *([] if template else [lacks]))
 
 
 def _json(content: Mapping[str, Any]) -> bytes:
