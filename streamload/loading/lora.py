@@ -253,7 +253,9 @@ class _Reader:
         if not is_plain:
             expected = f"{' and '.join(f'lora_{part}' for part in sorted(wanted))} of {module!r}"
             stated = ", ".join(f"{key} {bool(config.get(key))}" for key in asked.values())
-            problem = f"only LoRA of matrices is merged, and {_CONFIG} states {stated}"
+            problem = "only LoRA of matrices is merged"
+            if not is_adapter(self._adapter):
+                problem += f", and {_CONFIG} states {stated}"
             self._refuse(some, problem, f"{expected}, A and B of two axes each", shapes)
         target = self._target(f"{module}.weight", some, may_turn=True)
         values = {part: self._values(info) for part, info in parts.items()}

@@ -20,7 +20,7 @@ import numpy as np
 from streamload.checkpoint.open import Checkpoint
 from streamload.core.tensors import RowTranspose, TensorInfo
 from streamload.errors import CheckpointError
-from streamload.files.header import Turn
+from streamload.files.header import Turn, describe
 from streamload.formats.gguf.architectures import ARCHITECTURE, ARCHITECTURES, Architecture
 
 _ALPHA, _KIND = "adapter.lora.alpha", "adapter.type"
@@ -54,7 +54,7 @@ def translated(adapter: Checkpoint, base: Checkpoint) -> Translated:
     said, path = adapter.metadata, adapter.path
     architecture = ARCHITECTURES.get(said.get(ARCHITECTURE, ""))
     if architecture is None:
-        known, found = ", ".join(ARCHITECTURES), said.get(ARCHITECTURE)
+        known, found = ", ".join(ARCHITECTURES), describe(said.get(ARCHITECTURE))
         raise CheckpointError(path, f"its {ARCHITECTURE} is not known", known, found)
     model = base.config.get("model_type")
     if model not in architecture.models:

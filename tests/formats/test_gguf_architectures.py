@@ -38,6 +38,11 @@ _UNREAD_BY_TRANSFORMERS = ("falcon-11b", "falcon-40b", "stablelm-12b", "gpt-oss"
 #: Keys of config.json that transformers' reader of GGUF does not read.
 _UNREAD = ("final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar")
 
+_WINDOW = {"use_sliding_window": True, "sliding_window": 8}
+_TYPES = ["full_attention", "sliding_attention"]
+_NO_WINDOWS = "llama.cpp has no windows for Qwen"
+_LONG: dict[str, Any] = MODELS["phi3-long"][2]["rope_parameters"]
+
 
 def without_vocabulary(config: Any) -> list[tuple[str, tuple[Any, ...]]]:
     """Methods of gguf-py's writer for a model without a tokenizer."""
@@ -100,6 +105,54 @@ def test_llama_cpp_runs_what_is_written(name: str, tmp_path: Path) -> None:
     assert np.array_equal(logits(streamload.transformers.from_pretrained(path)), logits(model))
     needs.runtime("llama_cpp")
     assert_near(runs(path), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("qwen2", _WINDOW | {"layer_types": ["full_attention"] * 2, "max_window_layers": 0}),
+        ("qwen2moe", {"qkv_bias": False}),
+        ("phi3-long", {"rope_parameters": _LONG | {"attention_factor": 1.7}}),
+        ("phi3-long", {"rope_parameters": _LONG | {"factor": 16.0}}),
+    ],
+)
+def test_settings_come_back(name: str, more: dict[str, Any], tmp_path: Path) -> None:
+    """The model of the file that is written computes as the source does."""
+    model = small_model(name, **more)
+    model.save_pretrained(tmp_path / "in")
+    quiet(tmp_path / "in", tmp_path / "out", to="gguf", dtype="float32")
+    opened = streamload.transformers.from_pretrained(tmp_path / "out/model.gguf")
+    np.testing.assert_allclose(logits(opened), logits(model), rtol=0, atol=1e-6)
+    if name == "phi3-long":
+        fields, _ = read_by_gguf_py(tmp_path / "out/model.gguf")
+        scale = model.model.rotary_emb.attention_scaling
+        assert fields["phi3.rope.scaling.attn_factor"] == np.float32(scale)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "said"),
+    [
+        *((name, _WINDOW | {"max_window_layers": 1}, _NO_WINDOWS) for name in ("qwen2", "qwen3")),
+        *((name, _WINDOW | {"layer_types": _TYPES}, _NO_WINDOWS) for name in ("qwen2", "qwen3")),
+        *((name, _WINDOW, _NO_WINDOWS) for name in ("qwen2moe", "qwen3moe")),
+        (
+            "gemma3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "no scaling 'linear' of layers with a window",
+        ),
+        ("gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping is a number above 0"),
+        ("gemma2", {"final_logit_softcapping": None}, "final_logit_softcapping is a number above"),
+        ("phi3", {"head_dim": 24}, "computes with head_dim 64, not 24"),
+    ],
+)
+def test_what_llama_cpp_computes_otherwise_is_refused(
+    name: str, more: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    """A setting that no key of GGUF says is named, and nothing is written."""
+    small_model(name, **more).save_pretrained(tmp_path / "in")
+    with pytest.raises(CheckpointError, match=said):
+        quiet(tmp_path / "in", tmp_path / "out", to="gguf")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
@@ -283,6 +336,24 @@ def test_other_architectures_open_as_tensors(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="'mamba'") as error:
         streamload.transformers.from_pretrained(path)
     assert all(name in str(error.value) for name in ARCHITECTURES)
+
+
+def test_adapters_without_rows_or_of_an_unknown_architecture(tmp_path: Path) -> None:
+    """The error names the file, and a long name of an architecture is cut."""
+    small_model("llama").save_pretrained(tmp_path / "base")
+    path = tmp_path / "lora.gguf"
+    said = [("add_string", ("general.type", "adapter"))]
+    said.append(("add_float32", ("adapter.lora.alpha", 8.0)))
+    factors = {"a": np.ones((0, 256), np.float32), "b": np.ones((256, 0), np.float32)}
+    tensors = {f"blk.0.attn_q.weight.lora_{part}": array for part, array in factors.items()}
+    write(path, tensors, more=said)
+    options: dict[str, Any] = {"device": "host", "budget": "1GB", "adapters": [path]}
+    with pytest.raises(CheckpointError, match=r"lora\.gguf.*only LoRA of matrices") as error:
+        streamload.load_state_dict(None, tmp_path / "base", **options)
+    assert "adapter_config.json" not in str(error.value)
+    write(path, {}, architecture="x" * 3000, more=said)
+    with pytest.raises(CheckpointError, match=r"is not known.*'x{76}\.\.\.$"):
+        streamload.load_state_dict(None, tmp_path / "base", **options)
 
 
 @pytest.mark.slow

@@ -332,12 +332,18 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "llama, mistral, qwen2, qwen3, .*gpt2.*found 'llama4_text'",
     ),
+    "long family": (lambda p: _source(p, model_type="x" * 3000), {}, r"found 'x{76}\.\.\.$"),
     "config": (_without_config, {}, "found no config.json"),
     "experts": (lambda p: _source(p, num_experts=8), {}, "convert_hf_to_gguf.py knows more"),
     "experts without the first": (
         lambda p: _of_experts(p, "1.gate_proj"),
         {"dtype": "float16"},
-        r"cannot be stacked.*numbers 0 to 0.*numbers up to 1",
+        r"cannot be stacked.*numbers 0 to 1.*found 1 numbers up to 1",
+    ),
+    "experts without the last": (
+        lambda p: _of_experts(p, "0.gate_proj"),
+        {"dtype": "float16"},
+        r"cannot be stacked.*numbers 0 to 1.*found 1 numbers up to 0",
     ),
     "an expert twice": (
         lambda p: _of_experts(p, "0.gate_proj", "0.gate_proj", without="model."),

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from streamload.errors import CheckpointError
+from streamload.files.header import describe
 from streamload.formats.gguf.architectures import ARCHITECTURES, OF_MODEL, Architecture, of_model
 from streamload.formats.gguf.constants import FILE_TYPES, TENSOR_TYPE_OF, TensorType
 from streamload.formats.gguf.layout import Described
@@ -42,12 +43,12 @@ def architecture_of(path: str | PathLike[str], config: Mapping[str, Any]) -> Arc
     experts = next((key for key in _EXPERTS if config.get(key)), None)
     if found is not None and (experts is None or "expert_count" in found.settings):
         return found
-    stated = repr(model) if config else "no config.json"
+    stated = describe(model) if config else "no config.json"
     raise CheckpointError(
         path,
         "is no model that is written as GGUF; llama.cpp's own convert_hf_to_gguf.py knows more",
         f"config.json with a model_type of {', '.join(OF_MODEL)}",
-        stated if experts is None else f"{stated} with {experts} {config[experts]}",
+        stated if experts is None else f"{stated} with {experts} {describe(config[experts])}",
     )
 
 

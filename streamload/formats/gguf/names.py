@@ -144,6 +144,8 @@ def _of_tensors(
             "qk_layernorm": "blk.0.attn_q_norm.weight" in shapes,
             "use_parallel_residual": "blk.0.ffn_norm.weight" not in shapes,
         }
+    if model == "qwen2_moe":
+        return {"qkv_bias": "blk.0.attn_q.bias" in shapes}
     if model == "falcon":
         keys, two = found.get("num_kv_heads", 1), "blk.0.attn_norm_2.weight" in shapes
         is_new = two or keys > 1
@@ -185,9 +187,7 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     elif given.get("num_key_value_heads") is None:
         given["num_key_value_heads"] = given.get("num_attention_heads")
     if str(model).startswith(("qwen2", "qwen3")):
-        # the layers from here on have a window
-        least = _count({"max_window_layers": 28, **config}, "max_window_layers")
-        if config.get("use_sliding_window") and least < _count(config, "num_hidden_layers"):
+        if _has_windows(config):
             raise ValueError("llama.cpp has no windows for Qwen: use_sliding_window is false there")
         given["sliding_window"] = None
     if "expert_count" in architecture.settings:
@@ -210,6 +210,20 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return found | {f"{architecture.name}.rope.scaling.{key}": v for key, v in scaling.items()}
 
 
+def _has_windows(config: Mapping[str, Any]) -> bool:
+    """Return whether any layer of a Qwen model attends to a window, as transformers has it."""
+    model, kinds = config.get("model_type"), config.get("layer_types")
+    bound = _count({"max_window_layers": 28, **config}, "max_window_layers")
+    if not config.get("use_sliding_window") or config.get("sliding_window", 4096) is None:
+        return False
+    if model == "qwen3_moe":  # all layers do, whatever else is stated
+        return True
+    if isinstance(kinds, list):
+        return any(kind != _FULL for kind in kinds)
+    # every other layer before the bound, or all from there on
+    return bound > 0 if model == "qwen2_moe" else bound < _count(config, "num_hidden_layers")
+
+
 def _of_model(
     architecture: Architecture, given: dict[str, Any], rope: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -228,6 +242,9 @@ def _of_model(
             if given.get(key, default) not in (expected.get(key), None):
                 problem = f"llama.cpp computes with {key} {expected.get(key)}"
                 raise ValueError(f"{problem}, not {given.get(key, default)}")
+    if name == "gemma2":  # without them, llama.cpp computes with the defaults
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            _number({key: 1.0, **given}, key)
     if name == "falcon":
         out["falcon.tensor_data_layout"] = "jploski"  # of fused queries, keys and values
         given["ffn_hidden_size"] = given.get("ffn_hidden_size") or 4 * _count(given, "hidden_size")
@@ -236,23 +253,30 @@ def _of_model(
             given["num_kv_heads"] = 1
     if architecture.rotates_part:
         part = rope.get("partial_rotary_factor", 0.25 if name == "stablelm" else 1.0)
-        size = _count(given, "head_dim")
+        size, of_width = _count(given, "head_dim"), head_size({**given, "head_dim": None})
+        if size != of_width:
+            raise ValueError(f"llama.cpp computes with head_dim {of_width}, not {size}")
         out[f"{name}.rope.dimension_count"] = int(_number({"part": part}, "part") * size)
     if name == "phi3":
         given["sliding_window"] = given.get("sliding_window") or 0
-        default = given.get(_ORIGINAL, given.get("max_position_embeddings"))
-        original = rope.get(_ORIGINAL) or default
-        context = _count({_ORIGINAL: original}, _ORIGINAL)
+        # transformers ignores that of rope_parameters
+        context = _count({_ORIGINAL: given.get(_ORIGINAL) or 4096}, _ORIGINAL)
         out["phi3.rope.scaling.original_context_length"] = context
         if phi3_factors(rope):
             if context < 2:
                 raise ValueError(f"{_ORIGINAL} is at least 2, not {context}")
             scale = _count(given, "max_position_embeddings") / context
-            factor = math.sqrt(1 + math.log(scale) / math.log(context)) if scale > 1 else 1.0
+            scale = scale if rope.get("factor") is None else _number(rope, "factor")
+            computed = _longrope_factor(scale, context)
             own = rope.get("attention_factor")
-            attention = _number(rope, "attention_factor") if own else factor
+            attention = computed if own is None else _number(rope, "attention_factor")
             out["phi3.rope.scaling.attn_factor"] = attention
     return out
+
+
+def _longrope_factor(scale: float, context: int) -> float:
+    """Return transformers' multiplier of rotated elements for longrope; ``context`` is over 1."""
+    return math.sqrt(1 + math.log(scale) / math.log(context)) if scale > 1 else 1.0
 
 
 def _number(given: Mapping[str, Any], key: str) -> float:
@@ -309,8 +333,11 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
         given = config.get(key)
         if isinstance(given, Mapping):
             local = given.get(_SLIDING)
-            if isinstance(local, Mapping) and "rope_theta" in local:
-                found["rope_local_base_freq"] = local["rope_theta"]
+            if isinstance(local, Mapping):
+                if (kind := local.get("rope_type", local.get("type", "default"))) != "default":
+                    raise ValueError(f"GGUF has no scaling {kind!r} of layers with a window")
+                if "rope_theta" in local:
+                    found["rope_local_base_freq"] = local["rope_theta"]
             of_all = given.get(_FULL, given)
             found |= of_all if isinstance(of_all, Mapping) else {}
     return {"rope_theta": None, **found}
@@ -410,6 +437,13 @@ def _rope_of(
             "long_factor": [*map(shortest, rope[_LONG_FACTORS])],
             "short_factor": [*map(shortest, rope[_SHORT_FACTORS])],
         }
+        most = found.get("max_position_embeddings")
+        times = metadata.get(f"{name}.rope.scaling.attn_factor")
+        computed = 0.0
+        if isinstance(most, int) and isinstance(context, int) and context > 1:
+            computed = _longrope_factor(most / context, context)
+        if isinstance(times, float) and 0 < times < math.inf and np.float32(computed) != times:
+            out["rope_scaling"]["attention_factor"] = shortest(times)
     elif (llama3 := llama3_scaling(rope.get(ROPE_FREQS, ()), out["rope_theta"])) is not None:
         out["rope_scaling"] = llama3
     return out

@@ -172,11 +172,11 @@ class GGUF(FormatWriter):
         kinds = {(t.dtype, t.quant, t.shape, t.stored and t.stored.kind) for t in listed}
         stated = (self.model.config.get(key) for key in ("num_experts", "num_local_experts"))
         count = next((each for each in stated if type(each) is int), len(parts))
-        if set(parts) != set(range(count)) or len(kinds) > 1:
+        if len(parts) != count or max(parts) != count - 1 or len(kinds) > 1:
             self.model.refuse(
                 f"they cannot be stacked to {own}",
                 f"numbers 0 to {count - 1}, of one shape, dtype and quantisation",
-                f"numbers up to {max(parts)}, {len(kinds)} kinds",
+                f"{len(parts)} numbers up to {max(parts)}, {len(kinds)} kinds",
                 listed[0].name,
             )
         first = listed[0]
