@@ -20,6 +20,7 @@ from streamload.checkpoint.open import Checkpoint
 from streamload.core.dtypes import DType
 from streamload.core.location import Url
 from streamload.errors import CheckpointError
+from streamload.files.header import describe
 from streamload.formats.gguf.architectures import ARCHITECTURE, ARCHITECTURES
 from streamload.loading.options import DEFAULTS
 from streamload.transformers.rows import Converted
@@ -98,7 +99,7 @@ def _read(
         expected, found = f"{path} or config=", "neither"
         if (architecture := checkpoint.metadata.get(ARCHITECTURE)) is not None:  # of GGUF
             kind = checkpoint.metadata.get("general.type", "model")
-            found = f"general.architecture {architecture!r}, general.type {kind!r}"
+            found = f"general.architecture {describe(architecture)}, general.type {describe(kind)}"
             expected += f", or a GGUF model of {', '.join(ARCHITECTURES)}"
         raise CheckpointError(checkpoint.path, "no configuration", expected, found)
     try:
