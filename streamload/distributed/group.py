@@ -121,7 +121,7 @@ class Meeting(Protocol):
         """
 
 
-#: Called with the meeting of a group that is about to open, so that its ranks can regroup.
+#: Called with the meeting of a group, before it opens, so that its ranks can regroup.
 Met = Callable[[Meeting], None]
 
 

@@ -126,7 +126,7 @@ def open_group(group: object = None, timeout: float = 60.0, met: Met = unmet) ->
             mpi4py communicator; or None: torch's default group (``init_process_group``) if it
             exists, else the launcher's.
         timeout: seconds for the ranks to meet, and for each collective.
-        met: called with the `Meeting` in which the group opens, if the engine has one.
+        met: called with the `Meeting` of the ranks, before the group opens, if there is one.
 
     Returns:
         The group; the caller closes it, unless it was given.
@@ -145,6 +145,9 @@ def open_group(group: object = None, timeout: float = 60.0, met: Met = unmet) ->
             return _launched(launch, timeout, met)
         group = distributed.group.WORLD
     if isinstance(group, ProcessGroup):
+        meeting = getattr(group, "meeting", None)
+        if meeting is not None:
+            met(meeting)
         return group
     for engine, module in (("torch", "torch"), ("mpi", "mpi4py.MPI")):
         if module in sys.modules and engine_module(engine).is_group(group):

@@ -84,14 +84,11 @@ class Held:
         return self.tensors if self.on_loss == "replan" else None
 
     def meets(self, meeting: Meeting) -> None:
-        """Record the meeting of the first attempt."""
+        """Record the meeting of the first attempt, before its group opens."""
         self.meeting, self._nodes = meeting, [f"rank {rank}" for rank in range(meeting.size)]
 
     def met(self, group: ProcessGroup, *, owned: bool) -> str:
         """Record the group of an attempt; return the name that this node had before, or ""."""
-        meeting = getattr(group, "meeting", None)
-        if self.group is None and meeting is not None:
-            self.meets(meeting)
         self.owned, self._begun = owned, True
         return self._nodes[group.rank] if self._named else ""
 
