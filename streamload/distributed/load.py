@@ -359,7 +359,9 @@ def _watched(
         agreed.session.group.rest()
     notes = (*report.notes, *held.story(agreed.plan, agreed.each_held))
     recovery = Recovery(again, held, agreed.session, kept)
-    return replace(report, notes=notes, lost=tuple(held.lost), recovery=recovery)
+    report = replace(report, notes=notes, lost=tuple(held.lost), recovery=recovery)
+    held.lost.clear()
+    return report
 
 
 @contextmanager

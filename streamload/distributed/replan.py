@@ -52,7 +52,7 @@ class Held:
         budget_nbytes: the budget of the first attempt; None until it is known.
         placements: the complete parameters that this rank holds, by name.
         tensors: without a model, their tensors: the ``state_dict`` of the reports.
-        lost: the names of lost nodes.
+        lost: the names of nodes lost since the last load that succeeded.
         group: the group of the next attempt; None: as the call says.
         meeting: where the ranks of the last attempt regroup; None if they cannot.
         owned: whether the group of the last attempt is the load's own, not the program's.
@@ -197,16 +197,21 @@ class Held:
         self._part += 1
         self._vain = 0
 
+    def recover(self, error: PeerFailedError) -> None:
+        """Regroup for the program, which may do so any number of times."""
+        self.noticed_s, self._vain = 0.0, 0
+        self.regroup(error)
+
     def regroup(self, error: PeerFailedError) -> None:
         """Form the group of the ranks that are left, or raise ``error`` with why that failed."""
         self.noticed_s = self.noticed_s or time.monotonic()
         suspect = error.rank
         try:
             while True:
-                _in_time(self._decide, self.timeout, suspect)
-                assert self.meeting is not None
+                members, meeting = _in_time(self._decide, self.timeout, suspect)
+                self._go_on(members, meeting)
                 try:
-                    self.group = _in_time(self.meeting.open, 4 * self.timeout, self.timeout)
+                    self.group = _in_time(meeting.open, 4 * self.timeout, self.timeout)
                     return
                 except PeerFailedError as again:
                     suspect = again.rank
@@ -223,17 +228,22 @@ class Held:
             return LoadState(tuple(self.placements), (), ()) if self.placements else None
         return replace(state, loaded=tuple(dict.fromkeys((*self.placements, *state.loaded))))
 
-    def _decide(self, suspect: int | None) -> None:
-        """Decide with the other ranks who goes on; ``suspect``: a rank that seems to be lost."""
-        meeting, key = self.meeting, f"decided/{self._part}"
+    def _decide(self, suspect: int | None) -> tuple[list[int], Meeting]:
+        """Decide with the other ranks who goes on; return these ranks and their meeting.
+
+        Changes nothing here: its thread may outlive `regroup`. ``suspect``: a rank that seems to be
+        lost.
+        """
+        meeting, part = self.meeting, self._part
         assert meeting is not None
-        meeting.first(f"came/{self._part}/{meeting.rank}", json.dumps(suspect))
+        key = f"decided/{part}"
+        meeting.first(f"came/{part}/{meeting.rank}", json.dumps(suspect))
         end = time.monotonic() + self.timeout
         said: dict[int, int | None] = {}  # by rank that came, the one that seems lost to it
         decided: str | None = None
         while decided is None:
             others = [rank for rank in range(meeting.size) if rank not in said]
-            keys = [f"came/{self._part}/{rank}" for rank in others]
+            keys = [f"came/{part}/{rank}" for rank in others]
             *came, decided = meeting.find([*keys, key])
             pairs = zip(others, came, strict=True)
             said |= {rank: parse_json(text) for rank, text in pairs if text is not None}
@@ -249,13 +259,17 @@ class Held:
             raise lost("the others went on without this rank, which came too late", meeting.rank)
         if not self._begun and 2 * len(members) <= meeting.size:
             raise lost(f"only {len(members)} of {meeting.size} ranks came, which is not most")
+        return members, meeting.among(members)
+
+    def _go_on(self, members: Sequence[int], meeting: Meeting) -> None:
+        """Go on in ``meeting`` with ``members`` of the last one, and record the others as lost."""
         away = [node for rank, node in enumerate(self._nodes) if rank not in members]
         self._vain = 0 if away else self._vain + 1
         if self._vain > 1:
             raise lost("all ranks are there, and cannot reach each other")
         self.lost += away
         self._nodes = [self._nodes[rank] for rank in members]
-        self.meeting, self._part = meeting.among(members), 0
+        self.meeting, self._part = meeting, 0
 
 
 def _sum(nbytes: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
@@ -311,6 +325,7 @@ class Recovery(Generic[T]):
     ) -> None:
         """Watch the ranks of a session, until `close`; ``stack`` closes it and its group."""
         self._again, self._held, self._session, self._stack = again, held, session, stack
+        self._meeting = held.meeting  # of the session's ranks
         # rank 0 waits in there: not when the garbage collector runs, nor at exit
         later = threading.Thread(target=stack.close, name="streamload-leave", daemon=True)
         weakref.finalize(self, later.start).atexit = False
@@ -332,16 +347,18 @@ class Recovery(Generic[T]):
             PeerFailedError: the ranks cannot meet, or this one came too late.
             PlanInfeasibleError: the model does not fit any more; all raise it.
             StreamloadError: as the load.
+
+        After an error all ranks that are left may call it again.
         """
         error = PeerFailedError("unknown", "the program has asked for another plan")
         try:
             self.check()
         except PeerFailedError as found:
-            error = found
+            # after a recovery that failed, ranks have other numbers
+            rank = found.rank if self._held.meeting is self._meeting else None
+            error = PeerFailedError(found.node, found.problem, rank)
         self.close()
-        self._held.noticed_s = 0.0
-        self._held.lost.clear()
-        self._held.regroup(error)
+        self._held.recover(error)
         return self._again()
 
     def close(self) -> None:

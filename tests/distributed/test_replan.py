@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from thread_group import ThreadGroup, World, run
 
 import streamload
 from streamload import distributed
-from streamload.errors import NodeError, PeerFailedError, PlanInfeasibleError
+from streamload.errors import NodeError, PeerFailedError, PlanInfeasibleError, StreamloadError
 from streamload.loading.report import LoadReport
 from streamload.planning.partition import Node
 
@@ -233,6 +234,39 @@ def test_a_loss_that_leaves_too_little_memory(path: Path) -> None:
         return report
 
     left(world, run(world, loading(path, after=after, budget=lambda _: total // 3 + 6000)))
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_recovery_that_failed_is_tried_again(late: int, tmp_path: Path) -> None:
+    """Ranks wait for each other as in the first, and the lost node is named once one succeeds."""
+    where = llama(tmp_path / "m", shards=3)
+    shard = sorted(where.glob("*.safetensors"))[1]
+    away = shard.with_suffix(".away")
+    both = threading.Barrier(2, timeout=4 * LOSS_S)
+    world = World(3, timeout_s=LOSS_S)
+    again = recovering(world, 1)
+
+    def after(report: LoadReport, group: ThreadGroup) -> LoadReport:
+        if group.rank == 1:
+            shard.rename(away)
+        with pytest.raises(StreamloadError, match="shards are missing"):
+            again(report, group)
+        for _ in range(2):
+            with pytest.raises(StreamloadError, match="shards are missing"):
+                report.recovery.recover()
+        if both.wait() == 0:
+            away.rename(shard)
+        both.wait()
+        if group.rank == late:
+            time.sleep(LOSS_S / 2)
+        found: LoadReport = report.recovery.recover()
+        return found
+
+    reports = left(world, run(world, loading(where, after=after)))
+    whole(reports, where)
+    for report in reports:
+        assert [name[-1] for name in report.lost] == ["1"]
+        assert any(note.startswith(f"lost {report.lost[0]}; planned") for note in report.notes)
 
 
 def test_layers_move_where_budgets_demand_it(tmp_path: Path) -> None:
