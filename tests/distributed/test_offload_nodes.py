@@ -310,6 +310,7 @@ def test_a_head_that_is_the_embedding_streams_on_its_own_rank(
         close(found)
 
 
+@pytest.mark.slow
 def test_14_ranks_run_what_loads_on_16(tmp_path: Path) -> None:
     """At a small scale: 44 layers, of which a rank has room for three."""
     shape = replace(LLAMA_3_8B, vocab=512, dim=64, ff=160, layers=44, heads=4, kv_heads=2)

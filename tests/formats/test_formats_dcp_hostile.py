@@ -422,6 +422,7 @@ def test_mutated_metadata(tmp_path_factory: pytest.TempPathFactory, stated: byte
     open_hostile(write_folder(tmp_path_factory.getbasetemp() / "mutated", stated))
 
 
+@pytest.mark.slow
 @settings(max_examples=few(600), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=mutated((DATA,)))
 def test_mutated_items(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
@@ -440,6 +441,7 @@ _VALUES = (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=few(900), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_values(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:

@@ -452,7 +452,10 @@ def test_a_large_file_of_lies_takes_little_memory(tmp_path: Path) -> None:
     ("metadata", "name", "shape", "kind"),
     [
         (of("qwen3moe"), "ffn_gate_exps", (1, 1, 4096), 24),
-        (of("falcon", attention__head_count=4096, attention__head_count_kv=4096), *QKVS),
+        pytest.param(
+            *(of("falcon", attention__head_count=4096, attention__head_count_kv=4096), *QKVS),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["experts", "heads"],
 )

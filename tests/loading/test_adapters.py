@@ -37,7 +37,7 @@ def load(path: Path, *adapters: Path | str, **options: Any) -> dict[str, Array]:
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
-@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("rslora", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_rounded_once_whatever_the_chunks_are(tmp_path: Path, dtype: Any, rslora: bool) -> None:
     """Within one rounding of float64; the same bytes for any chunks, readers and devices."""
     w, other = random(0, 300, 1000, dtype=dtype), random(1, 30, 10, dtype=dtype)

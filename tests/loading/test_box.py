@@ -345,7 +345,11 @@ def test_no_conversion_that_quantizes_is_killed(
     ],
 )
 @pytest.mark.parametrize(
-    "name", ["digests", "conversion", pytest.param("differences", marks=pytest.mark.slow)]
+    "name",
+    [
+        "conversion",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("digests", "differences")),
+    ],
 )
 def test_a_check_is_done_or_refused(
     cgroup: Boxes, tmp_path: Path, name: str, rooms_nbytes: Sequence[int]

@@ -122,7 +122,7 @@ def test_a_draw_is_the_same_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 40))]
+    "number", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, *range(2, 40)))]
 )
 def test_a_random_load_ends_well(cgroup: Boxes, tmp_path: Path, number: int) -> None:
     """It takes no more than predicted; in its box it loads right, is refused or is stopped."""

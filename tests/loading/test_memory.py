@@ -99,6 +99,7 @@ def test_loading_again_takes_no_more(folder: Path, device: str) -> None:
     assert peak <= least + NBYTES + SLACK_NBYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", FEWER_DEVICES)
 def test_old_weights_do_not_stand_beside_new_ones(folder: Path, device: str) -> None:
     """float32 weights that become float16 are released as these are made, not afterwards."""

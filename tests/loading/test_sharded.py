@@ -10,14 +10,14 @@ import needs
 import numpy as np
 import pytest
 import sharded_rank
-from parameters import product
 from safetensors.numpy import save_file
 
 ROOT = Path(__file__).parents[2]
 RANKS = 4
 
 
-@pytest.mark.parametrize("case", product(sharded_rank.CASES, fast=lambda case: case == "fsdp"))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", sharded_rank.CASES)
 def test_every_rank_reads_its_own_shard(case: str, tmp_path: Path) -> None:
     """Rows and columns of its own and nothing else; as the full load that is sharded afterwards."""
     needs.module("torch")

@@ -814,7 +814,10 @@ def wrapped(kind: str, inner: nn.Module) -> nn.Module:
     return inner
 
 
-@pytest.mark.parametrize("kind", ["DataParallel", "compile", "both", "layer"])
+@pytest.mark.parametrize(
+    "kind",
+    ["DataParallel", pytest.param("compile", marks=pytest.mark.slow), "both", "layer"],
+)
 @pytest.mark.parametrize("stored", ["plain", "wrapped"])
 def test_wrapped_modules(tmp_path: Path, kind: str, stored: str) -> None:
     """They take a checkpoint of what they wrap, and one of their own."""

@@ -264,6 +264,7 @@ def test_layers_in_host_memory(device: str, folder: Path, expected: Any) -> None
         np.testing.assert_array_equal(generate(model, device), expected)
 
 
+@pytest.mark.slow
 def test_a_model_that_fits_is_loaded(device: str, folder: Path) -> None:
     """Its calls are its own, with its TinyJit."""
     plain = Model()
