@@ -17,7 +17,7 @@ import streamload
 from streamload.checkpoint.open import open_checkpoint
 from streamload.errors import HeaderError
 from streamload.formats.torch import unpickler as torch_pickle
-from streamload.formats.torch.globals import Opaque, PickleError, Tensor
+from streamload.formats.torch.globals import Opaque, PickleError, Tensor, key_of
 
 torch = needs.module("torch")
 
@@ -168,7 +168,7 @@ def _check_same(mine: Any, theirs: Any, same: dict[int, int]) -> None:
         same[id(theirs)] = id(mine)
         pairs = zip(theirs, mine, strict=True)
         if isinstance(theirs, dict):
-            assert [*theirs] == [*mine]
+            assert [key_of(key) for key in theirs] == [*mine]
             pairs = zip(theirs.values(), mine.values(), strict=True)
         for their, my in pairs:
             _check_same(my, their, same)

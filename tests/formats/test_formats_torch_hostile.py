@@ -41,9 +41,18 @@ from streamload.checkpoint.open import open_checkpoint
 from streamload.errors import CheckpointError, HeaderError
 from streamload.formats.reader import read_header
 from streamload.formats.torch import unpickler as torch_pickle
-from streamload.formats.torch.globals import PickleError
+from streamload.formats.torch.globals import Number, PickleError, key_of
 
 # --- pickles --------------------------------------------------------------------------------------
+
+
+def test_numbers_are_no_keys() -> None:
+    """A file can choose numbers whose hashes collide, which takes a dict quadratic time."""
+    numbers = (0, -1, 2**70, 0.5, float("inf"), True)
+    assert all(type(key_of(key)) is Number for key in numbers)
+    assert len({key_of(key) for key in numbers}) == len(numbers)
+    assert key_of(1) == key_of(True) == key_of(1.0)
+    assert [key_of(key) for key in ("a", None)] == ["a", None]
 
 
 @pytest.mark.parametrize("name", PICKLES)

@@ -213,6 +213,10 @@ SCRIPTS: Mapping[str, tuple[bytes, str]] = {
     "a dict": (_by_hand(_W), _REFUSED),
     "a module without state": (_by_hand(b"c__torch__\nN\n)\x81"), _REFUSED),
     "a state that is a list": (_by_hand(_module(b"]")), _REFUSED),
+    "a module's state that is a tuple": (
+        _by_hand(_module(b"}(" + text("a") + _module(b")") + text("w") + tensor() + b"u")),
+        _REFUSED,
+    ),
     "an argument of a class": (_by_hand(b"c__torch__\nN\nN\x85\x81"), "NEWOBJ at byte"),
     "a module of modules of it": (_by_hand(_twice(40)), _REFUSED),
     "itself": (

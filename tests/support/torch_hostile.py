@@ -133,6 +133,7 @@ PICKLES: Mapping[str, tuple[bytes, str]] = {
     "a huge frame": (b"\x80\x04\x95" + b"\xff" * 8, "is cut off"),
     "a number without an end": (pickle_of(b"I" + b"9" * 99), "is cut off"),
     "a LONG that is no number": (pickle_of(b"Lx\n"), "LONG at byte"),
+    "an object kept far from others": (pickle_of(b"Nr\xff\xff\xff\x7f"), "LONG_BINPUT at byte"),
     "an object that was never kept": (pickle_of(b"j\xff\xff\xff\x7f"), "LONG_BINGET at byte"),
     "an empty stack": (b"\x80\x020.", "POP at byte"),
     "a mark that is not there": (pickle_of(b"t"), "TUPLE at byte"),

@@ -39,6 +39,7 @@ from streamload.formats.torch.globals import (
     Opaque,
     Storage,
     Tensor,
+    key_of,
     kind_of,
     named,
 )
@@ -132,9 +133,14 @@ class Dcp(FormatReader):
                     place = _range(places.get((tensor.storage.key, origin)), origin, fail)
                     items.append(_Item(*place, name, dtype, origin, sizes))
         parts = []
-        for file_name, group in groupby(sorted(items, key=itemgetter(0)), key=itemgetter(0)):
+        for file_name, group in groupby(sorted(items, key=itemgetter(0, 1)), key=itemgetter(0)):
             with open_file(path.parent / file_name) as opened:
+                end = 0
                 for item in group:
+                    if item.start < end:  # else a small folder is as much work as a large one
+                        problem = "a chunk begins inside another one"
+                        raise HeaderError(opened.path, problem, end, item.start, tensor=item.name)
+                    end = item.stop
                     tensors[item.name].pieces.append(_piece(opened, item))
                 parts.append(Part(opened.path, opened.nbytes, opened.state))
         return joined(Part(path, file.nbytes), parts, tensors, {"format": "pt"})
@@ -147,7 +153,7 @@ def _nested(stated: Mapping[Any, Any], keys: Mapping[Any, Any]) -> dict[Any, Any
         way = keys.get(flat)
         if not _are(way, (str, int)):
             way = (flat,)
-        found = root
+        found, way = root, [key_of(key) for key in way]
         for key in way[:-1]:
             below = found.setdefault(key, {})
             found = below if type(below) is dict else {}

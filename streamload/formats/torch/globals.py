@@ -78,7 +78,7 @@ class Storage:
     offset: int = 0
 
 
-_SIMPLE = frozenset((str, int, float, bool, type(None), Instance))
+_SIMPLE = frozenset((str, type(None), Instance))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +182,19 @@ def kind_of(value: object) -> str:
     return value.name if isinstance(value, Global) else type(value).__name__
 
 
+class Number(str):
+    """A number as a dict's key: a file can choose numbers, but not texts, whose hashes collide."""
+
+    __slots__ = ()
+
+
 def key_of(key: Any) -> Any:
-    """Return a dict's key if its hash is simple, else an `Opaque`: hashing tuples may recurse."""
+    """Return a dict's key if its hash is simple, a `Number`, or else an `Opaque`.
+
+    Hashing tuples may recurse.
+    """
+    if type(key) in (bool, int, float):
+        return Number(hex(int(key)) if key == key // 1 else float(key).hex())
     return key if type(key) in _SIMPLE else Opaque()
 
 

@@ -58,10 +58,10 @@ def state_dict(root: Any, read: Callable[[str], bytes | None]) -> dict[str, Tens
             if code_nbytes > _MOST_CODE_NBYTES:
                 return None
             files[package] = _classes(source)
-        if name not in files[package] or type(module.state) is not dict:
-            if not prefix:
-                return None
+        if name not in files[package] and prefix:
             continue  # an object that is no module
+        if name not in files[package] or type(module.state) is not dict:
+            return None  # a state of its own does not name its parameters
         for key, value in module.state.items():
             if type(key) is not str or type(value) not in (Tensor, Instance):
                 continue

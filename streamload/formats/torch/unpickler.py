@@ -69,6 +69,7 @@ _LENGTHS = {
 }
 _LINES = {"GLOBAL": 2, "INST": 2}  # lines of an opcode's argument; 1 for others
 _OPCODE_NBYTES = 128  # most bytes of the object that an opcode makes, and of the reference to it
+_SPARE_INDEXES = 2**10  # of the memo: picklers count them up from 0 or 1
 _CHECKED_OPCODES = 2**18  # free memory is checked after each of these
 _SHORT_NBYTES = 2**10
 _MAX_INT = 2**63
@@ -335,6 +336,8 @@ def _push_kept(machine: _Machine, index: int) -> None:
 
 def _keep(machine: _Machine, index: int) -> None:
     """Store the top of the stack in the memo at ``index``."""
+    if index > 2 * len(machine.memo) + _SPARE_INDEXES:  # hashes of such numbers can collide
+        machine.refuse("an index that follows those before", f"number {index}")
     machine.stack.append(machine.pop())
     machine.memo[index] = machine.stack[-1]
 
