@@ -465,7 +465,7 @@ def test_the_store_listens_on_the_interface_of_the_group(monkeypatch: pytest.Mon
 MEET = """
 import json, os, sys
 from streamload.distributed import launch
-launch._engine("torch")
+launch.engine_module("torch")
 print("here", flush=True)
 sys.stdin.readline()
 os.write(2, b"mine\\n")
