@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,11 +15,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import forked
 import needs
 import numpy as np
 import pytest
-from distributed_helpers import LAYERS, PLENTY, WIDTH, environment, llama, load, path, succeeded
+from distributed_helpers import (
+    LAYERS,
+    PLENTY,
+    WIDTH,
+    environment,
+    llama,
+    load,
+    path,
+    run_ranks,
+    succeeded,
+)
 from safetensors_files import write_safetensors
 from thread_group import ThreadGroup, World, run
 
@@ -1087,23 +1095,7 @@ def test_real_processes(path: Path) -> None:
     import hashlib
 
     needs.module("torch")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        forked.start(
-            [sys.executable, "-c", BODY, path],
-            forked.TORCH,
-            env=environment(RANK=str(rank), **meeting),
-        )
-        for rank in range(3)
-    ]
-    try:
-        said = [process.communicate(timeout=60)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, -signal.SIGKILL, 0]
+    said = run_ranks([sys.executable, "-c", BODY, path], [0, -signal.SIGKILL, 0], 60)
     hashes = {n: hashlib.sha256(a.tobytes()).hexdigest() for n, a in alone(path).items()}
     found = [json.loads(said[rank]) for rank in (0, 2)]
     for one in found:

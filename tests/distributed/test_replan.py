@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,11 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import forked
 import needs
 import numpy as np
 import pytest
-from distributed_helpers import PLENTY, environment, llama, path
+from distributed_helpers import PLENTY, environment, llama, path, run_ranks
 from safetensors_files import write_safetensors
 from thread_group import ThreadGroup, World, run
 
@@ -391,24 +389,8 @@ print(json.dumps([report.lost, hashes]))
 def test_a_process_that_is_killed(path: Path) -> None:
     """Over torch's engine; rank 0 keeps the store."""
     needs.module("torch")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        forked.start(
-            [sys.executable, "-c", DIES, path],
-            forked.TORCH,
-            env=environment(RANK=str(rank), **meeting),
-        )
-        for rank in range(3)
-    ]
-    try:
-        said = [process.communicate(timeout=60) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, -signal.SIGKILL, 0], said
-    found = [json.loads(said[rank][0]) for rank in (0, 2)]
+    said = run_ranks([sys.executable, "-c", DIES, path], [0, -signal.SIGKILL, 0], 60)
+    found = [json.loads(said[rank]) for rank in (0, 2)]
     assert all([name[-1] for name in lost] == ["1"] for lost, _ in found)
     hashes = {n: hashlib.sha256(data).hexdigest() for n, data in alone(path).items()}
     assert found[0][1] | found[1][1] == hashes

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import forked
 import needs
 import numpy as np
 import pytest
+from distributed_helpers import run_ranks
 from safetensors.numpy import load_file
 from tensor_slices import joined
 
@@ -73,7 +73,7 @@ def test_slices_and_tokens(ranks: int, names: list[str], tmp_path: Path) -> None
     for name in names:
         save(tmp_path, name)
     program = ROOT / "tests" / "support" / "tensor_rank.py"
-    forked.run_ranks(ranks, [sys.executable, program, tmp_path, *names])
+    run_ranks([sys.executable, program, tmp_path, *names], [0] * ranks)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     for name in names:
         nodes = [Node(f"n{rank}", "100MB") for rank in range(ranks)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import forked
 import needs
 import numpy as np
 import pytest
 import sharded_rank
+from distributed_helpers import run_ranks
 from safetensors.numpy import save_file
 
 ROOT = Path(__file__).parents[2]
@@ -28,5 +28,5 @@ def test_every_rank_reads_its_own_shard(case: str, tmp_path: Path) -> None:
     arrays = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     save_file(arrays, tmp_path / "model.safetensors")
     program = ROOT / "tests" / "support" / "sharded_rank.py"
-    forked.run_ranks(RANKS, [sys.executable, program, case, tmp_path])
+    run_ranks([sys.executable, program, case, tmp_path], [0] * RANKS)
     assert len(list(tmp_path.glob("*.json"))) == RANKS

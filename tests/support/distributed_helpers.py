@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 from safetensors_files import write_safetensors
@@ -92,3 +95,34 @@ def environment(**more: str) -> dict[str, str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
     python = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return clean | {"PYTHONPATH": python, "OMP_NUM_THREADS": "1"} | more
+
+
+def run_ranks(command: Sequence[object], codes: Sequence[int], timeout: float = 240) -> list[str]:
+    """Run a command as ranks of torch.distributed on loopback; gives what each wrote to stdout.
+
+    Their exit codes must be ``codes``.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(len(codes)),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    ranks = [
+        forked.start(
+            command,
+            forked.TORCH,
+            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **variables),
+        )
+        for rank in range(len(codes))
+    ]
+    try:
+        said = [rank.communicate(timeout) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [*codes], said[0][1][-3000:]
+    return [out for out, _ in said]

@@ -165,28 +165,3 @@ if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as asked:
         found = _serve(asked)
     _run(**found)
-
-
-def run_ranks(count: int, command: Sequence[object]) -> None:
-    """Run a command as the ranks of torch.distributed, over loopback; all must exit with 0."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    variables = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(count),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    ranks = [
-        start(command, TORCH, env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(count)
-    ]
-    try:
-        said = [rank.communicate()[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * count, said[0][-3000:]
