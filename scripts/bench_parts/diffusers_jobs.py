@@ -210,9 +210,9 @@ def _groups(kind: str) -> Callable[[str, str, int, int], Any]:
 
 
 def _mmgp(path: str, device: str, budget: int, reserve: int) -> Any:
-    from mmgp import offload
-
     pipe = _theirs(path)
+    from mmgp import offload  # afterwards: it replaces safetensors' safe_open by one of its own
+
     # it takes twice as much as it is told
     most = max((budget - reserve) // 2 // 2**20, 1)
     offload.all(pipe, pinnedMemory=True, quantizeTransformer=False, budgets=most, verboseLevel=0)

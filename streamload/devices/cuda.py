@@ -77,7 +77,7 @@ class Context:
         self._memcpy, self._record = quick.cuMemcpyHtoDAsync_v2, quick.cuEventRecord
         self._push, self._pop = quick.cuCtxPushCurrent_v2, quick.cuCtxPopCurrent_v2
         self._query, self._wait = quick.cuStreamQuery, quick.cuStreamWaitEvent
-        self._launch = quick.cuLaunchKernel
+        self._launch, self._of_stream = quick.cuLaunchKernel, quick.cuStreamGetCtx
         self._popped = ctypes.byref(ctypes.c_void_p())
 
     @classmethod
@@ -91,6 +91,17 @@ class Context:
         context.call("cuDevicePrimaryCtxRetain", ctypes.byref(handle), device)
         context.handle = handle.value or 0
         return context
+
+    def of_stream(self, stream: int) -> Context:
+        """Return the context of a stream of this device; of stream 0, the thread's current one.
+
+        That may be another: tinygrad leaves its own current, and torch makes its streams there.
+        """
+        handle = ctypes.c_void_p()
+        status = self._of_stream(stream, ctypes.byref(handle))
+        if status or handle.value in (None, self.handle):  # an error: the thread has none
+            return self
+        return _other_context(self, handle.value)
 
     def check(self, status: int, call: str) -> None:
         """Raise DeviceError if ``status``, returned by ``call``, is not 0."""
@@ -201,6 +212,16 @@ class Context:
         self._pop(self._popped)
         self.check(status, "cuMemcpyHtoDAsync")
         self.check(recorded, "cuEventRecord")
+
+
+@cache
+def _other_context(context: Context, handle: int) -> Context:
+    """Return another context if it is one of the same device, else ``context``."""
+    other, devices = Context(context.name, handle), (ctypes.c_int(), ctypes.c_int())
+    for each, device in zip((context, other), devices, strict=True):
+        with each.current():
+            each.call("cuCtxGetDevice", ctypes.byref(device))
+    return other if devices[0].value == devices[1].value else context
 
 
 # `_STREAMS` for all slots of a context, so that kernels of one overlap copies of another; more copy

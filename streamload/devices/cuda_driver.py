@@ -37,6 +37,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuModuleUnload": (_pointer,),
     "cuStreamCreate": (_out, _uint),
     "cuStreamDestroy_v2": (_pointer,),
+    "cuStreamGetCtx": (_pointer, _out),
     "cuStreamQuery": (_pointer,),
     "cuStreamSynchronize": (_pointer,),
     "cuStreamWaitEvent": (_pointer, _pointer, _uint),

@@ -5,6 +5,7 @@ Skipped on machines without a CUDA device.
 
 from __future__ import annotations
 
+import ctypes
 import json
 from typing import Any
 
@@ -90,3 +91,29 @@ def test_decoded_rows_are_the_oracles(name: str) -> None:
     assert torch.allclose(decode(held, torch.float32), right, rtol=1e-6, atol=0)
     some = decode(held.between(3, 20), torch.bfloat16)
     assert torch.allclose(some.float(), right[3:20], rtol=2.0**-7, atol=0)
+
+
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_streams_of_another_context_are_launched_in(own_stream: bool) -> None:
+    """tinygrad leaves its context current: torch's new streams, and its null stream, are there."""
+    of = matrix(FORMS["nf4"], 37, 768)
+    held, x = operand("nf4", of), torch.randn(2, 768, device="cuda")
+    with torch.inference_mode():
+        expected = linear(x, held, None)
+        torch.cuda.synchronize()
+        driver, other = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+        assert driver.cuCtxCreate_v2(ctypes.byref(other), 0, 0) == 0
+        try:
+            stream = ctypes.c_void_p()
+            assert driver.cuStreamCreate(ctypes.byref(stream), 1) == 0
+            if own_stream:
+                driver.cuCtxPopCurrent_v2(ctypes.byref(other))
+            given = stream.value if own_stream else 0
+            with torch.cuda.stream(torch.cuda.ExternalStream(given)):
+                found = linear(x, held, None)
+            if own_stream:
+                driver.cuCtxPushCurrent_v2(other)
+            assert driver.cuCtxSynchronize() == 0
+        finally:
+            driver.cuCtxPopCurrent_v2(ctypes.byref(other))
+    assert torch.equal(found, expected)

@@ -333,6 +333,10 @@ int cuStreamQuery(Stream *stream) {
     if (!current()) return wrong(NO_CONTEXT, "cuStreamQuery without a context");
     return null_busy ? NOT_READY : 0;
 }
+int cuStreamGetCtx(Stream *stream, void **context) {
+    *context = stream ? stream->context : current();
+    return *context ? 0 : NO_CONTEXT;
+}
 int cuStreamSynchronize(Stream *stream) {
     pthread_mutex_lock(&mutex);
     if (stream) run(stream, now);

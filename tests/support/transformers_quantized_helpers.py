@@ -123,6 +123,12 @@ def logits(model: Any) -> Any:
         return model(torch.arange(24).reshape(2, 12)).logits
 
 
+def same_modules(found: Any, expected: Any) -> None:
+    """Of the same classes; bitsandbytes' 4-bit modules of one that computes by our kernels."""
+    for mine, theirs in zip(found.modules(), expected.modules(), strict=True):
+        assert isinstance(mine, type(theirs)) and type(mine).__name__ == type(theirs).__name__
+
+
 def raw(tensor: Any) -> tuple[Any, Any, bytes]:
     """Dtype, shape and bytes."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)

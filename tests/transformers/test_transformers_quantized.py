@@ -31,7 +31,6 @@ from transformers_quantized_helpers import (  # noqa: E402
     MADE,
     MOE,
     OWN,
-    by_transformers,
     compressed,
     fp8,
     in_fp8,
@@ -43,6 +42,7 @@ from transformers_quantized_helpers import (  # noqa: E402
     raw,
     reconfigure,
     reference,
+    same_modules,
 )
 
 from streamload.devices.torch.deferred import Deferred  # noqa: E402
@@ -280,12 +280,15 @@ def test_gives_what_transformers_gives(tmp_path: Path, name: str, files: str) ->
     found, expected = load(folder), reference(folder, device_map="cpu")
     if library != "gptqmodel":  # which repacks what it is given
         same_state(found, expected)
-    assert [type(m) for m in found.modules()] == [type(m) for m in expected.modules()]
+    same_modules(found, expected)
     assert found.config.to_dict() == expected.config.to_dict()
     assert found.streamload_report.resident_nbytes >= open_checkpoint(folder).nbytes
     if library in ("bitsandbytes", "compressed_tensors"):
         assert not verify(found.streamload_report, open_checkpoint(folder), found)
-    assert torch.equal(logits(found), logits(expected))
+    if name.startswith(("nf4", "fp4")):  # by kernels, which sum in float32
+        torch.testing.assert_close(logits(found), logits(expected), atol=0.01, rtol=0.01)
+    else:
+        assert torch.equal(logits(found), logits(expected))
     assert found.is_quantized == expected.is_quantized
     assert found.quantization_method == expected.quantization_method
 
@@ -313,25 +316,6 @@ def test_weights_of_bitsandbytes_are_not_copied(tmp_path: Path) -> None:
     assert module.weight.quant_state.shape == (128, 64)
     report = model.streamload_report
     assert report.resident_nbytes < 1.05 * open_checkpoint(tmp_path).nbytes
-    if module.support_avx512bf16_for_cpu:
-        assert any("repacks each weight" in note for note in report.notes)
-        with pytest.raises(PlanInfeasibleError):
-            load(tmp_path, budget=report.resident_nbytes + 8192)
-
-
-@pytest.mark.slow
-def test_what_bitsandbytes_cannot_run_is_refused(tmp_path: Path) -> None:
-    """Rows that are no whole blocks cannot be repacked on a CPU with AVX512-BF16."""
-    needs_library("bitsandbytes")
-    from bitsandbytes.nn.modules import has_avx512bf16
-
-    if not has_avx512bf16():
-        pytest.skip("the CPU has no AVX512-BF16")
-    config = {"load_in_4bit": True}
-    make = by_transformers(lambda: transformers.BitsAndBytesConfig(**config), intermediate_size=96)
-    make(tmp_path)
-    with pytest.raises(CheckpointError, match=r"does not run on cpu.*down_proj.*64 x 96"):
-        load(tmp_path)
 
 
 @pytest.mark.slow

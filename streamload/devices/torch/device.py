@@ -35,6 +35,7 @@ from streamload.devices.base import (
 from streamload.devices.names import NO_DEVICE, environment
 from streamload.devices.probing import ComputingFramework, nvidia_parts
 from streamload.devices.staging import DONE, HostStaging
+from streamload.devices.torch.streams import current_stream
 from streamload.devices.torch.tensors import (
     TO_TORCH,
     coded_of,
@@ -385,35 +386,33 @@ class CUDADevice(cuda.Copies, ROCmDevice):
         """
         self.context.check_room(dtype.nbytes(math.prod(shape)), self.trim)
         tensor = super().allocate(dtype, shape)
-        self.context.finish(_raw_stream(self._index))
+        self._finish()
         return tensor
 
     def allocate_all(self, kinds: Sequence[tuple[DType, tuple[int, ...]]]) -> list[torch.Tensor]:
         nbytes = sum(dtype.nbytes(math.prod(shape)) for dtype, shape in kinds)
         self.context.check_room(nbytes, self.trim)
         tensors = super().allocate_all(kinds)
-        self.context.finish(_raw_stream(self._index))
+        self._finish()
         return tensors
 
     def follow(self, tickets: Iterable[Ticket]) -> None:
         """Let the current stream wait for copies; the calling thread goes on."""
         mine: Iterable[Any] = tickets
         events = [event for ticket in mine for event in ticket.events]
-        self.context.order(_raw_stream(self._index), events)
+        context, stream = current_stream(self._index)
+        context.order(stream, events)
+
+    def _finish(self) -> None:
+        """Wait for all work that torch has queued on its current stream."""
+        context, stream = current_stream(self._index)
+        context.finish(stream)
 
     def _uploaded(self, source: StagedElements) -> torch.Tensor:
         raw = torch.empty(source.nbytes, dtype=torch.uint8, device=self.torch_device)
         self.synchronize()  # kernels queued before may still use its memory
         self.copy(source.staging, source.start, source.nbytes, raw, 0).wait()
         return raw
-
-
-def _current_stream(index: int) -> int:
-    return int(torch.cuda.current_stream(index).cuda_stream)
-
-
-#: Returns the handle of a device's current stream, in a tenth of the public function's time.
-_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
 
 
 def _cuda_allocator() -> AllocatorKind:

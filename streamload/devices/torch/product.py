@@ -34,6 +34,7 @@ from streamload.codecs.scheme import CodedWeight, layout_of
 from streamload.codecs.schemes import bitsandbytes_nested as dynamic
 from streamload.core.dtypes import BF16, F16, F32, DType
 from streamload.devices.cuda import Context, load_kept
+from streamload.devices.torch.streams import current_stream
 from streamload.errors import DeviceError, UnsupportedCastError
 
 #: Bytes of a tile of decoded rows on a CUDA device, at most.
@@ -225,6 +226,27 @@ def _host_kernel_of(of: Operand, tokens: int, dst: torch.dtype) -> Any:
     return _host_kernel(form, tokens, target)
 
 
+def has_kernels(of: Operand, x: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether kernels multiply ``x``, cast to a dtype, by an operand; compilers are told so."""
+    target, parts = _DTYPES.get(dtype), of.parts
+    if target is None or x.device != parts[0].device:
+        return False
+    if torch.compiler.is_compiling():  # which cannot look
+        return True
+    form = form_of(of.format, of.width)
+    if form is None:
+        return False
+    if x.is_cpu:
+        return _is_readable(of) and _host_kernel(form, 0, target) is not None
+    if not x.is_cuda or parts[0].data_ptr() % _ALIGNMENT or not _is_readable(of):
+        return False
+    with suppress(DeviceError, OSError):
+        context, _ = current_stream(x.get_device())
+        rows = of.first, of.stop
+        return _launch(of.format, rows, of.width, 0, dtype, context) is not None
+    return False
+
+
 def compile_kernels(coded: CodedWeight, dtype: torch.dtype, device: torch.device) -> None:
     """Compile the kernels for a weight ahead of their use; failures are ignored."""
     rows, width = coded.matrix
@@ -233,7 +255,8 @@ def compile_kernels(coded: CodedWeight, dtype: torch.dtype, device: torch.device
         if device.type == "cuda" and tokens <= _MOST_ON_CUDA:
             index = torch.cuda.current_device() if device.index is None else device.index
             with suppress(DeviceError, OSError):
-                _launch(coded.format, (0, rows), width, tokens, dtype, index)
+                context, _ = current_stream(index)
+                _launch(coded.format, (0, rows), width, tokens, dtype, context)
         elif device.type == "cpu":
             _host_kernel(form, tokens, F32 if tokens else target)
 
@@ -285,14 +308,12 @@ class _Launch(NamedTuple):
     """A kernel's launch for weights of one form and shape.
 
     Attributes:
-        context: the device's.
         kernel: its handle.
         blocks: CUDA blocks.
         places: where the addresses of an operand's parts stand among the parameters.
         parameters: all parameters; addresses are 0.
     """
 
-    context: Context
     kernel: int
     blocks: int
     places: tuple[int, ...]
@@ -301,7 +322,12 @@ class _Launch(NamedTuple):
 
 @cache
 def _launch(
-    format: str, rows: tuple[int, int], width: int, tokens: int, dtype: torch.dtype, index: int
+    format: str,
+    rows: tuple[int, int],
+    width: int,
+    tokens: int,
+    dtype: torch.dtype,
+    context: Context,
 ) -> _Launch | None:
     """Return the launch of a kernel for rows first to stop, exclusive; None if there is none.
 
@@ -312,7 +338,6 @@ def _launch(
     form, target = form_of(format, width), _DTYPES.get(dtype)
     if form is None or target is None or torch.version.hip is not None:
         return None
-    context = Context.primary(f"cuda:{index}", index)
     try:
         ptx = product_ptx(form, target, tokens, is_exact(form, width))
     except UnsupportedCastError:
@@ -324,7 +349,7 @@ def _launch(
     fields = {**constants, "first": first, "stop": stop, "pitch": stop - first, "splits": splits}
     places = tuple(PARAMETERS.index(role) if role in PARAMETERS else -1 for role in roles)
     parameters = tuple(fields.get(name, 0) for name in PARAMETERS)
-    return _Launch(context, kernel, blocks, places, parameters)
+    return _Launch(kernel, blocks, places, parameters)
 
 
 def _on_cuda(
@@ -332,10 +357,10 @@ def _on_cuda(
 ) -> bool:
     """Launch a kernel over an operand's rows on its device's current stream, if there is one."""
     parts = of.parts
-    index = parts[0].get_device()
     found = None
     with suppress(DeviceError, OSError):
-        found = _launch(of.format, (of.first, of.stop), of.width, tokens, dtype, index)
+        context, stream = current_stream(parts[0].get_device())
+        found = _launch(of.format, (of.first, of.stop), of.width, tokens, dtype, context)
     if found is None:
         return False
     values = list(found.parameters)
@@ -347,8 +372,7 @@ def _on_cuda(
             values[_OFFSET] = float_bits(offset_of(part))
     if values[_SRC] % _ALIGNMENT or not _is_readable(of):
         return False
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    found.context.launch(found.kernel, found.blocks, stream, values)
+    context.launch(found.kernel, found.blocks, stream, values)
     return True
 
 

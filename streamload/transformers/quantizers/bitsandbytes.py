@@ -1,8 +1,9 @@
 """Build weights of bitsandbytes and torchao, which are tensors of their classes over stored parts.
 
 A module holds the parts as buffers during the load, and gets the weight after it. If the parts
-stream, each call builds the weight anew and drops it: on a CPU with AVX512-BF16, bitsandbytes
-repacks the weight, while the slots keep the stored parts.
+stream, each call builds the weight anew and drops it.
+
+`Linear4bit` computes by streamload's kernels, see `four_bit`.
 """
 
 from __future__ import annotations
@@ -31,11 +32,17 @@ class Maker(ABC):
     def make(self, module: Any, parts: dict[str, torch.Tensor]) -> nn.Parameter:
         """Return the weight over its parts, by their names in the module, without copies."""
 
+    def product(
+        self, module: Any, parts: Mapping[str, torch.Tensor], x: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the module's output without building its weight, or None: the library computes."""
+        return None
+
     def forget(self, module: Any) -> None:  # noqa: B027
         """Drop references to the parts that a module keeps besides its weight."""
 
-    def watch(self, module: Any) -> None:  # noqa: B027
-        """Keep calls of a module from changing the stored parts of a weight that is built once."""
+    def settle(self, module: Any) -> None:  # noqa: B027
+        """Change how a module computes with a weight that is built once."""
 
 
 class FourBit(Maker):
@@ -74,15 +81,28 @@ class FourBit(Maker):
         )
         return made
 
+    def product(
+        self, module: Any, parts: Mapping[str, torch.Tensor], x: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the output by streamload's kernels, or None if they cannot read the parts."""
+        from streamload.transformers.quantizers.four_bit import multiplied, note_offset
+
+        if self._state is None:
+            self.make(module, {**parts})
+            note_offset(self._state)
+            module.support_avx512bf16_for_cpu = False
+        own = {key.removeprefix("weight."): part for key, part in parts.items() if key != "weight"}
+        return multiplied(module, parts["weight"], _with_parts(self._state, own), x)
+
     def forget(self, module: Any) -> None:
         """Drop the module's reference to the scales and tables."""
         module.quant_state = None
 
-    def watch(self, module: Any) -> None:
-        """Let other code read the stored values after bitsandbytes repacks them for a CPU."""
-        from streamload.transformers.quantizers import repacked
+    def settle(self, module: Any) -> None:
+        """Let the module compute by streamload's kernels, and never repack its weight for a CPU."""
+        from streamload.transformers.quantizers.four_bit import settle
 
-        repacked.watch(module)
+        settle(module)
 
 
 def _with_parts(state: Any, parts: Mapping[str, Any]) -> Any:
@@ -155,8 +175,14 @@ class _OfParts:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Build the weight, call the library's ``forward``, and put the parts back."""
         leaf, keys, maker = getattr(self, _MADE)
+        parts = {key: self._buffers[key] for key in keys}
+        found = None if kwargs or len(args) != 1 else maker.product(self, parts, *args)
+        if found is not None:
+            maker.forget(self)
+            return found
         before = dict(self._parameters)
-        parts = {key: self._buffers.pop(key) for key in keys}
+        for key in keys:
+            del self._buffers[key]
         try:
             for key, value in before.items():
                 if value is not None and is_lent(value):  # a bias, to which a library gives a dtype
@@ -199,7 +225,7 @@ def put_together(
     if not streamed:
         parts = {key: module._buffers.pop(key) for key in keys}
         module._parameters[leaf] = maker.make(module, parts)
-        maker.watch(module)
+        maker.settle(module)
         return
     setattr(module, _MADE, _Parts(leaf, keys, maker))
     own: Any = type(module)

@@ -28,7 +28,6 @@ from streamload.transformers.quantizers.bitsandbytes import EightBit, FourBit, p
 from streamload.transformers.quantizers.stored import QuantizedCheckpoint, missing, placed
 
 _METHOD = "bitsandbytes"
-_BLOCK = 64  # elements, the default of bitsandbytes' modules
 # Arguments of `BitsAndBytesConfig` that may have one value.
 _ONLY = {"llm_int8_has_fp16_weight": False, "bnb_4bit_quant_storage": "uint8"}
 _8BIT = "bitsandbytes-int8"
@@ -99,10 +98,9 @@ class QuantizedOnLoad(QuantizedCheckpoint):
             bias = model.get_submodule(name).bias
             if bias is not None:  # of torch's default dtype
                 bias.data = bias.data.to(model.dtype)
-        shapes = {f"{n}.weight": tuple(model.get_submodule(n).weight.shape) for n in self._modules}
         if self.format != _8BIT:
-            weights = {name: (shape, _BLOCK) for name, shape in shapes.items()}
-            self._look_at_repacking(model, names, weights)
+            numels = (model.get_submodule(n).weight.numel() for n in self._modules)
+            self._say_of_tiles(model.dtype, numels)
 
     def check(self, model: Any, names: Names) -> None:
         """Let the load transpose weights of modules that replace a Conv1D, as bitsandbytes does."""

@@ -17,6 +17,7 @@ from streamload.codecs.weights import QuantizedWeight
 from streamload.core.dtypes import parse_dtype
 from streamload.core.tensors import TensorInfo
 from streamload.core.units import format_bytes
+from streamload.devices.torch.product import TILE_NBYTES
 from streamload.devices.torch.tensors import PARTS
 from streamload.errors import CheckpointError, ShapeMismatch, StateDictMismatchError
 from streamload.loading.place import Devices
@@ -43,10 +44,6 @@ _NEEDED: Mapping[str, Mapping[str, str]] = {
     "awq": {"gptqmodel": "gptqmodel", "accelerate": "accelerate"},
 }
 _FP8_CAPABILITY = (8, 9)
-# Bytes per element while bitsandbytes repacks a weight of 4 bits (measured: 33.6 million elements)
-_REPACKED_NBYTES = 7
-_STATISTIC_NBYTES = 2  # of each repacked block, besides the stored ones
-_REPACKED_ROWS = 32
 
 
 @dataclass(slots=True)
@@ -153,15 +150,8 @@ class QuantizedCheckpoint(Quantization):
         if self.method in ("bitsandbytes", "torchao", "mxfp4"):
             self._stage(model, renames())
         if self.method == "bitsandbytes":
-            self._look_at_repacking(
-                model,
-                names,
-                {
-                    f"{prefix}.{leaf}": (group.shape or (), group.block[0])
-                    for prefix, leaf, group in self._staged
-                    if group.bits == 4
-                },
-            )
+            numels = (math.prod(group.shape or ()) for *_, group in self._staged if group.bits == 4)
+            self._say_of_tiles(model.dtype, numels)
         if self.method == "compressed-tensors":
             self._take_packed_zeros(model, renames())
             self._keep_compressed(model)
@@ -243,40 +233,12 @@ class QuantizedCheckpoint(Quantization):
         if wrong:
             raise StateDictMismatchError(self.checkpoint.path, wrong_shape=wrong)
 
-    def _look_at_repacking(
-        self, model: Any, devices: list[str], weights: Mapping[str, tuple[tuple[int, ...], int]]
-    ) -> None:
-        """Set `beside_nbytes`, memory for bitsandbytes' repacking on a CPU with AVX512-BF16.
-
-        `weights` are those of 4 bits, by name: the shape, and the elements of a block. Raises for
-        a weight that bitsandbytes cannot repack.
-        """
-        largest_nbytes = kept_nbytes = 0
-        for name, (shape, size) in weights.items() if "cpu" in devices else ():
-            module = model.get_submodule(name.rpartition(".")[0])
-            if not getattr(module, "support_avx512bf16_for_cpu", False):
-                continue
-            if len(shape) != 2 or shape[0] % _REPACKED_ROWS or shape[1] % size:
-                self._refuse(
-                    f"with AVX512-BF16 bitsandbytes repacks {name}, and cannot where its "
-                    f"{' x '.join(map(str, shape))} elements are not rows in {_REPACKED_ROWS}s and "
-                    f"columns in {size}s",
-                    devices,
-                )
-            largest_nbytes = max(largest_nbytes, _REPACKED_NBYTES * math.prod(shape))
-            kept_nbytes += _STATISTIC_NBYTES * math.prod(shape) // size
-        self.beside_nbytes = largest_nbytes + kept_nbytes
-        if self.beside_nbytes:
-            self.notes.append(
-                f"{format_bytes(self.beside_nbytes)} stay free: bitsandbytes repacks each weight "
-                "when it is first computed with on this CPU"
-            )
-        elif weights:
-            largest = max(math.prod(shape) for shape, _ in weights.values())
-            self.notes.append(
-                "bitsandbytes may dequantise a weight of 4 bits to compute: "
-                f"{said_of_dense(largest * model.dtype.itemsize)}"
-            )
+    def _say_of_tiles(self, dtype: torch.dtype, numels: Iterable[int]) -> None:
+        """Note the memory in which products with many tokens dequantise weights of 4 bits."""
+        largest = max(numels, default=0) * dtype.itemsize
+        if largest:
+            said = said_of_dense(min(largest, TILE_NBYTES))
+            self.notes.append(f"for many tokens a weight of 4 bits is dequantised: {said}")
 
     def _take_packed_zeros(self, model: Any, renames: Renames) -> None:
         """Replace modules' zero points by packed ones; compressed-tensors builds them unpacked."""
