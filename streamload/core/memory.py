@@ -8,6 +8,7 @@ memory counts as the process's. The staging of other devices is counted separate
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import re
 import sys
@@ -284,6 +285,38 @@ _CONTROLLERS: Mapping[_Hierarchy, _Controller] = MappingProxyType(
 )
 
 
+class LockedPages:
+    """Counts pages of files that this process has locked for a device.
+
+    The kernel counts them as available, and cannot free them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self.nbytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count more bytes, or fewer if ``nbytes`` is negative."""
+        with self._lock:
+            self.nbytes += nbytes
+
+    def may_add(self, nbytes: int) -> bool:
+        """Whether locked pages, with ``nbytes`` more, are at most half of what is available.
+
+        What other processes have locked counts, too, of files or not (/proc/vmstat:
+        ``nr_foll_pin_acquired`` less ``nr_foll_pin_released``).
+        """
+        counts = proc_fields(Path("/proc/vmstat"))
+        pinned = counts.get("nr_foll_pin_acquired", 0) - counts.get("nr_foll_pin_released", 0)
+        own = self.nbytes
+        locked_nbytes = max(own, pinned * mmap.PAGESIZE)
+        return locked_nbytes + nbytes <= (available_host_nbytes() + own) // 2
+
+
+#: Those of this process.
+LOCKED = LockedPages()
+
+
 def available_host_nbytes(root: Path = Path("/")) -> int:
     """Return the bytes of host memory that this process can take without swapping or being killed.
 
@@ -309,7 +342,7 @@ def available_host_nbytes(root: Path = Path("/")) -> int:
 
 
 def available_system_nbytes(root: Path = Path("/")) -> int:
-    """Return MemAvailable: `available_host_nbytes` without cgroups.
+    """Return MemAvailable less `LOCKED`: `available_host_nbytes` without cgroups.
 
     Raises:
         DeviceError: Linux without /proc/meminfo.
@@ -319,7 +352,7 @@ def available_system_nbytes(root: Path = Path("/")) -> int:
     # kernels before 3.14 have no MemAvailable; MemFree understates it
     kib = meminfo.get("MemAvailable", meminfo.get("MemFree"))
     if kib is not None:
-        return kib * 1024
+        return max(kib * 1024 - LOCKED.nbytes, 0)
     if sys.platform == "linux":
         raise DeviceError("host", f"{path} does not say what is free: state the budget in bytes")
     return system_free_nbytes()
@@ -341,8 +374,9 @@ class HostMemory:
         system_nbytes = available_system_nbytes(self._root)
         left = {group: _cgroup_available_nbytes(*group) for group in self._groups}
         known = {group: nbytes for group, nbytes in left.items() if nbytes is not None}
+        locked_nbytes = LOCKED.nbytes
         self._groups = [group for group, nbytes in known.items() if nbytes < _NO_LIMIT_NBYTES]
-        return min([system_nbytes, *known.values()])
+        return min([system_nbytes, *(max(n - locked_nbytes, 0) for n in known.values())])
 
 
 def first_that_fits(

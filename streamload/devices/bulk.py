@@ -4,8 +4,8 @@ Between two reads the interpreter works for some tens of microseconds, under a l
 share: docs/measurements.md, "The copy loop". The loop is LLVM IR, compiled like the casts. If it
 cannot be compiled, streaming uses its loop in Python.
 
-A slot is filled by pread(2). A cast is a kernel on the copy's stream. Several threads can run one
-call (`Team`).
+A slot is filled by pread(2). Without a file (-1), copies begin at host addresses that the device
+can read. A cast is a kernel on the copy's stream. Several threads can run one call (`Team`).
 """
 
 from __future__ import annotations
@@ -159,6 +159,10 @@ begin:
   %which = add i64 %lane, %further
   %slot = getelementptr [4 x i64], ptr %slots, i64 %which
   {_words("%slot", "ptr memory, ptr stream, ptr event, busy")}
+  %direct = icmp eq i32 %fd32, -1
+  br i1 %direct, label %copying, label %filling
+
+filling:
   %is.busy = icmp ne i64 %busy, 0
   br i1 %is.busy, label %waiting, label %reading
 
@@ -168,7 +172,7 @@ waiting:
   {_checked("wait", "wait", "reading")}
 
 reading:
-  %done = phi i64 [ 0, %begin ], [ 0, %waiting ], [ %done1, %got.some ], [ %done, %erred ]
+  %done = phi i64 [ 0, %filling ], [ 0, %waiting ], [ %done1, %got.some ], [ %done, %erred ]
   %enough = icmp uge i64 %done, %needed
   br i1 %enough, label %copying, label %read
 
@@ -195,6 +199,7 @@ erred:
   br i1 %is.eintr, label %reading, label %failed.read
 
 copying:
+  %base = phi ptr [ null, %begin ], [ %memory, %reading ]
   store i64 1, ptr %busy.p
   br label %copy.next
 
@@ -207,7 +212,7 @@ copy.one:
   %c.i = add i64 %first, %k
   %c = getelementptr [10 x i64], ptr %copies, i64 %c.i
   {_words("%c", "at, size, target, ptr kernel, numel, cast, tally, blocks64, statistics, unit")}
-  %source = getelementptr i8, ptr %memory, i64 %at
+  %source = getelementptr i8, ptr %base, i64 %at
   %address = add i64 %target, %shift
   %copy.code = call i32 %copy(i64 %address, ptr %source, i64 %size, ptr %stream)
   {_checked("copy", "copy", "is.there")}
@@ -285,7 +290,7 @@ class Loop:
         """Run a job as lane 0; all reads before one that failed are done, and perhaps others."""
         rows, copies = (_address_of(each) for each in (reads.rows, reads.copies))
         places = (copies, _address(slots), len(slots) // 4, _address(lanes), 0)
-        job[3:] = array("Q", (fd, rows, len(reads.rows), *places))
+        job[3:] = array("Q", (fd % 2**64, rows, len(reads.rows), *places))
         self._function(_address(job), 0)
         found = []
         for at in range(0, len(lanes), 4):
@@ -331,6 +336,7 @@ class Team:
         self._semaphores = array("Q", bytes(_SEMAPHORE_NBYTES * count))
         for lane in range(count):
             libc().sem_init(self._semaphore(lane), 0, 0)
+        self._alone = loop.job()
         self._job = loop.job(self._semaphore(0), count)
         self._begun: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -348,8 +354,12 @@ class Team:
                 raise failure
 
     def run(self, fd: int, reads: ReadTable) -> BulkFailure | None:
-        """Read into the slots and start the copies; return the first failure, or None."""
-        return self._loop.run(self._job, fd, reads, self._slots, self._lanes)
+        """Read into the slots and start the copies; return the first failure, or None.
+
+        Without a file (-1) the calling thread starts all copies: nothing waits for the disk.
+        """
+        job = self._job if fd != -1 else self._alone
+        return self._loop.run(job, fd, reads, self._slots, self._lanes)
 
     def _semaphore(self, lane: int) -> int:
         return _address(self._semaphores) + _SEMAPHORE_NBYTES * lane
@@ -370,7 +380,7 @@ class Team:
         for thread in self._threads:
             thread.join()
         self._threads.clear()
-        self.count, self._job = 1, self._loop.job()
+        self.count, self._job = 1, self._alone
 
 
 def _address(values: Words) -> int:

@@ -1,14 +1,18 @@
-"""Fill the same buffers of a CUDA device again and again, by threads that share each call."""
+"""Fill the same buffers of a CUDA device again and again, by threads that share each call.
+
+What is read a third time is copied from the page cache by the device, if it may be locked there.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from streamload.devices.base import BulkFailure, ReadTable
 from streamload.devices.bulk import Loop, Team
 from streamload.devices.cuda import Context, PinnedStaging, _driver, allow_captures
+from streamload.devices.cuda_locked import LockedReads
 from streamload.errors import DeviceError
 
 _MARKS = 3  # runs whose copies may be under way
@@ -54,7 +58,9 @@ class Refiller:
         """
         self._context = context
         self._marks: deque[Mark] = deque()
+        self._locked = LockedReads(context)
         with ExitStack() as made:
+            made.callback(self._unlock)
             rows = []
             for _ in range(slots * count):
                 slot = PinnedStaging(context, nbytes)
@@ -80,16 +86,35 @@ class Refiller:
         """The ticket of the next run: until then, of the last but two."""
         return self._marks[0]
 
-    def run(self, fd: int, reads: ReadTable) -> BulkFailure | None:
+    def run(
+        self, fd: int, parts: Sequence[tuple[ReadTable, int]], locks: bool
+    ) -> BulkFailure | None:
         """Read into the slots and start the copies; return the first failure, or None.
 
         `next`, as it was before, is the ticket of the copies. After a failure none is under way.
+
+        Args:
+            fd: the file.
+            parts: reads, the same objects each time, and the shift of their copies' addresses.
+            locks: whether pages of the file may be locked.
         """
+        failure = None
         with self._inside():
-            failure = self._team.run(fd, reads)
+            if self._locked.is_short():
+                self._synchronize()
+                self._locked.shrink()
+            there = [
+                (copies, shift) for reads, shift in parts if (copies := self._locked.copies(reads))
+            ]
+            rest = [part for part in parts if self._locked.copies(part[0]) is None]
+            for file, some in ((-1, there), (fd, rest)):
+                if some and failure is None:
+                    failure = self._team.run(file, ReadTable.joined(some))
             if failure is None:
                 self._marks[0].record()
                 self._marks.rotate(-1)
+                if locks:
+                    self._locked.note(fd, (reads for reads, _ in rest))
         if failure is not None:
             self.wait()
         return failure
@@ -97,8 +122,15 @@ class Refiller:
     def wait(self) -> None:
         """Wait for the end of all copies, also if some fail."""
         with self._inside():
-            for stream in self._streams:
-                _driver().slow.cuStreamSynchronize(stream)
+            self._synchronize()
+
+    def _synchronize(self) -> None:
+        for stream in self._streams:
+            _driver().slow.cuStreamSynchronize(stream)
+
+    def _unlock(self) -> None:
+        with suppress(DeviceError), self._inside():
+            self._locked.close()
 
     def _close_marks(self) -> None:
         with suppress(DeviceError), self._context.current():

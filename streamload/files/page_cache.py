@@ -66,6 +66,17 @@ def resident_fraction(file: str | os.PathLike[str] | int) -> float | None:
         return None
 
 
+def is_resident(fd: int, start: int, stop: int) -> bool:
+    """Whether all pages of a range of a file are in the page cache; ``start`` is that of a page.
+
+    False where mincore(2) does not answer.
+    """
+    try:
+        return _is_answered(fd) and 0 not in _resident_pages(fd, start, stop)
+    except OSError:
+        return False
+
+
 @contextmanager
 def _opened(file: str | os.PathLike[str]) -> Iterator[int]:
     """Yield a descriptor of a file opened for reading, closed on leaving."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from streamload.core.system import populate, released
-from streamload.devices.base import Read, ReadTable, StagedElements, Staging
+from streamload.devices.base import Read, StagedElements, Staging
 from streamload.errors import CheckpointError, DeviceError
 from streamload.files.local import Reader
 from streamload.planning.chunks import Chunk, SmallTensorBatch, StridedRead, split
@@ -235,8 +235,9 @@ class Worker:
                 refiller = self._refiller = bulk.refiller(job.lanes, STAGING_SLOTS, nbytes)
             ticket = refiller.next
             parts = [refill_of(job, unit, reader.alignment) for unit in units]
+            locks = reader.alignment == 1 and not job.shards.drops(reader.path)
             with reader.unchanged():
-                failure = refiller.run(reader.fileno(), ReadTable.joined(parts))
+                failure = refiller.run(reader.fileno(), parts, locks)
         except BaseException as error:
             if refiller is not None:
                 refiller.wait()  # it may have started copies

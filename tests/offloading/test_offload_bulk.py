@@ -49,8 +49,11 @@ class Refills:
         self._team = Team(loop, [(address_of(s.view), 1, 1) for s in slots], count, nullcontext)
         self.next = Slot(1)
 
-    def run(self, fd: int, reads: ReadTable) -> BulkFailure | None:
+    def run(
+        self, fd: int, parts: Sequence[tuple[ReadTable, int]], locks: bool
+    ) -> BulkFailure | None:
         """Run the loop; another ticket is the next."""
+        reads = ReadTable.joined(parts)
         self._reads += [Read(*row[:3], ()) for row in reads.rows.tolist()]
         self.next = Slot(1)
         return self._team.run(fd, reads)
@@ -289,9 +292,9 @@ def test_the_models_thread_reads_experts(tmp_path: Path, staged: type[Staged]) -
         threads: set[str] = set()
         run = Refills.run
 
-        def noted(self: Refills, fd: int, reads: ReadTable) -> BulkFailure | None:
+        def noted(self: Refills, *arguments: Any) -> BulkFailure | None:
             threads.add(threading.current_thread().name)
-            return run(self, fd, reads)
+            return run(self, *arguments)
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Refills, "run", noted)

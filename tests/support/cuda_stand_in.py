@@ -159,8 +159,9 @@ int cuDeviceComputeCapability(int *major, int *minor, int device) {
     *major = 9; *minor = 0; return 0;
 }
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
-    if (attribute != 18) return wrong(INVALID, "an attribute that is not known");
-    *value = integrated;
+    if (attribute != 18 && attribute != 113)
+        return wrong(INVALID, "an attribute that is not known");
+    *value = attribute == 18 ? integrated : 1;
     return 0;
 }
 int cuDeviceCanAccessPeer(int *can, int device, int other) { *can = 0; return 0; }

@@ -1,0 +1,159 @@
+"""`devices.cuda_locked`, with a small C library in the place of CUDA's driver.
+
+It refuses copies from memory that is not locked, and runs them when somebody waits for them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import cuda_stand_in
+import numpy as np
+import pytest
+
+PRELUDE = """
+import ctypes, os, sys
+import numpy as np
+from streamload.core import memory
+from streamload.devices.base import Copy, Read, ReadTable
+from streamload.devices.cuda import Context, DeviceMemory, _driver, _loop
+from streamload.devices.cuda_refill import Refiller
+
+path = sys.argv[1]
+data = open(path, "rb").read()
+driver = ctypes.CDLL("libcuda.so.1")
+context = Context.primary("cuda:0", 0)
+fd = os.open(path, os.O_RDONLY)
+there = DeviceMemory(context, 2 * 2**20)
+
+def count(name):
+    return ctypes.c_int.in_dll(driver, name).value
+
+def check():
+    wrong = (ctypes.c_char * 256).in_dll(driver, "violation").value.decode()
+    assert not wrong, wrong
+
+# each a (file byte, bytes, byte on the device); two ranges of the file, with small gaps inside
+PIECES = {
+    "one": [(100, 5000, 0), (5100, 5000, 5000), (10_200, 4097, 10_240), (700_001, 90_000, 20_480)],
+    "two": [(1_000_000, 300_000, 200_704)],
+    "three": [(14_000, 8000, 600_064), (14_000, 8000, 608_256)],
+}
+
+def table(name):
+    base = there.address
+    return ReadTable.of([
+        Read(start, nbytes, nbytes, (Copy(0, nbytes - 9, base + to),
+                                     Copy(nbytes - 9, 9, base + to + nbytes - 9)))
+        for start, nbytes, to in PIECES[name]
+    ])
+
+TABLES = {name: table(name) for name in PIECES}
+refiller = Refiller(context, _loop(), 3, 2, 2**19)
+
+def run(names, shift, locks=True):
+    ctypes.memset(there.address, 0, 2 * 2**20)
+    mark = refiller.next
+    assert refiller.run(fd, [(TABLES[n], shift) for n in names], locks) is None
+    mark.wait()
+    found, expected = ctypes.string_at(there.address, 2 * 2**20), bytearray(2 * 2**20)
+    for name in names:
+        for start, nbytes, to in PIECES[name]:
+            expected[to + shift : to + shift + nbytes] = data[start : start + nbytes]
+    assert found == bytes(expected)
+    check()
+
+def end():
+    refiller.close()
+    there.close()
+    check()
+    assert not memory.LOCKED.nbytes
+    left = {n: count(n) for n in ("registered", "streams", "events")}
+    assert not any(left.values()), left
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the stand-in for the driver's library is."""
+    return cuda_stand_in.build(tmp_path_factory.mktemp("driver")).parent
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file of random bytes, in the page cache as it was just written."""
+    path = tmp_path / "data"
+    path.write_bytes(np.random.default_rng(0).bytes(1_500_000))
+    return path
+
+
+def run(folder: Path, path: Path, code: str) -> None:
+    """Run code after the prelude."""
+    cuda_stand_in.run(folder, PRELUDE + code, path)
+
+
+def test_what_is_read_again_is_copied_from_locked_pages(folder: Path, path: Path) -> None:
+    """With other tables that are not locked yet, to other addresses; and nothing is read then."""
+    run(
+        folder,
+        path,
+        """
+slots = count("registered")
+run(["one"], 0)
+assert not memory.LOCKED.nbytes
+run(["one"], 512)
+once = memory.LOCKED.nbytes
+assert once and count("registered") == slots + 2, count("registered")
+run(["one", "two"], 1024)
+run(["two", "one", "three"], 0)
+run(["three", "two", "one"], 4096)
+assert count("registered") == slots + 4 and memory.LOCKED.nbytes > once
+lanes = [*refiller._team._lanes][3::4]
+run(["three", "two", "one"], 0)
+assert [*refiller._team._lanes][7::4] == lanes[1:]  # the other threads were not woken
+end()
+""",
+    )
+
+
+def test_what_may_not_or_cannot_be_locked_is_read(folder: Path, path: Path) -> None:
+    """A reader that drops pages, too little memory, or a driver that refuses."""
+    run(
+        folder,
+        path,
+        """
+slots = count("registered")
+for shift in range(3):
+    run(["one"], shift, locks=False)
+available, memory.available_host_nbytes = memory.available_host_nbytes, lambda: 100_000
+for shift in range(3):
+    run(["one", "two"], shift)
+memory.available_host_nbytes = available
+assert count("registered") == slots
+ctypes.c_int.in_dll(driver, "locks_left").value = 1  # of the two ranges
+for shift in range(3):
+    run(["one", "two"], shift)
+assert count("registered") == slots and not memory.LOCKED.nbytes
+end()
+""",
+    )
+
+
+def test_pages_are_unlocked_when_memory_is_short(folder: Path, path: Path) -> None:
+    """All that is more than half of what is available; what is read then is right, too."""
+    run(
+        folder,
+        path,
+        """
+slots = count("registered")
+for shift in range(3):
+    run(["one", "two"], shift)
+assert count("registered") == slots + 3
+memory.available_host_nbytes = lambda: 350_000  # besides what is locked
+refiller._locked._looked_s = -1e9
+run(["one", "two"], 0)
+assert count("registered") == slots + 1 and memory.LOCKED.nbytes < 350_000
+run(["one", "two"], 77)
+end()
+""",
+    )
