@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from time import monotonic
 from typing import NamedTuple
@@ -21,18 +24,19 @@ from streamload.core.memory import LOCKED
 from streamload.core.system import libc, map_file
 from streamload.core.units import round_up
 from streamload.devices.base import ReadTable
-from streamload.devices.cuda import Context, _driver
+from streamload.devices.cuda import Context, _driver, allow_captures
 from streamload.errors import DeviceError
 from streamload.files.page_cache import is_resident
 
 _FLAGS = 9  # CU_MEMHOSTREGISTER_READ_ONLY and _PORTABLE
 _IS_SUPPORTED = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
 _GAP_NBYTES = 2**17  # most bytes between reads that are locked, too
+_RANGE_NBYTES = 2**25  # of a range, about: the driver may let others wait while it locks one
 _LOOK_S = 1.0  # between looks at the available memory
 
 
 class _Range(NamedTuple):
-    """Mapped bytes of a file: their place in it, and in memory."""
+    """Mapped pages of a file: their place in it, and in memory."""
 
     start: int
     stop: int
@@ -46,14 +50,9 @@ class _Locked(NamedTuple):
     ranges: Sequence[_Range]
     copies: ReadTable
 
-    @property
-    def nbytes(self) -> int:
-        """Locked bytes."""
-        return sum(each.stop - each.start for each in self.ranges)
-
 
 class LockedReads:
-    """Reads of files whose pages are locked, from the second time on that they are read.
+    """Reads of files whose pages a thread locks once they have been read twice.
 
     At most half of the available memory is locked (`core.memory.LOCKED`), less when that shrinks.
     One thread at a time may call it.
@@ -62,10 +61,14 @@ class LockedReads:
     def __init__(self, context: Context) -> None:
         """Lock nothing yet."""
         self._context = context
-        self._seen: dict[int, ReadTable] = {}  # read once, by id
+        self._seen: dict[int, tuple[int, ReadTable]] = {}  # how often they were read, by id
         self._locked: dict[int, _Locked] = {}  # by id of the reads; the oldest first
         self._looked_s = monotonic()
         self._works = not context.integrated and self._is_supported()
+        self._to_lock: deque[tuple[int, ReadTable]] = deque()  # with a descriptor of their own
+        self._queueing = threading.Lock()  # guards `_to_lock` and `_thread`
+        self._locking = threading.Lock()  # held for each table
+        self._thread: threading.Thread | None = None
 
     def _is_supported(self) -> bool:
         device, value = ctypes.c_int(), ctypes.c_int()
@@ -80,15 +83,20 @@ class LockedReads:
         return None if found is None else found.copies
 
     def note(self, fd: int, tables: Iterable[ReadTable]) -> None:
-        """Note that tables were read; lock the pages of those that were before, as far as it may.
-
-        The context must be current.
-        """
+        """Note that tables were read; begin to lock the pages of those that were once before."""
+        again = []
         for reads in tables if self._works else ():
-            if id(reads) not in self._seen:
-                self._seen[id(reads)] = reads
-            elif not self._lock(fd, reads):
-                break
+            times, _ = self._seen.get(id(reads), (0, reads))
+            self._seen[id(reads)] = times + 1, reads
+            if times == 1:
+                again.append(reads)
+        with self._queueing, suppress(OSError, RuntimeError):  # no more descriptors, or threads
+            self._to_lock += [(os.dup(fd), reads) for reads in again]
+            if self._to_lock and self._thread is None:
+                name = "streamload-locks"
+                thread = threading.Thread(target=self._serve, name=name, daemon=True)
+                thread.start()
+                self._thread = thread
 
     def is_short(self) -> bool:
         """Whether so little memory is available that `shrink` is due; it looks once a second."""
@@ -101,14 +109,31 @@ class LockedReads:
     def shrink(self) -> None:
         """Unlock until enough memory is available, and lock no more; no copy may be under way."""
         self._works = False
-        while self._locked and not LOCKED.may_add(0):
-            self._unlock(self._locked.pop(next(iter(self._locked))))
+        with self._locking:
+            while self._locked and not LOCKED.may_add(0):
+                self._unlock(self._locked.pop(next(iter(self._locked))))
+
+    def _serve(self) -> None:
+        """Lock what is to be locked, until all is or no more may be."""
+        allow_captures()
+        with suppress(DeviceError), self._context.current():
+            while True:
+                with self._queueing:
+                    if not (self._works and self._to_lock):
+                        self._thread = None
+                        return
+                    fd, reads = self._to_lock.popleft()
+                try:
+                    with self._locking:
+                        self._works = self._works and self._lock(fd, reads)
+                finally:
+                    os.close(fd)
+        self._works = False
 
     def _lock(self, fd: int, reads: ReadTable) -> bool:
         """Lock the pages of reads if they are resident; whether it is worth to try with others."""
-        spans = [*_spans(reads)]
-        nbytes = sum(stop - start for start, stop in spans)
-        if not LOCKED.may_add(nbytes):
+        spans, of_read = _spans(reads)
+        if not LOCKED.may_add(sum(stop - start for start, stop in spans)):
             return False
         if not all(is_resident(fd, start, stop) for start, stop in spans):
             return True
@@ -118,18 +143,17 @@ class LockedReads:
             try:
                 address = map_file(fd, start, stop - start)
             except OSError:
-                self._unlock(made)
-                return False
-            status = _driver().slow.cuMemHostRegister_v2(address, stop - start, _FLAGS)
-            if status:  # a file system or driver that cannot
+                break
+            if _driver().slow.cuMemHostRegister_v2(address, stop - start, _FLAGS):
                 libc().munmap(address, stop - start)
-                self._unlock(made)
-                self._works = False
-                return False
+                break
             ranges.append(_Range(start, stop, address))
             LOCKED.add(stop - start)
-        self._locked[id(reads)] = made._replace(copies=_copies(reads, ranges))
-        return True
+        else:
+            self._locked[id(reads)] = made._replace(copies=_copies(reads, ranges, of_read))
+            return True
+        self._unlock(made)  # a file system or driver that cannot, or too many maps
+        return False
 
     def _unlock(self, locked: _Locked) -> None:
         for start, stop, address in locked.ranges:
@@ -140,35 +164,40 @@ class LockedReads:
     def close(self) -> None:
         """Unlock all pages, in the current context; no copy may be under way."""
         self._works = False
+        if (thread := self._thread) is not None:
+            thread.join()
+        while self._to_lock:
+            os.close(self._to_lock.pop()[0])
         while self._locked:
             self._unlock(self._locked.popitem()[1])
         self._seen.clear()
 
 
-def _spans(reads: ReadTable) -> Iterator[tuple[int, int]]:
-    """Yield the whole pages (start, stop) of a file that reads need."""
-    begun = ended = -1
-    for start, nbytes in sorted(reads.rows[:, [0, 2]].tolist()):
+def _spans(reads: ReadTable) -> tuple[list[tuple[int, int]], list[int]]:
+    """Return the whole pages (start, stop) of a file that reads need, and which has each read."""
+    spans: list[tuple[int, int]] = []
+    of_read = [0] * len(reads.rows)
+    needed = reads.rows[:, [0, 2]].tolist()
+    for at in sorted(range(len(needed)), key=needed.__getitem__):
+        start, nbytes = needed[at]
         first, stop = (
             start // mmap.PAGESIZE * mmap.PAGESIZE,
             round_up(start + nbytes, mmap.PAGESIZE),
         )
-        if begun >= 0 and first <= ended + _GAP_NBYTES:
-            ended = max(ended, stop)
-            continue
-        if begun >= 0:
-            yield begun, ended
-        begun, ended = first, stop
-    if begun >= 0:
-        yield begun, ended
+        begun, ended = spans[-1] if spans else (0, -_GAP_NBYTES - 1)
+        if first > ended + _GAP_NBYTES or stop - begun > _RANGE_NBYTES:
+            spans.append((first, stop))
+        else:
+            spans[-1] = begun, max(ended, stop)
+        of_read[at] = len(spans) - 1
+    return spans, of_read
 
 
-def _copies(reads: ReadTable, ranges: Sequence[_Range]) -> ReadTable:
+def _copies(reads: ReadTable, ranges: Sequence[_Range], of_read: Sequence[int]) -> ReadTable:
     """Return one read of no file whose copies begin at host addresses; adjacent ones are joined."""
-    starts = np.array([each.start for each in ranges])
     moved = np.array([each.address - each.start for each in ranges])
     offset, count = reads.rows[:, 0], reads.rows[:, 4]
-    which = np.repeat(np.searchsorted(starts, offset, "right") - 1, count)
+    which = np.repeat(np.array(of_read), count)
     copies = reads.copies.copy()
     copies[:, 0] += np.repeat(offset, count) + moved[which]
     at, nbytes, target, kernel = copies[:, 0], copies[:, 1], copies[:, 2], copies[:, 3]

@@ -1,6 +1,6 @@
 """Fill the same buffers of a CUDA device again and again, by threads that share each call.
 
-What is read a third time is copied from the page cache by the device, if it may be locked there.
+What is read again and again, the device copies from the page cache, if it may be locked there.
 """
 
 from __future__ import annotations

@@ -61,6 +61,8 @@ def run(names, shift, locks=True):
         for start, nbytes, to in PIECES[name]:
             expected[to + shift : to + shift + nbytes] = data[start : start + nbytes]
     assert found == bytes(expected)
+    if (thread := refiller._locked._thread) is not None:
+        thread.join()
     check()
 
 def end():

@@ -145,17 +145,18 @@ table = ReadTable.of(reads)
 with file_of(data) as file:
     for shift in (0, 100_000, 3, 50_000, 70_000):
         ticket = refiller.next
-        assert refiller.run(file.fileno(), ReadTable.joined([(table, shift)])) is None
+        assert refiller.run(file.fileno(), [(table, shift)], False) is None
         assert refiller.next is not ticket
         ticket.wait()
         assert memory.read(shift, shift + 100_000) == data
-    assert refiller.run(file.fileno(), ReadTable.of([Read(10**6, 10, 10, ())])).stage == "end"
+    none = ReadTable.of([Read(10**6, 10, 10, ())])
+    assert refiller.run(file.fileno(), [(none, 0)], False).stage == "end"
     count("copies_left").value = 5
-    failure = refiller.run(file.fileno(), table)
+    failure = refiller.run(file.fileno(), [(table, 0)], False)
     assert (failure.stage, failure.code) == ("copy", 719), failure
     count("copies_left").value = -1
     ticket = refiller.next
-    assert refiller.run(file.fileno(), table) is None
+    assert refiller.run(file.fileno(), [(table, 0)], False) is None
     ticket.wait()
 refiller.close()
 memory.close()

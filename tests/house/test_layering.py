@@ -71,6 +71,7 @@ START_THREADS = (
     *("streaming.loop", "conversion.writing", "bench.limits"),  # of a process each
     "streaming.device_casts",  # to send scales ahead
     "devices.bulk",  # to read a layer together, again and again
+    "devices.cuda_locked",  # to lock pages while others are read
     *("distributed.store", "distributed.heartbeat", "distributed.gather"),
     "distributed.torch",  # to connect to a store of another kind, which nothing interrupts
     "distributed.replan",  # to ask a store that may wait without end, and to leave one

@@ -6,6 +6,9 @@ Skipped on machines without a CUDA device.
 from __future__ import annotations
 
 import gc
+import os
+import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,8 @@ hf = needs.module("transformers")
 import offloading_models as models  # noqa: E402
 
 import streamload  # noqa: E402
-from streamload.errors import OffloadError, PlanInfeasibleError  # noqa: E402
+from streamload.core.memory import LOCKED  # noqa: E402
+from streamload.errors import CheckpointError, OffloadError, PlanInfeasibleError  # noqa: E402
 from streamload.transformers import from_pretrained  # noqa: E402
 
 CUDA: dict[str, Any] = {"device": "cuda:0", "dtype": "checkpoint", "progress": False}
@@ -242,3 +246,27 @@ def test_other_threads_capture_cuda_graphs_while_layers_stream(wide: Path) -> No
                     y = x @ x
         graph.replay()
         assert torch.equal(y, x @ x)
+
+
+@pytest.mark.parametrize("change", ["shorter", "longer"])
+def test_pages_that_stream_again_are_locked(wide: Path, tmp_path: Path, change: str) -> None:
+    """With equal logits; a file that changes is reported, and nothing of it is used."""
+    shutil.copytree(wide, tmp_path, dirs_exist_ok=True)
+    (file,) = tmp_path.glob("*.safetensors")
+    ids = torch.randint(0, 32000, (1, 16), device="cuda")
+    expected = models.logits(from_pretrained(wide, **CUDA), ids)
+    model = from_pretrained(tmp_path, **CUDA, budget=least(tmp_path), offload=True)
+    with model.streamload_offload as offloaded:
+        streams = offloaded.report.pass_nbytes
+        for _ in range(40):
+            assert torch.equal(models.logits(model, ids), expected)
+            if LOCKED.nbytes >= streams:
+                break
+            time.sleep(0.05)
+        assert LOCKED.nbytes >= streams
+        os.truncate(file, file.stat().st_size + (4096 if change == "longer" else -200_000_000))
+        with pytest.raises(CheckpointError):
+            for _ in range(20):
+                assert torch.equal(models.logits(model, ids), expected)
+                time.sleep(0.05)
+    assert not LOCKED.nbytes

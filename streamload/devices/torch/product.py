@@ -226,22 +226,17 @@ def _host_kernel_of(of: Operand, tokens: int, dst: torch.dtype) -> Any:
     return _host_kernel(form, tokens, target)
 
 
-def has_kernels(of: Operand, x: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether kernels multiply ``x``, cast to a dtype, by an operand; compilers are told so."""
-    target, parts = _DTYPES.get(dtype), of.parts
-    if target is None or x.device != parts[0].device:
+def has_kernels(of: Operand, dtype: torch.dtype) -> bool:
+    """Whether kernels multiply vectors of a dtype by an operand."""
+    form, target, codes = form_of(of.format, of.width), _DTYPES.get(dtype), of.parts[0]
+    if form is None or target is None or not _is_readable(of):
         return False
-    if torch.compiler.is_compiling():  # which cannot look
-        return True
-    form = form_of(of.format, of.width)
-    if form is None:
-        return False
-    if x.is_cpu:
-        return _is_readable(of) and _host_kernel(form, 0, target) is not None
-    if not x.is_cuda or parts[0].data_ptr() % _ALIGNMENT or not _is_readable(of):
+    if codes.is_cpu:
+        return _host_kernel(form, 0, target) is not None
+    if not codes.is_cuda or codes.data_ptr() % _ALIGNMENT:
         return False
     with suppress(DeviceError, OSError):
-        context, _ = current_stream(x.get_device())
+        context, _ = current_stream(codes.get_device())
         rows = of.first, of.stop
         return _launch(of.format, rows, of.width, 0, dtype, context) is not None
     return False

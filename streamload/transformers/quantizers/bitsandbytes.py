@@ -22,6 +22,8 @@ from streamload.devices.torch.tensors import STREAMED
 from streamload.offloading.torch_lent import is_lent, weight_of
 from streamload.offloading.torch_modules import StreamedParameter
 
+_FOUR_BIT_PARTS = ("weight", "weight.absmax", "weight.quant_map")  # that kernels read
+_NESTED_PARTS = (*_FOUR_BIT_PARTS, "weight.nested_absmax", "weight.nested_quant_map")
 _MADE = "_streamload_made"  # on a module that builds its weight for each call: a `_Parts`
 
 
@@ -85,14 +87,15 @@ class FourBit(Maker):
         self, module: Any, parts: Mapping[str, torch.Tensor], x: torch.Tensor
     ) -> torch.Tensor | None:
         """Return the output by streamload's kernels, or None if they cannot read the parts."""
-        from streamload.transformers.quantizers.four_bit import multiplied, note_offset
+        from streamload.transformers.quantizers.four_bit import known_of, multiplied
 
         if self._state is None:
             self.make(module, {**parts})
-            note_offset(self._state)
+            known_of(self._state)
             module.support_avx512bf16_for_cpu = False
-        own = {key.removeprefix("weight."): part for key, part in parts.items() if key != "weight"}
-        return multiplied(module, parts["weight"], _with_parts(self._state, own), x)
+        state = self._state
+        names = _NESTED_PARTS if state.nested else _FOUR_BIT_PARTS
+        return multiplied(module, [parts[name] for name in names], state, x)
 
     def forget(self, module: Any) -> None:
         """Drop the module's reference to the scales and tables."""

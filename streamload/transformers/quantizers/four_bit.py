@@ -8,6 +8,7 @@ would get that: these modules never let it.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import bitsandbytes
@@ -15,7 +16,7 @@ import torch
 
 from streamload.devices.torch.product import Operand, form_of, has_kernels, linear
 
-_OFFSET = "_streamload_offset"  # on a ``QuantState``: its mean as kernels take it
+_KNOWN = "_streamload_known"  # on a ``QuantState``: its `_Known`
 _BLOCK = 64  # elements of a block that kernels read
 
 
@@ -24,60 +25,91 @@ class Linear4bit(bitsandbytes.nn.Linear4bit):  # type: ignore[misc]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` times the weight, plus the bias, in the dtype of ``x``."""
-        state = getattr(self.weight, "quant_state", None)
-        found = None if state is None else multiplied(self, self.weight, state, x)
-        return super().forward(x) if found is None else found
+        weight = self.weight
+        state = getattr(weight, "quant_state", None)
+        if state is not None:
+            with torch._C.DisableTorchFunctionSubclass():  # else each use of it takes longer
+                codes = weight.detach()
+            parts = [codes, state.absmax, state.code]
+            if state.nested:
+                parts += [state.state2.absmax, state.state2.code]
+            if (found := multiplied(self, parts, state, x)) is not None:
+                return found
+        return super().forward(x)
 
 
 def settle(module: Any) -> None:
     """Let a `Linear4bit` whose weight stays compute by kernels, if they can read it."""
     module.support_avx512bf16_for_cpu = False
-    state = module.weight.quant_state
-    note_offset(state)
     is_plain = type(module) is bitsandbytes.nn.Linear4bit
-    if is_plain and form_of(_format(state), state.shape[-1]) is not None:
+    if is_plain and known_of(module.weight.quant_state).is_read:
         module.__class__ = Linear4bit
 
 
+class _Known:
+    """What is the same in all calls with a quantized weight.
+
+    Attributes:
+        format: the name of its format.
+        shape: rows and columns.
+        offset: JSON with the mean of nested scales, as kernels take it; none for others.
+        is_read: whether kernels can read the weight.
+        computed: whether there are kernels, by device and dtype.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self.format = f"{state.quant_type}-nested" if state.nested else str(state.quant_type)
+        self.shape = tuple(state.shape)
+        self.is_read = (
+            state.blocksize == _BLOCK
+            and len(self.shape) == 2
+            and form_of(self.format, self.shape[1]) is not None
+        )
+        self.offset: tuple[torch.Tensor, ...] = ()
+        if state.nested:
+            text = json.dumps({"nested_offset": float(state.offset)}).encode()
+            self.offset = (torch.tensor(list(text), dtype=torch.uint8),)
+        self.computed: dict[tuple[torch.device, torch.dtype], bool] = {}
+
+
+def known_of(state: Any) -> _Known:
+    """Return what is known of a weight by its ``QuantState``, on which it is kept."""
+    known: _Known | None = getattr(state, _KNOWN, None)
+    if known is None:
+        known = _Known(state)
+        setattr(state, _KNOWN, known)
+    return known
+
+
 def multiplied(
-    module: Any, weight: torch.Tensor, state: Any, x: torch.Tensor
+    module: Any, parts: Sequence[torch.Tensor], state: Any, x: torch.Tensor
 ) -> torch.Tensor | None:
     """Return a 4-bit module's output, or None if kernels cannot read its weight.
 
     Args:
         module: a `Linear4bit`.
-        weight: its codes.
-        state: its scales and tables: bitsandbytes' ``QuantState``.
+        parts: codes, scales and map; if the scales are nested, also theirs.
+        state: bitsandbytes' ``QuantState``, whose own tensors are not read.
         x: of shape (..., columns).
     """
-    shape = tuple(state.shape)
-    if state.blocksize != _BLOCK or len(shape) != 2:
+    known, (codes, *others) = known_of(state), parts
+    if not known.is_read or codes.device != x.device:
         return None
-    parts = [weight.detach().view(torch.uint8), state.absmax, state.code]
-    if state.nested:
-        parts += [state.state2.absmax, state.state2.code, note_offset(state)]
-    of = Operand(_format(state), parts, 0, *shape)
+    if codes.dtype != torch.uint8:
+        codes = codes.view(torch.uint8)
+    if known.offset and known.offset[0].device != codes.device:
+        known.offset = (known.offset[0].to(codes.device),)
+    of = Operand(known.format, (codes, *others, *known.offset), 0, *known.shape)
     if not module.compute_type_is_set:
         module.set_compute_type(x)
         module.compute_type_is_set = True
-    dtype = module.compute_dtype or x.dtype
-    if not has_kernels(of, x, dtype):
-        return None
-    return linear(x.to(dtype), of, module.bias).to(x.dtype)
-
-
-def _format(state: Any) -> str:
-    """Return the name of the format of a weight with a ``QuantState``."""
-    return f"{state.quant_type}-nested" if state.nested else str(state.quant_type)
-
-
-def note_offset(state: Any) -> torch.Tensor | None:
-    """Return JSON with the mean of nested scales, as kernels take it, kept beside the scales."""
-    if not state.nested:
-        return None
-    made: torch.Tensor | None = getattr(state, _OFFSET, None)
-    if made is None or made.device != state.offset.device:
-        text = json.dumps({"nested_offset": float(state.offset)}).encode()
-        made = torch.tensor(list(text), dtype=torch.uint8, device=state.offset.device)
-        setattr(state, _OFFSET, made)
-    return made
+    given, dtype = x.dtype, module.compute_dtype or x.dtype
+    if not torch.compiler.is_compiling():
+        key = codes.device, dtype
+        if key not in known.computed:
+            known.computed[key] = has_kernels(of, dtype)
+        if not known.computed[key]:
+            return None
+    if given == dtype:
+        return linear(x, of, module.bias)
+    return linear(x.to(dtype), of, module.bias).to(given)
