@@ -353,12 +353,12 @@ class Team:
                 self.close()
                 raise failure
 
-    def run(self, fd: int, reads: ReadTable) -> BulkFailure | None:
+    def run(self, fd: int, reads: ReadTable, *, alone: bool = False) -> BulkFailure | None:
         """Read into the slots and start the copies; return the first failure, or None.
 
-        Without a file (-1) the calling thread starts all copies: nothing waits for the disk.
+        ``alone``: the calling thread does it, and wakes no other.
         """
-        job = self._job if fd != -1 else self._alone
+        job = self._alone if alone else self._job
         return self._loop.run(job, fd, reads, self._slots, self._lanes)
 
     def _semaphore(self, lane: int) -> int:

@@ -2,8 +2,8 @@
 
 What is read again in each pass then needs no thread and no staging: see docs/measurements.md, "Page
 cache that is locked". The pages are mapped read-only and registered (CUDA driver API,
-cuMemHostRegister with CU_MEMHOSTREGISTER_READ_ONLY); no byte of them is touched here, so that a
-file that becomes shorter is no SIGBUS. Its pages stay as they were; readers find the change.
+cuMemHostRegister with CU_MEMHOSTREGISTER_READ_ONLY). The CPU touches no byte of them, so that a
+file that becomes shorter is no SIGBUS: its pages stay as they were, and readers find the change.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _FLAGS = 9  # CU_MEMHOSTREGISTER_READ_ONLY and _PORTABLE
 _IS_SUPPORTED = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
 _GAP_NBYTES = 2**17  # most bytes between reads that are locked, too
 _RANGE_NBYTES = 2**25  # of a range, about: the driver may let others wait while it locks one
+# What is smaller is read: the driver may copy it by the CPU, a SIGBUS once a file is shorter.
+_LEAST_NBYTES = 2**18
 _LOOK_S = 1.0  # between looks at the available memory
 
 
@@ -43,12 +45,20 @@ class _Range(NamedTuple):
     address: int
 
 
-class _Locked(NamedTuple):
-    """The reads of a table, its ranges in memory, and the copies from there."""
+class Locked(NamedTuple):
+    """Reads whose pages are locked.
+
+    Attributes:
+        reads: the reads.
+        ranges: what is locked of the file.
+        direct: one read of no file, whose copies begin at host addresses.
+        small: reads of the file for all other copies.
+    """
 
     reads: ReadTable
     ranges: Sequence[_Range]
-    copies: ReadTable
+    direct: ReadTable
+    small: ReadTable
 
 
 class LockedReads:
@@ -62,7 +72,7 @@ class LockedReads:
         """Lock nothing yet."""
         self._context = context
         self._seen: dict[int, tuple[int, ReadTable]] = {}  # how often they were read, by id
-        self._locked: dict[int, _Locked] = {}  # by id of the reads; the oldest first
+        self._locked: dict[int, Locked] = {}  # by id of the reads; the oldest first
         self._looked_s = monotonic()
         self._works = not context.integrated and self._is_supported()
         self._to_lock: deque[tuple[int, ReadTable]] = deque()  # with a descriptor of their own
@@ -77,10 +87,9 @@ class LockedReads:
             self._context.call("cuDeviceGetAttribute", ctypes.byref(value), _IS_SUPPORTED, device)
         return bool(value.value)
 
-    def copies(self, reads: ReadTable) -> ReadTable | None:
-        """Return copies from memory in place of reads whose pages are locked, else None."""
-        found = self._locked.get(id(reads))
-        return None if found is None else found.copies
+    def find(self, reads: ReadTable) -> Locked | None:
+        """Return what to do in place of reads whose pages are locked, else None."""
+        return self._locked.get(id(reads))
 
     def note(self, fd: int, tables: Iterable[ReadTable]) -> None:
         """Note that tables were read; begin to lock the pages of those that were once before."""
@@ -138,7 +147,7 @@ class LockedReads:
         if not all(is_resident(fd, start, stop) for start, stop in spans):
             return True
         ranges: list[_Range] = []
-        made = _Locked(reads, ranges, reads)
+        made = Locked(reads, ranges, reads, reads)
         for start, stop in spans:
             try:
                 address = map_file(fd, start, stop - start)
@@ -150,12 +159,13 @@ class LockedReads:
             ranges.append(_Range(start, stop, address))
             LOCKED.add(stop - start)
         else:
-            self._locked[id(reads)] = made._replace(copies=_copies(reads, ranges, of_read))
+            direct, small = _copies(reads, ranges, of_read)
+            self._locked[id(reads)] = made._replace(direct=direct, small=small)
             return True
         self._unlock(made)  # a file system or driver that cannot, or too many maps
         return False
 
-    def _unlock(self, locked: _Locked) -> None:
+    def _unlock(self, locked: Locked) -> None:
         for start, stop, address in locked.ranges:
             _driver().slow.cuMemHostUnregister(address)
             libc().munmap(address, stop - start)
@@ -193,18 +203,28 @@ def _spans(reads: ReadTable) -> tuple[list[tuple[int, int]], list[int]]:
     return spans, of_read
 
 
-def _copies(reads: ReadTable, ranges: Sequence[_Range], of_read: Sequence[int]) -> ReadTable:
-    """Return one read of no file whose copies begin at host addresses; adjacent ones are joined."""
+def _copies(
+    reads: ReadTable, ranges: Sequence[_Range], of_read: Sequence[int]
+) -> tuple[ReadTable, ReadTable]:
+    """Return the copies from host addresses, adjacent ones joined, and reads for the small ones."""
     moved = np.array([each.address - each.start for each in ranges])
     offset, count = reads.rows[:, 0], reads.rows[:, 4]
     which = np.repeat(np.array(of_read), count)
     copies = reads.copies.copy()
-    copies[:, 0] += np.repeat(offset, count) + moved[which]
+    copies[:, 0] += np.repeat(offset, count)  # bytes of the file
     at, nbytes, target, kernel = copies[:, 0], copies[:, 1], copies[:, 2], copies[:, 3]
     begins = np.ones(len(copies), bool)
     begins[1:] = (at[1:] != at[:-1] + nbytes[:-1]) | (target[1:] != target[:-1] + nbytes[:-1])
     begins[1:] |= (which[1:] != which[:-1]) | (kernel[1:] != 0) | (kernel[:-1] != 0)
     where = np.flatnonzero(begins)
-    joined = copies[where]
+    joined, which = copies[where], which[where]
     joined[:, 1] = np.add.reduceat(nbytes, where)
-    return ReadTable(np.array([[0, 0, 0, 0, len(joined), 0]]), joined)
+    is_small = joined[:, 1] < _LEAST_NBYTES
+    direct, small = joined[~is_small], joined[is_small]
+    direct[:, 0] += moved[which[~is_small]]
+    rows = np.zeros((len(small), 6), np.int64)
+    rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 4] = small[:, 0], small[:, 1], small[:, 1], 1
+    rows[:, 3] = np.arange(len(small))
+    small[:, 0] = 0
+    one = np.array([[0, 0, 0, 0, len(direct), 0]])
+    return ReadTable(one, direct), ReadTable(rows, small)

@@ -103,13 +103,17 @@ class Refiller:
             if self._locked.is_short():
                 self._synchronize()
                 self._locked.shrink()
-            there = [
-                (copies, shift) for reads, shift in parts if (copies := self._locked.copies(reads))
-            ]
-            rest = [part for part in parts if self._locked.copies(part[0]) is None]
-            for file, some in ((-1, there), (fd, rest)):
+            locked = [(self._locked.find(reads), shift) for reads, shift in parts]
+            rest = [part for part, (found, _) in zip(parts, locked, strict=True) if found is None]
+            there = [(found, shift) for found, shift in locked if found is not None]
+            for file, some in (
+                (-1, [(found.direct, shift) for found, shift in there]),
+                (fd, [(found.small, shift) for found, shift in there if len(found.small.rows)]),
+            ):
                 if some and failure is None:
-                    failure = self._team.run(file, ReadTable.joined(some))
+                    failure = self._team.run(file, ReadTable.joined(some), alone=True)
+            if rest and failure is None:
+                failure = self._team.run(fd, ReadTable.joined(rest))
             if failure is None:
                 self._marks[0].record()
                 self._marks.rotate(-1)

@@ -15,12 +15,14 @@ PRELUDE = """
 import ctypes, os, sys
 import numpy as np
 from streamload.core import memory
+from streamload.devices import cuda_locked
 from streamload.devices.base import Copy, Read, ReadTable
 from streamload.devices.cuda import Context, DeviceMemory, _driver, _loop
 from streamload.devices.cuda_refill import Refiller
 
 path = sys.argv[1]
 data = open(path, "rb").read()
+cuda_locked._LEAST_NBYTES = 4000
 driver = ctypes.CDLL("libcuda.so.1")
 context = Context.primary("cuda:0", 0)
 fd = os.open(path, os.O_RDONLY)
@@ -37,7 +39,8 @@ def check():
 PIECES = {
     "one": [(100, 5000, 0), (5100, 5000, 5000), (10_200, 4097, 10_240), (700_001, 90_000, 20_480)],
     "two": [(1_000_000, 300_000, 200_704)],
-    "three": [(14_000, 8000, 600_064), (14_000, 8000, 608_256)],
+    "three": [(14_000, 8000, 600_064), (14_000, 8000, 608_256), (30_000, 300, 617_000)],
+    "small": [(31_000, 9, 618_000), (90_000, 400, 618_100)],
 }
 
 def table(name):
@@ -107,9 +110,10 @@ run(["one"], 512)
 once = memory.LOCKED.nbytes
 assert once and count("registered") == slots + 2, count("registered")
 run(["one", "two"], 1024)
-run(["two", "one", "three"], 0)
-run(["three", "two", "one"], 4096)
-assert count("registered") == slots + 4 and memory.LOCKED.nbytes > once
+run(["two", "one", "three", "small"], 0)
+run(["three", "small", "two", "one"], 4096)
+run(["three", "small", "two", "one"], 5000)
+assert count("registered") == slots + 5 and memory.LOCKED.nbytes > once
 lanes = [*refiller._team._lanes][3::4]
 run(["three", "two", "one"], 0)
 assert [*refiller._team._lanes][7::4] == lanes[1:]  # the other threads were not woken
