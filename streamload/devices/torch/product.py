@@ -226,20 +226,9 @@ def _host_kernel_of(of: Operand, tokens: int, dst: torch.dtype) -> Any:
     return _host_kernel(form, tokens, target)
 
 
-def has_kernels(of: Operand, dtype: torch.dtype) -> bool:
-    """Whether kernels multiply vectors of a dtype by an operand."""
-    form, target, codes = form_of(of.format, of.width), _DTYPES.get(dtype), of.parts[0]
-    if form is None or target is None or not _is_readable(of):
-        return False
-    if codes.is_cpu:
-        return _host_kernel(form, 0, target) is not None
-    if not codes.is_cuda or codes.data_ptr() % _ALIGNMENT:
-        return False
-    with suppress(DeviceError, OSError):
-        context, _ = current_stream(codes.get_device())
-        rows = of.first, of.stop
-        return _launch(of.format, rows, of.width, 0, dtype, context) is not None
-    return False
+def has_host_kernels(of: Operand, dtype: torch.dtype) -> bool:
+    """Whether kernels of the host multiply vectors of a dtype by an operand."""
+    return of.parts[0].is_cpu and _host_kernel_of(of, 0, dtype) is not None
 
 
 def compile_kernels(coded: CodedWeight, dtype: torch.dtype, device: torch.device) -> None:

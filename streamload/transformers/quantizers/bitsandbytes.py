@@ -3,7 +3,7 @@
 A module holds the parts as buffers during the load, and gets the weight after it. If the parts
 stream, each call builds the weight anew and drops it.
 
-`Linear4bit` computes by streamload's kernels, see `four_bit`.
+On a CPU `Linear4bit` computes by streamload's kernels, see `four_bit`.
 """
 
 from __future__ import annotations
@@ -86,23 +86,24 @@ class FourBit(Maker):
     def product(
         self, module: Any, parts: Mapping[str, torch.Tensor], x: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return the output by streamload's kernels, or None if they cannot read the parts."""
+        """Return the output by kernels of the host, or None if there are none."""
         from streamload.transformers.quantizers.four_bit import known_of, multiplied
 
+        if not x.is_cpu:
+            return None
         if self._state is None:
             self.make(module, {**parts})
             known_of(self._state)
             module.support_avx512bf16_for_cpu = False
-        state = self._state
-        names = _NESTED_PARTS if state.nested else _FOUR_BIT_PARTS
-        return multiplied(module, [parts[name] for name in names], state, x)
+        names = _NESTED_PARTS if self._state.nested else _FOUR_BIT_PARTS
+        return multiplied(module, [parts[name] for name in names], self._state, x)
 
     def forget(self, module: Any) -> None:
         """Drop the module's reference to the scales and tables."""
         module.quant_state = None
 
     def settle(self, module: Any) -> None:
-        """Let the module compute by streamload's kernels, and never repack its weight for a CPU."""
+        """Let the module compute by kernels of the host, and never repack its weight there."""
         from streamload.transformers.quantizers.four_bit import settle
 
         settle(module)

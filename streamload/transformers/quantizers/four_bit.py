@@ -1,8 +1,8 @@
-"""bitsandbytes' `Linear4bit`, computed by `devices.torch.product`.
+"""bitsandbytes' `Linear4bit`, which computes on a CPU by `devices.torch.product`.
 
-The kernels read a weight as it is stored. Blocks of another size, and devices without kernels, are
-computed by bitsandbytes. It repacks a weight for a CPU with AVX512-BF16 then, and other readers
-would get that: these modules never let it.
+The kernels read a weight as it is stored, and take a twelfth of bitsandbytes' time for one token.
+On other devices, and for blocks of another size, bitsandbytes computes. For a CPU with AVX512-BF16
+it would repack weights, which other readers would get: these modules never let it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import bitsandbytes
 import torch
 
-from streamload.devices.torch.product import Operand, form_of, has_kernels, linear
+from streamload.devices.torch.product import Operand, form_of, has_host_kernels, linear
 
 _KNOWN = "_streamload_known"  # on a ``QuantState``: its `_Known`
 _BLOCK = 64  # elements of a block that kernels read
@@ -27,7 +27,7 @@ class Linear4bit(bitsandbytes.nn.Linear4bit):  # type: ignore[misc]
         """Return ``x`` times the weight, plus the bias, in the dtype of ``x``."""
         weight = self.weight
         state = getattr(weight, "quant_state", None)
-        if state is not None:
+        if state is not None and x.is_cpu:
             with torch._C.DisableTorchFunctionSubclass():  # else each use of it takes longer
                 codes = weight.detach()
             parts = [codes, state.absmax, state.code]
@@ -54,7 +54,7 @@ class _Known:
         shape: rows and columns.
         offset: JSON with the mean of nested scales, as kernels take it; none for others.
         is_read: whether kernels can read the weight.
-        computed: whether there are kernels, by device and dtype.
+        computed: whether there are kernels, by dtype.
     """
 
     def __init__(self, state: Any) -> None:
@@ -65,11 +65,11 @@ class _Known:
             and len(self.shape) == 2
             and form_of(self.format, self.shape[1]) is not None
         )
-        self.offset: tuple[torch.Tensor, ...] = ()
+        self.offset: list[torch.Tensor] = []
         if state.nested:
             text = json.dumps({"nested_offset": float(state.offset)}).encode()
-            self.offset = (torch.tensor(list(text), dtype=torch.uint8),)
-        self.computed: dict[tuple[torch.device, torch.dtype], bool] = {}
+            self.offset.append(torch.tensor(list(text), dtype=torch.uint8))
+        self.computed: dict[torch.dtype, bool] = {}
 
 
 def known_of(state: Any) -> _Known:
@@ -90,25 +90,22 @@ def multiplied(
         module: a `Linear4bit`.
         parts: codes, scales and map; if the scales are nested, also theirs.
         state: bitsandbytes' ``QuantState``, whose own tensors are not read.
-        x: of shape (..., columns).
+        x: of shape (..., columns), on the host.
     """
     known, (codes, *others) = known_of(state), parts
-    if not known.is_read or codes.device != x.device:
+    if not (known.is_read and codes.is_cpu):
         return None
     if codes.dtype != torch.uint8:
         codes = codes.view(torch.uint8)
-    if known.offset and known.offset[0].device != codes.device:
-        known.offset = (known.offset[0].to(codes.device),)
     of = Operand(known.format, (codes, *others, *known.offset), 0, *known.shape)
     if not module.compute_type_is_set:
         module.set_compute_type(x)
         module.compute_type_is_set = True
     given, dtype = x.dtype, module.compute_dtype or x.dtype
     if not torch.compiler.is_compiling():
-        key = codes.device, dtype
-        if key not in known.computed:
-            known.computed[key] = has_kernels(of, dtype)
-        if not known.computed[key]:
+        if dtype not in known.computed:
+            known.computed[dtype] = has_host_kernels(of, dtype)
+        if not known.computed[dtype]:
             return None
     if given == dtype:
         return linear(x, of, module.bias)
