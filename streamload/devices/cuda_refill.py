@@ -47,6 +47,9 @@ class Refiller:
     """Page-locked slots that threads fill together, without the interpreter's lock, and copy.
 
     One thread at a time may call it.
+
+    Attributes:
+        slot_nbytes: bytes of a slot, the most that a read may have.
     """
 
     def __init__(self, context: Context, loop: Loop, count: int, slots: int, nbytes: int) -> None:
@@ -56,7 +59,7 @@ class Refiller:
             AllocationError: memory cannot be allocated or page-locked.
             DeviceError: the driver refused.
         """
-        self._context = context
+        self._context, self.slot_nbytes = context, nbytes
         self._marks: deque[Mark] = deque()
         self._locked = LockedReads(context)
         with ExitStack() as made:

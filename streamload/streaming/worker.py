@@ -230,11 +230,16 @@ class Worker:
         while used is not None and self._under_way and self._under_way[0].ticket is used:
             yield self._under_way.popleft().outcome()  # its ticket is this run's
         try:
-            if refiller is None:
-                nbytes = job.plan.staging_nbytes
-                refiller = self._refiller = bulk.refiller(job.lanes, STAGING_SLOTS, nbytes)
-            ticket = refiller.next
             parts = [refill_of(job, unit, reader.alignment) for unit in units]
+            largest = max(int(reads.rows[:, 1].max()) for reads, _ in parts)
+            if refiller is not None and refiller.slot_nbytes < largest:
+                yield from self.settle()
+                self._refiller = None
+                refiller.close()
+                refiller = None
+            if refiller is None:
+                refiller = self._refiller = bulk.refiller(job.lanes, STAGING_SLOTS, largest)
+            ticket = refiller.next
             locks = reader.alignment == 1 and not job.shards.drops(reader.path)
             with reader.unchanged():
                 failure = refiller.run(reader.fileno(), parts, locks)

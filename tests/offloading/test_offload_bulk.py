@@ -45,7 +45,7 @@ class Refills:
     """Slots that threads of the compiled loop fill together."""
 
     def __init__(self, loop: Loop, reads: list[Read], slots: Sequence[Slot], count: int) -> None:
-        self._reads, self._slots = reads, slots
+        self._reads, self._slots, self.slot_nbytes = reads, slots, len(slots[0].view)
         self._team = Team(loop, [(address_of(s.view), 1, 1) for s in slots], count, nullcontext)
         self.next = Slot(1)
 
