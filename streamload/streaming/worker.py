@@ -240,7 +240,8 @@ class Worker:
             if refiller is None:
                 refiller = self._refiller = bulk.refiller(job.lanes, STAGING_SLOTS, largest)
             ticket = refiller.next
-            locks = reader.alignment == 1 and not job.shards.drops(reader.path)
+            drops = job.plan.page_cache == "drop" or job.shards.drops(reader.path)
+            locks = reader.alignment == 1 and not drops
             with reader.unchanged():
                 failure = refiller.run(reader.fileno(), parts, locks)
         except BaseException as error:

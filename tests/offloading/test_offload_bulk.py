@@ -241,6 +241,25 @@ def test_many_small_tensors_of_a_layer(tmp_path: Path, staged: type[Staged]) -> 
     assert len(staged.reads) <= 4 * len(plan.residency.streams)
 
 
+@pytest.mark.parametrize("page_cache", ["auto", "keep", "drop"])
+def test_pages_may_be_locked_where_they_stay(
+    page_cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that were there before are not locked if the page cache is to be left alone."""
+    tensors = {f"layers.{layer}.weight": torch.randn(10_000 + layer) for layer in range(4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    run, asked = Refills.run, set[bool]()
+
+    def noted(self: Refills, fd: int, parts: Any, locks: bool) -> BulkFailure | None:
+        asked.add(locks)
+        return run(self, fd, parts, locks)
+
+    monkeypatch.setattr(Refills, "run", noted)
+    found, _ = passes(tmp_path, 2, budget=100_000, layers="layers.*", page_cache=page_cache)
+    check(tmp_path, found)
+    assert asked == {page_cache != "drop"}
+
+
 def _moe(path: Path, form: str) -> Any:
     models.built("qwen3-moe").bfloat16().save_pretrained(path)
     return lambda **options: from_pretrained(
