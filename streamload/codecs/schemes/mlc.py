@@ -278,11 +278,14 @@ class _Scheme(Scheme):
         return _Weight(self.name, shape, src, recipe, self.is_transposed)
 
 
-register(
+_SCHEMES = (
     _Scheme("q4f16_1", 4, F16),
     _Scheme("q4f16_0", 4, F16, is_transposed=True),
     _Scheme("q3f16_1", 3, F16),
     _Scheme("q4f32_1", 4, F32),
     _Scheme("q4bf16_1", 4, BF16),
-    in_models=False,
 )
+register(*_SCHEMES, in_models=False)
+
+#: The dtype of scales, and of all that is not quantized, by the name of a scheme.
+DTYPES = {scheme.name: scheme.scale for scheme in _SCHEMES}

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from streamload.codecs.schemes.mlc import CODES
+from streamload.codecs.schemes.mlc import CODES, DTYPES
 from streamload.codecs.weights import Packed
 from streamload.core.dtypes import BF16, F16, F32
 from streamload.formats.mlc.chat import TOKENIZER_FILES, chat_config, conv_template
@@ -39,8 +39,6 @@ from streamload.formats.writer import (
 CACHE, CHAT_CONFIG = "tensor-cache.json", "mlc-chat-config.json"
 #: Values of ``quant=`` without a scheme, and the dtype of all tensors.
 PLAIN = {"q0f16": F16, "q0f32": F32, "q0bf16": BF16}
-# schemes, and the dtype of all that is not quantized
-_QUANTS = {"q4f16_1": F16, "q4f16_0": F16, "q3f16_1": F16, "q4f32_1": F32, "q4bf16_1": BF16}
 _TURNED, _NOT_TURNED, _GROUP = "q4f16_0", "q4f16_1", 32  # embeddings are never stored transposed
 
 
@@ -49,19 +47,19 @@ class MLC(FormatWriter):
 
     name = "mlc"
     max_shard_size = "32MiB"
-    quants = tuple(_QUANTS)
+    quants = tuple(DTYPES)
     copied = TOKENIZER_FILES
     wants_sums = True
 
     @staticmethod
     def asked(dtype: Any, quant: Any) -> tuple[Any, Any]:
         """Return (dtype, scheme or None) of ``quant``; ValueError for None, or for a ``dtype``."""
-        known = (*_QUANTS, *PLAIN)
+        known = (*DTYPES, *PLAIN)
         if quant not in known:
             raise ValueError(f"mlc needs quant=, one of {', '.join(known)}, not {quant!r}")
         if dtype is not None:
             raise ValueError(f"mlc takes no dtype=: quant={quant!r} says what all tensors are")
-        return (PLAIN[quant].name, None) if quant in PLAIN else (_QUANTS[quant].name, quant)
+        return (PLAIN[quant].name, None) if quant in PLAIN else (DTYPES[quant].name, quant)
 
     def tensors(self) -> Sequence[Sequence[Target]]:
         """Return MLC's tensors in the order of the layers; refuse a model that MLC lacks."""
