@@ -250,6 +250,7 @@ class PreadReader(Reader):
         try:
             refusal = _no_lease(filesystem_and_length(path)[0])
             self._guard = Guard(self._file, path, state, refusal=refusal)
+            self.leased = not self._guard.refusal
             found = self._found_nbytes()
             if found < file_nbytes:
                 raise self._truncated(found)
@@ -330,7 +331,7 @@ class MmapReader(PreadReader):
         # elsewhere, and before Linux 5.14, pages are faulted in as they are touched
         self._populates = sys.platform == "linux"
         self._map: FileMap | None = None
-        self.mapped = not self._guard.refusal
+        self.mapped = self.leased
         if not self.mapped:
             self.fallback = f"read by pread: {self._guard.refusal}"
             return

@@ -31,12 +31,14 @@ class Reader(ABC):
         alignment: `read_aligned` takes multiples of it: a power of two up to the page, 1 for any.
             Constant while the reader is open, even if it falls back.
         has_file: whether `fileno` returns an open file on this machine.
+        leased: whether a lease keeps writers from that file while a thread is in `unchanged`.
         fallback: why the file is not read as requested: a sentence, or "".
     """
 
     mapped = False
     alignment = 1
     has_file = False
+    leased = False
     fallback = ""
     _how = "otherwise"  # how it is read if not from an open file, for messages
 

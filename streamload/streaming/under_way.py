@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from streamload.devices.base import Staging, Ticket
@@ -27,9 +28,10 @@ class UnderWay:
     counts: list[Counts]
     tickets: list[SlotTicket]
     ticket: Ticket | None = None  # of copies from slots that threads share
+    until_copied: ExitStack = field(default_factory=ExitStack)  # closed when copies have ended
 
     def outcome(self) -> Outcome:
-        """Wait for the copies; return the work item, its counts, and a copy's error or None."""
+        """Wait for the copies; return the work item, its counts, and an error or None."""
         failure: BaseException | None = None
         shared = [] if self.ticket is None else [self.ticket]
         for ticket in [*shared, *(ticket for _, ticket in self.tickets)]:
@@ -37,4 +39,8 @@ class UnderWay:
                 ticket.wait()
             except BaseException as error:
                 failure = error
+        try:
+            self.until_copied.close()
+        except BaseException as error:  # the file has changed
+            failure = failure or error
         return self.unit, self.counts, failure

@@ -28,8 +28,7 @@ class Linear4bit(bitsandbytes.nn.Linear4bit):  # type: ignore[misc]
         weight = self.weight
         state = getattr(weight, "quant_state", None)
         if state is not None and x.is_cpu:
-            with torch._C.DisableTorchFunctionSubclass():  # else each use of it takes longer
-                codes = weight.detach()
+            codes = _codes(weight)
             parts = [codes, state.absmax, state.code]
             if state.nested:
                 parts += [state.state2.absmax, state.state2.code]
@@ -38,11 +37,20 @@ class Linear4bit(bitsandbytes.nn.Linear4bit):  # type: ignore[misc]
         return super().forward(x)
 
 
+def _codes(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight's codes as a plain tensor, which torch.func does not wrap."""
+    if torch.compiler.is_compiling():
+        return weight.detach()
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableFuncTorch():
+        return weight.detach()
+
+
 def settle(module: Any) -> None:
-    """Let a `Linear4bit` whose weight stays compute by kernels, if they can read it."""
+    """Let a `Linear4bit` whose weight stays on the host compute by kernels, if they can read it."""
     module.support_avx512bf16_for_cpu = False
     is_plain = type(module) is bitsandbytes.nn.Linear4bit
-    if is_plain and known_of(module.weight.quant_state).is_read:
+    weight = module.weight
+    if is_plain and weight.device.type == "cpu" and known_of(weight.quant_state).is_read:
         module.__class__ = Linear4bit
 
 
@@ -68,7 +76,8 @@ class _Known:
         self.offset: list[torch.Tensor] = []
         if state.nested:
             text = json.dumps({"nested_offset": float(state.offset)}).encode()
-            self.offset.append(torch.tensor(list(text), dtype=torch.uint8))
+            with torch.inference_mode(False):
+                self.offset.append(torch.tensor(list(text), dtype=torch.uint8, device="cpu"))
         self.computed: dict[torch.dtype, bool] = {}
 
 
@@ -107,6 +116,6 @@ def multiplied(
             known.computed[dtype] = has_host_kernels(of, dtype)
         if not known.computed[dtype]:
             return None
-    if given == dtype:
-        return linear(x, of, module.bias)
+        if torch.is_grad_enabled() and any(part.is_inference() for part in of.parts):
+            return None  # kernels keep them for the gradient, which torch refuses
     return linear(x.to(dtype), of, module.bias).to(given)

@@ -100,7 +100,7 @@ class QuantizedOnLoad(QuantizedCheckpoint):
                 bias.data = bias.data.to(model.dtype)
         if self.format != _8BIT:
             numels = (model.get_submodule(n).weight.numel() for n in self._modules)
-            self._say_of_tiles(model.dtype, numels)
+            self._say_of_dense(names, model.dtype, numels)
 
     def check(self, model: Any, names: Names) -> None:
         """Let the load transpose weights of modules that replace a Conv1D, as bitsandbytes does."""

@@ -151,7 +151,7 @@ class QuantizedCheckpoint(Quantization):
             self._stage(model, renames())
         if self.method == "bitsandbytes":
             numels = (math.prod(group.shape or ()) for *_, group in self._staged if group.bits == 4)
-            self._say_of_tiles(model.dtype, numels)
+            self._say_of_dense(names, model.dtype, numels)
         if self.method == "compressed-tensors":
             self._take_packed_zeros(model, renames())
             self._keep_compressed(model)
@@ -233,11 +233,15 @@ class QuantizedCheckpoint(Quantization):
         if wrong:
             raise StateDictMismatchError(self.checkpoint.path, wrong_shape=wrong)
 
-    def _say_of_tiles(self, dtype: torch.dtype, numels: Iterable[int]) -> None:
-        """Note the memory in which products with many tokens dequantise weights of 4 bits."""
+    def _say_of_dense(self, names: list[str], dtype: torch.dtype, numels: Iterable[int]) -> None:
+        """Note the memory in which products with many tokens dequantise weights of 4 bits.
+
+        ``names``: of devices; on the host kernels decode a part of a weight at once.
+        """
         largest = max(numels, default=0) * dtype.itemsize
         if largest:
-            said = said_of_dense(min(largest, TILE_NBYTES))
+            on_host = all(name.partition(":")[0] == "cpu" for name in names)
+            said = said_of_dense(min(largest, TILE_NBYTES) if on_host else largest)
             self.notes.append(f"for many tokens a weight of 4 bits is dequantised: {said}")
 
     def _take_packed_zeros(self, model: Any, renames: Renames) -> None:
