@@ -114,8 +114,12 @@ class LockedReads:
             if self._thread is None:
                 name = "streamload-locks"
                 thread = threading.Thread(target=self._serve, name=name, daemon=True)
-                thread.start()
-                self._thread = thread
+                self._thread = thread  # first: a Ctrl-C while it starts must not lose it
+                try:
+                    thread.start()
+                except RuntimeError:
+                    self._thread = None
+                    raise
 
     def is_short(self) -> bool:
         """Whether so little memory is available that `shrink` is due; it looks once a second."""

@@ -118,6 +118,8 @@ def test_biases_that_bitsandbytes_casts_are_as_stored_in_the_next_pass(
         lambda: transformers.BitsAndBytesConfig(**asked), attention_bias=True, mlp_bias=True
     )
     make(tmp_path)
+    state = stored.load(tmp_path).state_dict()
+    assert {state[name].dtype for name in state if name.endswith("bias")} == {torch.bfloat16}
     load: dict[str, Any] = {"dtype": {"*.bias": "float32", "*": "bfloat16"}}
     expected = stored.logits(stored.load(tmp_path, **load))
     model = stored.load(tmp_path, budget=_least(tmp_path) + 20_000, offload=True, **load)

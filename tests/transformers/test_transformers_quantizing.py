@@ -546,10 +546,24 @@ def test_products_of_bitsandbytes_modules_are_within_rounding(tmp_path: Path) ->
         y.sum().backward()
         assert error(y, x.double() @ exact.double().T) < 2.0**-8
         assert error(x.grad, exact.double().sum(0).expand_as(x)) < 2.0**-7
+    jvp = torch.func.jvp(module, (x.detach(),), (torch.ones_like(x),))[1]
+    assert error(jvp, exact.double().sum(1).expand_as(jvp)) < 2.0**-6
     with torch.no_grad():
         assert torch.equal(torch.compile(module, fullgraph=True)(x), module(x))
         assert torch.equal(module(x=x), module(x))
-        assert module(x.float()).dtype is torch.float32
+        for dtype in (torch.float32, torch.bfloat16):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                assert module(x.to(dtype)).dtype is dtype
+        state = module.weight.quant_state
+        state.offset.add_(0.5)
+        exact = bitsandbytes.functional.dequantize_4bit(module.weight.data, state)
+        assert error(module(x), x.double() @ exact.double().T) < 2.0**-7
+    with torch.inference_mode():
+        other = copy.deepcopy(module)
+    other(x).sum().backward()
+    module.weight.data = module.weight.data[:100].clone()
+    with pytest.raises(RuntimeError, match=r"size|shape"):
+        module(x)
 
 
 # --- memory ---------------------------------------------------------------------------------------

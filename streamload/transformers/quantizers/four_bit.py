@@ -8,6 +8,7 @@ it would repack weights, which other readers would get: these modules never let 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ class _Known:
     Attributes:
         format: the name of its format.
         shape: rows and columns.
-        offset: JSON with the mean of nested scales, as kernels take it; none for others.
+        sizes: bytes of its codes, and number of its scales.
         is_read: whether kernels can read the weight.
         computed: whether there are kernels, by dtype.
     """
@@ -68,17 +69,28 @@ class _Known:
     def __init__(self, state: Any) -> None:
         self.format = f"{state.quant_type}-nested" if state.nested else str(state.quant_type)
         self.shape = tuple(state.shape)
+        numel = math.prod(self.shape)
+        self.sizes = numel // 2, numel // _BLOCK
         self.is_read = (
             state.blocksize == _BLOCK
             and len(self.shape) == 2
             and form_of(self.format, self.shape[1]) is not None
         )
-        self.offset: list[torch.Tensor] = []
-        if state.nested:
-            text = json.dumps({"nested_offset": float(state.offset)}).encode()
-            with torch.inference_mode(False):
-                self.offset.append(torch.tensor(list(text), dtype=torch.uint8, device="cpu"))
         self.computed: dict[torch.dtype, bool] = {}
+        self._mean: tuple[Any, int, torch.Tensor] | None = None
+
+    def mean(self, state: Any) -> torch.Tensor:
+        """Return JSON with the mean of nested scales, as kernels take it, kept while it is so."""
+        if torch.compiler.is_compiling() and self._mean is not None:
+            return self._mean[2]
+        offset = state.offset
+        version = 0 if offset.is_inference() else offset._version
+        if self._mean is None or self._mean[0] is not offset or self._mean[1] != version:
+            text = json.dumps({"nested_offset": float(offset)}).encode()
+            with torch.inference_mode(False):
+                made = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
+            self._mean = offset, version, made
+        return self._mean[2]
 
 
 def known_of(state: Any) -> _Known:
@@ -86,6 +98,8 @@ def known_of(state: Any) -> _Known:
     known: _Known | None = getattr(state, _KNOWN, None)
     if known is None:
         known = _Known(state)
+        if state.nested:
+            known.mean(state)
         setattr(state, _KNOWN, known)
     return known
 
@@ -101,17 +115,23 @@ def multiplied(
         state: bitsandbytes' ``QuantState``, whose own tensors are not read.
         x: of shape (..., columns), on the host.
     """
-    known, (codes, *others) = known_of(state), parts
-    if not (known.is_read and codes.is_cpu):
+    compiles = torch.compiler.is_compiling()
+    is_known = hasattr(state, _KNOWN) if compiles else type(x) is torch.Tensor
+    if not is_known or getattr(state, "packing_format_for_cpu", False):
         return None
+    known, (codes, scales, *others) = known_of(state), parts
     if codes.dtype != torch.uint8:
         codes = codes.view(torch.uint8)
-    of = Operand(known.format, (codes, *others, *known.offset), 0, *known.shape)
+    is_whole = (codes.numel(), scales.numel()) == known.sizes
+    if not (known.is_read and codes.is_cpu and is_whole):
+        return None
+    mean = [known.mean(state)] if state.nested else []
+    of = Operand(known.format, (codes, scales, *others, *mean), 0, *known.shape)
     if not module.compute_type_is_set:
         module.set_compute_type(x)
         module.compute_type_is_set = True
     given, dtype = x.dtype, module.compute_dtype or x.dtype
-    if not torch.compiler.is_compiling():
+    if not compiles:
         if dtype not in known.computed:
             known.computed[dtype] = has_host_kernels(of, dtype)
         if not known.computed[dtype]:

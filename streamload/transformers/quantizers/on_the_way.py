@@ -25,7 +25,12 @@ from streamload.transformers.configuration import first_line, placeholder
 from streamload.transformers.internals import AutoHfQuantizer, should_convert_module
 from streamload.transformers.names import Names, Renames
 from streamload.transformers.quantizers.bitsandbytes import EightBit, FourBit, put_together
-from streamload.transformers.quantizers.stored import QuantizedCheckpoint, missing, placed
+from streamload.transformers.quantizers.stored import (
+    QuantizedCheckpoint,
+    cast_biases,
+    missing,
+    placed,
+)
 
 _METHOD = "bitsandbytes"
 # Arguments of `BitsAndBytesConfig` that may have one value.
@@ -93,11 +98,7 @@ class QuantizedOnLoad(QuantizedCheckpoint):
                 )
         except (ImportError, RuntimeError, TypeError, ValueError) as error:
             self._refuse(f"its modules cannot be made: {first_line(error)}", names, error)
-        self._modules = [n for n, module in model.named_modules() if before.get(n) is not module]
-        for name in self._modules:
-            bias = model.get_submodule(name).bias
-            if bias is not None:  # of torch's default dtype
-                bias.data = bias.data.to(model.dtype)
+        self._modules = cast_biases(model, before)
         if self.format != _8BIT:
             numels = (model.get_submodule(n).weight.numel() for n in self._modules)
             self._say_of_dense(names, model.dtype, numels)

@@ -46,6 +46,19 @@ _NEEDED: Mapping[str, Mapping[str, str]] = {
 _FP8_CAPABILITY = (8, 9)
 
 
+def cast_biases(model: Any, before: Mapping[str, Any]) -> list[str]:
+    """Return the names of modules that are not those ``before``; their biases get model.dtype.
+
+    bitsandbytes' modules make them in torch's default dtype, which transformers sets for a while.
+    """
+    new = [name for name, module in model.named_modules() if before.get(name) is not module]
+    for name in new:
+        bias = getattr(model.get_submodule(name), "bias", None)
+        if bias is not None:
+            bias.data = bias.data.to(model.dtype)
+    return new
+
+
 @dataclass(slots=True)
 class Quantization:
     """The steps of a load that quantized weights need; here none, for models of floats."""
@@ -131,7 +144,7 @@ class QuantizedCheckpoint(Quantization):
             StateDictMismatchError: a weight has another shape than its module.
         """
         names, device_map = placed(devices)
-        config = self.quantizer.quantization_config
+        config, before = self.quantizer.quantization_config, dict(model.named_modules())
         try:
             if self.method in ("fp8", "mxfp4"):  # asks for a GPU, or dequantises
                 config.dequantize = self.method == "mxfp4"
@@ -147,6 +160,8 @@ class QuantizedCheckpoint(Quantization):
                 )
         except Exception as error:  # likewise
             self._refuse(f"its modules cannot be made: {first_line(error)}", names, error)
+        if self.method == "bitsandbytes":
+            cast_biases(model, before)
         if self.method in ("bitsandbytes", "torchao", "mxfp4"):
             self._stage(model, renames())
         if self.method == "bitsandbytes":
