@@ -27,8 +27,8 @@ _WARM_STEPS = 2  # of the first image, which is not counted
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
-    """The tensors of a model on the meta device."""
+class MetaShape:
+    """The tensors of a model of torch on the meta device, as a shape for `make_checkpoint`."""
 
     model: Any
 
@@ -108,7 +108,7 @@ def write(folder: Path, scale: float, say: Callable[[str], None]) -> None:
         say(f"writing {name}")
         of_diffusers = name in ("transformer", "vae")
         out = folder / name
-        make_checkpoint(out, _Shape(model), shards=3 if name == "transformer" else 1)
+        make_checkpoint(out, MetaShape(model), shards=3 if name == "transformer" else 1)
         for file in out.glob("model.safetensors*") if of_diffusers else ():
             file.rename(out / f"diffusion_pytorch_{file.name}")
         if of_diffusers:

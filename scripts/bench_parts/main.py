@@ -20,6 +20,7 @@ from rich.text import Text
 from bench_parts import sections
 from bench_parts.boxed_section import boxed_entrances
 from bench_parts.diffusers_section import diffusers
+from bench_parts.gpu_offload_section import gpu_offload
 from bench_parts.gpu_section import GPU_SECTIONS
 from bench_parts.nodes_section import nodes
 from bench_parts.offload_section import offload
@@ -37,6 +38,7 @@ ASKED_FOR = {
     "boxed": boxed_entrances,
     "offload": offload,
     "diffusers": diffusers,
+    "gpu-offload": gpu_offload,
     **QUANT_SECTIONS,
     **GPU_SECTIONS,
 }
@@ -51,7 +53,7 @@ def main() -> None:
     command = shlex.join(["scripts/bench", *sys.argv[1:]])
     facts = machine.facts()
     # opening a device takes its time: not where none of these is used
-    others = set(args.sections) - {"diffusers", *GPU_SECTIONS}
+    others = set(args.sections) - {"diffusers", "gpu-offload", *GPU_SECTIONS}
     wanted = args.devices.split(",") if others else ()
     devices = [n for n in wanted if probe("host" if n == "host" else "tinygrad", n).works]
     facts["devices that do not work"] = ", ".join(n for n in wanted if n not in devices)
