@@ -8,8 +8,7 @@ from statistics import median
 from typing import Any
 
 from bench_parts.diffusers_jobs import OURS, WAYS, write
-from bench_parts.section import NotHereError, Options, Section
-from streamload.bench.machine import installed_version
+from bench_parts.section import Options, Section, files_nbytes, need_packages
 from streamload.bench.processes import Child, MeasurementError, call, system_nbytes
 from streamload.core.units import format_bytes, parse_bytes
 
@@ -23,12 +22,10 @@ HOST_NBYTES = 200_000_000
 
 def diffusers(options: Options) -> Section:
     """Seconds an image, by budget and way."""
-    for name in ("torch", "diffusers", "transformers", "accelerate"):
-        if not installed_version(name):
-            raise NotHereError(f"{name} is not installed")
+    need_packages("torch", "diffusers", "transformers", "accelerate")
     folder = (options.keep or options.work) / f"flux-{options.scale:g}"
     write(folder, options.scale, options.say)
-    nbytes = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+    nbytes = files_nbytes(folder)
     section = Section(
         "diffusers",
         f"a pipeline of Flux's shape, random bf16, {format_bytes(nbytes)}, on "

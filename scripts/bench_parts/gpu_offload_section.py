@@ -7,9 +7,16 @@ from statistics import median
 from typing import Any
 
 from bench_parts.offload_jobs import write_mixture
-from bench_parts.section import NotHereError, Options, Section, checkpoint, need_disk, read_all
+from bench_parts.section import (
+    Options,
+    Section,
+    checkpoint,
+    files_nbytes,
+    need_disk,
+    need_packages,
+    read_all,
+)
 from streamload import convert
-from streamload.bench.machine import installed_version
 from streamload.bench.offloading import PassOptions, measure
 from streamload.bench.processes import Child, MeasurementError, call
 from streamload.core.units import format_bytes
@@ -26,9 +33,7 @@ READY_S = 2.0
 
 def gpu_offload(options: Options) -> Section:
     """GB/s of passes of one and of 128 tokens, and tokens a second of a mixture of experts."""
-    for name in ("torch", "transformers", "accelerate", "bitsandbytes"):
-        if not installed_version(name):
-            raise NotHereError(f"{name} is not installed")
+    need_packages("torch", "transformers", "accelerate", "bitsandbytes")
     section = Section(
         "gpu-offload",
         f"a Llama of {format_bytes(options.nbytes)} of bf16 and its nf4 on {options.torch_device}, "
@@ -65,7 +70,7 @@ def _passes(
 ) -> None:
     """Measure passes in a process."""
     read_all(folder)
-    nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    nbytes = files_nbytes(folder)
     asked = PassOptions(
         str(folder),
         options.torch_device,
@@ -95,7 +100,7 @@ def _mixture(section: Section, options: Options) -> None:
         need_disk(out.parent, options.nbytes + 2**30)
         write_mixture(out, options.nbytes)
     read_all(out)
-    nbytes = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    nbytes = files_nbytes(out)
     sums = set[int]()
     for budget in (int(_MIXTURE_SHARE * nbytes), 0):
         job = call(

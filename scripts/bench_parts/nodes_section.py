@@ -15,7 +15,7 @@ from cluster_parts.hosts import Cluster, NoClusterError
 from cluster_parts.running import Running
 from make_checkpoint import PRESETS
 
-from bench_parts.section import NotHereError, Options, Section, checkpoint, forget
+from bench_parts.section import NotHereError, Options, Section, checkpoint, files_nbytes, forget
 from streamload.bench.processes import call, command
 from streamload.core.memory import available_host_nbytes
 from streamload.core.units import format_bytes
@@ -144,18 +144,18 @@ def _links(options: Options, section: Section) -> None:
             checkpoint(options, nbytes, shards=4) as path,
             Cluster(count, link=link, storage=path) as hosts,
         ):
-            files_nbytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+            model_nbytes = files_nbytes(path)
             turns = [(n, way) for n in range(options.runs) for way in found]
             for number, way in turns:
                 if way in OTHERS and number:  # they take long, and are here to be seen once
                     continue
                 options.say(f"nodes: {count} hosts, {link}, run {number + 1}, {way}")
                 before = hosts.served().nbytes
-                wants = {"nbytes": files_nbytes} if way == EXCHANGE else asked
+                wants = {"nbytes": model_nbytes} if way == EXCHANGE else asked
                 said = _run(hosts, "env", way=way, path=hosts.storage_url, **wants)
                 served = hosts.served().nbytes - before
                 found[way].append((max(one["seconds"] for one in said), served))
-        least_s = files_nbytes * 8 / bits_per_s
+        least_s = model_nbytes * 8 / bits_per_s
         for way, runs in found.items():
             seconds = median(s for s, _ in runs)
             section.rows.append(
@@ -164,7 +164,7 @@ def _links(options: Options, section: Section) -> None:
                     "hosts": count,
                     "seconds": round(seconds, 2),
                     "of the link's time": round(seconds / least_s, 2),
-                    "served": round(median(n for _, n in runs) / files_nbytes, 3),
+                    "served": round(median(n for _, n in runs) / model_nbytes, 3),
                 }
             )
             section.raw.append({"what": way, "link": link, "hosts": count, "runs": runs})

@@ -5,8 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from bench_parts.section import NotHereError, Options, Section, checkpoint
-from streamload.bench.machine import installed_version
+from bench_parts.section import Options, Section, checkpoint, need_packages
 from streamload.bench.offloading import OURS, PassOptions, measure
 from streamload.core.units import format_bytes
 
@@ -20,9 +19,7 @@ TIMES_RESIDENT = 1.15
 
 def offload(options: Options) -> Section:
     """Seconds a pass under a budget, with all resident, and by accelerate."""
-    for name in ("torch", "transformers", "accelerate"):
-        if not installed_version(name):
-            raise NotHereError(f"{name} is not installed")
+    need_packages("torch", "transformers", "accelerate")
     budget_nbytes = options.nbytes // _SHARE + _ACTIVATIONS_NBYTES
     section = Section(
         "offload",

@@ -13,6 +13,7 @@ from boxes import Boxes, BoxRun, NoBoxesError
 from make_checkpoint import Shape, make_checkpoint, shape_of_size
 
 from streamload.bench import compare
+from streamload.bench.machine import installed_version
 from streamload.bench.processes import Measured, command
 from streamload.core.dtypes import BF16
 from streamload.core.memory import available_host_nbytes
@@ -133,6 +134,18 @@ def checkpoint(
     finally:
         if not keep:
             shutil.rmtree(out, ignore_errors=True)
+
+
+def need_packages(*names: str) -> None:
+    """Raise NotHereError unless all of these packages are installed."""
+    for name in names:
+        if not installed_version(name):
+            raise NotHereError(f"{name} is not installed")
+
+
+def files_nbytes(path: Path) -> int:
+    """Return the bytes of all safetensors files in a folder and those in it."""
+    return sum(file.stat().st_size for file in path.rglob("*.safetensors"))
 
 
 def read_all(path: Path) -> None:

@@ -25,6 +25,7 @@ from bench_parts.section import (
     Section,
     boxes_here,
     checkpoint,
+    files_nbytes,
     in_box,
     in_turns,
     need_disk,
@@ -59,7 +60,7 @@ def box(options: Options) -> Section:
     def run(what: str, path: Path, argv: list[str], box_nbytes: int = limit_nbytes) -> BoxRun:
         options.say(f"box: {what}")
         done = maker.run(argv, box_nbytes, timeout_s=1800)
-        size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        size = files_nbytes(path)
         section.rows.append(
             {
                 "what": what,

@@ -215,7 +215,8 @@ class LockedReads:
     def close(self) -> None:
         """Unlock all pages, in the current context; no copy may be under way."""
         self._works = False
-        if (thread := self._thread) is not None:
+        thread = self._thread
+        if thread is not None and thread.is_alive():  # not if a Ctrl-C kept it from starting
             thread.join()
         self._next()  # closes descriptors
         while self._locked:
@@ -230,10 +231,8 @@ def _spans(reads: ReadTable) -> tuple[list[tuple[int, int]], list[int]]:
     needed = reads.rows[:, [0, 2]].tolist()
     for at in sorted(range(len(needed)), key=needed.__getitem__):
         start, nbytes = needed[at]
-        first, stop = (
-            start // mmap.PAGESIZE * mmap.PAGESIZE,
-            round_up(start + nbytes, mmap.PAGESIZE),
-        )
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        stop = round_up(start + nbytes, mmap.PAGESIZE)
         begun, ended = spans[-1] if spans else (0, -_GAP_NBYTES - 1)
         if first > ended + _GAP_NBYTES or stop - begun > _RANGE_NBYTES:
             spans.append((first, stop))

@@ -28,7 +28,7 @@ class UnderWay:
     counts: list[Counts]
     tickets: list[SlotTicket]
     ticket: Ticket | None = None  # of copies from slots that threads share
-    until_copied: ExitStack = field(default_factory=ExitStack)  # closed when copies have ended
+    held: ExitStack = field(default_factory=ExitStack)  # closed when the ticket's copies have ended
 
     def outcome(self) -> Outcome:
         """Wait for the copies; return the work item, its counts, and an error or None."""
@@ -40,7 +40,7 @@ class UnderWay:
             except BaseException as error:
                 failure = error
         try:
-            self.until_copied.close()
+            self.held.close()
         except BaseException as error:  # the file has changed
             failure = failure or error
         return self.unit, self.counts, failure

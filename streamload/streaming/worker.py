@@ -229,7 +229,7 @@ class Worker:
         used = refiller.next if refiller is not None else None
         while used is not None and self._under_way and self._under_way[0].ticket is used:
             yield self._under_way.popleft().outcome()  # its ticket is this run's
-        begun: list[UnderWay] = []
+        held = ExitStack()  # the file, until the copies have ended
         try:
             parts = [refill_of(job, unit, reader.alignment) for unit in units]
             largest = max(int(reads.rows[:, 1].max()) for reads, _ in parts)
@@ -243,18 +243,15 @@ class Worker:
             ticket = refiller.next
             drops = job.plan.page_cache == "drop" or job.shards.drops(reader.path)
             locks = reader.alignment == 1 and reader.leased and not drops
-            begun = [UnderWay(unit, [NO_COUNTS] * len(unit), [], ticket) for unit in units]
             with reader.unchanged():
                 failure = refiller.run(reader.fileno(), parts, locks)
-                if locks and failure is None:  # the device may still read the file
-                    for entry in begun:
-                        entry.until_copied.enter_context(reader.unchanged())
+                if locks and failure is None:  # the device may still read it
+                    held.enter_context(reader.unchanged())
         except BaseException as error:
             if refiller is not None:
                 refiller.wait()  # it may have started copies
-            for entry in begun:
-                with suppress(CheckpointError):
-                    entry.until_copied.close()
+            with suppress(CheckpointError):
+                held.close()
             yield from self.settle()
             yield units[0], [], self._named(units[0], error)
             return 1
@@ -265,9 +262,9 @@ class Worker:
             problem = f"a copy failed: status {failure.code}"
             yield units[0], [], DeviceError(next(iter(job.devices)), problem)
             return 1
-        for entry in begun:
-            self._under_way.append(entry)
-            job.sink.sent(entry.unit, [ticket])
+        for unit in units:
+            self._under_way.append(UnderWay(unit, [NO_COUNTS] * len(unit), [], ticket, held))
+            job.sink.sent(unit, [ticket])
         return len(units)
 
     def _has_begun(self, unit: WorkItem, counts: list[Counts], tickets: list[SlotTicket]) -> None:
