@@ -213,8 +213,7 @@ def _mmgp(path: str, device: str, budget: int, reserve: int) -> Any:
     pipe = _theirs(path)
     from mmgp import offload  # afterwards: it replaces safetensors' safe_open by one of its own
 
-    # it takes twice as much as it is told
-    most = max((budget - reserve) // 2 // 2**20, 1)
+    most = {"*": max((budget - reserve) // 2**20, 1)}  # mmgp 3.8.2 does not heed a number alone
     offload.all(pipe, pinnedMemory=True, quantizeTransformer=False, budgets=most, verboseLevel=0)
     return pipe
 

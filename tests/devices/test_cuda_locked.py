@@ -156,6 +156,7 @@ for shift in range(3):
     run(["one", "two"], shift)
 assert count("registered") == slots + 3
 memory.available_host_nbytes = lambda: 350_000  # besides what is locked
+memory.proc_fields = lambda path: {}  # what other processes have locked
 refiller._locked._looked_s = -1e9
 run(["one", "two"], 0)
 assert count("registered") == slots + 1 and memory.LOCKED.nbytes < 350_000
