@@ -86,3 +86,4 @@ class Reaper:
             with suppress(BaseException):  # the thread that computes gets the same error
                 ticket.wait()
             has_ended(numbers)
+            del item, numbers, ticket, has_ended  # not kept while it waits

@@ -47,6 +47,13 @@ class Streaming(NamedTuple):
     rounds: Rounds | None = None
     host: HostFile | None = None
 
+    def pause(self, why: str) -> None:
+        """Free the slots until `begin` gets ``rounds``, or `close` if it would hold more."""
+        if self.rounds is not None and self.host is None and self.rounds.may_pause:
+            self.rounds.pause()
+        else:
+            self.close(why)
+
     def close(self, why: str) -> None:
         """End the threads, and free slots and host memory; later uses raise OffloadError(why)."""
         if self.rounds is not None:
@@ -374,10 +381,22 @@ def load_of_stays(made: OffloadPlan, problem: Problem, place: Place, found: Foun
     return Decision.make(part, call, part.match(call))
 
 
-def begin(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slots]) -> Streaming:
-    """Return a `Streaming` without threads: slots of class ``kind``, layers read to host memory."""
+def begin(
+    made: OffloadPlan,
+    problem: Problem,
+    device: Device,
+    kind: type[Slots],
+    before: Rounds | None = None,
+) -> Streaming:
+    """Return a `Streaming` without threads: slots of class ``kind``, layers read to host memory.
+
+    ``before`` is that of an earlier one of the same plan; if it was paused, it goes on.
+    """
     if made.stream is None:
         return Streaming(made)
+    if before is not None and before.is_paused:
+        before.resume(_arena(made, problem, device, kind))
+        return Streaming(made, before)
     if not made.host:
         return Streaming(made, _rounds(made, problem, device, kind))
     names, ahead = made.tensors_of(made.host, problem.wants), made.stream.ahead
@@ -407,13 +426,19 @@ def _rounds(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slot
     if made.views:
         memory = FileViews(made, problem.checkpoint, device, kind.weight_of)
     else:
-        arena = device.allocate(BY_NAME["uint8"], (residency.arena_nbytes,))
-        memory = kind(arena, made, _parts(made.stream, problem.checkpoint))
+        memory = _arena(made, problem, device, kind)
     return Rounds(
         *(made.stream, problem.checkpoint, device, layers, memory),
         changes=problem.options.changes,
         experts=ExpertCache(made.experts, residency.cache_slots),
     )
+
+
+def _arena(made: OffloadPlan, problem: Problem, device: Device, kind: type[Slots]) -> Slots:
+    """Return newly allocated slots."""
+    assert made.stream is not None
+    arena = device.allocate(BY_NAME["uint8"], (made.residency.arena_nbytes,))
+    return kind(arena, made, _parts(made.stream, problem.checkpoint))
 
 
 def _parts(plan: Plan, checkpoint: Checkpoint) -> dict[int, FileRange]:

@@ -27,6 +27,7 @@ thread takes about as long as to read one. Who reads holds `_reading`, taken bef
 | `_failed` | the error of what R read, to end S | R, S |
 | `_thread`, `_crew` | S and its crew, while they run | R starts, S ends |
 | `_closed` | why no layer can be acquired any more; "" while open | any, without the lock |
+| `_paused` | whether there are no slots, until `resume` | R |
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from typing import Any
 from streamload.checkpoint.open import Checkpoint
 from streamload.checkpoint.shards import open_shard
 from streamload.core.interrupt import Interrupt
-from streamload.core.memory import STAGING, Ledger
+from streamload.core.memory import STAGING, Ledger, available_host_nbytes
 from streamload.devices.base import Buffer, Device, Ticket
 from streamload.errors import OffloadError
 from streamload.offloading.completion import Reaper, started
@@ -90,6 +91,7 @@ class Rounds(Holding, Sink):
         self._raised: BaseException | None = None
         self._failed: BaseException | None = None
         self._closed = ""
+        self._paused = False
         self._process = os.getpid()
         self._reading = threading.Lock()
         self._changed = threading.Condition(threading.RLock())
@@ -236,6 +238,48 @@ class Rounds(Holding, Sink):
         if self._views is not None:
             self._views.leave(numbers)
 
+    @property
+    def may_pause(self) -> bool:
+        """Whether `pause` leaves no device memory, and the host has room for another such load."""
+        on_device = self._views is not None or any(d.scratch_nbytes for d in self._plan.devices)
+        if on_device or self.experts.count or self._closed or os.getpid() != self._process:
+            return False
+        return available_host_nbytes() >= self._plan.host_nbytes
+
+    def pause(self) -> None:
+        """Free the slots until `resume`; threads, staging and files are released when idle.
+
+        Raises:
+            OffloadError: a thread computes with a layer now.
+        """
+        with self._changed:
+            if self._users or self._wanted:
+                raise OffloadError("it cannot be paused while a pass computes with a layer")
+            self._paused = True
+            self._wake()
+            try:
+                while self._busy or (self._thread is not None and self._crew is None):
+                    self._changed.wait(_LOOK_S)
+                self._forget(everything=True)
+                if self._crew is not None:
+                    self._crew.job.buffers.clear()  # which refer to the slots
+            except BaseException:
+                self._paused = False
+                raise
+        self._device.synchronize()
+        self.memory.close()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `resume` is possible."""
+        return self._paused and not self._closed and os.getpid() == self._process
+
+    def resume(self, memory: Slots) -> None:
+        """Use new slots after `pause`, of the same sizes."""
+        with self._changed:
+            self.memory, self._paused = memory, False
+            self._wake()
+
     def close(self, why: str) -> None:
         """End all threads and free the slots; later calls of `acquire` raise OffloadError(why).
 
@@ -268,8 +312,8 @@ class Rounds(Holding, Sink):
         self._wake()
 
     def _check_usable(self) -> None:
-        if self._closed:
-            raise OffloadError(self._closed)
+        if self._closed or self._paused:
+            raise OffloadError(self._closed or "its turn on the device is over")
         if self._runner not in (None, threading.get_ident()):
             at = [*self._wanted[:1], *self._users][-1:]
             where = f", one in {self._layers[at[0]].name}" if at else ""
@@ -422,7 +466,7 @@ class Rounds(Holding, Sink):
                     error, self._failed = self._failed, None
                     raise error
                 picked = self._take_experts(self.experts.together if crew.is_inline else 1)
-                if not picked and (layer := self._pick_layer()) is not None:
+                if not (picked or self._paused) and (layer := self._pick_layer()) is not None:
                     self._take(*layer)
                     picked = [layer]
                 if not picked and self._is_idle(idle_since):
@@ -529,7 +573,7 @@ class Rounds(Holding, Sink):
                 held.tickets.clear()
                 self._unproved.discard(number)
                 self._settle(number)
-            if self._waits_inside():
+            if self._waits_inside() or self._paused:
                 self._changed.notify_all()
 
     def _has_computed(self, numbers: Sequence[int]) -> None:

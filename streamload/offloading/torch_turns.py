@@ -146,7 +146,9 @@ class Turn:
             for parameter, dtype in self._cast.items():
                 for held, key in parameter.slots:
                     held[key].data = held[key].data.to(dtype)
-            self._streaming = begin(self.plan, self._problem, self._device, self._adapter.slots)
+            self._streaming = begin(
+                *(self.plan, self._problem, self._device, self._adapter.slots), self._rounds
+            )
         except BaseException:
             self.leave()
             raise
@@ -185,7 +187,7 @@ class Turn:
             OffloadError: something still refers to a weight's memory, or has changed a weight.
         """
         if self._streaming is not None:
-            self._streaming.close(f"the turn of {self.name} is over")
+            self._streaming.pause(f"the turn of {self.name} is over")
         self._streaming = None
         self._take_back()
         loaded = self._loaded
@@ -219,6 +221,8 @@ class Turn:
                 return
             self.leave()
             self._closed = True
+            if self._rounds is not None:
+                self._rounds.close(f"the offload of {self.name} was closed")
             self._take_back()
             for each in reversed(self._calls):
                 each.take_out()

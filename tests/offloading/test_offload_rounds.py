@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import random
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -96,6 +98,7 @@ class _Slots:
         self.memory = memoryview(bytearray(slots * slot_nbytes))
         self.closed, self.count = False, slots
         self._slot_nbytes, self._layers = slot_nbytes, layers
+        self.given: list[weakref.ref[_Part]] = []
 
     def to_fill(self, layer: int, slot: int) -> Sequence[_Part]:
         """The same."""
@@ -106,8 +109,13 @@ class _Slots:
         at, found = slot * self._slot_nbytes, []
         for nbytes in self._layers[layer]:
             found.append(_Part(self.memory[at : at + nbytes]))
+            self.given.append(weakref.ref(found[-1]))
             at += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         return found
+
+    def again(self) -> _Slots:
+        """As many, in other memory."""
+        return _Slots(self.count, self._slot_nbytes, self._layers)
 
     def close(self) -> None:
         """Note it."""
@@ -215,6 +223,40 @@ def test_layers_are_right_in_any_order(seed: int, tmp_path: Path) -> None:
                     made.use(number)
                 if rng.random() < 0.1:
                     time.sleep(rng.random() * 0.03)
+        made.close()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_slots_are_gone_between_a_pause_and_what_follows(seed: int, tmp_path: Path) -> None:
+    """At any time: with copies under way, in other memory afterwards, with idle ends, or none."""
+    rng = random.Random(seed)
+    made = _made(tmp_path / "x.safetensors", rng, slots=rng.randrange(1, 5))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(rounds_module, "_IDLE_S", rng.choice([0.0, 0.02, 2.0]))
+        patched.setattr(rounds_module, "_LOOK_S", 0.005)
+        for _ in range(8):
+            for number in range(rng.randrange(7)):
+                made.use(number)
+            old = made.slots
+            made.rounds.pause()
+            assert old.closed and made.rounds.is_paused
+            with pytest.raises(OffloadError, match="turn on the device is over"):
+                made.rounds.acquire(0)
+            made.device.compute((), ())  # it keeps the last parts
+            gc.collect()
+            until = time.monotonic() + 10
+            while any(part() for part in old.given):
+                assert time.monotonic() < until
+                time.sleep(0.001)
+            time.sleep(rng.choice([0, 0, 0.03]))
+            made.slots = old.again()
+            made.rounds.resume(made.slots)  # type: ignore[arg-type]
+        made.rounds.acquire(0)
+        with pytest.raises(OffloadError, match="cannot be paused"):
+            made.rounds.pause()
+        made.rounds.release(0)
+        if rng.random() < 0.5:
+            made.rounds.pause()
         made.close()
 
 

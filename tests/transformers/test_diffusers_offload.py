@@ -24,7 +24,9 @@ from diffusion import image, models, saved  # noqa: E402
 
 import streamload  # noqa: E402
 from streamload.devices.torch.tensors import STREAMED  # noqa: E402
-from streamload.errors import OffloadError, PlanInfeasibleError  # noqa: E402
+from streamload.errors import OffloadError, PlanInfeasibleError, StreamloadError  # noqa: E402
+from streamload.offloading import prefetch  # noqa: E402
+from streamload.offloading.prefetch import Rounds  # noqa: E402
 
 #: About the least budget of each pipeline.
 LEAST = {
@@ -95,6 +97,39 @@ def test_images_are_those_of_the_resident_pipeline(tmp_path: Path, name: str) ->
     assert low.value.needed_nbytes > low.value.budget_nbytes
     with pytest.raises(PlanInfeasibleError, match=r"would fit: .*offload=True \("):
         resident(folder, budget=nbytes // 2)
+
+
+@pytest.mark.parametrize("idle_s", [2.0, 0.0])
+def test_streaming_goes_on_in_the_next_turn(
+    tmp_path: Path, idle_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU: nothing of a model is on the device meanwhile, and its threads wait for 2 s."""
+    if idle_s:
+        monkeypatch.setattr(Rounds, "may_pause", property(lambda self: self._views is None))
+    else:
+        monkeypatch.setattr(prefetch, "_IDLE_S", 0.0)
+    folder, more = tmp_path / "half", {"torch_dtype": torch.float32}
+    diffusers.DiffusionPipeline.from_pretrained(
+        saved(tmp_path / "a", "Flux"), torch_dtype=torch.bfloat16
+    ).save_pretrained(folder)
+    expected = small(resident(folder, **more))
+    pipeline = offloaded(folder, LEAST["Flux"] * 2, **more)
+    turns = pipeline.streamload_offload._turns
+    rounds: list[Any] = []
+    for _ in range(3):
+        assert np.array_equal(small(pipeline), expected)
+        turn = turns["transformer"]
+        assert turn.plan.residency.streams and turn.plan.residency.arena_nbytes
+        rounds.append(turn._rounds)
+        assert not turn.is_here
+        if idle_s:
+            assert turn._rounds.is_paused
+            assert not len(turn._rounds.memory._memory)
+    assert (rounds[0] is rounds[2]) == bool(idle_s)
+    pipeline.streamload_offload.close()
+    assert not [each for each in threading.enumerate() if each.name.startswith("streamload")]
+    with pytest.raises(StreamloadError, match="closed"):
+        small(pipeline)
 
 
 def test_one_model_alone(tmp_path: Path) -> None:
