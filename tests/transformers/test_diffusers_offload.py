@@ -26,7 +26,6 @@ import streamload  # noqa: E402
 from streamload.devices.torch.tensors import STREAMED  # noqa: E402
 from streamload.errors import OffloadError, PlanInfeasibleError, StreamloadError  # noqa: E402
 from streamload.offloading import prefetch  # noqa: E402
-from streamload.offloading.prefetch import Rounds  # noqa: E402
 
 #: About the least budget of each pipeline.
 LEAST = {
@@ -103,11 +102,8 @@ def test_images_are_those_of_the_resident_pipeline(tmp_path: Path, name: str) ->
 def test_streaming_goes_on_in_the_next_turn(
     tmp_path: Path, idle_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU: nothing of a model is on the device meanwhile, and its threads wait for 2 s."""
-    if idle_s:
-        monkeypatch.setattr(Rounds, "may_pause", property(lambda self: self._views is None))
-    else:
-        monkeypatch.setattr(prefetch, "_IDLE_S", 0.0)
+    """Nothing of a model is on the device meanwhile; its threads end after ``idle_s`` seconds."""
+    monkeypatch.setattr(prefetch, "_IDLE_S", idle_s)
     folder, more = tmp_path / "half", {"torch_dtype": torch.float32}
     diffusers.DiffusionPipeline.from_pretrained(
         saved(tmp_path / "a", "Flux"), torch_dtype=torch.bfloat16
@@ -122,10 +118,8 @@ def test_streaming_goes_on_in_the_next_turn(
         assert turn.plan.residency.streams and turn.plan.residency.arena_nbytes
         rounds.append(turn._rounds)
         assert not turn.is_here
-        if idle_s:
-            assert turn._rounds.is_paused
-            assert not len(turn._rounds.memory._memory)
-    assert (rounds[0] is rounds[2]) == bool(idle_s)
+        assert turn._rounds.is_paused and not len(turn._rounds.memory._memory)
+    assert rounds[0] is rounds[2]
     pipeline.streamload_offload.close()
     assert not [each for each in threading.enumerate() if each.name.startswith("streamload")]
     with pytest.raises(StreamloadError, match="closed"):
