@@ -263,11 +263,11 @@ class Rounds(Holding, Sink):
                 self._forget(everything=True)
                 if self._crew is not None:
                     self._crew.job.buffers.clear()  # which refer to the slots
+                self._device.synchronize()  # it may compute with them
             except BaseException:
                 self._paused = False
                 raise
-        self._device.synchronize()
-        self.memory.close()
+            self.memory.close()
 
     @property
     def is_paused(self) -> bool:

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -206,14 +207,21 @@ def _no_deadlock() -> Iterator[None]:
     faulthandler.cancel_dump_traceback_later()
 
 
+@contextmanager
+def _idle(seconds: float) -> Iterator[None]:
+    """Threads end after so many seconds, and look often."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(rounds_module, "_IDLE_S", seconds)
+        patched.setattr(rounds_module, "_LOOK_S", 0.005)
+        yield
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_layers_are_right_in_any_order(seed: int, tmp_path: Path) -> None:
     """In the order that is expected, in others and in jumps; idle ends come in between."""
     rng = random.Random(seed)
     made = _made(tmp_path / "x.safetensors", rng, slots=rng.randrange(1, 5))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(rounds_module, "_IDLE_S", rng.choice([0.0, 0.01, 2.0]))
-        patched.setattr(rounds_module, "_LOOK_S", 0.005)
+    with _idle(rng.choice([0.0, 0.01, 2.0])):
         numbers = list(range(6))
         for _ in range(12):
             if rng.random() < 0.3:
@@ -231,9 +239,7 @@ def test_slots_are_gone_between_a_pause_and_what_follows(seed: int, tmp_path: Pa
     """At any time: with copies under way, in other memory afterwards, with idle ends, or none."""
     rng = random.Random(seed)
     made = _made(tmp_path / "x.safetensors", rng, slots=rng.randrange(1, 5))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(rounds_module, "_IDLE_S", rng.choice([0.0, 0.02, 2.0]))
-        patched.setattr(rounds_module, "_LOOK_S", 0.005)
+    with _idle(rng.choice([0.0, 0.02, 2.0])):
         for _ in range(8):
             for number in range(rng.randrange(7)):
                 made.use(number)
