@@ -26,6 +26,8 @@ _MOST_SLOTS = 8
 # The cost of a byte whose transfer no computation hides; one of other bytes.
 _EXPOSED = 1.5
 _MOST_TRIALS = 4096
+# Layers are spread evenly if that makes the cost of a pass at most so many times the least.
+_NEARLY_LEAST = 1.01
 # A layer streams if it has more than 1/64 of the bytes of the largest: else waits cost more.
 _WORTH_STREAMING = 64
 
@@ -263,7 +265,11 @@ def _price(layer: LayerSize, slots: int, slot_nbytes: int) -> float:
 def _kept(
     layers: Sequence[LayerSize], room_nbytes: int, price: Callable[[LayerSize], float]
 ) -> list[LayerSize]:
-    """Return the layers that stay within the room: those of the highest price, spread evenly."""
+    """Return the layers that stay within the room: for the least cost, or nearly, spread evenly.
+
+    Where layers differ in size, about the same share of each size stays: else transfers would be
+    longer than computing in one part of a pass, and shorter in another.
+    """
     if not layers:
         return []
     alike: dict[tuple[int, float], list[LayerSize]] = {}
@@ -277,16 +283,30 @@ def _kept(
     ]
     if math.prod(map(len, counts)) > _MOST_TRIALS:
         return _greedy(layers, room_nbytes)
-    best, most_saved = [0] * len(groups), -1.0
+    totals = [sum(map(price, group)) for group in groups]
+    found: list[tuple[float, list[float], list[int]]] = []
     for trial in product(*counts):
         taken = sum(n * group[0].resident_nbytes for n, group in zip(trial, few, strict=True))
         left = room_nbytes - taken
         if left < 0:
             continue
         n = min(left // max(many[0].resident_nbytes, 1), len(many))
-        saved = sum(k * price(g[0]) for k, g in zip((*trial, n), groups, strict=True))
-        if saved > most_saved:
-            best, most_saved = [*trial, n], saved
+        saved = [k * price(g[0]) for k, g in zip((*trial, n), groups, strict=True)]
+        found.append((sum(totals) - sum(saved), saved, [*trial, n]))
+    most = min((cost for cost, _, _ in found), default=0.0) * _NEARLY_LEAST
+
+    several = [at for at, group in enumerate(groups) if len(group) > 1]
+    spread_total = sum(totals[at] for at in several) or 1
+
+    def uneven(saved: Sequence[float]) -> float:
+        share = sum(saved[at] for at in several) / spread_total
+        return sum(abs(saved[at] - share * totals[at]) for at in several)
+
+    _, _, best = min(
+        (each for each in found if each[0] <= most),
+        key=lambda each: (uneven(each[1]), each[0]),
+        default=(0.0, [], [0] * len(groups)),
+    )
     return [layer for n, group in zip(best, groups, strict=True) for layer in _spread(group, n)]
 
 

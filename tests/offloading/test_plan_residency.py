@@ -118,3 +118,15 @@ def test_what_stays_is_spread_evenly_between_what_streams() -> None:
         gaps = [b - a for a, b in pairwise(at)]
         around = at[0] + 32 - at[-1]
         assert max(*gaps, around) - min(*gaps, around) <= 2, at
+
+
+def test_about_the_same_share_of_each_size_stays() -> None:
+    """Transfers are as long as computing in all parts of a pass, not only over the whole."""
+    large, small = [f"d{n}" for n in range(19)], [f"s{n}" for n in range(38)]
+    sizes = [(name, 680_000) for name in large] + [(name, 283_000) for name in small]
+    layers = [LayerSize(name, "layer", nbytes, nbytes, nbytes) for name, nbytes in sizes]
+    for share in (0.3, 0.35, 0.4, 0.45):  # with more, slots for the large ones cost too much
+        found = choose(layers, int(share * sum(nbytes for _, nbytes in sizes)))
+        assert found is not None
+        parts = [len({*found.streams} & {*names}) / len(names) for names in (large, small)]
+        assert abs(parts[0] - parts[1]) < 0.1
