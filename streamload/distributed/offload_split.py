@@ -14,11 +14,10 @@ from streamload.loading.load import check_nodes, node_specs, read_call, uncollec
 from streamload.loading.options import DEFAULTS, SplitOptions, takes
 from streamload.loading.place import engine_of
 from streamload.loading.prepare import Options
-from streamload.offloading.groups import LayerGroup, groups_of_checkpoint
+from streamload.offloading.groups import groups_of_checkpoint
 from streamload.offloading.offload import OffloadAsked
 from streamload.offloading.plan import OffloadPlan
 from streamload.offloading.problem import ENDLESS_NBYTES, LEAST_CHUNK_NBYTES, Problem
-from streamload.offloading.residency import LayerSize
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.cuts import Need
 from streamload.planning.match import wants_of
@@ -191,24 +190,26 @@ def _assigned(
     groups = groups_of_checkpoint(wants, problem.nbytes, {}, stay, checkpoint.config)
     problem = replace(problem, groups=groups)
     less += problem.least_scratch_nbytes
-    return assigned(_needs(wants, groups, problem.sizes, logits_nbytes))
+    return assigned(_needs(problem, logits_nbytes))
 
 
-def _needs(
-    wants: TensorRequests,
-    groups: Sequence[LayerGroup],
-    sizes: Sequence[LayerSize],
-    logits_nbytes: int,
-) -> Callable[[Unit], Need]:
+def _needs(problem: Problem, logits_nbytes: int) -> Callable[[Unit], Need]:
     """Return a function from a unit of a split (a layer, embedding or head) to its least memory."""
-    group_of = {wants.names[at]: n for n, group in enumerate(groups) for at in group.wants}
+    names, sizes = problem.wants.names, problem.sizes
+    group_of = {names[at]: n for n, group in enumerate(problem.groups) for at in group.wants}
+    resident = {
+        name: problem.spec.resident(nbytes)
+        for name, nbytes in zip(names, problem.nbytes, strict=True)
+    }
 
     def needs(unit: Unit) -> Need:
-        mine = [sizes[n] for n in dict.fromkeys(group_of[item.name] for item in unit.items)]
+        items = [item.name for item in unit.items]
+        mine = [sizes[n] for n in dict.fromkeys(group_of[name] for name in items)]
         copies = [sizes[group_of[source]] for _, source in unit.tied]
         streams = [size.nbytes for size in mine if size.kind == "layer"]
         streams += [size.nbytes for size in copies]
-        fixed = sum(size.resident_nbytes for size in mine if size.kind == "fixed")
+        # a group of these may be of several units
+        fixed = sum(resident[name] for name in items if sizes[group_of[name]].kind == "fixed")
         logits = logits_nbytes if unit.kind == "head" else 0
         return Need(
             fixed + unit.cache_nbytes + logits,

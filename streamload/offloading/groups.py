@@ -21,6 +21,12 @@ from streamload.planning.room import experts_chosen
 # A tensor of experts: the module, the expert's number if it holds one expert, the parameter.
 _EXPERTS = re.compile(r"(.*\bexperts)\.(?:(\d+)\.)?([^.].*)")
 
+# The group of all tensors that `without_small` returns.
+_SMALL = "small tensors of layers"
+# A tensor is small if it has at most this share of its layer: norms, biases, scales of scales.
+# Each costs the host as much as a large one, and all of them little memory.
+_SMALL_SHARE = 1 / 4096
+
 # A module is proposed as a layer if it has this share of the bytes of the largest in layers.
 _WORTH_NAMING = 0.05
 
@@ -163,6 +169,21 @@ def without(found: Sequence[Module], taken: Collection[int]) -> list[Module]:
     return [each._replace(numbers=[n for n in each.numbers if n not in taken]) for each in found]
 
 
+def without_small(
+    found: Sequence[Module], nbytes: Sequence[int]
+) -> tuple[list[Module], list[LayerGroup]]:
+    """Return the modules without tensors that are small beside their layer, and these, to stay."""
+    small = [
+        at
+        for _, numbers, in_layer in found
+        if in_layer
+        for at in numbers
+        if nbytes[at] <= _SMALL_SHARE * sum(nbytes[each] for each in numbers)
+    ]
+    group = [LayerGroup(_SMALL, tuple(small), "fixed")] if small else []
+    return without(found, {*small}), group
+
+
 def groups_of_checkpoint(
     wants: TensorRequests,
     nbytes: Sequence[int],
@@ -194,8 +215,9 @@ def groups_of_checkpoint(
         return LayerGroup(name, numbers, kind)
 
     rest = without(by_name, {at for group in experts for at in group.wants})
+    rest, small = without_small(rest, nbytes)
     groups = grouped(rest, lambda at: matches(wants.names[at], stay), group_of, marked=True)
-    return [*experts, *groups]
+    return [*experts, *groups, *small]
 
 
 @dataclass(frozen=True, slots=True)

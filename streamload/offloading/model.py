@@ -20,6 +20,7 @@ from streamload.offloading.groups import (
     groups_by_name,
     outer_modules,
     without,
+    without_small,
 )
 from streamload.offloading.layers import Slots
 from streamload.offloading.overrun import TokenRoom
@@ -185,8 +186,9 @@ class ModelAdapter(ABC, Generic[P]):
                 kind = "layer"
             return LayerGroup(name, numbers, kind)
 
-        groups = grouped(without(found, taken), fixed.__contains__, group_of)
-        return _joined([*groups], heads) + experts
+        rest, small = without_small(without(found, taken), problem.nbytes)
+        groups = grouped(rest, fixed.__contains__, group_of)
+        return _joined([*groups], heads) + experts + small
 
     def _called(self, groups: Sequence[Module], names: Sequence[str]) -> list[Module]:
         """Return ``groups``, with each layer that is never called replaced by its children."""

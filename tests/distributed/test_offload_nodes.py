@@ -103,7 +103,7 @@ def test_14_boards_of_3_gb_take_what_needs_16(tmp_path: Path) -> None:
     assert 0 in streams  # what fits is loaded
     assert max(streams) == 2
     assert max(found.pass_nbytes.values()) < 10**9
-    assert sum(found.pass_nbytes.values()) == 436_224_000 * sum(streams)
+    assert sum(found.pass_nbytes.values()) == 436_207_616 * sum(streams)  # without norms
     # and where all fits, it is the split of a load
     enough = over(path, boards(16))
     plain = streamload.split(path, nodes=boards(16), dtype="checkpoint")
@@ -156,8 +156,8 @@ def test_each_node_has_what_it_needs_at_least(eight: Path) -> None:
     assert 1_050_000_000 < caught.value.needed_nbytes < 1_100_000_000
     enough = over(eight, boards(3, str(caught.value.needed_nbytes)))
     assert all(made.needed_nbytes <= made.budget_nbytes for made in enough.offloads)
-    with pytest.raises(PlanInfeasibleError):
-        over(eight, boards(3, str(caught.value.needed_nbytes - 1)))
+    with pytest.raises(PlanInfeasibleError):  # even with the norms of its layers elsewhere
+        over(eight, boards(3, str(caught.value.needed_nbytes - 200_000)))
 
 
 def test_cache_activations_and_reserve_are_counted_where_they_are(eight: Path) -> None:
