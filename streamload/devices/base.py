@@ -122,6 +122,18 @@ class Ticket(Protocol):
         """Return when the copy has finished; raise DeviceError if it failed."""
 
 
+class QueuedWork(Ticket, Protocol):
+    """All work that was queued on a stream of a device until some time."""
+
+    @property
+    def stream(self) -> int:
+        """The stream: later work on it ends later."""
+
+    @property
+    def events(self) -> Sequence[Any]:
+        """The driver's events that other streams have to wait for."""
+
+
 class Staging(Protocol):
     """Host memory that a device copies from."""
 
@@ -339,7 +351,7 @@ class Device(Protocol):
         for ticket in tickets:
             ticket.wait()
 
-    def mark(self) -> Ticket | None:
+    def mark(self) -> QueuedWork | None:
         """Return a ticket for the end of the calling thread's queued work; None if it has ended."""
         self.synchronize()
         return None

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
-from streamload.devices.base import BulkFailure, ReadTable
+from streamload.devices.base import BulkFailure, QueuedWork, ReadTable
 from streamload.devices.bulk import Loop, Team
 from streamload.devices.cuda import Context, PinnedStaging, _driver, allow_captures
 from streamload.devices.cuda_locked import LockedReads
@@ -89,8 +89,16 @@ class Refiller:
         """The ticket of the next run: until then, of the last but two."""
         return self._marks[0]
 
+    def is_locked(self, reads: ReadTable) -> bool:
+        """Whether the device copies these reads from pages that are locked."""
+        return self._locked.find(reads) is not None
+
     def run(
-        self, fd: int, parts: Sequence[tuple[ReadTable, int]], locks: bool
+        self,
+        fd: int,
+        parts: Sequence[tuple[ReadTable, int]],
+        locks: bool,
+        after: Sequence[QueuedWork] = (),
     ) -> BulkFailure | None:
         """Read into the slots and start the copies; return the first failure, or None.
 
@@ -100,9 +108,13 @@ class Refiller:
             fd: the file.
             parts: reads, the same objects each time, and the shift of their copies' addresses.
             locks: whether pages of the file may be locked.
+            after: work of the device that the copies have to wait for.
         """
         failure = None
+        events = [event for work in after for event in work.events]
         with self._inside():
+            for stream in self._streams if events else ():
+                self._context.order(stream, events)
             if self._locked.is_short():
                 self._synchronize()
                 self._locked.shrink()

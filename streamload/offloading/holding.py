@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from streamload.devices.base import Ticket
+from streamload.devices.base import QueuedWork, Ticket
 from streamload.offloading.experts import ExpertCache
 from streamload.offloading.layers import HeldLayer, Layer, LayerState, Order, Slots
 from streamload.offloading.views import FileViews
@@ -29,6 +29,8 @@ class Holding:
         self._nbytes = [sum(copied[at] for at in layer.placements) for layer in layers]
         self._order = Order(self._first_expert)
         self._holds: list[int | None] = [None] * (memory.count - self.experts.slots)
+        # by slot of layers, and by stream, the last work that used it: copies into it wait for that
+        self._uses: list[dict[int, QueuedWork]] = [{} for _ in self._holds]
         self._held: dict[int, HeldLayer] = {}
         self._busy: set[int] = set()  # layers that are filled or computed with
         self._busy_since = 0.0
@@ -90,8 +92,12 @@ class Holding:
                 best, best_distance = first, nearest
         return best
 
-    def _take(self, number: int, first: int) -> None:
-        """Give a layer the slots from ``first`` on (an expert: that slot); drop former holders."""
+    def _take(self, number: int, first: int) -> list[QueuedWork]:
+        """Give a layer the slots from ``first`` on (an expert: that slot); drop former holders.
+
+        Returns the queued work that copies into the slots have to wait for.
+        """
+        uses = list[QueuedWork]()
         if number >= self._first_expert:
             slot = first - len(self._holds)
             held = self.experts.holder(slot)
@@ -101,10 +107,18 @@ class Holding:
             for at in range(first, first + self._layers[number].slots):
                 self._drop(self._holds[at])
                 self._holds[at] = number
+                uses += self._uses[at].values()
         if not self._fills():
             self._busy_since = time.perf_counter()
         self._held[number] = HeldLayer(first, self._nbytes[number], self._nbytes[number])
         self._busy.add(number)
+        return [*dict.fromkeys(uses)]
+
+    def _note_use(self, number: int, work: QueuedWork) -> None:
+        """Let copies into the slots of a layer wait for the work that uses it."""
+        first = self._held[number].first
+        for at in range(first, first + self._layers[number].slots):
+            self._uses[at][work.stream] = work
 
     def _fills(self) -> bool:
         return any(self._held[number].state is LayerState.FILLING for number in self._busy)
@@ -124,7 +138,10 @@ class Holding:
             self._views.let_go(number)
 
     def _settle(self, number: int) -> None:
-        """If copies and uses of a layer have ended, let it be evicted; if spoiled, evict it."""
+        """If copies to a layer, and uses that are waited for, have ended, let it be evicted.
+
+        One that is spoiled is evicted.
+        """
         held = self._held.get(number)
         if held is None or held.state is LayerState.FILLING or held.unsure_nbytes or held.computing:
             return

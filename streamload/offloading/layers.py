@@ -58,7 +58,7 @@ class HeldLayer:
     unsure_nbytes: int  # bytes whose copies may not have ended
     state: LayerState = LayerState.FILLING
     tickets: list[Ticket] = field(default_factory=list)  # of copies that may not have ended
-    computing: int = 0  # number of uses that the device has not ended
+    computing: int = 0  # number of uses that C waits for
 
 
 class Slots:
@@ -149,6 +149,9 @@ class Slots:
         """Drop the references to the memory, which is freed with the last tensor over it."""
         self._made.clear()
         self._memory = None
+
+    def refuse_capture(self) -> None:
+        """Raise OffloadError while the framework records computation, for a later replay."""
 
     def lend(self, buffers: Sequence[Any]) -> Sequence[Any]:
         """Return the tensors that `stream_layers` yields for these buffers, until `take_back`."""

@@ -102,6 +102,7 @@ class LayerStream:
         if turn.number is None:
             return dict(turn.stays)
         assert self._rounds is not None
+        self._rounds.memory.refuse_capture()
         self._number, self._thread = turn.number, threading.get_ident()
         lent = self._rounds.memory.lend(self._rounds.acquire(turn.number))
         return {**turn.stays, **{name: lent[at] for name, at in turn.streams.items()}}

@@ -72,9 +72,12 @@ class LentSlots(TinygradSlots):
 
     _lent: tuple[Sequence[Tensor], Sequence[UOp]] = (), ()
 
+    def refuse_capture(self) -> None:
+        """Raise OffloadError if tinygrad's JIT captures."""
+        refuse_capture("a layer")
+
     def lend(self, buffers: Sequence[Buffer]) -> list[Tensor]:
         """Return tensors over ``buffers`` of a slot, valid until `take_back`."""
-        refuse_capture("a layer")
         graphs = self.graphs(buffers)
         tensors = [Tensor(graph) for graph in graphs]
         self._lent = tensors, graphs

@@ -212,10 +212,9 @@ class TensorSlots(Slots):
             torch_lent.forget(view)
         self._made.clear()
 
-    def lend(self, buffers: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return the buffers as they are; raises OffloadError while torch records computation."""
+    def refuse_capture(self) -> None:
+        """Raise OffloadError if torch traces, exports or captures."""
         refuse_capture()
-        return buffers
 
     def take_back(self) -> None:
         """Make a later ``backward`` that needs lent tensors raise: it would read another layer."""

@@ -253,11 +253,18 @@ class Crew:
         """Whether `hand_out` does the work itself, in the thread that calls it."""
         return self._inline is not None
 
-    def settle(self) -> bool:
-        """Take what is under way of an inline worker, after its end; return whether any was."""
-        outcomes = [] if self._inline is None else [*self._inline.settle()]
+    def settle(self, most: int | None = None) -> bool:
+        """Take what is under way of an inline worker, after its end; return whether any was.
+
+        ``most``: units, the first ones; None: all.
+        """
+        outcomes = [] if self._inline is None else [*islice(self._inline.settle(), most)]
         self._take_all(outcomes)
         return bool(outcomes)
+
+    def reads_nothing(self, units: Sequence[WorkItem]) -> bool:
+        """Whether an inline worker lets the device read these units, of which there are some."""
+        return self._inline is not None and self._inline.reads_nothing(units)
 
     def listen(self, seconds: float) -> bool:
         """Wait for finished work items or `wake`; return whether any came within ``seconds``."""

@@ -44,7 +44,7 @@ from streamload.codecs.weights import Packed, read_whole
 from streamload.core.dtypes import DType
 from streamload.core.location import Location
 from streamload.core.tensors import TensorInfo
-from streamload.devices.base import Addressed, Buffer, Device, ReadTable, Ticket
+from streamload.devices.base import Addressed, Buffer, Device, QueuedWork, ReadTable, Ticket
 from streamload.errors import FileChangedError, OutOfRangeError, TruncatedFileError
 from streamload.files import hub
 from streamload.files.local import REMOTE_KINDS, Reader
@@ -168,6 +168,7 @@ class Job:
         self.first_reads: list[float] = []  # when workers began to read; the least counts
         self.buffers: dict[int, Buffer] = {}
         self.refills: dict[int, Refill] = {}  # by id of a unit that is copied unchanged
+        self.after: Sequence[QueuedWork] = ()  # what the next copies have to wait for, on a device
         self.infos = infos = {name: device.info for name, device in devices.items()}
         cast_there = {p.device for p, _ in plan.placements.counted if p.cast == "device"}
         self.casting = [name for name, info in infos.items() if info.casts and name in cast_there]

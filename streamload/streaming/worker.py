@@ -88,6 +88,7 @@ class Worker:
         tickets: list[SlotTicket] = []
         failure: BaseException | None = None
         try:
+            self._wait_for_uses()
             parts = self._parts(unit, start)
             for part in parts:
                 self._place(reader, part, counts, tickets)
@@ -103,6 +104,11 @@ class Worker:
             yield from self.settle()  # slots are filled in order, and this unit has none
         if failure is not None:
             yield unit, counts, failure
+
+    def _wait_for_uses(self) -> None:
+        """Wait for what copies have to come after; those of `_refill` do so on the device."""
+        for work in self._job.after:
+            work.wait()
 
     def _named(self, unit: WorkItem, error: BaseException) -> BaseException:
         """Return the error; a `CheckpointError` without a tensor gets the tensor at fault."""
@@ -173,6 +179,7 @@ class Worker:
         if fresh:  # one unit with the slot of `open`: its copy runs while more pages are locked
             whole = whole[:1]
         try:
+            self._wait_for_uses()
             self._prepare(name, 1 if fresh else STAGING_SLOTS)
             slots = list(self._slots[name])
             for unit in whole:
@@ -244,7 +251,7 @@ class Worker:
             drops = job.plan.page_cache == "drop" or job.shards.drops(reader.path)
             locks = reader.alignment == 1 and reader.leased and not drops
             with reader.unchanged():
-                failure = refiller.run(reader.fileno(), parts, locks)
+                failure = refiller.run(reader.fileno(), parts, locks, job.after)
                 if locks and failure is None:  # the device may still read it
                     held.enter_context(reader.unchanged())
         except BaseException as error:
@@ -266,6 +273,14 @@ class Worker:
             self._under_way.append(UnderWay(unit, [NO_COUNTS] * len(unit), [], ticket, held))
             job.sink.sent(unit, [ticket])
         return len(units)
+
+    def reads_nothing(self, units: Sequence[WorkItem]) -> bool:
+        """Whether the device reads these units from the page cache, all but small parts of it."""
+        refills, refiller = self._job.refills, self._refiller
+        if refiller is None or not units:
+            return False
+        known = (refills.get(id(unit)) for unit in units)
+        return all(each is not None and refiller.is_locked(each.reads) for each in known)
 
     def _has_begun(self, unit: WorkItem, counts: list[Counts], tickets: list[SlotTicket]) -> None:
         """Note that a unit was read and its copies started; call `Sink.sent`."""

@@ -145,6 +145,44 @@ end()
     )
 
 
+def test_copies_wait_for_work_of_other_streams(folder: Path, path: Path) -> None:
+    """Those from slots, and those from locked pages."""
+    run(
+        folder,
+        path,
+        """
+from types import SimpleNamespace
+from streamload.devices.cuda import PinnedStaging
+zeros, stream = PinnedStaging(context, 300_000), ctypes.c_void_p()
+at = there.address + 200_704
+with context.current():
+    context.call("cuStreamCreate", ctypes.byref(stream), 1)
+    event = context.event()
+for locked in (False, False, True):
+    assert refiller.is_locked(TABLES["two"]) is locked
+    with context.current():
+        context.call("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(at), ctypes.c_void_p(zeros.address),
+                     ctypes.c_size_t(300_000), stream)
+        context.call("cuEventRecord", event, stream)
+    mark = refiller.next
+    work = SimpleNamespace(events=(event,))
+    assert refiller.run(fd, [(TABLES["two"], 0)], True, [work]) is None
+    mark.wait()
+    with context.current():
+        context.call("cuStreamSynchronize", stream)
+    assert ctypes.string_at(at, 300_000) == data[1_000_000:1_300_000]
+    if (thread := refiller._locked._thread) is not None:
+        thread.join()
+    check()
+with context.current():
+    context.call("cuEventDestroy_v2", event)
+    context.call("cuStreamDestroy_v2", stream)
+zeros.close()
+end()
+""",
+    )
+
+
 def test_pages_are_unlocked_when_memory_is_short(folder: Path, path: Path) -> None:
     """All that is more than half of what is available; what is read then is right, too."""
     run(

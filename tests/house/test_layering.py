@@ -76,7 +76,7 @@ START_THREADS = (
     "distributed.torch",  # to connect to a store of another kind, which nothing interrupts
     "distributed.replan",  # to ask a store that may wait without end, and to leave one
     "offloading.completion",  # to wait for a device that computes
-    "offloading.prefetch",  # to bring layers while the caller computes
+    "offloading.bringing",  # to bring layers while the caller computes
     "files.connections",  # to connect, which nothing interrupts
     "files.hub",  # to download while others read
     "files.stores",  # for the event loop of a bucket's requests

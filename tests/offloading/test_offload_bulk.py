@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,127 +13,19 @@ import pytest
 
 import streamload
 from streamload.checkpoint.open import open_checkpoint
-from streamload.core.system import address_of
-from streamload.devices.base import BulkFailure, DeviceInfo, Read, ReadTable, Staging, Ticket
-from streamload.devices.bulk import Loop, Team, libc_calls
-from streamload.devices.staging import HostStaging
+from streamload.devices.base import BulkFailure
 from streamload.errors import DeviceError
 
 torch = needs.module("torch")
 hf = needs.module("transformers")
 
 import offloading_models as models  # noqa: E402
+from bulk_stand_in import Refills, Staged  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from streamload.devices.torch import device as torch_devices  # noqa: E402
 from streamload.offloading.completion import Reaper  # noqa: E402
 from streamload.transformers import from_pretrained  # noqa: E402
-
-
-class Slot(HostStaging):
-    """A slot whose copies end at once."""
-
-    def wait(self) -> None:
-        """Wait for nothing."""
-
-
-class Refills:
-    """Slots that threads of the compiled loop fill together."""
-
-    def __init__(self, loop: Loop, reads: list[Read], slots: Sequence[Slot], count: int) -> None:
-        self._reads, self._slots, self.slot_nbytes = reads, slots, len(slots[0].view)
-        self._team = Team(loop, [(address_of(s.view), 1, 1) for s in slots], count, nullcontext)
-        self.next = Slot(1)
-
-    def run(
-        self, fd: int, parts: Sequence[tuple[ReadTable, int]], locks: bool
-    ) -> BulkFailure | None:
-        """Run the loop; another ticket is the next."""
-        reads = ReadTable.joined(parts)
-        self._reads += [Read(*row[:3], ()) for row in reads.rows.tolist()]
-        self.next = Slot(1)
-        return self._team.run(fd, reads)
-
-    def wait(self) -> None:
-        """Wait for nothing."""
-
-    def close(self) -> None:
-        """End the threads."""
-        self._team.close()
-
-
-class Bulk:
-    """Reads and copies by the compiled loop, with a driver that copies at once and counts."""
-
-    address = staticmethod(torch.Tensor.data_ptr)
-
-    def __init__(self, counts: Counter[str], reads: list[Read]) -> None:
-        self._counts, self._reads = counts, reads
-        one, two, number = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
-        self._calls = {
-            "copy": ctypes.CFUNCTYPE(number, two, two, two, one)(self._copy),
-            "record": ctypes.CFUNCTYPE(number, one, one)(lambda event, stream: 0),
-            "wait": ctypes.CFUNCTYPE(number, one)(lambda event: 0),
-        }
-        calls = {n: ctypes.cast(call, one).value or 0 for n, call in self._calls.items()}
-        self._loop = Loop(libc_calls() | calls)
-
-    def _copy(self, target: int, source: int, nbytes: int, stream: int) -> int:
-        if self._counts["refused"]:
-            self._counts["refused"] -= 1
-            return 719
-        ctypes.memmove(target, source, nbytes)
-        self._counts["copies"] += 1
-        return 0
-
-    def ticket(self, slot: Staging) -> Any:
-        """The slot."""
-        return slot
-
-    def refiller(self, count: int, slots: int, nbytes: int) -> Refills:
-        """Threads of the loop."""
-        return Refills(self._loop, self._reads, [Slot(nbytes) for _ in range(count * slots)], count)
-
-    def run(
-        self, fd: int, reads: Sequence[Read], slots: Sequence[Staging], busy: int
-    ) -> BulkFailure | None:
-        """Run the loop."""
-        self._reads += reads
-        flat = [(address_of(slot.view), 1, 1, False) for slot in slots]
-        return self._loop(fd, reads, flat)
-
-
-COUNTS: Counter[str] = Counter()
-READS: list[Read] = []
-
-
-class Staged(torch_devices.CPUDevice):
-    """torch's CPU, as a device that only bulk copies write."""
-
-    host_visible = False
-    counts, reads = COUNTS, READS
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.bulk: Any = Bulk(self.counts, self.reads)
-
-    @property
-    def info(self) -> DeviceInfo:
-        """The CPU's, as if it could not be written and had memory of its own."""
-        own = {"host_visible": False, "shared_memory": False, "maps": False}
-        return replace(super().info, **own, native_bf16=True, free_nbytes=2**34)
-
-    def staging(self, nbytes: int) -> Staging:
-        """A slot."""
-        return Slot(nbytes)
-
-    def follow(self, tickets: Sequence[Ticket]) -> None:
-        """Do nothing: copies have ended."""
-
-    def mark(self) -> Ticket | None:
-        """A ticket of work that has ended."""
-        self.counts["marks"] += 1
-        return Slot(1)
 
 
 @pytest.fixture(autouse=True)
@@ -250,9 +138,9 @@ def test_pages_may_be_locked_where_they_stay(
     save_file(tensors, tmp_path / "model.safetensors")
     run, asked = Refills.run, set[bool]()
 
-    def noted(self: Refills, fd: int, parts: Any, locks: bool) -> BulkFailure | None:
+    def noted(self: Refills, fd: int, parts: Any, locks: bool, *after: Any) -> BulkFailure | None:
         asked.add(locks)
-        return run(self, fd, parts, locks)
+        return run(self, fd, parts, locks, *after)
 
     monkeypatch.setattr(Refills, "run", noted)
     found, _ = passes(tmp_path, 2, budget=100_000, layers="layers.*", page_cache=page_cache)

@@ -314,7 +314,7 @@ def test_a_file_that_changed_between_passes(
     data, times = path.read_bytes(), path.stat()
     with saved.offloaded((saved.least + saved.nbytes) // 2) as (model, offloaded):
         logits(model, [[7]])
-        monkeypatch.setattr("streamload.offloading.prefetch._IDLE_S", 0.1)
+        monkeypatch.setattr("streamload.offloading.bringing._IDLE_S", 0.1)
         while bringing():  # its files are let go of
             time.sleep(0.01)
         path.write_bytes(data[:-64] + bytes(64))
@@ -378,10 +378,10 @@ def test_slots_are_refilled_when_computing_has_ended(
             under_way.setdefault(self._held[number].first, []).append(ticket)
         release(self, numbers, ticket)
 
-    def takes(self: Any, number: int, first: int) -> None:
+    def takes(self: Any, number: int, first: int) -> Any:
         taken.append(first)
         assert all(ticket.ended.is_set() for ticket in under_way.get(first, ()))
-        take(self, number, first)
+        return take(self, number, first)
 
     monkeypatch.setattr(CPUDevice, "mark", lambda self: Late())
     monkeypatch.setattr(Rounds, "_release", releases)
@@ -583,7 +583,7 @@ def test_experts_asked_for_while_the_threads_end(
         assert offloaded.plan.views
         monkeypatch.setattr(Rounds, "_leave_files", leaves)
         logits(model)
-        monkeypatch.setattr("streamload.offloading.prefetch._IDLE_S", 0.1)
+        monkeypatch.setattr("streamload.offloading.bringing._IDLE_S", 0.1)
         for _ in range(20):  # until a pass begins while they leave
             assert leaving.wait(20)
             leaving.clear()

@@ -25,7 +25,7 @@ from diffusion import image, models, saved  # noqa: E402
 import streamload  # noqa: E402
 from streamload.devices.torch.tensors import STREAMED  # noqa: E402
 from streamload.errors import OffloadError, PlanInfeasibleError, StreamloadError  # noqa: E402
-from streamload.offloading import prefetch  # noqa: E402
+from streamload.offloading import bringing  # noqa: E402
 
 #: About the least budget of each pipeline.
 LEAST = {
@@ -103,7 +103,7 @@ def test_streaming_goes_on_in_the_next_turn(
     tmp_path: Path, idle_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of a model is on the device meanwhile; its threads end after ``idle_s`` seconds."""
-    monkeypatch.setattr(prefetch, "_IDLE_S", idle_s)
+    monkeypatch.setattr(bringing, "_IDLE_S", idle_s)
     folder, more = tmp_path / "half", {"torch_dtype": torch.float32}
     diffusers.DiffusionPipeline.from_pretrained(
         saved(tmp_path / "a", "Flux"), torch_dtype=torch.bfloat16

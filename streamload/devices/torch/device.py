@@ -6,6 +6,7 @@ others through plain memory and torch's own blocking copies.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import sys
@@ -27,6 +28,7 @@ from streamload.devices.base import (
     DTypeStatus,
     HeapDevice,
     ProbeResult,
+    QueuedWork,
     StagedElements,
     Staging,
     Swap,
@@ -297,8 +299,13 @@ def _cpu_multiplies(dtype: str) -> bool:
 class _Event:
     """The ticket of all work queued on a stream so far."""
 
-    def __init__(self, device: ROCmDevice, event: torch.cuda.Event) -> None:
-        self._device, self._event = device, event
+    def __init__(self, device: ROCmDevice, event: torch.cuda.Event, stream: int) -> None:
+        self._device, self._event, self.stream = device, event, stream
+
+    @property
+    def events(self) -> tuple[ctypes.c_void_p]:
+        """The driver's handle, for streams that wait."""
+        return (ctypes.c_void_p(self._event.cuda_event),)
 
     def wait(self) -> None:
         if isinstance(self._device, CUDADevice):
@@ -343,10 +350,13 @@ class ROCmDevice(TorchDevice):
         with self._translated("earlier work on the device"):
             torch.cuda.synchronize(self.torch_device)
 
-    def mark(self) -> Ticket | None:
-        event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.current_stream(self.torch_device))
-        return _Event(self, event)
+    def mark(self) -> QueuedWork | None:
+        event, stream = (
+            torch.cuda.Event(blocking=True),
+            torch.cuda.current_stream(self.torch_device),
+        )
+        event.record(stream)
+        return _Event(self, event, stream.cuda_stream)
 
     def allocated_nbytes(self) -> int | None:
         return int(torch.cuda.memory_allocated(self.torch_device))
