@@ -177,7 +177,9 @@ def _theirs(path: str) -> Any:
 
 
 def _resident(path: str, device: str, budget: int, reserve: int) -> Any:
-    return _theirs(path).to(device)
+    from streamload.diffusers import from_pretrained
+
+    return from_pretrained(path, device=device, progress=False)
 
 
 def _by_models(path: str, device: str, budget: int, reserve: int) -> Any:
@@ -219,9 +221,10 @@ def _mmgp(path: str, device: str, budget: int, reserve: int) -> Any:
 
 
 OURS = "streamload"
+RESIDENT = "resident"  # all of it on the device
 WAYS: Mapping[str, Way] = {
     OURS: Way(_ours, budgets=True),
-    "resident": Way(_resident),
+    RESIDENT: Way(_resident),
     "enable_model_cpu_offload": Way(_by_models),
     "enable_group_offload, blocks, streams": Way(_groups("block_level")),
     "enable_group_offload, leaves, streams": Way(_groups("leaf_level")),
