@@ -1,4 +1,4 @@
-"""What a worker has read, and the copies of it that may be running."""
+"""What a worker has read, the copies of it that may be running, and errors' tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from streamload.devices.base import Staging, Ticket
-from streamload.streaming.state import Counts, WorkItem
+from streamload.errors import CheckpointError
+from streamload.planning.chunks import Chunk
+from streamload.streaming.state import Counts, Job, WorkItem
 
 #: A unit, the counts of its chunks, and the error that ended it, if any.
 Outcome = tuple[WorkItem, list[Counts], BaseException | None]
@@ -44,3 +46,18 @@ class UnderWay:
         except BaseException as error:  # the file has changed
             failure = failure or error
         return self.unit, self.counts, failure
+
+
+def named(job: Job, unit: WorkItem, error: BaseException) -> BaseException:
+    """Return the error; a `CheckpointError` without a tensor gets the tensor at fault."""
+    if not isinstance(error, CheckpointError) or error.tensor is not None:
+        return error
+    found = error.of_tensor(job.tensor(_at_fault(unit, error)).name)
+    found.__cause__ = error
+    return found
+
+
+def _at_fault(unit: WorkItem, error: CheckpointError) -> Chunk:
+    """Return the first chunk that ends beyond the file's end (``error.found``), else the first."""
+    end = error.found if isinstance(error.found, int) else 0
+    return next((chunk for chunk in unit if chunk.runs and chunk.runs[-1].stop > end), unit[0])

@@ -27,7 +27,7 @@ from streamload.streaming.bulk import Slot, copy_of, reads_of, refill_of
 from streamload.streaming.state import NO_COUNTS, Counts, Job, WorkItem, file_ranges
 from streamload.streaming.steps import Casting, Encoding, Step, step_of
 from streamload.streaming.transpose import Transposer, rows_of
-from streamload.streaming.under_way import Outcome, SlotTicket, UnderWay
+from streamload.streaming.under_way import Outcome, SlotTicket, UnderWay, named
 
 if TYPE_CHECKING:
     from streamload.devices.cuda import BulkCopier
@@ -95,7 +95,7 @@ class Worker:
             if parts != [unit] or not counts:  # it is cut, or placed whole: the host casts nothing
                 counts = [NO_COUNTS] * len(unit)
         except BaseException as error:
-            failure = self._named(unit, error)
+            failure = named(self._job, unit, error)
             UnderWay(unit, counts, tickets).outcome()
         if failure is None:  # before outcomes: the caller may stop at one
             self._has_begun(unit, counts, tickets)
@@ -109,14 +109,6 @@ class Worker:
         """Wait for what copies have to come after; those of `_refill` do so on the device."""
         for work in self._job.after:
             work.wait()
-
-    def _named(self, unit: WorkItem, error: BaseException) -> BaseException:
-        """Return the error; a `CheckpointError` without a tensor gets the tensor at fault."""
-        if not isinstance(error, CheckpointError) or error.tensor is not None:
-            return error
-        named = error.of_tensor(self._job.tensor(_at_fault(unit, error)).name)
-        named.__cause__ = error
-        return named
 
     def _parts(self, unit: WorkItem, start: int | None) -> list[WorkItem]:
         """Cut a unit, from file byte ``start`` on unless None, into units that fit into a slot."""
@@ -195,7 +187,7 @@ class Worker:
                     bulk.ticket(slot.staging).wait()
             yield from self._take_finished()
             yield from self.settle()
-            yield whole[0], [], self._named(whole[0], error)
+            yield whole[0], [], named(job, whole[0], error)
             return 1, None
         done = failure.index if failure else len(reads)
         begun = bisect_right(begins, done) - 1
@@ -260,7 +252,7 @@ class Worker:
             with suppress(CheckpointError):
                 held.close()
             yield from self.settle()
-            yield units[0], [], self._named(units[0], error)
+            yield units[0], [], named(job, units[0], error)
             return 1
         if failure is not None:
             yield from self.settle()
@@ -605,9 +597,3 @@ class Worker:
 def _slot_nbytes(chunk: Chunk, placement: Placement) -> int:
     """Return the bytes that a chunk takes in a staging slot."""
     return slot_nbytes(max(chunk.staged_nbytes(placement), chunk.read_nbytes))
-
-
-def _at_fault(unit: WorkItem, error: CheckpointError) -> Chunk:
-    """Return the first chunk that ends beyond the file's end (``error.found``), else the first."""
-    end = error.found if isinstance(error.found, int) else 0
-    return next((chunk for chunk in unit if chunk.runs and chunk.runs[-1].stop > end), unit[0])
