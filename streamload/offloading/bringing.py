@@ -20,7 +20,7 @@ used it (`_uses`), or else C waits for that. Who reads holds `_reading`, taken b
 | `_used` | experts computed with until the next `ask` | R |
 | `_active_s` | the time of R's last `ask` or `release` | R |
 | `_unproved` | layers in use or used, whose copies may still fail | R, who reads |
-| `_left` | whether R left it to S to wait for the copies of what it released | R, S |
+| `_left` | the layer that R released last and left to S, to wait for the end of its copies | R |
 | `_held`, `_holds`, `_busy` | layers with slots; by slot; filled or computed with | S, W, C, R |
 | `_uses` | by slot and stream, the last work that used it, for copies to wait for | R, `pause` |
 | `_error`, `_raised` | the error that ended S, for R to raise; the one that R raised | S, R |
@@ -80,7 +80,7 @@ class Bringer(Holding, Sink):
         self._layer_of = {p: n for n, layer in enumerate(layers) for p in layer.placements}
         self._active_s = 0.0
         self._unproved: set[int] = set()
-        self._left = False
+        self._left: int | None = None
         self._runner: int | None = None
         self._work: dict[int, list[WorkItem]] = {}  # by layer
         self._error: BaseException | None = None
@@ -226,10 +226,10 @@ class Bringer(Holding, Sink):
     def _needs_ends(self) -> bool:
         """Whether S has to wait for copies under way: R did not as it released their layers."""
         with self._changed:
-            left, self._left = self._left, False
+            left = self._left is not None and self._held.get(self._left)
             waits = not all(map(self._is_there, self._wanted))
             pauses = time.monotonic() - self._active_s > _LOOK_S
-            return left or waits or pauses or self._paused
+            return bool(left and left.unsure_nbytes) or waits or pauses or self._paused
 
     def _hand_out(
         self, picked: Sequence[tuple[int, int]], crew: Crew, after: Sequence[QueuedWork] = ()
@@ -308,9 +308,8 @@ class Bringer(Holding, Sink):
                         break
                     after = self._take(*picked)
                 self._hand_out([picked], crew, after)
-            if crew is None:
-                with self._changed:
-                    self._left = True
+            with self._changed:
+                self._left = released if crew is None else None
         self._wake()
 
     def _is_idle(self, since: float) -> bool:

@@ -351,10 +351,8 @@ class ROCmDevice(TorchDevice):
             torch.cuda.synchronize(self.torch_device)
 
     def mark(self) -> QueuedWork | None:
-        event, stream = (
-            torch.cuda.Event(blocking=True),
-            torch.cuda.current_stream(self.torch_device),
-        )
+        event = torch.cuda.Event(blocking=True)
+        stream = torch.cuda.current_stream(self.torch_device)
         event.record(stream)
         return _Event(self, event, stream.cuda_stream)
 
