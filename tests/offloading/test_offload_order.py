@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -152,6 +151,7 @@ def test_copies_wait_on_the_device_for_what_it_computes(
     expected, nbytes = models.logits(whole), whole.streamload_report.resident_nbytes
     for part in (0.6, 0.7, 0.8):
         budget = int(nbytes * part)
+        Late.uses.clear()
         model: Any = from_pretrained(
             tmp_path, device="cpu", progress=False, budget=budget, offload=True, threads=2
         )
@@ -162,16 +162,15 @@ def test_copies_wait_on_the_device_for_what_it_computes(
                 for _ in range(2):  # of two streams, before its slot is filled again
                     rounds.acquire(0)
                     rounds.release(0)
-                if locked and turn == 6:  # told if a layer is waited for then; it is read again
-                    Late.faults = 1
-                    with suppress(OSError):
+                faults = Late.faults = int(locked and turn == 6)
+                for _ in range(20 if faults else 1):
+                    try:
                         assert torch.equal(models.logits(model), expected)
-                    assert not Late.faults
-                assert torch.equal(models.logits(model), expected)
+                    except OSError:  # told once such a layer is waited for; it is read again
+                        faults -= 1
+                assert not Late.faults and faults >= 0
             mine = Late.threads.count(threading.current_thread().name)
             assert (mine > 0) == locked
-            if locked:
-                assert mine > len(Late.threads) // 2
 
 
 @pytest.mark.usefixtures("late")
