@@ -1,11 +1,11 @@
 """What brings layers into slots of a device: a thread, its workers, and what they share.
 
-One lock, `Bringer._changed`, guards all state below. R is the thread that runs the model, S the
+One lock, `Bringer._lock`, guards all state below. R is the thread that runs the model, S the
 thread "streamload-rounds", W a worker of the crew, C the thread that waits for tickets (`Reaper`).
 If the crew has no workers, S reads itself, and R the experts that it waits for: to wake another
 thread takes about as long as to read one. Layers that the device reads itself, from locked pages,
 R hands out, too, as it releases others. The device orders copies into a slot after the work that
-used it (`_uses`), or else C waits for that. Who reads holds `_reading`, taken before `_changed`.
+used it (`_uses`), or else C waits for that. Who reads holds `_reading`, taken before `_lock`.
 
 | state of a layer | meaning | begins with |
 |---|---|---|
@@ -26,6 +26,7 @@ used it (`_uses`), or else C waits for that. Who reads holds `_reading`, taken b
 | `_error`, `_raised` | the error that ended S, for R to raise; the one that R raised | S, R |
 | `_failed` | the error of what R read, to end S | R, S |
 | `_thread`, `_crew` | S and its crew, while they run | R starts, S ends |
+| `_reader` | R's thread while it holds `_reading` | R |
 | `_closed` | why no layer can be acquired any more; "" while open | any, without the lock |
 | `_paused` | whether there are no slots, until `resume` | `pause`, `resume` |
 """
@@ -45,6 +46,7 @@ from streamload.checkpoint.shards import open_shard
 from streamload.core.interrupt import Interrupt
 from streamload.core.memory import STAGING, Ledger
 from streamload.devices.base import Buffer, Device, QueuedWork, Ticket
+from streamload.errors import OffloadError
 from streamload.offloading.completion import Reaper, started
 from streamload.offloading.experts import ExpertCache
 from streamload.offloading.holding import Holding
@@ -90,7 +92,9 @@ class Bringer(Holding, Sink):
         self._paused = False
         self._process = os.getpid()
         self._reading = threading.Lock()
-        self._changed = threading.Condition(threading.RLock())
+        self._reader: int | None = None
+        self._lock = threading.RLock()  # a signal may interrupt the methods of a condition
+        self._changed = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._crew: Crew | None = None
         self._reaper = Reaper()
@@ -109,7 +113,7 @@ class Bringer(Holding, Sink):
             self._bring()
         except BaseException as failure:
             error = failure
-        with self._changed:
+        with self._lock:
             self._crew = self._thread = self._failed = None
             for number, held in [*self._held.items()]:  # all workers have ended
                 held.unsure_nbytes = 0
@@ -132,6 +136,7 @@ class Bringer(Holding, Sink):
                 continue
             held.state = LayerState.SPOILED
             self._settle(number)
+        self.experts.keep({each - self._first_expert for each in self._held})
 
     def _let_go(self) -> None:
         """Wait, with the lock, until nothing is under way, and drop all that refers to slots."""
@@ -148,7 +153,7 @@ class Bringer(Holding, Sink):
         layer inside another one, that thread raises ``error``; if there is no error, the files stay
         open for the next thread of `_bring`.
         """
-        with self._changed:
+        with self._lock:
             while self._users:
                 if self._wanted and error is None:  # inside a layer: the next thread closes them
                     return
@@ -181,26 +186,26 @@ class Bringer(Holding, Sink):
                 try:
                     self._go_round(crew)
                 finally:
-                    with self._reading, self._changed:
+                    with self._reading, self._lock:
                         self._crew = None  # R reads no more
                 crew.drain()
             except BaseException as error:
-                with self._changed:
+                with self._lock:
                     self._forget(everything=True)  # before staging goes, and with it its tickets
                 crew.job.fail(error)
                 raise
-            with self._changed:
+            with self._lock:
                 for held in self._held.values():
                     held.tickets.clear()
             crew.end()
 
     def _go_round(self, crew: Crew) -> None:
         idle_since = time.monotonic()
-        with self._changed:
+        with self._lock:
             self._crew = crew
         while True:
             after = list[QueuedWork]()
-            with self._changed:
+            with self._lock:
                 if self._closed or (self._runner is None and _program_ends()):
                     break
                 if self._failed is not None:
@@ -225,11 +230,10 @@ class Bringer(Holding, Sink):
 
     def _needs_ends(self) -> bool:
         """Whether S has to wait for copies under way: R did not as it released their layers."""
-        with self._changed:
-            left = self._left is not None and self._held.get(self._left)
+        with self._lock:
             waits = not all(map(self._is_there, self._wanted))
             pauses = time.monotonic() - self._active_s > _LOOK_S
-            return bool(left and left.unsure_nbytes) or waits or pauses or self._paused
+            return self._is_unsure(self._left) or waits or pauses or self._paused
 
     def _hand_out(
         self, picked: Sequence[tuple[int, int]], crew: Crew, after: Sequence[QueuedWork] = ()
@@ -265,19 +269,28 @@ class Bringer(Holding, Sink):
 
         ``raises``: whether R raises the error that ends S.
         """
-        if not self._reads_here() or self._reading.locked():
+        if not self._reads_here() or self._reading.locked() or self._failed is not None:
             yield None
             return
         with self._reading:
+            self._reader = threading.get_ident()
             try:
                 yield self._crew
             except BaseException as error:
                 raises = raises or not isinstance(error, Exception)
-                with self._changed:
+                with self._lock:
                     self._failed, self._raised = error, error if raises else self._raised
+                    self._forget(everything=True)  # before another layer is used, or brought
                 self._wake()
                 if raises:
                     raise
+            finally:
+                self._reader = None
+
+    def _check_not_reading(self, done: str) -> None:
+        """Raise OffloadError if this thread brings a layer, and a signal handler calls."""
+        if self._reader == threading.get_ident():
+            raise OffloadError(f"it cannot be {done} while a layer is brought: let that end first")
 
     def _bring_here(self, numbers: Sequence[int]) -> None:
         """Read those of some experts of an `ask` that nobody reads, unless others do it."""
@@ -285,7 +298,7 @@ class Bringer(Holding, Sink):
             return
         with self._here(raises=True) as crew:
             while crew is not None:
-                with self._changed:
+                with self._lock:
                     lacks = sum(number not in self._held for number in numbers)
                     picked = self._take_experts(lacks)
                 self._hand_out(picked, crew)
@@ -293,24 +306,37 @@ class Bringer(Holding, Sink):
                     break
 
     def _bring_next(self, released: int) -> None:
-        """Let the device read the next layers, in place of one that was released, if it can."""
+        """Let the device read the next layers, in place of one that was released, if it can.
+
+        Raises:
+            StreamloadError: copies to the released layer failed; the device computed with it.
+        """
+        begun = time.perf_counter()
+        with self._here(raises=True) as crew:
+            while crew is not None and self._is_unsure(released) and crew.settle(1):
+                pass
+        self.stats.stalls[released] += time.perf_counter() - begun
+        wakes = crew is None
         with self._here(raises=False) as crew:
             while crew is not None:
-                held, begun = self._held.get(released), time.perf_counter()
-                if held is not None and held.unsure_nbytes and crew.settle(1):
-                    self.stats.stalls[released] += time.perf_counter() - begun
-                    continue
-                with self._changed:
+                with self._lock:
                     picked = None if self._paused or self._closed else self._pick_layer()
                     if picked is None:
-                        return
+                        break
                     if not crew.reads_nothing(self._work.get(picked[0], ())):
+                        wakes = True
                         break
                     after = self._take(*picked)
                 self._hand_out([picked], crew, after)
-            with self._changed:
-                self._left = released if crew is None else None
-        self._wake()
+        with self._lock:
+            self._left = released if wakes else None
+        if wakes or crew is None:
+            self._wake()
+
+    def _is_unsure(self, number: int | None) -> bool:
+        """Whether copies to a layer may not have ended."""
+        held = None if number is None else self._held.get(number)
+        return held is not None and held.unsure_nbytes > 0
 
     def _is_idle(self, since: float) -> bool:
         computing = any(self._held[number].computing for number in self._busy)
@@ -325,7 +351,7 @@ class Bringer(Holding, Sink):
     def sent(self, unit: WorkItem, tickets: Sequence[Ticket]) -> None:
         """Note that a unit's copies have been started (`Sink`); ``tickets``: those not ended."""
         number = self._layer_of[unit[0].placement]
-        with self._changed:
+        with self._lock:
             held = self._held.get(number)
             if held is None:  # forgotten
                 return
@@ -336,7 +362,7 @@ class Bringer(Holding, Sink):
 
     def _filled(self, number: int) -> None:
         """Note that all copies of a layer have been started."""
-        with self._changed:
+        with self._lock:
             held = self._held[number]
             if held.state is LayerState.FILLING:
                 held.state = LayerState.SENT
@@ -349,7 +375,7 @@ class Bringer(Holding, Sink):
     def ended(self, unit: WorkItem) -> None:
         """Note that a unit's copies have ended (`Sink`)."""
         number = self._layer_of[unit[0].placement]
-        with self._changed:
+        with self._lock:
             held = self._held.get(number)
             if held is None:  # forgotten
                 return
@@ -363,7 +389,7 @@ class Bringer(Holding, Sink):
 
     def _has_computed(self, numbers: Sequence[int]) -> None:
         """Note that the device has computed with layers, so that their slots can be filled."""
-        with self._changed:
+        with self._lock:
             for number in numbers:
                 self._held[number].computing -= 1
                 self._settle(number)

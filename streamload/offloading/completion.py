@@ -66,7 +66,13 @@ class Reaper:
         if not self._runs:
             self._runs = True
             alive = [thread for thread in self._threads if thread.is_alive()]
-            self._threads = [*alive, started(self._run, "streamload-reaper", self.end)]
+            try:
+                self._threads = [*alive, started(self._run, "streamload-reaper", self.end)]
+            except RuntimeError:  # the limit of threads is reached
+                self._runs = False
+                _wait_for(ticket)
+                has_ended(numbers)
+                return
         self._tickets.put((numbers, ticket, has_ended))
 
     def end(self) -> None:
@@ -83,7 +89,11 @@ class Reaper:
     def _run(self) -> None:
         while (item := self._tickets.get()) is not None:
             numbers, ticket, has_ended = item
-            with suppress(BaseException):  # the thread that computes gets the same error
-                ticket.wait()
+            _wait_for(ticket)
             has_ended(numbers)
             del item, numbers, ticket, has_ended  # not kept while it waits
+
+
+def _wait_for(ticket: Ticket) -> None:
+    with suppress(BaseException):  # the thread that computes gets the same error
+        ticket.wait()

@@ -108,6 +108,13 @@ class ExpertCache:
         """Add file bytes, read for an expert, to the count of its layer."""
         self.read_nbytes[bisect_right(self._first, expert) - 1] += nbytes
 
+    def keep(self, experts: Collection[int]) -> None:
+        """Free the slots of all but these experts, after a call that may have ended half-way."""
+        self._slot = {expert: slot for expert, slot in self._slot.items() if expert in experts}
+        self._held[:] = -1
+        for expert, slot in self._slot.items():
+            self._held[slot] = expert
+
     def drop(self, expert: int) -> None:
         """Free the slot of an expert that has one."""
         self._held[self._slot.pop(expert)] = -1

@@ -26,6 +26,8 @@ _SMALL = "small tensors of layers"
 # A tensor is small if it has at most this share of its layer: norms, biases, scales of scales.
 # Each costs the host as much as a large one, and all of them little memory.
 _SMALL_SHARE = 1 / 4096
+# The most that all small ones of a layer have of it; beyond that the larger ones stream.
+_ALL_SMALL_SHARE = 0.01
 
 # A module is proposed as a layer if it has this share of the bytes of the largest in layers.
 _WORTH_NAMING = 0.05
@@ -173,14 +175,15 @@ def without_small(
     found: Sequence[Module], nbytes: Sequence[int]
 ) -> tuple[list[Module], list[LayerGroup]]:
     """Return the modules without tensors that are small beside their layer, and these, to stay."""
-    small = [
-        at
-        for _, numbers, in_layer in found
-        if in_layer
-        for at in numbers
-        if nbytes[at] <= _SMALL_SHARE * sum(nbytes[each] for each in numbers)
-    ]
-    group = [LayerGroup(_SMALL, tuple(small), "fixed")] if small else []
+    small: list[int] = []
+    for numbers in [each.numbers for each in found if each.in_layer]:
+        total = sum(nbytes[at] for at in numbers)
+        first = sorted(numbers, key=nbytes.__getitem__)
+        for at, taken in zip(first, accumulate(nbytes[at] for at in first), strict=True):
+            if nbytes[at] > _SMALL_SHARE * total or taken > _ALL_SMALL_SHARE * total:
+                break
+            small.append(at)
+    group = [LayerGroup(_SMALL, tuple(sorted(small)), "fixed")] if small else []
     return without(found, {*small}), group
 
 

@@ -81,7 +81,8 @@ class Holding:
         best, best_distance = None, at
         slots = self._layers[number].slots
         for first in range(len(self._holds) - slots + 1):
-            held = {each for each in self._holds[first : first + slots] if each is not None}
+            inside = {each for each in self._holds[first : first + slots] if each is not None}
+            held = inside & self._held.keys()  # without what an interrupted call left
             if any(each in self._busy or each in self._users for each in held):
                 continue
             nearest = min(
@@ -129,9 +130,9 @@ class Holding:
     def _drop(self, number: int | None) -> None:
         if number is None:
             return
+        self._busy.discard(number)
         if self._held.pop(number, None) is not None and number >= self._first_expert:
             self.experts.drop(number - self._first_expert)
-        self._busy.discard(number)
         if number < self._first_expert:
             self._holds = [None if held == number else held for held in self._holds]
         if self._views is not None:

@@ -51,7 +51,7 @@ class Rounds(Bringer):
     def _acquire(self, numbers: Sequence[int], stalls: list[float], at: int) -> list[int]:
         """Wait until layers are in slots; return each one's first, add the time to ``stalls``."""
         begun = time.perf_counter()
-        with self._changed:
+        with self._lock:
             self._check_usable()
             self._runner = threading.get_ident()
             try:
@@ -96,7 +96,7 @@ class Rounds(Bringer):
         for _, ticket in self._used:  # it has ended: the router's choice was computed after it
             with suppress(Exception):  # the thread that computes gets the same error
                 ticket.wait()
-        with self._changed:
+        with self._lock:
             self._check_usable()
             used, self._used = self._used, []
             for number in chain.from_iterable(numbers for numbers, _ in used):
@@ -124,7 +124,7 @@ class Rounds(Bringer):
         """Cancel the rest of an `ask`: its layer needs no more experts."""
         if os.getpid() != self._process:
             return
-        with self._changed:
+        with self._lock:
             self.experts.asked = []
             self._leave_if_done()
 
@@ -132,7 +132,11 @@ class Rounds(Bringer):
         return [self._first_expert + expert for expert in self.experts.numbers(layer, chosen)]
 
     def release(self, number: int) -> None:
-        """End `acquire`, if it succeeded: slots may be refilled after the work queued until now."""
+        """End `acquire`, if it succeeded: slots may be refilled after the work queued until now.
+
+        Raises:
+            StreamloadError: the copies to the layer failed.
+        """
         if self._mark_release([number]) and self._reads_here():
             self._bring_next(number)
 
@@ -144,7 +148,7 @@ class Rounds(Bringer):
         try:
             ticket = self._device.mark()
         finally:
-            with self._changed:
+            with self._lock:
                 self.experts.has_computed([number - self._first_expert for number in numbers])
                 released = self._release(numbers, ticket)
         return released
@@ -195,7 +199,8 @@ class Rounds(Bringer):
         Raises:
             OffloadError: a thread computes with a layer now.
         """
-        with self._changed:
+        self._check_not_reading("paused")
+        with self._lock:
             if self._users or self._wanted:
                 raise OffloadError("it cannot be paused while a pass computes with a layer")
             self._paused = True
@@ -217,7 +222,7 @@ class Rounds(Bringer):
 
     def resume(self, memory: Slots) -> None:
         """Use new slots after `pause`, of the same sizes."""
-        with self._changed:
+        with self._lock:
             self.memory, self._paused = memory, False
             self._wake()
 
@@ -230,7 +235,8 @@ class Rounds(Bringer):
         if os.getpid() != self._process:
             self.memory.close()  # this process's copy; the parent has the threads
             return
-        with self._changed:
+        self._check_not_reading("closed")
+        with self._lock:
             if self._users:
                 raise OffloadError("it cannot be closed while a pass computes with a layer")
             if self._closed:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +17,7 @@ import needs
 import pytest
 
 from streamload.devices.base import ReadTable
+from streamload.errors import DeviceError
 
 torch = needs.module("torch")
 hf = needs.module("transformers")
@@ -287,3 +290,89 @@ def test_a_copy_is_queued_while_another_runs(
             models.logits(model)
         late = sum(later < earlier for earlier, later in itertools.pairwise(Slow.after))
         assert late < len(Slow.after) // 10, Slow.after
+
+
+class Lossy(Late):
+    """Copies of which some fail on the device, after they were started."""
+
+    def run(self, fd: int, parts: Any, locks: bool, after: Sequence[Any] = ()) -> None:
+        """Lose every seventh: its bytes are wrong, and a wait for it raises."""
+        ticket = self.next
+        super().run(fd, parts, locks, after)
+        if len(self.threads) % 7 == 6:
+            ticket.copies = [(target, b"\x3f" * len(data)) for target, data in ticket.copies]
+            ticket.is_lost = True
+
+
+@pytest.mark.usefixtures("late")
+def test_a_pass_with_bytes_that_were_lost_raises(
+    tmp_path: Path, staged: type[Staged], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Itself: no later pass computes with them, or tells of it."""
+
+    def wait(self: Queued) -> None:
+        ended(self)
+        if getattr(self, "is_lost", False):
+            raise DeviceError("cpu", "a copy was lost")
+
+    def follow(self: Staged, tickets: Sequence[Queued]) -> None:
+        for ticket in tickets:  # on the device: nobody is told
+            ended(ticket)
+
+    def refiller(self: Bulk, count: int, slots: int, nbytes: int) -> Lossy:
+        return Lossy(self._loop, self._reads, [Slot(nbytes) for _ in range(count * slots)], count)
+
+    ended = Queued.wait
+    monkeypatch.setattr(Queued, "wait", wait)
+    monkeypatch.setattr(Bulk, "refiller", refiller)
+    monkeypatch.setattr(staged, "follow", follow)
+    monkeypatch.setattr(Late, "locked", True)
+    models.built("llama").bfloat16().save_pretrained(tmp_path)
+    whole: Any = from_pretrained(tmp_path, device="cpu", progress=False)
+    expected, budget = models.logits(whole), int(0.6 * whole.streamload_report.resident_nbytes)
+    model: Any = from_pretrained(
+        tmp_path, device="cpu", progress=False, budget=budget, offload=True, threads=2
+    )
+    raised = 0
+    with model.streamload_offload:
+        for _ in range(40):
+            try:
+                assert torch.equal(models.logits(model), expected)
+            except DeviceError:
+                raised += 1
+    assert 0 < raised < 40
+
+
+@pytest.mark.usefixtures("late")
+def test_an_interrupt_while_a_layer_gets_its_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next pass runs: no slot is held by a layer that was not brought."""
+    monkeypatch.setattr(Late, "locked", True)
+    models.built("llama").bfloat16().save_pretrained(tmp_path)
+    whole: Any = from_pretrained(tmp_path, device="cpu", progress=False)
+    expected, budget = models.logits(whole), int(0.75 * whole.streamload_report.resident_nbytes)
+    model: Any = from_pretrained(
+        tmp_path, device="cpu", progress=False, budget=budget, offload=True, threads=2
+    )
+    fills, interrupts = Rounds._fills, 0
+
+    def interrupted(self: Any) -> bool:
+        nonlocal interrupts
+        caller = sys._getframe(1)
+        takes = caller.f_code is Rounds._take.__code__ and caller.f_locals["number"] == 0
+        if interrupts and takes and threading.current_thread() is threading.main_thread():
+            interrupts = 0
+            raise KeyboardInterrupt
+        return fills(self)
+
+    monkeypatch.setattr(Rounds, "_fills", interrupted)
+    with model.streamload_offload as offloaded:
+        assert offloaded.plan.residency.slots == 1
+        for _ in range(3):
+            assert torch.equal(models.logits(model), expected)
+        interrupts = 1
+        for _ in range(20):
+            with suppress(KeyboardInterrupt):
+                assert torch.equal(models.logits(model), expected)
+        assert not interrupts

@@ -7,6 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamload.offloading.groups import Module, without_small
 from streamload.offloading.residency import LayerSize, Residency, choose, least
 
 _KINDS = st.sampled_from(["layer", "layer", "layer", "rows", "fixed"])
@@ -130,3 +131,13 @@ def test_about_the_same_share_of_each_size_stays() -> None:
         assert found is not None
         parts = [len({*found.streams} & {*names}) / len(names) for names in (large, small)]
         assert abs(parts[0] - parts[1]) < 0.1
+
+
+def test_small_tensors_of_a_layer_are_a_small_share_of_it_together() -> None:
+    """The smallest stay: of one large tensor's layer all, of thousands of equal ones few."""
+    rest, groups = without_small([Module("a", [0, 1, 2], True)], [10**6, 200, 100])
+    assert rest[0].numbers == [0] and groups[0].wants == (1, 2)
+    many = [1000] * 5000
+    rest, groups = without_small([Module("a", [*range(5000)], True)], many)
+    assert len(groups[0].wants) == 50 and len(rest[0].numbers) == 4950
+    assert without_small([Module("a", [0, 1], False)], [10**6, 1])[1] == []
