@@ -284,6 +284,7 @@ def _kept(
     if math.prod(map(len, counts)) > _MOST_TRIALS:
         return _greedy(layers, room_nbytes)
     totals = [sum(map(price, group)) for group in groups]
+    total = sum(totals)
     found: list[tuple[float, list[float], list[int]]] = []
     for trial in product(*counts):
         taken = sum(n * group[0].resident_nbytes for n, group in zip(trial, few, strict=True))
@@ -292,7 +293,7 @@ def _kept(
             continue
         n = min(left // max(many[0].resident_nbytes, 1), len(many))
         saved = [k * price(g[0]) for k, g in zip((*trial, n), groups, strict=True)]
-        found.append((sum(totals) - sum(saved), saved, [*trial, n]))
+        found.append((total - sum(saved), saved, [*trial, n]))
     most = min((cost for cost, _, _ in found), default=0.0) * _NEARLY_LEAST
 
     several = [at for at, group in enumerate(groups) if len(group) > 1]

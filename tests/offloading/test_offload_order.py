@@ -142,6 +142,17 @@ def late(staged: type[Staged], monkeypatch: pytest.MonkeyPatch) -> None:
     Late.threads.clear()
 
 
+def _offloaded(path: Path, share: float, threads: int) -> tuple[Any, torch.Tensor]:
+    """A model under this share of its bytes, and what it gives when all of it is resident."""
+    models.built("llama").bfloat16().save_pretrained(path)
+    whole: Any = from_pretrained(path, device="cpu", progress=False)
+    budget = int(share * whole.streamload_report.resident_nbytes)
+    model = from_pretrained(
+        path, device="cpu", progress=False, budget=budget, offload=True, threads=threads
+    )
+    return model, models.logits(whole)
+
+
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("locked", [False, True])
 def test_copies_wait_on_the_device_for_what_it_computes(
@@ -194,12 +205,7 @@ def test_copies_wait_where_no_thread_can_be_started(
 
     monkeypatch.setattr(threading.Thread, "start", started)
     monkeypatch.setattr(Bulk, "run", ran)
-    models.built("llama").bfloat16().save_pretrained(tmp_path)
-    whole: Any = from_pretrained(tmp_path, device="cpu", progress=False)
-    expected, budget = models.logits(whole), int(0.7 * whole.streamload_report.resident_nbytes)
-    model: Any = from_pretrained(
-        tmp_path, device="cpu", progress=False, budget=budget, offload=True, threads=1
-    )
+    model, expected = _offloaded(tmp_path, 0.7, threads=1)
     with model.streamload_offload:
         runs.clear()
         for _ in range(5):
@@ -211,12 +217,7 @@ def test_copies_wait_where_no_thread_can_be_started(
 def test_a_pause_as_a_layer_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is brought into slots that are gone."""
     monkeypatch.setattr(Late, "locked", True)
-    models.built("llama").bfloat16().save_pretrained(tmp_path)
-    whole: Any = from_pretrained(tmp_path, device="cpu", progress=False)
-    budget = int(0.7 * whole.streamload_report.resident_nbytes)
-    model: Any = from_pretrained(
-        tmp_path, device="cpu", progress=False, budget=budget, offload=True, threads=2
-    )
+    model, _ = _offloaded(tmp_path, 0.7, threads=2)
     with model.streamload_offload as offloaded:
         models.logits(model)
         rounds = offloaded._streaming.rounds
@@ -327,12 +328,7 @@ def test_a_pass_with_bytes_that_were_lost_raises(
     monkeypatch.setattr(Bulk, "refiller", refiller)
     monkeypatch.setattr(staged, "follow", follow)
     monkeypatch.setattr(Late, "locked", True)
-    models.built("llama").bfloat16().save_pretrained(tmp_path)
-    whole: Any = from_pretrained(tmp_path, device="cpu", progress=False)
-    expected, budget = models.logits(whole), int(0.6 * whole.streamload_report.resident_nbytes)
-    model: Any = from_pretrained(
-        tmp_path, device="cpu", progress=False, budget=budget, offload=True, threads=2
-    )
+    model, expected = _offloaded(tmp_path, 0.6, threads=2)
     raised = 0
     with model.streamload_offload:
         for _ in range(40):
@@ -349,12 +345,7 @@ def test_an_interrupt_while_a_layer_gets_its_slot(
 ) -> None:
     """The next pass runs: no slot is held by a layer that was not brought."""
     monkeypatch.setattr(Late, "locked", True)
-    models.built("llama").bfloat16().save_pretrained(tmp_path)
-    whole: Any = from_pretrained(tmp_path, device="cpu", progress=False)
-    expected, budget = models.logits(whole), int(0.75 * whole.streamload_report.resident_nbytes)
-    model: Any = from_pretrained(
-        tmp_path, device="cpu", progress=False, budget=budget, offload=True, threads=2
-    )
+    model, expected = _offloaded(tmp_path, 0.75, threads=2)
     fills, interrupts = Rounds._fills, 0
 
     def interrupted(self: Any) -> bool:
