@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -38,11 +38,15 @@ ExpertWeights = Sequence[Mapping[str, int]]  # of each expert, by weight, the in
 
 @dataclass(slots=True)
 class Timed:
-    """Number and seconds of ended passes (calls of a model); ``running``: passes under way."""
+    """Number and seconds of ended passes (calls of a model); ``running``: passes under way.
+
+    ``ended`` is called at the end of each that is inside of no other.
+    """
 
     passes: int = 0
     seconds: float = 0.0
     running: int = 0
+    ended: Callable[[], None] | None = None
 
     @contextmanager
     def a_pass(self) -> Iterator[None]:
@@ -55,6 +59,8 @@ class Timed:
             self.running -= 1
             self.passes += 1
             self.seconds += time.perf_counter() - begun
+            if self.ended is not None and not self.running:
+                self.ended()
 
 
 class Wrapped(Protocol):
@@ -293,6 +299,8 @@ class ModelAdapter(ABC, Generic[P]):
                 for _ in range(by_name[name].experts)
             ]
             self.stream_experts(name, number, each, rounds)
+        if rounds is not None:
+            self.timed.ended = rounds.end_pass
         self.end_putting(plan, rounds)
 
 

@@ -185,6 +185,17 @@ class Rounds(Bringer):
             self._views.leave(numbers)
         return True
 
+    def end_pass(self) -> None:
+        """End what an interrupted call left: uses of layers, and a choice of experts."""
+        if self._runner != threading.get_ident() or os.getpid() != self._process:
+            return
+        if self._users:
+            self._device.synchronize()  # it may compute with them
+            with self._lock:
+                for number in [*self._users]:
+                    self._release([number], None)
+        self.end_asking()
+
     @property
     def may_pause(self) -> bool:
         """Whether `pause` leaves no device memory, and the host has room for another such load."""

@@ -121,7 +121,7 @@ def late(staged: type[Staged], monkeypatch: pytest.MonkeyPatch) -> None:
     release = Rounds._release
 
     def released(self: Any, numbers: Sequence[int], work: Any) -> bool:
-        for number in {*numbers} & {*self._users}:
+        for number in {*numbers} & {*self._users} if work is not None else ():
             start = self.memory.to_fill(number, self._held[number].first)[0].data_ptr()
             stop = start + self.memory._residency.slot_nbytes * self._layers[number].slots
             Late.uses.append((start, stop, work))
@@ -137,6 +137,12 @@ def late(staged: type[Staged], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rounds, "_release", released)
     monkeypatch.setattr(Bulk, "refiller", refiller)
     monkeypatch.setattr(staged, "follow", follow)
+
+    def synchronized(self: Staged) -> None:
+        for _, _, work in Late.uses:
+            work.wait()
+
+    monkeypatch.setattr(staged, "synchronize", synchronized)
     monkeypatch.setattr(staged, "mark", lambda self: Queued())
     Late.uses.clear()
     Late.threads.clear()
@@ -367,3 +373,34 @@ def test_an_interrupt_while_a_layer_gets_its_slot(
             with suppress(KeyboardInterrupt):
                 assert torch.equal(models.logits(model), expected)
         assert not interrupts
+
+
+@pytest.mark.usefixtures("late")
+def test_an_interrupt_while_a_layer_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next pass runs: no layer is taken to be in use."""
+    monkeypatch.setattr(Late, "locked", True)
+    models.built("llama").bfloat16().save_pretrained(tmp_path)
+    whole: Any = from_pretrained(tmp_path, device="cpu", progress=False)
+    expected, budget = models.logits(whole), int(0.75 * whole.streamload_report.resident_nbytes)
+    model: Any = from_pretrained(
+        tmp_path, device="cpu", progress=False, budget=budget, offload=True, threads=2
+    )
+    note, interrupts = Rounds._note_use, 0
+
+    def interrupted(self: Any, number: int, work: Any) -> None:
+        nonlocal interrupts
+        interrupts -= 1
+        if not interrupts:
+            raise KeyboardInterrupt
+        note(self, number, work)
+
+    monkeypatch.setattr(Rounds, "_note_use", interrupted)
+    with model.streamload_offload:
+        for nth in (1, 2):
+            models.logits(model)
+            interrupts = nth
+            with pytest.raises(KeyboardInterrupt):
+                models.logits(model)
+            assert torch.equal(models.logits(model), expected)
