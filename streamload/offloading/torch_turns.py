@@ -110,6 +110,7 @@ class Turn:
         self._loaded: list[tuple[Slot, Any, int]] = []  # with torch's count of writes
         self._adapter.empty(self.plan, self._problem.wants)
         self._adapter.put(self.plan, self._problem, self._device, cast(Rounds, self))
+        self._timed.ended = self.end_pass
         methods = [method for method in _METHODS if hasattr(type(model), method)]
         self._calls: list[torch_modules.Wrapped] = [_Called(model, each, self) for each in methods]
         if not self.plan.residency.absent:
@@ -279,6 +280,11 @@ class Turn:
         """Call the method of `Rounds`."""
         if self._rounds is not None:
             self._rounds.release(number)
+
+    def end_pass(self) -> None:
+        """Call the method of `Rounds`."""
+        if self._rounds is not None:
+            self._rounds.end_pass()
 
     def abandon(self) -> None:
         """Let threads end, and weights be freed, as the model is gone."""

@@ -15,6 +15,7 @@ class Job:
     """The load of a transformer by streamload, or by diffusers (``theirs``)."""
 
     def __init__(self, path: str, config: str, *, theirs: bool, dtype: str, **options: Any) -> None:
+        _ = diffusers.FluxTransformer2DModel  # imports it, which a load would do
         self._load = self._theirs if theirs else self._ours
         self._path, self._config, self._dtype, self._options = path, config, dtype, options
 

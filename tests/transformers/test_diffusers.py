@@ -15,7 +15,7 @@ from hub_server import COMMIT, Hub, hub
 
 torch = needs.module("torch")
 needs.module("transformers")
-diffusers = needs.runtime("diffusers")
+diffusers = needs.module("diffusers")
 
 __all__ = ["hub"]
 

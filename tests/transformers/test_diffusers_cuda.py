@@ -17,7 +17,7 @@ torch = needs.module("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device here", allow_module_level=True)
 needs.module("transformers")
-diffusers = needs.runtime("diffusers")
+diffusers = needs.module("diffusers")
 
 from diffusion import PIPELINES, image, saved  # noqa: E402
 

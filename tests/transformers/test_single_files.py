@@ -14,7 +14,7 @@ from hub_server import Hub, hub
 
 torch = needs.module("torch")
 transformers = needs.module("transformers")
-diffusers = needs.runtime("diffusers")
+diffusers = needs.module("diffusers")
 gguf = needs.module("gguf")
 
 __all__ = ["hub"]
