@@ -48,6 +48,10 @@ class Rounds(Bringer):
             self._wake()  # the next may go where the one before was
         return self.memory.buffers(number, first)
 
+    def computes_with(self, number: int) -> bool:
+        """Whether the thread that runs the model computes with a layer."""
+        return number in self._users
+
     def _acquire(self, numbers: Sequence[int], stalls: list[float], at: int) -> list[int]:
         """Wait until layers are in slots; return each one's first, add the time to ``stalls``."""
         begun = time.perf_counter()
@@ -227,6 +231,11 @@ class Rounds(Bringer):
             self.memory.close()
 
     @property
+    def is_open(self) -> bool:
+        """Whether layers can be acquired."""
+        return not (self._closed or self._paused)
+
+    @property
     def is_paused(self) -> bool:
         """Whether `resume` is possible."""
         return self._paused and not self._closed and os.getpid() == self._process
@@ -270,7 +279,7 @@ class Rounds(Bringer):
         self._wake()
 
     def _check_usable(self) -> None:
-        if self._closed or self._paused:
+        if not self.is_open:
             raise OffloadError(self._closed or "its turn on the device is over")
         if self._runner not in (None, threading.get_ident()):
             at = [*self._wanted[:1], *self._users][-1:]

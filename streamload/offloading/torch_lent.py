@@ -104,7 +104,8 @@ def take_back(weight: torch.Tensor) -> None:
 
 def forget(weight: torch.Tensor) -> None:
     """Drop the state that `lend` noted, as the weight is lent no more."""
-    weight.__dict__.pop(_LENT, None)
+    if is_lent(weight):
+        setattr(weight, _LENT, None)
 
 
 def is_kept(weights: Sequence[torch.Tensor], at: int, before: int) -> bool:

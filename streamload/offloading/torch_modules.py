@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import chain
@@ -388,11 +388,10 @@ class StreamedModule(Wrapped):
     def _there(self) -> Iterator[None]:
         self._stays.check()
         before, buffers, ended = list[Any](), list[torch.Tensor](), False
+        inside_itself = self._rounds.computes_with(self._number)
         try:  # before acquiring: Ctrl-C may come at its end
             buffers = [*self._rounds.acquire(self._number)]  # raises if another thread has it
-            before = [container[key] for _, container, key, _ in self._places]
-            for had, (*_, absent) in zip(before, self._places, strict=True):
-                self._check(had, absent)
+            before = [self._before(*place[1:], inside_itself) for place in self._places]
             for at, container, key, absent in self._places:
                 torch_lent.lend(buffers[at], absent)
                 container[key] = buffers[at]
@@ -407,7 +406,6 @@ class StreamedModule(Wrapped):
                     container[key] = had
                 for buffer in buffers:
                     torch_lent.take_back(buffer)
-                inside_itself = any(map(torch_lent.is_lent, before))
                 if not ended and not inside_itself:
                     self._check_attributes(buffers)
             finally:
@@ -454,14 +452,23 @@ class StreamedModule(Wrapped):
         name = absent._streamload_streamed
         self._stays.cannot(name, f"{said}; the memory is another layer's next")
 
-    def _check(self, had: Any, absent: Any) -> None:
-        """Note an error if ``had``, found in place of placeholder ``absent``, is no lent weight."""
-        if not isinstance(had, StreamedParameter) and not torch_lent.is_lent(had):
+    def _before(
+        self, held: MutableMapping[str, Any], key: str, absent: Any, inside_itself: bool
+    ) -> Any:
+        """Return what goes to ``held[key]`` after the call: what is there, or the placeholder.
+
+        A lent weight is there in a call inside itself, or if Ctrl-C came as a call ended.
+        """
+        had = held[key]
+        if torch_lent.is_lent(had):
+            return had if inside_itself else absent
+        if not isinstance(had, StreamedParameter):
             reason = (
                 "streams, and something has put another tensor in its place, which would not be "
                 "used: close() the offload first, or"
             )
             self._stays.cannot(absent._streamload_streamed, reason, outside=True)
+        return had
 
 
 class GatheredEmbedding(Wrapped):

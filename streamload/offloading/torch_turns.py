@@ -123,8 +123,9 @@ class Turn:
 
     @property
     def is_here(self) -> bool:
-        """Whether the model has its turn."""
-        return self._streaming is not None
+        """Whether the model has its turn; not if an error of a signal handler ended `leave`."""
+        rounds = self._streaming.rounds if self._streaming is not None else None
+        return self._streaming is not None and (rounds is None or rounds.is_open)
 
     @property
     def more_nbytes(self) -> int:
@@ -141,6 +142,8 @@ class Turn:
         """Load what stays during a turn, and open the slots of what streams."""
         if self._closed:
             raise OffloadError(f"the offload of {self.name} was closed: load it again")
+        if self._streaming is not None:
+            self.leave()
         self._take_back()
         try:
             self._report = run(self._load, False, Clock())
@@ -294,7 +297,7 @@ class Turn:
             self.__dict__.pop(name, None)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what `Rounds` has for experts."""
+        """Begin the turn, and return what `Rounds` has."""
         if name.startswith("_"):
             raise AttributeError(name)
         self.begin()

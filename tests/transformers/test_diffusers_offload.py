@@ -26,6 +26,7 @@ import streamload  # noqa: E402
 from streamload.devices.torch.tensors import STREAMED  # noqa: E402
 from streamload.errors import OffloadError, PlanInfeasibleError, StreamloadError  # noqa: E402
 from streamload.offloading import bringing  # noqa: E402
+from streamload.offloading.offload import Streaming  # noqa: E402
 
 #: About the least budget of each pipeline.
 LEAST = {
@@ -126,6 +127,29 @@ def test_streaming_goes_on_in_the_next_turn(
     assert not [each for each in after if each.name.startswith("streamload")]
     with pytest.raises(StreamloadError, match="closed"):
         small(pipeline)
+
+
+def test_an_error_while_a_model_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a handler of SIGALRM raises it: the next images are right."""
+    folder = saved(tmp_path, "Flux")
+    expected = small(resident(folder))
+    pipeline = offloaded(folder, LEAST["Flux"])
+    pause, raised = Streaming.pause, 0
+
+    def paused(self: Streaming, why: str) -> None:
+        nonlocal raised
+        pause(self, why)
+        if self.rounds is not None:
+            raised += 1
+            raise TimeoutError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Streaming, "pause", paused)
+        with pytest.raises(TimeoutError):
+            small(pipeline)
+    assert raised == 1
+    for _ in range(2):
+        assert np.array_equal(small(pipeline), expected)
 
 
 def test_one_model_alone(tmp_path: Path) -> None:
