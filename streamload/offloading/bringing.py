@@ -36,8 +36,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import groupby
 from typing import Any
 
@@ -263,19 +263,19 @@ class Bringer(Holding, Sink):
         """Whether R reads, too: S has no workers."""
         return self._crew is not None and self._crew.is_inline
 
-    @contextmanager
-    def _here(self, *, raises: bool) -> Iterator[Crew | None]:
-        """Let R hand out what it brings itself; None if it cannot, or S does that now.
+    def _here(self, bring: Callable[[Crew], None], *, raises: bool) -> bool:
+        """Let R bring layers itself; return False if it cannot, or S does that now.
 
         ``raises``: whether R raises the error that ends S.
         """
         if not self._reads_here() or self._reading.locked() or self._failed is not None:
-            yield None
-            return
+            return False
         with self._reading:
             self._reader = threading.get_ident()
             try:
-                yield self._crew
+                if self._crew is None:
+                    return False
+                bring(self._crew)
             except BaseException as error:
                 raises = raises or not isinstance(error, Exception)
                 with self._lock:
@@ -286,6 +286,7 @@ class Bringer(Holding, Sink):
                     raise
             finally:
                 self._reader = None
+        return True
 
     def _check_not_reading(self, done: str) -> None:
         """Raise OffloadError if this thread brings a layer, and a signal handler calls."""
@@ -296,14 +297,17 @@ class Bringer(Holding, Sink):
         """Read those of some experts of an `ask` that nobody reads, unless others do it."""
         if all(number in self._held for number in numbers):
             return
-        with self._here(raises=True) as crew:
-            while crew is not None:
+
+        def read(crew: Crew) -> None:
+            while True:
                 with self._lock:
                     lacks = sum(number not in self._held for number in numbers)
                     picked = self._take_experts(lacks)
                 self._hand_out(picked, crew)
                 if not picked and not (lacks and crew.settle()):  # its end may make slots free
-                    break
+                    return
+
+        self._here(read, raises=True)
 
     def _bring_next(self, released: int) -> None:
         """Let the device read the next layers, in place of one that was released, if it can.
@@ -311,26 +315,32 @@ class Bringer(Holding, Sink):
         Raises:
             StreamloadError: copies to the released layer failed; the device computed with it.
         """
-        begun = time.perf_counter()
-        with self._here(raises=True) as crew:
-            while crew is not None and self._is_unsure(released) and crew.settle(1):
+        wakes = False
+
+        def settle(crew: Crew) -> None:
+            while self._is_unsure(released) and crew.settle(1):
                 pass
-        self.stats.stalls[released] += time.perf_counter() - begun
-        wakes = crew is None
-        with self._here(raises=False) as crew:
-            while crew is not None:
+
+        def hand_out(crew: Crew) -> None:
+            nonlocal wakes
+            while True:
                 with self._lock:
                     picked = None if self._paused or self._closed else self._pick_layer()
                     if picked is None:
-                        break
+                        return
                     if not crew.reads_nothing(self._work.get(picked[0], ())):
                         wakes = True
-                        break
+                        return
                     after = self._take(*picked)
                 self._hand_out([picked], crew, after)
+
+        begun = time.perf_counter()
+        wakes = not self._here(settle, raises=True)
+        self.stats.stalls[released] += time.perf_counter() - begun
+        there = self._here(hand_out, raises=False)
         with self._lock:
             self._left = released if wakes else None
-        if wakes or crew is None:
+        if wakes or not there:
             self._wake()
 
     def _is_unsure(self, number: int | None) -> bool:
@@ -387,12 +397,13 @@ class Bringer(Holding, Sink):
             if self._waits_inside() or self._paused:
                 self._changed.notify_all()
 
-    def _has_computed(self, numbers: Sequence[int]) -> None:
+    def _has_computed(self, numbers: Sequence[int], ticket: Ticket) -> None:
         """Note that the device has computed with layers, so that their slots can be filled."""
         with self._lock:
             for number in numbers:
-                self._held[number].computing -= 1
-                self._settle(number)
+                if (held := self._held.get(number)) is not None:
+                    held.computing.discard(ticket)
+                    self._settle(number)
             self._changed.notify_all()
             self._wake()
 

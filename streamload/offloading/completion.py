@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
 
@@ -45,10 +45,6 @@ def _end_threads() -> None:
         thread.join(_EXIT_S)
 
 
-#: Called with the numbers of layers once the device has computed with them.
-HasEnded = Callable[[Sequence[int]], None]
-
-
 class Reaper:
     """Waits in a thread for tickets (pending work of a device) in order, and calls back for each.
 
@@ -57,23 +53,25 @@ class Reaper:
     """
 
     def __init__(self) -> None:
-        self._tickets: SimpleQueue[tuple[Sequence[int], Ticket, HasEnded] | None] = SimpleQueue()
+        self._tickets: SimpleQueue[tuple[Ticket, Callable[[], None]] | None] = SimpleQueue()
         self._runs = False
         self._threads: list[threading.Thread] = []
 
-    def follow(self, numbers: Sequence[int], ticket: Ticket, has_ended: HasEnded) -> None:
-        """Call ``has_ended(numbers)`` (of layers) in the thread once the ticket has ended."""
+    def follow(self, ticket: Ticket, has_ended: Callable[[], None]) -> None:
+        """Call ``has_ended`` in the thread once the ticket has ended."""
         if not self._runs:
             self._runs = True
             alive = [thread for thread in self._threads if thread.is_alive()]
             try:
                 self._threads = [*alive, started(self._run, "streamload-reaper", self.end)]
-            except RuntimeError:  # the limit of threads is reached
+            except BaseException as error:
                 self._runs = False
-                _wait_for(ticket)
-                has_ended(numbers)
-                return
-        self._tickets.put((numbers, ticket, has_ended))
+                if isinstance(error, RuntimeError):  # the limit of threads is reached
+                    wait_for(ticket)
+                    has_ended()
+                    return
+                raise
+        self._tickets.put((ticket, has_ended))
 
     def end(self) -> None:
         """Let the thread end after all tickets that it follows; return at once."""
@@ -88,12 +86,13 @@ class Reaper:
 
     def _run(self) -> None:
         while (item := self._tickets.get()) is not None:
-            numbers, ticket, has_ended = item
-            _wait_for(ticket)
-            has_ended(numbers)
-            del item, numbers, ticket, has_ended  # not kept while it waits
+            ticket, has_ended = item
+            wait_for(ticket)
+            has_ended()
+            del item, ticket, has_ended  # not kept while it waits
 
 
-def _wait_for(ticket: Ticket) -> None:
+def wait_for(ticket: Ticket) -> None:
+    """Wait for the end of a ticket, by success or failure."""
     with suppress(BaseException):  # the thread that computes gets the same error
         ticket.wait()

@@ -58,7 +58,7 @@ class HeldLayer:
     unsure_nbytes: int  # bytes whose copies may not have ended
     state: LayerState = LayerState.FILLING
     tickets: list[Ticket] = field(default_factory=list)  # of copies that may not have ended
-    computing: int = 0  # number of uses that C waits for
+    computing: set[Ticket] = field(default_factory=set)  # of uses that C waits for
 
 
 class Slots:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -40,18 +40,19 @@ ExpertWeights = Sequence[Mapping[str, int]]  # of each expert, by weight, the in
 class Timed:
     """Number and seconds of ended passes (calls of a model); ``running``: passes under way.
 
-    ``ended`` is called at the end of each that is inside of no other.
+    ``rounds`` ends what an interrupted call in a pass has left. It is None if nothing streams.
     """
 
     passes: int = 0
     seconds: float = 0.0
     running: int = 0
-    ended: Callable[[], None] | None = None
+    rounds: Rounds | None = None
 
     @contextmanager
     def a_pass(self) -> Iterator[None]:
         """Count and time the pass in a ``with`` block."""
         begun = time.perf_counter()
+        in_use = 0 if self.rounds is None else self.rounds.in_use
         self.running += 1
         try:
             yield
@@ -59,8 +60,8 @@ class Timed:
             self.running -= 1
             self.passes += 1
             self.seconds += time.perf_counter() - begun
-            if self.ended is not None and not self.running:
-                self.ended()
+            if self.rounds is not None:
+                self.rounds.end_pass(in_use)
 
 
 class Wrapped(Protocol):
@@ -299,8 +300,7 @@ class ModelAdapter(ABC, Generic[P]):
                 for _ in range(by_name[name].experts)
             ]
             self.stream_experts(name, number, each, rounds)
-        if rounds is not None:
-            self.timed.ended = rounds.end_pass
+        self.timed.rounds = rounds
         self.end_putting(plan, rounds)
 
 

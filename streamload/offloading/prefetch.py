@@ -17,12 +17,14 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 
 from streamload.core.memory import available_host_nbytes
 from streamload.devices.base import Buffer, QueuedWork
 from streamload.errors import OffloadError
 from streamload.offloading.bringing import Bringer
+from streamload.offloading.completion import wait_for
 from streamload.offloading.layers import Slots
 
 
@@ -47,6 +49,11 @@ class Rounds(Bringer):
         if not self._reads_here():
             self._wake()  # the next may go where the one before was
         return self.memory.buffers(number, first)
+
+    @property
+    def in_use(self) -> int:
+        """The number of layers that the thread that runs the model computes with."""
+        return len(self._users)
 
     def computes_with(self, number: int) -> bool:
         """Whether the thread that runs the model computes with a layer."""
@@ -178,10 +185,7 @@ class Rounds(Bringer):
             self._settle(numbers[0])
         else:
             if ticket is not None:
-                for number in numbers:
-                    self._held[number].computing += 1
-                self._busy.update(numbers)
-                self._reaper.follow(numbers, ticket, self._has_computed)
+                self._follow(numbers, ticket)
             for number in numbers:
                 self._settle(number)
             self._wake()
@@ -189,16 +193,33 @@ class Rounds(Bringer):
             self._views.leave(numbers)
         return True
 
-    def end_pass(self) -> None:
-        """End what an interrupted call left: uses of layers, and a choice of experts."""
+    def _follow(self, numbers: Sequence[int], ticket: QueuedWork) -> None:
+        """Let C wait for the work that uses layers."""
+        has_computed = partial(self._has_computed, numbers, ticket)
+        try:
+            for number in numbers:
+                self._held[number].computing.add(ticket)
+            self._busy.update(numbers)
+            self._reaper.follow(ticket, has_computed)
+        except BaseException:  # Ctrl-C: perhaps C does not
+            wait_for(ticket)
+            has_computed()
+            raise
+
+    def end_pass(self, in_use: int) -> None:
+        """End what an interrupted call left: uses of layers, and a choice of experts.
+
+        ``in_use``: the number of layers in use when the pass began, of a call around it.
+        """
         if self._runner != threading.get_ident() or os.getpid() != self._process:
             return
-        if self._users:
+        if left := self._users[in_use:]:
             self._device.synchronize()  # it may compute with them
             with self._lock:
-                for number in [*self._users]:
+                for number in reversed(left):
                     self._release([number], None)
-        self.end_asking()
+        if not in_use:
+            self.end_asking()
 
     @property
     def may_pause(self) -> bool:

@@ -398,8 +398,8 @@ class StreamedModule(Wrapped):
             counts = [sys.getrefcount(buffers[at]) for at in range(len(buffers))]
             with self._restored():
                 yield
-            ended = True
             self._check_given_back(buffers, counts)
+            ended = True
         finally:
             try:
                 for (_, container, key, _), had in zip(self._places, before, strict=bool(before)):
@@ -440,8 +440,8 @@ class StreamedModule(Wrapped):
         """After a failed call, note weights that attributes keep; the traceback may keep others."""
         if not buffers:
             return
-        kept = torch_lent.kept_in(self._module, buffers)
         torch_lent.after_error(buffers)
+        kept = torch_lent.kept_in(self._module, buffers)
         for at, _, _, absent in self._places:
             if at in kept:
                 self._cannot(absent, "keeps it or a view of it")

@@ -110,7 +110,7 @@ class Turn:
         self._loaded: list[tuple[Slot, Any, int]] = []  # with torch's count of writes
         self._adapter.empty(self.plan, self._problem.wants)
         self._adapter.put(self.plan, self._problem, self._device, cast(Rounds, self))
-        self._timed.ended = self.end_pass
+        self._timed.rounds = cast(Rounds, self)
         methods = [method for method in _METHODS if hasattr(type(model), method)]
         self._calls: list[torch_modules.Wrapped] = [_Called(model, each, self) for each in methods]
         if not self.plan.residency.absent:
@@ -284,10 +284,15 @@ class Turn:
         if self._rounds is not None:
             self._rounds.release(number)
 
-    def end_pass(self) -> None:
+    @property
+    def in_use(self) -> int:
+        """The property of `Rounds`."""
+        return 0 if self._rounds is None else self._rounds.in_use
+
+    def end_pass(self, in_use: int) -> None:
         """Call the method of `Rounds`."""
         if self._rounds is not None:
-            self._rounds.end_pass()
+            self._rounds.end_pass(in_use)
 
     def abandon(self) -> None:
         """Let threads end, and weights be freed, as the model is gone."""

@@ -26,8 +26,6 @@ import offloading_models as models  # noqa: E402
 from bulk_stand_in import Bulk, Refills, Slot, Staged  # noqa: E402
 
 from streamload.devices.torch import device as torch_devices  # noqa: E402
-from streamload.devices.torch.tensors import STREAMED  # noqa: E402
-from streamload.offloading import torch_modules  # noqa: E402
 from streamload.offloading.prefetch import Rounds  # noqa: E402
 from streamload.transformers import from_pretrained  # noqa: E402
 
@@ -406,28 +404,3 @@ def test_an_interrupt_while_a_layer_is_released(
             with pytest.raises(KeyboardInterrupt):
                 models.logits(model)
             assert torch.equal(models.logits(model), expected)
-
-
-def test_an_interrupt_before_weights_are_put_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next pass runs, and puts placeholders back: no weight shows a slot to others."""
-    model, expected = _offloaded(tmp_path, 0.75, 2)
-    names = [name for name, each in model.named_parameters() if hasattr(each, STREAMED)]
-    assert names
-    armed = True
-
-    def interrupted(*arguments: Any, **options: Any) -> Any:
-        nonlocal armed
-        if armed and isinstance(arguments[0][0], tuple):  # where each weight is
-            armed = False
-            raise KeyboardInterrupt
-        return zip(*arguments, **options)  # noqa: B905
-
-    monkeypatch.setattr(torch_modules, "zip", interrupted, raising=False)
-    with model.streamload_offload:
-        with pytest.raises(KeyboardInterrupt):
-            models.logits(model)
-        assert not armed
-        assert torch.equal(models.logits(model), expected)
-        assert all(hasattr(model.get_parameter(name), STREAMED) for name in names)
