@@ -17,6 +17,7 @@ used it (`_uses`), or else C waits for that. Who reads holds `_reading`, taken b
 | field | meaning | changed by |
 |---|---|---|
 | `_users`, `_runner`, `_wanted` | layers in use, their thread, layers that it waits for | R |
+| `calls` | calls of layers under way, one inside the other; at their end `end_calls` | R |
 | `_used` | experts computed with until the next `ask` | R |
 | `_active_s` | the time of R's last `ask` or `release` | R |
 | `_unproved` | layers in use or used, whose copies may still fail | R, who reads |
@@ -81,6 +82,7 @@ class Bringer(Holding, Sink):
         self._changes = changes
         self._layer_of = {p: n for n, layer in enumerate(layers) for p in layer.placements}
         self._active_s = 0.0
+        self.calls = 0
         self._unproved: set[int] = set()
         self._left: int | None = None
         self._runner: int | None = None

@@ -38,21 +38,16 @@ ExpertWeights = Sequence[Mapping[str, int]]  # of each expert, by weight, the in
 
 @dataclass(slots=True)
 class Timed:
-    """Number and seconds of ended passes (calls of a model); ``running``: passes under way.
-
-    ``rounds`` ends what an interrupted call in a pass has left. It is None if nothing streams.
-    """
+    """Number and seconds of ended passes (calls of a model); ``running``: passes under way."""
 
     passes: int = 0
     seconds: float = 0.0
     running: int = 0
-    rounds: Rounds | None = None
 
     @contextmanager
     def a_pass(self) -> Iterator[None]:
         """Count and time the pass in a ``with`` block."""
         begun = time.perf_counter()
-        in_use = 0 if self.rounds is None else self.rounds.in_use
         self.running += 1
         try:
             yield
@@ -60,8 +55,6 @@ class Timed:
             self.running -= 1
             self.passes += 1
             self.seconds += time.perf_counter() - begun
-            if self.rounds is not None:
-                self.rounds.end_pass(in_use)
 
 
 class Wrapped(Protocol):
@@ -300,7 +293,6 @@ class ModelAdapter(ABC, Generic[P]):
                 for _ in range(by_name[name].experts)
             ]
             self.stream_experts(name, number, each, rounds)
-        self.timed.rounds = rounds
         self.end_putting(plan, rounds)
 
 

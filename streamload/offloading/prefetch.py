@@ -50,11 +50,6 @@ class Rounds(Bringer):
             self._wake()  # the next may go where the one before was
         return self.memory.buffers(number, first)
 
-    @property
-    def in_use(self) -> int:
-        """The number of layers that the thread that runs the model computes with."""
-        return len(self._users)
-
     def computes_with(self, number: int) -> bool:
         """Whether the thread that runs the model computes with a layer."""
         return number in self._users
@@ -93,12 +88,15 @@ class Rounds(Bringer):
                 "layers is in the parent: offload it here"
             )
 
-    def ask(self, layer: int, chosen: Sequence[int]) -> None:
+    def ask(self, layer: int, chosen: Sequence[int]) -> list[int]:
         """Start to bring the experts that a layer's router chose, in the order of their use.
 
         Args:
             layer: the number of the layer among those that have experts.
             chosen: numbers of experts within the layer.
+
+        Returns:
+            The experts that a call around this one still needs, for `end_asking`.
 
         Raises:
             OffloadError: this was closed, or another thread computes with a layer now.
@@ -112,6 +110,7 @@ class Rounds(Bringer):
             used, self._used = self._used, []
             for number in chain.from_iterable(numbers for numbers, _ in used):
                 self._settle(number)
+            before = self.experts.asked
             there = [self._is_there(number) for number in self._numbers(layer, chosen)]
             self.experts.ask(layer, chosen, sum(there))
             self._runner, self._active_s = threading.get_ident(), time.monotonic()
@@ -120,6 +119,7 @@ class Rounds(Bringer):
                 self._start()
                 if len(there) > self.experts.together or not self._reads_here():
                     self._wake()
+            return before
 
     def acquire_experts(self, layer: int, chosen: Sequence[int]) -> list[tuple[int, int]]:
         """Wait until experts of an `ask` are in slots; return the number and slot of each."""
@@ -131,12 +131,12 @@ class Rounds(Bringer):
         """End `acquire_experts`: the slots may be refilled after the work queued until now."""
         self._mark_release(self._numbers(layer, chosen))
 
-    def end_asking(self) -> None:
-        """Cancel the rest of an `ask`: its layer needs no more experts."""
+    def end_asking(self, before: Sequence[int] = ()) -> None:
+        """Cancel the rest of an `ask`, which returned ``before``: its layer needs no more."""
         if os.getpid() != self._process:
             return
         with self._lock:
-            self.experts.asked = []
+            self.experts.asked = [*before]
             self._leave_if_done()
 
     def _numbers(self, layer: int, chosen: Sequence[int]) -> list[int]:
@@ -206,20 +206,19 @@ class Rounds(Bringer):
             has_computed()
             raise
 
-    def end_pass(self, in_use: int) -> None:
-        """End what an interrupted call left: uses of layers, and a choice of experts.
+    def end_calls(self) -> None:
+        """End what interrupted calls left: uses of layers, and a choice of experts.
 
-        ``in_use``: the number of layers in use when the pass began, of a call around it.
+        For the thread that runs the model, after the outermost call of a layer.
         """
         if self._runner != threading.get_ident() or os.getpid() != self._process:
             return
-        if left := self._users[in_use:]:
+        if self._users:
             self._device.synchronize()  # it may compute with them
             with self._lock:
-                for number in reversed(left):
+                for number in reversed([*self._users]):
                     self._release([number], None)
-        if not in_use:
-            self.end_asking()
+        self.end_asking()
 
     @property
     def may_pause(self) -> bool:
@@ -337,9 +336,6 @@ class Rounds(Bringer):
         if self._room_for(number, 0, {}) is not None:
             return
         outer, inner = self._layers[self._users[-1]].name, self._layers[number].name
-        users, self._users = self._users, []  # this ends all uses
-        if self._views is not None:
-            self._views.leave(users)
         raise OffloadError(
             f"{inner} computes while {outer} does, and the slots have no room for both: let one "
             f'stay, with stay="{inner}.*"'

@@ -80,6 +80,8 @@ class LayerStream:
             raise OffloadError("another loop is under way, and its layers have the slots")
         try:
             self._check_open()
+            if self._rounds is not None:
+                self._rounds.end_calls()  # what an interrupted loop left
             with self._timed.a_pass():
                 for turn in tuple(self._turns):
                     try:
@@ -134,6 +136,8 @@ class LayerStream:
         self._check_thread()
         try:
             self._take_back()
+            if self._rounds is not None:
+                self._rounds.end_calls()
         finally:
             self._closed = True
             self._streaming.close("these layers were closed")

@@ -218,12 +218,18 @@ class StreamedLayer(Wrapped):
                     f"a weight of {self._name} was written while the model is offloaded, and the "
                     "layer would not see it: close() the model first"
                 )
-        buffers = self._rounds.acquire(self._number)
+        self._rounds.calls += 1
         try:
-            with self._there(buffers):
-                return super().__call__(*args, **kwargs)
+            buffers = self._rounds.acquire(self._number)
+            try:
+                with self._there(buffers):
+                    return super().__call__(*args, **kwargs)
+            finally:
+                self._rounds.release(self._number)
         finally:
-            self._rounds.release(self._number)
+            self._rounds.calls -= 1
+            if not self._rounds.calls:
+                self._rounds.end_calls()
 
     @contextmanager
     def _there(self, buffers: Sequence[Buffer]) -> Iterator[None]:

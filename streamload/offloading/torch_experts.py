@@ -271,8 +271,14 @@ class StreamedExperts(Wrapped):
         most = 1
         if self._sums == "grouped" and top_k_index.numel() <= _FEW_ROWS * module.num_experts:
             most = _most_groups(module)
-        with torch.no_grad():
-            return computed(module, self._sums, routed, partial(self._give, most))
+        self._rounds.calls += 1
+        try:
+            with torch.no_grad():
+                return computed(module, self._sums, routed, partial(self._give, most))
+        finally:
+            self._rounds.calls -= 1
+            if not self._rounds.calls:
+                self._rounds.end_calls()
 
     def _give(self, most: int, chosen: Sequence[int]) -> Generator[Given, None, None]:
         """Yield experts with their weights in slots, a few of them acquired while others come.
@@ -280,7 +286,7 @@ class StreamedExperts(Wrapped):
         Up to ``most`` slots are in the weights that are yielded.
         """
         together = self._rounds.experts.together
-        self._rounds.ask(self._layer, chosen)
+        before = self._rounds.ask(self._layer, chosen)
         try:
             for first in range(0, len(chosen), together):
                 some = chosen[first : first + together]
@@ -290,7 +296,7 @@ class StreamedExperts(Wrapped):
                 finally:
                     self._rounds.release_experts(self._layer, some)
         finally:
-            self._rounds.end_asking()
+            self._rounds.end_asking(before)
 
     def _given(
         self, some: Sequence[int], held: Sequence[tuple[int, int]], most: int

@@ -381,8 +381,14 @@ class StreamedModule(Wrapped):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute with the layer's weights, which are in slots until the end of the call."""
         refuse_training(self._module)
-        with self._there(), torch.no_grad():
-            return self._own()(*args, **kwargs)
+        self._rounds.calls += 1
+        try:
+            with self._there(), torch.no_grad():
+                return self._own()(*args, **kwargs)
+        finally:  # which Ctrl-C does not interrupt before the count
+            self._rounds.calls -= 1
+            if not self._rounds.calls:
+                self._rounds.end_calls()
 
     @contextmanager
     def _there(self) -> Iterator[None]:

@@ -88,6 +88,7 @@ class Turn:
         name: the model's, for errors.
         plan: which layers stay on the device during a turn, and which stream.
         uses: the calls under way.
+        calls: as of `Rounds`.
         held_nbytes: device bytes that the model holds now.
     """
 
@@ -95,6 +96,7 @@ class Turn:
         """Put placeholders into ``model``, on the meta device, whose offload is ``prepared``."""
         self.name, self.plan, self.held_nbytes = name, prepared.plan, 0
         self.uses: set[object] = set()
+        self.calls = 0
         self._turns, self._timed, self._closed = turns, Timed(), False
         self._problem, self._adapter, load = prepared.problem, prepared.adapter, prepared.load
         self._load = replace(load, place=replace(load.place, model=None))  # it may be freed
@@ -110,7 +112,6 @@ class Turn:
         self._loaded: list[tuple[Slot, Any, int]] = []  # with torch's count of writes
         self._adapter.empty(self.plan, self._problem.wants)
         self._adapter.put(self.plan, self._problem, self._device, cast(Rounds, self))
-        self._timed.rounds = cast(Rounds, self)
         methods = [method for method in _METHODS if hasattr(type(model), method)]
         self._calls: list[torch_modules.Wrapped] = [_Called(model, each, self) for each in methods]
         if not self.plan.residency.absent:
@@ -284,15 +285,10 @@ class Turn:
         if self._rounds is not None:
             self._rounds.release(number)
 
-    @property
-    def in_use(self) -> int:
-        """The property of `Rounds`."""
-        return 0 if self._rounds is None else self._rounds.in_use
-
-    def end_pass(self, in_use: int) -> None:
+    def end_calls(self) -> None:
         """Call the method of `Rounds`."""
         if self._rounds is not None:
-            self._rounds.end_pass(in_use)
+            self._rounds.end_calls()
 
     def abandon(self) -> None:
         """Let threads end, and weights be freed, as the model is gone."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +16,36 @@ needs.module("transformers")
 import offloading_models as models  # noqa: E402
 from bulk_stand_in import Staged  # noqa: E402
 
+import streamload  # noqa: E402
 from streamload.devices.torch import device as torch_devices  # noqa: E402
 from streamload.devices.torch.tensors import STREAMED  # noqa: E402
+from streamload.errors import OffloadError  # noqa: E402
 from streamload.offloading import torch_lent, torch_modules  # noqa: E402
 from streamload.offloading.completion import Reaper  # noqa: E402
+from streamload.offloading.prefetch import Rounds  # noqa: E402
 from streamload.transformers import from_pretrained  # noqa: E402
 
 
 @pytest.fixture(params=["mapped", "copied"])
-def pair(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Any, Any]:
-    """A model that streams views of its file, or copies; and the same resident."""
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU, whose models stream views of their files, or a stand-in, to which they copy."""
     if request.param == "copied":
         monkeypatch.setitem(torch_devices._WAYS, "cpu", Staged)
-    models.built("llama").bfloat16().save_pretrained(tmp_path)
-    whole: Any = from_pretrained(tmp_path, device="cpu", progress=False)
-    budget = int(0.6 * whole.streamload_report.resident_nbytes)
+
+
+def _pair(path: Path, name: str, share: float) -> tuple[Any, Any]:
+    """A model under this share of its bytes, and the same resident."""
+    models.built(name).bfloat16().save_pretrained(path)
+    whole: Any = from_pretrained(path, device="cpu", progress=False)
+    budget = int(share * whole.streamload_report.resident_nbytes)
     given: dict[str, Any] = {"device": "cpu", "progress": False, "threads": 2}
-    return from_pretrained(tmp_path, budget=budget, offload=True, **given), whole
+    return from_pretrained(path, budget=budget, offload=True, **given), whole
+
+
+@pytest.fixture
+def pair(device: None, tmp_path: Path) -> tuple[Any, Any]:
+    """A Llama that streams, and the same resident."""
+    return _pair(tmp_path, "llama", 0.6)
 
 
 def _interrupted(model: Any, expected: torch.Tensor) -> KeyboardInterrupt:
@@ -144,3 +157,100 @@ def test_a_model_that_runs_inside_of_a_layer(pair: tuple[Any, Any]) -> None:
             handle = model.model.layers[layer].self_attn.register_forward_hook(hook)
             assert torch.equal(call(model, layer), call(whole, layer)) and inside
             handle.remove()
+
+
+@pytest.mark.usefixtures("device")
+def test_a_refusal_that_a_hook_catches(tmp_path: Path) -> None:
+    """The layer around it keeps its slot: two calls of another are refused, and it is right."""
+    model, whole = _pair(tmp_path, "llama", 0.7)
+    expected, refused = models.logits(whole), 0
+    residency = model.streamload_offload.plan.residency
+    assert residency.slots == 1 and len(residency.streams) == 2
+    outer, inner = (model.get_submodule(name) for name in residency.streams)
+
+    def inner_refused() -> None:
+        nonlocal refused
+        for _ in range(2):
+            with pytest.raises(OffloadError, match="no room for both"):
+                inner(torch.zeros(1, 1, 64, dtype=torch.bfloat16))
+            refused += 1
+
+    with model.streamload_offload:
+        outer.self_attn.register_forward_pre_hook(lambda *_: inner_refused())
+        for _ in range(3):
+            assert torch.equal(models.logits(model), expected)
+    assert refused == 6
+
+
+def test_an_interrupted_call_outside_of_a_pass(
+    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layer is not in use: another thread may run the model, and close it."""
+    model, whole = pair
+    release, armed, found = Rounds._release, True, list[bool]()
+
+    def interrupted(self: Rounds, *arguments: Any) -> bool:
+        nonlocal armed
+        if armed:
+            armed = False
+            raise KeyboardInterrupt
+        return release(self, *arguments)
+
+    monkeypatch.setattr(Rounds, "_release", interrupted)
+    expected = models.logits(whole)
+    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        model.model(models.IDS)
+    thread = threading.Thread(
+        target=lambda: found.append(torch.equal(models.logits(model), expected))
+    )
+    thread.start()
+    thread.join()
+    assert found == [True]
+    model.streamload_offload.close()
+
+
+@pytest.mark.usefixtures("device")
+def test_a_model_that_runs_inside_of_an_expert(tmp_path: Path) -> None:
+    """The experts that the call around it still needs are brought."""
+    model, whole = _pair(tmp_path, "mixtral", 0.35)
+    expected, inside = models.logits(whole), 0
+
+    def hook(*_: Any) -> None:
+        nonlocal inside
+        if inside % 2:
+            return
+        inside += 1
+        assert torch.equal(models.logits(model), expected)
+        inside += 1
+
+    assert model.streamload_offload.plan.residency.experts
+    for layer in model.model.layers[:2]:
+        layer.mlp.experts.act_fn.register_forward_hook(hook)
+    with model.streamload_offload:
+        assert torch.equal(models.logits(model), expected)
+    assert inside
+
+
+@pytest.mark.usefixtures("device")
+def test_an_interrupted_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next loop runs, and the end of the ``with`` block closes it."""
+    models.built("llama").bfloat16().save_pretrained(tmp_path)
+    release, left = Rounds._release, 0
+
+    def interrupted(self: Rounds, *arguments: Any) -> bool:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+        return release(self, *arguments)
+
+    monkeypatch.setattr(Rounds, "_release", interrupted)
+    given: dict[str, Any] = {"budget": "200kB", "device": "cpu", "layers": "model.layers.*"}
+    with streamload.stream_layers(tmp_path, **given) as layers:
+        assert layers.plan.residency.streams
+        for at in (2, 0, 3):
+            left, names = at, []
+            with pytest.raises(KeyboardInterrupt) if at else nullcontext():
+                for name, _ in layers:
+                    names.append(name)
+            assert at or {*layers.plan.residency.streams} <= {*names}

@@ -365,8 +365,8 @@ def test_a_layer_inside_another_is_brought_where_there_is_room(tmp_path: Path) -
             else:
                 made.use(3)
                 made.use(0)
-                made.device.compute(parts, made.expected[0])
-                made.rounds.release(0)
+            made.device.compute(parts, made.expected[0])  # it kept its slot
+            made.rounds.release(0)
             made.use(1)
         made.close()
 
