@@ -6,7 +6,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from itertools import chain
 from types import FrameType, MethodType
@@ -423,13 +423,15 @@ class StreamedModule(Wrapped):
 
         The cache identifies weights by their objects, which layers share.
         """
-        with ExitStack() as after:
-            for each in self._listed:
-                before = {key: each.__dict__.get(key) for key in _LISTS}
-                after.callback(each.__dict__.update, before)
-            after.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        lists = [(each, {key: each.__dict__.get(key) for key in _LISTS}) for each in self._listed]
+        caches = torch.is_autocast_cache_enabled()
+        try:
             torch.set_autocast_cache_enabled(False)
             yield
+        finally:
+            torch.set_autocast_cache_enabled(caches)
+            for each, before in lists:
+                each.__dict__.update(before)
 
     def _check_given_back(self, buffers: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
         """Note as errors weights that a call changed or keeps; ``counts``: references before it."""
