@@ -17,7 +17,7 @@ used it (`_uses`), or else C waits for that. Who reads holds `_reading`, taken b
 | field | meaning | changed by |
 |---|---|---|
 | `_users`, `_runner`, `_wanted` | layers in use, their thread, layers that it waits for | R |
-| `calls` | calls of layers under way, one inside the other; at their end `end_calls` | R |
+| `calls` | calls of layers under way, one inside the other; see `call_layer` | R |
 | `_used` | experts computed with until the next `ask` | R |
 | `_active_s` | the time of R's last `ask` or `release` | R |
 | `_unproved` | layers in use or used, whose copies may still fail | R, who reads |
@@ -317,11 +317,14 @@ class Bringer(Holding, Sink):
         Raises:
             StreamloadError: copies to the released layer failed; the device computed with it.
         """
-        wakes = False
 
         def settle(crew: Crew) -> None:
             while self._is_unsure(released) and crew.settle(1):
                 pass
+
+        begun = time.perf_counter()
+        wakes = not self._here(settle, raises=True)
+        self.stats.stalls[released] += time.perf_counter() - begun
 
         def hand_out(crew: Crew) -> None:
             nonlocal wakes
@@ -336,9 +339,6 @@ class Bringer(Holding, Sink):
                     after = self._take(*picked)
                 self._hand_out([picked], crew, after)
 
-        begun = time.perf_counter()
-        wakes = not self._here(settle, raises=True)
-        self.stats.stalls[released] += time.perf_counter() - begun
         there = self._here(hand_out, raises=False)
         with self._lock:
             self._left = released if wakes else None

@@ -15,10 +15,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 from streamload.core.memory import available_host_nbytes
 from streamload.devices.base import Buffer, QueuedWork
@@ -26,6 +27,22 @@ from streamload.errors import OffloadError
 from streamload.offloading.bringing import Bringer
 from streamload.offloading.completion import wait_for
 from streamload.offloading.layers import Slots
+
+T = TypeVar("T")
+
+
+def call_layer(rounds: Rounds, compute: Callable[[], T]) -> T:
+    """Call a layer whose weights stream; after the outermost call, end what interrupted ones left.
+
+    Ctrl-C comes at the begin of a function, or after a call: the count is never left wrong.
+    """
+    rounds.calls += 1
+    try:
+        return compute()
+    finally:
+        rounds.calls -= 1
+        if not rounds.calls:
+            rounds.end_calls()
 
 
 class Rounds(Bringer):
@@ -209,7 +226,7 @@ class Rounds(Bringer):
     def end_calls(self) -> None:
         """End what interrupted calls left: uses of layers, and a choice of experts.
 
-        For the thread that runs the model, after the outermost call of a layer.
+        For the thread that runs the model, when no call of a layer is under way: `call_layer`.
         """
         if self._runner != threading.get_ident() or os.getpid() != self._process:
             return

@@ -29,7 +29,7 @@ from streamload.devices.tinygrad.tensors import ALLOCATORS, TO_TINYGRAD, backend
 from streamload.errors import AllocationError, OffloadError
 from streamload.offloading.layers import NO_PARTS, FileRange, Slots
 from streamload.offloading.plan import OffloadPlan
-from streamload.offloading.prefetch import Rounds
+from streamload.offloading.prefetch import Rounds, call_layer
 from streamload.offloading.rows import RowReader
 
 #: The class of TinyJits.
@@ -218,18 +218,17 @@ class StreamedLayer(Wrapped):
                     f"a weight of {self._name} was written while the model is offloaded, and the "
                     "layer would not see it: close() the model first"
                 )
-        self._rounds.calls += 1
-        try:
+        own = super().__call__
+
+        def compute() -> Any:
             buffers = self._rounds.acquire(self._number)
             try:
                 with self._there(buffers):
-                    return super().__call__(*args, **kwargs)
+                    return own(*args, **kwargs)
             finally:
                 self._rounds.release(self._number)
-        finally:
-            self._rounds.calls -= 1
-            if not self._rounds.calls:
-                self._rounds.end_calls()
+
+        return call_layer(self._rounds, compute)
 
     @contextmanager
     def _there(self, buffers: Sequence[Buffer]) -> Iterator[None]:

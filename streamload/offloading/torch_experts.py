@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from streamload.offloading.prefetch import Rounds
+from streamload.offloading.prefetch import Rounds, call_layer
 from streamload.offloading.torch_modules import TorchSlots, Wrapped, refuse_training
 from streamload.planning.room import experts_chosen
 
@@ -271,14 +271,9 @@ class StreamedExperts(Wrapped):
         most = 1
         if self._sums == "grouped" and top_k_index.numel() <= _FEW_ROWS * module.num_experts:
             most = _most_groups(module)
-        self._rounds.calls += 1
-        try:
-            with torch.no_grad():
-                return computed(module, self._sums, routed, partial(self._give, most))
-        finally:
-            self._rounds.calls -= 1
-            if not self._rounds.calls:
-                self._rounds.end_calls()
+        give = partial(self._give, most)
+        with torch.no_grad():
+            return call_layer(self._rounds, lambda: computed(module, self._sums, routed, give))
 
     def _give(self, most: int, chosen: Sequence[int]) -> Generator[Given, None, None]:
         """Yield experts with their weights in slots, a few of them acquired while others come.

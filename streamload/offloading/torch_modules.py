@@ -24,7 +24,7 @@ from streamload.devices.torch.tensors import TO_TORCH, changes_nothing
 from streamload.errors import OffloadError
 from streamload.offloading import torch_lent
 from streamload.offloading.layers import Slots
-from streamload.offloading.prefetch import Rounds
+from streamload.offloading.prefetch import Rounds, call_layer
 from streamload.offloading.rows import RowReader
 from streamload.offloading.stays import Stays
 from streamload.offloading.torch_faces import Face
@@ -381,14 +381,12 @@ class StreamedModule(Wrapped):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute with the layer's weights, which are in slots until the end of the call."""
         refuse_training(self._module)
-        self._rounds.calls += 1
-        try:
+
+        def compute() -> Any:
             with self._there(), torch.no_grad():
                 return self._own()(*args, **kwargs)
-        finally:  # which Ctrl-C does not interrupt before the count
-            self._rounds.calls -= 1
-            if not self._rounds.calls:
-                self._rounds.end_calls()
+
+        return call_layer(self._rounds, compute)
 
     @contextmanager
     def _there(self) -> Iterator[None]:

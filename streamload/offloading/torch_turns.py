@@ -125,8 +125,9 @@ class Turn:
     @property
     def is_here(self) -> bool:
         """Whether the model has its turn; not if an error of a signal handler ended `leave`."""
-        rounds = self._streaming.rounds if self._streaming is not None else None
-        return self._streaming is not None and (rounds is None or rounds.is_open)
+        if self._streaming is None:
+            return False
+        return self._streaming.rounds is None or self._streaming.rounds.is_open
 
     @property
     def more_nbytes(self) -> int:
