@@ -267,8 +267,11 @@ def convert(
             t.turn is not None or (t.made is not None and not isinstance(t.info, Changed))
             for _, _, t in plan.tensors()
         )
-        if codes or turned:
-            way = choose_way(checkpoint, dtypes, weights, nodes=bool(nodes), turned=turned)
+        written = Destination(plan).in_memory()
+        if codes or turned or written is not None:
+            way = choose_way(
+                checkpoint, dtypes, weights, nodes=bool(nodes), turned=turned, written=written
+            )
         is_whole = not (nodes or options.selection.select or options.selection.exclude)
         opens = is_whole and options.verdict is not None
         job = _Conversion(checkpoint, plan, way, judging if opens else None)

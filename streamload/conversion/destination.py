@@ -16,8 +16,9 @@ from streamload.checkpoint.digests import SIDECAR, Digests
 from streamload.conversion.companions import CONFIG
 from streamload.conversion.disk import WORK, Folder, exists, linked, writing_to
 from streamload.conversion.journal import JOURNAL
+from streamload.conversion.memory import InMemory
 from streamload.conversion.plan import ConvertPlan, folders_above, in_folder
-from streamload.core.system import sync_folder
+from streamload.core.system import filesystem_in_memory, sync_folder
 from streamload.errors import CheckpointError, PlanInfeasibleError
 
 # Names of a checkpoint's files, by any writer.
@@ -137,17 +138,30 @@ class Destination:
             found = os.statvfs(folder)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise CheckpointError(folder, "cannot be written", found="no leave to write there")
-        free_nbytes = found.f_bavail * found.f_frsize
-        # files of an earlier call are overwritten
-        for root, _, names in os.walk(self.work):
-            for name in names:
-                with suppress(OSError):  # another conversion may remove it now
-                    free_nbytes += (Path(root) / name).stat().st_blocks * 512
+        free_nbytes = found.f_bavail * found.f_frsize + self._written_nbytes()
         needed_nbytes = self._plan.needed_nbytes + self.reserve_nbytes
         if needed_nbytes > free_nbytes:
             raise PlanInfeasibleError(
                 str(self.path), needed_nbytes, free_nbytes, limit="free space"
             )
+
+    def _written_nbytes(self) -> int:
+        """Bytes of the files of an earlier call, which are overwritten."""
+        nbytes = 0
+        for root, _, names in os.walk(self.work):
+            for name in names:
+                with suppress(OSError):  # another conversion may remove it now
+                    nbytes += (Path(root) / name).stat().st_blocks * 512
+        return nbytes
+
+    def in_memory(self) -> InMemory | None:
+        """Return the files that are still to be written, if the destination is in memory."""
+        filesystem = filesystem_in_memory(self.path)
+        if not filesystem:
+            return None
+        nbytes = self._plan.needed_nbytes + self.reserve_nbytes - self._written_nbytes()
+        reason = f"{self.path} is on {filesystem}, which keeps files in memory: write to a disk"
+        return InMemory(max(nbytes, 0), reason)
 
     # --- old checkpoints --------------------------------------------------------------------------
 

@@ -36,8 +36,22 @@ _TENSOR_NBYTES = 600  # a tensor in plan, journal and report: 310 to 540, most f
 _NODE_TENSOR_NBYTES = 400  # its placement on a node, in addition: 150 to 350
 _QUANT_NBYTES = 4 * 2**20  # more kernels: 1 MB each; numpy's temporaries, 1 MB a thread
 _CHANGED_COPIES = 3  # arrays of float64 in which values change: the old, the new, their products
+_KEPT_SHARE = 256  # the kernel keeps 576 bytes for 64 pages of a file in memory: 1/455
 _TURNED_BLOCKS = 12  # blocks of permuted elements, of all threads together
 _TEXTS = 4  # names are in headers, journal, sidecar and in the JSON of the report
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """Files of a conversion that stay in memory until they are removed.
+
+    Attributes:
+        nbytes: their bytes that are still to be written.
+        reason: why they are in memory, for errors.
+    """
+
+    nbytes: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +72,14 @@ class Way:
 
     @property
     def nbytes(self) -> int:
-        """Most bytes of host memory that threads and dirty pages take."""
+        """Most bytes of host memory that threads take."""
         reading = BOUNCE_NBYTES if self.direct else AHEAD_NBYTES
-        mine = self.threads * (2 * self.block_nbytes + _THREAD_NBYTES + reading)
-        dirty = (self.threads + self.behind) * self.block_nbytes
-        return mine + dirty * 9 // 8  # what the kernel keeps for each dirty page: 2 to 10%
+        return self.threads * (2 * self.block_nbytes + _THREAD_NBYTES + reading)
+
+    @property
+    def dirty_nbytes(self) -> int:
+        """Most bytes of dirty pages, with what the kernel keeps for each: 2 to 10%."""
+        return (self.threads + self.behind) * self.block_nbytes * 9 // 8
 
 
 def choose_way(
@@ -72,11 +89,13 @@ def choose_way(
     *,
     nodes: bool,
     turned: bool = False,
+    written: InMemory | None = None,
 ) -> Way:
     """Return the fastest `Way` that fits into free memory; PlanInfeasibleError if none does.
 
     ``dtypes`` are all that tensors may be cast to, ``weights`` those to quantize; ``nodes``: the
-    output is split over nodes; ``turned``: some tensors are joined from others, or permuted.
+    output is split over nodes; ``turned``: some tensors are joined from others, or permuted;
+    ``written``: the files, if they are written to memory.
     """
     threads = min(max(available_cpus(), _THREADS.start), _THREADS.stop - 1)
     remote = any(isinstance(header.path, Url) for header in checkpoint.shards)
@@ -115,14 +134,20 @@ def choose_way(
     changing_nbytes = _CHANGED_COPIES * max(CHANGED_NBYTES, row_nbytes) * bool(changed)
     changing_nbytes += max((info.changes.thread_nbytes for info in changed), default=0)
     decoding_nbytes = 2 * max((scales_nbytes(info.group) for info in packed), default=0)
-    always_nbytes = _RUN_NBYTES + casts_nbytes + tensors_nbytes + decoding_nbytes
+    stay_nbytes = written.nbytes + written.nbytes // _KEPT_SHARE if written is not None else 0
+    always_nbytes = _RUN_NBYTES + casts_nbytes + tensors_nbytes + decoding_nbytes + stay_nbytes
+
+    def blocks_nbytes(way: Way) -> int:
+        return way.nbytes + (way.dirty_nbytes if written is None else 0)
+
     largest = [
+        ("files that are written to memory", stay_nbytes),
         ("names and places of tensors", tensors_nbytes),
         ("casts", casts_nbytes),
         ("values that adapters change", ways[-1].threads * changing_nbytes),
         ("scales of quantised weights", decoding_nbytes),
         ("statistics of weights that are quantised", sum(under_way[: ways[-1].threads])),
-        ("threads and their blocks", _RUN_NBYTES + ways[-1].nbytes),
+        ("threads and their blocks", _RUN_NBYTES + blocks_nbytes(ways[-1])),
     ]
     return first_that_fits(
         [
@@ -130,11 +155,12 @@ def choose_way(
                 way,
                 always_nbytes
                 + way.threads * changing_nbytes
-                + way.nbytes
+                + blocks_nbytes(way)
                 + sum(under_way[: way.threads])
                 + 2 * way.threads * way.turned_nbytes * any_turned,
             )
             for way in ways
         ],
         sorted((one for one in largest if one[1]), key=lambda one: -one[1]),
+        reason="" if written is None else written.reason,
     )

@@ -380,13 +380,16 @@ class HostMemory:
 
 
 def first_that_fits(
-    ways: Sequence[tuple[_Way, int]], largest: Sequence[tuple[str, int]] = ()
+    ways: Sequence[tuple[_Way, int]],
+    largest: Sequence[tuple[str, int]] = (),
+    *,
+    reason: str = "",
 ) -> _Way:
     """Return the first alternative whose bytes fit into free host memory.
 
     ``ways`` lists (alternative, bytes needed), the preferred one first, which is returned if free
-    memory is unknown. ``largest`` lists (name, bytes) of the largest allocations of the last
-    alternative, for the error.
+    memory is unknown. For the error: ``largest`` lists (name, bytes) of the largest allocations of
+    the last alternative, and ``reason`` is its attribute.
 
     Raises:
         PlanInfeasibleError: none fits.
@@ -399,7 +402,7 @@ def first_that_fits(
         if needed_nbytes <= free_nbytes:
             return way
     raise PlanInfeasibleError(
-        "host", ways[-1][1], free_nbytes, limit="free memory", largest=largest
+        "host", ways[-1][1], free_nbytes, limit="free memory", largest=largest, reason=reason
     )
 
 

@@ -35,6 +35,8 @@ def callers_level() -> int:
     return level - 1
 
 
+# Filesystems whose pages are never counted as available.
+_IN_MEMORY = ("tmpfs", "ramfs", "rootfs", "devtmpfs")
 _COPIED_NBYTES = 2**20  # at once, if the system cannot read into given memory
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14 and later
 _MIN_POPULATED_NBYTES = 16 * mmap.PAGESIZE
@@ -275,12 +277,31 @@ def filesystem_of(path: str, mountinfo: str) -> str:
     ``mountinfo`` is the text of ``/proc/self/mountinfo`` (proc(5)): the mount point is the fifth
     field, with octal escapes, and the type the first after a lone hyphen.
     """
-    best, found = "", ""
-    for _, point, kind, _ in mounts(mountinfo):
+    return _mount_of(path, mountinfo)[0]
+
+
+def _mount_of(path: str, mountinfo: str) -> tuple[str, str]:
+    """Return the type of the filesystem of ``path`` and its options, as in `filesystem_of`."""
+    best, found = "", ("", "")
+    for _, point, kind, options in mounts(mountinfo):
         inside = path == point or path.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= len(best):  # a later mount on the same point hides the earlier
-            best, found = point, kind
+            best, found = point, (kind, options)
     return found
+
+
+def filesystem_in_memory(path: str | os.PathLike[str], mountinfo: str | None = None) -> str:
+    """Return the filesystem of ``path``, which need not exist, if it keeps its files in memory.
+
+    "" for any other. An overlay keeps what is written in its upper folder.
+    """
+    if mountinfo is None:
+        mountinfo = file_text(Path("/proc/self/mountinfo"))
+    kind, options = _mount_of(os.path.realpath(path), mountinfo)
+    if kind == "overlay":
+        upper = next((o[9:] for o in options.split(",") if o.startswith("upperdir=")), "")
+        kind = _mount_of(upper, mountinfo)[0]
+    return kind if kind in _IN_MEMORY else ""
 
 
 def file_text(path: Path) -> str:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from streamload.core.memory import LOCKED
-from streamload.core.system import filesystem_and_length, libc, map_file
+from streamload.core.system import filesystem_in_memory, libc, map_file
 from streamload.core.units import round_up
 from streamload.devices.base import ReadTable
 from streamload.devices.cuda import Context, _driver, allow_captures
@@ -31,7 +31,6 @@ from streamload.files.page_cache import is_resident
 
 _FLAGS = 9  # CU_MEMHOSTREGISTER_READ_ONLY and _PORTABLE
 _IS_SUPPORTED = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
-_IN_MEMORY = ("tmpfs", "ramfs")  # filesystems whose pages are never counted as available
 _GAP_NBYTES = 2**17  # most bytes between reads that are locked, too; between small copies, read
 _RANGE_NBYTES = 2**25  # of a range, about: the driver may let others wait while it locks one
 # What is smaller is read: the driver may copy it by the CPU, a SIGBUS once a file is shorter.
@@ -155,7 +154,7 @@ class LockedReads:
 
     def _lock_all(self, fd: int, tables: Sequence[ReadTable]) -> None:
         try:
-            counts = filesystem_and_length(f"/proc/self/fd/{fd}")[0] not in _IN_MEMORY
+            counts = not filesystem_in_memory(f"/proc/self/fd/{fd}")
             for reads in tables:
                 with self._locking:
                     if self._works and not self._lock(fd, reads, counts):

@@ -21,8 +21,10 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from streamload.core.location import Location, Url
+from streamload.core.memory import available_host_nbytes
+from streamload.core.system import filesystem_in_memory
 from streamload.core.units import format_bytes
-from streamload.errors import CheckpointError, ShardNotFoundError, StreamloadError
+from streamload.errors import CheckpointError, DeviceError, ShardNotFoundError, StreamloadError
 from streamload.files import connections as wire
 from streamload.files import responses
 from streamload.files.connections import Patience
@@ -310,6 +312,9 @@ def choose(fetch: Fetch, files: Mapping[Url, int], where: Location) -> Fetch:
         return "cache"
     folder, closed = Path(settings().HF_HUB_CACHE), _closed(next(iter(lacking)))
     free, needed = shutil.disk_usage(_there(folder)).free, sum(lacking.values())
+    if filesystem_in_memory(folder):
+        with suppress(DeviceError):
+            free = min(free, available_host_nbytes())
     if closed is None and free >= needed + (_SPARE_NBYTES if fetch == "auto" else 0):
         return "cache"
     if fetch != "cache":

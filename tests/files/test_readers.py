@@ -18,7 +18,12 @@ import pytest
 from parameters import few
 
 from streamload.bench.compare import forget
-from streamload.core.system import filesystem_of, map_privately, populate_shared
+from streamload.core.system import (
+    filesystem_in_memory,
+    filesystem_of,
+    map_privately,
+    populate_shared,
+)
 from streamload.errors import (
     CheckpointError,
     HeaderError,
@@ -487,6 +492,20 @@ def test_filesystem_is_that_of_the_nearest_mount(path: str, filesystem: str) -> 
     """The longest mount point above a path wins, and of two on one point the later."""
     assert filesystem_of(path, MOUNTINFO) == filesystem
     assert filesystem_of(path, "") == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "filesystem"),
+    [("/mnt/a/b", "tmpfs"), ("/home", ""), ("/over/a", "tmpfs"), ("/under/a", ""), ("", "")],
+)
+def test_files_in_memory_are_known(path: str, filesystem: str) -> None:
+    """So are those of an overlay whose upper folder is in memory."""
+    text = MOUNTINFO + (
+        "40 1 0:40 / /over rw - overlay none rw,lowerdir=/home,upperdir=/mnt/u,workdir=/mnt/w\n"
+        "41 1 0:41 / /under rw - overlay none rw,lowerdir=/mnt,upperdir=/home/u\n"
+    )
+    assert filesystem_in_memory(path, text) == filesystem
+    assert filesystem_in_memory("/mnt", "") == ""
 
 
 @pytest.mark.parametrize(

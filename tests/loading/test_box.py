@@ -5,6 +5,7 @@ from __future__ import annotations
 import compileall
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -81,6 +82,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("box") / "checkpoint"
     make_checkpoint(out, shape_of_size(FITS_NBYTES, BF16), offset_mod_16=8)
     return out
+
+
+@pytest.fixture
+def in_memory(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a tmpfs."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "none", folder], capture_output=True)
+    if mount.returncode:
+        needs.lacking(f"no tmpfs can be mounted: {mount.stderr.decode()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
 
 
 def _works(device: str) -> str:
@@ -213,7 +226,8 @@ def test_a_load_in_place_beside_little_free_memory_is_not_killed(
 SHARES = (0.8, 0.85, 0.9, 0.95, 1.0, 1.05)
 _NUMBERS = re.compile(r"needs .*?(\d+) bytes.*? free memory is .*?(\d+) bytes")
 HELD = """
-import streamload.cli
+import llvmlite.binding, llvmlite.ir
+import streamload.cli.files, streamload.conversion.convert, streamload.verification.verify
 with open("/proc/self/status") as file:
     print(next(line.split()[1] for line in file if line.startswith("RssAnon:")))
 """
@@ -279,6 +293,20 @@ def test_a_conversion_is_done_or_refused(cgroup: Boxes, tmp_path: Path) -> None:
     # what the process itself takes differs by some 100 kB from one run to the next
     codes = _convert_in_boxes(cgroup, source, tmp_path / "out", (0.9, 1.01))
     assert codes == [3, 3, 0, 0]
+
+
+@pytest.mark.parametrize("quant", [None, pytest.param("int8", marks=pytest.mark.slow)])
+def test_a_conversion_to_memory_is_done_or_refused(
+    cgroup: Boxes, tmp_path: Path, in_memory: Path, quant: str | None
+) -> None:
+    """Files on a tmpfs stay in the box's memory: they count, and the error says so."""
+    source, out = tmp_path / "source", in_memory / "out"
+    make_checkpoint(source, shape_of_size(60_000_000, BF16))
+    shares = (0.7, 1.01)
+    assert _convert_in_boxes(cgroup, source, out, shares, quant=quant) == [3, 3, 0, 0]
+    command = _command("convert", source, out)
+    done = _run(cgroup, command, 90_000_000)
+    assert f"{out} is on tmpfs, which keeps files in memory: write to a disk" in done.stderr
 
 
 @pytest.mark.slow
