@@ -15,7 +15,13 @@ from streamload.core.memory import MIN_HOST_NBYTES, STAGING, Budget, available_c
 from streamload.core.patterns import Patterns
 from streamload.core.units import format_bytes
 from streamload.devices.base import Parameter
-from streamload.devices.names import framework, spelled_as, split_name
+from streamload.devices.names import (
+    default_framework,
+    framework,
+    framework_of,
+    spelled_as,
+    split_name,
+)
 from streamload.distributed.gather import BLOCK_NBYTES, BLOCKS, LEAST_BLOCK_NBYTES, held_nbytes
 from streamload.distributed.index import SAMPLED, Index, check_present, write_index
 from streamload.distributed.offload_split import OffloadSplit, split_offload
@@ -36,8 +42,8 @@ from streamload.loading.load import split
 from streamload.loading.options import NameOptions, WeightOptions
 from streamload.loading.prepare import Call, Decision, Options, Place
 from streamload.offloading.offload import OffloadAsked, Prepared
+from streamload.planning.dequantize import as_in_models, dequantized, in_order_of
 from streamload.planning.dequantize import asked as weights_asked
-from streamload.planning.dequantize import dequantized
 from streamload.planning.match import whole_shape
 from streamload.planning.partition import Node, ordered
 from streamload.planning.plan import Plan
@@ -52,7 +58,7 @@ from streamload.planning.shares import (
     make_shares,
 )
 from streamload.planning.slices import Mesh
-from streamload.planning.sources import Found, Source
+from streamload.planning.sources import Found, Source, parameters_of
 from streamload.planning.suggest import Wanted
 
 #: The options that determine a plan, besides budgets.
@@ -159,11 +165,19 @@ class Agreement:
         self.place: Place | None = None
         mesh = session.step("its split", lambda: Mesh.of(asked.split, session.group.size))
 
+        def ordered(made: Checkpoint) -> Checkpoint:
+            if model is None:
+                return as_in_models(made)
+            fills = parameters_of(asked.given["mapping"], asked.given["rename"], made.tensors)
+            owner = framework(framework_of(model) or default_framework())
+            return in_order_of(made, owner.parameters(model), fills)
+
         def write() -> bytes:
             """Return rank 0's message: a line of JSON, and the index.
 
-            The line has the weights to dequantize, the commit if it is a repository's, and
-            transformers' plan for tensor parallelism if tensors are split.
+            The line has the weights to dequantize, the commit if it is a repository's,
+            transformers' plan for tensor parallelism if tensors are split, and whether a
+            Conv1D's weights are in the order of models.
             """
             there, _ = locate(asked.path)
             found = open_checkpoint(there)
@@ -171,18 +185,20 @@ class Agreement:
             blocks = model is not None  # a model has floats, unless a dtype is given
             weights = weights_asked(found, asked.options.policy, blocks=blocks)
             styles = {} if mesh is None else styles_of(found.config)
-            line = json.dumps([weights, file_of(there), styles])
+            made = dequantized(found, weights)
+            line = json.dumps([weights, file_of(there), styles, ordered(made) is not made])
             return line.encode() + b"\n" + write_index(found, session.me.host)
 
         line, _, data = session.share("the checkpoint", write).partition(b"\n")
 
         def check() -> tuple[tuple[Index, list[str]], bool]:
             """Return the index and missing files, and whether files were compared only in parts."""
-            weights, file, _ = json.loads(line)
+            weights, file, _, in_order = json.loads(line)
             pinned = HubFile(*file) if file else None  # all ranks read one commit
             index = Index.read(data, *locate(asked.path, pinned))
             missing = index.check()
             made = dequantized(index.checkpoint, weights)
+            made = as_in_models(made) if in_order else made
             return (replace(index, checkpoint=made), missing), index.is_sampled(session.me.host)
 
         (self.index, self._missing), sampled = session.stage("its files", check)

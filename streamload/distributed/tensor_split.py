@@ -14,7 +14,7 @@ from streamload.checkpoint.open import CheckpointLike, opened
 from streamload.core.model_config import language_part
 from streamload.loading.load import split as split_layers
 from streamload.loading.options import SplitOptions, takes
-from streamload.planning.dequantize import asked, dequantized
+from streamload.planning.dequantize import as_in_models, asked, dequantized
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
 from streamload.planning.requests import DTypePolicy
@@ -81,7 +81,7 @@ def split_tensors(
         raise ValueError(f"split is tensor or a mesh such as 2x4, not {split!r}")
     checkpoint = opened(path)
     weights = asked(checkpoint, DTypePolicy.parse(options.get("dtype")))
-    checkpoint = dequantized(checkpoint, weights)
+    checkpoint = as_in_models(dequantized(checkpoint, weights))
     members = [Member(rank, node.name, node.name, 0, 1) for rank, node in enumerate(nodes)]
 
     def planned(groups: Sequence[Node]) -> Plan:

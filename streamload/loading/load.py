@@ -50,7 +50,7 @@ from streamload.planning.dequantize import (
     asked,
     asked_by_model,
     dequantized,
-    holds_transposes,
+    in_order_of,
 )
 from streamload.planning.match import Match, wants_of
 from streamload.planning.partition import Node
@@ -342,7 +342,7 @@ def read_call(path: CheckpointLike, model: Any = None, **options: Unpack[LoadOpt
         check_patterns("dtype", (pattern for pattern, _ in read.policy.rules), names)
         check_patterns("quant", (pattern for pattern, _ in read.quant.rules), names)
     if model is None:
-        checkpoint = dequantized(checkpoint, asked(checkpoint, read.policy))
+        checkpoint = as_in_models(dequantized(checkpoint, asked(checkpoint, read.policy)))
     elif checkpoint.groups or checkpoint.stored:
         checkpoint = _as_held(model, checkpoint, read, given)
     found = sources(checkpoint, given["mapping"], given["rename"], all_match=True)
@@ -361,9 +361,7 @@ def _as_held(model: Any, checkpoint: Checkpoint, read: Options, given: LoadOptio
     tensors = dict.fromkeys((*checkpoint.members, *checkpoint.groups, *checkpoint.stored))
     fills = parameters_of(given["mapping"], given["rename"], tensors)
     checkpoint = dequantized(checkpoint, asked_by_model(checkpoint, read.policy, parameters, fills))
-    if holds_transposes(checkpoint, parameters, fills):
-        checkpoint = as_in_models(checkpoint)
-    return checkpoint
+    return in_order_of(checkpoint, parameters, fills)
 
 
 def run(

@@ -104,18 +104,27 @@ def dequantized(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
     return replace(checkpoint, tensors=MappingProxyType(out))
 
 
-def holds_transposes(
+def in_order_of(
     checkpoint: Checkpoint, parameters: Iterable[Parameter], fills: Mapping[str, Sequence[str]]
-) -> bool:
-    """Return whether a model holds a weight's transpose (Conv1D); see `as_in_models`."""
+) -> Checkpoint:
+    """Return the checkpoint `as_in_models`, unless a model has Linears where models have Conv1D.
+
+    Shapes tell: a parameter fits a stored weight that is not square, and not its transpose.
+    """
     by_name = _by_name(parameters)
-    return any(
-        info.shape != info.shape[::-1] == by_name[name].shape
-        for info in checkpoint.tensors.values()
-        if isinstance(info, Packed) and _is_of_linears(info)
-        for name in fills.get(info.name, ())
-        if name in by_name
-    )
+    for info in checkpoint.tensors.values():
+        if not (isinstance(info, Packed) and _is_of_linears(info)):
+            continue
+        shapes = [by_name[name].shape for name in fills.get(info.name, ()) if name in by_name]
+        if any(_is_part(s, info.shape) and not _is_part(s, info.shape[::-1]) for s in shapes):
+            return checkpoint
+    return as_in_models(checkpoint)
+
+
+def _is_part(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Return whether a shape is that of a matrix, or of its slice along one axis."""
+    cut = [n for n, of in zip(shape, whole, strict=False) if n != of]
+    return len(shape) == len(whole) and len(cut) < 2 and all(map(int.__le__, shape, whole))
 
 
 def _is_of_linears(info: Packed) -> bool:

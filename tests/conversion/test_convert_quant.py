@@ -14,9 +14,12 @@ import needs
 import numpy as np
 import pytest
 from conversions import files_of, quiet, tensors_of
+from distributed_helpers import load as load_rank
+from distributed_helpers import succeeded
 from gguf_models import write_model
 from quant_loads_helpers import LAYERS, NAMES, found_in, load, matrix, model, write
 from safetensors_files import write_safetensors
+from thread_group import World, run
 
 import streamload
 import streamload.transformers
@@ -402,6 +405,45 @@ def test_a_conv1d_is_dequantized_to_one(kind: str, tmp_path: Path) -> None:
         assert np.abs(wide - was).max() <= 0.16 * np.abs(was).max(), name
     given = {"dtype": "float32", "progress": False}
     assert streamload.diff(tmp_path / "stored", tmp_path / "plain", **given).ok
+
+
+@pytest.mark.parametrize("kind", ["nf4", "bitsandbytes-int8"])
+def test_a_conv1d_has_one_orientation_at_every_entrance(kind: str, tmp_path: Path) -> None:
+    """Dequantised by a dtype, it is what the plain model has: its square matrices, too."""
+    source = write_model(tmp_path / "in", "gpt2", dtype="F32", tokenizer=False, n_layer=4)
+    quiet(source, tmp_path / "stored", quant=kind)
+    quiet(tmp_path / "stored", tmp_path / "plain", dtype="float32")
+    quiet(tmp_path / "stored", tmp_path / "irpa", dtype="float32", to="irpa")
+    given: dict[str, Any] = {"dtype": "float32", "device": "host"}
+    expected = streamload.load_state_dict(None, tmp_path / "plain", progress=False, **given)
+    shapes = {name: array.shape for name, array in expected.state_dict.items()}
+    path = tmp_path / "stored"
+    entrances = {
+        "None": streamload.load_state_dict(None, path, progress=False, **given).state_dict,
+        "irpa": streamload.load_state_dict(
+            None, tmp_path / "irpa", progress=False, **given
+        ).state_dict,
+        "iterate": dict(streamload.iterate(path, **given)),
+    }
+    for name, turned in (("Conv1D", False), ("Linear", True)):
+        held = {
+            key: np.zeros(shape[::-1] if turned and ".c_" in key else shape, np.float32)
+            for key, shape in shapes.items()
+        }
+        streamload.load_state_dict(held, path, dtype="float32", progress=False)
+        entrances[name] = {
+            key: array.T if turned and ".c_" in key else array for key, array in held.items()
+        }
+    with streamload.stream_layers(path, budget="800kB", **given) as layers:
+        assert layers.plan.residency.streams
+        entrances["stream_layers"] = {k: v.copy() for _, step in layers for k, v in step.items()}
+    for split in ("layers", "balanced", "replicate"):
+        reports = succeeded(run(World(2), load_rank(path, split=split, dtype="float32")))
+        entrances[split] = {k: v for each in reports for k, v in each.state_dict.items()}
+    for entrance, found in entrances.items():
+        assert found.keys() == shapes.keys(), entrance
+        for name, array in expected.state_dict.items():
+            assert np.array_equal(found[name], array), (entrance, name)
 
 
 def test_a_conv1d_of_an_odd_width_is_one_error(tmp_path: Path) -> None:
