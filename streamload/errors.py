@@ -57,7 +57,7 @@ class LoadState:
 
     def __str__(self) -> str:
         parts = (("loaded", self.loaded), ("untouched", self.untouched), ("invalid", self.invalid))
-        return "; ".join(f"{len(names)} {kind}{_listed(names)}" for kind, names in parts)
+        return "; ".join(f"{len(names)} {kind}{listed(names)}" for kind, names in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Suggestion:
         return f"{self.arguments} (fills {self.filled} of {self.parameters} parameters)"
 
 
-def _listed(names: Sequence[object]) -> str:
+def listed(names: Sequence[object]) -> str:
     """Return " (a, b, ..., and 3 more)" for a message; "" if there are no names."""
     if not names:
         return ""
@@ -288,7 +288,7 @@ class StateDictMismatchError(StreamloadError, ValueError):
             ("of another shape", self.wrong_shape),
             ("that cannot be loaded", self.problems),
         ]
-        parts = [f"{len(names)} {kind}{_listed(names)}" for kind, names in kinds if names]
+        parts = [f"{len(names)} {kind}{listed(names)}" for kind, names in kinds if names]
         if self.instead:
             parts.append(f"its library renames tensors as it loads: write model = {self.instead}")
         parts += [f"write {each}" for each in self.suggestions]

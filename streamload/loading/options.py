@@ -7,6 +7,7 @@ dictionary, and `takes` shows each by name in `help`, `inspect.signature`, compl
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, TypedDict, TypeVar, cast, get_args, get_type_hints
 
 from streamload.codecs.cast_table import OutOfRange
@@ -216,7 +217,9 @@ DEFAULTS: LoadOptions = {
 }
 
 
-def takes(**former: str) -> Callable[[_Function], _Function]:
+def takes(
+    changed: Mapping[str, object] = MappingProxyType({}), **former: str
+) -> Callable[[_Function], _Function]:
     """Return a decorator for functions with ``**options: Unpack[...]``.
 
     A function gets all options of that dictionary: those that a caller leaves out have their
@@ -224,6 +227,7 @@ def takes(**former: str) -> Callable[[_Function], _Function]:
     options that the docstring does not describe get the description in `LoadOptions`.
 
     Args:
+        changed: defaults of this function that are not those in `DEFAULTS`.
         **former: arguments that the function had once, with the hint that the error gives.
     """
 
@@ -233,7 +237,9 @@ def takes(**former: str) -> Callable[[_Function], _Function]:
         *own, last = signature.parameters.values()
         (dictionary,) = get_args(hints.pop(last.name))
         types = get_type_hints(dictionary, include_extras=True)
-        defaults = {name: default for name, default in DEFAULTS.items() if name in types}
+        defaults = {
+            name: changed.get(name, default) for name, default in DEFAULTS.items() if name in types
+        }
         own = [each.replace(annotation=hints[each.name]) for each in own]
         required = [each for each in own if each.default is each.empty]
         options = [

@@ -34,7 +34,7 @@ _SAME = {"dtype": "torch_dtype", "device": "device_map", "budget": "max_memory"}
 
 
 @takes_those_of_transformers
-@takes()
+@takes({"strict": False})
 def from_pretrained(
     path: str | os.PathLike[str],
     *,
@@ -130,8 +130,8 @@ def from_pretrained(
             "warn" or "error"; see `streamload.offload`.
         strict: missing and unexpected names are an error, except those that the model's class
             ignores. With False, matching weights are loaded, the rest is initialized at random as
-            by transformers, and the report names it; a warning follows if little matches.
-            Initialized weights count against the budget.
+            by transformers, and a warning and the report name it. Initialized weights count
+            against the budget.
         shapes: "error" for a parameter whose shape is not that of its tensor, or "skip" to
             initialize it like one that is missing: transformers' ``ignore_mismatched_sizes=True``.
         reserve: as in `streamload.load_state_dict`; the model's own buffers are added.

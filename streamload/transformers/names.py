@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 from streamload.checkpoint.open import Checkpoint
+from streamload.core.system import callers_level
 from streamload.core.tensors import whole as all_of
-from streamload.errors import ShapeMismatch, StateDictMismatchError
+from streamload.errors import ShapeMismatch, StateDictMismatchError, listed
 from streamload.loading.prepare import Options
-from streamload.planning.match import skipping_shapes, warn_of_little
+from streamload.planning.match import skipping_shapes
 from streamload.planning.sources import Source, model_shape
 from streamload.transformers.configuration import first_line
 from streamload.transformers.internals import (
@@ -174,8 +176,8 @@ class Names:
             if name in state and (found := source.shape or ()) != tuple(state[name].shape)
         ]
         problems = [f"{name}: {why}" for name, why in self.refused.items()]
-        loaded, left_out = len(filled) - len(shapes), len(missing) + len(shapes)
-        tensors = loaded + len(unexpected) + len(shapes)
+        problems += self._lacking_scales(state, unexpected)
+        loaded, left_out = len(filled) - len(shapes), shapes
         if options.shapes == "skip":
             shapes = []
         refused = problems or (strict and (missing or unexpected))
@@ -186,10 +188,36 @@ class Names:
                 unexpected=unexpected if strict else (),
                 wrong_shape=shapes,
                 problems=problems,
-                suggestions=() if refused else skipping_shapes(loaded, left_out),
+                suggestions=() if refused else skipping_shapes(loaded, len(missing) + len(shapes)),
             )
-        if loaded:  # the load itself warns of nothing
-            warn_of_little(path, loaded, loaded + left_out, tensors)
+        kinds: dict[str, Sequence[object]] = {
+            "not in the checkpoint, and initialized as in a new model": sorted(missing.values()),
+            "of another shape, and initialized likewise": left_out,
+            "not in the model, and ignored": unexpected,
+        }
+        parts = [f"{len(names)} {kind}{listed(names)}" for kind, names in kinds.items() if names]
+        if parts and loaded:  # the load itself warns if nothing matches
+            said = f"{path}: not all of {type(self.model).__name__} matches: {'; '.join(parts)}"
+            said += "; strict=True makes that an error" * bool(missing or unexpected)
+            warnings.warn(said, UserWarning, stacklevel=callers_level())
+
+    def _lacking_scales(self, state: Mapping[str, Any], unexpected: list[str]) -> list[str]:
+        """Return why packed weights of float parameters cannot load: their scales match nothing."""
+        modules: dict[str, list[str]] = {}
+        for tensor in unexpected:
+            modules.setdefault(tensor.rpartition(".")[0], []).append(tensor)
+        out = []
+        for tensor, name in self.first.items():
+            stored, module = self.checkpoint.tensors[tensor].dtype, tensor.rpartition(".")[0]
+            if module not in modules or (stored.kind == "float" and stored.bits > 8):
+                continue
+            dtype = state[name].dtype
+            if dtype.is_floating_point and str(dtype) != f"torch.{stored.name}":
+                lost = ", ".join(modules[module])
+                out.append(
+                    f"{name}: it is stored as {stored}, and {lost} has no place in the model"
+                )
+        return out
 
     def _of_the_body(self, unexpected: list[str]) -> list[str]:
         """Return unexpected tensors, without those of a head if only the body is to be loaded.

@@ -173,7 +173,8 @@ def filling(
     return {
         **options,
         "dtype": dtype,
-        "rename": lambda name: name if name in fill else None,
+        # without any match the load itself warns, of all names
+        "rename": (lambda name: name if name in fill else None) if fill else None,
         "mapping": fill,
         "strict": False,
         "reserve": parse_bytes(options["reserve"]) + beside_nbytes,

@@ -206,7 +206,7 @@ def test_ties_that_the_checkpoint_breaks_are_not_made(
 
 
 def test_names_must_match(tmp_path: Path) -> None:
-    """Missing, unexpected and misshapen tensors are one error that lists them, by default."""
+    """``strict=True``: missing, unexpected and misshapen tensors are one error that lists them."""
     folder = saved(tmp_path, "llama")
 
     def spoilt(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -217,16 +217,25 @@ def test_names_must_match(tmp_path: Path) -> None:
 
     rewrite(folder, spoilt)
     with pytest.raises(StateDictMismatchError) as caught:
-        load(folder)
+        load(folder, strict=True)
     assert caught.value.missing == ("model.layers.1.mlp.up_proj.weight",)
     assert caught.value.unexpected == ("model.layers.0.extra",)
     assert [(w.name, w.expected, w.found) for w in caught.value.wrong_shape] == [
         ("model.norm.weight", (32,), (16,))
     ]
+    with pytest.raises(StateDictMismatchError, match='shapes="skip"') as caught:
+        load(folder)  # as transformers: a wrong shape alone is an error
+    assert not caught.value.missing
+    assert not caught.value.unexpected
+    with pytest.warns(UserWarning) as warned:
+        load(folder, shapes="skip")
+    (said,) = [str(each.message) for each in warned]
+    for name in ("layers.1.mlp.up_proj.weight", "layers.0.extra", "model.norm.weight: expected"):
+        assert name in said
 
 
-def test_what_is_missing_is_initialised_where_that_is_asked_for(tmp_path: Path) -> None:
-    """``strict=False``: the rest is as transformers initialises it, and the report names it."""
+def test_what_is_missing_is_initialised(tmp_path: Path) -> None:
+    """The rest is as transformers initialises it; a warning and the report name it."""
     folder = saved(tmp_path, "llama")
     lost = "model.layers.1.mlp.up_proj.weight"
 
@@ -235,11 +244,56 @@ def test_what_is_missing_is_initialised_where_that_is_asked_for(tmp_path: Path) 
 
     rewrite(folder, without)
     torch.manual_seed(3)
-    found = load(folder, strict=False)
+    with pytest.warns(UserWarning, match=f"2 not in the checkpoint.*{lost}") as warned:
+        found = load(folder)
+    assert warned[0].filename.endswith("transformers_helpers.py")  # the line that called
     torch.manual_seed(3)
     assert_same(found, reference(folder, "llama"))
     assert set(found.streamload_report.missing) == {lost, "model.norm.weight"}
     assert found.model.norm.weight.eq(1).all()
+
+
+def test_a_base_gets_a_head_of_another_task(tmp_path: Path) -> None:
+    """A base under an Auto class of a task: the head is transformers' own, and is warned of."""
+    folder = saved(tmp_path, "bert")
+    auto = transformers.AutoModelForSequenceClassification
+    torch.manual_seed(3)
+    with pytest.warns(UserWarning, match=r"strict=True") as warned:
+        found = load(folder, model_class=auto, num_labels=3)
+    (said,) = [str(each.message) for each in warned]
+    assert "not all of BertForSequenceClassification matches" in said
+    assert "classifier.bias, classifier.weight" in said
+    assert "cls.predictions.bias" in said
+    torch.manual_seed(3)
+    assert_same(found, auto.from_pretrained(folder, num_labels=3))
+    with pytest.raises(StateDictMismatchError) as caught:
+        load(folder, model_class=auto, num_labels=3, strict=True)
+    assert "classifier.weight" in caught.value.missing
+    with pytest.warns(UserWarning, match=r"classifier\.weight"):
+        streamed = load(folder, model_class=auto, num_labels=3, offload=True)
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        assert streamed(ids).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("given", ["argument", "config"])
+def test_fewer_layers_may_be_asked_for(tmp_path: Path, given: str) -> None:
+    """Layers of the checkpoint that the configuration lacks stay in the file, with a warning."""
+    folder = saved(tmp_path, "llama")
+    fewer: dict[str, Any] = {"num_hidden_layers": 1}
+    if given == "config":
+        fewer = {"config": transformers.AutoConfig.from_pretrained(folder, **fewer)}
+    with pytest.warns(UserWarning, match=r"9 not in the model, and ignored \(model\.layers\.1\."):
+        found = load(folder, **fewer)
+    assert_same(found, reference(folder, "llama", **fewer))
+    with pytest.warns(UserWarning, match=r"model\.layers\.1\."):
+        streamed = load(folder, offload=True, **fewer)
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        assert torch.equal(streamed(ids).logits, found(ids).logits)
+    with pytest.raises(StateDictMismatchError) as caught:
+        load(folder, strict=True, **fewer)
+    assert len(caught.value.unexpected) == 9
 
 
 def test_a_body_gives_a_model_with_a_new_head(tmp_path: Path) -> None:
@@ -248,7 +302,7 @@ def test_a_body_gives_a_model_with_a_new_head(tmp_path: Path) -> None:
     model = new_model("bert")
     model.bert.save_pretrained(body)
     with pytest.raises(StateDictMismatchError) as caught:
-        load(body, model_class=transformers.BertForMaskedLM)
+        load(body, model_class=transformers.BertForMaskedLM, strict=True)
     assert all(name.startswith("cls.") for name in caught.value.missing)
     assert not caught.value.unexpected
     found = load(body, model_class=transformers.BertForMaskedLM, strict=False)
@@ -259,7 +313,7 @@ def test_a_body_gives_a_model_with_a_new_head(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     model.save_pretrained(whole)
     with pytest.raises(StateDictMismatchError) as caught:
-        load(whole, model_class=transformers.AutoModel)
+        load(whole, model_class=transformers.AutoModel, strict=True)
     assert "cls.predictions.bias" in caught.value.unexpected
     found = load(whole, model_class=transformers.AutoModel, strict=False)
     assert type(found) is transformers.BertModel

@@ -235,6 +235,12 @@ def test_a_quantized_weight_in_a_plain_module_is_refused(tmp_path: Path) -> None
     reconfigure(tmp_path, quantization_config={**config, "modules_to_not_convert": ["mlp.up_proj"]})
     with pytest.raises((StateDictMismatchError, UnsupportedCastError), match="up_proj"):
         load(tmp_path)
+    reconfigure(tmp_path, quantization_config=None)
+    path = tmp_path / "model.safetensors"
+    tensors = {n.replace("_scale_inv", "_unknown"): t for n, t in st.load_file(path).items()}
+    st.save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(StateDictMismatchError, match=r"up_proj\.weight_unknown has no place"):
+        load(tmp_path)  # scales of another library
 
 
 def test_scales_that_do_not_fit_the_module_are_refused(tmp_path: Path) -> None:
