@@ -74,7 +74,7 @@ def box(options: Options) -> Section:
         return done
 
     def load(path: Path, device: str, *more: str) -> list[str]:
-        argv = [sys.executable, "-m", "streamload", "load", str(path), "--device", device]
+        argv = [sys.executable, "-P", "-m", "streamload", "load", str(path), "--device", device]
         return [*argv, "--dtype", "float16", "--no-progress", "--json", *more]
 
     def verified(done: BoxRun) -> bool:

@@ -127,7 +127,7 @@ class Cluster:
         self._programs: list[tuple[int, subprocess.Popen[Any]]] = []
         self._server: range_server.Serving | None = None
         self._keeper = subprocess.Popen(
-            [sys.executable, "-m", "cluster_parts.keeper"],
+            [sys.executable, "-P", "-m", "cluster_parts.keeper"],
             env=os.environ | {"PYTHONPATH": str(SCRIPTS)},
             stdin=subprocess.PIPE,
             text=True,

@@ -95,7 +95,7 @@ def _torchrun(job: Job, static: bool = False) -> list[Program]:
     if static:  # the ranks are those of the hosts
         met = [f"--master-addr={hosts[0].name}", f"--master-port={MASTER_PORT}"]
     shape = [f"--nnodes={len(hosts)}", f"--nproc-per-node={job.per_host}", "--no-python"]
-    run = [sys.executable, "-m", "torch.distributed.run", *shape, *met]
+    run = [sys.executable, "-P", "-m", "torch.distributed.run", *shape, *met]
     return [
         job.start(host, [*run, *[f"--node-rank={host}"] * static, *job.argv], {})
         for host in range(len(hosts))

@@ -12,7 +12,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from tempfile import TemporaryFile
 from typing import Any, Self
 
 from streamload.core.memory import proc_fields
+from streamload.core.system import python_command
 from streamload.devices.cuda import Context
 from streamload.errors import DeviceError
 
@@ -30,9 +30,8 @@ _SAMPLE_S = 0.004
 _SLOW_SAMPLES = 5  # counters of the machine and the driver take locks: read each fifth time
 _GOODBYE_S = 20.0  # most time for a child to exit
 
-# the child has the import path of this process
 _CHILD = (
-    "import json, sys; job = json.loads(sys.argv[1]); sys.path[:] = job.pop('sys_path'); "
+    "import json; job = json.loads(sys.argv[1]); "
     "from streamload.bench.worker import main; main(job)"
 )
 
@@ -132,16 +131,15 @@ def call(function: str, **arguments: Any) -> dict[str, Any]:
 def command(
     job: Mapping[str, Any], sites: Sequence[str] = (), *, at_once: bool = False
 ) -> list[str]:
-    """Return the command line of a job's process, which has the import path of this process.
+    """Return the command line of a job's process; see `python_command`.
 
     Args:
         job: see `call`.
         sites: folders that come first on the import path.
         at_once: run one lap and end; else read commands from the standard input.
     """
-    path = [*sites, *(entry or os.getcwd() for entry in sys.path)]
-    more = {"sys_path": path} | ({"commands": ["lap"]} if at_once else {})
-    return [sys.executable, "-c", _CHILD, json.dumps({**job, **more})]
+    more = {"commands": ["lap"]} if at_once else {}
+    return python_command(_CHILD, json.dumps({**job, **more}), sites=sites)
 
 
 class Child:

@@ -26,6 +26,7 @@ from typing import IO, Any, Protocol, Self
 from streamload.checkpoint.open import Checkpoint, open_checkpoint
 from streamload.codecs.weights import Packed
 from streamload.core.memory import HostMemory
+from streamload.core.system import python_command
 from streamload.core.units import format_bytes
 from streamload.errors import DeviceError, StreamloadError
 from streamload.planning.dequantize import dequantized
@@ -37,12 +38,10 @@ _NEEDED = ("torch", "transformers")
 _CHILD_NBYTES = 2**30  # with transformers and torch imported: 0.6 GB on Linux
 _KEPT_NBYTES = 2 * _CHILD_NBYTES  # the child is kept for the next question if so much is free
 _TIMEOUT_S = 300.0
-_ROOT = str(Path(__file__).parent.parent.parent)
 _LISTED = 4
 #: Code of the child process. Other output there goes to its standard error.
 _CODE = (
-    "import json, os, sys; sys.path[:0] = json.loads(sys.argv[1]); "
-    "out = os.fdopen(os.dup(1), 'w'); os.dup2(2, 1); "
+    "import os; out = os.fdopen(os.dup(1), 'w'); os.dup2(2, 1); "
     "from streamload.conversion.openable import answer; answer(out)"
 )
 
@@ -185,9 +184,7 @@ class Judging:
 @contextmanager
 def _child() -> Iterator[Callable[[str], Any]]:
     """Run a child process in a ``with``; yields a function from a JSON question to its answer."""
-    paths = [*filter(os.path.isabs, sys.path), _ROOT]  # without the current folder
-    command = [sys.executable, "-P", "-c", _CODE, json.dumps(paths)]
-    pipe = subprocess.PIPE
+    command, pipe = python_command(_CODE), subprocess.PIPE
     with (
         tempfile.TemporaryFile() as errors,
         suppress(BrokenPipeError),  # its pipes are closed at the end

@@ -1,4 +1,4 @@
-"""Calls of the C library on memory, maps and files, and differences between systems."""
+"""Calls of the C library on memory, maps and files, child processes, and differences of systems."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +33,31 @@ def callers_level() -> int:
     while frame is not None and frame.f_globals.get("__name__", "").startswith("streamload."):
         level, frame = level + 1, frame.f_back
     return level - 1
+
+
+_ROOT = str(Path(__file__).absolute().parents[2])
+
+
+def python_command(code: str, *arguments: str, sites: Sequence[str] = ()) -> list[str]:
+    """Return the command of a child process that runs Python code; all children begin so.
+
+    The child has the import path of this process, so that it imports the same streamload, but
+    nothing is imported from the current folder: it may be one of downloads, with a ``json.py``.
+
+    Args:
+        code: the program; it gets ``arguments`` as ``sys.argv[1:]``.
+        arguments: its arguments.
+        sites: folders that come first on the import path.
+    """
+    here = ""
+    with suppress(OSError):  # the current folder may be gone
+        here = os.path.realpath(os.getcwd())
+    given = [here if entry == "" else entry for entry in sys.path]
+    safe = [e for e in given if os.path.isabs(e) and (e == _ROOT or os.path.realpath(e) != here)]
+    path = list(dict.fromkeys([*map(os.path.abspath, sites), *safe, _ROOT]))
+    # without PYTHONHOME, which -I ignores, the interpreter may not find its library
+    flags = ["-P" if os.environ.get("PYTHONHOME") else "-I", *["-B"] * sys.dont_write_bytecode]
+    return [sys.executable, *flags, "-c", f"import sys; sys.path[:] = {path!a}\n{code}", *arguments]
 
 
 # Filesystems whose pages are never counted as available.

@@ -23,12 +23,12 @@ import numpy as np
 from streamload.core.bounded_json import parse_json
 from streamload.core.disk_cache import keep, read_kept
 from streamload.core.dtypes import BY_NAME, DType
+from streamload.core.system import python_command
 from streamload.devices.base import Device, DTypeStatus, Framework, ProbeResult, StagedElements
 from streamload.devices.names import framework
 
 _PROBES: dict[tuple[str, str, bool], ProbeResult] = {}
 _PROBE_TIMEOUT_S = 120.0
-_ROOT = str(Path(__file__).absolute().parents[2])
 
 
 def probe(
@@ -88,12 +88,7 @@ def _probe_in_child(framework_name: str, device: str, full: bool, timeout_s: flo
         "result = names.framework(sys.argv[1]).probe(sys.argv[2], sys.argv[3] == 'True'); "
         "print('\\n' + json.dumps(asdict(result)))"
     )
-    variables = os.environ | {
-        "CACHELEVEL": "0",  # of tinygrad's cache
-        # without the current folder, by any of its names: files in a folder of downloads
-        # must not be imported (-P excludes it, too); this package is found anywhere
-        "PYTHONPATH": os.pathsep.join([*filter(os.path.isabs, sys.path), _ROOT]),
-    }
+    variables = os.environ | {"CACHELEVEL": "0"}  # of tinygrad's cache
     hint = ""
     with ExitStack() as stack:
         try:
@@ -107,7 +102,7 @@ def _probe_in_child(framework_name: str, device: str, full: bool, timeout_s: flo
         stdout, stderr = (stack.enter_context(_nameless_file()) for _ in range(2))
         try:
             child = subprocess.Popen(
-                [sys.executable, "-P", "-c", code, framework_name, device, str(full)],
+                python_command(code, framework_name, device, str(full)),
                 env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,

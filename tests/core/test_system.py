@@ -6,9 +6,12 @@ import gc
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import forked
@@ -18,7 +21,12 @@ import numpy as np
 import pytest
 from safetensors_files import write_safetensors
 
-from streamload.core.system import address_of, bytes_at, read_at
+import streamload
+from streamload.bench.processes import Child, call
+from streamload.conversion import openable
+from streamload.core.system import address_of, bytes_at, python_command, read_at
+from streamload.devices import probing
+from streamload.formats.mlc import chat
 
 _VALUES = np.random.default_rng(1).standard_normal((3, 2**19 + 1))
 TENSORS = {"large": _VALUES.astype(ml_dtypes.bfloat16), "small": np.arange(7, dtype=np.int64)}
@@ -184,3 +192,65 @@ def test_windows_is_told_what_is_missing() -> None:
     assert done.returncode == 0, done.stderr
     (sentence,) = done.stdout.splitlines()
     assert "Windows" in sentence and "POSIX" in sentence
+
+
+def _judge(folder: Path) -> None:
+    with openable._child() as ask, suppress(ChildProcessError):  # without transformers
+        assert "holds no file" in ask(
+            json.dumps({"question": "why_not_opened", "path": str(folder)})
+        )
+
+
+def _bench(folder: Path) -> None:
+    with Child(call("platform:system"), timeout_s=60) as child:
+        child.ready()
+
+
+#: Every child process of Python that streamload starts, by the file that does.
+CHILDREN = {
+    "conversion.openable": _judge,
+    "formats.mlc.chat": lambda folder: chat._rendered("{{ messages }}", {}),
+    "devices.probing": lambda folder: probing._probe_in_child("host", "host", False, 60),
+    "bench.processes": _bench,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("child", CHILDREN.values(), ids=CHILDREN)
+def test_a_child_imports_nothing_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, child: Callable[[Path], None]
+) -> None:
+    """A folder of downloads may have files of the names of modules: none runs in a child."""
+    folder = tmp_path / "downloads"
+    folder.mkdir()
+    for name in ("json", "os", "numpy", "jinja2", "torch", "platform", "streamload"):
+        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", "."]))
+    for entry in (str(folder), ".", ""):  # as of `python -m`, of PYTHONPATH, and of `python -c`
+        monkeypatch.syspath_prepend(entry)
+    child(folder)
+    assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
+
+
+def test_a_child_imports_the_same_streamload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is reached by PYTHONPATH, or lies in the current folder, is the child's, too."""
+    copy = tmp_path / "copy"
+    shutil.copytree(Path(streamload.__file__).parent, copy / "streamload")
+    code = (
+        "import subprocess, sys; from streamload.core.system import python_command as command; "
+        "print(sys.modules['streamload'].__file__, flush=True); "
+        "subprocess.run(command('import streamload; print(streamload.__file__)'), check=True)"
+    )
+    for where, folder, flags in ((copy, "", []), (tmp_path, copy, ["-P"]), (copy, "", ["-B"])):
+        environment = os.environ | {"PYTHONPATH": str(folder)}
+        command = [sys.executable, *flags, "-c", code]
+        out = subprocess.run(
+            command, cwd=where, env=environment, check=True, capture_output=True, text=True
+        )
+        assert out.stdout.split() == [str(copy / "streamload/__init__.py")] * 2
+    monkeypatch.chdir(copy)
+    shutil.rmtree(copy)  # the current folder may be gone
+    subprocess.run(python_command("import streamload"), check=True, cwd=tmp_path)

@@ -62,7 +62,7 @@ FRAMEWORKS = {
 #: Rooms that may import every framework.
 OF_FRAMEWORKS = ("bench", "transformers")
 READ_ENVIRONMENT = (
-    *("core.disk_cache", "files.connections"),
+    *("core.disk_cache", "core.system", "files.connections"),
     "files.stores",
     *("devices.names", "devices.probing"),
     *("distributed.launch", "distributed.ray", "distributed.store", "distributed.torch"),
@@ -256,6 +256,12 @@ def test_the_environment_is_read_at_the_edge() -> None:
     reading = {"environ", "environb", "getenv", "getenvb"}
     read = {module: found for module in FILES if (found := _names(module) & reading)}
     assert read.keys() <= set(READ_ENVIRONMENT), read
+
+
+def test_python_is_started_by_one_command() -> None:
+    """`core.system.python_command` makes each child's command; a probe's key names the program."""
+    using = {module for module in FILES if "executable" in _names(module)}
+    assert using == {"core.system", "devices.probing"}
 
 
 def test_the_lists_of_this_page_name_files() -> None:

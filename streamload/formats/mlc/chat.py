@@ -16,12 +16,12 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
 from streamload.core.bounded_json import parse_json
+from streamload.core.system import python_command
 from streamload.formats.mlc.models import family_of
 from streamload.formats.writer import Model
 
@@ -267,11 +267,9 @@ def _rendered(text: str, tokens: Mapping[str, str]) -> tuple[str | None, str]:
     messages = [{"role": role, "content": content} for role, content in said]
     given = {"template": text, "messages": messages, "add_generation_prompt": True, **tokens}
     given["most"] = _MOST_LENGTH
-    command = [sys.executable, "-c", _RENDER]
+    command, raw = python_command(_RENDER), json.dumps(given)
     try:
-        done = subprocess.run(
-            command, input=json.dumps(given), capture_output=True, text=True, timeout=_MOST_S
-        )
+        done = subprocess.run(command, input=raw, capture_output=True, text=True, timeout=_MOST_S)
         prompt = json.loads(done.stdout) if not done.returncode else None
     except (subprocess.TimeoutExpired, ValueError):
         return None, "the source's chat template does not come to an end"
